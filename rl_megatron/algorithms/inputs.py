@@ -1,0 +1,139 @@
+"""From the data section of a stage to tokenizer, training rows and held-out rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rl_megatron.algorithms.evaluate import HeldoutProblems, HeldoutText
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import StageConfig
+from rl_megatron.data.datasets import PromptAnswerDataset, TextDataset
+from rl_megatron.data.sources import load_records, load_text
+from rl_megatron.data.tasks import GeneratedTask, Problem, Task, build_task
+from rl_megatron.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from rl_megatron.generation.interfaces import Sampling
+
+
+def stage_task(config: StageConfig) -> Task | None:
+    if config.data.source != "task":
+        return None
+    options = dict(config.data.task)
+    if config.data.path is not None and options.get("name") == "gsm8k":
+        options.setdefault("path", config.data.path)
+    return build_task(**options)
+
+
+def build_tokenizer(config: StageConfig) -> Tokenizer:
+    """The tokenizer at `tokenizer.path`, or a BPE trained on the stage's training text; deterministic."""
+    if config.tokenizer.path is not None:
+        return load_tokenizer(config.tokenizer.path)
+    return train_bpe(_training_texts(config), config.tokenizer.vocab_size)
+
+
+def _training_texts(config: StageConfig) -> Iterator[str]:
+    data = config.data
+    if data.source == "text":
+        yield from load_text(data.path, data.heldout_fraction)[0].splitlines(keepends=True)
+    elif data.source == "prompt_answer":
+        for record in load_records(data.path, data.heldout_fraction)[0]:
+            yield data.prompt_template.format(**record.values) + data.answer_template.format(**record.values)
+    else:
+        task = stage_task(config)
+        if isinstance(task, GeneratedTask):
+            yield from task.pretraining_documents(data.num_documents, seed=config.train.seed)
+        else:
+            yield from (shown.prompt + shown.answer for shown in task.demonstrations())
+
+
+def pretraining_rows(config: StageConfig, tokenizer: Tokenizer) -> TextDataset:
+    """Windows of the training text."""
+    data = config.data
+    if data.source == "text":
+        return TextDataset([load_text(data.path, data.heldout_fraction)[0]], tokenizer, data.sequence_length)
+    task = stage_task(config)
+    if not isinstance(task, GeneratedTask):
+        raise ConfigError(f"data.task.name={task.name} has no text to pretrain on; use data.source=text")
+    documents = task.pretraining_documents(data.num_documents, seed=config.train.seed)
+    return TextDataset(documents, tokenizer, data.sequence_length)
+
+
+def answer_rows(config: StageConfig, tokenizer: Tokenizer) -> PromptAnswerDataset:
+    """Prompts with answers to learn."""
+    data = config.data
+    if data.source == "task":
+        shown = stage_task(config).demonstrations(data.num_demonstrations, seed=config.train.seed)
+        return PromptAnswerDataset.from_demonstrations(
+            shown, tokenizer, config.model.max_sequence_length, overlong=data.too_long
+        )
+    return _records_as_rows(config, tokenizer, heldout=False)
+
+
+def _records_as_rows(config: StageConfig, tokenizer: Tokenizer, heldout: bool) -> PromptAnswerDataset:
+    data = config.data
+    return PromptAnswerDataset(
+        load_records(data.path, data.heldout_fraction)[1 if heldout else 0],
+        tokenizer,
+        config.model.max_sequence_length,
+        prompt_template=data.prompt_template,
+        answer_template=data.answer_template,
+        overlong=data.too_long,
+    )
+
+
+def training_problems(config: StageConfig, task: Task) -> list[Problem]:
+    """Problems to sample completions for: enough for every step of the stage, or all there are."""
+    algorithm = config.algorithm
+    rounds = algorithm.dynamic_sampling_max_rounds if algorithm.dynamic_sampling else 1
+    wanted = config.train.steps * rounds * algorithm.prompts_per_step
+    return task.train_problems(wanted if isinstance(task, GeneratedTask) else None, seed=config.train.seed)
+
+
+def heldout_text(config: StageConfig, tokenizer: Tokenizer) -> HeldoutText | None:
+    """Held-out rows whose likelihood the stage measures, at most `data.num_eval_rows`."""
+    data = config.data
+    if data.source == "text":
+        rows = TextDataset([load_text(data.path, data.heldout_fraction)[1]], tokenizer, data.sequence_length)
+        batch = rows.batch(range(min(len(rows), data.num_eval_rows)))
+        return HeldoutText(batch, rows.num_predicted_tokens / rows.num_characters)
+    if data.source == "prompt_answer":
+        rows = _records_as_rows(config, tokenizer, heldout=True)
+        return HeldoutText(rows.batch(range(min(len(rows), data.num_eval_rows))))
+    return None
+
+
+def heldout_problems(config: StageConfig, task: Task, tokenizer: Tokenizer) -> HeldoutProblems:
+    """Held-out problems to answer greedily, at most `data.num_eval_rows`."""
+    problems = task.heldout_problems(config.data.num_eval_rows)
+    return HeldoutProblems(task, problems, tokenizer, sampling(config, tokenizer, greedy=True))
+
+
+def sampling(config: StageConfig, tokenizer: Tokenizer, greedy: bool = False) -> Sampling:
+    """The stage's generation section, its stop tokens as ids.
+
+    Raises: ConfigError where a stop string is not exactly one token.
+    """
+    generation = config.generation
+    stop_ids = [tokenizer.eos_id]
+    for text in generation.stop_tokens:
+        ids = tokenizer.encode(text)
+        if len(ids) != 1:
+            raise ConfigError(f"generation.stop_tokens: {text!r} is {len(ids)} tokens; each must be exactly one")
+        stop_ids += ids
+    return Sampling(
+        max_new_tokens=generation.max_new_tokens,
+        temperature=0.0 if greedy else generation.temperature,
+        top_k=0 if greedy else generation.top_k,
+        top_p=1.0 if greedy else generation.top_p,
+        stop_ids=tuple(stop_ids),
+    )
+
+
+def tokenizer_of_run(config: StageConfig, directory: Path) -> Tokenizer:
+    """The tokenizer a run saved in `directory`, built there first where there is none. Called on rank 0 first."""
+    if not directory.is_dir():
+        tokenizer = build_tokenizer(config)
+        partial = directory.with_suffix(".incomplete")
+        tokenizer.save(partial)
+        partial.rename(directory)
+    return load_tokenizer(directory)

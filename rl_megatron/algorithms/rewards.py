@@ -1,0 +1,40 @@
+"""From sampled tokens to rewards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.tasks import Problem, Task
+from rl_megatron.data.tokenizer import Tokenizer
+
+
+def completions(rollouts: BatchedDataDict, tokenizer: Tokenizer) -> list[str]:
+    """The sampled text of each row, special tokens left out."""
+    rows = zip(
+        rollouts["input_ids"].tolist(),
+        rollouts["prompt_lengths"].tolist(),
+        rollouts["input_lengths"].tolist(),
+        strict=True,
+    )
+    return [tokenizer.decode(ids[start:stop]) for ids, start, stop in rows]
+
+
+def score(task: Task, problems: Sequence[Problem], texts: Sequence[str]) -> Tensor:
+    """The task's reward of each text, [B] fp32.
+
+    Raises: ConfigError where a reward is NaN or infinite, naming the task, the prompt and the completion.
+    """
+    rewards = [task.reward(problem, text) for problem, text in zip(problems, texts, strict=True)]
+    for reward, problem, text in zip(rewards, problems, texts, strict=True):
+        if not math.isfinite(reward):
+            raise ConfigError(
+                f"task {task.name!r} gave the reward {reward} for prompt {problem.prompt!r} and completion {text!r}; "
+                "a reward must be finite: mend the task's reward()"
+            )
+    return torch.tensor(rewards, dtype=torch.float32)

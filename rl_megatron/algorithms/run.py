@@ -1,0 +1,194 @@
+"""A run: its stages in order, each from the weights the one before left, resumable at any point."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from rl_megatron import log
+from rl_megatron.algorithms import inputs
+from rl_megatron.algorithms.grpo import grpo, split_name
+from rl_megatron.algorithms.pretrain import pretrain
+from rl_megatron.algorithms.recorder import Recorder
+from rl_megatron.algorithms.sft import sft
+from rl_megatron.algorithms.stage import Evaluation, Stage
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.load import to_yaml
+from rl_megatron.config.schema import RunConfig, StageConfig
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.generation.megatron import MegatronEngine
+from rl_megatron.losses import build_loss
+from rl_megatron.policy import checkpoint
+from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.schedule import NonFiniteLoss
+from rl_megatron.topology import platform, topology
+from rl_megatron.topology.topology import Topology
+
+ALGORITHMS: dict[str, Callable[[Stage], None]] = {"pretrain": pretrain, "sft": sft, "grpo": grpo}
+_T = TypeVar("_T")
+
+
+def run(config: RunConfig) -> int:
+    """Runs every stage and writes `output_dir`. Returns 0, or 1 where a loss turned NaN (on all ranks).
+
+    Raises: ConfigError for bad input, on all ranks, before the first step.
+    """
+    started = time.perf_counter()
+    first = config.first
+    where = platform.start(first.device, first.train.collective_timeout_minutes)
+    layout = topology.build(first.parallel, where, first.train.seed)
+    topology.validate_model(first.model, first.parallel)
+    output_dir = Path(config.output_dir)
+    _check_before_the_first_step(config, output_dir)
+
+    tokenizer = _on_rank_0_first(lambda: inputs.tokenizer_of_run(first, output_dir / "tokenizer"))
+    if dist.get_rank() == 0:
+        (output_dir / "config.yaml").write_text(to_yaml(config))
+        log.LOGGER.info("%s, %s, vocabulary of %d", layout.describe(), where.device.type, tokenizer.vocab_size)
+    recorder = Recorder(output_dir, enabled=dist.get_rank() == 0)
+    results: dict[str, Any] = {}
+    weights = Path(config.init_from) if config.init_from else None
+    try:
+        for name, stage_config in config.stages.items():
+            directory = output_dir / "checkpoints" / name
+            results[name] = _finished_results(directory, stage_config) if config.resume else None
+            if results[name] is None:
+                results[name] = _run_stage(name, stage_config, layout, tokenizer, recorder, directory, weights, config.resume)
+            weights = checkpoint.complete_checkpoints(directory)[-1]
+    except NonFiniteLoss as error:
+        if dist.get_rank() == 0:
+            kept = f"the last checkpoint is {weights}" if weights else "there is no checkpoint yet"
+            print(f"error: {error}; {kept}, {output_dir / 'checkpoints'} holds those of this stage", file=sys.stderr)
+        return 1
+    recorder.finish(_summary(results, layout, time.perf_counter() - started))
+    dist.destroy_process_group()
+    return 0
+
+
+def _run_stage(
+    name: str,
+    config: StageConfig,
+    layout: Topology,
+    tokenizer: Tokenizer,
+    recorder: Recorder,
+    directory: Path,
+    weights: Path | None,
+    resume: bool,
+) -> dict[str, Any]:
+    policy = MegatronPolicy(
+        config.model,
+        layout,
+        vocab_size=tokenizer.vocab_size,
+        precision=config.precision,
+        seed=config.train.seed,
+        optimizer=config.optimizer,
+        total_steps=_optimizer_steps(config),
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+    )
+    if weights is not None:
+        policy.load_checkpoint(weights, weights_only=True)
+    engine = MegatronEngine(policy, config.generation.batch_size)
+    evaluate = _evaluation(config, policy, engine, tokenizer)
+    stage = Stage(name, config, policy, engine, tokenizer, recorder, directory, resume, evaluate)
+    ALGORITHMS[config.algorithm.name](stage)
+    policy.shutdown()
+    return stage.results
+
+
+def _optimizer_steps(config: StageConfig) -> int:
+    algorithm, train = config.algorithm, config.train
+    if algorithm.name != "grpo":
+        return train.steps
+    rows = algorithm.prompts_per_step * algorithm.samples_per_prompt
+    return train.steps * algorithm.updates_per_rollout * math.ceil(rows / train.global_batch_size)
+
+
+def _evaluation(config: StageConfig, policy: MegatronPolicy, engine: MegatronEngine, tokenizer: Tokenizer) -> Evaluation:
+    """Held-out accuracy where the data has a verifier, held-out likelihood where it has text."""
+    task = inputs.stage_task(config)
+    if task is not None:
+        problems = inputs.heldout_problems(config, task, tokenizer)
+        return lambda: problems.measure(engine)
+    text = inputs.heldout_text(config, tokenizer)
+    return lambda: (text.measure(policy), [])
+
+
+def _finished_results(directory: Path, config: StageConfig) -> dict[str, Any] | None:
+    """The results of a stage that has its last checkpoint already."""
+    saved = checkpoint.complete_checkpoints(directory)
+    if not saved:
+        return None
+    manifest = checkpoint.read_manifest(saved[-1], config.model)
+    return manifest["results"] if manifest["step"] >= config.train.steps else None
+
+
+def _summary(results: dict[str, Any], layout: Topology, seconds: float) -> dict[str, Any]:
+    measures = {name: result["measures"] for name, result in results.items()}
+    return {
+        "accuracy": {name: m["accuracy"] for name, m in measures.items() if "accuracy" in m},
+        "stages": measures,
+        "samples": {name: result["samples"] for name, result in results.items() if result["samples"]},
+        "seconds": round(seconds, 1),
+        "world_size": layout.world_size,
+        "layout": layout.describe(),
+    }
+
+
+def _check_before_the_first_step(config: RunConfig, output_dir: Path) -> None:
+    """Everything that can be wrong with the input of any stage, found before the first step of the first stage and
+    before anything is written."""
+    tokenizer = _bad_input_named(lambda: inputs.build_tokenizer(config.first))
+    for name, stage in config.stages.items():
+        _bad_input_named(lambda stage=stage: _build_inputs(stage, tokenizer))
+        if not config.resume and checkpoint.complete_checkpoints(output_dir / "checkpoints" / name):
+            raise ConfigError(
+                f"resume=false and output_dir={output_dir} holds checkpoints of stage {name!r}; "
+                "choose another output_dir, or resume=true to continue"
+            )
+    if config.init_from:
+        checkpoint.read_manifest(Path(config.init_from), config.first.model)
+
+
+def _build_inputs(stage: StageConfig, tokenizer: Tokenizer) -> None:
+    inputs.sampling(stage, tokenizer)
+    if stage.algorithm.name == "pretrain":
+        inputs.pretraining_rows(stage, tokenizer)
+    elif stage.algorithm.name == "sft":
+        inputs.answer_rows(stage, tokenizer)
+    else:
+        build_loss(**split_name(stage.loss))
+        inputs.training_problems(stage, inputs.stage_task(stage))
+    task = inputs.stage_task(stage)
+    if task is not None:
+        inputs.heldout_problems(stage, task, tokenizer)
+    else:
+        inputs.heldout_text(stage, tokenizer)
+
+
+def _bad_input_named(build: Callable[[], _T]) -> _T:
+    """What the data, task and loss rooms refuse becomes the error that users read."""
+    try:
+        return build()
+    except (ValueError, FileNotFoundError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _on_rank_0_first(build: Callable[[], _T]) -> _T:
+    """`build()` on rank 0, then on the others; an error on rank 0 is raised on all, so that none waits for it."""
+    failure: list[Exception | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            result = build()
+        except Exception as error:  # re-raised below, on every rank
+            failure[0] = error
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise failure[0]
+    return result if dist.get_rank() == 0 else build()

@@ -1,0 +1,87 @@
+"""One stage of a run, as its story sees it: steps to iterate over, and evaluation, saving and resuming in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_megatron.algorithms.recorder import Recorder
+from rl_megatron.config.schema import StageConfig
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.generation.interfaces import RolloutEngine
+from rl_megatron.losses.interfaces import LossFunction
+from rl_megatron.policy import checkpoint
+from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.schedule import NonFiniteLoss
+
+Evaluation = Callable[[], tuple[dict[str, float], list[dict[str, Any]]]]
+
+
+@dataclass
+class Stage:
+    """What a story works with. `evaluate` gives held-out measures and samples to look at."""
+
+    name: str
+    config: StageConfig
+    policy: MegatronPolicy
+    engine: RolloutEngine
+    tokenizer: Tokenizer
+    recorder: Recorder
+    checkpoints: Path
+    resume: bool
+    evaluate: Evaluation
+    results: dict[str, Any] = field(default_factory=dict)
+
+    def steps(self) -> Iterator[int]:
+        """Step numbers 1 … train.steps, from where the newest checkpoint of this stage ends.
+
+        Between steps the stage evaluates and saves when due; at the end it does both, and keeps the results.
+        """
+        train = self.config.train
+        start = self._resume_from_newest()
+        self.recorder.begin_stage(self.name, start, train.steps)
+        try:
+            if start == 0:
+                self._evaluate(0)
+            for step in range(start + 1, train.steps + 1):
+                yield step
+                last = step == train.steps
+                if last or (train.eval_every and step % train.eval_every == 0):
+                    self._evaluate(step)
+                if last or (train.save_every and step % train.save_every == 0):
+                    self._save(step)
+        finally:
+            self.recorder.end_stage()
+
+    def train(self, step: int, batch: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
+        """One pass of the policy over `batch`.
+
+        Raises: NonFiniteLoss with the stage and step added; the last checkpoint stays.
+        """
+        try:
+            return self.policy.train(batch, loss_fn)
+        except NonFiniteLoss as error:
+            raise NonFiniteLoss(f"stage {self.name}, step {step}: {error}") from error
+
+    def record(self, step: int, report: dict[str, float]) -> None:
+        self.recorder.record(step, report)
+
+    def _resume_from_newest(self) -> int:
+        saved = checkpoint.complete_checkpoints(self.checkpoints) if self.resume else []
+        if not saved:
+            return 0
+        manifest = self.policy.load_checkpoint(saved[-1])
+        self.results = manifest["results"]
+        return manifest["step"]
+
+    def _evaluate(self, step: int) -> None:
+        measures, samples = self.evaluate()
+        self.results = {"measures": measures, "samples": samples}
+        self.recorder.record(step, measures, kind="eval")
+
+    def _save(self, step: int) -> None:
+        self.policy.save_checkpoint(self.checkpoints, step, results=self.results, stage=self.name)
+        checkpoint.delete_older(self.checkpoints, self.config.train.keep_checkpoints)

@@ -1,0 +1,60 @@
+"""`rl-megatron COMMAND …`: compose the configuration, validate it, hand over. torch is imported only by commands that
+need it, so that help and mistakes answer at once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from rl_megatron import __version__, log
+from rl_megatron.config.errors import ConfigError
+
+_EXAMPLES = """examples:
+  rl-megatron train experiment=quickstart
+  torchrun --nproc-per-node 2 -m rl_megatron train experiment=quickstart parallel.tensor=2
+  rl-megatron train experiment=gsm8k_sft data.path=path/to/gsm8k train.seed=1 output_dir=outputs/mine
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rl-megatron",
+        description="Train language models on megatron-core: pretraining, SFT, GRPO; one CPU process to a GPU cluster.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    train = commands.add_parser("train", help="run the stages of an experiment (alone or under torchrun)")
+    train.add_argument("overrides", nargs="*", help="Hydra overrides, key=value; experiment=NAME picks an experiment")
+    train.add_argument("--config-dir", help="a directory of your own configs, searched beside the shipped ones")
+    train.add_argument("--print-config", action="store_true", help="print the effective configuration and stop")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit status: 0 when all went well, 2 for bad input (one readable message), 1 for a failed run."""
+    parser = _parser()
+    parsed, rest = parser.parse_known_args(arguments)  # overrides may stand on both sides of an option
+    if any(argument.startswith("-") for argument in rest):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    parsed.overrides += rest
+    try:
+        from rl_megatron.config.load import load, to_yaml
+
+        config = load(parsed.overrides, parsed.config_dir)
+        if parsed.print_config:
+            print(to_yaml(config), end="")
+            return 0
+        log.setup()
+        from rl_megatron.algorithms.run import run
+
+        return run(config)
+    except ConfigError as error:
+        if log.is_main_rank():  # every rank found the same
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""The configuration, one frozen dataclass per YAML section. Field comments are the documentation of the keys.
+
+Values are checked on construction: unknown keys, wrong types and values out of range are refused by name. Checks that
+need two sections live in `load.py`; checks that need the world size live in `topology`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+_STRICT = ConfigDict(extra="forbid", validate_default=True)
+section = dataclass(frozen=True, config=_STRICT, kw_only=True)
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+
+
+@section
+class ModelConfig:
+    """A LLaMA/Qwen-style decoder: RMSNorm, SwiGLU, RoPE, grouped-query attention."""
+
+    num_layers: Positive = 4
+    hidden_size: Positive = 128
+    ffn_hidden_size: Positive = 384
+    num_attention_heads: Positive = 4
+    num_query_groups: Positive = 4  # key/value heads; equal to num_attention_heads for plain multi-head attention
+    head_dim: Positive | None = None  # null: hidden_size / num_attention_heads
+    max_sequence_length: Positive = 256
+    rope_base: PositiveFloat = 10_000.0
+    norm_epsilon: PositiveFloat = 1e-5
+    tie_embeddings: bool = True  # the output head is the embedding matrix
+    qkv_bias: bool = False  # Qwen2 has one
+    qk_norm: bool = False  # Qwen3 has it
+    init_std: PositiveFloat = 0.02
+    recompute: Literal["none", "selective", "full"] = "none"  # activations recomputed in backward
+    backend: Literal["auto", "portable", "transformer_engine"] = "auto"  # auto: Transformer Engine on a GPU that has it
+
+
+@section
+class ParallelConfig:
+    """Degrees; data parallel is what the world size leaves: world = tensor · pipeline · context · data."""
+
+    tensor: int = 1
+    sequence: bool = False  # sequence parallelism over the tensor-parallel ranks
+    pipeline: int = 1
+    virtual_pipeline: int = 1  # model chunks per pipeline stage (interleaved schedule)
+    context: int = 1
+    expert: int = 1
+
+
+@section
+class OptimizerConfig:
+    """Adam with decoupled weight decay, linear warmup, then decay to `min_lr`."""
+
+    lr: PositiveFloat = 1e-3
+    min_lr: NonNegativeFloat = 0.0
+    warmup_steps: NonNegative = 0
+    decay_steps: Positive | None = None  # null: the stage's train.steps
+    decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "cosine"
+    weight_decay: NonNegativeFloat = 0.01
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    epsilon: PositiveFloat = 1e-8
+    clip_grad: NonNegativeFloat = 1.0  # global gradient norm; 0 turns clipping off
+    distributed: bool = True  # optimizer state sharded over data-parallel ranks
+
+
+@section
+class TrainConfig:
+    steps: Positive = 100  # optimizer steps; for grpo: rollout steps
+    global_batch_size: Positive = 32  # rows per optimizer step, over all ranks
+    micro_batch_size: Positive = 8  # rows per forward pass on one rank
+    seed: NonNegative = 0
+    eval_every: NonNegative = 0  # steps between evaluations; 0: only at the end
+    save_every: NonNegative = 0  # steps between checkpoints; 0: only at the end
+    keep_checkpoints: Positive = 2  # per stage; older ones are deleted
+    collective_timeout_minutes: PositiveFloat = 10.0
+
+
+@section
+class TokenizerConfig:
+    path: str | None = None  # a Hugging Face tokenizer directory; null: train a BPE on the run's data
+    vocab_size: Positive = 512  # of the trained BPE
+
+
+@section
+class DataConfig:
+    """What the model reads. `source`: text (a file), prompt_answer (JSONL), or task (generated or local problems)."""
+
+    source: Literal["text", "prompt_answer", "task"] = "task"
+    path: str | None = None  # file, or directory with train.jsonl and test.jsonl
+    heldout_fraction: Fraction = 0.05  # split off a single file
+    sequence_length: Positive = 128  # pretraining windows
+    prompt_template: str = "{question}\n"
+    answer_template: str = "{answer}"
+    too_long: Literal["error", "truncate", "drop"] = "error"  # rows past model.max_sequence_length
+    num_eval_rows: Positive = 256  # held-out rows (or problems) per evaluation
+    task: dict[str, Any] = field(default_factory=dict)  # name and keys of a task of data/tasks
+    num_documents: Positive = 20_000  # generated pretraining documents
+    num_demonstrations: Positive = 1_000  # generated SFT demonstrations
+
+
+@section
+class GenerationConfig:
+    max_new_tokens: Positive = 32
+    temperature: NonNegativeFloat = 1.0  # 0: greedy
+    top_k: NonNegative = 0  # 0: off
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    stop_tokens: tuple[str, ...] = ()  # besides the end-of-sequence token; each must be one token
+    batch_size: Positive = 256  # rows decoded together on one data-parallel rank
+
+
+@section
+class PretrainConfig:
+    """Next-token prediction on text."""
+
+    name: Literal["pretrain"] = "pretrain"
+
+
+@section
+class SFTConfig:
+    """Next-token prediction on answers, given prompts."""
+
+    name: Literal["sft"] = "sft"
+
+
+@section
+class GRPOConfig:
+    """Group-relative policy optimisation against a verifiable reward."""
+
+    name: Literal["grpo"] = "grpo"
+    prompts_per_step: Positive = 32
+    samples_per_prompt: Annotated[int, Field(ge=2)] = 8
+    leave_one_out: bool = False  # baseline: mean of the other samples of the group
+    normalize_std: bool = True  # divide advantages by the group's standard deviation (Dr. GRPO: false)
+    dynamic_sampling: bool = False  # DAPO: keep only groups with differing rewards, sampling on until full
+    dynamic_sampling_max_rounds: Positive = 4
+    updates_per_rollout: Positive = 1  # passes over each rollout; train.global_batch_size splits a pass into steps
+
+
+AlgorithmConfig = Annotated[PretrainConfig | SFTConfig | GRPOConfig, Field(discriminator="name")]
+
+
+@section
+class StageConfig:
+    """One algorithm run from start to end: everything a stage may set."""
+
+    algorithm: AlgorithmConfig
+    model: ModelConfig
+    parallel: ParallelConfig
+    optimizer: OptimizerConfig
+    train: TrainConfig
+    tokenizer: TokenizerConfig
+    data: DataConfig
+    generation: GenerationConfig
+    loss: dict[str, Any]  # name and keys of a registered loss (rl_megatron/losses)
+    precision: Literal["fp32", "bf16"]
+    device: Literal["auto", "cpu", "cuda"]
+
+
+@section
+class RunConfig:
+    """A run: stages in order, each starting from the weights the one before left."""
+
+    stages: dict[str, StageConfig]
+    output_dir: str
+    init_from: str | None = None  # a checkpoint directory to start the first stage from
+    resume: bool = True  # continue from the newest checkpoint in output_dir
+
+    @property
+    def first(self) -> StageConfig:
+        return next(iter(self.stages.values()))

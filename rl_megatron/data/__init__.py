@@ -1,0 +1,36 @@
+"""Data: from files and generated tasks to batches, shards and microbatches."""
+
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.datasets import PromptAnswerDataset, PromptDataset, TextDataset
+from rl_megatron.data.microbatches import DynamicBatchingArgs, SequencePackingArgs
+from rl_megatron.data.order import BatchSchedule, epoch_order
+from rl_megatron.data.packing import pack_sequences
+from rl_megatron.data.sources import Record, load_records, load_text, read_jsonl, split_heldout
+from rl_megatron.data.tasks import TASKS, Demonstration, GeneratedTask, Problem, Task, build_task
+from rl_megatron.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
+
+__all__ = [
+    "TASKS",
+    "BatchSchedule",
+    "BatchedDataDict",
+    "Demonstration",
+    "DynamicBatchingArgs",
+    "GeneratedTask",
+    "Problem",
+    "PromptAnswerDataset",
+    "PromptDataset",
+    "Record",
+    "SequencePackingArgs",
+    "Task",
+    "TextDataset",
+    "Tokenizer",
+    "build_task",
+    "epoch_order",
+    "load_records",
+    "load_text",
+    "load_tokenizer",
+    "pack_sequences",
+    "read_jsonl",
+    "split_heldout",
+    "train_bpe",
+]

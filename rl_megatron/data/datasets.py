@@ -1,0 +1,285 @@
+"""Datasets: rows that become batches. `dataset.batch(rows)` is a pure function of the row numbers.
+
+Three kinds, one per way of training: `TextDataset` (pretraining: a stream of tokens in windows), `PromptAnswerDataset`
+(SFT: the answer is learned, the prompt is read) and `PromptDataset` (RL: the policy answers the prompt). Whatever is
+wrong with the data raises while the dataset is built, before the first step.
+
+Keys of a batch: `input_ids` `[B, S]` int64, padded on the right; `input_lengths` `[B]` int64; `token_mask` `[B, S]`
+fp32, entry t speaks of token t; `sample_mask` `[B]` fp32.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Self, get_args
+
+import torch
+
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.collate import Padding, span_mask
+from rl_megatron.data.errors import unknown_name
+from rl_megatron.data.sources import Record
+from rl_megatron.data.tasks.task import Demonstration, Problem
+from rl_megatron.data.templates import require_fields
+from rl_megatron.data.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class TextDataset:
+    """Documents as one stream of tokens, `<eos> doc <eos> doc`, read in windows of `sequence_length` tokens.
+
+    Window w is `stream[w·(S-1) : w·(S-1) + S]`: it shares one token, its first, with the window before. Position 0 is
+    never predicted, so every token of the stream but the first (an `<eos>` put there as context) is predicted exactly
+    once, and the summed NLL of all rows is the NLL of the text. The last window is padded, its padding masked.
+
+    Attributes:
+        num_characters: characters of the documents, which the NLL per character is divided by.
+        num_bytes: the same text in UTF-8 bytes.
+        num_predicted_tokens: tokens of the documents and one `<eos>` between every two; Σ token_mask over all rows.
+
+    Raises:
+        ValueError: no text, or a `sequence_length` below 2 (such a window predicts nothing).
+    """
+
+    def __init__(self, documents: Sequence[str], tokenizer: Tokenizer, sequence_length: int) -> None:
+        if sequence_length < 2:
+            raise ValueError(f"sequence_length = {sequence_length}: a window of fewer than 2 tokens predicts nothing.")
+        self.num_characters = sum(map(len, documents))
+        if self.num_characters == 0:
+            raise ValueError("no text to train on: every document is empty.")
+        self.num_bytes = sum(len(document.encode("utf-8")) for document in documents)
+        self.sequence_length = sequence_length
+        stream: list[int] = []
+        for document in documents:
+            stream.append(tokenizer.eos_id)
+            stream += tokenizer.encode(document)
+        self.num_predicted_tokens = len(stream) - 1
+        stride = sequence_length - 1
+        num_windows = -(-self.num_predicted_tokens // stride)
+        self._stream = torch.full((num_windows * stride + 1,), tokenizer.pad_id)
+        self._stream[: len(stream)] = torch.tensor(stream)
+
+    def __len__(self) -> int:
+        """Windows."""
+        return (len(self._stream) - 1) // (self.sequence_length - 1)
+
+    def batch(self, rows: Sequence[int]) -> BatchedDataDict:
+        """The windows with these numbers: `input_ids`, `input_lengths`, `token_mask`, `sample_mask`."""
+        stride = self.sequence_length - 1
+        windows = self._stream.unfold(0, self.sequence_length, stride)
+        numbers = torch.tensor(list(rows), dtype=torch.long)
+        lengths = (self.num_predicted_tokens + 1 - numbers * stride).clamp(max=self.sequence_length)
+        return BatchedDataDict(
+            input_ids=windows[numbers],
+            input_lengths=lengths,
+            token_mask=span_mask(torch.ones_like(lengths), lengths, self.sequence_length),
+            sample_mask=torch.ones(len(numbers)),
+        )
+
+
+Overlong = Literal["error", "drop", "truncate"]
+
+
+@dataclass(frozen=True)
+class _Row:
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    record: Record
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.answer_ids)
+
+
+class PromptAnswerDataset:
+    """Prompts with the answers to learn: `token_mask` is 1 on the answer and its `<eos>`, 0 on the prompt.
+
+    Prompt and answer are encoded apart, so that the prompt's tokens are those the policy will be given at generation.
+
+    Args:
+        records: from `load_records` or `read_jsonl`.
+        tokenizer: encodes both; what it puts before every text (BOS) is put before the prompt.
+        max_sequence_length: tokens of prompt, answer and `<eos>`, at most.
+        prompt_template, answer_template: `str.format` templates over a record's fields. Special tokens spelled in them
+            are special; spelled in the data they are text.
+        overlong: what becomes of a longer row. "error" raises; "drop" leaves it out; "truncate" cuts its end, and
+            leaves it out if no token of the answer remains. The last two log how many.
+        pad_to_multiple_of: S of a batch is a multiple of this.
+
+    Raises:
+        ValueError: no records, a record without a field of a template, an overlong row under "error", an unknown
+            policy, or no row left.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[Record],
+        tokenizer: Tokenizer,
+        max_sequence_length: int,
+        *,
+        prompt_template: str = "{question}\n",
+        answer_template: str = "{answer}",
+        overlong: Overlong = "error",
+        pad_to_multiple_of: int = 1,
+    ) -> None:
+        require_fields(records, answer_template)
+        rows = [
+            _Row(prompt_ids, [*tokenizer.encode_template(answer_template, record.values), tokenizer.eos_id], record)
+            for prompt_ids, record in _prompts(records, tokenizer, prompt_template)
+        ]
+        self._rows = _within_limit(rows, "max_sequence_length", max_sequence_length, overlong)
+        self._padding = Padding(tokenizer.pad_id, pad_to_multiple_of)
+
+    @classmethod
+    def from_demonstrations(
+        cls,
+        demonstrations: Sequence[Demonstration],
+        tokenizer: Tokenizer,
+        max_sequence_length: int,
+        *,
+        prompt_template: str = "{prompt}",
+        answer_template: str = "{answer}",
+        overlong: Overlong = "error",
+        pad_to_multiple_of: int = 1,
+    ) -> Self:
+        """A task's demonstrations, word for word unless a template dresses `{prompt}` or `{answer}` (chat markers)."""
+        records = [Record(shown._asdict(), f"demonstration {number}") for number, shown in enumerate(demonstrations)]
+        return cls(
+            records,
+            tokenizer,
+            max_sequence_length,
+            prompt_template=prompt_template,
+            answer_template=answer_template,
+            overlong=overlong,
+            pad_to_multiple_of=pad_to_multiple_of,
+        )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def batch(self, rows: Sequence[int]) -> BatchedDataDict:
+        """Prompt, answer and `<eos>` of these rows: `input_ids`, `input_lengths`, `token_mask`, `sample_mask`."""
+        chosen = [self._rows[row] for row in rows]
+        batch = self._padding.collate([row.prompt_ids + row.answer_ids for row in chosen])
+        starts = torch.tensor([len(row.prompt_ids) for row in chosen], dtype=torch.long)
+        # nothing stands before position 0 to predict it from, even where the prompt is empty
+        batch["token_mask"] = span_mask(starts.clamp(min=1), batch["input_lengths"], batch["input_ids"].shape[1])
+        return batch
+
+
+class PromptDataset:
+    """Prompts for rollouts, each with the record it came from: `token_mask` is 0 throughout.
+
+    Args:
+        records, tokenizer, prompt_template, pad_to_multiple_of: as for `PromptAnswerDataset`.
+        max_prompt_length: tokens of a prompt, at most.
+        overlong: "error" or "drop". There is no "truncate": half a question has another answer.
+
+    Raises:
+        ValueError: as for `PromptAnswerDataset`, and an empty prompt (a policy needs a token to start from).
+    """
+
+    def __init__(
+        self,
+        records: Sequence[Record],
+        tokenizer: Tokenizer,
+        max_prompt_length: int,
+        *,
+        prompt_template: str = "{question}\n",
+        overlong: Literal["error", "drop"] = "error",
+        pad_to_multiple_of: int = 1,
+    ) -> None:
+        if overlong == "truncate":
+            raise ValueError('overlong = "truncate" would ask half a question: use "drop" or raise max_prompt_length.')
+        rows = [_Row(prompt_ids, [], record) for prompt_ids, record in _prompts(records, tokenizer, prompt_template)]
+        for row in rows:
+            if not row.prompt_ids:
+                raise ValueError(f"{row.record.origin}: the prompt has no token: template {prompt_template!r}.")
+        self._rows = _within_limit(rows, "max_prompt_length", max_prompt_length, overlong)
+        self._padding = Padding(tokenizer.pad_id, pad_to_multiple_of)
+
+    @classmethod
+    def from_problems(
+        cls,
+        problems: Sequence[Problem],
+        tokenizer: Tokenizer,
+        max_prompt_length: int,
+        *,
+        prompt_template: str = "{prompt}",
+        overlong: Literal["error", "drop"] = "error",
+        pad_to_multiple_of: int = 1,
+    ) -> Self:
+        """A task's problems; `batch["records"][i]["problem"]` is the `Problem` that the task's `reward` asks for."""
+        records = [
+            Record({"prompt": problem.prompt, "problem": problem}, f"problem {number}")
+            for number, problem in enumerate(problems)
+        ]
+        return cls(
+            records,
+            tokenizer,
+            max_prompt_length,
+            prompt_template=prompt_template,
+            overlong=overlong,
+            pad_to_multiple_of=pad_to_multiple_of,
+        )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def batch(self, rows: Sequence[int]) -> BatchedDataDict:
+        """These prompts: `input_ids`, `input_lengths`, `token_mask`, `sample_mask` and `records`, a list of dicts."""
+        chosen = [self._rows[row] for row in rows]
+        batch = self._padding.collate([row.prompt_ids for row in chosen])
+        batch["token_mask"] = torch.zeros(batch["input_ids"].shape)
+        batch["records"] = [dict(row.record.values) for row in chosen]
+        return batch
+
+
+def _prompts(
+    records: Sequence[Record], tokenizer: Tokenizer, template: str
+) -> Iterator[tuple[list[int], Record]]:
+    """Each record with its prompt's tokens, which begin as the tokenizer begins every text, but not twice."""
+    require_fields(records, template)
+    prefix = tokenizer.prefix_ids
+    for record in records:
+        ids = tokenizer.encode_template(template, record.values)
+        yield (ids if ids[: len(prefix)] == prefix else prefix + ids), record
+
+
+def _within_limit(rows: list[_Row], limit_name: str, limit: int, overlong: str) -> list[_Row]:
+    """The rows of at most `limit` tokens; what becomes of the others is `overlong`'s choice."""
+    if overlong not in get_args(Overlong):
+        raise unknown_name("overlong policy", overlong, get_args(Overlong))
+    if not rows:
+        raise ValueError("the dataset has no records.")
+    too_long = [row for row in rows if row.num_tokens > limit]
+    if not too_long:
+        return rows
+    longest = max(row.num_tokens for row in too_long)
+    if overlong == "error":
+        raise ValueError(
+            f"{too_long[0].record.origin}: {too_long[0].num_tokens} tokens, {limit_name} is {limit} ({len(too_long)} "
+            f"of {len(rows)} rows are longer, the longest has {longest}): raise {limit_name}, or choose overlong=drop"
+            f"{' or overlong=truncate' if limit_name == 'max_sequence_length' else ''}."
+        )
+    kept = [fitting for row in rows if (fitting := _fitting(row, limit, overlong)) is not None]
+    num_dropped = len(rows) - len(kept)
+    logger.warning(
+        "%d of %d rows exceed %s = %d (the longest has %d tokens): dropped %d, truncated %d",
+        *(len(too_long), len(rows), limit_name, limit, longest, num_dropped, len(too_long) - num_dropped),
+    )
+    if not kept:
+        raise ValueError(f"every row exceeds {limit_name} = {limit} (the longest has {longest} tokens): raise it.")
+    return kept
+
+
+def _fitting(row: _Row, limit: int, overlong: str) -> _Row | None:
+    """The row within `limit`, or None where it is dropped: by choice, or because no answer would remain to learn."""
+    if row.num_tokens <= limit:
+        return row
+    if overlong == "drop" or len(row.prompt_ids) >= limit:
+        return None
+    return replace(row, answer_ids=row.answer_ids[: limit - len(row.prompt_ids)])

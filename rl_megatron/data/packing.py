@@ -1,0 +1,168 @@
+"""Bin packing of sequences: which sequences share one packed row of at most `capacity` tokens.
+
+Each algorithm is a pure function from lengths to packs; `ALGORITHMS` names them. Every one is deterministic: ties go to
+the sequence that comes first.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+
+from rl_megatron.data.errors import unknown_name
+
+Packs = list[list[int]]
+
+
+def pack_sequences(
+    lengths: Sequence[int], capacity: int, algorithm: str = "modified_first_fit_decreasing"
+) -> list[list[int]]:
+    """Split the sequences over packs so that the lengths of each pack add up to at most `capacity`.
+
+    Args:
+        lengths: tokens of each sequence, already rounded up to whatever multiple each must have inside a pack.
+        capacity: tokens a pack holds.
+        algorithm: a key of `ALGORITHMS`.
+
+    Returns:
+        Packs of indices into `lengths`: every index exactly once, ascending inside a pack, no pack empty.
+
+    Raises:
+        ValueError: unknown algorithm, a negative length, or a sequence longer than `capacity`.
+    """
+    if algorithm not in ALGORITHMS:
+        raise unknown_name("packing algorithm", algorithm, ALGORITHMS)
+    for index, length in enumerate(lengths):
+        if length < 0:
+            raise ValueError(f"sequence {index} has length {length}: lengths must not be negative.")
+        if length > capacity:
+            raise ValueError(
+                f"sequence {index} has {length} tokens and a pack holds {capacity}: raise max_tokens_per_microbatch "
+                f"to at least {max(lengths)} or shorten the sequences."
+            )
+    return [sorted(pack) for pack in ALGORITHMS[algorithm](lengths, capacity)]
+
+
+def split_packs(packs: Packs, lengths: Sequence[int], num_packs: int) -> Packs:
+    """Split the heaviest packs in two until there are `num_packs`, so that every rank gets the same number of them.
+
+    Raises:
+        ValueError: fewer sequences than `num_packs`, since no pack may be empty.
+    """
+    num_sequences = sum(map(len, packs))
+    if num_sequences < num_packs:
+        raise ValueError(
+            f"{num_sequences} sequences cannot fill {num_packs} packs: append zero-weight rows with "
+            f"`BatchedDataDict.pad_to_multiple`, or shard over fewer ranks."
+        )
+
+    def heaviest_first(pack: list[int]) -> tuple[bool, int, list[int]]:
+        return len(pack) == 1, -sum(lengths[index] for index in pack), pack  # a pack of one cannot be split: last
+
+    heap = [heaviest_first(pack) for pack in packs]
+    heapq.heapify(heap)
+    while len(heap) < num_packs:
+        for half in _halves(heapq.heappop(heap)[2], lengths):
+            heapq.heappush(heap, heaviest_first(half))
+    return sorted(pack for _, _, pack in heap)
+
+
+def _halves(pack: list[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Two packs of nearly equal weight: each sequence, longest first, joins the lighter one."""
+    first: list[int] = []
+    second: list[int] = []
+    weights = [0, 0]
+    for index in _longest_first(pack, lengths):
+        lighter_is_second = bool(first) and (not second or weights[1] < weights[0])
+        (second if lighter_is_second else first).append(index)
+        weights[lighter_is_second] += lengths[index]
+    return sorted(first), sorted(second)
+
+
+def _longest_first(indices: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    return sorted(indices, key=lambda index: (-lengths[index], index))
+
+
+def _first_fit(indices: Sequence[int], lengths: Sequence[int], capacity: int) -> Packs:
+    """Each sequence, in the order given, joins the first pack with room."""
+    packs: Packs = []
+    room: list[int] = []
+    for index in indices:
+        length = lengths[index]
+        target = next((pack for pack, free in enumerate(room) if free >= length), None)
+        if target is None:
+            packs.append([index])
+            room.append(capacity - length)
+        else:
+            packs[target].append(index)
+            room[target] -= length
+    return packs
+
+
+def concatenative(lengths: Sequence[int], capacity: int) -> Packs:
+    """Neighbours share a pack; a new one starts where the next sequence does not fit. Keeps the order of the rows."""
+    packs: Packs = []
+    room = -1
+    for index, length in enumerate(lengths):
+        if length > room:
+            packs.append([])
+            room = capacity
+        packs[-1].append(index)
+        room -= length
+    return packs
+
+
+def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Packs:
+    """Longest first, each into the first pack with room: at most 11/9 of the least number of packs, plus one."""
+    return _first_fit(_longest_first(range(len(lengths)), lengths), lengths, capacity)
+
+
+def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Packs:
+    """First fit decreasing, with the packs of long sequences filled on purpose: at most 71/60 of the least, plus one.
+
+    Sequences are long (> 1/2 of the capacity), medium (> 1/3), small (> 1/6) or tiny. Every long one opens a pack.
+      1. From the fullest of these packs on, each takes the longest medium that fits.
+      2. From the emptiest on, each pack without a medium takes the shortest small and the longest small beside it,
+         if two fit at all.
+      3. From the fullest on, each takes the longest of whatever fits, until nothing does.
+      4. The rest: first fit decreasing.
+
+    Source: Johnson and Garey, "A 71/60 theorem for bin packing", Journal of Complexity 1 (1985).
+    """
+    order = _longest_first(range(len(lengths)), lengths)
+    long = [index for index in order if 2 * lengths[index] > capacity]
+    medium = [index for index in order if 2 * lengths[index] <= capacity < 3 * lengths[index]]
+    small = [index for index in order if 3 * lengths[index] <= capacity < 6 * lengths[index]]
+    tiny = [index for index in order if 6 * lengths[index] <= capacity]
+    packs = [[index] for index in long]
+    room = [capacity - lengths[index] for index in long]
+
+    def move(pack: int, index: int, source: list[int]) -> None:
+        source.remove(index)
+        packs[pack].append(index)
+        room[pack] -= lengths[index]
+
+    def longest_that_fits(pack: int, source: list[int]) -> int | None:
+        return next((index for index in source if lengths[index] <= room[pack]), None)
+
+    for pack in range(len(packs)):
+        if (index := longest_that_fits(pack, medium)) is not None:
+            move(pack, index, medium)
+    for pack in reversed(range(len(packs))):
+        if len(packs[pack]) == 1 and len(small) >= 2 and lengths[small[-1]] + lengths[small[-2]] <= room[pack]:
+            move(pack, small[-1], small)
+            partner = longest_that_fits(pack, small)
+            assert partner is not None, "the second shortest was just found to fit"
+            move(pack, partner, small)
+    rest = _longest_first(medium + small + tiny, lengths)
+    for pack in range(len(packs)):
+        while (index := longest_that_fits(pack, rest)) is not None:
+            move(pack, index, rest)
+    return packs + _first_fit(rest, lengths, capacity)
+
+
+ALGORITHMS: dict[str, Callable[[Sequence[int], int], Packs]] = {
+    "concatenative": concatenative,
+    "first_fit_decreasing": first_fit_decreasing,
+    "modified_first_fit_decreasing": modified_first_fit_decreasing,
+}

@@ -1,0 +1,119 @@
+"""Sums and differences of small numbers: `12+7=` → `19`. Generated, so that a run needs no data."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from rl_megatron.data.tasks.task import Demonstration, Problem
+
+OPERATORS = {"+": int.__add__, "-": int.__sub__}
+
+# Evaluation needs no more, and memory stays small however large the operands.
+MAX_HELDOUT_PAIRS = 20_000
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """`a+b=` and `a-b=` for operands from 0 to `max_operand`.
+
+    Whole pairs of operands are held out: where {12, 7} is, none of 12+7, 7+12, 12-7, 7-12 ever appears in training
+    problems, demonstrations or pretraining documents, so a held-out score cannot come from memory.
+
+    Args:
+        max_operand: the largest operand: 9, 99, 999 for one, two, three digits.
+        operators: which of "+" and "-".
+        heldout_fraction: the share of unordered pairs to hold out: at least 1 pair, at most `MAX_HELDOUT_PAIRS`.
+        split_seed: chooses the held-out pairs. The `seed` of the methods does not: all runs share one held-out set.
+
+    Raises:
+        ValueError: a `max_operand` below 1, no, unknown or repeated operators, or a fraction outside (0, 1).
+    """
+
+    name: ClassVar[str] = "arithmetic"
+
+    max_operand: int = 99
+    operators: tuple[str, ...] = ("+", "-")
+    heldout_fraction: float = 0.1
+    split_seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "operators", tuple(self.operators))  # YAML gives a list
+        if self.max_operand < 1:
+            raise ValueError(f"arithmetic: max_operand = {self.max_operand} must be at least 1.")
+        chosen = set(self.operators)
+        if not chosen or chosen - OPERATORS.keys() or len(chosen) < len(self.operators):
+            raise ValueError(f"arithmetic: operators = {self.operators} must be some of {tuple(OPERATORS)}, each once.")
+        if not 0 < self.heldout_fraction < 1:
+            raise ValueError(f"arithmetic: heldout_fraction = {self.heldout_fraction} must lie between 0 and 1.")
+
+    @cached_property
+    def heldout_pairs(self) -> frozenset[tuple[int, int]]:
+        """The held-out operands, each pair as (smaller, larger)."""
+        num_pairs = (self.max_operand + 1) * (self.max_operand + 2) // 2
+        num_heldout = min(max(1, round(num_pairs * self.heldout_fraction)), MAX_HELDOUT_PAIRS, num_pairs - 1)
+        numbers = random.Random(self.split_seed).sample(range(num_pairs), num_heldout)
+        return frozenset(_pair(number) for number in numbers)
+
+    def train_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
+        """`count` problems drawn with replacement from all that are not held out."""
+        if count is None:
+            raise ValueError("arithmetic generates its training problems: say how many with count.")
+        draws = self._draw_training(f"train/{seed}")
+        return [next(draws) for _ in range(count)]
+
+    def heldout_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
+        """`count` different held-out problems, or all of them.
+
+        Raises:
+            ValueError: more than there are.
+        """
+        problems = [
+            self._problem(first, operator, second)
+            for low, high in sorted(self.heldout_pairs)
+            for first, second in dict.fromkeys([(low, high), (high, low)])
+            for operator in self.operators
+        ]
+        random.Random(f"heldout/{seed}").shuffle(problems)
+        if count is not None and count > len(problems):
+            raise ValueError(
+                f"arithmetic holds {len(problems)} problems out, {count} were asked for: ask for fewer, or raise "
+                f"heldout_fraction or max_operand."
+            )
+        return problems[:count]
+
+    def demonstrations(self, count: int | None = None, seed: int = 0) -> list[Demonstration]:
+        """The training problems of this `count` and `seed` with their answers."""
+        return [Demonstration(problem.prompt, problem.answer) for problem in self.train_problems(count, seed)]
+
+    def pretraining_documents(self, count: int, seed: int = 0) -> list[str]:
+        """`count` equations such as `12+7=19`, one to a document, so that a model learns to stop behind the answer."""
+        draws = self._draw_training(f"pretraining/{seed}")
+        return [problem.prompt + problem.answer for problem, _ in zip(draws, range(count), strict=False)]
+
+    def reward(self, problem: Problem, completion: str) -> float:
+        """1.0 if the completion is the answer and nothing else but white space around it, otherwise 0.0."""
+        return float(completion.strip() == problem.answer)
+
+    def _draw_training(self, seed: str) -> Iterator[Problem]:
+        source = random.Random(seed)
+        while True:
+            first, second = source.randint(0, self.max_operand), source.randint(0, self.max_operand)
+            operator = source.choice(self.operators)
+            if (min(first, second), max(first, second)) not in self.heldout_pairs:
+                yield self._problem(first, operator, second)
+
+    @staticmethod
+    def _problem(first: int, operator: str, second: int) -> Problem:
+        record = {"first": first, "operator": operator, "second": second}
+        return Problem(f"{first}{operator}{second}=", str(OPERATORS[operator](first, second)), record)
+
+
+def _pair(number: int) -> tuple[int, int]:
+    """The `number`-th of the pairs (0, 0), (0, 1), (1, 1), (0, 2), (1, 2), …, found without listing them."""
+    high = (math.isqrt(8 * number + 1) - 1) // 2
+    return number - high * (high + 1) // 2, high

@@ -1,0 +1,100 @@
+"""GSM8K and files like it: word problems whose solutions end in `#### N`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import cached_property
+from typing import ClassVar
+
+from rl_megatron.data.order import epoch_order
+from rl_megatron.data.sources import Record, load_records
+from rl_megatron.data.tasks.task import Demonstration, Problem
+from rl_megatron.data.templates import require_fields
+
+# A number as a whole: what follows must not make it another one (18k, 1/2, 3e5, 1,23), while units and stops may.
+_FINAL_NUMBER = re.compile(
+    r"\s*(?P<sign>-\s?\$?|\$\s?-?)?"
+    r"(?P<number>(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?![0-9A-Za-z_/^*]|[.,][0-9])"
+)
+
+
+def extract_answer(text: str) -> Decimal | None:
+    """The number behind the last `####`; None if there is no `####` or no number directly behind it.
+
+    `#### 1,234`, `#### $18.50`, `#### -3.`, `#### -$4`, `#### 18 dollars` and `#### 40%` are read; `#### 1/2` and
+    `#### 5k` are not, since their digits alone would be another number.
+    """
+    _, marker, behind = text.rpartition("####")
+    match = _FINAL_NUMBER.match(behind.replace("\N{MINUS SIGN}", "-")) if marker else None
+    if match is None:
+        return None
+    number = Decimal(match["number"].replace(",", ""))
+    return -number if "-" in (match["sign"] or "") else number
+
+
+@dataclass(frozen=True)
+class GSM8K:
+    """Problems from local JSONL: `question`, and `answer` that ends in `#### N`.
+
+    Args:
+        path: a directory with `train.jsonl` and `test.jsonl`, or one file of which `heldout_fraction` is held out.
+        prompt_template: over the fields of a record.
+        heldout_fraction: read only where `path` is a file.
+
+    Raises (while the files are read, at the first call):
+        FileNotFoundError: nothing at `path`.
+        ValueError: a malformed line, a missing field, or an answer without `#### N`; named as file:line.
+    """
+
+    name: ClassVar[str] = "gsm8k"
+
+    path: str
+    prompt_template: str = "{question}\n"
+    heldout_fraction: float = 0.05
+
+    def train_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
+        """All training problems in the file's order, or `count` of them chosen by `seed`."""
+        return [self._problem(record) for record in _choose(self._splits[0], count, seed)]
+
+    def heldout_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
+        """All held-out problems in the file's order, or `count` of them chosen by `seed`."""
+        return [self._problem(record) for record in _choose(self._splits[1], count, seed)]
+
+    def demonstrations(self, count: int | None = None, seed: int = 0) -> list[Demonstration]:
+        """The training problems of this `count` and `seed` with their whole solutions."""
+        return [
+            Demonstration(problem.prompt, problem.record["answer"]) for problem in self.train_problems(count, seed)
+        ]
+
+    def reward(self, problem: Problem, completion: str) -> float:
+        """1.0 if the completion's final number equals the problem's (18 = 18.0 = 18.00), otherwise 0.0."""
+        answer = extract_answer(completion)
+        return float(answer is not None and answer == Decimal(problem.answer))
+
+    @cached_property
+    def _splits(self) -> tuple[list[Record], list[Record]]:
+        splits = load_records(self.path, self.heldout_fraction)
+        for records in splits:
+            require_fields(records, self.prompt_template)
+            require_fields(records, "{answer}")
+            for record in records:
+                answer = record.values["answer"]
+                if not isinstance(answer, str) or extract_answer(answer) is None:
+                    raise ValueError(f"{record.origin}: the answer does not end in '#### N': {answer!r}.")
+        return splits
+
+    def _problem(self, record: Record) -> Problem:
+        prompt = self.prompt_template.format_map(record.values)
+        return Problem(prompt, str(extract_answer(record.values["answer"])), record.values)
+
+
+def _choose(records: Sequence[Record], count: int | None, seed: int) -> list[Record]:
+    if count is None:
+        return list(records)
+    if count > len(records):
+        raise ValueError(f"gsm8k: {count} problems were asked for, there are {len(records)}: ask for fewer.")
+    return [records[row] for row in epoch_order(len(records), seed, epoch=0)[:count].tolist()]

@@ -1,0 +1,35 @@
+"""What a rollout engine takes and gives, whichever engine it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from rl_megatron.data.batch import BatchedDataDict
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off. top_k applies first."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop_ids: tuple[int, ...] = ()
+
+
+class RolloutEngine(Protocol):
+    """Draws completions; every rank calls it with the same prompts and gets the same rollouts."""
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> BatchedDataDict:
+        """One completion for each prompt (token ids, each non-empty), in order.
+
+        Returns, right-padded to the longest row, S tokens:
+        `input_ids` [B, S] prompt and completion; `prompt_lengths` [B]; `input_lengths` [B] with the completion (its
+        stop token included); `token_mask` [B, S] fp32, 1 on sampled tokens; `sample_mask` [B] fp32 of ones;
+        `generation_logprobs` [B, S] fp32, entry t of token t, 0 off the completion: log softmax(logits/temperature),
+        *before* top-k and top-p, at temperature 1 where sampling is greedy; `temperature` [B], the one those logprobs
+        were taken at; `stopped` [B] bool, true where a stop token ended the row.
+        """
+        ...

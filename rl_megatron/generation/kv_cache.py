@@ -1,0 +1,77 @@
+"""Keys and values of the columns decoded so far, kept by a core attention that stands in during generation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.utils import set_model_to_sequence_parallel
+from torch import Tensor
+
+from rl_megatron.model.attention import attend
+
+
+@dataclass
+class Columns:
+    """The columns of a left-padded batch: all rows' prompts end in the same column.
+
+    RoPE sees columns as positions; it is relative, so a row's left padding shifts nothing. `first` [B] is the first
+    real column of each row; columns below `filled` are cached already.
+    """
+
+    first: Tensor
+    capacity: int
+    filled: int = 0
+
+    def mask(self, num_new: int) -> Tensor:
+        """[B, 1, num_new, filled + num_new]: which cached column each new column may look at."""
+        device = self.first.device
+        seen = torch.arange(self.filled + num_new, device=device)
+        new = torch.arange(self.filled, self.filled + num_new, device=device)
+        causal = seen[None, :] <= new[:, None]
+        real = seen[None, None, :] >= self.first[:, None, None]
+        itself = seen[None, :] == new[:, None]  # padding looks at itself: an empty softmax would be NaN
+        return ((causal & real) | itself)[:, None]
+
+
+class CachedAttention(torch.nn.Module):
+    """Attention of the new columns over all columns so far; appends the new keys (RoPE applied) and values."""
+
+    def __init__(self, columns: Columns, softmax_scale: float | None):
+        super().__init__()
+        self.columns, self.softmax_scale = columns, softmax_scale
+        self.keys = self.values = None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
+        start, stop = self.columns.filled, self.columns.filled + key.size(0)
+        if self.keys is None:
+            shape = (self.columns.capacity, *key.shape[1:])
+            self.keys, self.values = key.new_zeros(shape), value.new_zeros(shape)
+        self.keys[start:stop], self.values[start:stop] = key, value
+        mask = self.columns.mask(key.size(0))
+        return attend(query, self.keys[:stop], self.values[:stop], mask, self.softmax_scale)
+
+
+@contextmanager
+def caching(models: list[GPTModel], columns: Columns) -> Iterator[None]:
+    """Within, each layer's core attention caches, whatever the backend; sequence parallelism, which cannot split a
+    single column, is off. Core attention has no parameters, so nothing else changes."""
+    attentions = [layer.self_attention for model in models for layer in model.decoder.layers]
+    originals = [attention.core_attention for attention in attentions]
+    was_sequence_parallel = [model.config.sequence_parallel for model in models]
+    try:
+        for attention in attentions:
+            attention.core_attention = CachedAttention(columns, attention.config.softmax_scale)
+        for model, sharded in zip(models, was_sequence_parallel, strict=True):
+            if sharded:
+                set_model_to_sequence_parallel(model, False)
+        yield
+    finally:
+        for attention, original in zip(attentions, originals, strict=True):
+            attention.core_attention = original
+        for model, sharded in zip(models, was_sequence_parallel, strict=True):
+            if sharded:
+                set_model_to_sequence_parallel(model, True)

@@ -1,0 +1,116 @@
+"""Sampling from logits that are sharded over the vocabulary, without gathering them.
+
+One uniform number per row decides the token: rank r owns the stretch of [0, 1) that its share of the probability mass
+covers. What is drawn therefore depends on the seed and the row alone, not on the tensor-parallel degree.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_megatron.generation.interfaces import Sampling
+
+_BISECTIONS = 40  # of a logit range of at most 2·10²: below fp32 resolution
+
+
+def sample(
+    logits: Tensor, uniforms: Tensor, sampling: Sampling, tp_group: dist.ProcessGroup, valid_vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """Token ids [B] and their logprobs [B], fp32, equal on all ranks of `tp_group`.
+
+    `logits` [B, V/tp], this rank's equal shard; `uniforms` [B] in [0, 1), equal on all ranks. The logprob is that of
+    the whole distribution at the temperature, before top-k and top-p (`Sampling`).
+    """
+    start = tp_group.rank() * logits.size(-1)
+    scores = logits.float() / (sampling.temperature or 1.0)
+    ids = torch.arange(start, start + logits.size(-1), device=logits.device)
+    scores = scores.masked_fill(ids >= valid_vocab_size, -torch.inf)
+
+    peak = scores.amax(-1)
+    _all_reduce(peak, dist.ReduceOp.MAX, tp_group)
+    scores = scores - peak[:, None]  # ≤ 0: logits relative to the best
+    weights = scores.exp().double()
+    masses = _gather(weights.sum(-1), tp_group)
+    log_normaliser = masses.sum(0).log()
+
+    if sampling.temperature == 0:
+        chosen = _greedy(scores, start, tp_group)
+    else:
+        kept = weights
+        if sampling.top_k:
+            kept = kept * (scores >= _top_k_threshold(scores, sampling.top_k, tp_group)[:, None])
+        if sampling.top_p < 1.0:
+            kept = kept * (scores >= _top_p_threshold(scores, kept, sampling.top_p, tp_group)[:, None])
+        chosen = _invert(kept, uniforms.double(), start, tp_group)
+
+    mine = (chosen >= start) & (chosen < start + logits.size(-1))
+    local = (chosen - start).clamp(0, logits.size(-1) - 1)
+    score = torch.where(mine, scores.gather(-1, local[:, None])[:, 0].double(), 0.0)
+    _all_reduce(score, dist.ReduceOp.SUM, tp_group)
+    return chosen, (score - log_normaliser).float()
+
+
+def _greedy(scores: Tensor, start: int, group: dist.ProcessGroup) -> Tensor:
+    """The lowest id among the best: ties break alike whatever the sharding."""
+    best, index = scores.max(-1)
+    candidates = torch.where(best == 0, index + start, torch.iinfo(torch.long).max)
+    _all_reduce(candidates, dist.ReduceOp.MIN, group)
+    return candidates
+
+
+def _top_k_threshold(scores: Tensor, k: int, group: dist.ProcessGroup) -> Tensor:
+    """The k-th largest score of each row, [B]: each rank's k best suffice to know it."""
+    vocab = scores.size(-1) * group.size()
+    local = scores.topk(min(k, scores.size(-1)), dim=-1).values
+    everyone = _gather(local, group).permute(1, 0, 2).flatten(1)
+    return everyone.topk(min(k, vocab), dim=-1).values[:, -1]
+
+
+def _top_p_threshold(scores: Tensor, weights: Tensor, top_p: float, group: dist.ProcessGroup) -> Tensor:
+    """The largest τ, [B], with Σ weights[scores ≥ τ] ≥ top_p · Σ weights, by bisection: no sort, no gathered vocabulary."""
+    total = weights.sum(-1)
+    _all_reduce(total, dist.ReduceOp.SUM, group)
+    low = torch.full_like(total, -200.0)  # e^-200 of the best token's weight: no mass
+    high = torch.zeros_like(total)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        mass = (weights * (scores >= middle[:, None])).sum(-1)
+        _all_reduce(mass, dist.ReduceOp.SUM, group)
+        enough = mass >= top_p * total
+        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+    return low
+
+
+def _invert(weights: Tensor, uniforms: Tensor, start: int, group: dist.ProcessGroup) -> Tensor:
+    """The id at which the cumulated weight first exceeds uniform · total, [B]."""
+    cumulated = weights.cumsum(-1)
+    masses = _gather(cumulated[:, -1].contiguous(), group)  # [tp, B]
+    edges = masses.cumsum(0)
+    target = uniforms * edges[-1]
+    owner = (edges <= target).sum(0)
+    # Rounding can put the target on the last edge: the last rank that has mass owns it then.
+    has_mass = torch.arange(group.size(), device=weights.device)[:, None] * (masses > 0)
+    owner = torch.minimum(owner, has_mass.amax(0))
+    before = edges.gather(0, owner[None])[0] - masses.gather(0, owner[None])[0]
+    inside = (target - before).clamp(min=0)
+    index = (cumulated <= inside[:, None]).sum(-1)
+    last = (weights > 0).long().mul(torch.arange(weights.size(-1), device=weights.device)).amax(-1)
+    token = torch.where(owner == group.rank(), torch.minimum(index, last) + start, 0)
+    _all_reduce(token, dist.ReduceOp.SUM, group)
+    return token
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[…] → [tp, …], in rank order."""
+    if group.size() == 1:
+        return x[None]
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x, group=group)
+    return torch.stack(parts)
+
+
+def _all_reduce(x: Tensor, op: dist.ReduceOp, group: dist.ProcessGroup) -> None:
+    if group.size() > 1:
+        dist.all_reduce(x, op=op, group=group)

@@ -1,0 +1,161 @@
+"""`vocab_parallel_logprobs`: the public operator, its arguments checked and flattened to rows."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_megatron.logprobs import reference
+from rl_megatron.logprobs.vocab_parallel import Kernels, VocabParallelStats, VocabShard, check
+
+IGNORE_INDEX = -100
+
+BACKENDS: dict[str, Kernels] = {
+    "torch": Kernels(reference.row_stats, reference.write_row_gradients, reference.gather_columns),
+}
+
+
+class LogprobStats(NamedTuple):
+    """Per-token results in fp32 (fp64 where the logits are fp64), differentiable, the same on every rank of the group.
+
+    logprobs: log p(target), the targets' shape.
+    entropy: −Σ_v p_v·log p_v, the targets' shape, or None if not asked for.
+    gathered: log p(gather_ids), the targets' shape + [K], or None if not asked for.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+    gathered: Tensor | None = None
+
+
+def vocab_parallel_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    tp_group: dist.ProcessGroup | None = None,
+    *,
+    vocab_range: tuple[int, int] | None = None,
+    valid_vocab_size: int | None = None,
+    temperature: float | Tensor = 1.0,
+    ignore_index: int = IGNORE_INDEX,
+    entropy: bool = False,
+    gather_ids: Tensor | None = None,
+    backend: str = "auto",
+) -> LogprobStats:
+    """Log-probabilities of the targets under softmax(logits / T), and on request entropy and logprobs of K more ids.
+
+        x = logits / T,  M = max_v x_v,  s = Σ_v e^{x_v−M},  t = Σ_v e^{x_v−M}·(x_v−M)
+        log p(y) = (x_y − M) − log s        H = log s − t/s
+
+    over the whole vocabulary, whose columns are sharded over `tp_group`. Forward: one read of the logits, one
+    all-gather of 16 bytes per token and rank (and one all-reduce of 4·K bytes per token with `gather_ids`); nothing of
+    the logits' size is allocated. Backward: no collective, one read and one write. All arithmetic is fp32, rounded once
+    to the logits' dtype.
+
+    The backward pass turns the logits' buffer into their gradient. Whoever else saved the logits for backward must have
+    run by then; autograd's version counter guards this in both directions, so misuse raises and never corrupts. A
+    second backward raises. Leaf tensors (and views of one) are the caller's data: they keep their values, their
+    gradient gets its own memory, and they may be differentiated twice. Without grad mode the logits are only read.
+    Logits whose leading dimensions are merely permuted ([S, B, V] seen as [B, S, V]) are used in place; any other
+    strided view (a slice such as `logits[:, :-1]`) is copied first: mark positions to leave out with `ignore_index`.
+
+    Rows with target `ignore_index` have logprob 0, entropy 0 and gradient exactly 0, whatever their logits, NaN
+    included. Rows that receive no upstream gradient are written as zeros without being read. Logits of −inf have
+    probability 0 and gradient 0 apart from the target's own; a row of nothing but −inf has logprob −inf, entropy 0 and
+    gradient 0.
+
+    Shapes: logits [..., V_local]; targets [...] global ids; temperature a positive number, or a tensor that broadcasts
+        to [...]; gather_ids [..., K] global ids, duplicates and the target allowed.
+    Units: nats.
+    Args: vocab_range=(start, stop), this rank's ids where shards are uneven (default: equal shards in rank order).
+        valid_vocab_size: ids from here on are padding; they enter no softmax, entropy or gradient, and a rank may hold
+        nothing else. backend: "auto" or a key of `BACKENDS`.
+    Raises: ValueError for shapes that do not fit, shards that do not tile the vocabulary, and targets or gather_ids
+        outside it (on a GPU these last two are asynchronous device assertions: nothing waits for the check).
+    Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax" (arXiv:1805.02867); the entropy's
+        shifted first moment t is merged across shards in the same way.
+    """
+    if targets.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"targets must have the logits' leading shape: targets {tuple(targets.shape)}, logits {tuple(logits.shape)}"
+        )
+    if gather_ids is not None and gather_ids.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"gather_ids must be the targets' shape + [K]: gather_ids {tuple(gather_ids.shape)}, "
+            f"targets {tuple(targets.shape)}"
+        )
+    shard = _shard(logits.shape[-1], tp_group, vocab_range, valid_vocab_size)
+    kernels = _kernels(backend)
+
+    # Bring the leading dimensions into memory order, so that one view makes rows of them.
+    order = sorted(range(targets.dim()), key=lambda dim: -logits.stride(dim))
+    leading = [targets.shape[dim] for dim in order]
+    num_rows = targets.numel()
+    rows = logits.permute(*order, -1).reshape(num_rows, logits.shape[-1])
+    row_targets = targets.permute(order).reshape(num_rows)
+    row_ids = None
+    if gather_ids is not None:
+        row_ids = gather_ids.permute(*order, -1).reshape(num_rows, gather_ids.shape[-1])
+    row_temperature = _row_temperature(temperature, targets, order, torch.promote_types(logits.dtype, torch.float32))
+
+    logprobs, row_entropy, gathered = VocabParallelStats.apply(
+        rows, row_targets, row_ids, row_temperature, row_targets == ignore_index, shard, entropy, kernels,
+        not _belongs_to_a_leaf(rows),
+    )  # fmt: skip
+
+    inverse = sorted(range(targets.dim()), key=order.__getitem__)
+    return LogprobStats(
+        logprobs.view(leading).permute(inverse),
+        None if row_entropy is None else row_entropy.view(leading).permute(inverse),
+        None if gathered is None else gathered.view(*leading, gathered.shape[-1]).permute(*inverse, -1),
+    )
+
+
+def _kernels(backend: str) -> Kernels:
+    name = "torch" if backend == "auto" else backend
+    if name not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is not available here; use 'auto' or one of {sorted(BACKENDS)}")
+    return BACKENDS[name]
+
+
+def _shard(
+    num_local: int,
+    group: dist.ProcessGroup | None,
+    vocab_range: tuple[int, int] | None,
+    valid_vocab_size: int | None,
+) -> VocabShard:
+    rank = dist.get_rank(group) if group is not None else 0
+    start, stop = vocab_range or (rank * num_local, (rank + 1) * num_local)
+    if stop - start != num_local:
+        raise ValueError(f"vocab_range=({start}, {stop}) spans {stop - start} ids, the logits have {num_local} columns")
+    if valid_vocab_size is not None and valid_vocab_size <= 0:
+        raise ValueError(f"valid_vocab_size={valid_vocab_size} must be positive")
+    shard = VocabShard(start, stop, valid_vocab_size, group)
+    if not shard.is_parallel and start != 0:
+        raise ValueError(f"vocab_range=({start}, {stop}): without a tp_group nobody holds the ids below {start}")
+    return shard
+
+
+def _row_temperature(
+    temperature: float | Tensor, targets: Tensor, order: list[int], dtype: torch.dtype
+) -> Tensor | None:
+    """The temperature of each row, or None for 1 (the division is then skipped)."""
+    if not isinstance(temperature, Tensor):
+        if not (temperature > 0 and math.isfinite(temperature)):
+            raise ValueError(f"temperature={temperature} must be positive and finite; greedy decoding has no logprobs")
+        if temperature == 1:
+            return None
+        return torch.full((targets.numel(),), temperature, dtype=dtype, device=targets.device)
+    if temperature.requires_grad:
+        raise ValueError("temperature must not require a gradient: none is computed for it")
+    check((temperature > 0).all(), lambda: f"temperature must be positive, got {temperature.min().item()}")
+    rows = torch.broadcast_to(temperature.to(targets.device, dtype), targets.shape)
+    return rows.permute(order).reshape(targets.numel())
+
+
+def _belongs_to_a_leaf(tensor: Tensor) -> bool:
+    """Whether writing into the tensor would overwrite a leaf, that is, the caller's own data."""
+    return tensor.is_leaf or (tensor._base is not None and tensor._base.is_leaf)

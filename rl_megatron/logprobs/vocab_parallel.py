@@ -1,0 +1,194 @@
+"""The differentiable core: local statistics, one collective, a backward that turns the logits into their gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class Kernels(NamedTuple):
+    """What a backend provides; `reference.py` states the contract of each function."""
+
+    row_stats: Callable[..., Tensor]
+    write_row_gradients: Callable[..., None]
+    gather_columns: Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """This rank's columns: global ids [start, stop), of which those below `vocab_size` (None: all) exist."""
+
+    start: int
+    stop: int
+    vocab_size: int | None
+    group: dist.ProcessGroup | None
+
+    @property
+    def num_columns(self) -> int:
+        """Local columns that exist; the rest is padding."""
+        stop = self.stop if self.vocab_size is None else min(self.stop, self.vocab_size)
+        return max(0, stop - self.start)
+
+    @property
+    def is_parallel(self) -> bool:
+        return self.group is not None and dist.get_world_size(self.group) > 1
+
+    def columns(self, ids: Tensor) -> Tensor:
+        """Global ids → local columns, −1 where this rank does not own them."""
+        local = ids - self.start
+        return local.masked_fill((local < 0) | (local >= self.num_columns), -1)
+
+
+def check(condition: Tensor, describe: Callable[[], str]) -> None:
+    """Raises ValueError where the answer is at hand (CPU); on a GPU it is an asynchronous assertion: nothing waits."""
+    if condition.device.type != "cpu":
+        torch._assert_async(condition)
+    elif not condition:
+        raise ValueError(describe())
+
+
+class VocabParallelStats(torch.autograd.Function):
+    """(logprobs [N], entropy [N] or None, gathered [N, K] or None) of logits [N, V_local]; formulas in `api.py`."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, gather_ids, temperature, ignored, shard, entropy, kernels, overwrite):
+        columns = shard.columns(targets)
+        stats = kernels.row_stats(logits, columns, shard.num_columns, temperature, entropy, ~ignored)
+        parts, ranges = _all_shards(stats, shard)
+        _check_ids(targets, gather_ids, ignored, ranges, shard)
+        row_max, sums, shifted_sums, target_x = _merge(parts)
+
+        empty = sums == 0  # every logit of the row is −inf: defined as logprob −inf, entropy 0, gradient 0
+        row_max = row_max.masked_fill(empty, 0.0)
+        log_sum = sums.masked_fill(empty, 1.0).log()
+        logprobs = ((target_x - row_max) - log_sum).masked_fill(empty, -torch.inf).masked_fill(ignored, 0.0)
+        row_entropy = gathered = gather_columns = None
+        if entropy:
+            row_entropy = (log_sum - shifted_sums / sums).masked_fill(empty | ignored, 0.0)
+        if gather_ids is not None:
+            gather_columns = shard.columns(gather_ids)
+            gathered = _gathered_logits(logits, gather_columns, temperature, shard, kernels)
+            gathered = ((gathered - row_max[:, None]) - log_sum[:, None]).masked_fill(empty[:, None], -torch.inf)
+            gathered = gathered.masked_fill(ignored[:, None], 0.0)
+
+        ctx.set_materialize_grads(False)
+        # M and log s are kept apart: their sum would lose log s under a large shift.
+        ctx.save_for_backward(
+            logits, columns, gather_columns, temperature, row_max, log_sum, row_entropy, ~(ignored | empty)
+        )
+        ctx.shard, ctx.kernels, ctx.overwrite, ctx.consumed = shard, kernels, overwrite, False
+        return logprobs, row_entropy, gathered
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, target_grad, entropy_grad, gathered_grads):
+        unused = (None,) * 8
+        if target_grad is None and entropy_grad is None and gathered_grads is None:
+            return None, *unused
+        logits, columns, gather_columns, temperature, row_max, log_sum, entropy, active = _saved(ctx)
+
+        grads, all_columns = [], []
+        if target_grad is not None:
+            grads.append(target_grad[:, None])
+            all_columns.append(columns[:, None])
+        if gathered_grads is not None:
+            grads.append(gathered_grads)
+            all_columns.append(gather_columns)
+        column_grads = torch.cat(grads, dim=1) if grads else row_max.new_zeros(row_max.shape[0], 0)
+        all_columns = torch.cat(all_columns, dim=1) if grads else columns.new_zeros(columns.shape[0], 0)
+        # Rows nobody asks about are written as zeros without being read; the where keeps a NaN upstream out of them.
+        touched = (column_grads != 0).any(dim=1)
+        if entropy_grad is not None:
+            touched |= entropy_grad != 0
+            entropy_grad = torch.where(active, entropy_grad, 0.0)
+        column_grads = torch.where(active[:, None], column_grads, 0.0)
+        base = -column_grads.sum(dim=1)
+        if entropy_grad is not None:
+            base = base - entropy_grad * entropy
+
+        out = logits.detach() if ctx.overwrite else torch.empty_like(logits)
+        ctx.kernels.write_row_gradients(
+            out, logits.detach(), ctx.shard.num_columns, temperature, row_max, log_sum, base, entropy_grad,
+            all_columns, column_grads, active & touched,
+        )  # fmt: skip
+        ctx.consumed = ctx.overwrite
+        return out, *unused
+
+
+def _saved(ctx) -> tuple[Tensor, ...]:
+    if ctx.consumed:
+        raise RuntimeError(
+            "second backward through vocab_parallel_logprobs: the first one turned the logits' buffer into their "
+            "gradient. Sum the losses and call backward once, or run the forward pass again."
+        )
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        raise RuntimeError(
+            "the logits given to vocab_parallel_logprobs were modified before its backward pass: something wrote into "
+            "them, or a second consumer's backward turned the same buffer into its gradient. Compute every statistic "
+            "of one logits tensor in one call (entropy=True, gather_ids=…), or hand the other consumer a copy."
+        ) from error
+
+
+def _all_shards(stats: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """Every rank's statistics [tp, N, 4] in rank order, and their (start, stop) [tp, 2], in one all-gather.
+
+    The ranges ride along as one more row: shards that overlap or leave a gap, and targets that nobody owns, are then
+    found without another collective.
+    """
+    ranges = stats.new_tensor([[shard.start, shard.stop, 0, 0]])
+    if not shard.is_parallel:
+        return stats[None], ranges[:, :2]
+    packed = torch.cat([stats, ranges])
+    parts = packed.new_empty(dist.get_world_size(shard.group), *packed.shape)
+    dist.all_gather(list(parts.unbind(0)), packed, group=shard.group)
+    return parts[:, :-1], parts[:, -1, :2]
+
+
+def _merge(parts: Tensor) -> tuple[Tensor, ...]:
+    """(M, s, t, x_y) of the whole vocabulary, summed in rank order, hence bitwise the same on every rank:
+
+        M = max_r m_r,  w_r = e^{m_r−M},  s = Σ_r w_r·s_r,  t = Σ_r w_r·(t_r + (m_r−M)·s_r),  x_y = Σ_r x_y,r
+
+    Shapes: parts [tp, N, 4]; each result [N].
+    """
+    m, s, t, target_x = parts.unbind(-1)
+    row_max = m.amax(dim=0)
+    shift = m - row_max.masked_fill(row_max == -torch.inf, 0.0)
+    weights = shift.exp()
+    shifted = weights * (t + shift.masked_fill(s == 0, 0.0) * s)  # an empty shard's shift is −inf: no 0 · (−inf)
+    return row_max, (weights * s).sum(dim=0), shifted.sum(dim=0), target_x.sum(dim=0)
+
+
+def _check_ids(targets: Tensor, gather_ids: Tensor | None, ignored: Tensor, ranges: Tensor, shard: VocabShard) -> None:
+    starts, stops = ranges.long().unbind(-1)
+    check(
+        (starts[1:] == stops[:-1]).all() & (starts[0] == 0),
+        lambda: f"vocabulary shards must tile [0, V) in rank order, got (start, stop) {ranges.long().tolist()}",
+    )
+    vocab_size = stops[-1] if shard.vocab_size is None else stops[-1].clamp(max=shard.vocab_size)
+    ids = targets[:, None] if gather_ids is None else torch.cat([targets[:, None], gather_ids], dim=1)
+    valid = ((ids >= 0) & (ids < vocab_size)) | ignored[:, None]
+    check(
+        valid.all(),
+        lambda: f"id {ids[~valid][0].item()} among the targets or gather_ids is neither in the vocabulary "
+        f"[0, {vocab_size.item()}) nor ignored",
+    )
+
+
+def _gathered_logits(logits, columns, temperature, shard: VocabShard, kernels: Kernels) -> Tensor:
+    """x at K ids per row: each id has one owner, the other ranks add 0."""
+    if shard.num_columns:
+        x = kernels.gather_columns(logits, columns, temperature)
+    else:
+        x = logits.new_zeros(columns.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
+    if shard.is_parallel:
+        dist.all_reduce(x, group=shard.group)
+    return x

@@ -1,0 +1,28 @@
+"""Losses: pure formulas over per-token log-probabilities, each a file, each registered by name.
+
+Importing the room registers every loss; `build_loss(name, cfg)` makes one.
+"""
+
+from rl_megatron.losses.clipped_pg import ClippedPGLossFn
+from rl_megatron.losses.clipped_pg_config import ClippedPGLossConfig, ClippedPGLossDataDict
+from rl_megatron.losses.functional import kl_penalty, masked_mean
+from rl_megatron.losses.interfaces import Loss, LossFunction, LossInputType, LossType, Reduction
+from rl_megatron.losses.nll import NLLLoss
+from rl_megatron.losses.registry import LOSSES, build_loss, register
+
+__all__ = [
+    "LOSSES",
+    "ClippedPGLossConfig",
+    "ClippedPGLossDataDict",
+    "ClippedPGLossFn",
+    "Loss",
+    "LossFunction",
+    "LossInputType",
+    "LossType",
+    "NLLLoss",
+    "Reduction",
+    "build_loss",
+    "kl_penalty",
+    "masked_mean",
+    "register",
+]

@@ -1,0 +1,192 @@
+"""The formulas, as pure functions of tensors. `m` is the mask, and masked positions never matter.
+
+Unless said otherwise tensors are [B, T] with T = S−1, and results have that shape. Log-probabilities are in nats.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+# Importance ratios saturate at e^±20 (with zero gradient beyond): a token 20 nats off says nothing more by being 90
+# off, and e^90 would overflow fp32 and turn its clipped loss's gradient into 0 · ∞.
+MAX_LOG_RATIO = 20.0
+
+KLKind = Literal["k1", "k2", "k3"]
+
+
+def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Σ m·v over the positions where m ≠ 0; the rest is not read, so NaN there has no effect on value or gradient."""
+    kept = torch.where(mask != 0, values, 0.0) * mask
+    return kept.sum() if dim is None else kept.sum(dim=dim)
+
+
+def masked_mean(
+    values: Tensor,
+    mask: Tensor,
+    dim: int | None = None,
+    global_normalization_factor: Tensor | float | int | None = None,
+) -> Tensor:
+    """Σ m·v / N with N = global_normalization_factor, or Σ m (over `dim`) if that is None; exactly 0 where N is 0.
+
+    With a global N the parts of a batch add up to the batch's mean.
+
+    Shapes: values and mask of one shape; N a scalar. Returns a scalar, or values' shape without `dim`.
+    """
+    total = masked_sum(values, mask, dim)
+    if global_normalization_factor is None:
+        count = mask.sum() if dim is None else mask.sum(dim=dim)
+    else:
+        count = torch.as_tensor(global_normalization_factor)
+    count = count.to(total)
+    # Nothing counted means nothing summed: 0 / 1. No epsilon, which would shift every other mean.
+    return total / torch.where(count > 0, count, 1.0)
+
+
+def sequence_mean(values: Tensor, mask: Tensor, sample_mask: Tensor, global_valid_seqs: Tensor | float | int) -> Tensor:
+    """Σ_b s_b · (Σ_t m_bt·v_bt / Σ_t m_bt) / N_seqs: every sequence counts once, however long.
+
+    Shapes: values, mask [B, T]; sample_mask s [B]; global_valid_seqs a scalar. Returns a scalar.
+    """
+    return masked_mean(masked_mean(values, mask, dim=-1), sample_mask, global_normalization_factor=global_valid_seqs)
+
+
+def masked_min(values: Tensor, mask: Tensor) -> Tensor:
+    """min over m ≠ 0, a scalar; +∞ if there is nothing, so that parts combine by min."""
+    kept = torch.where(mask != 0, values, torch.inf).flatten()
+    return torch.cat([kept, kept.new_full((1,), torch.inf)]).amin()
+
+
+def masked_max(values: Tensor, mask: Tensor) -> Tensor:
+    """max over m ≠ 0, a scalar; −∞ if there is nothing, so that parts combine by max."""
+    return -masked_min(-values, mask)
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp(clamp(x, ±MAX_LOG_RATIO)): finite, and with a gradient of 0 where it saturates."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def kl_penalty(
+    logprobs: Tensor,
+    logprobs_reference: Tensor,
+    kind: KLKind = "k3",
+    input_clamp: float | None = 20.0,
+    output_clamp: float | None = 10.0,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Per-token estimate of KL(π‖π_ref) from tokens of π, with x = clamp(log π_ref − log π, ±input_clamp):
+
+        k1 = −x          k2 = x²/2          k3 = eˣ − 1 − x
+
+    times `weights`, then clamped to ±output_clamp. k1 and k3 are unbiased, k3 is never negative. Where the input clamp
+    bites, the weight is a constant too, so that such a token sends no gradient at all. None switches a clamp off.
+
+    Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
+    """
+    difference = logprobs_reference - logprobs
+    x = difference if input_clamp is None else difference.clamp(-input_clamp, input_clamp)
+    if kind == "k1":
+        kl = -x
+    elif kind == "k2":
+        kl = 0.5 * x.square()
+    elif kind == "k3":
+        kl = torch.expm1(x) - x
+    else:
+        raise ValueError(f"kl type {kind!r} is none of 'k1', 'k2', 'k3'")
+    if weights is not None:
+        kl = kl * torch.where(x == difference, weights, weights.detach())
+    return kl if output_clamp is None else kl.clamp(-output_clamp, output_clamp)
+
+
+def score_function_weight(logprobs: Tensor) -> Tensor:
+    """e^{lp − sg(lp)}: 1, with gradient ∇lp. Times an estimate k of a KL it adds the term k·∇log π, without which the
+    gradient of E_π[k] misses that the expectation itself depends on π.
+
+    Source: Tang & Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL" (arXiv:2506.09477).
+    """
+    return (logprobs - logprobs.detach()).exp()
+
+
+def importance_weight(log_ratio: Tensor) -> Tensor:
+    """e^x, and 0 where that is NaN or infinite: a token whose weight cannot be represented is left out."""
+    representable = torch.isfinite(log_ratio.exp())
+    # The inner where keeps the overflow out of the derivative, which would be 0 · ∞.
+    return torch.where(representable, torch.where(representable, log_ratio, 0.0).exp(), 0.0)
+
+
+def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """Mean of the log-ratio over each sequence's tokens, at every token: log of the ratio's geometric mean.
+
+    Source: Zheng et al. 2025, "Group Sequence Policy Optimization" (arXiv:2507.18071), eq. 7.
+    """
+    return masked_mean(log_ratio, mask, dim=-1)[:, None].expand_as(log_ratio)
+
+
+def clipped_surrogate(advantages: Tensor, ratio: Tensor, clipped_ratio: Tensor) -> Tensor:
+    """−min(r·A, clip(r)·A), the pessimistic bound.
+
+    Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms" (arXiv:1707.06347), eq. 7; two separate
+        bounds: Yu et al. 2025, "DAPO" (arXiv:2503.14476).
+    """
+    return torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
+
+
+def dual_clip(surrogate: Tensor, advantages: Tensor, ceiling: float) -> Tensor:
+    """Where A < 0: min(loss, −c·A), so that a ratio far above 1 cannot dominate. c = ceiling > 1.
+
+    Source: Ye et al. 2019, "Mastering Complex Control in MOBA Games with Deep RL" (arXiv:1912.09729), eq. 3.
+    """
+    return torch.where(advantages < 0, torch.minimum(surrogate, -advantages * ceiling), surrogate)
+
+
+def cispo_surrogate(advantages: Tensor, clipped_ratio: Tensor, logprobs: Tensor) -> Tensor:
+    """−sg(clip(r))·A·log π: the clipped ratio is a weight, so clipped tokens keep their gradient.
+
+    Source: MiniMax 2025, "MiniMax-M1" (arXiv:2506.13585), eq. 4.
+    """
+    return -advantages * clipped_ratio.detach() * logprobs
+
+
+def truncated_weights(weights: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """(clamp(w, low, high), whether w was outside).
+
+    Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS).
+    """
+    return weights.clamp(low, high), (weights < low) | (weights > high)
+
+
+def icepop_weights(weights: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """(w, or 0 where w is outside [low, high]; whether w was outside).
+
+    Source: Ling team 2025, "Small Leak Can Sink a Great Ship: Boost RL Training on MoE with IcePop".
+    """
+    outside = (weights < low) | (weights > high)
+    return torch.where(outside, 0.0, weights), outside
+
+
+def sequence_masked_weights(
+    weights: Tensor, log_ratio: Tensor, mask: Tensor, low: float, high: float
+) -> tuple[Tensor, Tensor]:
+    """(w, or 0 throughout a sequence whose geometric mean of e^x is outside [low, high]; whether it was, per token).
+
+    Source: Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference
+        Mismatch".
+    """
+    finite = torch.nan_to_num(log_ratio, nan=0.0, posinf=0.0, neginf=0.0)
+    geometric_mean = masked_mean(finite, mask, dim=-1).exp()
+    outside = ((geometric_mean < low) | (geometric_mean > high))[:, None].expand_as(weights)
+    return torch.where(outside, 0.0, weights), outside
+
+
+def js_divergence(logprobs: Tensor, other: Tensor) -> Tensor:
+    """½·k3(x) + ½·k3(x') with x = log π − log M, x' = log π' − log M and M = ½(π + π'); symmetric, never negative.
+
+    Source: the k3 estimator of `kl_penalty`, applied to both halves of the Jensen-Shannon divergence.
+    """
+    log_mixture = torch.logaddexp(logprobs, other) - math.log(2.0)
+    halves = [kl_penalty(log_mixture, x, "k3", MAX_LOG_RATIO, output_clamp=None) for x in (logprobs, other)]
+    return 0.5 * (halves[0] + halves[1])

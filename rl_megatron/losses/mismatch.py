@@ -1,0 +1,30 @@
+"""How far the trainer's probabilities of the sampled tokens are from those of the engine that generated them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from rl_megatron.losses.functional import MAX_LOG_RATIO, KLKind, bounded_exp, js_divergence, kl_penalty
+
+MISMATCH_METRICS = ("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error")
+
+
+def mismatch_metrics(
+    prev_logprobs: Tensor, generation_logprobs: Tensor, token_mean: Callable[[Tensor], Tensor], kl_kind: KLKind
+) -> dict[str, Tensor]:
+    """token_mult_prob_error = mean e^{|log π_generation − log π_prev|}, 1 where the two agree;
+    gen_kl_error = KL(generation‖prev), policy_kl_error = KL(prev‖generation), js_divergence_error: 0 where they agree.
+
+    Differences beyond 20 nats are reported as 20, so that one token does not turn a report into ∞.
+
+    Shapes: prev_logprobs, generation_logprobs [B, T]; each result a scalar.
+    """
+    prev, generation = prev_logprobs, generation_logprobs
+    return {
+        "token_mult_prob_error": token_mean(bounded_exp((generation - prev).abs())),
+        "gen_kl_error": token_mean(kl_penalty(generation, prev, kl_kind, MAX_LOG_RATIO, output_clamp=None)),
+        "policy_kl_error": token_mean(kl_penalty(prev, generation, kl_kind, MAX_LOG_RATIO, output_clamp=None)),
+        "js_divergence_error": token_mean(js_divergence(prev, generation)),
+    }

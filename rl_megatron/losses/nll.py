@@ -1,0 +1,63 @@
+"""Negative log-likelihood: pretraining, supervised fine-tuning, and the per-sample form that preference losses add."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from rl_megatron.losses.batch import TokenStreams
+from rl_megatron.losses.functional import masked_mean, masked_sum
+from rl_megatron.losses.interfaces import Count, Loss, LossType, Reduction
+from rl_megatron.losses.registry import register
+from rl_megatron.losses.settings import parse_settings
+
+
+@dataclass(frozen=True)
+class NLLLossConfig:
+    """Nothing to set."""
+
+
+@register("nll")
+class NLLLoss(Loss):
+    """L = −Σ_t m_t·log π(y_t) / N_tokens, N_tokens counted over the global batch.
+
+    `dpo_loss=True` gives instead one value per sample, not normalised, L_b = −Σ_t m_bt·log π(y_bt); with
+    `dpo_average_log_probs=True` divided by that sample's own number of tokens. The metric "loss" is then [B] as well.
+    """
+
+    loss_type = LossType.TOKEN_LEVEL
+    metric_reductions: Mapping[str, Reduction] = {
+        "loss": Reduction.SUM,
+        "num_unmasked_tokens": Reduction.SUM,
+        "num_valid_samples": Reduction.SUM,
+    }
+
+    def __init__(self, cfg: Any = None) -> None:
+        self.cfg = parse_settings(NLLLossConfig, cfg)
+
+    def evaluate(
+        self,
+        data: Mapping[str, Any],
+        global_valid_seqs: Count,
+        global_valid_toks: Count,
+        next_token_logprobs: Tensor,
+        next_token_entropy: Tensor | None = None,
+        *,
+        dpo_loss: bool = False,
+        dpo_average_log_probs: bool = False,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        streams = TokenStreams(data, self, next_token_logprobs)
+        if not dpo_loss:
+            loss = -masked_mean(streams.logprobs, streams.mask, global_normalization_factor=global_valid_toks)
+        elif dpo_average_log_probs:
+            loss = -masked_mean(streams.logprobs, streams.mask, dim=-1)
+        else:
+            loss = -masked_sum(streams.logprobs, streams.mask, dim=-1)
+        return loss, {
+            "loss": loss.detach(),
+            "num_unmasked_tokens": streams.mask.sum(),
+            "num_valid_samples": streams.sample_mask.sum(),
+        }

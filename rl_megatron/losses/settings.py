@@ -1,0 +1,55 @@
+"""Strict settings: a frozen dataclass from a dict, a dataclass or an OmegaConf node; nothing misspelt passes."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+Settings = TypeVar("Settings")
+
+
+def parse_settings(cls: type[Settings], cfg: Any) -> Settings:
+    """`cls` filled from `cfg`; missing keys take their defaults, None takes all of them.
+
+    Raises: KeyError for a key `cls` does not have, naming the nearest one; TypeError if cfg is not a mapping; whatever
+        `cls` itself raises about values.
+    """
+    if cfg is None:
+        return cls()
+    if isinstance(cfg, cls):
+        return cfg
+    if dataclasses.is_dataclass(cfg) and not isinstance(cfg, type):
+        cfg = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
+    if not isinstance(cfg, Mapping):  # an OmegaConf node is one
+        raise TypeError(f"{cls.__name__} takes a mapping or a dataclass, got {type(cfg).__name__}")
+    known = [field.name for field in dataclasses.fields(cls)]
+    for key in cfg:
+        if key not in known:
+            raise KeyError(f"{cls.__name__} has no key {key!r}; {nearest(str(key), known)}")
+    return cls(**{key: cfg[key] for key in cfg})
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """'did you mean …?' or the list of what there is."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known) or 'none'}"
+
+
+def check_types(settings: Any) -> None:
+    """Every field declared bool holds a bool, and every number is a finite number.
+
+    Raises: TypeError or ValueError naming key and value. `True` is not a number here: it is a misplaced switch.
+    """
+    for field in dataclasses.fields(settings):
+        value, declared = getattr(settings, field.name), str(field.type)
+        where = f"{type(settings).__name__}.{field.name}={value!r}"
+        if declared == "bool" and not isinstance(value, bool):
+            raise TypeError(f"{where} must be true or false")
+        if "float" in declared and not ("None" in declared and value is None):
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{where} must be a number{' or null' if 'None' in declared else ''}")
+            if not math.isfinite(value):
+                raise ValueError(f"{where} must be finite")

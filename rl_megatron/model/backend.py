@@ -1,0 +1,87 @@
+"""Which modules a transformer layer is made of: Transformer Engine's on a GPU that has it, portable ones elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.log import once
+from rl_megatron.model.attention import PortableAttention
+from rl_megatron.topology.platform import Platform
+
+
+class PortableRMSNorm(torch.nn.RMSNorm):
+    """y = x / sqrt(mean(x²) + ε) · w, accumulated in fp32; under sequence parallelism its gradient is marked for the
+    all-reduce over the tensor-parallel ranks, each of which saw its own part of the sequence."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object):
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+def choose_backend(wanted: str, platform: Platform) -> str:
+    """"transformer_engine" or "portable" for `model.backend`; "auto" prefers Transformer Engine where it can run."""
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    if wanted == "transformer_engine" and not (platform.is_cuda and installed):
+        missing = "Transformer Engine is not installed" if platform.is_cuda else "it needs a GPU and this run uses none"
+        raise ConfigError(f"model.backend=transformer_engine: {missing}; use model.backend=auto")
+    if wanted == "auto":
+        wanted = "transformer_engine" if platform.is_cuda and installed else "portable"
+        if wanted == "portable" and platform.is_cuda:
+            once("Transformer Engine is not installed: layers use the portable torch modules")
+    return wanted
+
+
+def block_spec(config: TransformerConfig, backend: str, vp_stage: int | None) -> TransformerBlockSubmodules | ModuleSpec:
+    """The megatron-core spec of the decoder layers of this pipeline stage (or model chunk `vp_stage` of it)."""
+    if backend == "transformer_engine":
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[_portable_layer(config)] * num_layers, layer_norm=PortableRMSNorm)
+
+
+def _portable_layer(config: TransformerConfig) -> ModuleSpec:
+    qk_norm = PortableRMSNorm if config.qk_layernorm else IdentityOp
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=PortableAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
+        ),
+    )
+    mlp = ModuleSpec(
+        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=PortableRMSNorm,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=PortableRMSNorm,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+            # Checkpoints carry Transformer Engine's names, where the norm is fused into the linear that follows it.
+            sharded_state_dict_keys_map={
+                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+            },
+        ),
+    )

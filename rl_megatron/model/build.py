@@ -1,0 +1,121 @@
+"""Model config and topology → megatron-core GPT model, one chunk per (virtual) pipeline stage of this rank."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.functional import silu
+
+from rl_megatron.config.schema import ModelConfig
+from rl_megatron.model.backend import block_spec, choose_backend
+from rl_megatron.model.shards import initialise_parameters
+from rl_megatron.topology.topology import Topology, padded_vocab_size, validate_model
+
+
+def transformer_config(model: ModelConfig, topology: Topology, precision: str) -> TransformerConfig:
+    """megatron-core's config for `model`. Fusions that compile for or run on a GPU only are left off."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.head_dim or model.hidden_size // model.num_attention_heads,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_epsilon,
+        gated_linear_unit=True,
+        activation_func=silu,
+        add_bias_linear=False,
+        add_qkv_bias=model.qkv_bias,
+        qk_layernorm=model.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=model.init_std,
+        perform_initialization=False,  # initialise_parameters does it, the same in every layout
+        tensor_model_parallel_size=topology.tensor,
+        sequence_parallel=topology.sequence,
+        pipeline_model_parallel_size=topology.pipeline,
+        virtual_pipeline_model_parallel_size=topology.virtual_pipeline if topology.virtual_pipeline > 1 else None,
+        context_parallel_size=topology.context,
+        expert_model_parallel_size=topology.expert,
+        bf16=precision == "bf16",
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        calculate_per_token_loss=True,  # losses arrive normalised: schedules and DDP must not rescale them
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        deallocate_pipeline_outputs=True,
+        batch_p2p_comm=False,  # gloo has no batched sends with ordering guarantees, and NCCL is as fast either way
+        **_recompute(model.recompute),
+    )
+
+
+def _recompute(recompute: str) -> dict:
+    if recompute == "none":
+        return {}
+    if recompute == "selective":
+        return {"recompute_granularity": "selective"}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def build_model(
+    model: ModelConfig, topology: Topology, *, vocab_size: int, precision: str, seed: int
+) -> list[torch.nn.Module]:
+    """The model chunks of this rank, initialised from `seed` alike in every layout, on the topology's device.
+
+    The embedding and head have `padded_vocab_size(vocab_size)` rows; the rows past `vocab_size` never enter a softmax.
+    Under bf16 each chunk is wrapped so that it runs in bf16 and gives bf16 logits.
+
+    Raises: ConfigError where a degree does not divide the model's shape.
+    """
+    validate_model(model, topology)
+    config = transformer_config(model, topology, precision)
+    backend = choose_backend(model.backend, topology.platform)
+    chunks = [_build_chunk(model, config, topology, backend, vocab_size, chunk) for chunk in range(topology.virtual_pipeline)]
+    initialise_parameters(chunks, seed=seed, std=model.init_std, num_layers=model.num_layers)
+    if precision == "bf16":
+        chunks = [_Bf16Module(config, chunk) for chunk in chunks]
+    return chunks
+
+
+def _build_chunk(
+    model: ModelConfig, config: TransformerConfig, topology: Topology, backend: str, vocab_size: int, chunk: int
+) -> GPTModel:
+    vp_stage = chunk if topology.virtual_pipeline > 1 else None
+    module = GPTModel(
+        config=config,
+        transformer_layer_spec=block_spec(config, backend, vp_stage),
+        vocab_size=padded_vocab_size(vocab_size, topology.tensor),
+        max_sequence_length=model.max_sequence_length,
+        pre_process=topology.pipeline_rank == 0 and chunk == 0,
+        post_process=topology.is_last_stage and chunk == topology.virtual_pipeline - 1,
+        parallel_output=True,
+        share_embeddings_and_output_weights=model.tie_embeddings,
+        position_embedding_type="rope",
+        rotary_base=model.rope_base,
+        pg_collection=topology.groups,
+        vp_stage=vp_stage,
+    )
+    return module.to(topology.platform.device)
+
+
+class _Bf16Module(Float16Module):
+    """megatron-core's half-precision wrapper without its upcast of the logits: the logprob kernels do their own maths
+    in fp32, and an fp32 copy of the logits would be the largest tensor of the step."""
+
+    def forward(self, *inputs, fp32_output: bool = False, **kwargs):
+        return super().forward(*inputs, fp32_output=fp32_output, **kwargs)
+
+
+def unwrap(chunk: torch.nn.Module) -> GPTModel:
+    """The GPTModel inside DDP and precision wrappers."""
+    while not isinstance(chunk, GPTModel):
+        chunk = chunk.module
+    return chunk

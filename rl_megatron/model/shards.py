@@ -1,0 +1,119 @@
+"""Where every local parameter lies in the unsharded model: one map for initialisation, comparison and export.
+
+megatron-core's checkpoint metadata already knows, for each parameter of each chunk, its global name, its global shape
+and this rank's offset (query/key/value and gate/up included). `pieces` reads that map; everything that must be the
+same in every layout goes through it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import Tensor
+
+# Global names come one per layer ("decoder.layers.3.…") rather than stacked along a layer axis.
+SHARDING_METADATA = {"non_homogeneous_layers": True}
+_INIT_ROWS = 1024  # rows drawn from one generator: bounds the memory and time of drawing a rank's own part
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A rank's part of one global tensor: `tensor` (a view) sits at `offset` of `name`, of shape `global_shape`."""
+
+    name: str
+    tensor: Tensor
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    is_first_replica: bool
+
+
+def pieces(chunks: Iterable[torch.nn.Module], value: Callable[[Tensor], Tensor] = lambda p: p.data) -> Iterator[Piece]:
+    """The pieces of `value(parameter)` (weights by default; gradients, say, through `lambda p: p.main_grad`)."""
+    for chunk in chunks:
+        while not hasattr(chunk, "sharded_state_dict") or hasattr(chunk, "module"):
+            chunk = chunk.module
+        for entry in chunk.sharded_state_dict(metadata=dict(SHARDING_METADATA)).values():
+            if not isinstance(entry, ShardedTensor | ShardedTensorFactory):
+                continue  # extra state of modules: no tensor of the model
+            for shard in _flatten(dataclasses.replace(entry, data=value(entry.data))):
+                yield Piece(
+                    shard.key,
+                    shard.data,
+                    tuple(shard.global_shape),
+                    tuple(shard.global_offset),
+                    all(index == 0 for index in _as_tuple(shard.replica_id)),
+                )
+
+
+def _flatten(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[ShardedTensor]:
+    if isinstance(entry, ShardedTensor):
+        yield entry
+        return
+    built = entry.build()  # gate and up of a SwiGLU: two shards of one global tensor
+    for shard in built.values() if isinstance(built, dict) else built:
+        yield shard
+
+
+def _as_tuple(replica_id: int | tuple) -> tuple:
+    return replica_id if isinstance(replica_id, tuple) else (replica_id,)
+
+
+def gather_full(chunks: Iterable[torch.nn.Module], value: Callable[[Tensor], Tensor] = lambda p: p.data) -> dict[str, Tensor]:
+    """Every global tensor, whole, in fp32 on the CPU of rank 0 (empty on other ranks). For comparison and small models:
+    it takes the whole model's memory on rank 0."""
+    mine = [(p.name, p.global_shape, p.offset, p.tensor.float().cpu()) for p in pieces(chunks, value)]
+    gathered: list = [None] * dist.get_world_size()
+    dist.gather_object(mine, gathered if dist.get_rank() == 0 else None)
+    if dist.get_rank() != 0:
+        return {}
+    whole: dict[str, Tensor] = {}
+    for name, shape, offset, tensor in (piece for rank in gathered for piece in rank):
+        full = whole.setdefault(name, torch.full(shape, math.nan))
+        full[tuple(slice(start, start + size) for start, size in zip(offset, tensor.shape, strict=True))] = tensor
+    missing = [name for name, tensor in whole.items() if tensor.isnan().any() and not _any_nan(gathered, name)]
+    if missing:
+        raise RuntimeError(f"no rank holds all of {missing}")
+    return whole
+
+
+def _any_nan(gathered: list, name: str) -> bool:
+    return any(tensor.isnan().any() for rank in gathered for n, _, _, tensor in rank if n == name)
+
+
+def initialise_parameters(chunks: list[torch.nn.Module], *, seed: int, std: float, num_layers: int) -> None:
+    """Fills every parameter from (seed, global name, row): the same model whatever the layout it is sharded over.
+
+    Weights ~ N(0, std²); those that write into the residual stream ~ N(0, std²/(2·num_layers)) (GPT-2); norms 1;
+    biases 0. Numbers are drawn on the CPU, so a GPU run starts from the same weights.
+    """
+    filled = 0
+    for piece in pieces(chunks):
+        filled += piece.tensor.numel()
+        if piece.name.endswith(("norm.weight", "norm_weight")):
+            piece.tensor.fill_(1.0)
+        elif piece.name.endswith("bias"):
+            piece.tensor.zero_()
+        else:
+            writes_residual = piece.name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+            _fill_normal(piece, seed, std / math.sqrt(2 * num_layers) if writes_residual else std)
+    built = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+    if filled != built:
+        raise RuntimeError(f"initialised {filled} of {built} parameters: a module is missing from the sharding map")
+
+
+def _fill_normal(piece: Piece, seed: int, std: float) -> None:
+    start, stop = piece.offset[0], piece.offset[0] + piece.tensor.size(0)
+    columns = tuple(slice(o, o + n) for o, n in zip(piece.offset[1:], piece.tensor.shape[1:], strict=True))
+    for block in range(start // _INIT_ROWS, -(-stop // _INIT_ROWS)):
+        low, high = block * _INIT_ROWS, min((block + 1) * _INIT_ROWS, piece.global_shape[0])
+        digest = hashlib.blake2b(f"{seed}/{piece.name}/{block}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+        rows = torch.empty(high - low, *piece.global_shape[1:]).normal_(0.0, std, generator=generator)
+        first, last = max(low, start), min(high, stop)
+        piece.tensor[first - start : last - start].copy_(rows[(slice(first - low, last - low), *columns)])

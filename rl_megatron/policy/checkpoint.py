@@ -1,0 +1,107 @@
+"""Checkpoints on megatron-core's `dist_checkpointing`: written whole or not at all, loadable under another layout.
+
+A checkpoint is a directory `step-000123`. It is written as `step-000123.incomplete` and renamed when every rank has
+written its part and `manifest.json` (step, model, file sizes) is there, so a run killed while saving leaves the
+previous checkpoint as the newest complete one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.validation import StrictHandling
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import ModelConfig
+
+MANIFEST = "manifest.json"
+_MESSAGE_LENGTH = 600  # megatron-core lists every key of the model
+_STEP = re.compile(r"step-(\d+)")
+# Model keys that do not change what the weights mean.
+_NOT_OF_THE_WEIGHTS = ("recompute", "backend", "init_std", "max_sequence_length")
+
+
+def save(directory: Path, step: int, sharded_state: dict[str, Any], model: ModelConfig, extra: dict[str, Any]) -> Path:
+    """Writes `directory/step-<step>` from every rank's `sharded_state`; collective. `extra` is kept in the manifest."""
+    final = directory / f"step-{step:06d}"
+    partial = final.with_suffix(".incomplete")
+    if dist.get_rank() == 0:
+        for leftover in (partial, final):  # of an interrupted save, or of a run that is being redone from earlier
+            shutil.rmtree(leftover, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(sharded_state, str(partial))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        files = {str(f.relative_to(partial)): f.stat().st_size for f in sorted(partial.rglob("*")) if f.is_file()}
+        manifest = {"step": step, "model": asdict(model), "files": files, **extra}
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        partial.rename(final)
+    dist.barrier()
+    return final
+
+
+def load(checkpoint: Path, sharded_state: dict[str, Any], partial: bool = False) -> dict[str, Any]:
+    """Fills `sharded_state`, laid out for *this* topology, from `checkpoint`; collective.
+
+    Raises: ConfigError where `sharded_state` asks for what the checkpoint lacks, or, unless `partial`, the checkpoint
+    holds what `sharded_state` does not ask for.
+    """
+    strict = StrictHandling.RAISE_UNEXPECTED if partial else StrictHandling.RAISE_ALL
+    try:
+        return dist_checkpointing.load(sharded_state, str(checkpoint), strict=strict)
+    except dist_checkpointing.core.CheckpointingException as error:
+        raise ConfigError(f"checkpoint {checkpoint} does not fit this run: {str(error)[:_MESSAGE_LENGTH]}") from error
+
+
+def read_manifest(checkpoint: Path, model: ModelConfig | None = None) -> dict[str, Any]:
+    """The manifest of a complete, untruncated checkpoint, of `model` where one is given.
+
+    Raises: ConfigError naming the missing or truncated file, or the model keys that differ.
+    """
+    if not checkpoint.is_dir():
+        raise ConfigError(f"checkpoint {checkpoint} does not exist; existing: {_names_in(checkpoint.parent)}")
+    if not (checkpoint / MANIFEST).is_file():
+        raise ConfigError(f"checkpoint {checkpoint} has no {MANIFEST}: it is incomplete, or not a checkpoint directory")
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text())
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"checkpoint {checkpoint}: {MANIFEST} is not valid JSON ({error}); use an older one") from error
+    for name, size in manifest["files"].items():
+        path = checkpoint / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            state = "is missing" if found is None else f"has {found} bytes instead of {size}"
+            raise ConfigError(f"checkpoint {checkpoint} is damaged: {name} {state}; use an older one")
+    if model is not None:
+        saved, wanted = manifest["model"], asdict(model)
+        differing = [k for k in wanted if k not in _NOT_OF_THE_WEIGHTS and saved.get(k) != wanted[k]]
+        if differing:
+            listed = ", ".join(f"model.{k}: checkpoint {saved.get(k)}, run {wanted[k]}" for k in differing)
+            raise ConfigError(f"checkpoint {checkpoint} is of another model ({listed}); set these keys alike")
+    return manifest
+
+
+def complete_checkpoints(directory: Path) -> list[Path]:
+    """Complete checkpoints in `directory`, oldest first."""
+    found = [p for p in directory.glob("step-*") if _STEP.fullmatch(p.name) and (p / MANIFEST).is_file()]
+    return sorted(found, key=lambda p: int(_STEP.fullmatch(p.name).group(1)))
+
+
+def delete_older(directory: Path, keep: int) -> None:
+    """Deletes all but the newest `keep` checkpoints, and leftovers of interrupted saves; rank 0 only."""
+    if dist.get_rank() == 0:
+        for old in complete_checkpoints(directory)[:-keep] + list(directory.glob("step-*.incomplete")):
+            shutil.rmtree(old)
+    dist.barrier()
+
+
+def _names_in(directory: Path) -> str:
+    return ", ".join(p.name for p in complete_checkpoints(directory)) or "none"

@@ -1,0 +1,236 @@
+"""The policy: a sharded megatron-core model that trains on whole batches and gives logprobs of whole batches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import ModelConfig, OptimizerConfig
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.losses.interfaces import LossFunction
+from rl_megatron.model.build import build_model, unwrap
+from rl_megatron.model.shards import SHARDING_METADATA
+from rl_megatron.policy import checkpoint
+from rl_megatron.policy.interfaces import PolicyInterface
+from rl_megatron.policy.optimizer import build_optimizer, build_scheduler, wrap_for_gradients
+from rl_megatron.schedule import Denominators, NonFiniteLoss, Runner
+from rl_megatron.topology.topology import Topology
+
+
+class MegatronPolicy(PolicyInterface):
+    """Every rank calls every method with the same global batch, and gets the same global result.
+
+    Rows are spread over data-parallel ranks inside (with zero-weight filler rows where they do not divide), so what an
+    algorithm sees does not depend on the layout. Without `optimizer` the policy only gives logprobs and generates.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        topology: Topology,
+        *,
+        vocab_size: int,
+        precision: str = "fp32",
+        seed: int = 0,
+        optimizer: OptimizerConfig | None = None,
+        total_steps: int = 1,
+        global_batch_size: int = 32,
+        micro_batch_size: int = 8,
+    ):
+        self.model_config = model
+        self.topology = topology
+        self.vocab_size = vocab_size
+        self.precision = precision
+        self.seed = seed
+        self.global_batch_size = global_batch_size
+        self.micro_batch_size = micro_batch_size
+        self.chunks = build_model(model, topology, vocab_size=vocab_size, precision=precision, seed=seed)
+        self.optimizer = self.scheduler = None
+        if optimizer is not None:
+            self.chunks = wrap_for_gradients(self.chunks, topology, optimizer)
+            self.optimizer = build_optimizer(self.chunks, optimizer, precision)
+            self.scheduler = build_scheduler(self.optimizer, optimizer, total_steps)
+        self._runner = Runner(self.chunks, topology, vocab_size)
+        self._reference: Runner | None = None
+        self.finish_training()
+
+    # --- training ---
+
+    def prepare_for_training(self) -> None:
+        if self.optimizer is None:
+            raise RuntimeError("this policy was built without an optimizer; pass `optimizer` to train it")
+        for chunk in self.chunks:
+            chunk.train()
+
+    def finish_training(self) -> None:
+        for chunk in self.chunks:
+            chunk.eval()
+
+    def train(
+        self,
+        data: BatchedDataDict,
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """One optimizer step for each `gbs` rows of `data` in order (the last may be smaller).
+
+        Returns the loss's metrics, reduced over the global batch as they declare and averaged over the steps taken,
+        with `grad_norm` (before clipping), `lr` and `num_updates`. A global batch without a valid token moves
+        nothing: weights, moments and learning rate stay. `eval_mode` computes the metrics alone.
+
+        Raises: NonFiniteLoss, on every rank, before a weight moved.
+        """
+        gbs, mbs = gbs or self.global_batch_size, mbs or self.micro_batch_size
+        data = data.to(self.topology.platform.device)
+        self._check(data)
+        if eval_mode:
+            self.finish_training()
+        else:
+            self.prepare_for_training()
+        reports = []
+        for start in range(0, data.size, gbs):
+            batch = data.slice(start, min(start + gbs, data.size))
+            reports.append(self._evaluate(batch, loss_fn, mbs) if eval_mode else self._step(batch, loss_fn, mbs))
+        self.finish_training()
+        result = {name: sum(r[name] for r in reports) / len(reports) for name in reports[0]}
+        return result | ({} if eval_mode else {"num_updates": int(sum(r["updated"] for r in reports))})
+
+    def _evaluate(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int) -> dict[str, float]:
+        denominators = Denominators.count(batch)
+        return self._runner.train_step(self._microbatches(batch, mbs), loss_fn, denominators, forward_only=True)
+
+    def _step(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int) -> dict[str, float]:
+        report = self.accumulate_gradients(batch, loss_fn, mbs)
+        updated, grad_norm = False, 0.0
+        if Denominators.count(batch).tokens > 0:
+            lr = self.optimizer.param_groups[0]["lr"]
+            updated, grad_norm, _ = self.optimizer.step()
+            if not math.isfinite(grad_norm):
+                raise NonFiniteLoss(f"the gradient norm is {grad_norm} at a finite loss of {report['loss']:.4g}")
+            self.scheduler.step(increment=1)
+        else:
+            lr = self.optimizer.param_groups[0]["lr"]
+        return report | {"grad_norm": float(grad_norm), "lr": lr, "updated": float(updated)}
+
+    def accumulate_gradients(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None) -> dict[str, float]:
+        """The loss's metrics on one global batch; its gradient is left in the parameters' `main_grad`."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        microbatches = self._microbatches(batch, mbs or self.micro_batch_size)
+        return self._runner.train_step(microbatches, loss_fn, Denominators.count(batch))
+
+    def _microbatches(self, batch: BatchedDataDict, mbs: int) -> list[BatchedDataDict]:
+        """This data-parallel rank's rows, in equally many microbatches on every rank."""
+        per_rank = -(-batch.size // self.topology.data)
+        mbs = min(mbs, per_rank)
+        batch = batch.pad_to_multiple(self.topology.data * mbs)
+        local = batch.chunk(self.topology.data_rank, self.topology.data)
+        return list(local.make_microbatch_iterator(mbs))
+
+    def _check(self, data: BatchedDataDict) -> None:
+        longest = data["input_ids"].size(1)
+        if longest > self.model_config.max_sequence_length:
+            raise ConfigError(
+                f"a row has {longest} tokens and model.max_sequence_length is {self.model_config.max_sequence_length}; "
+                "shorten the rows (data.too_long=truncate) or raise the limit"
+            )
+
+    # --- logprobs ---
+
+    def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
+        """`logprobs` [B, S] fp32 at the rows' `temperature` (1 where absent); entry t speaks of token t, entry 0 is 0."""
+        return BatchedDataDict({"logprobs": self._logprobs(self._runner, data, micro_batch_size)})
+
+    def freeze_reference(self) -> None:
+        """Copies the present weights into a frozen reference policy, kept beside the policy."""
+        chunks = build_model(
+            self.model_config, self.topology, vocab_size=self.vocab_size, precision=self.precision, seed=self.seed
+        )
+        for reference, chunk in zip(chunks, self.chunks, strict=True):
+            unwrap(reference).load_state_dict(unwrap(chunk).state_dict())
+            reference.eval().requires_grad_(False)
+        self._reference = Runner(chunks, self.topology, self.vocab_size)
+
+    def get_reference_policy_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
+        """`reference_logprobs` [B, S] of the policy that `freeze_reference` kept."""
+        if self._reference is None:
+            raise RuntimeError("there is no reference policy yet; call freeze_reference() first")
+        return BatchedDataDict({"reference_logprobs": self._logprobs(self._reference, data, micro_batch_size)})
+
+    def _logprobs(self, runner: Runner, data: BatchedDataDict, micro_batch_size: int | None) -> Tensor:
+        topology, home = self.topology, data["input_ids"].device
+        keys = [key for key in ("input_ids", "temperature") if key in data]
+        data = BatchedDataDict({key: data[key] for key in keys}).to(topology.platform.device)
+        self._check(data)
+        rows, length = data["input_ids"].shape
+        microbatches = self._microbatches(data, micro_batch_size or self.micro_batch_size)
+        stats = runner.next_token_stats(microbatches)
+        local_rows = sum(batch.size for batch in microbatches)
+        local = torch.zeros(local_rows, length, device=topology.platform.device)
+        if stats is not None:
+            local[:, 1:] = stats.logprobs
+        if topology.pipeline > 1:
+            dist.broadcast(local, src=topology.last_stage_rank, group=topology.groups.pp)
+        if topology.data > 1:
+            everywhere = [torch.empty_like(local) for _ in range(topology.data)]
+            dist.all_gather(everywhere, local, group=topology.groups.dp)
+            local = torch.cat(everywhere)
+        return local[:rows].to(home)
+
+    # --- checkpoints ---
+
+    def save_checkpoint(self, directory: str | Path, step: int, **extra: Any) -> Path:
+        """Writes `directory/step-<step>`: weights, moments, schedule; `extra` travels in its manifest. Collective."""
+        return checkpoint.save(Path(directory), step, self._sharded_state(loading=False), self.model_config, extra)
+
+    def load_checkpoint(self, path: str | Path, weights_only: bool = False) -> dict[str, Any]:
+        """Restores a checkpoint saved under any layout and returns its manifest. `weights_only` starts a new training
+        from its weights: fresh moments and schedule."""
+        path = Path(path)
+        manifest = checkpoint.read_manifest(path, self.model_config)
+        state = self._sharded_state(loading=True, weights_only=weights_only)
+        loaded = checkpoint.load(path, state, partial=weights_only or self.optimizer is None)
+        for index, chunk in enumerate(self.chunks):
+            unwrap(chunk).load_state_dict(loaded[f"model{index}"] if f"model{index}" in loaded else loaded["model"])
+        if self.optimizer is not None:
+            if weights_only:
+                self.optimizer.reload_model_params()
+            else:
+                self.optimizer.load_state_dict(loaded["optimizer"])
+                self.scheduler.load_state_dict(loaded["scheduler"])
+        return manifest
+
+    def _sharded_state(self, loading: bool, weights_only: bool = False) -> dict[str, Any]:
+        metadata = dict(SHARDING_METADATA, distrib_optim_sharding_type="fully_reshardable")
+        single = len(self.chunks) == 1
+        models = {
+            "model" if single else f"model{i}": unwrap(chunk).sharded_state_dict(metadata=dict(metadata))
+            for i, chunk in enumerate(self.chunks)
+        }
+        state: dict[str, Any] = dict(models)
+        if self.optimizer is not None and not weights_only:
+            merged = models["model"] if single else models
+            state["optimizer"] = self.optimizer.sharded_state_dict(merged, is_loading=loading, metadata=dict(metadata))
+            state["scheduler"] = self.scheduler.state_dict()
+        return state
+
+    def shutdown(self) -> bool:
+        """Drops model, optimizer and reference; true when there was something to drop."""
+        held = bool(self.chunks)
+        self.chunks, self.optimizer, self.scheduler, self._reference = [], None, None, None
+        self._runner = Runner([], self.topology, self.vocab_size)
+        return held
+
+    def describe(self) -> dict[str, Any]:
+        """Model, layout and precision, for summaries."""
+        return {"model": asdict(self.model_config), "layout": self.topology.describe(), "precision": self.precision}

@@ -1,0 +1,167 @@
+"""Parallel degrees → process groups. One dataclass checks every degree in one place and carries the groups."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import ModelConfig, ParallelConfig
+from rl_megatron.topology.platform import Platform
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This run's parallel degrees, this rank's place in them, and the process groups, to be passed on as arguments.
+
+    world_size = tensor · pipeline · context · data. `virtual_pipeline` splits each pipeline stage into that many model
+    chunks. `expert` divides the ranks that hold one pipeline stage.
+    """
+
+    platform: Platform
+    world_size: int
+    rank: int
+    tensor: int
+    sequence: bool
+    pipeline: int
+    virtual_pipeline: int
+    context: int
+    expert: int
+    data: int
+    groups: ProcessGroupCollection = field(repr=False)
+
+    # This rank's coordinates.
+    @property
+    def tensor_rank(self) -> int:
+        return self.groups.tp.rank()
+
+    @property
+    def pipeline_rank(self) -> int:
+        return self.groups.pp.rank()
+
+    @property
+    def context_rank(self) -> int:
+        return self.groups.cp.rank()
+
+    @property
+    def data_rank(self) -> int:
+        return self.groups.dp.rank()
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline_rank == self.pipeline - 1
+
+    @property
+    def last_stage_rank(self) -> int:
+        """The global rank of this pipeline's last stage: where losses, logits and metrics are."""
+        return dist.get_global_rank(self.groups.pp, self.pipeline - 1)
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Rows are padded to a multiple of this: 2·context chunks for zigzag, `tensor` shards under sequence parallel."""
+        return (2 * self.context if self.context > 1 else 1) * (self.tensor if self.sequence else 1)
+
+    def describe(self) -> str:
+        degrees = {"tensor": self.tensor, "pipeline": self.pipeline, "context": self.context, "data": self.data}
+        shape = " × ".join(f"{name} {degree}" for name, degree in degrees.items())
+        extras = [f"virtual pipeline {self.virtual_pipeline}"] if self.virtual_pipeline > 1 else []
+        extras += ["sequence parallel"] if self.sequence else []
+        extras += [f"expert {self.expert}"] if self.expert > 1 else []
+        return f"{self.world_size} rank(s): {shape}" + (f" ({', '.join(extras)})" if extras else "")
+
+
+def validate(parallel: ParallelConfig, world_size: int) -> int:
+    """The data-parallel degree that `world_size` leaves, or a `ConfigError` that says which values would fit."""
+    for name in ("tensor", "pipeline", "virtual_pipeline", "context", "expert"):
+        if getattr(parallel, name) < 1:
+            raise ConfigError(f"parallel.{name}={getattr(parallel, name)}: must be at least 1")
+    model_ranks = parallel.tensor * parallel.pipeline * parallel.context
+    if world_size % model_ranks:
+        raise ConfigError(
+            f"parallel.tensor={parallel.tensor} × parallel.pipeline={parallel.pipeline} × "
+            f"parallel.context={parallel.context} = {model_ranks} does not divide the world size {world_size}; "
+            + _world_sizes_that_fit(parallel, world_size)
+        )
+    if parallel.sequence and parallel.tensor == 1:
+        raise ConfigError("parallel.sequence=true shards over parallel.tensor, which is 1; set parallel.sequence=false")
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        raise ConfigError(
+            f"parallel.virtual_pipeline={parallel.virtual_pipeline} interleaves pipeline stages, and "
+            "parallel.pipeline is 1; set parallel.virtual_pipeline=1 or raise parallel.pipeline"
+        )
+    stage_ranks = world_size // parallel.pipeline
+    if stage_ranks % parallel.expert:
+        fits = [d for d in range(1, stage_ranks + 1) if stage_ranks % d == 0]
+        raise ConfigError(
+            f"parallel.expert={parallel.expert} must divide the {stage_ranks} ranks of a pipeline stage; fits: {fits}"
+        )
+    return world_size // model_ranks
+
+
+def _world_sizes_that_fit(parallel: ParallelConfig, world_size: int) -> str:
+    fits = []
+    for name in ("tensor", "pipeline", "context"):
+        others = parallel.tensor * parallel.pipeline * parallel.context // getattr(parallel, name)
+        if world_size % others == 0:
+            values = [d for d in range(1, world_size // others + 1) if (world_size // others) % d == 0]
+            fits.append(f"parallel.{name} in {values}")
+    model_ranks = parallel.tensor * parallel.pipeline * parallel.context
+    start_with = f"or start a multiple of {model_ranks} ranks (torchrun --nproc-per-node {model_ranks} …)"
+    return (f"with the other degrees as they are, {' or '.join(fits)} would fit, " if fits else "") + start_with
+
+
+def validate_model(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Degrees against the model's shape, before anything is built."""
+
+    def divides(degree_key: str, degree: int, size_key: str, size: int) -> None:
+        if size % degree:
+            fits = [d for d in range(1, size + 1) if size % d == 0 and d <= 2 * degree]
+            raise ConfigError(f"{degree_key}={degree} must divide {size_key}={size}; degrees that fit: {fits}")
+
+    divides("parallel.tensor", parallel.tensor, "model.num_attention_heads", model.num_attention_heads)
+    divides("parallel.tensor", parallel.tensor, "model.num_query_groups", model.num_query_groups)
+    divides("parallel.tensor", parallel.tensor, "model.ffn_hidden_size", model.ffn_hidden_size)
+    chunks = parallel.pipeline * parallel.virtual_pipeline
+    divides("parallel.pipeline × parallel.virtual_pipeline", chunks, "model.num_layers", model.num_layers)
+    if parallel.expert > 1:
+        raise ConfigError(f"parallel.expert={parallel.expert}: this model is dense; set parallel.expert=1")
+
+
+def build(parallel: ParallelConfig, platform: Platform, seed: int) -> Topology:
+    """Validates the degrees, initialises megatron-core's groups, seeds its generators, and returns the topology."""
+    world_size = dist.get_world_size()
+    data = validate(parallel, world_size)
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+    )
+    model_parallel_cuda_manual_seed(seed)
+    return Topology(
+        platform=platform,
+        world_size=world_size,
+        rank=dist.get_rank(),
+        tensor=parallel.tensor,
+        sequence=parallel.sequence,
+        pipeline=parallel.pipeline,
+        virtual_pipeline=parallel.virtual_pipeline,
+        context=parallel.context,
+        expert=parallel.expert,
+        data=data,
+        groups=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+
+
+def padded_vocab_size(vocab_size: int, tensor: int, multiple: int = 64) -> int:
+    """The smallest multiple of lcm(`multiple`, `tensor`) that holds `vocab_size`; the same rows at every usual degree."""
+    unit = math.lcm(multiple, tensor)
+    return -(-vocab_size // unit) * unit

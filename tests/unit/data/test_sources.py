@@ -1,0 +1,110 @@
+import json
+
+import pytest
+
+from rl_megatron.data import Record, load_records, load_text, read_jsonl, split_heldout
+from rl_megatron.data.templates import require_fields, template_fields
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_record_knows_its_line(tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"q": "a\u2028b"}\n\n{"q": "c"}\r\n', encoding="utf-8")
+    records = read_jsonl(file)
+    assert [record.values["q"] for record in records] == ["a\u2028b", "c"]
+    assert [record.origin for record in records] == [f"{file}:1", f"{file}:3"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"q": 1}\n{"q": \n', r"data.jsonl:2: not JSON \("),
+        (b'{"q": 1}\n[1]\n', "data.jsonl:2: a list"),
+        (b'{"q": 1}\n{"q": "\xff"}\n', "data.jsonl:2: not UTF-8"),
+        (b"\n\n", "has no records"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, content, message):
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_jsonl(file)
+
+
+def test_a_missing_path_names_its_key(tmp_path):
+    for read in (read_jsonl, load_records, load_text):
+        with pytest.raises(FileNotFoundError, match=r"data\.path: nothing at .*absent"):
+            read(tmp_path / "absent")
+    with pytest.raises(ValueError, match="is a directory"):
+        read_jsonl(tmp_path)
+    with pytest.raises(ValueError, match="is a directory"):
+        load_text(tmp_path)
+
+
+def test_a_directory_has_its_own_split(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", [{"n": 1}, {"n": 2}])
+    with pytest.raises(FileNotFoundError, match=r"no test.jsonl.*found: train.jsonl"):
+        load_records(tmp_path)
+    write_jsonl(tmp_path / "test.jsonl", [{"n": 3}])
+    train, heldout = load_records(tmp_path)
+    assert [record.values["n"] for record in train + heldout] == [1, 2, 3] and len(heldout) == 1
+
+
+def test_of_a_single_file_a_fixed_fraction_is_held_out(tmp_path):
+    file = write_jsonl(tmp_path / "all.jsonl", [{"n": n} for n in range(40)])
+    train, heldout = load_records(file, heldout_fraction=0.25)
+    numbers = [record.values["n"] for record in heldout]
+    assert len(numbers) == 10 and numbers == sorted(numbers) != list(range(30, 40))
+    assert sorted(numbers + [record.values["n"] for record in train]) == list(range(40))
+    assert load_records(file, heldout_fraction=0.25)[1] == heldout
+
+
+def test_splits_have_two_sides():
+    assert split_heldout([1, 2], 0) == ([1, 2], [])
+    assert len(split_heldout(list(range(100)), 0.001)[1]) == 1
+    with pytest.raises(ValueError, match="nothing to train on"):
+        split_heldout([1], 0.5)
+    for fraction in (-0.1, 1.0):
+        with pytest.raises(ValueError, match="heldout_fraction"):
+            split_heldout([1, 2], fraction)
+
+
+def test_text_is_cut_at_a_line_and_keeps_every_character(tmp_path):
+    file = tmp_path / "text.txt"
+    content = "".join(f"line {number} ü\r\n" for number in range(100))
+    file.write_bytes(content.encode("utf-8"))
+    train, heldout = load_text(file, heldout_fraction=0.2)
+    assert train + heldout == content
+    assert heldout.startswith("line ") and 0.18 * len(content) < len(heldout) <= 0.2 * len(content)
+    assert load_text(file, heldout_fraction=0) == (content, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "fraction", "heldout"), [("abcdefghij", 0.3, "hij"), ("ab\n", 0.01, "\n"), ("ab", 0.5, "b")]
+)
+def test_text_without_lines_is_cut_where_the_fraction_says(tmp_path, text, fraction, heldout):
+    (tmp_path / "t.txt").write_text(text)
+    assert load_text(tmp_path / "t.txt", fraction) == (text.removesuffix(heldout), heldout)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b" \n", "is empty"), (b"ab\xff", "not UTF-8.*byte 2"), (b"a", "nothing to")]
+)
+def test_text_errors(tmp_path, content, message):
+    (tmp_path / "t.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_text(tmp_path / "t.txt", 0.5)
+
+
+def test_templates():
+    assert template_fields("{question}\nSay {{it}}: {steps[0]} {answer!s:>4}") == ["question", "steps", "answer"]
+    for broken in ("{question", "{}", "{0}"):
+        with pytest.raises(ValueError, match="template"):
+            template_fields(broken)
+    records = [Record({"question": 1, "answer": 2}, "f:1"), Record({"qestion": 1, "answer": 2}, "f:2")]
+    with pytest.raises(ValueError, match=r"f:2: .*'question'; did you mean 'qestion'\? Known: qestion, answer"):
+        require_fields(records, "{question}")
