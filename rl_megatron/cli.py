@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         return run(config)
     except ConfigError as error:
         if log.is_main_rank():  # every rank found the same
-            print(f"error: {error}", file=sys.stderr)
+            print("error:", " ".join(str(error).splitlines()), file=sys.stderr)
         return 2
 
 

@@ -11,6 +11,7 @@ from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.datasets import PromptAnswerDataset, TextDataset
 from rl_megatron.data.sources import load_records, load_text
 from rl_megatron.data.tasks import GeneratedTask, Problem, Task, build_task
+from rl_megatron.data.templates import require_fields
 from rl_megatron.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from rl_megatron.generation.interfaces import Sampling
 
@@ -36,7 +37,10 @@ def _training_texts(config: StageConfig) -> Iterator[str]:
     if data.source == "text":
         yield from load_text(data.path, data.heldout_fraction)[0].splitlines(keepends=True)
     elif data.source == "prompt_answer":
-        for record in load_records(data.path, data.heldout_fraction)[0]:
+        records = load_records(data.path, data.heldout_fraction)[0]
+        require_fields(records, data.prompt_template)
+        require_fields(records, data.answer_template)
+        for record in records:
             yield data.prompt_template.format(**record.values) + data.answer_template.format(**record.values)
     else:
         task = stage_task(config)
@@ -71,8 +75,10 @@ def answer_rows(config: StageConfig, tokenizer: Tokenizer) -> PromptAnswerDatase
 
 def _records_as_rows(config: StageConfig, tokenizer: Tokenizer, heldout: bool) -> PromptAnswerDataset:
     data = config.data
+    records = load_records(data.path, data.heldout_fraction)[1 if heldout else 0]
+    _require_heldout(records if heldout else True, data)
     return PromptAnswerDataset(
-        load_records(data.path, data.heldout_fraction)[1 if heldout else 0],
+        records,
         tokenizer,
         config.model.max_sequence_length,
         prompt_template=data.prompt_template,

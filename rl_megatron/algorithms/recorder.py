@@ -81,7 +81,9 @@ class Recorder:
         if self._metrics.exists():
             lines = [line for line in self._metrics.read_text().splitlines() if line.endswith("}")]
             kept = [line for line in lines if not _is_after(json.loads(line), stage, step)]
-            self._metrics.write_text("".join(line + "\n" for line in kept))
+            rewritten = self._metrics.with_suffix(".rewritten")
+            rewritten.write_text("".join(line + "\n" for line in kept))
+            rewritten.replace(self._metrics)  # whole or not at all: the run may be killed here as well
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Writes summary.json and curves.png and prints the table of results."""

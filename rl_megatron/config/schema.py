@@ -9,17 +9,26 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-_STRICT = ConfigDict(extra="forbid", validate_default=True)
+_STRICT = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
 section = dataclass(frozen=True, config=_STRICT, kw_only=True)
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-PositiveFloat = Annotated[float, Field(gt=0.0)]
-NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+
+def _no_switch(value: Any) -> Any:
+    """Python counts true as 1; in a configuration it is a misplaced switch."""
+    if isinstance(value, bool):
+        raise ValueError("must be a number, not true or false")
+    return value
+
+
+Number = BeforeValidator(_no_switch)
+Positive = Annotated[int, Field(ge=1), Number]
+NonNegative = Annotated[int, Field(ge=0), Number]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0), Number]
+PositiveFloat = Annotated[float, Field(gt=0.0), Number]
+NonNegativeFloat = Annotated[float, Field(ge=0.0), Number]
 
 
 @section

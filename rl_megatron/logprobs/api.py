@@ -78,6 +78,22 @@ def vocab_parallel_logprobs(
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax" (arXiv:1805.02867); the entropy's
         shifted first moment t is merged across shards in the same way.
     """
+    _check_shapes(logits, targets, gather_ids)
+    shard = _shard(logits.shape[-1], tp_group, vocab_range, valid_vocab_size)
+    kernels = _kernels(backend)
+    # Leading dimensions in memory order, so that a view makes rows of them.
+    order = sorted(range(targets.dim()), key=lambda dim: -logits.stride(dim))
+    rows, row_targets = _to_rows(logits, order), _to_rows(targets[..., None], order)[:, 0]
+    row_ids = None if gather_ids is None else _to_rows(gather_ids, order)
+    row_temperature = _row_temperature(temperature, targets, order, torch.promote_types(logits.dtype, torch.float32))
+    outputs = VocabParallelStats.apply(
+        rows, row_targets, row_ids, row_temperature, row_targets == ignore_index, shard, entropy, kernels,
+        not _belongs_to_a_leaf(rows),
+    )  # fmt: skip
+    return LogprobStats(*(None if output is None else _from_rows(output, targets.shape, order) for output in outputs))
+
+
+def _check_shapes(logits: Tensor, targets: Tensor, gather_ids: Tensor | None) -> None:
     if targets.shape != logits.shape[:-1]:
         raise ValueError(
             f"targets must have the logits' leading shape: targets {tuple(targets.shape)}, logits {tuple(logits.shape)}"
@@ -87,31 +103,18 @@ def vocab_parallel_logprobs(
             f"gather_ids must be the targets' shape + [K]: gather_ids {tuple(gather_ids.shape)}, "
             f"targets {tuple(targets.shape)}"
         )
-    shard = _shard(logits.shape[-1], tp_group, vocab_range, valid_vocab_size)
-    kernels = _kernels(backend)
 
-    # Bring the leading dimensions into memory order, so that one view makes rows of them.
-    order = sorted(range(targets.dim()), key=lambda dim: -logits.stride(dim))
-    leading = [targets.shape[dim] for dim in order]
-    num_rows = targets.numel()
-    rows = logits.permute(*order, -1).reshape(num_rows, logits.shape[-1])
-    row_targets = targets.permute(order).reshape(num_rows)
-    row_ids = None
-    if gather_ids is not None:
-        row_ids = gather_ids.permute(*order, -1).reshape(num_rows, gather_ids.shape[-1])
-    row_temperature = _row_temperature(temperature, targets, order, torch.promote_types(logits.dtype, torch.float32))
 
-    logprobs, row_entropy, gathered = VocabParallelStats.apply(
-        rows, row_targets, row_ids, row_temperature, row_targets == ignore_index, shard, entropy, kernels,
-        not _belongs_to_a_leaf(rows),
-    )  # fmt: skip
+def _to_rows(x: Tensor, order: list[int]) -> Tensor:
+    """[..., C] → [N, C], the leading dimensions taken in `order`; a view wherever the strides allow one."""
+    return x.permute(*order, -1).reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
-    inverse = sorted(range(targets.dim()), key=order.__getitem__)
-    return LogprobStats(
-        logprobs.view(leading).permute(inverse),
-        None if row_entropy is None else row_entropy.view(leading).permute(inverse),
-        None if gathered is None else gathered.view(*leading, gathered.shape[-1]).permute(*inverse, -1),
-    )
+
+def _from_rows(x: Tensor, leading: torch.Size, order: list[int]) -> Tensor:
+    """[N, ...] → [*leading, ...], undoing `_to_rows`."""
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    trailing = range(len(order), len(order) + x.dim() - 1)
+    return x.view(*(leading[dim] for dim in order), *x.shape[1:]).permute(*inverse, *trailing)
 
 
 def _kernels(backend: str) -> Kernels:
@@ -152,8 +155,8 @@ def _row_temperature(
     if temperature.requires_grad:
         raise ValueError("temperature must not require a gradient: none is computed for it")
     check((temperature > 0).all(), lambda: f"temperature must be positive, got {temperature.min().item()}")
-    rows = torch.broadcast_to(temperature.to(targets.device, dtype), targets.shape)
-    return rows.permute(order).reshape(targets.numel())
+    temperature = torch.broadcast_to(temperature.to(targets.device, dtype), targets.shape)
+    return _to_rows(temperature[..., None], order)[:, 0]
 
 
 def _belongs_to_a_leaf(tensor: Tensor) -> bool:

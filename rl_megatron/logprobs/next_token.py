@@ -31,9 +31,10 @@ def next_token_stats(
     its last position. Every rank returns the whole `[B, S-1]`; its backward pass takes this rank's slice of the
     gradient (see `zigzag_gather`: every rank of `cp_group` must compute the same loss from it).
 
-    Shapes: logits [B, S', V/tp], S' ≥ S (rows padded for sequence or context parallelism; what is past S is ignored), or
-        with cp_group this rank's zigzag slice [B, S'/cp, V/tp] with S' a multiple of 2·cp; input_ids [B, S]; mask [B, S] aligned with input_ids; temperature a number, [B], [B, 1] or
-        [B, S] aligned with input_ids (entry t is the temperature at which token t was sampled). Returns [B, S-1].
+    Shapes: logits [B, S', V/tp] with S' ≥ S (rows padded for sequence or context parallelism; what is past S is
+        ignored), or with cp_group this rank's zigzag slice [B, S'/cp, V/tp], S' a multiple of 2·cp; input_ids [B, S];
+        mask [B, S] aligned with input_ids; temperature a number, [B], [B, 1] or [B, S] aligned with input_ids (entry t
+        is the temperature at which token t was sampled). Returns [B, S-1].
     Args: mask: tokens with mask 0 are not evaluated; their logprob, entropy and gradient are exactly 0.
     Raises: ValueError for shapes that do not fit, naming them.
     """

@@ -102,15 +102,11 @@ class VocabParallelStats(torch.autograd.Function):
             all_columns.append(gather_columns)
         column_grads = torch.cat(grads, dim=1) if grads else row_max.new_zeros(row_max.shape[0], 0)
         all_columns = torch.cat(all_columns, dim=1) if grads else columns.new_zeros(columns.shape[0], 0)
-        # Rows nobody asks about are written as zeros without being read; the where keeps a NaN upstream out of them.
-        touched = (column_grads != 0).any(dim=1)
-        if entropy_grad is not None:
-            touched |= entropy_grad != 0
-            entropy_grad = torch.where(active, entropy_grad, 0.0)
-        column_grads = torch.where(active[:, None], column_grads, 0.0)
         base = -column_grads.sum(dim=1)
+        touched = (column_grads != 0).any(dim=1)  # rows nobody asks about are written as zeros without being read
         if entropy_grad is not None:
             base = base - entropy_grad * entropy
+            touched |= entropy_grad != 0
 
         out = logits.detach() if ctx.overwrite else torch.empty_like(logits)
         ctx.kernels.write_row_gradients(

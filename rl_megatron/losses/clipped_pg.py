@@ -208,8 +208,7 @@ def _choose_surrogate(cfg: ClippedPGLossConfig) -> Surrogate:
 
     if cfg.use_cispo:
         return cispo
-    # Without a ratio there is nothing to clip; log π ≤ 0 would pass under the ceiling anyway.
-    return clipped if cfg.ratio_clip_c is None or cfg.disable_ppo_ratio else dual_clipped
+    return clipped if cfg.ratio_clip_c is None else dual_clipped
 
 
 def _choose_correction(cfg: ClippedPGLossConfig) -> Correction:

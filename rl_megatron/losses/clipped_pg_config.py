@@ -40,7 +40,7 @@ class ClippedPGLossConfig:
     """Key names and meanings follow NeMo RL; `entropy_coeff` is added.
 
     Ratio r = π/π_prev:
-        disable_ppo_ratio: REINFORCE, −A·log π; all ratio_clip_* are then without effect.
+        disable_ppo_ratio: REINFORCE, −A·log π; all ratio_clip_* are then without effect (log π ≤ 0 < c).
         force_on_policy_ratio: π_prev := sg(π), so r ≡ 1 and prev_logprobs is not read; one update per rollout. Goes
             before disable_ppo_ratio.
         sequence_level_importance_ratios: GSPO, one ratio per sequence; needs token_level_loss=False. The importance

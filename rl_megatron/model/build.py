@@ -34,7 +34,6 @@ def transformer_config(model: ModelConfig, topology: Topology, precision: str) -
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=model.init_std,
-        perform_initialization=False,  # initialise_parameters does it, the same in every layout
         tensor_model_parallel_size=topology.tensor,
         sequence_parallel=topology.sequence,
         pipeline_model_parallel_size=topology.pipeline,

@@ -76,7 +76,7 @@ CASES = [
     _clipped_pg("ppo", **_NO_KL),
     _clipped_pg("dapo", ratio_clip_min=0.1, ratio_clip_max=0.3, **_NO_KL),
     _clipped_pg("dual clip", ratio_clip_c=1.3, **_NO_KL),
-    _clipped_pg("reinforce", disable_ppo_ratio=True, **_NO_KL),
+    _clipped_pg("reinforce", disable_ppo_ratio=True, ratio_clip_c=3.0, **_NO_KL),
     _clipped_pg("sequence mean", token_level_loss=False, **_NO_KL),
     _clipped_pg("gspo", **_GSPO, **_NO_KL),
     _clipped_pg("gspo with correction", **_GSPO, **_IS, **_NO_KL),

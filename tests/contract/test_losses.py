@@ -1,4 +1,4 @@
-"""What every registered loss promises, whatever its formula (design/contract.md: normalisation, masks, calling forms)."""
+"""What every registered loss promises, whatever its formula: normalisation, masks, calling forms."""
 
 import math
 

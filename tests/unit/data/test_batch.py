@@ -249,6 +249,14 @@ class TestMicrobatches:
         assert widths[0] == widths[1], "all shards run the same shapes"
         assert min(shape[1] for shape in widths[0]) < 20, "short rows are cut"
 
+    @pytest.mark.parametrize(("budget", "num_rows"), [(19, [2, 1, 1]), (20, [2, 2]), (29, [2, 2]), (40, [4])])
+    def test_dynamic_shapes_use_the_budget_to_the_last_token(self, budget, num_rows):
+        """Four rows of 5, 5, 10, 10 tokens."""
+        shards, _ = batch_of([5, 10, 5, 10]).shard_by_batch_size(
+            1, dynamic_batching_args={"max_tokens_per_microbatch": budget}
+        )
+        assert [part.size for part in shards[0].make_microbatch_iterator_with_dynamic_shapes()] == num_rows
+
     def test_rounding_up_never_exceeds_the_width(self):
         shards, _ = batch_of([18, 18]).shard_by_batch_size(
             1, dynamic_batching_args={"max_tokens_per_microbatch": 64, "sequence_length_round": 16}

@@ -42,6 +42,13 @@ def test_modified_first_fit_decreasing_needs_fewer_packs_where_it_was_made_to():
     assert sum(load(pack, lengths) == 100 for pack in modified) == 6
 
 
+def test_modified_first_fit_decreasing_by_hand():
+    """Of capacity 60: the longest medium that fits joins each long one before two small ones can take its room."""
+    long, medium, small, tiny = [35, 32], [26, 24], [12, 11], [5, 4]
+    packs = pack_sequences(long + medium + small + tiny, 60, "modified_first_fit_decreasing")
+    assert packs == [[0, 3], [1, 2], [4, 5, 6, 7]]
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_edges(algorithm):
     assert pack_sequences([], 10, algorithm) == []

@@ -84,9 +84,16 @@ def test_text_is_cut_at_a_line_and_keeps_every_character(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "fraction", "heldout"), [("abcdefghij", 0.3, "hij"), ("ab\n", 0.01, "\n"), ("ab", 0.5, "b")]
+    ("text", "fraction", "heldout"),
+    [
+        ("abcdefghij", 0.3, "hij"),
+        ("ab\n", 0.01, "\n"),
+        ("ab", 0.5, "b"),
+        ("ab\ncd\nef\ngh\n", 0.5, "ef\ngh\n"),
+        ("ab\ncd\nef\ngh\n", 0.6, "ef\ngh\n"),
+    ],
 )
-def test_text_without_lines_is_cut_where_the_fraction_says(tmp_path, text, fraction, heldout):
+def test_text_is_cut_at_the_line_start_at_or_behind_the_fraction(tmp_path, text, fraction, heldout):
     (tmp_path / "t.txt").write_text(text)
     assert load_text(tmp_path / "t.txt", fraction) == (text.removesuffix(heldout), heldout)
 

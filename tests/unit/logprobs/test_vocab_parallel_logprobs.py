@@ -274,6 +274,14 @@ def test_no_rows_at_all(shape):
     assert leaf.grad.shape == leaf.shape
 
 
+def test_a_single_token():
+    logits = torch.randn(9, requires_grad=True)
+    stats = vocab_parallel_logprobs(logits, torch.tensor(3), entropy=True, gather_ids=torch.tensor([1, 2]))
+    assert stats.logprobs.shape == stats.entropy.shape == () and stats.gathered.shape == (2,)
+    torch.testing.assert_close(stats.logprobs, logits.log_softmax(-1)[3])
+    torch.testing.assert_close(torch.autograd.grad(stats.logprobs, logits)[0].sum(), torch.zeros(()), atol=1e-6, rtol=0)
+
+
 class TestTheBufferBecomesTheGradient:
     def make(self):
         logits, targets, ids, upstream = random_case(5, 20)

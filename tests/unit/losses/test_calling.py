@@ -53,7 +53,8 @@ class TestNLL:
     @pytest.mark.parametrize("average", [False, True])
     def test_one_value_per_sample(self, average):
         loss, metrics = NLLLoss()(LOGITS, BATCH, None, 10, dpo_loss=True, dpo_average_log_probs=average)
-        want = torch.stack([-(LOGPROBS[0, 1] + LOGPROBS[0, 2]) / (2 if average else 1), -LOGPROBS[1, 0], torch.zeros(())])
+        first = -(LOGPROBS[0, 1] + LOGPROBS[0, 2]) / (2 if average else 1)
+        want = torch.stack([first, -LOGPROBS[1, 0], torch.zeros(())])
         torch.testing.assert_close(loss, want)
         assert torch.equal(metrics["loss"], loss) and metrics["num_valid_samples"] == 2.0
 
@@ -95,7 +96,7 @@ class TestCallingForms:
 
     def test_half_precision_logprobs_and_boolean_masks(self):
         batch = {key: value if key == "input_ids" else value.bool() for key, value in BATCH.items()}
-        loss, _ = NLLLoss()(data=batch, global_valid_seqs=2, global_valid_toks=3, next_token_logprobs=LOGPROBS.bfloat16())
+        loss, _ = NLLLoss()(batch, 2, 3, next_token_logprobs=LOGPROBS.bfloat16())
         assert loss.dtype == torch.float32 and math.isfinite(loss)
 
     @pytest.mark.parametrize(

@@ -213,9 +213,11 @@ class TestGradientsThatAreNotDerivatives:
         slope = {"k1": torch.ones_like(x), "k2": -x, "k3": 1 - x.exp()}[kind]
         torch.testing.assert_close(with_kl - without, beta * weight * (k + slope))
 
-    def test_kl_clamps_silence_a_token(self):
-        beta, bound, ceiling = 0.3, 0.4, 0.05
+    @pytest.mark.parametrize(("bound", "ceiling"), [(0.4, None), (None, 0.05), (0.4, 0.05)])
+    def test_kl_clamps_silence_a_token(self, bound, ceiling):
+        beta = 0.3
         clamps = {"kl_input_clamp_value": bound, "kl_output_clamp_value": ceiling}
+        bound, ceiling = bound or math.inf, ceiling or math.inf
         with_kl, s, lp, weight = self.gradients(reference_policy_kl_penalty=beta, **clamps)
         without, *_ = self.gradients()
         x = s["reference_policy_logprobs"] - lp

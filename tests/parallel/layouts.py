@@ -1,0 +1,73 @@
+"""Building the same small policy in any layout, on the ranks of the worker pool."""
+
+from __future__ import annotations
+
+import torch
+
+from rl_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from rl_megatron.model.shards import gather_full
+from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.topology import platform, topology
+
+VOCAB_SIZE = 50  # padded to 64: the padding must never matter
+
+MODEL = ModelConfig(
+    num_layers=4,
+    hidden_size=32,
+    ffn_hidden_size=64,
+    num_attention_heads=4,
+    num_query_groups=2,
+    max_sequence_length=64,
+    qk_norm=True,
+    qkv_bias=True,
+    init_std=0.1,  # logits far from uniform, so that errors show
+)
+
+
+# Adam's first step is the sign of the gradient where ε is small beside it: rounding of a gradient near zero would become
+# a whole step, and the next step would compare different models. This ε keeps steps proportional to small gradients.
+OPTIMIZER = OptimizerConfig(lr=1e-2, epsilon=1e-3, distributed=False)
+DISTRIBUTED_OPTIMIZER = OptimizerConfig(lr=1e-2, epsilon=1e-3, distributed=True)
+
+
+def build_policy(
+    parallel: dict,
+    model: ModelConfig = MODEL,
+    optimizer: OptimizerConfig | None = None,
+    precision: str = "fp32",
+    seed: int = 1,
+    vocab_size: int = VOCAB_SIZE,
+    **sizes: int,
+) -> MegatronPolicy:
+    where = platform.start("cpu")
+    layout = topology.build(ParallelConfig(**parallel), where, seed)
+    return MegatronPolicy(
+        model,
+        layout,
+        vocab_size=vocab_size,
+        precision=precision,
+        seed=seed,
+        optimizer=optimizer or OPTIMIZER,
+        total_steps=10,
+        **sizes,
+    )
+
+
+def gradients(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
+    """Every parameter's gradient, whole, on rank 0."""
+    return gather_full(policy.chunks, value=lambda parameter: parameter.main_grad)
+
+
+def weights(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
+    return gather_full(policy.chunks)
+
+
+def worst_relative_error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """max over parameters of max|found − wanted| / max|wanted|, and the parameter."""
+    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+    errors = {}
+    for name, reference in wanted.items():
+        scale = reference.abs().max().clamp(min=1e-12)
+        errors[name] = ((found[name] - reference).abs().max() / scale).item()
+    worst = max(errors, key=errors.get)
+    return errors[worst], worst
