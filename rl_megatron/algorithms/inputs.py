@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from rl_megatron.algorithms.evaluate import HeldoutProblems, HeldoutText
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.schema import StageConfig
+from rl_megatron.config.schema import DataConfig, StageConfig
 from rl_megatron.data.datasets import PromptAnswerDataset, TextDataset
 from rl_megatron.data.sources import load_records, load_text
 from rl_megatron.data.tasks import GeneratedTask, Problem, Task, build_task
 from rl_megatron.data.templates import require_fields
 from rl_megatron.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from rl_megatron.generation.interfaces import Sampling
+
+_Part = TypeVar("_Part")
 
 
 def stage_task(config: StageConfig) -> Task | None:
@@ -75,10 +78,9 @@ def answer_rows(config: StageConfig, tokenizer: Tokenizer) -> PromptAnswerDatase
 
 def _records_as_rows(config: StageConfig, tokenizer: Tokenizer, heldout: bool) -> PromptAnswerDataset:
     data = config.data
-    records = load_records(data.path, data.heldout_fraction)[1 if heldout else 0]
-    _require_heldout(records if heldout else True, data)
+    parts = load_records(data.path, data.heldout_fraction)
     return PromptAnswerDataset(
-        records,
+        _heldout(parts, data) if heldout else parts[0],
         tokenizer,
         config.model.max_sequence_length,
         prompt_template=data.prompt_template,
@@ -99,7 +101,8 @@ def heldout_text(config: StageConfig, tokenizer: Tokenizer) -> HeldoutText | Non
     """Held-out rows whose likelihood the stage measures, at most `data.num_eval_rows`."""
     data = config.data
     if data.source == "text":
-        rows = TextDataset([load_text(data.path, data.heldout_fraction)[1]], tokenizer, data.sequence_length)
+        text = _heldout(load_text(data.path, data.heldout_fraction), data)
+        rows = TextDataset([text], tokenizer, data.sequence_length)
         batch = rows.batch(range(min(len(rows), data.num_eval_rows)))
         return HeldoutText(batch, rows.num_predicted_tokens / rows.num_characters)
     if data.source == "prompt_answer":
@@ -108,10 +111,31 @@ def heldout_text(config: StageConfig, tokenizer: Tokenizer) -> HeldoutText | Non
     return None
 
 
+def _heldout(parts: tuple[_Part, _Part], data: DataConfig) -> _Part:
+    """The second of (training, held-out).  Raises: ConfigError where nothing is held out."""
+    if not parts[1]:
+        raise ConfigError(
+            f"data.heldout_fraction={data.heldout_fraction} holds nothing of data.path={data.path} out to measure on; "
+            "set it above 0"
+        )
+    return parts[1]
+
+
 def heldout_problems(config: StageConfig, task: Task, tokenizer: Tokenizer) -> HeldoutProblems:
     """Held-out problems to answer greedily, at most `data.num_eval_rows`."""
     problems = task.heldout_problems(config.data.num_eval_rows)
     return HeldoutProblems(task, problems, tokenizer, sampling(config, tokenizer, greedy=True))
+
+
+def check_room(config: StageConfig, problems: Sequence[Problem], tokenizer: Tokenizer) -> None:
+    """Raises: ConfigError where a problem's prompt leaves too little room for its completion."""
+    longest = max((len(tokenizer.encode(prompt)) for prompt in {problem.prompt for problem in problems}), default=0)
+    wanted, limit = config.generation.max_new_tokens, config.model.max_sequence_length
+    if longest + wanted > limit:
+        raise ConfigError(
+            f"generation.max_new_tokens={wanted} and the longest prompt, {longest} tokens, exceed "
+            f"model.max_sequence_length={limit}; lower the one or raise the other"
+        )
 
 
 def sampling(config: StageConfig, tokenizer: Tokenizer, greedy: bool = False) -> Sampling:

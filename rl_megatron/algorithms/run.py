@@ -21,6 +21,7 @@ from rl_megatron.algorithms.stage import Evaluation, Stage
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import to_yaml
 from rl_megatron.config.schema import RunConfig, StageConfig
+from rl_megatron.data.order import BatchSchedule
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.megatron import MegatronEngine
 from rl_megatron.losses import build_loss
@@ -144,39 +145,60 @@ def _summary(results: dict[str, Any], layout: Topology, seconds: float) -> dict[
 def _check_before_the_first_step(config: RunConfig, output_dir: Path) -> None:
     """Everything that can be wrong with the input of any stage, found before the first step of the first stage and
     before anything is written."""
+    if output_dir.exists() and not output_dir.is_dir():
+        raise ConfigError(f"output_dir={output_dir} is a file; choose a directory")
     tokenizer = _bad_input_named(lambda: inputs.build_tokenizer(config.first))
     for name, stage in config.stages.items():
         _bad_input_named(lambda stage=stage: _build_inputs(stage, tokenizer))
-        if not config.resume and checkpoint.complete_checkpoints(output_dir / "checkpoints" / name):
+        saved = checkpoint.complete_checkpoints(output_dir / "checkpoints" / name)
+        if saved and not config.resume:
             raise ConfigError(
                 f"resume=false and output_dir={output_dir} holds checkpoints of stage {name!r}; "
                 "choose another output_dir, or resume=true to continue"
             )
+        if saved:
+            checkpoint.read_manifest(saved[-1], stage.model)
     if config.init_from:
         checkpoint.read_manifest(Path(config.init_from), config.first.model)
 
 
 def _build_inputs(stage: StageConfig, tokenizer: Tokenizer) -> None:
+    train = stage.train
     inputs.sampling(stage, tokenizer)
-    if stage.algorithm.name == "pretrain":
-        inputs.pretraining_rows(stage, tokenizer)
-    elif stage.algorithm.name == "sft":
-        inputs.answer_rows(stage, tokenizer)
-    else:
-        build_loss(**split_name(stage.loss))
-        inputs.training_problems(stage, inputs.stage_task(stage))
     task = inputs.stage_task(stage)
+    if stage.algorithm.name == "grpo":
+        _build_loss(stage.loss)
+        problems = inputs.training_problems(stage, task)
+        inputs.check_room(stage, problems, tokenizer)
+        if len(problems) < stage.algorithm.prompts_per_step:
+            raise ConfigError(
+                f"algorithm.prompts_per_step={stage.algorithm.prompts_per_step} exceeds the {len(problems)} training "
+                "problems; lower it or provide more data"
+            )
+    else:
+        pretraining = stage.algorithm.name == "pretrain"
+        rows = (inputs.pretraining_rows if pretraining else inputs.answer_rows)(stage, tokenizer)
+        BatchSchedule(len(rows), train.global_batch_size, train.seed)
     if task is not None:
-        inputs.heldout_problems(stage, task, tokenizer)
+        inputs.check_room(stage, inputs.heldout_problems(stage, task, tokenizer).problems, tokenizer)
     else:
         inputs.heldout_text(stage, tokenizer)
 
 
+def _build_loss(loss: dict[str, Any]) -> None:
+    try:
+        build_loss(**split_name(loss))
+    except (KeyError, TypeError, ValueError) as error:  # an unknown key, a wrong type, a value out of range
+        raise ConfigError(f"loss: {error.args[0] if error.args else error}") from error
+
+
 def _bad_input_named(build: Callable[[], _T]) -> _T:
-    """What the data, task and loss rooms refuse becomes the error that users read."""
+    """What the data and task rooms refuse, and files that cannot be read, become the error that users read."""
     try:
         return build()
-    except (ValueError, FileNotFoundError) as error:
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
 
 

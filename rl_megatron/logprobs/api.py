@@ -114,7 +114,7 @@ def _from_rows(x: Tensor, leading: torch.Size, order: list[int]) -> Tensor:
     """[N, ...] → [*leading, ...], undoing `_to_rows`."""
     inverse = sorted(range(len(order)), key=order.__getitem__)
     trailing = range(len(order), len(order) + x.dim() - 1)
-    return x.view(*(leading[dim] for dim in order), *x.shape[1:]).permute(*inverse, *trailing)
+    return x.view([*(leading[dim] for dim in order), *x.shape[1:]]).permute([*inverse, *trailing])
 
 
 def _kernels(backend: str) -> Kernels:

@@ -174,8 +174,10 @@ def _check_ids(targets: Tensor, gather_ids: Tensor | None, ignored: Tensor, rang
     valid = ((ids >= 0) & (ids < vocab_size)) | ignored[:, None]
     check(
         valid.all(),
-        lambda: f"id {ids[~valid][0].item()} among the targets or gather_ids is neither in the vocabulary "
-        f"[0, {vocab_size.item()}) nor ignored",
+        lambda: (
+            f"id {ids[~valid][0].item()} among the targets or gather_ids is neither in the vocabulary "
+            f"[0, {vocab_size.item()}) nor ignored"
+        ),
     )
 
 

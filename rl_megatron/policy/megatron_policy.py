@@ -170,7 +170,9 @@ class MegatronPolicy(PolicyInterface):
     def _logprobs(self, runner: Runner, data: BatchedDataDict, micro_batch_size: int | None) -> Tensor:
         topology, home = self.topology, data["input_ids"].device
         keys = [key for key in ("input_ids", "temperature") if key in data]
-        data = BatchedDataDict({key: data[key] for key in keys}).to(topology.platform.device)
+        data = BatchedDataDict({key: data[key] for key in keys})  # without token_mask: every token is asked for
+        data["sample_mask"] = torch.ones(data.size)
+        data = data.to(topology.platform.device)
         self._check(data)
         rows, length = data["input_ids"].shape
         microbatches = self._microbatches(data, micro_batch_size or self.micro_batch_size)

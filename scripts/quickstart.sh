@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# From nothing to a model that GRPO has taught arithmetic: installs, then runs configs/experiment/quickstart.yaml on two
+# ranks, tensor parallel. Results: outputs/quickstart (summary.json, curves.png, metrics.jsonl).
+#   scripts/quickstart.sh [Hydra overrides]
+# NPROC    how many ranks (default 2)
+# PYTHON, VENV    as in scripts/install.sh
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/install.sh
+install
+
+NPROC=${NPROC:-2}
+defaults=(experiment=quickstart "parallel.tensor=$((NPROC % 2 ? 1 : 2))")
+if command -v nvidia-smi >/dev/null && [ "$("$VENV/bin/python" -c 'import torch; print(torch.cuda.device_count())')" -lt "$NPROC" ]; then
+  echo "fewer GPUs than $NPROC ranks: running on the CPU (NPROC=1 uses one GPU)"
+  defaults+=(device=cpu)
+fi
+
+if [ -e outputs/quickstart ]; then
+  echo "moving the last run's outputs/quickstart to outputs/quickstart.previous"
+  rm -rf outputs/quickstart.previous
+  mv outputs/quickstart outputs/quickstart.previous
+fi
+VENV=$VENV NPROC_PER_NODE=$NPROC exec scripts/train.sh train "${defaults[@]}" "$@"

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# rl_megatron under torchrun, on one node or on many (run it once per node, at about the same time).
+#   scripts/train.sh train experiment=quickstart parallel.tensor=2
+#   NNODES=2 MASTER_ADDR=first-node scripts/train.sh train experiment=quickstart     the same line on each node
+# All arguments go to `python -m rl_megatron`.
+#   NPROC_PER_NODE  ranks per node (default: the number of GPUs, or 1)
+#   NNODES          default 1; 2 and more meet at MASTER_ADDR:MASTER_PORT (c10d rendezvous)
+#   MASTER_ADDR     a node's name or address that all can reach; MASTER_PORT: a free port there (default 29500)
+#   NODE_RANK       optional: 0 on the node MASTER_ADDR, and so on, to fix the order of the nodes (static rendezvous)
+#   NODE_ADDR       optional: how the others reach this node, where its host name does not resolve for them
+#   JOB_ID          tells jobs that meet at the same address apart (default rl_megatron)
+#   MAX_RESTARTS    how often torchrun starts the ranks again after a failure (default 0); a run resumes from its
+#                   newest checkpoint
+#   VENV            the virtual environment (default: .venv of this repository, or else python3 as found)
+# NCCL and gloo choose a network interface by themselves; NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME override it.
+set -euo pipefail
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+if [ -z "${VENV:-}" ] && [ -x "$repo/.venv/bin/python3" ]; then VENV=$repo/.venv; fi
+python=${VENV:+$VENV/bin/}python3
+export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+if [ -z "${NPROC_PER_NODE:-}" ]; then
+  NPROC_PER_NODE=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')
+fi
+meeting=(--nproc-per-node "$NPROC_PER_NODE" --max-restarts "${MAX_RESTARTS:-0}")
+if [ "${NNODES:-1}" = 1 ]; then
+  meeting+=(--standalone)
+else
+  : "${MASTER_ADDR:?NNODES=$NNODES needs MASTER_ADDR, a node that all of them can reach}"
+  MASTER_PORT=${MASTER_PORT:-29500}
+  meeting+=(--nnodes "$NNODES" ${NODE_ADDR:+--local-addr "$NODE_ADDR"})
+  if [ -n "${NODE_RANK:-}" ]; then
+    meeting+=(--node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
+  else
+    meeting+=(--rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "${JOB_ID:-rl_megatron}")
+  fi
+fi
+exec "$python" -m torch.distributed.run "${meeting[@]}" -m rl_megatron "$@"

@@ -1,0 +1,60 @@
+"""Package metadata. The version is the one line in rl_megatron/__init__.py; tool settings are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+README = HERE / "README.md"
+VERSION = re.search(r'^__version__ = "([^"]+)"', (HERE / "rl_megatron" / "__init__.py").read_text(), re.MULTILINE)[1]
+
+setup(
+    name="rl_megatron",
+    version=VERSION,
+    description="Train language models on megatron-core, from pretraining to reinforcement learning",
+    long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=[*find_packages(include=["rl_megatron", "rl_megatron.*"]), "rl_megatron.configs"],
+    package_dir={"rl_megatron.configs": "configs"},  # the repository's configs/ travels inside the package
+    package_data={"rl_megatron.configs": ["**/*.yaml"]},
+    python_requires=">=3.11",
+    # Lower bounds: the oldest release of each that a run of all stages was tried with, together. constraints.txt pins
+    # the newest ones tried.
+    install_requires=[
+        "einops>=0.8",  # megatron-core uses it and psutil without declaring them
+        "hydra-core>=1.3.2,<1.4",
+        "matplotlib>=3.8",
+        "megatron-core>=0.16.1,<0.20",
+        "numpy>=1.26",
+        "omegaconf>=2.3,<2.4",
+        "packaging>=24.2",
+        "psutil>=5.9",
+        "pydantic>=2.7,<3",
+        "PyYAML>=6.0",
+        "rich>=13.7",
+        "safetensors>=0.4.5",
+        "tensorboard>=2.16",
+        "tokenizers>=0.20",
+        "torch>=2.6",
+        "transformers>=4.46",
+    ],
+    extras_require={
+        # Best taken from NVIDIA's PyTorch container image (see Dockerfile), which carries builds that match its torch.
+        # NVIDIA Apex comes with that image too and is not on PyPI: the `apex` there is an unrelated package.
+        "te": ["transformer-engine[pytorch]>=2.0"],
+        "triton": ["triton>=3.2; platform_system == 'Linux'"],  # CUDA builds of torch bring the one they need
+        "dev": ["hypothesis", "pytest>=8", "pytest-xdist", "ruff", "setuptools>=77"],
+    },
+    entry_points={"console_scripts": ["rl-megatron = rl_megatron.cli:main"]},
+    classifiers=[
+        "Intended Audience :: Science/Research",
+        "License :: OSI Approved :: Apache Software License",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

@@ -1,0 +1,147 @@
+"""Embedded generation: its logprobs are the trainer's, and rollouts do not depend on the layout."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.generation.interfaces import Sampling
+from rl_megatron.generation.megatron import MegatronEngine
+from tests.parallel.layouts import MODEL, VOCAB_SIZE, build_policy
+
+STOP = 7
+LAYOUTS = {
+    "one process": (1, {}),
+    "tensor 2": (2, {"tensor": 2}),
+    "tensor 2 sequence": (2, {"tensor": 2, "sequence": True}),
+    "pipeline 2": (2, {"pipeline": 2}),
+    "interleaved pipeline 2": (2, {"pipeline": 2, "virtual_pipeline": 2}),
+    "context 2": (2, {"context": 2}),
+    "data 2": (2, {}),
+    "tensor 2 pipeline 2": (4, {"tensor": 2, "pipeline": 2}),
+}
+SAMPLINGS = {
+    "temperature 1": Sampling(max_new_tokens=12, stop_ids=(STOP,)),
+    "temperature 0.7": Sampling(max_new_tokens=12, temperature=0.7, stop_ids=(STOP,)),
+    "top-k and top-p": Sampling(max_new_tokens=12, temperature=1.3, top_k=9, top_p=0.8, stop_ids=(STOP,)),
+    "greedy": Sampling(max_new_tokens=12, temperature=0.0, stop_ids=(STOP,)),
+}
+
+
+def prompts(count: int = 11) -> list[list[int]]:
+    """Of unequal length, one of a single token."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = [1, 9] + torch.randint(2, 9, (count - 2,), generator=generator).tolist()
+    return [torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+
+
+def rollouts_and_logprobs(parallel: dict, samplings: dict[str, Sampling], batch_size: int) -> dict:
+    policy = build_policy(parallel)
+    engine = MegatronEngine(policy, batch_size=batch_size)
+    found = {}
+    for name, sampling in samplings.items():
+        rollouts = engine.generate(prompts(), sampling, seed=3)
+        found[name] = (rollouts.get_dict(), policy.get_logprobs(rollouts)["logprobs"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_process(ranks):
+    return ranks.run(1, rollouts_and_logprobs, {}, SAMPLINGS, 256)[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_trainer_agrees_with_what_was_sampled(ranks, one_process, layout):
+    world_size, parallel = LAYOUTS[layout]
+    everyone = ranks.run(world_size, rollouts_and_logprobs, parallel, SAMPLINGS, 4)
+    for name in SAMPLINGS:
+        rollouts, logprobs = everyone[0][name]
+        sampled = rollouts["token_mask"].bool()
+        assert sampled.any(1).all(), "every prompt gets at least one token"
+        torch.testing.assert_close(rollouts["generation_logprobs"][sampled], logprobs[sampled], atol=1e-5, rtol=0)
+        assert (rollouts["generation_logprobs"][~sampled] == 0).all()
+        for rank in everyone[1:]:  # every rank holds the same rollouts
+            torch.testing.assert_close(rank[name][0]["input_ids"], rollouts["input_ids"], atol=0, rtol=0)
+            torch.testing.assert_close(rank[name][1], logprobs, atol=0, rtol=0)
+        expected = one_process[name][0]
+        torch.testing.assert_close(rollouts["input_ids"], expected["input_ids"], atol=0, rtol=0)
+        torch.testing.assert_close(rollouts["input_lengths"], expected["input_lengths"], atol=0, rtol=0)
+
+
+def test_rollouts_are_well_formed(one_process):
+    for name, sampling in SAMPLINGS.items():
+        rollouts, _ = one_process[name]
+        for row, prompt in enumerate(prompts()):
+            start, stop = rollouts["prompt_lengths"][row].item(), rollouts["input_lengths"][row].item()
+            assert rollouts["input_ids"][row, :start].tolist() == prompt
+            completion = rollouts["input_ids"][row, start:stop].tolist()
+            assert STOP not in completion[:-1], "nothing follows a stop token"
+            assert rollouts["stopped"][row].item() == (completion[-1] == STOP)
+            assert rollouts["stopped"][row] or len(completion) == sampling.max_new_tokens
+            assert max(completion) < VOCAB_SIZE, "rows of the padded vocabulary are never sampled"
+            assert rollouts["token_mask"][row].sum() == stop - start
+    temperatures = {name: one_process[name][0]["temperature"][0].item() for name in SAMPLINGS}
+    expected = {"temperature 1": 1.0, "temperature 0.7": 0.7, "top-k and top-p": 1.3, "greedy": 1.0}
+    assert temperatures == pytest.approx(expected)
+    assert any(one_process["temperature 1"][0]["stopped"]), "the stop token is exercised"
+
+
+def greedy_by_hand() -> tuple[torch.Tensor, torch.Tensor]:
+    """Greedy decoding by whole forward passes without a cache, one prompt at a time."""
+    policy = build_policy({})
+    model = policy.chunks[0]
+    sampling = SAMPLINGS["greedy"]
+    by_hand = []
+    for prompt in prompts():
+        tokens = list(prompt)
+        while len(tokens) < len(prompt) + sampling.max_new_tokens and tokens[len(prompt) :][-1:] != [STOP]:
+            with torch.no_grad():
+                logits = model(torch.tensor([tokens]), None, None)
+            tokens.append(int(logits[0, -1, :VOCAB_SIZE].argmax()))
+        by_hand.append(tokens)
+    return by_hand
+
+
+def test_greedy_equals_decoding_without_a_cache(ranks, one_process):
+    rollouts, _ = one_process["greedy"]
+    by_hand = ranks.run(1, greedy_by_hand)[0]
+    for row, tokens in enumerate(by_hand):
+        assert rollouts["input_ids"][row, : rollouts["input_lengths"][row]].tolist() == tokens
+
+
+def on_policy_ratio(parallel: dict) -> tuple[float, float]:
+    """max|ratio − 1| of sampled tokens at T = 0.7 before a step, and after one."""
+    from rl_megatron.losses import build_loss
+
+    policy = build_policy(parallel)
+    engine = MegatronEngine(policy)
+    rollouts = engine.generate(prompts(), dataclasses.replace(SAMPLINGS["temperature 0.7"]), seed=1)
+    rollouts["prev_logprobs"] = rollouts["generation_logprobs"]
+    rollouts["advantages"] = torch.randn(rollouts["token_mask"].shape, generator=torch.Generator().manual_seed(0))
+    loss_fn = build_loss("clipped_pg", {"reference_policy_kl_penalty": 0.0})
+    first = policy.train(rollouts, loss_fn, gbs=rollouts.size)
+    second = policy.train(rollouts, loss_fn, eval_mode=True, gbs=rollouts.size)
+    return tuple(max(abs(r["probs_ratio_max"] - 1), abs(r["probs_ratio_min"] - 1)) for r in (first, second))
+
+
+@pytest.mark.parametrize("layout", ["one process", "tensor 2", "pipeline 2"])
+def test_on_policy_the_ratio_is_one(ranks, layout):
+    world_size, parallel = LAYOUTS[layout]
+    before, after = ranks.run(world_size, on_policy_ratio, parallel)[0]
+    assert before <= 1e-5
+    assert after > 1e-3, "the step moved the policy, so the ratio could have differed"
+
+
+def too_long() -> str:
+    engine = MegatronEngine(build_policy({}))
+    with pytest.raises(ConfigError) as error:
+        engine.generate([[1] * 60], Sampling(max_new_tokens=MODEL.max_sequence_length), seed=0)
+    return str(error.value)
+
+
+def test_a_prompt_without_room_is_refused(ranks):
+    message = ranks.run(1, too_long)[0]
+    assert "60 tokens" in message and "max_new_tokens" in message and "max_sequence_length=64" in message

@@ -1,0 +1,210 @@
+"""The policy beyond gradients: checkpoints across layouts, the reference, empty batches, NaN, bf16, filler rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.losses import NLLLoss
+from rl_megatron.losses.interfaces import Loss
+from rl_megatron.policy import checkpoint
+from rl_megatron.schedule import NonFiniteLoss
+from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, MODEL, OPTIMIZER, build_policy, weights, worst_relative_error
+from tests.parallel.test_layouts import random_batch
+
+TENSOR, PIPELINE = (2, {"tensor": 2}), (2, {"pipeline": 2})
+INTERLEAVED, DATA = (2, {"pipeline": 2, "virtual_pipeline": 2}), (2, {})
+
+
+def save_after_two_steps(parallel: dict, directory: str, distributed: bool) -> tuple[torch.Tensor, dict, dict]:
+    """Logprobs at the checkpoint, then the report and weights of the next step."""
+    policy = build_policy(parallel, optimizer=DISTRIBUTED_OPTIMIZER if distributed else OPTIMIZER)
+    for seed in range(2):
+        policy.train(random_batch(8, 16, seed), NLLLoss(), gbs=8)
+    policy.save_checkpoint(directory, 2, note="kept")
+    logprobs = policy.get_logprobs(random_batch(8, 16, 7))["logprobs"]
+    report = policy.train(random_batch(8, 16, 5), NLLLoss(), gbs=8)
+    return logprobs, report, weights(policy)
+
+
+def load_and_continue(parallel: dict, directory: str, distributed: bool) -> tuple[torch.Tensor, dict, dict, dict]:
+    policy = build_policy(parallel, seed=99, optimizer=DISTRIBUTED_OPTIMIZER if distributed else OPTIMIZER)
+    manifest = policy.load_checkpoint(Path(directory) / "step-000002")
+    logprobs = policy.get_logprobs(random_batch(8, 16, 7))["logprobs"]
+    report = policy.train(random_batch(8, 16, 5), NLLLoss(), gbs=8)
+    return logprobs, report, weights(policy), manifest
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed optimizer", "plain optimizer"])
+@pytest.mark.parametrize(
+    "saved, loaded",
+    [(TENSOR, PIPELINE), (TENSOR, (1, {})), (PIPELINE, TENSOR), ((1, {}), INTERLEAVED), (INTERLEAVED, DATA), (DATA, TENSOR)],
+    ids=lambda layout: f"{layout[0]} {layout[1]}",
+)
+def test_a_checkpoint_continues_under_another_layout(ranks, tmp_path, saved, loaded, distributed):
+    logprobs, report, after = ranks.run(saved[0], save_after_two_steps, saved[1], str(tmp_path), distributed)[0]
+    found = ranks.run(loaded[0], load_and_continue, loaded[1], str(tmp_path), distributed)[0]
+    torch.testing.assert_close(found[0], logprobs, atol=1e-5, rtol=0)
+    for name in ("loss", "grad_norm", "lr"):
+        assert found[1][name] == pytest.approx(report[name], rel=1e-5), name
+    error, name = worst_relative_error(found[2], after)
+    assert error <= 1e-4, (name, error)  # moments and step count came along: the next Adam step is the same
+    assert found[3]["note"] == "kept" and found[3]["step"] == 2
+
+
+def load_errors(directory: str) -> list[str]:
+    messages = []
+
+    def refused(path: Path, **model_changes):
+        policy = build_policy({}, model=dataclasses.replace(MODEL, **model_changes))
+        with pytest.raises(ConfigError) as error:
+            policy.load_checkpoint(path)
+        messages.append(str(error.value))
+
+    whole = Path(directory) / "step-000002"
+    refused(Path(directory) / "step-000003")
+    refused(whole, num_layers=2)
+    largest = max((f for f in whole.iterdir()), key=lambda f: f.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-10])
+    refused(whole)
+    largest.unlink()
+    refused(whole)
+    (whole / checkpoint.MANIFEST).unlink()
+    refused(whole)
+    return messages
+
+
+def test_unusable_checkpoints_are_named(ranks, tmp_path):
+    ranks.run(1, save_after_two_steps, {}, str(tmp_path), True)
+    absent, other_model, truncated, missing, incomplete = ranks.run(1, load_errors, str(tmp_path))[0]
+    assert "step-000003 does not exist" in absent and "step-000002" in absent
+    assert "model.num_layers: checkpoint 4, run 2" in other_model
+    assert "damaged" in truncated and "bytes instead of" in truncated
+    assert "is missing" in missing
+    assert checkpoint.MANIFEST in incomplete
+
+
+def empty_steps(parallel: dict) -> tuple[dict, float, float, int]:
+    policy = build_policy(parallel)
+    policy.train(random_batch(8, 16, 0), NLLLoss(), gbs=8)
+    before, steps = weights(policy), policy.scheduler.num_steps
+    batch = random_batch(8, 16, 1)
+    batch["token_mask"] = torch.zeros_like(batch["token_mask"])
+    report = policy.train(batch, NLLLoss(), gbs=8)
+    after = weights(policy)
+    changed = max(((after[name] - before[name]).abs().max().item() for name in before), default=0.0)
+    return report, changed, policy.scheduler.num_steps - steps
+
+
+@pytest.mark.parametrize("layout", [(1, {}), TENSOR, PIPELINE, DATA], ids=str)
+def test_a_batch_without_a_valid_token_moves_nothing(ranks, layout):
+    report, changed, scheduler_steps = ranks.run(layout[0], empty_steps, layout[1])[0]
+    assert report["loss"] == 0.0 and report["num_updates"] == 0
+    assert changed == 0.0 and scheduler_steps == 0
+
+
+class NaNOnRowThree(Loss):
+    """A loss that turns NaN where a row is marked."""
+
+    def evaluate(self, data, global_valid_seqs, global_valid_toks, next_token_logprobs, next_token_entropy=None):
+        loss = torch.where(data["marked"][:, None] > 0, torch.nan, next_token_logprobs).sum() / global_valid_toks
+        return loss, {}
+
+
+def nan_steps(parallel: dict) -> tuple[str, float]:
+    policy = build_policy(parallel, micro_batch_size=1)
+    before = weights(policy)
+    batch = random_batch(4, 12, 0)
+    batch["marked"] = torch.tensor([0.0, 0.0, 0.0, 1.0])
+    with pytest.raises(NonFiniteLoss) as error:
+        policy.train(batch, NaNOnRowThree(), gbs=4)
+    after = weights(policy)
+    return str(error.value), max(((after[name] - before[name]).abs().max().item() for name in before), default=0.0)
+
+
+@pytest.mark.parametrize(
+    "layout, place",
+    [((1, {}), "microbatch 3 of data-parallel rank 0"), (PIPELINE, "microbatch 3 of data-parallel rank 0"),
+     (DATA, "microbatch 1 of data-parallel rank 1")],
+    ids=str,
+)  # fmt: skip
+def test_a_nan_loss_is_placed_and_moves_nothing_on_any_rank(ranks, layout, place):
+    for message, changed in ranks.run(layout[0], nan_steps, layout[1]):
+        assert place in message and "loss=nan" in message
+        assert changed == 0.0
+
+
+def uneven_rows(parallel: dict) -> tuple[float, torch.Tensor]:
+    policy = build_policy(parallel, micro_batch_size=2)
+    batch = random_batch(5, 13, 3)
+    return policy.train(batch, NLLLoss(), eval_mode=True, gbs=5)["loss"], policy.get_logprobs(batch)["logprobs"]
+
+
+@pytest.mark.parametrize("layout", [DATA, (4, {}), INTERLEAVED], ids=str)
+def test_rows_that_do_not_divide_are_filled_up_without_weight(ranks, layout):
+    loss, logprobs = ranks.run(1, uneven_rows, {})[0]
+    found_loss, found = ranks.run(layout[0], uneven_rows, layout[1])[0]
+    assert found_loss == pytest.approx(loss, rel=1e-5)
+    assert found.shape == logprobs.shape == (5, 13)
+    torch.testing.assert_close(found, logprobs, atol=1e-5, rtol=0)
+    assert (found[:, 0] == 0).all()
+
+
+def reference_stays(parallel: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    policy = build_policy(parallel)
+    batch = random_batch(6, 14, 2)
+    policy.freeze_reference()
+    start = policy.get_logprobs(batch)["logprobs"]
+    policy.train(batch, NLLLoss(), gbs=6)
+    return start, policy.get_reference_policy_logprobs(batch)["reference_logprobs"], policy.get_logprobs(batch)["logprobs"]
+
+
+@pytest.mark.parametrize("layout", [(1, {}), TENSOR, INTERLEAVED], ids=str)
+def test_the_reference_stays_where_it_was_frozen(ranks, layout):
+    start, reference, moved = ranks.run(layout[0], reference_stays, layout[1])[0]
+    torch.testing.assert_close(reference, start, atol=0, rtol=0)
+    assert (moved - start).abs().max() > 1e-3
+
+
+def bf16_steps(parallel: dict) -> tuple[list[float], torch.dtype, torch.dtype]:
+    policy = build_policy(parallel, precision="bf16", optimizer=DISTRIBUTED_OPTIMIZER)
+    batch = random_batch(8, 16, 0)
+    losses = [policy.train(batch, NLLLoss(), gbs=8)["loss"] for _ in range(8)]
+    parameter = next(policy.chunks[0].parameters())
+    return losses, parameter.dtype, parameter.main_grad.dtype
+
+
+@pytest.mark.parametrize("layout", [(1, {}), TENSOR, PIPELINE, DATA], ids=str)
+def test_bf16_learns_with_fp32_gradients(ranks, layout):
+    losses, weight_dtype, gradient_dtype = ranks.run(layout[0], bf16_steps, layout[1])[0]
+    exact = ranks.run(1, fp32_losses)[0]
+    assert (weight_dtype, gradient_dtype) == (torch.bfloat16, torch.float32)
+    assert losses[-1] < losses[0] - 0.5
+    assert losses == pytest.approx(exact, rel=0.03)
+
+
+def fp32_losses() -> list[float]:
+    policy = build_policy({}, optimizer=DISTRIBUTED_OPTIMIZER)
+    batch = random_batch(8, 16, 0)
+    return [policy.train(batch, NLLLoss(), gbs=8)["loss"] for _ in range(8)]
+
+
+def recompute_gradients(recompute: str, parallel: dict) -> dict[str, torch.Tensor]:
+    from tests.parallel.layouts import gradients
+
+    policy = build_policy(parallel, model=dataclasses.replace(MODEL, recompute=recompute))
+    policy.prepare_for_training()
+    policy.accumulate_gradients(random_batch(6, 14, 2), NLLLoss())
+    return gradients(policy)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputing_activations_changes_no_gradient(ranks, recompute):
+    wanted = ranks.run(2, recompute_gradients, "none", {"tensor": 2})[0]
+    found = ranks.run(2, recompute_gradients, recompute, {"tensor": 2})[0]
+    error, name = worst_relative_error(found, wanted)
+    assert error <= 1e-6, (name, error)

@@ -1,0 +1,143 @@
+"""The architecture, read off the imports: data flows right, imports point left, torch comes late."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "rl_megatron"
+# A room is a directory or a file directly under the package; each may import rooms before it, and itself.
+ROOMS = (
+    "config", "topology", "data", "logprobs", "losses", "model", "schedule", "policy", "generation", "algorithms", "cli",
+)  # fmt: skip
+FOR_ALL = {"log", "rl_megatron"}  # rl_megatron: the package root, which holds the version
+IMPORT_ANYTHING = {"compat", "__main__"}
+MEGATRON_ROOMS = {"topology", "model", "schedule", "policy", "generation"}
+FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager"}
+
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(module: str) -> str:
+    """rl_megatron.losses.nll → losses; the package root → rl_megatron."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def is_module(name: str) -> bool:
+    path = PACKAGE.parent.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def imports_of(source: str, module: str, is_package: bool) -> list[tuple[int, str]]:
+    """(Line, absolute dotted name) of everything imported anywhere in `source`, functions and type checking included.
+
+    `from package import name` counts as `package.name`: whether that is a module or a member, its room is the same,
+    and where the package is the root or a namespace such as `megatron.core`, only the name tells the module.
+    """
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module.split(".")[: None if is_package and node.level == 1 else -(node.level - is_package)]
+                base = ".".join(package + ([node.module] if node.module else []))
+            found += [(node.lineno, f"{base}.{alias.name}") for alias in node.names]
+    return found
+
+
+def offences(source: str, module: str, is_package: bool = False) -> list[str]:
+    """What the imports of one module break, as "line: rule"."""
+    room, broken = room_of(module), []
+    for line, name in imports_of(source, module, is_package):
+        if name.split(".")[0] == "rl_megatron":
+            target = room_of(name) if is_module(".".join(name.split(".")[:2])) else "rl_megatron"
+            if room in IMPORT_ANYTHING or target in FOR_ALL or target == room:
+                pass
+            elif target in IMPORT_ANYTHING or room in FOR_ALL:
+                broken.append(f"{line}: {room} imports {name}")
+            elif ROOMS.index(target) > ROOMS.index(room):
+                broken.append(f"{line}: {room} imports {name}, which is to its right")
+        elif name.split(".")[0] == "megatron":
+            if room not in MEGATRON_ROOMS:
+                broken.append(f"{line}: {room} imports {name}; megatron-core belongs to {sorted(MEGATRON_ROOMS)}")
+            if "parallel_state" in name.split(".") and module != "rl_megatron.topology.topology":
+                broken.append(f"{line}: {module} imports {name}; only topology/topology.py may")
+    return broken
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_imports_point_left(path):
+    module = module_name(path)
+    assert room_of(module) in {*ROOMS, *FOR_ALL, *IMPORT_ANYTHING}, f"{module}: a room that the architecture does not know"
+    assert offences(path.read_text(), module, path.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize(
+    ("source", "module", "message"),
+    [
+        ("from rl_megatron.policy import checkpoint", "rl_megatron.losses.nll", "losses imports rl_megatron.policy.checkp"),
+        ("def f():\n    import rl_megatron.schedule", "rl_megatron.model.build", "2: model imports rl_megatron.schedule"),
+        ("from rl_megatron import schedule", "rl_megatron.model.build", "model imports rl_megatron.schedule"),
+        ("from ..policy import optimizer", "rl_megatron.data.batch", "data imports rl_megatron.policy.optimizer"),
+        ("from .compat import nemo_rl", "rl_megatron", "rl_megatron imports rl_megatron.compat.nemo_rl"),
+        ("from rl_megatron.config import load", "rl_megatron.log", "log imports rl_megatron.config.load"),
+        ("from megatron.core import mpu", "rl_megatron.losses.nll", "losses imports megatron.core.mpu"),
+        ("import megatron", "rl_megatron.algorithms.run", "algorithms imports megatron"),
+        ("from megatron.core import parallel_state", "rl_megatron.policy.refit", "only topology/topology.py may"),
+        ("import megatron.core.parallel_state as mpu", "rl_megatron.schedule", "only topology/topology.py may"),
+    ],
+)
+def test_an_offence_is_found(source, module, message):
+    assert any(message in offence for offence in offences(source, module, is_package=module == "rl_megatron"))
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        ("from rl_megatron import __version__, log", "rl_megatron.config.load"),
+        ("from rl_megatron.losses import NLLLoss", "rl_megatron.losses.clipped_pg"),
+        ("from . import nll", "rl_megatron.losses.registry"),
+        ("from rl_megatron.policy import megatron_policy", "rl_megatron.compat.nemo_rl"),
+        ("from megatron.core import parallel_state", "rl_megatron.topology.topology"),
+    ],
+)
+def test_what_is_allowed_is_no_offence(source, module):
+    assert offences(source, module) == []
+
+
+def test_names_say_what_a_module_is_for():
+    parts = {part for path in MODULES for part in path.relative_to(PACKAGE).with_suffix("").parts}
+    assert not parts & FORBIDDEN_NAMES
+    assert not [part for part in parts if part.rpartition("_v")[2].isdigit() and "_v" in part]
+
+
+def test_the_command_line_and_the_configuration_import_no_torch():
+    program = (
+        "import sys, rl_megatron.cli, rl_megatron.config.load, rl_megatron.config.schema\n"
+        "print(sorted(set(sys.modules) & {'torch', 'megatron', 'transformers', 'tensorboard', 'matplotlib'}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_imports_no_torch():
+    program = (
+        "import sys\nfrom rl_megatron.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "train" in done.stdout

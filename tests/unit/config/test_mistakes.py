@@ -1,0 +1,256 @@
+"""Mistakes in a configuration: exit status 2, one line that names key, value and rule, and nothing written."""
+
+import re
+
+import pytest
+import yaml
+
+from rl_megatron.cli import main
+from rl_megatron.config.load import load
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    """`refused(*arguments)`: the one line that `rl-megatron train` answers with."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        before = sorted(tmp_path.rglob("*"))
+        status = main(["train", *arguments])
+        out, err = capsys.readouterr()
+        assert status == 2
+        assert out == ""
+        assert re.fullmatch(r"error: [^\n]+\n", err)
+        assert sorted(tmp_path.rglob("*")) == before
+        return err.removeprefix("error: ").rstrip("\n")
+
+    return run
+
+
+@pytest.fixture
+def experiment(tmp_path):
+    """`experiment(tree)`: the arguments that choose an experiment of the user's own with this content."""
+
+    def write(tree):
+        directory = tmp_path / "mine" / "experiment"
+        directory.mkdir(parents=True)
+        (directory / "own.yaml").write_text("# @package _global_\n" + yaml.safe_dump(tree))
+        return "experiment=own", "--config-dir", str(tmp_path / "mine")
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("override", "mistyped", "nearest"),
+    [
+        ("train.stpes=3", "train.stpes", "train.steps"),
+        ("+train.stpes=3", "train.stpes", "train.steps"),
+        ("optimzer.lr=3", "optimzer.lr", "optimizer.lr"),
+        ("output_dri=x", "output_dri", "output_dir"),
+        ("+output_dri=x", "output_dri", "output_dir"),
+        ("precison=bf16", "precison", "precision"),
+        ("modl=nano", "modl", "model"),
+        ("model.hiden_size=32", "model.hiden_size", "model.hidden_size"),
+        ("parallel.tensr=2", "parallel.tensr", "parallel.tensor"),
+        ("loss.ratio_clp_min=0.3", "loss.ratio_clp_min", "loss.ratio_clip_min"),
+        ("generation.topp=0.3", "generation.topp", "generation.top_p"),
+        ("data.pth=x", "data.pth", "data.path"),
+        ("tokenizer.vocabsize=300", "tokenizer.vocabsize", "tokenizer.vocab_size"),
+    ],
+)
+def test_a_mistyped_override_names_the_nearest_key(refused, override, mistyped, nearest):
+    message = refused(override)
+    assert f"unknown key {mistyped!r}" in message
+    assert f"did you mean {nearest!r}?" in message
+
+
+def test_a_mistyped_algorithm_key_is_held_against_the_keys_of_that_algorithm(refused):
+    assert "unknown key 'algorithm.promts_per_step'; did you mean 'algorithm.prompts_per_step'?" in refused(
+        "algorithm=grpo", "algorithm.promts_per_step=3"
+    )
+    message = refused("algorithm=sft", "algorithm.prompts_per_step=3")
+    assert "unknown key 'algorithm.prompts_per_step'" in message
+    assert "did you mean 'algorithm.prompts_per_step'" not in message, "sft has no such key"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("stages.sft.train.stpes=3", ["unknown key 'stages.sft.train.stpes'", "'train.steps'"]),
+        ("stages.sft.trian.steps=3", ["unknown key 'stages.sft.trian'", "'train'"]),
+        ("stages.sft.modle=nano", ["unknown key 'stages.sft.modle'", "'model'"]),
+        ("stages.grpo.algorithm.promts_per_step=3", ["unknown key 'stages.grpo.algorithm.promts_per_step'", "prompts_per_step"]),
+        ("stages.stf.train.steps=3", ["no stage 'stf'", "did you mean 'sft'?"]),
+        ("stages.sft=3", ["stages.sft=3", "mapping"]),
+        ("stages=3", ["stages=3", "mapping"]),
+    ],
+)  # fmt: skip
+def test_a_mistyped_stage_key_names_the_nearest_key(refused, override, words):
+    message = refused("experiment=quickstart", override)
+    assert all(word in message for word in words), message
+
+
+def test_a_stage_of_a_run_without_stages_is_refused(refused):
+    message = refused("stages.sft.train.steps=3")
+    assert "stages.sft.train.steps=3" in message and "leave stages.NAME out" in message
+
+
+@pytest.mark.parametrize(
+    ("tree", "mistyped", "nearest"),
+    [
+        ({"optimzer": {"lr": 1.0}}, "optimzer", "optimizer"),
+        ({"train": {"stpes": 3}}, "train.stpes", "train.steps"),
+        ({"stages": {"one": {"algorithm": {"name": "sft"}, "trian": {"steps": 1}}}}, "stages.one.trian", "train"),
+        ({"stages": {"one": {"train": {"stpes": 1}}}}, "stages.one.train.stpes", "train.steps"),
+        ({"stages": {"one": {"data": {"numeval_rows": 1}}}}, "stages.one.data.numeval_rows", "data.num_eval_rows"),
+        (
+            {"stages": {"one": {"algorithm": {"name": "grpo", "leave_one_uot": True}}}},
+            "stages.one.algorithm.leave_one_uot",
+            "algorithm.leave_one_out",
+        ),
+    ],
+)
+def test_a_mistyped_key_of_an_own_experiment_names_the_nearest(refused, experiment, tree, mistyped, nearest):
+    message = refused(*experiment(tree))
+    assert f"unknown key {mistyped!r}" in message
+    assert f"did you mean {nearest!r}?" in message
+
+
+def test_an_own_experiment_loads(experiment):
+    tree = {"train": {"steps": 3}, "stages": {"one": {"algorithm": {"name": "sft"}}, "two": None}}
+    name, _, directory = experiment(tree)
+    config = load([name, "train.seed=4"], directory)
+    assert list(config.stages) == ["one", "two"]
+    assert {(stage.train.steps, stage.train.seed) for stage in config.stages.values()} == {(3, 4)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["experiment=quickstrt"], ["experiment/quickstrt", "quickstart"]),
+        (["model=nan"], ["string"]),
+        (["model=huge"], ["model/huge", "nano"]),
+        (["train.steps"], ["'train.steps'", "key=value"]),
+        (["train.steps=${nowhere}"], ["train.steps", "nowhere"]),
+        (["~optimizer"], ["optimizer"]),
+        (["~algorithm"], ["algorithm"]),
+        (["--config-dir", "nowhere"], ["--config-dir nowhere"]),
+    ],
+)
+def test_what_hydra_refuses_is_one_line_as_well(refused, arguments, words):
+    message = refused(*arguments)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        ("train.steps=0", "greater than or equal to 1"),
+        ("train.steps=1.5", "integer"),
+        ("train.steps=many", "integer"),
+        ("train.steps=True", "number, not true or false"),
+        ("train.seed=-1", "greater than or equal to 0"),
+        ("train.keep_checkpoints=0", "greater than or equal to 1"),
+        ("optimizer.lr=0", "greater than 0"),
+        ("optimizer.lr=nan", "finite"),
+        ("optimizer.lr=inf", "finite"),
+        ("optimizer.lr=True", "number, not true or false"),
+        ("optimizer.beta1=1.0", "less than 1"),
+        ("optimizer.clip_grad=-1", "greater than or equal to 0"),
+        ("optimizer.decay_style=sine", "cosine"),
+        ("model.num_layers=0", "greater than or equal to 1"),
+        ("model.recompute=some", "selective"),
+        ("generation.top_p=0", "greater than 0"),
+        ("generation.top_p=1.1", "less than or equal to 1"),
+        ("generation.temperature=-1", "greater than or equal to 0"),
+        ("data.heldout_fraction=1", "less than 1"),
+        ("data.source=web", "prompt_answer"),
+        ("data.too_long=ignore", "truncate"),
+        ("precision=fp8", "bf16"),
+        ("device=tpu", "cuda"),
+        ("resume=maybe", "boolean"),
+        ("output_dir=null", "string"),
+    ],
+)
+def test_a_value_out_of_range_names_key_value_and_rule(refused, override, rule):
+    key, value = override.split("=")
+    message = refused(override)
+    assert message.startswith(f"{key}="), message
+    assert value.strip("0").lower() in message.lower().replace("none", "null")
+    assert rule in message
+
+
+def test_the_values_of_an_algorithm_are_checked_under_its_key(refused):
+    message = refused("algorithm=grpo", "algorithm.samples_per_prompt=1")
+    assert message.startswith("algorithm.samples_per_prompt=1: ") and "greater than or equal to 2" in message
+
+
+def test_a_value_in_a_stage_is_named_with_its_stage(refused):
+    message = refused("experiment=quickstart", "stages.grpo.train.steps=0")
+    assert message.startswith("stages.grpo.train.steps=0: ")
+
+
+def test_all_values_out_of_range_are_named_at_once(refused):
+    message = refused("train.steps=0", "optimizer.lr=0")
+    assert "train.steps=0" in message and "optimizer.lr=0" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "instead"),
+    [
+        ("train.steps=3", ["stages.pretrain.train.steps=…", "stages.sft.train.steps=…", "stages.grpo.train.steps=…"]),
+        ("train.eval_every=3", ["stages.grpo.train.eval_every=…"]),
+        ("++optimizer.lr=3", ["stages.pretrain.optimizer.lr=…", "stages.sft.optimizer.lr=…", "stages.grpo.optimizer.lr=…"]),
+        ("data.sequence_length=32", ["stages.pretrain.data.sequence_length=…"]),
+        ("loss.reference_policy_kl_penalty=0.1", ["stages.grpo.loss.reference_policy_kl_penalty=…"]),
+        ("algorithm.prompts_per_step=3", ["stages.grpo.algorithm.prompts_per_step=…"]),
+        ("algorithm.updates_per_rollout=3", ["stages.grpo.algorithm.updates_per_rollout=…"]),
+        ("algorithm=grpo", [f"stages.{stage}.algorithm.name=…" for stage in ("pretrain", "sft", "grpo")]),
+    ],
+)  # fmt: skip
+def test_an_override_that_stages_shadow_is_refused_with_the_paths_that_work(refused, override, instead):
+    message = refused("experiment=quickstart", override)
+    assert f"override {override!r} has no effect in stage(s)" in message
+    assert message.partition("; write ")[2] == " ".join(instead)
+
+
+def test_the_paths_that_the_refusal_proposes_work():
+    config = load(["experiment=quickstart", "stages.grpo.algorithm.updates_per_rollout=3", "stages.sft.train.steps=7"])
+    assert config.stages["grpo"].algorithm.updates_per_rollout == 3
+    assert config.stages["sft"].train.steps == 7
+
+
+def test_a_scalar_that_a_stage_sets_shadows_the_override(refused, experiment):
+    arguments = experiment({"stages": {"one": {"algorithm": {"name": "sft"}, "precision": "bf16"}}})
+    assert "write stages.one.precision=…" in refused(*arguments, "precision=fp32")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.num_query_groups=3"], ["model.num_query_groups=3", "model.num_attention_heads=4", "divide"]),
+        (["model.hidden_size=30"], ["model.hidden_size=30", "model.num_attention_heads=4", "model.head_dim"]),
+        (["data=gsm8k"], ["data.path"]),
+        (["data=text", "algorithm=pretrain"], ["data.path"]),
+        (["data=text", "data.path=x"], ["algorithm=sft", "data.source"]),
+        (["data=gsm8k", "data.path=x", "algorithm=grpo"], ["algorithm=grpo", "rewards", "data.source=task"]),
+        (["data=gsm8k", "data.path=x", "algorithm=pretrain"], ["algorithm=pretrain", "data.source=text"]),
+        (["data.task={}", "data.task.max_operand=9", "~data.task.name"], ["data.task.name", "arithmetic"]),
+        (
+            ["algorithm=pretrain", "data.sequence_length=500"],
+            ["data.sequence_length=500", "model.max_sequence_length=128"],
+        ),
+        (
+            ["optimizer.warmup_steps=5", "optimizer.decay_steps=5"],
+            ["optimizer.warmup_steps=5", "optimizer.decay_steps=5", "less than"],
+        ),
+        (["optimizer.min_lr=1"], ["optimizer.min_lr=1.0", "optimizer.lr=0.001", "exceed"]),
+        (["algorithm=grpo", "generation.temperature=0"], ["generation.temperature=0", "above 0"]),
+        (["experiment=quickstart", "stages.sft.model.num_layers=2"], ["stages.sft.model", "share"]),
+        (["experiment=quickstart", "stages.grpo.parallel.tensor=2"], ["stages.grpo.parallel", "share"]),
+        (["experiment=quickstart", "stages.grpo.optimizer.min_lr=1"], ["optimizer.min_lr=1", "optimizer.lr=0.0005"]),
+    ],
+)
+def test_rules_that_span_sections(refused, overrides, words):
+    message = refused(*overrides)
+    assert all(word in message for word in words), message

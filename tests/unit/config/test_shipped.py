@@ -1,0 +1,133 @@
+"""The YAML files and the dataclasses say the same, and everything that ships loads."""
+
+from dataclasses import MISSING, fields
+
+import pytest
+import yaml
+from pydantic import TypeAdapter
+
+from rl_megatron.config import schema
+from rl_megatron.config.load import config_directory, load, to_yaml
+
+CONFIGS = config_directory()
+GROUPS = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name != "experiment")
+EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
+OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONFIGS / group).glob("*.yaml"))]
+# What else a choice needs: files of the user's own, and an algorithm that reads this kind of data.
+ALSO = {
+    ("data", "gsm8k"): ["data.path=somewhere"],
+    ("data", "text"): ["data.path=somewhere", "algorithm=pretrain"],
+}
+SECTIONS = {
+    "parallel": schema.ParallelConfig,
+    "optimizer": schema.OptimizerConfig,
+    "train": schema.TrainConfig,
+    "tokenizer": schema.TokenizerConfig,
+    "generation": schema.GenerationConfig,
+}
+
+
+def read(*path):
+    return yaml.safe_load(CONFIGS.joinpath(*path).read_text())
+
+
+def default_of(field):
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+
+def needs_a_path(name):
+    try:
+        load([f"experiment={name}"])
+    except ValueError as error:
+        assert "data.path" in str(error)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_loads(name):
+    config = load([f"experiment={name}", *(["data.path=somewhere"] if needs_a_path(name) else [])])
+    assert config.stages and config.output_dir != "outputs/run", "an experiment writes to a directory of its own"
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_of_every_group_loads(group, option):
+    stage = load([f"{group}={option}", *ALSO.get((group, option), [])]).first
+    chosen, given = getattr(stage, group), read(group, f"{option}.yaml")
+    for key, value in given.items():
+        if f"{group}.{key}" != "data.path":
+            found = chosen[key] if isinstance(chosen, dict) else getattr(chosen, key)
+            assert found == (tuple(value) if isinstance(value, list) else value)
+
+
+@pytest.mark.parametrize(("group", "option"), [pair for pair in OPTIONS if pair[0] in ("model", "data", "algorithm")])
+def test_every_option_spells_out_every_key(group, option):
+    section = {
+        "model": schema.ModelConfig,
+        "data": schema.DataConfig,
+        "algorithm": {"pretrain": schema.PretrainConfig, "sft": schema.SFTConfig, "grpo": schema.GRPOConfig}.get(option),
+    }[group]
+    assert set(read(group, f"{option}.yaml")) == {field.name for field in fields(section)}
+
+
+@pytest.mark.parametrize("name", sorted(SECTIONS))
+def test_the_yaml_defaults_are_those_of_the_schema(name):
+    options = sorted((CONFIGS / name).glob("*.yaml")) if (CONFIGS / name).is_dir() else []
+    assert len(options) < 2, "which of them holds the defaults?"
+    given = yaml.safe_load(options[0].read_text()) if options else read("config.yaml")[name]
+    declared = {field.name: default_of(field) for field in fields(SECTIONS[name])}
+    assert {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()} == declared
+
+
+def test_the_grpo_defaults_are_those_of_the_schema():
+    assert read("algorithm", "grpo.yaml") == {field.name: default_of(field) for field in fields(schema.GRPOConfig)}
+
+
+def test_the_top_level_names_every_section_and_key():
+    given = read("config.yaml")
+    groups = {next(iter(entry)) for entry in given.pop("defaults") if entry != "_self_"} - {"experiment"}
+    declared = {f.name for f in fields(schema.StageConfig)} | {f.name for f in fields(schema.RunConfig)}
+    assert groups | set(given) == declared
+    for field in fields(schema.RunConfig):
+        if default_of(field) is not MISSING:
+            assert given[field.name] == default_of(field)
+
+
+def test_the_loss_defaults_are_those_of_the_loss():
+    from rl_megatron.losses import ClippedPGLossConfig
+
+    given = read("loss", "clipped_pg.yaml")
+    assert given.pop("name") == "clipped_pg"
+    assert given == {field.name: default_of(field) for field in fields(ClippedPGLossConfig)}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["experiment=quickstart"],
+        ["algorithm=grpo", "generation.stop_tokens=['\\n',x]", "model.head_dim=16", "optimizer.lr=1e-30"],
+        ["data=text", "algorithm=pretrain", "data.path='a: b # c'", "init_from='~/x'", "output_dir='1'", "resume=false"],
+    ],
+)
+def test_the_effective_configuration_reads_back(overrides):
+    config = load(overrides)
+    text = to_yaml(config)
+    assert TypeAdapter(schema.RunConfig).validate_python(yaml.safe_load(text)) == config
+    assert list(yaml.safe_load(text)["stages"]) == list(config.stages), "the order of the stages is kept"
+
+
+def test_stages_build_on_the_sections_of_the_run():
+    config = load(["experiment=quickstart", "optimizer.beta2=0.5", "stages.sft.train.seed=7"])
+    assert [stage.optimizer.beta2 for stage in config.stages.values()] == [0.5] * 3
+    assert [stage.optimizer.lr for stage in config.stages.values()] == [3e-3, 1e-3, 5e-4]
+    assert [stage.train.seed for stage in config.stages.values()] == [0, 7, 0]
+    assert config.stages["grpo"].loss["reference_policy_kl_penalty"] == 0.0
+    assert config.stages["grpo"].loss["ratio_clip_max"] == 0.2, "the rest of the loss is the run's"
+
+
+def test_the_configuration_is_frozen():
+    config = load([])
+    with pytest.raises(AttributeError):
+        config.first.train.steps = 3
