@@ -36,6 +36,7 @@ def _serve(rank: int, connection: Connection) -> None:
         try:
             store = dist.FileStore(store_path, world_size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+            dist.barrier()  # a rank that never communicates must not leave while others still connect
             answer = (True, function(*args))
         except BaseException:
             answer = (False, traceback.format_exc())
@@ -93,7 +94,7 @@ class WorkerPool:
 
     def _start(self, rank: int) -> None:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(rank, theirs), daemon=True)
+        process = self._context.Process(target=_serve, args=(rank, theirs), daemon=False)  # a daemon could not start the writers of a checkpoint
         process.start()
         theirs.close()
         self._workers.append((process, ours))

@@ -64,8 +64,9 @@ def run(config: RunConfig) -> int:
             weights = checkpoint.complete_checkpoints(directory)[-1]
     except NonFiniteLoss as error:
         if dist.get_rank() == 0:
-            kept = f"the last checkpoint is {weights}" if weights else "there is no checkpoint yet"
-            print(f"error: {error}; {kept}, {output_dir / 'checkpoints'} holds those of this stage", file=sys.stderr)
+            newest = [weights, *checkpoint.complete_checkpoints(directory)][-1]
+            kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
+            print(f"error: {error}; {kept}", file=sys.stderr)
         return 1
     recorder.finish(_summary(results, layout, time.perf_counter() - started))
     dist.destroy_process_group()

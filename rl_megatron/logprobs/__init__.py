@@ -5,7 +5,6 @@ parallelism undone, `[B, S-1]` on every rank.
 """
 
 from rl_megatron.logprobs.api import BACKENDS, IGNORE_INDEX, LogprobStats, vocab_parallel_logprobs
-from rl_megatron.logprobs.context_parallel import zigzag_gather, zigzag_shard
 from rl_megatron.logprobs.next_token import next_token_stats
 
 __all__ = [
@@ -14,6 +13,4 @@ __all__ = [
     "LogprobStats",
     "next_token_stats",
     "vocab_parallel_logprobs",
-    "zigzag_gather",
-    "zigzag_shard",
 ]

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rl_megatron.logprobs.api import IGNORE_INDEX, LogprobStats, vocab_parallel_logprobs
-from rl_megatron.logprobs.context_parallel import zigzag_gather, zigzag_shard
+from rl_megatron.topology.context_parallel import zigzag_gather, zigzag_shard
 
 
 def next_token_stats(

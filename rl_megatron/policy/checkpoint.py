@@ -8,6 +8,7 @@ previous checkpoint as the newest complete one.
 from __future__ import annotations
 
 import json
+import queue
 import re
 import shutil
 from dataclasses import asdict
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from rl_megatron.config.errors import ConfigError
@@ -37,6 +39,9 @@ def save(directory: Path, step: int, sharded_state: dict[str, Any], model: Model
             shutil.rmtree(leftover, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
+    # Saving is synchronous, so a queue within the process takes its results. megatron-core's own is a server process on
+    # every rank that imports torch once more (seconds, hundreds of MB) and outlives a killed run.
+    filesystem_async._results_queue = queue.SimpleQueue()
     dist_checkpointing.save(sharded_state, str(partial))
     dist.barrier()
     if dist.get_rank() == 0:

@@ -20,6 +20,7 @@ from rl_megatron.model.shards import SHARDING_METADATA
 from rl_megatron.policy import checkpoint
 from rl_megatron.policy.interfaces import PolicyInterface
 from rl_megatron.policy.optimizer import build_optimizer, build_scheduler, wrap_for_gradients
+from rl_megatron.policy.optimizer_state import load_optimizer_state, sharded_optimizer_state
 from rl_megatron.schedule import Denominators, NonFiniteLoss, Runner
 from rl_megatron.topology.topology import Topology
 
@@ -203,26 +204,20 @@ class MegatronPolicy(PolicyInterface):
         state = self._sharded_state(loading=True, weights_only=weights_only)
         loaded = checkpoint.load(path, state, partial=weights_only or self.optimizer is None)
         for index, chunk in enumerate(self.chunks):
-            unwrap(chunk).load_state_dict(loaded[f"model{index}"] if f"model{index}" in loaded else loaded["model"])
+            unwrap(chunk).load_state_dict(loaded[f"model{index}"])
         if self.optimizer is not None:
             if weights_only:
                 self.optimizer.reload_model_params()
             else:
-                self.optimizer.load_state_dict(loaded["optimizer"])
+                load_optimizer_state(self.optimizer, loaded["optimizer"])
                 self.scheduler.load_state_dict(loaded["scheduler"])
         return manifest
 
     def _sharded_state(self, loading: bool, weights_only: bool = False) -> dict[str, Any]:
-        metadata = dict(SHARDING_METADATA, distrib_optim_sharding_type="fully_reshardable")
-        single = len(self.chunks) == 1
-        models = {
-            "model" if single else f"model{i}": unwrap(chunk).sharded_state_dict(metadata=dict(metadata))
-            for i, chunk in enumerate(self.chunks)
-        }
-        state: dict[str, Any] = dict(models)
+        models = [unwrap(chunk).sharded_state_dict(metadata=dict(SHARDING_METADATA)) for chunk in self.chunks]
+        state: dict[str, Any] = {f"model{index}": model for index, model in enumerate(models)}
         if self.optimizer is not None and not weights_only:
-            merged = models["model"] if single else models
-            state["optimizer"] = self.optimizer.sharded_state_dict(merged, is_loading=loading, metadata=dict(metadata))
+            state["optimizer"] = sharded_optimizer_state(self.optimizer, models, SHARDING_METADATA, loading)
             state["scheduler"] = self.scheduler.state_dict()
         return state
 

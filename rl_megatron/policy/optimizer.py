@@ -11,6 +11,7 @@ from megatron.core.utils import get_model_config
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import OptimizerConfig
+from rl_megatron.policy.optimizer_state import allocate_moments
 from rl_megatron.topology.topology import Topology
 
 
@@ -60,6 +61,7 @@ def build_optimizer(chunks: list[DistributedDataParallel], config: OptimizerConf
         chunks,
     )
     get_model_config(chunks[0]).grad_scale_func = optimizer.scale_loss
+    allocate_moments(optimizer)
     return optimizer
 
 

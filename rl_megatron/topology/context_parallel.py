@@ -9,23 +9,36 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def zigzag_positions(sequence_length: int, cp_rank: int, cp_size: int, device: torch.device | None = None) -> Tensor:
     """The positions, [S/cp], in the whole sequence of the tokens that `cp_rank` holds."""
+    chunk = _chunk_length(sequence_length, cp_size)
+    head, tail = cp_rank * chunk, (2 * cp_size - 1 - cp_rank) * chunk
+    within = torch.arange(chunk, device=device)
+    return torch.cat([head + within, tail + within])
+
+
+def _chunk_length(sequence_length: int, cp_size: int) -> int:
     if sequence_length % (2 * cp_size):
-        raise ValueError(f"sequence length {sequence_length} is not a multiple of 2·cp = {2 * cp_size}; pad the rows")
-    chunk = sequence_length // (2 * cp_size)
-    head = torch.arange(cp_rank * chunk, (cp_rank + 1) * chunk, device=device)
-    tail_start = (2 * cp_size - 1 - cp_rank) * chunk
-    return torch.cat([head, torch.arange(tail_start, tail_start + chunk, device=device)])
+        raise ValueError(
+            f"context parallelism over {cp_size} ranks cuts a sequence into {2 * cp_size} equal chunks, and "
+            f"{sequence_length} positions do not divide; pad the rows to a multiple of {2 * cp_size}"
+        )
+    return sequence_length // (2 * cp_size)
 
 
 def zigzag_shard(x: Tensor, cp_rank: int, cp_size: int, dim: int) -> Tensor:
-    """This rank's slice of a tensor that is whole along `dim`; the tensor itself where cp_size is 1."""
+    """This rank's chunks of a tensor that is whole along `dim`; the tensor itself where cp_size is 1. Differentiable.
+
+    Shapes: [..., S, ...] → [..., S/cp_size, ...]. Raises: ValueError where 2·cp_size does not divide S.
+    """
     if cp_size == 1:
         return x
-    return x.index_select(dim, zigzag_positions(x.size(dim), cp_rank, cp_size, x.device))
+    chunk = _chunk_length(x.size(dim), cp_size)
+    head, tail = cp_rank * chunk, (2 * cp_size - 1 - cp_rank) * chunk
+    return torch.cat([x.narrow(dim, head, chunk), x.narrow(dim, tail, chunk)], dim)
 
 
 def zigzag_gather(x: Tensor, cp_group: dist.ProcessGroup | None, dim: int) -> Tensor:
@@ -58,9 +71,10 @@ class _ZigzagGather(torch.autograd.Function):
         return torch.cat([head for head, _ in halves] + [tail for _, tail in reversed(halves)], dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient: Tensor):
         group = ctx.cp_group
         if ctx.reduce_gradient:
-            gradient = gradient.contiguous()
+            gradient = gradient.clone(memory_format=torch.contiguous_format)  # autograd's own must stay as it is
             dist.all_reduce(gradient, group=group)
         return zigzag_shard(gradient, group.rank(), group.size(), ctx.dim), None, None, None

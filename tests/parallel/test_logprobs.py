@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_megatron.logprobs import next_token_stats, vocab_parallel_logprobs, zigzag_gather, zigzag_shard
+from rl_megatron.logprobs import next_token_stats, vocab_parallel_logprobs
+from rl_megatron.topology.context_parallel import zigzag_gather, zigzag_shard
 
 ROWS, IDS = 23, 4
 COLLECTIVES = ("all_gather", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_to_all")

@@ -10,7 +10,7 @@ import torch
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.losses import NLLLoss
-from rl_megatron.losses.interfaces import Loss
+from rl_megatron.losses.interfaces import Loss, LossInputType, LossType, Reduction
 from rl_megatron.policy import checkpoint
 from rl_megatron.schedule import NonFiniteLoss
 from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, MODEL, OPTIMIZER, build_policy, weights, worst_relative_error
@@ -109,6 +109,9 @@ def test_a_batch_without_a_valid_token_moves_nothing(ranks, layout):
 
 class NaNOnRowThree(Loss):
     """A loss that turns NaN where a row is marked."""
+
+    loss_type, input_type = LossType.TOKEN_LEVEL, LossInputType.LOGPROB
+    metric_reductions: dict[str, Reduction] = {}
 
     def evaluate(self, data, global_valid_seqs, global_valid_toks, next_token_logprobs, next_token_entropy=None):
         loss = torch.where(data["marked"][:, None] > 0, torch.nan, next_token_logprobs).sum() / global_valid_toks

@@ -27,6 +27,8 @@ class Arithmetic:
     Args:
         max_operand: the largest operand: 9, 99, 999 for one, two, three digits.
         operators: which of "+" and "-".
+        zero_pad: write numbers at full width, `07+12=019`: digits of equal weight stand at equal places, which a small
+            model learns in a tenth of the steps.
         heldout_fraction: the share of unordered pairs to hold out: at least 1 pair, at most `MAX_HELDOUT_PAIRS`.
         split_seed: chooses the held-out pairs. The `seed` of the methods does not: all runs share one held-out set.
 
@@ -38,6 +40,7 @@ class Arithmetic:
 
     max_operand: int = 99
     operators: tuple[str, ...] = ("+", "-")
+    zero_pad: bool = False
     heldout_fraction: float = 0.1
     split_seed: int = 0
 
@@ -107,10 +110,12 @@ class Arithmetic:
             if (min(first, second), max(first, second)) not in self.heldout_pairs:
                 yield self._problem(first, operator, second)
 
-    @staticmethod
-    def _problem(first: int, operator: str, second: int) -> Problem:
+    def _problem(self, first: int, operator: str, second: int) -> Problem:
         record = {"first": first, "operator": operator, "second": second}
-        return Problem(f"{first}{operator}{second}=", str(OPERATORS[operator](first, second)), record)
+        width = len(str(self.max_operand)) if self.zero_pad else 1
+        result_width = len(str(2 * self.max_operand)) if self.zero_pad else 1
+        answer = f"{OPERATORS[operator](first, second):0{result_width}d}"
+        return Problem(f"{first:0{width}d}{operator}{second:0{width}d}=", answer, record)
 
 
 def _pair(number: int) -> tuple[int, int]:

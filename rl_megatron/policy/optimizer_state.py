@@ -1,0 +1,123 @@
+"""The optimizer's part of a checkpoint: each parameter's fp32 weight and Adam moments in the parameter's own shape, so
+that it loads under any tensor, pipeline and data parallel layout.
+
+megatron-core's distributed optimizer keeps these states flat, cut over data-parallel ranks. Its own layout-independent
+format assembles them from unpadded buckets with the offsets of padded ones, which corrupts every bucket behind one whose
+size is not a multiple of 128 (tied embeddings under pipeline parallelism have a bucket of their own), so the states are
+put together parameter by parameter here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+_STATES = ("param", "exp_avg", "exp_avg_sq")
+
+
+def sharded_optimizer_state(
+    optimizer: MegatronOptimizer, models: list[dict[str, Any]], metadata: dict[str, Any], loading: bool
+) -> dict[str, Any]:
+    """What `dist_checkpointing` saves, or is to fill, for `optimizer`; collective over data-parallel ranks.
+
+    `models`: the sharded state dicts of the model chunks, which know where each parameter lies in the whole model.
+    """
+    entries = {id(e.data): e for model in models for e in model.values() if isinstance(e, ShardedTensor | ShardedTensorFactory)}
+    state = {}
+    for index, part in enumerate(parts(optimizer)):
+        if isinstance(part, DistributedOptimizer):
+            tensors = {
+                f"{entries[id(parameter)].key}.{number}": _sharded(entries[id(parameter)], whole)
+                for number, (parameter, whole) in enumerate(_whole_states(part))
+            }
+            state[f"part{index}"] = {"groups": part.state_dict(), "tensors": tensors}
+        else:
+            merged = {f"{i}.{key}": entry for i, model in enumerate(models) for key, entry in model.items()}
+            state[f"part{index}"] = part.sharded_state_dict(merged, is_loading=loading, metadata=dict(metadata))
+    return state
+
+
+@torch.no_grad()
+def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
+    """Puts what `sharded_optimizer_state` described, filled by `dist_checkpointing`, into `optimizer`."""
+    for index, part in enumerate(parts(optimizer)):
+        state = loaded[f"part{index}"]
+        if isinstance(part, DistributedOptimizer):
+            part.load_state_dict(state["groups"])
+            local = dict(_local_ranges(part))
+            for parameter, whole in zip(_parameters(part), state["tensors"].values(), strict=True):
+                if parameter in local:
+                    mine = part._get_main_param_and_optimizer_states(parameter)
+                    for name in _STATES:
+                        mine[name].copy_(whole[name].flatten()[local[parameter]])
+        else:
+            part.load_state_dict(state)
+        for adam_state in part.optimizer.state.values():
+            if "step" in adam_state:  # loading gives all parameters one tensor, which each of them would increment
+                adam_state["step"] = adam_state["step"].clone()
+
+
+def allocate_moments(optimizer: MegatronOptimizer) -> None:
+    """Gives torch's Adam, which megatron-core uses without Transformer Engine and Apex, its state before the first step:
+    checkpoints of a fresh optimizer, and loading into one, need it to be there."""
+    for part in parts(optimizer):
+        if not isinstance(part.optimizer, torch.optim.Adam):  # AdamW is one
+            continue
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                part.optimizer.state[parameter] = {
+                    "step": torch.zeros(()),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+
+
+def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _parameters(part: DistributedOptimizer) -> Iterator[Tensor]:
+    for buffer in part.buffers:
+        yield from buffer.param_index_map
+
+
+def _local_ranges(part: DistributedOptimizer) -> Iterator[tuple[Tensor, slice]]:
+    """The stretch of each flattened parameter whose state this rank keeps."""
+    for ranges_of_buffer in part.gbuf_ranges:
+        for buckets in ranges_of_buffer.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    yield parameter, slice(ranges["param"].start, ranges["param"].end)
+
+
+@torch.no_grad()
+def _whole_states(part: DistributedOptimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Each parameter with its states, put together from the ranks that keep them, one parameter at a time."""
+    local = dict(_local_ranges(part))
+    for parameter in _parameters(part):
+        whole = torch.zeros(len(_STATES), parameter.numel(), device=parameter.device)
+        if parameter in local:
+            mine = part._get_main_param_and_optimizer_states(parameter)
+            whole[:, local[parameter]] = torch.stack([mine[name].float() for name in _STATES])
+        if part.data_parallel_group.size() > 1:
+            dist.all_reduce(whole, group=part.data_parallel_group)
+        yield parameter, {name: whole[i].view(parameter.shape) for i, name in enumerate(_STATES)}
+
+
+def _sharded(entry: ShardedTensor | ShardedTensorFactory, whole: dict[str, Tensor]) -> dict[str, Any]:
+    """The states at the place of their parameter, under keys of their own."""
+    placed = {}
+    for name, tensor in whole.items():
+        changes: dict[str, Any] = {"key": f"optimizer.{name}.{entry.key}", "data": tensor}
+        if isinstance(entry, ShardedTensor):
+            changes["dtype"] = tensor.dtype
+        placed[name] = replace(entry, **changes)
+    return placed
