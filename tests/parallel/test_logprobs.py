@@ -159,7 +159,7 @@ def test_zigzag_chunks(cp_size):
 
 
 def test_zigzag_refuses_what_it_cannot_cut():
-    with pytest.raises(ValueError, match="dimension 1 has 6 positions; pad the sequence to a multiple of 4"):
+    with pytest.raises(ValueError, match="6 positions do not divide; pad the rows to a multiple of 4"):
         zigzag_shard(torch.zeros(2, 6), 0, 2, dim=1)
 
 
