@@ -1,0 +1,52 @@
+"""What the README tells people to type is right: commands compose, files exist, the Python example runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from rl_megatron.config.load import load
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+README = (REPOSITORY / "README.md").read_text()
+COMMANDS = [
+    line.split("#")[0].strip() for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()
+]
+
+
+def test_the_two_commands_come_first():
+    assert COMMANDS[:2] == ["bash scripts/quickstart.sh", "bash scripts/test.sh"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_is_right(command):
+    words = shlex.split(command)
+    for word in words:
+        if word.startswith("scripts/"):
+            assert (REPOSITORY / word).is_file(), word
+    if "train" in words:
+        overrides = [word for word in words[words.index("train") + 1 :] if not word.startswith("--")]
+        assert load(overrides).stages
+    else:
+        assert words[0] == "bash" and words[1].startswith("scripts/")
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+        assert (REPOSITORY / target).exists(), target
+
+
+def run_example(code: str) -> float:
+    names: dict = {}
+    exec(compile(code, "README.md", "exec"), names)
+    return names["report"]["loss"], names["report"]["grad_norm"]
+
+
+def test_the_python_example_runs(ranks):
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    loss, gradient_norm = ranks.run(1, run_example, code)[0]
+    assert loss == pytest.approx(-1.0, abs=1e-4)  # ratio 1, advantage 1
+    assert gradient_norm > 0
