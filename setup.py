@@ -20,8 +20,8 @@ setup(
     package_dir={"rl_megatron.configs": "configs"},  # the repository's configs/ travels inside the package
     package_data={"rl_megatron.configs": ["**/*.yaml"]},
     python_requires=">=3.11",
-    # Lower bounds: the oldest release of each that a run of all stages was tried with, together. constraints.txt pins
-    # the newest ones tried.
+    # Lower bounds: the releases that the tests and a run of all stages passed with, together. constraints.txt pins the
+    # newest ones tried.
     install_requires=[
         "einops>=0.8",  # megatron-core uses it and psutil without declaring them
         "hydra-core>=1.3.2,<1.4",
@@ -37,7 +37,9 @@ setup(
         "safetensors>=0.4.5",
         "tensorboard>=2.16",
         "tokenizers>=0.20",
-        "torch>=2.6",
+        # With 2.6, gloo process groups can hang when they are taken down. 2.15 adds strides to a checkpoint's metadata, and
+        # megatron-core up to 0.19.2 hands them to torch.empty, which has no such argument.
+        "torch>=2.10,<2.15",
         "transformers>=4.46",
     ],
     extras_require={
@@ -50,7 +52,6 @@ setup(
     entry_points={"console_scripts": ["rl-megatron = rl_megatron.cli:main"]},
     classifiers=[
         "Intended Audience :: Science/Research",
-        "License :: OSI Approved :: Apache Software License",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",

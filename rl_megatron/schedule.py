@@ -52,7 +52,11 @@ class Runner:
     vocab_size: int  # of the tokenizer; the padded rows past it never enter a softmax
 
     def train_step(
-        self, microbatches: list[BatchedDataDict], loss_fn: LossFunction, denominators: Denominators, forward_only: bool = False
+        self,
+        microbatches: list[BatchedDataDict],
+        loss_fn: LossFunction,
+        denominators: Denominators,
+        forward_only: bool = False,
     ) -> dict[str, float]:
         """Adds the gradient of Σ over all microbatches of all ranks of `loss_fn` to the chunks' main gradients.
 
@@ -68,7 +72,7 @@ class Runner:
 
     @torch.no_grad()
     def next_token_stats(self, microbatches: list[BatchedDataDict], entropy: bool = False) -> LogprobStats | None:
-        """Next-token logprobs [B, S−1] of all rows of `microbatches` on the last pipeline stage; None on other stages."""
+        """Next-token logprobs [B, S−1] of the rows of `microbatches` on the last pipeline stage; None on others."""
         collected = self._run(
             microbatches, lambda batch, logits: self._stats_of(batch, logits, entropy), forward_only=True, collect=True
         )[: len(microbatches)]

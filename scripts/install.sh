@@ -3,14 +3,27 @@
 #   scripts/install.sh [EXTRA]     EXTRA: one of setup.py's extras (dev, te, triton)
 # PYTHON   the interpreter to make it with (default python3; 3.11 or newer)
 # VENV     its directory (default: .venv; .venv-3.12 and so on where .venv has another version than the PYTHON you name)
-# Sourced by the other scripts, it defines `install` and `find_venv`, which set VENV.
+# Sourced by the other scripts, it defines `install_package`, which sets VENV.
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])'; }
 
+check_python() {
+  local found
+  found=$(version_of "$1" 2>/dev/null) || found="nothing that runs"
+  "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || {
+    echo "error: Python 3.11 or newer is needed and '$1' is $found; name another one: PYTHON=python3.12 $0" >&2
+    return 1
+  }
+}
+
 find_venv() {
-  if [ -n "${VENV:-}" ]; then return; fi
+  if [ -n "${PYTHON:-}" ]; then check_python "$PYTHON" || return; fi
+  if [ -n "${VENV:-}" ]; then
+    case $VENV in /*) ;; *) VENV=$PWD/$VENV ;; esac
+    return
+  fi
   VENV=$repo/.venv
   if [ -n "${PYTHON:-}" ] && [ -x "$VENV/bin/python" ]; then
     local wanted; wanted=$(version_of "$PYTHON")
@@ -18,36 +31,32 @@ find_venv() {
   fi
 }
 
-check_python() {
-  command -v "$1" >/dev/null || { echo "error: there is no '$1'; set PYTHON to a Python 3.11 or newer" >&2; return 1; }
-  "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
-    echo "error: '$1' is Python $(version_of "$1"); set PYTHON to a Python 3.11 or newer (PYTHON=python3.12 $0)" >&2
-    return 1
-  }
+make_venv() {
+  local python=${PYTHON:-python3}
+  check_python "$python" || return
+  echo "making $VENV with $python ($(version_of "$python"))"
+  "$python" -m venv "$VENV" || return
+  echo '*' >"$VENV/.gitignore"
 }
 
-install() {
+install_package() {
   local extra=${1:-} target wanted stamp started=$SECONDS
-  check_python "${PYTHON:-python3}" || return
-  find_venv
+  find_venv || return
   target=$repo${extra:+[$extra]}
-  wanted=$(cat "$repo/constraints.txt" "$repo/setup.py" "$repo/pyproject.toml" | cksum)" $target"
+  wanted="$(cat "$repo/constraints.txt" "$repo/setup.py" "$repo/pyproject.toml" | cksum) $repo"
   stamp=$VENV/.installed${extra:+-$extra}
   if [ -x "$VENV/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then return; fi
 
-  if [ ! -x "$VENV/bin/python" ]; then
-    echo "making $VENV with ${PYTHON:-python3} ($(version_of "${PYTHON:-python3}"))"
-    "${PYTHON:-python3}" -m venv "$VENV" || return
-    echo '*' >"$VENV/.gitignore"
-  fi
-  echo "installing rl_megatron${extra:+ with its $extra extra} and the versions in constraints.txt (minutes the first time)"
-  if ! PYTHONUNBUFFERED=1 "$VENV/bin/python" -m pip install --disable-pip-version-check --prefer-binary --no-compile --progress-bar off \
-    --constraint "$repo/constraints.txt" --editable "$target" 2>&1 | tee "$VENV/install.log" | show_progress; then
-    grep -v '^WARNING' "$VENV/install.log" | tail -n 30 >&2
+  if [ ! -x "$VENV/bin/python" ]; then make_venv || return; fi
+  echo "installing rl_megatron${extra:+ with its $extra extra}, versions as in constraints.txt (minutes the first time)"
+  if ! PYTHONUNBUFFERED=1 "$VENV/bin/python" -m pip install --disable-pip-version-check --prefer-binary --no-compile \
+    --progress-bar off --constraint "$repo/constraints.txt" --editable "$target" 2>&1 |
+    tee "$VENV/install.log" | show_progress; then
+    sed '/^WARNING/d' "$VENV/install.log" | tail -n 30 >&2
     echo "error: the installation failed; all of pip's output is in $VENV/install.log" >&2
     return 1
   fi
-  echo "$wanted" >"$stamp"
+  echo "$wanted" | tee "$stamp" >"$VENV/.installed" # what an extra needs includes what none needs
   echo "installed in $((SECONDS - started)) s"
 }
 
@@ -59,5 +68,5 @@ show_progress() {
 
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then
   set -euo pipefail
-  install "$@"
+  install_package "$@"
 fi

@@ -5,9 +5,10 @@
 # NPROC    how many ranks (default 2)
 # PYTHON, VENV    as in scripts/install.sh
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/install.sh
-install
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$repo/scripts/install.sh"
+install_package
+cd "$repo"
 
 NPROC=${NPROC:-2}
 defaults=(experiment=quickstart "parallel.tensor=$((NPROC % 2 ? 1 : 2))")
@@ -16,7 +17,7 @@ if command -v nvidia-smi >/dev/null && [ "$("$VENV/bin/python" -c 'import torch;
   defaults+=(device=cpu)
 fi
 
-if [ -e outputs/quickstart ]; then
+if [ -e outputs/quickstart ] && [[ " $*" != *" output_dir="* ]]; then
   echo "moving the last run's outputs/quickstart to outputs/quickstart.previous"
   rm -rf outputs/quickstart.previous
   mv outputs/quickstart outputs/quickstart.previous

@@ -10,7 +10,8 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "rl_megatron"
 # A room is a directory or a file directly under the package; each may import rooms before it, and itself.
 ROOMS = (
-    "config", "topology", "data", "logprobs", "losses", "model", "schedule", "policy", "generation", "algorithms", "cli",
+    "config", "topology", "data", "logprobs", "losses", "model", "schedule", "policy", "generation", "algorithms",
+    "cli",
 )  # fmt: skip
 FOR_ALL = {"log", "rl_megatron"}  # rl_megatron: the package root, which holds the version
 IMPORT_ANYTHING = {"compat", "__main__"}
@@ -78,15 +79,25 @@ def offences(source: str, module: str, is_package: bool = False) -> list[str]:
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_imports_point_left(path):
     module = module_name(path)
-    assert room_of(module) in {*ROOMS, *FOR_ALL, *IMPORT_ANYTHING}, f"{module}: a room that the architecture does not know"
+    assert room_of(module) in {*ROOMS, *FOR_ALL, *IMPORT_ANYTHING}, (
+        f"{module}: a room that the architecture does not know"
+    )
     assert offences(path.read_text(), module, path.name == "__init__.py") == []
 
 
 @pytest.mark.parametrize(
     ("source", "module", "message"),
     [
-        ("from rl_megatron.policy import checkpoint", "rl_megatron.losses.nll", "losses imports rl_megatron.policy.checkp"),
-        ("def f():\n    import rl_megatron.schedule", "rl_megatron.model.build", "2: model imports rl_megatron.schedule"),
+        (
+            "from rl_megatron.policy import checkpoint",
+            "rl_megatron.losses.nll",
+            "losses imports rl_megatron.policy.checkp",
+        ),
+        (
+            "def f():\n    import rl_megatron.schedule",
+            "rl_megatron.model.build",
+            "2: model imports rl_megatron.schedule",
+        ),
         ("from rl_megatron import schedule", "rl_megatron.model.build", "model imports rl_megatron.schedule"),
         ("from ..policy import optimizer", "rl_megatron.data.batch", "data imports rl_megatron.policy.optimizer"),
         ("from .compat import nemo_rl", "rl_megatron", "rl_megatron imports rl_megatron.compat.nemo_rl"),
@@ -138,6 +149,8 @@ def test_help_imports_no_torch():
         "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
         "assert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert "train" in done.stdout

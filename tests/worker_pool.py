@@ -94,7 +94,8 @@ class WorkerPool:
 
     def _start(self, rank: int) -> None:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(rank, theirs), daemon=False)  # a daemon could not start the writers of a checkpoint
+        # Not a daemon: daemons may not have children, and saving a checkpoint starts writers.
+        process = self._context.Process(target=_serve, args=(rank, theirs))
         process.start()
         theirs.close()
         self._workers.append((process, ours))

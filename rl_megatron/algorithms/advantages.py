@@ -8,7 +8,9 @@ from torch import Tensor
 _EPSILON = 1e-6  # keeps a group of nearly equal rewards from being divided by nothing
 
 
-def group_relative(rewards: Tensor, group_size: int, *, leave_one_out: bool = False, normalize_std: bool = True) -> Tensor:
+def group_relative(
+    rewards: Tensor, group_size: int, *, leave_one_out: bool = False, normalize_std: bool = True
+) -> Tensor:
     """A_i = (r_i − b_i) / (σ + ε) over groups of samples of one prompt.
 
     b_i is the group's mean, or with `leave_one_out` the mean of the *other* samples (RLOO; unbiased, as r_i does not
@@ -31,6 +33,6 @@ def group_relative(rewards: Tensor, group_size: int, *, leave_one_out: bool = Fa
 
 
 def informative_groups(rewards: Tensor, group_size: int) -> Tensor:
-    """[num_groups] bool: groups whose rewards differ. The others have no gradient (DAPO's dynamic sampling drops them)."""
+    """[num_groups] bool: groups whose rewards differ. Others have no gradient (DAPO's dynamic sampling drops them)."""
     groups = rewards.view(-1, group_size)
     return (groups != groups[:, :1]).any(1)

@@ -32,7 +32,7 @@ class Recorder:
             self._tensorboard = SummaryWriter(str(output_dir / "tensorboard"))
 
     def begin_stage(self, stage: str, start: int, steps: int) -> None:
-        """Starts the display of a stage at step `start`, and forgets steps after it that an interrupted run recorded."""
+        """Starts the display of a stage at step `start`; forgets later steps, which an interrupted run recorded."""
         self._stage, self._steps, self._last = stage, steps, time.perf_counter()
         if not self.enabled:
             return
@@ -100,7 +100,9 @@ class Recorder:
         for stage, result in summary["stages"].items():
             table.add_row(stage, *(f"{result[name]:.4f}" if name in result else "" for name in names))
         self.console.print(table)
-        self.console.print(f"{summary['seconds']:.0f} s on {summary['layout']}; written to {self.output_dir}", highlight=False)
+        self.console.print(
+            f"{summary['seconds']:.0f} s on {summary['layout']}; written to {self.output_dir}", highlight=False
+        )
 
 
 def _is_after(line: dict[str, Any], stage: str, step: int) -> bool:

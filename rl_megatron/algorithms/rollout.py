@@ -25,7 +25,7 @@ def sample_groups(
     seed: int,
     algorithm: GRPOConfig,
 ) -> BatchedDataDict:
-    """`samples_per_prompt` completions of each problem, groups contiguous, with `rewards` [B] and `advantages` [B, S]."""
+    """`samples_per_prompt` completions per problem, groups contiguous, with `rewards` [B] and `advantages` [B, S]."""
     repeated = [problem for problem in problems for _ in range(algorithm.samples_per_prompt)]
     prompts = {problem.prompt: tokenizer.encode(problem.prompt) for problem in problems}
     rollouts = engine.generate([prompts[problem.prompt] for problem in repeated], sampling, seed)

@@ -60,7 +60,9 @@ def run(config: RunConfig) -> int:
             directory = output_dir / "checkpoints" / name
             results[name] = _finished_results(directory, stage_config) if config.resume else None
             if results[name] is None:
-                results[name] = _run_stage(name, stage_config, layout, tokenizer, recorder, directory, weights, config.resume)
+                results[name] = _run_stage(
+                    name, stage_config, layout, tokenizer, recorder, directory, weights, config.resume
+                )
             weights = checkpoint.complete_checkpoints(directory)[-1]
     except NonFiniteLoss as error:
         if dist.get_rank() == 0:
@@ -112,7 +114,9 @@ def _optimizer_steps(config: StageConfig) -> int:
     return train.steps * algorithm.updates_per_rollout * math.ceil(rows / train.global_batch_size)
 
 
-def _evaluation(config: StageConfig, policy: MegatronPolicy, engine: MegatronEngine, tokenizer: Tokenizer) -> Evaluation:
+def _evaluation(
+    config: StageConfig, policy: MegatronPolicy, engine: MegatronEngine, tokenizer: Tokenizer
+) -> Evaluation:
     """Held-out accuracy where the data has a verifier, held-out likelihood where it has text."""
     task = inputs.stage_task(config)
     if task is not None:

@@ -48,7 +48,9 @@ def load(overrides: list[str], config_dir: str | None = None) -> schema.RunConfi
     _refuse_shadowed(overrides, stages)
     built = {name: _build_stage(name, tree, changes) for name, changes in stages.items()}
     config = _validated(schema.RunConfig, {"stages": {}, **run}, "")
-    config = schema.RunConfig(stages=built, output_dir=config.output_dir, init_from=config.init_from, resume=config.resume)
+    config = schema.RunConfig(
+        stages=built, output_dir=config.output_dir, init_from=config.init_from, resume=config.resume
+    )
     for name, stage in built.items():
         _check_stage(name, stage, config.first)
     return config
@@ -140,7 +142,9 @@ def _dataclass_members(hint: Any) -> Iterator[type]:
 
 
 def _algorithms() -> dict[str, type]:
-    return {member.__dataclass_fields__["name"].default: member for member in _dataclass_members(schema.AlgorithmConfig)}
+    return {
+        member.__dataclass_fields__["name"].default: member for member in _dataclass_members(schema.AlgorithmConfig)
+    }
 
 
 def _refuse_shadowed(overrides: list[str], stages: Mapping[str, Mapping[str, Any]]) -> None:
@@ -274,6 +278,8 @@ def _check_stage(name: str, stage: schema.StageConfig, first: schema.StageConfig
             f"optimizer.decay_steps={stage.optimizer.decay_steps}"
         )
     if stage.optimizer.min_lr > stage.optimizer.lr:
-        raise ConfigError(f"optimizer.min_lr={stage.optimizer.min_lr} must not exceed optimizer.lr={stage.optimizer.lr}")
+        raise ConfigError(
+            f"optimizer.min_lr={stage.optimizer.min_lr} must not exceed optimizer.lr={stage.optimizer.lr}"
+        )
     if stage.algorithm.name == "grpo" and stage.generation.temperature == 0:
         raise ConfigError("generation.temperature=0 is greedy: grpo needs differing samples; set it above 0")

@@ -17,9 +17,9 @@ from typing import Literal, Self, get_args
 
 import torch
 
+from rl_megatron.config.errors import unknown_name
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.collate import Padding, span_mask
-from rl_megatron.data.errors import unknown_name
 from rl_megatron.data.sources import Record
 from rl_megatron.data.tasks.task import Demonstration, Problem
 from rl_megatron.data.templates import require_fields
@@ -238,9 +238,7 @@ class PromptDataset:
         return batch
 
 
-def _prompts(
-    records: Sequence[Record], tokenizer: Tokenizer, template: str
-) -> Iterator[tuple[list[int], Record]]:
+def _prompts(records: Sequence[Record], tokenizer: Tokenizer, template: str) -> Iterator[tuple[list[int], Record]]:
     """Each record with its prompt's tokens, which begin as the tokenizer begins every text, but not twice."""
     require_fields(records, template)
     prefix = tokenizer.prefix_ids

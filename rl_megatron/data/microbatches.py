@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Any, Self
 
-from rl_megatron.data.errors import unknown_name
+from rl_megatron.config.errors import unknown_name
 from rl_megatron.data.packing import pack_sequences, split_packs
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
-from rl_megatron.data.errors import unknown_name
+from rl_megatron.config.errors import unknown_name
 
 Packs = list[list[int]]
 

@@ -261,9 +261,7 @@ class _Layout(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def _gather_tensor(
-    tensor: torch.Tensor, layouts: list[_Layout], group: dist.ProcessGroup | None
-) -> list[torch.Tensor]:
+def _gather_tensor(tensor: torch.Tensor, layouts: list[_Layout], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     """Every rank's tensor. Shapes differ by rank and collectives want equal ones: bytes, padded to the most."""
     ours = tensor.detach().contiguous().flatten().view(torch.uint8)
     buffer = ours.new_zeros(max(layout.num_bytes for layout in layouts))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 
-from rl_megatron.data.errors import unknown_name
+from rl_megatron.config.errors import unknown_name
 from rl_megatron.data.sources import Record
 
 

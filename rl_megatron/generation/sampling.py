@@ -69,7 +69,7 @@ def _top_k_threshold(scores: Tensor, k: int, group: dist.ProcessGroup) -> Tensor
 
 
 def _top_p_threshold(scores: Tensor, weights: Tensor, top_p: float, group: dist.ProcessGroup) -> Tensor:
-    """The largest τ, [B], with Σ weights[scores ≥ τ] ≥ top_p · Σ weights, by bisection: no sort, no gathered vocabulary."""
+    """The largest τ, [B], with Σ weights[scores ≥ τ] ≥ top_p · Σ weights, by bisection: no sort and no gathering."""
     total = weights.sum(-1)
     _all_reduce(total, dist.ReduceOp.SUM, group)
     low = torch.full_like(total, -200.0)  # e^-200 of the best token's weight: no mass

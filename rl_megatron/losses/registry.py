@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rl_megatron.losses.settings import nearest
+from rl_megatron.config.errors import nearest
 
 LOSSES: dict[str, type] = {}
 
@@ -28,5 +28,5 @@ def build_loss(name: str, cfg: Any = None) -> Any:
     Raises: ValueError for an unknown name, naming the nearest; what the loss raises about its settings.
     """
     if name not in LOSSES:
-        raise ValueError(f"there is no loss {name!r}; {nearest(name, sorted(LOSSES))}")
+        raise ValueError(f"there is no loss {name!r}{nearest(name, LOSSES)}")
     return LOSSES[name](cfg)

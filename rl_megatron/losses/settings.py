@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
+
+from rl_megatron.config.errors import nearest
 
 Settings = TypeVar("Settings")
 
@@ -28,14 +29,8 @@ def parse_settings(cls: type[Settings], cfg: Any) -> Settings:
     known = [field.name for field in dataclasses.fields(cls)]
     for key in cfg:
         if key not in known:
-            raise KeyError(f"{cls.__name__} has no key {key!r}; {nearest(str(key), known)}")
+            raise KeyError(f"{cls.__name__} has no key {key!r}{nearest(str(key), known)}")
     return cls(**{key: cfg[key] for key in cfg})
-
-
-def nearest(word: str, known: list[str]) -> str:
-    """'did you mean …?' or the list of what there is."""
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known) or 'none'}"
 
 
 def check_types(settings: Any) -> None:

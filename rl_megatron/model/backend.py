@@ -33,7 +33,7 @@ class PortableRMSNorm(torch.nn.RMSNorm):
 
 
 def choose_backend(wanted: str, platform: Platform) -> str:
-    """"transformer_engine" or "portable" for `model.backend`; "auto" prefers Transformer Engine where it can run."""
+    """ "transformer_engine" or "portable" for `model.backend`; "auto" prefers Transformer Engine where it can run."""
     installed = importlib.util.find_spec("transformer_engine") is not None
     if wanted == "transformer_engine" and not (platform.is_cuda and installed):
         missing = "Transformer Engine is not installed" if platform.is_cuda else "it needs a GPU and this run uses none"
@@ -45,7 +45,9 @@ def choose_backend(wanted: str, platform: Platform) -> str:
     return wanted
 
 
-def block_spec(config: TransformerConfig, backend: str, vp_stage: int | None) -> TransformerBlockSubmodules | ModuleSpec:
+def block_spec(
+    config: TransformerConfig, backend: str, vp_stage: int | None
+) -> TransformerBlockSubmodules | ModuleSpec:
     """The megatron-core spec of the decoder layers of this pipeline stage (or model chunk `vp_stage` of it)."""
     if backend == "transformer_engine":
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)

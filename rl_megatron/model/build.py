@@ -77,7 +77,9 @@ def build_model(
     validate_model(model, topology)
     config = transformer_config(model, topology, precision)
     backend = choose_backend(model.backend, topology.platform)
-    chunks = [_build_chunk(model, config, topology, backend, vocab_size, chunk) for chunk in range(topology.virtual_pipeline)]
+    chunks = [
+        _build_chunk(model, config, topology, backend, vocab_size, chunk) for chunk in range(topology.virtual_pipeline)
+    ]
     initialise_parameters(chunks, seed=seed, std=model.init_std, num_layers=model.num_layers)
     if precision == "bf16":
         chunks = [_Bf16Module(config, chunk) for chunk in chunks]

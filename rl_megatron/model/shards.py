@@ -56,15 +56,16 @@ def _flatten(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[ShardedTen
         yield entry
         return
     built = entry.build()  # gate and up of a SwiGLU: two shards of one global tensor
-    for shard in built.values() if isinstance(built, dict) else built:
-        yield shard
+    yield from built.values() if isinstance(built, dict) else built
 
 
 def _as_tuple(replica_id: int | tuple) -> tuple:
     return replica_id if isinstance(replica_id, tuple) else (replica_id,)
 
 
-def gather_full(chunks: Iterable[torch.nn.Module], value: Callable[[Tensor], Tensor] = lambda p: p.data) -> dict[str, Tensor]:
+def gather_full(
+    chunks: Iterable[torch.nn.Module], value: Callable[[Tensor], Tensor] = lambda p: p.data
+) -> dict[str, Tensor]:
     """Every global tensor, whole, in fp32 on the CPU of rank 0 (empty on other ranks). For comparison and small models:
     it takes the whole model's memory on rank 0."""
     mine = [(p.name, p.global_shape, p.offset, p.tensor.float().cpu()) for p in pieces(chunks, value)]

@@ -78,7 +78,9 @@ def read_manifest(checkpoint: Path, model: ModelConfig | None = None) -> dict[st
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
     except json.JSONDecodeError as error:
-        raise ConfigError(f"checkpoint {checkpoint}: {MANIFEST} is not valid JSON ({error}); use an older one") from error
+        raise ConfigError(
+            f"checkpoint {checkpoint}: {MANIFEST} is not valid JSON ({error}); use an older one"
+        ) from error
     for name, size in manifest["files"].items():
         path = checkpoint / name
         found = path.stat().st_size if path.is_file() else None

@@ -122,7 +122,9 @@ class MegatronPolicy(PolicyInterface):
             lr = self.optimizer.param_groups[0]["lr"]
         return report | {"grad_norm": float(grad_norm), "lr": lr, "updated": float(updated)}
 
-    def accumulate_gradients(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None) -> dict[str, float]:
+    def accumulate_gradients(
+        self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None
+    ) -> dict[str, float]:
         """The loss's metrics on one global batch; its gradient is left in the parameters' `main_grad`."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -149,7 +151,7 @@ class MegatronPolicy(PolicyInterface):
     # --- logprobs ---
 
     def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
-        """`logprobs` [B, S] fp32 at the rows' `temperature` (1 where absent); entry t speaks of token t, entry 0 is 0."""
+        """`logprobs` [B, S] fp32 at the rows' `temperature` (default 1); entry t speaks of token t, entry 0 is 0."""
         return BatchedDataDict({"logprobs": self._logprobs(self._runner, data, micro_batch_size)})
 
     def freeze_reference(self) -> None:
@@ -162,7 +164,9 @@ class MegatronPolicy(PolicyInterface):
             reference.eval().requires_grad_(False)
         self._reference = Runner(chunks, self.topology, self.vocab_size)
 
-    def get_reference_policy_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
         """`reference_logprobs` [B, S] of the policy that `freeze_reference` kept."""
         if self._reference is None:
             raise RuntimeError("there is no reference policy yet; call freeze_reference() first")

@@ -18,8 +18,8 @@ from rl_megatron.topology.topology import Topology
 def wrap_for_gradients(
     chunks: list[torch.nn.Module], topology: Topology, optimizer: OptimizerConfig
 ) -> list[DistributedDataParallel]:
-    """Each chunk in megatron-core's DDP: fp32 main gradients, *summed* over data- and context-parallel ranks (losses are
-    globally normalised already), finished by the schedule through `finalize_model_grads`."""
+    """Each chunk in megatron-core's DDP: fp32 main gradients, *summed* over data- and context-parallel ranks (losses
+    are globally normalised already), finished by the schedule through `finalize_model_grads`."""
     config = get_model_config(chunks[0])
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -41,7 +41,9 @@ def wrap_for_gradients(
     return wrapped
 
 
-def build_optimizer(chunks: list[DistributedDataParallel], config: OptimizerConfig, precision: str) -> MegatronOptimizer:
+def build_optimizer(
+    chunks: list[DistributedDataParallel], config: OptimizerConfig, precision: str
+) -> MegatronOptimizer:
     """Adam with decoupled weight decay over all chunks; fp32 master weights and moments under bf16."""
     bf16 = precision == "bf16"
     optimizer = get_megatron_optimizer(

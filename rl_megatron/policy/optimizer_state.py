@@ -2,9 +2,9 @@
 that it loads under any tensor, pipeline and data parallel layout.
 
 megatron-core's distributed optimizer keeps these states flat, cut over data-parallel ranks. Its own layout-independent
-format assembles them from unpadded buckets with the offsets of padded ones, which corrupts every bucket behind one whose
-size is not a multiple of 128 (tied embeddings under pipeline parallelism have a bucket of their own), so the states are
-put together parameter by parameter here.
+format assembles them from unpadded buckets with the offsets of padded ones, which corrupts every bucket behind one
+whose size is not a multiple of 128 (tied embeddings under pipeline parallelism have a bucket of their own), so the
+states are put together parameter by parameter here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def sharded_optimizer_state(
 
     `models`: the sharded state dicts of the model chunks, which know where each parameter lies in the whole model.
     """
-    entries = {id(e.data): e for model in models for e in model.values() if isinstance(e, ShardedTensor | ShardedTensorFactory)}
+    entries = {
+        id(e.data): e for model in models for e in model.values() if isinstance(e, ShardedTensor | ShardedTensorFactory)
+    }
     state = {}
     for index, part in enumerate(parts(optimizer)):
         if isinstance(part, DistributedOptimizer):
@@ -66,8 +68,8 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -
 
 
 def allocate_moments(optimizer: MegatronOptimizer) -> None:
-    """Gives torch's Adam, which megatron-core uses without Transformer Engine and Apex, its state before the first step:
-    checkpoints of a fresh optimizer, and loading into one, need it to be there."""
+    """Gives torch's Adam, which megatron-core uses without Transformer Engine and Apex, its state before the first
+    step: checkpoints of a fresh optimizer, and loading into one, need it to be there."""
     for part in parts(optimizer):
         if not isinstance(part.optimizer, torch.optim.Adam):  # AdamW is one
             continue

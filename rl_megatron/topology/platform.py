@@ -99,7 +99,9 @@ def _redirect_cuda_to_cpu() -> None:
     torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed) and None
     torch.cuda.manual_seed_all = lambda seed: None  # torch.manual_seed has seeded the CPU generator by then
     torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    torch.cuda.set_rng_state = torch.cuda.random.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    torch.cuda.set_rng_state = torch.cuda.random.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(
+        state
+    )
 
     import megatron.core.tensor_parallel.random as megatron_random
 

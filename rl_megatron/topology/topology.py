@@ -63,7 +63,7 @@ class Topology:
 
     @property
     def sequence_multiple(self) -> int:
-        """Rows are padded to a multiple of this: 2·context chunks for zigzag, `tensor` shards under sequence parallel."""
+        """Rows are padded to a multiple of this: 2·context zigzag chunks, `tensor` shards under sequence parallel."""
         return (2 * self.context if self.context > 1 else 1) * (self.tensor if self.sequence else 1)
 
     def describe(self) -> str:
@@ -162,6 +162,6 @@ def build(parallel: ParallelConfig, platform: Platform, seed: int) -> Topology:
 
 
 def padded_vocab_size(vocab_size: int, tensor: int, multiple: int = 64) -> int:
-    """The smallest multiple of lcm(`multiple`, `tensor`) that holds `vocab_size`; the same rows at every usual degree."""
+    """The smallest multiple of lcm(`multiple`, `tensor`) that holds `vocab_size`: the same at every usual degree."""
     unit = math.lcm(multiple, tensor)
     return -(-vocab_size // unit) * unit

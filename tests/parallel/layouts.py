@@ -24,8 +24,8 @@ MODEL = ModelConfig(
 )
 
 
-# Adam's first step is the sign of the gradient where ε is small beside it: rounding of a gradient near zero would become
-# a whole step, and the next step would compare different models. This ε keeps steps proportional to small gradients.
+# Adam's first step is the sign of the gradient where ε is small beside it: rounding of a gradient near zero would
+# become a whole step, and the next step would compare different models. This ε keeps small gradients' steps small.
 OPTIMIZER = OptimizerConfig(lr=1e-2, epsilon=1e-3, distributed=False)
 DISTRIBUTED_OPTIMIZER = OptimizerConfig(lr=1e-2, epsilon=1e-3, distributed=True)
 

@@ -11,7 +11,14 @@ from rl_megatron.config.schema import OptimizerConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.order import BatchSchedule
 from rl_megatron.losses import NLLLoss, build_loss
-from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, VOCAB_SIZE, build_policy, gradients, weights, worst_relative_error
+from tests.parallel.layouts import (
+    DISTRIBUTED_OPTIMIZER,
+    VOCAB_SIZE,
+    build_policy,
+    gradients,
+    weights,
+    worst_relative_error,
+)
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
 
@@ -134,7 +141,9 @@ def quickstart_one_process(ranks, quickstart_rollouts):
 
 
 @pytest.mark.parametrize("layout", ["tensor 2", "pipeline 2", "data 2"])
-def test_the_quickstart_takes_the_same_steps_in_every_layout(ranks, quickstart_one_process, quickstart_rollouts, layout):
+def test_the_quickstart_takes_the_same_steps_in_every_layout(
+    ranks, quickstart_one_process, quickstart_rollouts, layout
+):
     world_size, parallel = LAYOUTS[layout]
     taken = ranks.run(world_size, quickstart_steps, parallel, quickstart_rollouts)[0]
     for step, ((report, gradient), (wanted_report, wanted_gradient)) in enumerate(

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_megatron.topology.context_parallel import zigzag_shard
 from rl_megatron.losses import build_loss
+from rl_megatron.topology.context_parallel import zigzag_shard
 from tests.contract.loss_cases import CASES, VOCAB
 
 

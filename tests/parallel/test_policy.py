@@ -42,7 +42,14 @@ def load_and_continue(parallel: dict, directory: str, distributed: bool) -> tupl
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed optimizer", "plain optimizer"])
 @pytest.mark.parametrize(
     "saved, loaded",
-    [(TENSOR, PIPELINE), (TENSOR, (1, {})), (PIPELINE, TENSOR), ((1, {}), INTERLEAVED), (INTERLEAVED, DATA), (DATA, TENSOR)],
+    [
+        (TENSOR, PIPELINE),
+        (TENSOR, (1, {})),
+        (PIPELINE, TENSOR),
+        ((1, {}), INTERLEAVED),
+        (INTERLEAVED, DATA),
+        (DATA, TENSOR),
+    ],
     ids=lambda layout: f"{layout[0]} {layout[1]}",
 )
 def test_a_checkpoint_continues_under_another_layout(ranks, tmp_path, saved, loaded, distributed):
@@ -163,7 +170,11 @@ def reference_stays(parallel: dict) -> tuple[torch.Tensor, torch.Tensor, torch.T
     policy.freeze_reference()
     start = policy.get_logprobs(batch)["logprobs"]
     policy.train(batch, NLLLoss(), gbs=6)
-    return start, policy.get_reference_policy_logprobs(batch)["reference_logprobs"], policy.get_logprobs(batch)["logprobs"]
+    return (
+        start,
+        policy.get_reference_policy_logprobs(batch)["reference_logprobs"],
+        policy.get_logprobs(batch)["logprobs"],
+    )
 
 
 @pytest.mark.parametrize("layout", [(1, {}), TENSOR, INTERLEAVED], ids=str)

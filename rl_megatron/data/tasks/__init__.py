@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import Any
 
-from rl_megatron.data.errors import unknown_name
+from rl_megatron.config.errors import unknown_name
 from rl_megatron.data.tasks.arithmetic import Arithmetic
 from rl_megatron.data.tasks.gsm8k import GSM8K
 from rl_megatron.data.tasks.task import Demonstration, GeneratedTask, Problem, Task

@@ -66,9 +66,7 @@ class GSM8K:
 
     def demonstrations(self, count: int | None = None, seed: int = 0) -> list[Demonstration]:
         """The training problems of this `count` and `seed` with their whole solutions."""
-        return [
-            Demonstration(problem.prompt, problem.record["answer"]) for problem in self.train_problems(count, seed)
-        ]
+        return [Demonstration(problem.prompt, problem.record["answer"]) for problem in self.train_problems(count, seed)]
 
     def reward(self, problem: Problem, completion: str) -> float:
         """1.0 if the completion's final number equals the problem's (18 = 18.0 = 18.00), otherwise 0.0."""

@@ -35,7 +35,6 @@ def default_of(field):
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
-
 def needs_a_path(name):
     try:
         load([f"experiment={name}"])
@@ -66,7 +65,9 @@ def test_every_option_spells_out_every_key(group, option):
     section = {
         "model": schema.ModelConfig,
         "data": schema.DataConfig,
-        "algorithm": {"pretrain": schema.PretrainConfig, "sft": schema.SFTConfig, "grpo": schema.GRPOConfig}.get(option),
+        "algorithm": {"pretrain": schema.PretrainConfig, "sft": schema.SFTConfig, "grpo": schema.GRPOConfig}.get(
+            option
+        ),
     }[group]
     assert set(read(group, f"{option}.yaml")) == {field.name for field in fields(section)}
 
@@ -108,7 +109,14 @@ def test_the_loss_defaults_are_those_of_the_loss():
         [],
         ["experiment=quickstart"],
         ["algorithm=grpo", "generation.stop_tokens=['\\n',x]", "model.head_dim=16", "optimizer.lr=1e-30"],
-        ["data=text", "algorithm=pretrain", "data.path='a: b # c'", "init_from='~/x'", "output_dir='1'", "resume=false"],
+        [
+            "data=text",
+            "algorithm=pretrain",
+            "data.path='a: b # c'",
+            "init_from='~/x'",
+            "output_dir='1'",
+            "resume=false",
+        ],
     ],
 )
 def test_the_effective_configuration_reads_back(overrides):
@@ -118,11 +126,18 @@ def test_the_effective_configuration_reads_back(overrides):
     assert list(yaml.safe_load(text)["stages"]) == list(config.stages), "the order of the stages is kept"
 
 
-def test_stages_build_on_the_sections_of_the_run():
-    config = load(["experiment=quickstart", "optimizer.beta2=0.5", "stages.sft.train.seed=7"])
-    assert [stage.optimizer.beta2 for stage in config.stages.values()] == [0.5] * 3
-    assert [stage.optimizer.lr for stage in config.stages.values()] == [3e-3, 1e-3, 5e-4]
-    assert [stage.train.seed for stage in config.stages.values()] == [0, 7, 0]
+def test_stages_build_on_the_sections_of_the_run(tmp_path):
+    stages = {
+        "sft": {"algorithm": {"name": "sft"}, "optimizer": {"lr": 0.5}},
+        "grpo": {"algorithm": {"name": "grpo"}, "loss": {"reference_policy_kl_penalty": 0.0}},
+    }
+    (tmp_path / "experiment").mkdir()
+    tree = yaml.safe_dump({"stages": stages}, sort_keys=False)
+    (tmp_path / "experiment" / "two.yaml").write_text("# @package _global_\n" + tree)
+    config = load(["experiment=two", "optimizer.beta2=0.25", "stages.sft.train.seed=7"], str(tmp_path))
+    assert [stage.optimizer.beta2 for stage in config.stages.values()] == [0.25] * 2
+    assert [stage.optimizer.lr for stage in config.stages.values()] == [0.5, 1e-3]
+    assert [stage.train.seed for stage in config.stages.values()] == [7, 0]
     assert config.stages["grpo"].loss["reference_policy_kl_penalty"] == 0.0
     assert config.stages["grpo"].loss["ratio_clip_max"] == 0.2, "the rest of the loss is the run's"
 

@@ -113,5 +113,5 @@ def test_templates():
         with pytest.raises(ValueError, match="template"):
             template_fields(broken)
     records = [Record({"question": 1, "answer": 2}, "f:1"), Record({"qestion": 1, "answer": 2}, "f:2")]
-    with pytest.raises(ValueError, match=r"f:2: .*'question'; did you mean 'qestion'\? Known: qestion, answer"):
+    with pytest.raises(ValueError, match=r"f:2: .*'question'; did you mean 'qestion'\? Known: answer, qestion"):
         require_fields(records, "{question}")

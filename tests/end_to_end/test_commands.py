@@ -1,0 +1,116 @@
+"""What the commands print, write and promise: help, the effective configuration, determinism, a second start."""
+
+import json
+import math
+
+import pytest
+import yaml
+
+import rl_megatron
+from tests.end_to_end.launch import TINY, checkpoints, command, metrics
+
+GRPO = (*TINY, "algorithm=grpo", "algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=4")
+
+
+def test_help_and_version(tmp_path):
+    shown = command(tmp_path, "--help")
+    assert shown.status == 0 and shown.err == ""
+    assert "train" in shown.out and "rl-megatron train experiment=quickstart" in shown.out
+    assert command(tmp_path, "--version").out.strip() == rl_megatron.__version__
+
+
+def test_print_config_shows_the_effective_configuration_and_writes_nothing(tmp_path):
+    shown = command(tmp_path, "train", "experiment=quickstart", "--print-config", "optimizer.beta2=0.5")
+    assert shown.status == 0 and shown.err == ""
+    config = yaml.safe_load(shown.out)
+    assert list(config["stages"]) == ["pretrain", "sft", "grpo"]
+    assert {stage["optimizer"]["beta2"] for stage in config["stages"].values()} == {0.5}
+    assert {path.name for path in tmp_path.iterdir()} == {"stdout.txt", "stderr.txt"}
+
+
+def test_an_unknown_command_or_option_is_refused_with_the_usage(tmp_path, forks):
+    for arguments in (["trian"], ["train", "--print-confg"], []):
+        refused = forks.run(tmp_path, *arguments)
+        assert refused.status == 2 and "usage: rl-megatron" in refused.err
+
+
+def test_a_run_writes_what_it_promises_and_a_second_start_only_reads_it(tmp_path):
+    first = command(tmp_path, "train", *TINY)
+    assert first.status == 0, first.err
+    out = tmp_path / "out"
+    assert {path.name for path in out.iterdir()} == {
+        "config.yaml", "metrics.jsonl", "summary.json", "curves.png", "checkpoints", "tokenizer", "tensorboard",
+    }  # fmt: skip
+    assert [(line["kind"], line["step"]) for line in metrics(out)] == [
+        ("eval", 0), ("train", 1), ("train", 2), ("train", 3), ("eval", 3),
+    ]  # fmt: skip
+    assert checkpoints(out, "sft") == ["step-000003"]
+    config = yaml.safe_load((out / "config.yaml").read_text())
+    assert config["stages"]["sft"]["model"]["hidden_size"] == 32
+    summary = json.loads((out / "summary.json").read_text())
+    assert set(summary["stages"]) == {"sft"} and summary["world_size"] == 1
+
+    before = metrics(out, timed=True)
+    files = {path: path.stat().st_mtime_ns for path in (out / "checkpoints").rglob("*")}
+    second = command(tmp_path, "train", *TINY)
+    assert second.status == 0, second.err
+    assert metrics(out, timed=True) == before, "nothing was trained again"
+    assert {path: path.stat().st_mtime_ns for path in (out / "checkpoints").rglob("*")} == files
+    again = json.loads((out / "summary.json").read_text())
+    assert {**again, "seconds": 0} == {**summary, "seconds": 0}
+    table = "Held-out results"
+    assert second.out.partition(table)[2].splitlines()[:-1] == first.out.partition(table)[2].splitlines()[:-1]
+
+
+def test_a_mistake_is_one_line(tmp_path, forks):
+    refused = forks.run(tmp_path, "train", "train.stpes=1")
+    assert refused.status == 2
+    assert refused.err == "error: unknown key 'train.stpes' in override 'train.stpes=1'; did you mean 'train.steps'?\n"
+
+
+@pytest.mark.parametrize("algorithm", ["pretrain", "sft", "grpo"])
+def test_the_seed_decides_every_number(tmp_path, forks, algorithm):
+    settings = {"grpo": GRPO}.get(algorithm, (*TINY, f"algorithm={algorithm}"))
+    results = []
+    for name, seed in (("one", 0), ("same", 0), ("other", 1)):
+        done = forks.run(tmp_path, "train", *settings, f"train.seed={seed}", f"output_dir={name}")
+        assert done.status == 0, done.err
+        results.append([line for line in metrics(tmp_path / name) if line["kind"] == "train"])
+    assert results[0] == results[1]
+    assert len(results[0]) == len(results[2]) == 3
+    assert all(one["loss"] != other["loss"] or one != other for one, other in zip(results[0], results[2], strict=True))
+    assert results[0][0]["loss"] != results[2][0]["loss"]
+
+
+@pytest.mark.parametrize("settings", [TINY, GRPO], ids=["sft", "grpo"])
+def test_bf16_runs_to_the_end_with_finite_numbers(tmp_path, forks, settings):
+    done = forks.run(tmp_path, "train", *settings, "precision=bf16", "train.save_every=2")
+    assert done.status == 0, done.err
+    lines = metrics(tmp_path / "out")
+    assert [line["step"] for line in lines if line["kind"] == "train"] == [1, 2, 3]
+    assert all(math.isfinite(value) for line in lines for value in line.values() if isinstance(value, float))
+
+
+def test_two_ranks_give_the_numbers_of_one(tmp_path, forks):
+    assert forks.run(tmp_path, "train", *TINY, "output_dir=one").status == 0
+    done = forks.run_ranks(tmp_path, "train", *TINY, "output_dir=two", ranks=2)
+    assert [rank.status for rank in done] == [0, 0], done
+    assert done[1].out == "" and done[1].err == "", "rank 0 alone speaks"
+    for one, two in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
+        assert (two.pop("stage"), two.pop("kind")) == (one.pop("stage"), one.pop("kind"))
+        assert two == pytest.approx(one, rel=1e-4, abs=1e-6)
+
+
+def test_an_experiment_of_the_users_own_runs_from_its_directory(tmp_path, forks):
+    (tmp_path / "mine" / "experiment").mkdir(parents=True)
+    stages = {"read": {"algorithm": {"name": "pretrain"}}, "answer": {"algorithm": {"name": "sft"}}}
+    own = {"train": {"steps": 2}, "stages": stages}
+    (tmp_path / "mine" / "experiment" / "own.yaml").write_text(
+        "# @package _global_\n" + yaml.safe_dump(own, sort_keys=False)
+    )
+    tiny = [override for override in TINY if not override.startswith("train.steps")]
+    done = forks.run(tmp_path, "train", "experiment=own", "--config-dir", "mine", *tiny)
+    assert done.status == 0, done.err
+    steps = [(line["stage"], line["step"]) for line in metrics(tmp_path / "out") if line["kind"] == "train"]
+    assert steps == [("read", 1), ("read", 2), ("answer", 1), ("answer", 2)]
+    assert checkpoints(tmp_path / "out", "read") == checkpoints(tmp_path / "out", "answer") == ["step-000002"]

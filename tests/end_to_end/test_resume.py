@@ -1,0 +1,126 @@
+"""A run killed at any moment, and started again with the same command, ends bitwise as if nothing had happened."""
+
+import shutil
+
+import pytest
+import torch
+import yaml
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.end_to_end.launch import TINY, Command, checkpoints, metrics
+
+STEPS = 8
+SAVE_EVERY = 3
+# Sums of numbers up to 3, learned fast enough that GRPO sees rewards that differ.
+STAGES = {
+    "sft": {
+        "algorithm": {"name": "sft"},
+        "optimizer": {"lr": 0.02, "warmup_steps": 2},
+        "train": {
+            "steps": STEPS,
+            "save_every": SAVE_EVERY,
+            "eval_every": 4,
+            "global_batch_size": 32,
+            "micro_batch_size": 8,
+        },
+    },
+    "grpo": {
+        "algorithm": {"name": "grpo", "prompts_per_step": 8, "samples_per_prompt": 8, "updates_per_rollout": 2},
+        "loss": {"reference_policy_kl_penalty": 0.05},
+        "train": {"steps": STEPS, "save_every": SAVE_EVERY, "global_batch_size": 64, "micro_batch_size": 16},
+    },
+}
+ARGUMENTS = (
+    "train", "experiment=killed", "--config-dir", "configs", *(o for o in TINY if not o.startswith("train.")),
+    "data.task.max_operand=3", "data.task.heldout_fraction=0.2", "data.num_eval_rows=4", "train.keep_checkpoints=9",
+)  # fmt: skip
+
+
+def prepare(directory):
+    (directory / "configs" / "experiment").mkdir(parents=True)
+    tree = yaml.safe_dump({"stages": STAGES}, sort_keys=False)
+    (directory / "configs" / "experiment" / "killed.yaml").write_text("# @package _global_\n" + tree)
+    return directory
+
+
+def reached(out, stage, step):
+    return any(line["stage"] == stage and line["step"] >= step and line["kind"] == "train" for line in metrics(out))
+
+
+def kill_behind_a_checkpoint(directory, stage, ranks):
+    """Starts the command and kills it when `stage` has recorded a step behind its first checkpoint."""
+    out = directory / "out"
+    with Command(directory, *ARGUMENTS, ranks=ranks) as running:
+        running.wait_until(lambda: reached(out, stage, SAVE_EVERY + 1), f"step {SAVE_EVERY + 1} of {stage}")
+        running.kill()
+    assert f"step-{SAVE_EVERY:06d}" in checkpoints(out, stage)
+    assert f"step-{STEPS:06d}" not in checkpoints(out, stage), "killed too late to tell anything"
+
+
+def weights(checkpoint, scratch):
+    """Every tensor of a checkpoint, moments included, by name."""
+    dcp_to_torch_save(checkpoint, scratch)
+    return {name: value for name, value in torch.load(scratch, weights_only=False).items() if torch.is_tensor(value)}
+
+
+@pytest.mark.parametrize("ranks", [1, 2], ids=["alone", "torchrun"])
+def test_a_killed_run_goes_on_bitwise(tmp_path, forks, ranks):
+    whole, cut = prepare(tmp_path / "whole"), prepare(tmp_path / "cut")
+    done = forks.run_ranks(whole, *ARGUMENTS, ranks=ranks)
+    assert [rank.status for rank in done] == [0] * ranks, done
+
+    kill_behind_a_checkpoint(cut, "sft", ranks)
+    assert not checkpoints(cut / "out", "grpo"), "killed too late to tell anything"
+    saved = cut / "out" / "checkpoints" / "sft"
+    # a save that was under way, at a step that the run started again does not save at
+    shutil.copytree(saved / f"step-{SAVE_EVERY:06d}", saved / f"step-{SAVE_EVERY + 1:06d}.incomplete")
+    kill_behind_a_checkpoint(cut, "grpo", ranks)
+    assert not [name for name in checkpoints(cut / "out", "sft") if name.endswith(".incomplete")]
+    with Command(cut, *ARGUMENTS, ranks=ranks) as running:
+        finished = running.finish()
+    assert finished.status == 0, finished.err
+
+    expected, found = metrics(whole / "out"), metrics(cut / "out")
+    assert found == expected
+    assert [line["step"] for line in found if (line["stage"], line["kind"]) == ("grpo", "train")] == [
+        *range(1, STEPS + 1)
+    ]
+    moving = [line["step"] for line in found if line["stage"] == "grpo" and line.get("informative_groups", 0) > 0]
+    assert min(moving, default=STEPS) <= SAVE_EVERY < max(moving, default=0), "without rewards GRPO would test nothing"
+    for stage in STAGES:
+        names = checkpoints(whole / "out", stage)
+        assert checkpoints(cut / "out", stage) == names == ["step-000003", "step-000006", "step-000008"]
+        first, second = (
+            weights(directory / "out" / "checkpoints" / stage / names[-1], tmp_path / "tensors.pt")
+            for directory in (whole, cut)
+        )
+        assert first.keys() == second.keys() and len(first) > 5
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_run_killed_while_saving_keeps_the_checkpoint_before(tmp_path, forks):
+    """Killed as soon as the directory of the second save appears."""
+    directory = prepare(tmp_path)
+    stage = directory / "out" / "checkpoints" / "sft"
+    with Command(directory, *ARGUMENTS) as running:
+        running.wait_until(lambda: list(stage.glob(f"step-{2 * SAVE_EVERY:06d}*")), "second save")
+        running.kill()
+    assert f"step-{SAVE_EVERY:06d}" in checkpoints(directory / "out", "sft")
+    recorded = [line for line in metrics(directory / "out") if line["step"] <= SAVE_EVERY]
+    again = forks.run(directory, *ARGUMENTS)
+    assert again.status == 0, again.err
+    assert checkpoints(directory / "out", "sft") == ["step-000003", "step-000006", "step-000008"]
+    lines = [line for line in metrics(directory / "out") if line["stage"] == "sft"]
+    assert lines[: len(recorded)] == recorded
+    assert [line["step"] for line in lines if line["kind"] == "train"] == [*range(1, STEPS + 1)]
+
+
+def test_a_run_killed_between_two_stages_starts_the_next(tmp_path, forks):
+    directory = prepare(tmp_path)
+    done = forks.run(directory, *ARGUMENTS)
+    assert done.status == 0, done.err
+    expected = metrics(directory / "out")
+    shutil.rmtree(directory / "out" / "checkpoints" / "grpo")
+    again = forks.run(directory, *ARGUMENTS)
+    assert again.status == 0, again.err
+    assert metrics(directory / "out") == expected

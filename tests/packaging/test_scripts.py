@@ -1,0 +1,178 @@
+"""The shell scripts, run for real: two ranks on one node, and on two nodes that meet over the loopback address."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted([*(REPO / "scripts").glob("*.sh"), *(REPO / "scripts").glob("*.slurm"), REPO / ".ci" / "run"])
+TINY = """train algorithm=pretrain model.num_layers=2 model.hidden_size=32 model.ffn_hidden_size=64 device=cpu
+    data.sequence_length=64 data.num_documents=200 data.num_eval_rows=4 tokenizer.vocab_size=260
+    train.steps=3 train.global_batch_size=8 train.micro_batch_size=4"""
+TIMEOUT_SECONDS = 240
+
+
+def launch(output_dir, *overrides, **variables):
+    """scripts/train.sh started on a tiny pretraining run, with this environment's Python."""
+    environment = os.environ | {"VENV": sys.prefix} | variables
+    command = [REPO / "scripts" / "train.sh", *TINY.split(), f"output_dir={output_dir}", *overrides]
+    return subprocess.Popen(
+        command, env=environment, cwd=output_dir.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def finish(*nodes):
+    try:
+        outputs = [node.communicate(timeout=TIMEOUT_SECONDS)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    for node, output in zip(nodes, outputs, strict=True):
+        assert node.returncode == 0, output[-3000:]
+
+
+def metrics(output_dir):
+    lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+
+
+def world(output_dir):
+    return json.loads((output_dir / "summary.json").read_text())["layout"]
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_parses_and_is_executable(script):
+    subprocess.run(["bash", "-n", script], check=True)
+    assert os.access(script, os.X_OK) or script.suffix == ".slurm"  # sbatch reads those
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck_finds_nothing(script):
+    command = ["shellcheck", "--external-sources", "--exclude=SC1091", script]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout
+
+
+@pytest.fixture(scope="module")
+def one_node(tmp_path_factory):
+    output_dir = tmp_path_factory.mktemp("one_node") / "run"
+    finish(launch(output_dir, "parallel.tensor=2", NNODES="1", NPROC_PER_NODE="2"))
+    return output_dir
+
+
+def test_train_sh_starts_the_ranks_of_one_node(one_node):
+    assert world(one_node).startswith("2 rank(s): tensor 2")
+    assert [line["step"] for line in metrics(one_node) if line["kind"] == "train"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("ranked", [False, True], ids=["c10d", "static"])
+def test_two_nodes_form_one_job_with_the_metrics_of_one_node(one_node, tmp_path, ranked):
+    meeting = {"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    meeting["NODE_ADDR"] = "127.0.0.1"
+    nodes = [meeting | ({"NODE_RANK": str(rank)} if ranked else {}) for rank in range(2)]
+    finish(*[launch(tmp_path / "run", "parallel.tensor=2", **node) for node in nodes])
+    assert world(tmp_path / "run") == world(one_node)
+    assert metrics(tmp_path / "run") == metrics(one_node)
+
+
+def test_several_nodes_need_an_address_to_meet_at(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "MASTER_ADDR"}
+    environment |= {"NNODES": "2", "NPROC_PER_NODE": "1", "VENV": sys.prefix}
+    refused = subprocess.run([REPO / "scripts" / "train.sh", "train"], env=environment, capture_output=True, text=True)
+    assert refused.returncode != 0 and "MASTER_ADDR" in refused.stderr
+
+
+def test_install_sh_refuses_an_old_python(tmp_path):
+    old = tmp_path / "python3.9"
+    old.write_text('#!/bin/sh\ncase "$2" in *exit*) exit 1 ;; *) echo 3.9 ;; esac\n')
+    old.chmod(0o755)
+    environment = os.environ | {"PYTHON": str(old), "VENV": str(tmp_path / "venv")}
+    refused = subprocess.run([REPO / "scripts" / "install.sh"], env=environment, capture_output=True, text=True)
+    assert refused.returncode != 0
+    assert "Python 3.11 or newer is needed" in refused.stderr and "is 3.9;" in refused.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+@pytest.fixture
+def quickstart(tmp_path):
+    """quickstart.sh in a tree of its own, with a Python that only notes its calls: (tree, run it, count calls)."""
+    shutil.copytree(REPO / "scripts", tmp_path / "scripts")
+    for name in ("constraints.txt", "setup.py", "pyproject.toml"):
+        shutil.copy(REPO / name, tmp_path)
+    calls = tmp_path / "calls"
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(
+        f"""#!/bin/sh
+        echo "$@" >>{calls}
+        case "$2" in
+            pip) exit "${{PIP_STATUS:-0}}" ;;
+            torch.distributed.run) mkdir -p outputs/quickstart && echo "$@" >outputs/quickstart/run ;;
+            *device_count*) echo 2 ;;
+        esac
+        """
+    )
+    python.chmod(0o755)
+    (python.parent / "python3").symlink_to(python)
+
+    def run(*overrides, **variables):
+        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "VENV", "NPROC")}
+        command = [tmp_path / "scripts" / "quickstart.sh", *overrides]
+        return subprocess.run(command, cwd="/", env=environment | variables, capture_output=True, text=True)
+
+    def count(what):
+        return sum(what in line for line in calls.read_text().splitlines())
+
+    return tmp_path, run, count
+
+
+def test_quickstart_installs_once_per_set_of_constraints(quickstart):
+    tree, run, count = quickstart
+    assert "installed in" in run().stdout
+    assert "install" not in run().stdout
+    assert (count("-m pip install"), count("torch.distributed.run")) == (1, 2)
+    with (tree / "constraints.txt").open("a") as constraints:
+        constraints.write("another==1\n")
+    run()
+    assert count("-m pip install") == 2
+
+
+def test_quickstart_is_a_fresh_run_and_keeps_the_one_before(quickstart):
+    tree, run, _ = quickstart
+    for seed in range(3):
+        finished = run(f"train.seed={seed}")
+        assert finished.returncode == 0, finished.stderr
+    assert "moving the last run's outputs/quickstart to outputs/quickstart.previous" in finished.stdout
+    newest, previous = (tree / "outputs" / name / "run" for name in ("quickstart", "quickstart.previous"))
+    assert newest.read_text().endswith("train experiment=quickstart parallel.tensor=2 train.seed=2\n")
+    assert previous.read_text().endswith("train.seed=1\n")
+    run("output_dir=elsewhere")
+    assert previous.read_text().endswith("train.seed=1\n")
+
+
+def test_quickstart_runs_as_many_ranks_as_asked(quickstart):
+    tree, run, _ = quickstart
+    run(NPROC="1")
+    called = (tree / "outputs" / "quickstart" / "run").read_text()
+    assert "--nproc-per-node 1 " in called and "parallel.tensor=1" in called
+
+
+def test_a_failed_installation_is_reported_and_tried_again(quickstart):
+    tree, run, count = quickstart
+    failed = run(PIP_STATUS="1")
+    assert failed.returncode != 0 and "the installation failed" in failed.stderr
+    assert count("torch.distributed.run") == 0
+    assert run().returncode == 0 and count("-m pip install") == 2

@@ -1,0 +1,66 @@
+"""Stand-ins for what an algorithm works with: a tokenizer of characters, a task, an engine, a policy."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.tasks import Problem
+
+EOS = 0
+
+
+class Characters:
+    """One token per character, its code point; 0 ends a sequence."""
+
+    eos_id = pad_id = EOS
+    vocab_size = 128
+
+    def encode(self, text):
+        return [ord(character) for character in text]
+
+    def decode(self, ids):
+        return "".join(chr(i) for i in ids if i != EOS)
+
+
+@dataclass
+class Echo:
+    """The reward of a completion is the number it spells."""
+
+    name = "echo"
+    prompts: tuple[str, ...] = ("a", "b", "c", "d")
+
+    def train_problems(self, count=None, seed=0):
+        return [Problem(prompt, "1") for prompt in self.prompts]
+
+    def reward(self, problem, completion):
+        return float(completion)
+
+
+@dataclass
+class Scripted:
+    """An engine that answers a prompt with the next of the texts laid ready for it, and remembers what it was asked."""
+
+    answers: dict[str, list[str]]
+    calls: list[tuple[list[str], int]] = field(default_factory=list)
+
+    def generate(self, prompts, sampling, seed):
+        words = ["".join(map(chr, prompt)) for prompt in prompts]
+        self.calls.append((words, seed))
+        completions = [[ord(c) for c in self.answers[word].pop(0)] + [EOS] for word in words]
+        width = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True))
+        ids, mask = torch.zeros(len(prompts), width, dtype=torch.long), torch.zeros(len(prompts), width)
+        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            ids[row, : len(prompt) + len(completion)] = torch.tensor(prompt + completion)
+            mask[row, len(prompt) : len(prompt) + len(completion)] = 1.0
+        starts = torch.tensor([len(prompt) for prompt in prompts])
+        return BatchedDataDict(
+            input_ids=ids,
+            prompt_lengths=starts,
+            input_lengths=starts + torch.tensor([len(completion) for completion in completions]),
+            token_mask=mask,
+            sample_mask=torch.ones(len(prompts)),
+            generation_logprobs=-mask,
+            temperature=torch.ones(len(prompts)),
+            stopped=torch.ones(len(prompts), dtype=torch.bool),
+        )

@@ -1,0 +1,123 @@
+"""GRPO's collecting of rollouts, step by step, on an engine whose answers are laid ready."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from rl_megatron.algorithms import grpo
+from rl_megatron.algorithms.rewards import completions
+from rl_megatron.config.load import load
+from rl_megatron.data.order import BatchSchedule
+from tests.unit.algorithms.fakes import Characters, Echo, Scripted
+
+SIZE = 2
+DIFFER, EQUAL = ["1", "0"], ["1", "1"]
+
+
+@pytest.fixture
+def collecting(monkeypatch):
+    """`collecting(answers, *overrides)`: (collect, engine), the engine answering each prompt with its next answer."""
+
+    def make(answers, *overrides):
+        config = load(
+            ["algorithm=grpo", "algorithm.prompts_per_step=2", f"algorithm.samples_per_prompt={SIZE}", *overrides]
+        ).first
+        monkeypatch.setattr(grpo, "stage_task", lambda config: Echo())
+        engine = Scripted({prompt: list(texts) for prompt, texts in answers.items()})
+        stage = SimpleNamespace(config=config, tokenizer=Characters(), engine=engine)
+        return grpo._collector(stage), engine
+
+    return make
+
+
+def always(texts, repeats=40):
+    return {prompt: list(texts) * repeats for prompt in "abcd"}
+
+
+def test_a_step_takes_one_round_without_dynamic_sampling(collecting):
+    collect, engine = collecting(always(EQUAL))
+    rollouts, outcome = collect(1)
+    assert len(engine.calls) == 1
+    assert rollouts.size == 4
+    assert outcome["informative_groups"] == 0.0
+    assert "sampling_rounds" not in outcome
+
+
+def test_prompts_and_seeds_depend_on_the_step_alone(collecting):
+    first, engine = collecting(always(DIFFER))
+    for step in (1, 2, 3):
+        first(step)
+    again, later = collecting(always(DIFFER))
+    again(3)
+    assert later.calls == engine.calls[2:]
+    assert len({seed for _, seed in engine.calls}) == 3
+    other, seeded = collecting(always(DIFFER), "train.seed=1")
+    other(1)
+    assert seeded.calls[0][1] not in {seed for _, seed in engine.calls}
+
+
+def test_an_epoch_sees_every_problem(collecting):
+    collect, engine = collecting(always(DIFFER))
+    collect(1), collect(2)
+    assert {prompt for words, _ in engine.calls for prompt in words} == set("abcd")
+
+
+def test_dynamic_sampling_samples_until_the_step_is_full(collecting):
+    """Only "a" and "c" ever differ: of the two rounds that see all four prompts, one group each is kept."""
+    answers = always(EQUAL) | {"a": DIFFER * 40, "c": DIFFER * 40}
+    collect, engine = collecting(answers, "algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling_max_rounds=4")
+    rollouts, outcome = collect(1)
+    assert rollouts.size == 4
+    assert {chr(ids[0]) for ids in rollouts["input_ids"].tolist()} <= {"a", "c"}
+    assert sorted(completions(rollouts, Characters())) == ["0", "0", "1", "1"]
+    assert outcome["sampling_rounds"] == len(engine.calls) <= 4
+    assert outcome["informative_groups"] == pytest.approx(2 / (2 * len(engine.calls))), "of all that were sampled"
+    assert len({seed for _, seed in engine.calls}) == len(engine.calls)
+
+
+def test_dynamic_sampling_stops_as_soon_as_the_step_is_full(collecting):
+    collect, engine = collecting(always(DIFFER), "algorithm.dynamic_sampling=true")
+    rollouts, outcome = collect(1)
+    assert rollouts.size == 4
+    assert outcome["sampling_rounds"] == len(engine.calls) == 1
+    assert outcome["informative_groups"] == 1.0
+
+
+def test_dynamic_sampling_gives_up_after_its_rounds_with_what_there_is(collecting):
+    answers = always(EQUAL) | {"a": DIFFER * 40}
+    collect, engine = collecting(answers, "algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling_max_rounds=2")
+    rollouts, outcome = collect(1)
+    assert outcome["sampling_rounds"] == len(engine.calls) == 2
+    assert rollouts.size == 2
+    assert {chr(ids[0]) for ids in rollouts["input_ids"].tolist()} == {"a"}
+
+
+def test_a_step_without_any_informative_group_still_has_rollouts_and_no_gradient(collecting):
+    collect, _ = collecting(always(EQUAL), "algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling_max_rounds=3")
+    rollouts, outcome = collect(1)
+    assert outcome["sampling_rounds"] == 3
+    assert outcome["informative_groups"] == 0.0
+    assert rollouts.size == 4
+    assert rollouts["advantages"].count_nonzero() == 0
+
+
+def test_steps_share_no_rounds(collecting):
+    """A step's rounds use prompts and seeds of their own, however many rounds the steps before took."""
+    options = "algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling_max_rounds=3"
+    eager, engine = collecting(always(DIFFER), *options)
+    eager(1), eager(2)
+    slow, slow_engine = collecting(always(EQUAL), *options)
+    slow(1), slow(2)
+    assert slow_engine.calls[0] == engine.calls[0]
+    assert slow_engine.calls[3] == engine.calls[1]
+    assert len({seed for _, seed in slow_engine.calls}) == 6
+    order = BatchSchedule(4, 2, seed=0)
+    assert [words[::SIZE] for words, _ in slow_engine.calls] == [
+        ["abcd"[i] for i in order.rows_at(n)] for n in range(6)
+    ]
+
+
+def test_the_loss_section_becomes_the_arguments_of_its_loss():
+    section = {"name": "clipped_pg", "ratio_clip_min": 0.1}
+    assert grpo.split_name(section) == {"name": "clipped_pg", "cfg": {"ratio_clip_min": 0.1}}
+    assert section["name"] == "clipped_pg", "the configuration itself is left alone"

@@ -1,0 +1,194 @@
+"""The steps of a stage: when it evaluates, saves and where it starts again; held-out measurements."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rl_megatron.algorithms import stage as stage_module
+from rl_megatron.algorithms.evaluate import HeldoutProblems, HeldoutText
+from rl_megatron.algorithms.run import _finished_results, _optimizer_steps
+from rl_megatron.algorithms.stage import Stage
+from rl_megatron.config.load import load
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.tasks import Problem
+from rl_megatron.generation.interfaces import Sampling
+from rl_megatron.losses import NLLLoss
+from rl_megatron.schedule import NonFiniteLoss
+from tests.unit.algorithms.fakes import Characters, Echo, Scripted
+
+
+class Policy:
+    """Remembers what is saved as step numbers in files of its own; a NaN loss where it is told to."""
+
+    def __init__(self, log, nan_at=None):
+        self.log, self.nan_at, self.trained = log, nan_at, 0
+
+    def train(self, batch, loss_fn, **options):
+        self.trained += 1
+        if self.trained == self.nan_at:
+            raise NonFiniteLoss("the loss is nan (first seen in microbatch 0); metrics: loss=nan")
+        self.log.append(("train", options))
+        return {"loss": 0.5}
+
+    def save_checkpoint(self, directory, step, results, stage):
+        self.log.append(("save", step, dict(results)))
+
+    def load_checkpoint(self, path, **options):
+        self.log.append(("load", path, options))
+        return {"step": int(path), "results": {"measures": {"accuracy": 0.25}, "samples": []}}
+
+
+class Silent:
+    """A recorder that writes into a list."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def begin_stage(self, stage, start, steps):
+        self.log.append(("begin", start))
+
+    def end_stage(self):
+        self.log.append(("end",))
+
+    def record(self, step, metrics, kind="train"):
+        self.log.append((kind, step))
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """`make(log, saved=…, resume=…, steps=…)`: a stage that logs what happens."""
+
+    def build(log, saved=(), resume=True, nan_at=None, **train):
+        monkeypatch.setattr(stage_module.checkpoint, "complete_checkpoints", lambda directory: list(saved))
+        monkeypatch.setattr(
+            stage_module.checkpoint, "delete_older", lambda directory, keep: log.append(("delete older", keep))
+        )
+        config = load([])
+        config = replace(config.first, train=replace(config.first.train, **train))
+        evaluate = lambda: ({"accuracy": 0.75}, ["sample"])  # noqa: E731
+        return Stage("sft", config, Policy(log, nan_at), None, Characters(), Silent(log), "here", resume, evaluate)
+
+    return build
+
+
+def walk(stage, log):
+    for step in stage.steps():
+        log.append(("step", step))
+    return log
+
+
+def happened(log, *kinds):
+    return [entry[:2] for entry in log if entry[0] in kinds]
+
+
+def test_a_stage_evaluates_at_start_and_end_and_saves_at_the_end(make):
+    log = []
+    walk(make(log, steps=3), log)
+    assert log == [
+        ("begin", 0),
+        ("eval", 0),
+        ("step", 1),
+        ("step", 2),
+        ("step", 3),
+        ("eval", 3),
+        ("save", 3, {"measures": {"accuracy": 0.75}, "samples": ["sample"]}),
+        ("delete older", 2),
+        ("end",),
+    ]
+
+
+def test_evaluations_and_checkpoints_come_when_due(make):
+    log = []
+    walk(make(log, steps=7, eval_every=3, save_every=2, keep_checkpoints=1), log)
+    assert happened(log, "eval") == [("eval", step) for step in (0, 3, 6, 7)]
+    assert happened(log, "save") == [("save", step) for step in (2, 4, 6, 7)]
+    assert happened(log, "delete older") == [("delete older", 1)] * 4
+    assert log.index(("eval", 6)) < log.index(("save", 6, {"measures": {"accuracy": 0.75}, "samples": ["sample"]}))
+
+
+def test_a_resumed_stage_goes_on_behind_the_newest_checkpoint(make):
+    log = []
+    stage = make(log, saved=["2", "4"], steps=6)
+    walk(stage, log)
+    assert log[:2] == [("load", "4", {}), ("begin", 4)]
+    assert happened(log, "step") == [("step", 5), ("step", 6)]
+    assert happened(log, "eval") == [("eval", 6)], "the evaluation at the start was done by the run before"
+
+
+def test_a_stage_resumed_at_its_end_takes_no_step_and_has_its_results(make):
+    log = []
+    stage = make(log, saved=["6"], steps=6)
+    walk(stage, log)
+    assert log == [("load", "6", {}), ("begin", 6), ("end",)]
+    assert stage.results["measures"] == {"accuracy": 0.25}
+
+
+def test_without_resume_a_stage_starts_at_the_beginning(make):
+    log = []
+    walk(make(log, saved=["4"], resume=False, steps=1), log)
+    assert log[:2] == [("begin", 0), ("eval", 0)]
+
+
+def test_the_display_ends_when_a_story_fails(make):
+    log = []
+    steps = make(log, steps=3).steps()
+    next(steps)
+    steps.close()
+    assert log[-1] == ("end",)
+
+
+def test_a_nan_names_stage_and_step_and_keeps_the_cause(make):
+    log = []
+    stage = make(log, steps=3, nan_at=2)
+    stage.train(1, None, None)
+    with pytest.raises(NonFiniteLoss, match=r"^stage sft, step 2: the loss is nan .*microbatch 0.*metrics: loss=nan"):
+        stage.train(2, None, None)
+
+
+def test_a_finished_stage_is_known_by_its_last_step(monkeypatch, tmp_path):
+    config = load(["train.steps=6"]).first
+    manifest = {"step": 6, "results": {"measures": {}}}
+    monkeypatch.setattr("rl_megatron.policy.checkpoint.complete_checkpoints", lambda directory: [tmp_path])
+    monkeypatch.setattr("rl_megatron.policy.checkpoint.read_manifest", lambda path, model: manifest)
+    assert _finished_results(tmp_path, config) == {"measures": {}}
+    manifest["step"] = 5
+    assert _finished_results(tmp_path, config) is None
+    monkeypatch.setattr("rl_megatron.policy.checkpoint.complete_checkpoints", lambda directory: [])
+    assert _finished_results(tmp_path, config) is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        (["algorithm=sft", "train.steps=7"], 7),
+        (["algorithm=grpo", "train.steps=7", "train.global_batch_size=256"], 7),
+        (["algorithm=grpo", "train.steps=7", "train.global_batch_size=128"], 14),
+        (["algorithm=grpo", "train.steps=7", "train.global_batch_size=100"], 21),
+        (["algorithm=grpo", "train.steps=7", "train.global_batch_size=128", "algorithm.updates_per_rollout=3"], 42),
+    ],
+)
+def test_the_schedule_counts_optimizer_steps(overrides, steps):
+    """32 prompts with 8 samples are 256 rows, `global_batch_size` of them in an optimizer step."""
+    assert _optimizer_steps(load(overrides).first) == steps
+
+
+def test_heldout_problems_are_answered_and_scored():
+    problems = [Problem(prompt, "1") for prompt in "abcdefgh"]
+    engine = Scripted({prompt: ["1" if prompt < "c" else "0"] for prompt in "abcdefgh"})
+    measures, samples = HeldoutProblems(Echo(), problems, Characters(), Sampling(4, temperature=0.0)).measure(engine)
+    assert measures == {"accuracy": 0.25}
+    assert samples[0] == {"prompt": "a", "completion": "1", "answer": "1", "reward": 1.0}
+    assert [sample["prompt"] for sample in samples] == list("abcdef"), "a few of them"
+
+
+def test_heldout_text_is_measured_whole_without_training():
+    class Measuring:
+        def train(self, batch, loss_fn, **options):
+            assert isinstance(loss_fn, NLLLoss)
+            assert options == {"eval_mode": True, "gbs": 5}
+            return {"loss": 2.0}
+
+    batch = BatchedDataDict(input_ids=torch.zeros(5, 3, dtype=torch.long))
+    assert HeldoutText(batch).measure(Measuring()) == {"nll_per_token": 2.0}
+    assert HeldoutText(batch, 0.25).measure(Measuring()) == {"nll_per_token": 2.0, "nll_per_character": 0.5}

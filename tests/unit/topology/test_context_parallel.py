@@ -1,0 +1,82 @@
+"""The zigzag cut: every token once, put together again in order, gradients to their owners."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rl_megatron.topology.context_parallel import (
+    zigzag_gather,
+    zigzag_gather_and_reduce,
+    zigzag_positions,
+    zigzag_shard,
+)
+
+
+def test_positions_of_two_and_four_ranks():
+    assert [zigzag_positions(8, rank, 2).tolist() for rank in range(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert [zigzag_positions(8, rank, 4).tolist() for rank in range(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    assert zigzag_positions(6, 0, 1).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
+def test_ranks_share_the_tokens_and_the_causal_work(cp_size):
+    length = 12 * cp_size
+    positions = [zigzag_positions(length, rank, cp_size) for rank in range(cp_size)]
+    assert sorted(torch.cat(positions).tolist()) == list(range(length))
+    assert len({int((rank_positions + 1).sum()) for rank_positions in positions}) == 1, "equal numbers of visible keys"
+
+
+def test_a_length_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match=r"\b10\b.*pad the rows"):
+        zigzag_positions(10, 0, 2)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_shards_are_the_positions_along_any_dimension(dim):
+    x = torch.randn(8, 8, 8)
+    for rank in range(2):
+        assert torch.equal(zigzag_shard(x, rank, 2, dim), x.index_select(dim, zigzag_positions(8, rank, 2)))
+    assert zigzag_shard(x, 0, 1, dim) is x
+
+
+def test_a_world_of_one_gathers_nothing():
+    x = torch.randn(2, 8)
+    assert zigzag_gather(x, None, dim=1) is x
+    assert zigzag_gather_and_reduce(x, None, dim=1) is x
+
+
+def _whole():
+    return torch.randn(3, 16, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def _shard_gather_backward(dim):
+    """(Gathered equals whole, gradients of this rank's slice) for the two ways of gathering."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = _whole().transpose(1, dim).contiguous()
+    own_weight = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1 + rank), dtype=torch.float64)
+    same_weight = torch.randn(whole.shape, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
+
+    mine = zigzag_shard(whole, rank, size, dim).clone().requires_grad_()
+    gathered = zigzag_gather(mine, dist.group.WORLD, dim)
+    together = torch.equal(gathered, whole)
+    (same_weight * gathered**2).sum().backward()
+    same_loss = mine.grad.clone()
+
+    mine.grad = None
+    gathered = zigzag_gather_and_reduce(mine, dist.group.WORLD, dim)
+    together = together and torch.equal(gathered, whole)
+    (own_weight * gathered**2).sum().backward()
+    return together, same_loss, same_weight, mine.grad, own_weight
+
+
+@pytest.mark.parametrize(("world_size", "dim"), [(2, 1), (4, 1), (2, 0), (4, 2)])
+def test_gather_undoes_shard_and_backward_reaches_the_owner(ranks, world_size, dim):
+    results = ranks.run(world_size, _shard_gather_backward, dim)
+    whole = _whole().transpose(1, dim).contiguous()
+    weight_of_all = sum(own for *_, own in results)
+    for rank, (together, same_loss, same_weight, own_losses, _) in enumerate(results):
+        assert together
+        # every rank computed the same loss: its gradient counts once, however many ranks there are
+        torch.testing.assert_close(same_loss, zigzag_shard(2 * same_weight * whole, rank, world_size, dim))
+        # every rank computed its own part of the loss: the parts' gradients add up
+        torch.testing.assert_close(own_losses, zigzag_shard(2 * weight_of_all * whole, rank, world_size, dim))

@@ -1,0 +1,146 @@
+"""Degrees against the world size and the model: what fits, and what the refusal says."""
+
+import pytest
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import ModelConfig, ParallelConfig
+from rl_megatron.topology import platform, topology
+from rl_megatron.topology.topology import padded_vocab_size, validate, validate_model
+
+
+@pytest.mark.parametrize(
+    ("degrees", "world_size", "data"),
+    [
+        ({}, 1, 1),
+        ({}, 6, 6),
+        ({"tensor": 2}, 4, 2),
+        ({"tensor": 2, "sequence": True, "pipeline": 2, "context": 2}, 16, 2),
+        ({"pipeline": 2, "virtual_pipeline": 2}, 2, 1),
+        ({"tensor": 2, "expert": 4}, 4, 2),
+    ],
+)
+def test_data_parallel_is_what_the_world_size_leaves(degrees, world_size, data):
+    assert validate(ParallelConfig(**degrees), world_size) == data
+
+
+@pytest.mark.parametrize(
+    ("degrees", "world_size", "words"),
+    [
+        (
+            {"tensor": 3},
+            4,
+            [
+                "parallel.tensor=3",
+                "= 3 does not divide the world size 4",
+                "parallel.tensor in [1, 2, 4]",
+                "multiple of 3 ranks",
+            ],
+        ),
+        (
+            {"tensor": 2, "pipeline": 3, "context": 1},
+            4,
+            [
+                "parallel.tensor=2 × parallel.pipeline=3",
+                "= 6",
+                "world size 4",
+                "parallel.pipeline in [1, 2]",
+                "of 6 ranks",
+            ],
+        ),
+        ({"tensor": 2, "context": 2}, 2, ["= 4", "world size 2", "parallel.tensor in [1] or parallel.context in [1]"]),
+        ({"tensor": 2, "pipeline": 2, "context": 2}, 1, ["= 8", "world size 1", "a multiple of 8 ranks"]),
+        ({"sequence": True}, 2, ["parallel.sequence=true", "parallel.tensor", "parallel.sequence=false"]),
+        (
+            {"virtual_pipeline": 2},
+            2,
+            ["parallel.virtual_pipeline=2", "parallel.pipeline is 1", "virtual_pipeline=1 or raise"],
+        ),
+        ({"expert": 3}, 4, ["parallel.expert=3", "the 4 ranks", "[1, 2, 4]"]),
+        ({"tensor": 0}, 2, ["parallel.tensor=0", "at least 1"]),
+        ({"context": -1}, 2, ["parallel.context=-1", "at least 1"]),
+    ],
+)
+def test_degrees_that_do_not_fit_are_refused_with_those_that_do(degrees, world_size, words):
+    with pytest.raises(ConfigError) as refused:
+        validate(ParallelConfig(**degrees), world_size)
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_every_degree_that_a_refusal_proposes_fits():
+    for world_size in (1, 2, 4, 6, 8):
+        for tensor in (1, 2, 3, 5):
+            for pipeline in (1, 2, 3):
+                degrees = {"tensor": tensor, "pipeline": pipeline}
+                try:
+                    validate(ParallelConfig(**degrees), world_size)
+                except ConfigError as error:
+                    for name in degrees:
+                        _, found, rest = str(error).partition(f"parallel.{name} in [")
+                        for value in rest.partition("]")[0].split(", ") if found else []:
+                            validate(ParallelConfig(**degrees | {name: int(value)}), world_size)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "shape", "words"),
+    [
+        (
+            {"tensor": 4},
+            {"num_attention_heads": 6},
+            ["parallel.tensor=4", "model.num_attention_heads=6", "[1, 2, 3, 6]"],
+        ),
+        ({"tensor": 4}, {"num_query_groups": 2}, ["parallel.tensor=4", "model.num_query_groups=2", "[1, 2]"]),
+        ({"tensor": 4}, {"ffn_hidden_size": 90}, ["parallel.tensor=4", "model.ffn_hidden_size=90", "[1, 2, 3, 5, 6]"]),
+        ({"pipeline": 3}, {"num_layers": 4}, ["parallel.pipeline", "=3", "model.num_layers=4", "[1, 2, 4]"]),
+        (
+            {"pipeline": 2, "virtual_pipeline": 4},
+            {"num_layers": 4},
+            ["parallel.pipeline × parallel.virtual_pipeline=8", "model.num_layers=4"],
+        ),
+        ({"expert": 2}, {}, ["parallel.expert=2", "dense"]),
+    ],
+)
+def test_degrees_that_do_not_divide_the_model_are_refused(degrees, shape, words):
+    shape = {"num_attention_heads": 8, "num_query_groups": 8, "hidden_size": 96} | shape
+    with pytest.raises(ConfigError) as refused:
+        validate_model(ModelConfig(**shape), ParallelConfig(**degrees))
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+def test_a_model_that_fits_is_accepted():
+    validate_model(ModelConfig(num_layers=8), ParallelConfig(tensor=4, pipeline=2, virtual_pipeline=4, context=2))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 63, 64, 65, 259, 260, 32000, 50257])
+@pytest.mark.parametrize("tensor", [1, 2, 3, 4, 6, 8])
+def test_the_padded_vocabulary_divides_holds_all_and_wastes_little(vocab_size, tensor):
+    padded = padded_vocab_size(vocab_size, tensor)
+    assert padded >= vocab_size
+    assert padded % tensor == 0 and padded % 64 == 0
+    assert padded - vocab_size < 64 * (3 if tensor % 3 == 0 else 1)
+
+
+def test_the_padded_vocabulary_is_the_same_at_every_usual_degree():
+    assert {padded_vocab_size(259, tensor) for tensor in (1, 2, 4, 8, 16, 32, 64)} == {320}
+
+
+def _places(degrees):
+    where = platform.start("cpu")
+    layout = topology.build(ParallelConfig(**degrees), where, seed=1)
+    place = (layout.tensor_rank, layout.context_rank, layout.pipeline_rank, layout.data_rank)
+    return layout.describe(), place, layout.is_last_stage, layout.last_stage_rank, layout.sequence_multiple
+
+
+def test_every_rank_has_a_place_of_its_own(ranks):
+    found = ranks.run(4, _places, {"tensor": 2, "sequence": True, "pipeline": 2})
+    assert {text for text, *_ in found} == {"4 rank(s): tensor 2 × pipeline 2 × context 1 × data 1 (sequence parallel)"}
+    assert [place for _, place, *_ in found] == [(0, 0, 0, 0), (1, 0, 0, 0), (0, 0, 1, 0), (1, 0, 1, 0)]
+    assert [last for _, _, last, *_ in found] == [False, False, True, True]
+    assert [rank for *_, rank, _ in found] == [2, 3, 2, 3]
+    assert {multiple for *_, multiple in found} == {2}
+
+
+def test_context_ranks_pad_to_zigzag_chunks(ranks):
+    found = ranks.run(4, _places, {"context": 2})
+    assert [place for _, place, *_ in found] == [(0, 0, 0, 0), (0, 1, 0, 0), (0, 0, 0, 1), (0, 1, 0, 1)]
+    assert {multiple for *_, multiple in found} == {4}
