@@ -20,8 +20,8 @@ setup(
     package_dir={"rl_megatron.configs": "configs"},  # the repository's configs/ travels inside the package
     package_data={"rl_megatron.configs": ["**/*.yaml"]},
     python_requires=">=3.11",
-    # Lower bounds: the releases that the tests and a run of all stages passed with, together. constraints.txt pins the
-    # newest ones tried.
+    # Lower bounds: the oldest releases that the unit, contract and parallel tests were run with, together.
+    # constraints.txt pins the newest ones tried.
     install_requires=[
         "einops>=0.8",  # megatron-core uses it and psutil without declaring them
         "hydra-core>=1.3.2,<1.4",
@@ -37,8 +37,8 @@ setup(
         "safetensors>=0.4.5",
         "tensorboard>=2.16",
         "tokenizers>=0.20",
-        # With 2.6, gloo process groups can hang when they are taken down. 2.15 adds strides to a checkpoint's metadata, and
-        # megatron-core up to 0.19.2 hands them to torch.empty, which has no such argument.
+        # With 2.6, gloo process groups can hang when they are taken down. 2.15 adds strides to a checkpoint's metadata,
+        # and megatron-core up to 0.19.2 hands them to torch.empty, which has no such argument.
         "torch>=2.10,<2.15",
         "transformers>=4.46",
     ],
@@ -55,7 +55,6 @@ setup(
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
-        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
 )

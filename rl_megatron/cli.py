@@ -51,8 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         return run(config)
     except ConfigError as error:
-        if log.is_main_rank():  # every rank found the same
-            print("error:", " ".join(str(error).splitlines()), file=sys.stderr)
+        log.error(error)
         return 2
 
 

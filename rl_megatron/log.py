@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
 
 LOGGER = logging.getLogger("rl_megatron")
@@ -24,6 +25,7 @@ def setup() -> None:
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
         LOGGER.addHandler(handler)
         LOGGER.propagate = False
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a checkpoint writer's fork
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
     LOGGER.setLevel(logging.INFO if is_main_rank() else logging.ERROR)
     for chatty in ("megatron", "torch.distributed", "transformers"):
@@ -35,3 +37,9 @@ def once(message: str) -> None:
     if message not in _said:
         _said.add(message)
         LOGGER.warning(message)
+
+
+def error(message: object) -> None:
+    """The one line that a failed run ends with: from rank 0, since every rank found the same."""
+    if is_main_rank():
+        print("error:", " ".join(str(message).splitlines()), file=sys.stderr, flush=True)

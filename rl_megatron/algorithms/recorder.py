@@ -135,6 +135,8 @@ def _plot(axis: Any, lines: list[dict[str, Any]], kind: str, names: tuple[str, .
         if points:
             axis.plot(*zip(*points, strict=True), label=name, marker="o" if kind == "eval" else None, linewidth=1)
             axis.legend(fontsize=8)
+    if "accuracy" in axis.get_legend_handles_labels()[1]:
+        axis.set_ylim(0, 1)
     if title:
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("step", fontsize=8)

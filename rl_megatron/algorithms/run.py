@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,14 +33,25 @@ from rl_megatron.topology import platform, topology
 from rl_megatron.topology.topology import Topology
 
 ALGORITHMS: dict[str, Callable[[Stage], None]] = {"pretrain": pretrain, "sft": sft, "grpo": grpo}
+_PATIENCE = timedelta(seconds=30)
+_PATIENCE_WITHOUT_BARRIER = 2.0  # seconds
 _T = TypeVar("_T")
 
 
 def run(config: RunConfig) -> int:
-    """Runs every stage and writes `output_dir`. Returns 0, or 1 where a loss turned NaN (on all ranks).
+    """Runs every stage and writes `output_dir`. The exit status, the same on all ranks: 0; 2 for bad input, found before
+    the first step; 1 where a loss turned NaN. Rank 0 says in one line what was wrong."""
+    try:
+        _run(config)
+    except (ConfigError, NonFiniteLoss) as error:
+        log.error(error)
+        _leave_together()
+        return 2 if isinstance(error, ConfigError) else 1
+    dist.destroy_process_group()
+    return 0
 
-    Raises: ConfigError for bad input, on all ranks, before the first step.
-    """
+
+def _run(config: RunConfig) -> None:
     started = time.perf_counter()
     first = config.first
     where = platform.start(first.device, first.train.collective_timeout_minutes)
@@ -65,14 +77,21 @@ def run(config: RunConfig) -> int:
                 )
             weights = checkpoint.complete_checkpoints(directory)[-1]
     except NonFiniteLoss as error:
-        if dist.get_rank() == 0:
-            newest = [weights, *checkpoint.complete_checkpoints(directory)][-1]
-            kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
-            print(f"error: {error}; {kept}", file=sys.stderr)
-        return 1
+        newest = [weights, *checkpoint.complete_checkpoints(directory)][-1]
+        kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
+        raise NonFiniteLoss(f"{error}; {kept}") from error
     recorder.finish(_summary(results, layout, time.perf_counter() - started))
-    dist.destroy_process_group()
-    return 0
+
+
+def _leave_together() -> None:
+    """A rank that exits takes the others down, which may still be joining the process group, or have yet to speak."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    if dist.get_backend() == "gloo":
+        with suppress(RuntimeError):  # another rank ended in another way
+            dist.monitored_barrier(timeout=_PATIENCE)
+    elif not log.is_main_rank():
+        time.sleep(_PATIENCE_WITHOUT_BARRIER)  # NCCL has no barrier that gives up
 
 
 def _run_stage(

@@ -111,16 +111,15 @@ class MegatronPolicy(PolicyInterface):
 
     def _step(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int) -> dict[str, float]:
         report = self.accumulate_gradients(batch, loss_fn, mbs)
-        updated, grad_norm = False, 0.0
+        updated, grad_norm, lr = False, 0.0, self.optimizer.param_groups[0]["lr"]
         if Denominators.count(batch).tokens > 0:
-            lr = self.optimizer.param_groups[0]["lr"]
-            updated, grad_norm, _ = self.optimizer.step()
-            if not math.isfinite(grad_norm):
+            self.optimizer.prepare_grads()
+            grad_norm = float(self.optimizer.get_grad_norm())
+            if not math.isfinite(grad_norm):  # step() would clip by it, and with it ruin every weight
                 raise NonFiniteLoss(f"the gradient norm is {grad_norm} at a finite loss of {report['loss']:.4g}")
+            updated, _, _ = self.optimizer.step()
             self.scheduler.step(increment=1)
-        else:
-            lr = self.optimizer.param_groups[0]["lr"]
-        return report | {"grad_norm": float(grad_norm), "lr": lr, "updated": float(updated)}
+        return report | {"grad_norm": grad_norm, "lr": lr, "updated": float(updated)}
 
     def accumulate_gradients(
         self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None

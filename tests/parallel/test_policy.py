@@ -148,6 +148,29 @@ def test_a_nan_loss_is_placed_and_moves_nothing_on_any_rank(ranks, layout, place
         assert changed == 0.0
 
 
+class NaNGradient(NaNOnRowThree):
+    """A finite loss with a gradient that is not: √u at u = 0."""
+
+    def evaluate(self, data, global_valid_seqs, global_valid_toks, next_token_logprobs, next_token_entropy=None):
+        return (0.0 * next_token_logprobs).sum().square().sqrt(), {}
+
+
+def nan_gradient_step(parallel: dict) -> tuple[str, float]:
+    policy = build_policy(parallel)
+    before = weights(policy)
+    with pytest.raises(NonFiniteLoss) as error:
+        policy.train(random_batch(4, 12, 0), NaNGradient(), gbs=4)
+    after = weights(policy)
+    return str(error.value), max(((after[name] - before[name]).abs().max().item() for name in before), default=0.0)
+
+
+@pytest.mark.parametrize("layout", [(1, {}), PIPELINE, DATA], ids=str)
+def test_a_nan_gradient_moves_nothing_on_any_rank(ranks, layout):
+    for message, changed in ranks.run(layout[0], nan_gradient_step, layout[1]):
+        assert "gradient norm is nan" in message
+        assert changed == 0.0
+
+
 def uneven_rows(parallel: dict) -> tuple[float, torch.Tensor]:
     policy = build_policy(parallel, micro_batch_size=2)
     batch = random_batch(5, 13, 3)
