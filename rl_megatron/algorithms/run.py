@@ -39,8 +39,8 @@ _T = TypeVar("_T")
 
 
 def run(config: RunConfig) -> int:
-    """Runs every stage and writes `output_dir`. The exit status, the same on all ranks: 0; 2 for bad input, found before
-    the first step; 1 where a loss turned NaN. Rank 0 says in one line what was wrong."""
+    """Runs every stage and writes `output_dir`. The exit status, the same on all ranks: 0; 2 for bad input, found
+    before the first step; 1 where a loss turned NaN. Rank 0 says in one line what was wrong."""
     try:
         _run(config)
     except (ConfigError, NonFiniteLoss) as error:
