@@ -71,7 +71,7 @@ def answer_rows(config: StageConfig, tokenizer: Tokenizer) -> PromptAnswerDatase
     if data.source == "task":
         shown = stage_task(config).demonstrations(data.num_demonstrations, seed=config.train.seed)
         return PromptAnswerDataset.from_demonstrations(
-            shown, tokenizer, config.model.max_sequence_length, overlong=data.too_long
+            shown, tokenizer, config.model.max_sequence_length, too_long=data.too_long
         )
     return _records_as_rows(config, tokenizer, heldout=False)
 
@@ -85,7 +85,7 @@ def _records_as_rows(config: StageConfig, tokenizer: Tokenizer, heldout: bool) -
         config.model.max_sequence_length,
         prompt_template=data.prompt_template,
         answer_template=data.answer_template,
-        overlong=data.too_long,
+        too_long=data.too_long,
     )
 
 
@@ -159,11 +159,20 @@ def sampling(config: StageConfig, tokenizer: Tokenizer, greedy: bool = False) ->
     )
 
 
-def tokenizer_of_run(config: StageConfig, directory: Path) -> Tokenizer:
-    """The tokenizer a run saved in `directory`, built there first where there is none. Called on rank 0 first."""
-    if not directory.is_dir():
-        tokenizer = build_tokenizer(config)
-        partial = directory.with_suffix(".incomplete")
+_TOKENIZER = "tokenizer"  # in a run's output directory
+
+
+def run_tokenizer(config: StageConfig, output_dir: Path) -> Tokenizer:
+    """The tokenizer that the run in `output_dir` saved, or else the configured one. The same on every rank: training a
+    BPE is deterministic."""
+    saved = output_dir / _TOKENIZER
+    return load_tokenizer(saved) if saved.is_dir() else build_tokenizer(config)
+
+
+def save_tokenizer(tokenizer: Tokenizer, output_dir: Path) -> None:
+    """Keeps the run's tokenizer in `output_dir`, whole or not at all; does nothing where it is there already."""
+    final = output_dir / _TOKENIZER
+    if not final.is_dir():
+        partial = final.with_suffix(".incomplete")
         tokenizer.save(partial)
-        partial.rename(directory)
-    return load_tokenizer(directory)
+        partial.rename(final)

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 from rl_megatron import log
-from rl_megatron.algorithms import inputs
-from rl_megatron.algorithms.grpo import grpo, split_name
+from rl_megatron.algorithms import inputs, preflight
+from rl_megatron.algorithms.grpo import grpo
 from rl_megatron.algorithms.pretrain import pretrain
 from rl_megatron.algorithms.recorder import Recorder
 from rl_megatron.algorithms.sft import sft
@@ -22,10 +22,8 @@ from rl_megatron.algorithms.stage import Evaluation, Stage
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import to_yaml
 from rl_megatron.config.schema import RunConfig, StageConfig
-from rl_megatron.data.order import BatchSchedule
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.megatron import MegatronEngine
-from rl_megatron.losses import build_loss
 from rl_megatron.policy import checkpoint
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.schedule import NonFiniteLoss
@@ -35,7 +33,6 @@ from rl_megatron.topology.topology import Topology
 ALGORITHMS: dict[str, Callable[[Stage], None]] = {"pretrain": pretrain, "sft": sft, "grpo": grpo}
 _PATIENCE = timedelta(seconds=30)
 _PATIENCE_WITHOUT_BARRIER = 2.0  # seconds
-_T = TypeVar("_T")
 
 
 def run(config: RunConfig) -> int:
@@ -58,10 +55,9 @@ def _run(config: RunConfig) -> None:
     layout = topology.build(first.parallel, where, first.train.seed)
     topology.validate_model(first.model, first.parallel)
     output_dir = Path(config.output_dir)
-    _check_before_the_first_step(config, output_dir)
-
-    tokenizer = _on_rank_0_first(lambda: inputs.tokenizer_of_run(first, output_dir / "tokenizer"))
+    tokenizer = preflight.check(config, output_dir)
     if dist.get_rank() == 0:
+        inputs.save_tokenizer(tokenizer, output_dir)
         (output_dir / "config.yaml").write_text(to_yaml(config))
         log.LOGGER.info("%s, %s, vocabulary of %d", layout.describe(), where.device.type, tokenizer.vocab_size)
     recorder = Recorder(output_dir, enabled=dist.get_rank() == 0)
@@ -164,77 +160,3 @@ def _summary(results: dict[str, Any], layout: Topology, seconds: float) -> dict[
         "world_size": layout.world_size,
         "layout": layout.describe(),
     }
-
-
-def _check_before_the_first_step(config: RunConfig, output_dir: Path) -> None:
-    """Everything that can be wrong with the input of any stage, found before the first step of the first stage and
-    before anything is written."""
-    if output_dir.exists() and not output_dir.is_dir():
-        raise ConfigError(f"output_dir={output_dir} is a file; choose a directory")
-    tokenizer = _bad_input_named(lambda: inputs.build_tokenizer(config.first))
-    for name, stage in config.stages.items():
-        _bad_input_named(lambda stage=stage: _build_inputs(stage, tokenizer))
-        saved = checkpoint.complete_checkpoints(output_dir / "checkpoints" / name)
-        if saved and not config.resume:
-            raise ConfigError(
-                f"resume=false and output_dir={output_dir} holds checkpoints of stage {name!r}; "
-                "choose another output_dir, or resume=true to continue"
-            )
-        if saved:
-            checkpoint.read_manifest(saved[-1], stage.model)
-    if config.init_from:
-        checkpoint.read_manifest(Path(config.init_from), config.first.model)
-
-
-def _build_inputs(stage: StageConfig, tokenizer: Tokenizer) -> None:
-    train = stage.train
-    inputs.sampling(stage, tokenizer)
-    task = inputs.stage_task(stage)
-    if stage.algorithm.name == "grpo":
-        _build_loss(stage.loss)
-        problems = inputs.training_problems(stage, task)
-        inputs.check_room(stage, problems, tokenizer)
-        if len(problems) < stage.algorithm.prompts_per_step:
-            raise ConfigError(
-                f"algorithm.prompts_per_step={stage.algorithm.prompts_per_step} exceeds the {len(problems)} training "
-                "problems; lower it or provide more data"
-            )
-    else:
-        pretraining = stage.algorithm.name == "pretrain"
-        rows = (inputs.pretraining_rows if pretraining else inputs.answer_rows)(stage, tokenizer)
-        BatchSchedule(len(rows), train.global_batch_size, train.seed)
-    if task is not None:
-        inputs.check_room(stage, inputs.heldout_problems(stage, task, tokenizer).problems, tokenizer)
-    else:
-        inputs.heldout_text(stage, tokenizer)
-
-
-def _build_loss(loss: dict[str, Any]) -> None:
-    try:
-        build_loss(**split_name(loss))
-    except (KeyError, TypeError, ValueError) as error:  # an unknown key, a wrong type, a value out of range
-        raise ConfigError(f"loss: {error.args[0] if error.args else error}") from error
-
-
-def _bad_input_named(build: Callable[[], _T]) -> _T:
-    """What the data and task rooms refuse, and files that cannot be read, become the error that users read."""
-    try:
-        return build()
-    except ConfigError:
-        raise
-    except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from error
-
-
-def _on_rank_0_first(build: Callable[[], _T]) -> _T:
-    """`build()` on rank 0, then on the others; an error on rank 0 is raised on all, so that none waits for it."""
-    failure: list[Exception | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            result = build()
-        except Exception as error:  # re-raised below, on every rank
-            failure[0] = error
-    dist.broadcast_object_list(failure, src=0)
-    if failure[0] is not None:
-        raise failure[0]
-    return result if dist.get_rank() == 0 else build()

@@ -83,5 +83,6 @@ class Stage:
         self.recorder.record(step, measures, kind="eval")
 
     def _save(self, step: int) -> None:
-        self.policy.save_checkpoint(self.checkpoints, step, results=self.results, stage=self.name)
+        kept = {"results": self.results, "stage": self.name, "tokenizer": self.tokenizer.digest}
+        self.policy.save_checkpoint(self.checkpoints, step, **kept)
         checkpoint.delete_older(self.checkpoints, self.config.train.keep_checkpoints)

@@ -80,7 +80,7 @@ class TextDataset:
         )
 
 
-Overlong = Literal["error", "drop", "truncate"]
+TooLong = Literal["error", "drop", "truncate"]
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,12 @@ class PromptAnswerDataset:
         max_sequence_length: tokens of prompt, answer and `<eos>`, at most.
         prompt_template, answer_template: `str.format` templates over a record's fields. Special tokens spelled in them
             are special; spelled in the data they are text.
-        overlong: what becomes of a longer row. "error" raises; "drop" leaves it out; "truncate" cuts its end, and
+        too_long: what becomes of a longer row. "error" raises; "drop" leaves it out; "truncate" cuts its end, and
             leaves it out if no token of the answer remains. The last two log how many.
         pad_to_multiple_of: S of a batch is a multiple of this.
 
     Raises:
-        ValueError: no records, a record without a field of a template, an overlong row under "error", an unknown
+        ValueError: no records, a record without a field of a template, a longer row under "error", an unknown
             policy, or no row left.
     """
 
@@ -122,7 +122,7 @@ class PromptAnswerDataset:
         *,
         prompt_template: str = "{question}\n",
         answer_template: str = "{answer}",
-        overlong: Overlong = "error",
+        too_long: TooLong = "error",
         pad_to_multiple_of: int = 1,
     ) -> None:
         require_fields(records, answer_template)
@@ -130,7 +130,7 @@ class PromptAnswerDataset:
             _Row(prompt_ids, [*tokenizer.encode_template(answer_template, record.values), tokenizer.eos_id], record)
             for prompt_ids, record in _prompts(records, tokenizer, prompt_template)
         ]
-        self._rows = _within_limit(rows, "max_sequence_length", max_sequence_length, overlong)
+        self._rows = _within_limit(rows, "max_sequence_length", max_sequence_length, too_long)
         self._padding = Padding(tokenizer.pad_id, pad_to_multiple_of)
 
     @classmethod
@@ -142,7 +142,7 @@ class PromptAnswerDataset:
         *,
         prompt_template: str = "{prompt}",
         answer_template: str = "{answer}",
-        overlong: Overlong = "error",
+        too_long: TooLong = "error",
         pad_to_multiple_of: int = 1,
     ) -> Self:
         """A task's demonstrations, word for word unless a template dresses `{prompt}` or `{answer}` (chat markers)."""
@@ -153,7 +153,7 @@ class PromptAnswerDataset:
             max_sequence_length,
             prompt_template=prompt_template,
             answer_template=answer_template,
-            overlong=overlong,
+            too_long=too_long,
             pad_to_multiple_of=pad_to_multiple_of,
         )
 
@@ -176,7 +176,7 @@ class PromptDataset:
     Args:
         records, tokenizer, prompt_template, pad_to_multiple_of: as for `PromptAnswerDataset`.
         max_prompt_length: tokens of a prompt, at most.
-        overlong: "error" or "drop". There is no "truncate": half a question has another answer.
+        too_long: "error" or "drop". There is no "truncate": half a question has another answer.
 
     Raises:
         ValueError: as for `PromptAnswerDataset`, and an empty prompt (a policy needs a token to start from).
@@ -189,16 +189,16 @@ class PromptDataset:
         max_prompt_length: int,
         *,
         prompt_template: str = "{question}\n",
-        overlong: Literal["error", "drop"] = "error",
+        too_long: Literal["error", "drop"] = "error",
         pad_to_multiple_of: int = 1,
     ) -> None:
-        if overlong == "truncate":
-            raise ValueError('overlong = "truncate" would ask half a question: use "drop" or raise max_prompt_length.')
+        if too_long == "truncate":
+            raise ValueError('too_long = "truncate" would ask half a question: use "drop" or raise max_prompt_length.')
         rows = [_Row(prompt_ids, [], record) for prompt_ids, record in _prompts(records, tokenizer, prompt_template)]
         for row in rows:
             if not row.prompt_ids:
                 raise ValueError(f"{row.record.origin}: the prompt has no token: template {prompt_template!r}.")
-        self._rows = _within_limit(rows, "max_prompt_length", max_prompt_length, overlong)
+        self._rows = _within_limit(rows, "max_prompt_length", max_prompt_length, too_long)
         self._padding = Padding(tokenizer.pad_id, pad_to_multiple_of)
 
     @classmethod
@@ -209,7 +209,7 @@ class PromptDataset:
         max_prompt_length: int,
         *,
         prompt_template: str = "{prompt}",
-        overlong: Literal["error", "drop"] = "error",
+        too_long: Literal["error", "drop"] = "error",
         pad_to_multiple_of: int = 1,
     ) -> Self:
         """A task's problems; `batch["records"][i]["problem"]` is the `Problem` that the task's `reward` asks for."""
@@ -222,7 +222,7 @@ class PromptDataset:
             tokenizer,
             max_prompt_length,
             prompt_template=prompt_template,
-            overlong=overlong,
+            too_long=too_long,
             pad_to_multiple_of=pad_to_multiple_of,
         )
 
@@ -247,37 +247,37 @@ def _prompts(records: Sequence[Record], tokenizer: Tokenizer, template: str) -> 
         yield (ids if ids[: len(prefix)] == prefix else prefix + ids), record
 
 
-def _within_limit(rows: list[_Row], limit_name: str, limit: int, overlong: str) -> list[_Row]:
-    """The rows of at most `limit` tokens; what becomes of the others is `overlong`'s choice."""
-    if overlong not in get_args(Overlong):
-        raise unknown_name("overlong policy", overlong, get_args(Overlong))
+def _within_limit(rows: list[_Row], limit_name: str, limit: int, policy: str) -> list[_Row]:
+    """The rows of at most `limit` tokens; what becomes of the others is `policy`'s choice."""
+    if policy not in get_args(TooLong):
+        raise unknown_name("too_long policy", policy, get_args(TooLong))
     if not rows:
         raise ValueError("the dataset has no records.")
-    too_long = [row for row in rows if row.num_tokens > limit]
-    if not too_long:
+    longer = [row for row in rows if row.num_tokens > limit]
+    if not longer:
         return rows
-    longest = max(row.num_tokens for row in too_long)
-    if overlong == "error":
+    longest = max(row.num_tokens for row in longer)
+    if policy == "error":
         raise ValueError(
-            f"{too_long[0].record.origin}: {too_long[0].num_tokens} tokens, {limit_name} is {limit} ({len(too_long)} "
-            f"of {len(rows)} rows are longer, the longest has {longest}): raise {limit_name}, or choose overlong=drop"
-            f"{' or overlong=truncate' if limit_name == 'max_sequence_length' else ''}."
+            f"{longer[0].record.origin}: {longer[0].num_tokens} tokens, {limit_name} is {limit} ({len(longer)} "
+            f"of {len(rows)} rows are longer, the longest has {longest}): raise {limit_name}, or choose too_long=drop"
+            f"{' or too_long=truncate' if limit_name == 'max_sequence_length' else ''}."
         )
-    kept = [fitting for row in rows if (fitting := _fitting(row, limit, overlong)) is not None]
+    kept = [fitting for row in rows if (fitting := _fitting(row, limit, policy)) is not None]
     num_dropped = len(rows) - len(kept)
     logger.warning(
         "%d of %d rows exceed %s = %d (the longest has %d tokens): dropped %d, truncated %d",
-        *(len(too_long), len(rows), limit_name, limit, longest, num_dropped, len(too_long) - num_dropped),
+        *(len(longer), len(rows), limit_name, limit, longest, num_dropped, len(longer) - num_dropped),
     )
     if not kept:
         raise ValueError(f"every row exceeds {limit_name} = {limit} (the longest has {longest} tokens): raise it.")
     return kept
 
 
-def _fitting(row: _Row, limit: int, overlong: str) -> _Row | None:
+def _fitting(row: _Row, limit: int, policy: str) -> _Row | None:
     """The row within `limit`, or None where it is dropped: by choice, or because no answer would remain to learn."""
     if row.num_tokens <= limit:
         return row
-    if overlong == "drop" or len(row.prompt_ids) >= limit:
+    if policy == "drop" or len(row.prompt_ids) >= limit:
         return None
     return replace(row, answer_ids=row.answer_ids[: limit - len(row.prompt_ids)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -64,6 +65,11 @@ class Tokenizer:
         }
         self.prefix_ids = self._prefix_ids()
         self._backend.encode_special_tokens = True  # "<eos>" in a text is five characters
+
+    @property
+    def digest(self) -> str:
+        """A fingerprint of what text becomes which ids: equal for tokenizers that can stand in for each other."""
+        return hashlib.blake2b(self._backend.to_str().encode(), digest_size=16).hexdigest()
 
     def _id_of(self, token: str, role: str) -> int:
         token_id = self._backend.token_to_id(token)

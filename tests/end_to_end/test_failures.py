@@ -214,6 +214,11 @@ def test_a_checkpoint_of_another_model(saved, refused):
     assert "model.qkv_bias: checkpoint False, run True" in message
 
 
+def test_a_checkpoint_of_another_tokenizer(saved, refused):
+    message = refused(f"init_from=saved/checkpoints/sft/{saved.name}", "tokenizer.vocab_size=258")
+    assert "another tokenizer" in message and "tokenizer.path" in message
+
+
 def test_a_checkpoint_that_does_not_exist_names_those_that_do(saved, refused):
     assert "existing: step-000003" in refused("init_from=saved/checkpoints/sft/step-000007")
 

@@ -13,6 +13,8 @@ EOS = 0
 class Characters:
     """One token per character, its code point; 0 ends a sequence."""
 
+    digest = "characters"
+
     eos_id = pad_id = EOS
     vocab_size = 128
 

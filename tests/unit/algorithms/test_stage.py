@@ -31,7 +31,7 @@ class Policy:
         self.log.append(("train", options))
         return {"loss": 0.5}
 
-    def save_checkpoint(self, directory, step, results, stage):
+    def save_checkpoint(self, directory, step, results, stage, tokenizer):
         self.log.append(("save", step, dict(results)))
 
     def load_checkpoint(self, path, **options):

@@ -107,16 +107,16 @@ class TestPromptAnswer:
     def test_too_long_a_row_names_its_line_and_the_remedy(self, tokenizer):
         with pytest.raises(
             ValueError,
-            match=r"sums.jsonl:2: 9 tokens, max_sequence_length is 8 \(2 of 3 .* longest has 12\).*overlong=truncate",
+            match=r"sums.jsonl:2: 9 tokens, max_sequence_length is 8 \(2 of 3 .* longest has 12\).*too_long=truncate",
         ):
             PromptAnswerDataset(RECORDS, tokenizer, 8)
         with pytest.raises(ValueError, match="did you mean 'truncate'"):
-            PromptAnswerDataset(RECORDS, tokenizer, 8, overlong="truncated")
+            PromptAnswerDataset(RECORDS, tokenizer, 8, too_long="truncated")
 
     def test_dropping_and_truncating_are_counted_once(self, tokenizer, caplog):
         with caplog.at_level(logging.WARNING):
-            dropped = PromptAnswerDataset(RECORDS, tokenizer, 8, overlong="drop")
-            truncated = PromptAnswerDataset(RECORDS, tokenizer, 8, overlong="truncate")
+            dropped = PromptAnswerDataset(RECORDS, tokenizer, 8, too_long="drop")
+            truncated = PromptAnswerDataset(RECORDS, tokenizer, 8, too_long="truncate")
         assert [record.getMessage() for record in caplog.records] == [
             "2 of 3 rows exceed max_sequence_length = 8 (the longest has 12 tokens): dropped 2, truncated 0",
             "2 of 3 rows exceed max_sequence_length = 8 (the longest has 12 tokens): dropped 1, truncated 1",
@@ -126,7 +126,7 @@ class TestPromptAnswer:
         assert batch["input_lengths"].tolist() == [6, 8]
         assert tokenizer.decode(predicted(batch), skip_special_tokens=False) == "2<eos>20"
         with pytest.raises(ValueError, match="every row"):
-            PromptAnswerDataset(RECORDS, tokenizer, 3, overlong="drop")
+            PromptAnswerDataset(RECORDS, tokenizer, 3, too_long="drop")
 
     def test_errors_before_the_first_step(self, tokenizer):
         with pytest.raises(ValueError, match="sums.jsonl:1.*'qustion'.*did you mean 'question'"):
@@ -179,9 +179,9 @@ class TestPrompts:
 
     def test_prompts_are_never_cut(self, tokenizer):
         with pytest.raises(ValueError, match="half a question"):
-            PromptDataset(RECORDS, tokenizer, 4, overlong="truncate")
-        with pytest.raises(ValueError, match=r"sums.jsonl:2: 6 tokens, max_prompt_length is 4 .*overlong=drop\.$"):
+            PromptDataset(RECORDS, tokenizer, 4, too_long="truncate")
+        with pytest.raises(ValueError, match=r"sums.jsonl:2: 6 tokens, max_prompt_length is 4 .*too_long=drop\.$"):
             PromptDataset(RECORDS, tokenizer, 4)
-        assert len(PromptDataset(RECORDS, tokenizer, 4, overlong="drop")) == 1
+        assert len(PromptDataset(RECORDS, tokenizer, 4, too_long="drop")) == 1
         with pytest.raises(ValueError, match="sums.jsonl:1: the prompt has no token"):
             PromptDataset(RECORDS, tokenizer, 4, prompt_template="")

@@ -146,3 +146,10 @@ class TestLoading:
         (tmp_path / "weights.bin").write_text("")
         with pytest.raises(ValueError, match="holds no tokenizer.json.*weights.bin"):
             load_tokenizer(tmp_path, eos_token="</s>")
+
+
+def test_the_digest_survives_saving_and_tells_tokenizers_apart(tmp_path):
+    tokenizer = train_bpe(["one and two and three", "two and two"] * 3, 300)
+    tokenizer.save(tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved").digest == tokenizer.digest
+    assert train_bpe(["four or five or six", "five or five"] * 3, 300).digest != tokenizer.digest

@@ -1,0 +1,91 @@
+"""Everything about a run's input that can be known to be wrong before its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rl_megatron.algorithms import inputs
+from rl_megatron.algorithms.grpo import split_name
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import RunConfig, StageConfig
+from rl_megatron.data.order import BatchSchedule
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.losses import build_loss
+from rl_megatron.policy import checkpoint
+
+_T = TypeVar("_T")
+
+
+def check(config: RunConfig, output_dir: Path) -> Tokenizer:
+    """The run's tokenizer, after everything that can be wrong with the input of any stage was looked for: before the
+    first step of the first stage, and before anything is written. Every rank checks, and finds, the same.
+
+    Raises: ConfigError naming the key or file, the value, the rule and the remedy.
+    """
+    if output_dir.exists() and not output_dir.is_dir():
+        raise ConfigError(f"output_dir={output_dir} is a file; choose a directory")
+    tokenizer = _bad_input_named(lambda: inputs.run_tokenizer(config.first, output_dir))
+    for name, stage in config.stages.items():
+        _bad_input_named(lambda stage=stage: _build_inputs(stage, tokenizer))
+        saved = checkpoint.complete_checkpoints(output_dir / "checkpoints" / name)
+        if saved and not config.resume:
+            raise ConfigError(
+                f"resume=false and output_dir={output_dir} holds checkpoints of stage {name!r}; "
+                "choose another output_dir, or resume=true to continue"
+            )
+        if saved:
+            _check_checkpoint(saved[-1], stage, tokenizer)
+    if config.init_from:
+        _check_checkpoint(Path(config.init_from), config.first, tokenizer)
+    return tokenizer
+
+
+def _check_checkpoint(path: Path, stage: StageConfig, tokenizer: Tokenizer) -> None:
+    manifest = checkpoint.read_manifest(path, stage.model)
+    if manifest.get("tokenizer", tokenizer.digest) != tokenizer.digest:
+        raise ConfigError(
+            f"checkpoint {path} was trained with another tokenizer than this run's, so the same text would be other "
+            "tokens to it; set tokenizer.path to the tokenizer directory of the run that made it"
+        )
+
+
+def _build_inputs(stage: StageConfig, tokenizer: Tokenizer) -> None:
+    train = stage.train
+    inputs.sampling(stage, tokenizer)
+    task = inputs.stage_task(stage)
+    if stage.algorithm.name == "grpo":
+        _build_loss(stage.loss)
+        problems = inputs.training_problems(stage, task)
+        inputs.check_room(stage, problems, tokenizer)
+        if len(problems) < stage.algorithm.prompts_per_step:
+            raise ConfigError(
+                f"algorithm.prompts_per_step={stage.algorithm.prompts_per_step} exceeds the {len(problems)} training "
+                "problems; lower it or provide more data"
+            )
+    else:
+        pretraining = stage.algorithm.name == "pretrain"
+        rows = (inputs.pretraining_rows if pretraining else inputs.answer_rows)(stage, tokenizer)
+        BatchSchedule(len(rows), train.global_batch_size, train.seed)
+    if task is not None:
+        inputs.check_room(stage, inputs.heldout_problems(stage, task, tokenizer).problems, tokenizer)
+    else:
+        inputs.heldout_text(stage, tokenizer)
+
+
+def _build_loss(loss: dict[str, Any]) -> None:
+    try:
+        build_loss(**split_name(loss))
+    except (KeyError, TypeError, ValueError) as error:  # an unknown key, a wrong type, a value out of range
+        raise ConfigError(f"loss: {error.args[0] if error.args else error}") from error
+
+
+def _bad_input_named(build: Callable[[], _T]) -> _T:
+    """What the data and task rooms refuse, and files that cannot be read, become the error that users read."""
+    try:
+        return build()
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
