@@ -205,6 +205,16 @@ class Runner:
         return f"the loss is {result['loss']} (first seen in {where or 'the sum'}); metrics: {values}"
 
 
+def over_steps(reports: list[dict[str, float]], loss_fn: LossFunction) -> dict[str, float]:
+    """Metrics of several optimizer steps as one: the least of minima, the greatest of maxima, the mean of the rest."""
+    reductions = getattr(loss_fn, "metric_reductions", {})
+    combine = {Reduction.MIN: min, Reduction.MAX: max}
+    return {
+        name: combine.get(reductions.get(name), lambda values: sum(values) / len(values))([r[name] for r in reports])
+        for name in reports[0]
+    }
+
+
 def _across(reduction: Reduction, stacked: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[microbatches, metrics] → [metrics], reduced over microbatches and over the group."""
     local, op = {

@@ -12,13 +12,18 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.order import BatchSchedule
 from rl_megatron.losses import build_loss
 
+# What rollouts carry when they reach the loss.
+ROLLOUT_KEYS = frozenset(
+    "input_ids input_lengths token_mask sample_mask rewards advantages temperature generation_logprobs prev_logprobs "
+    "reference_policy_logprobs".split()
+)
 _ROUNDS_PER_SEED = 1000  # seeds of a step's rounds lie apart
 
 
 def grpo(stage: Stage) -> None:
     algorithm = stage.config.algorithm
     loss_fn = build_loss(**split_name(stage.config.loss))
-    needs_reference = stage.config.loss.get("reference_policy_kl_penalty", 0.0) != 0.0
+    needs_reference = "reference_policy_logprobs" in loss_fn.required_keys
     if needs_reference:
         stage.policy.freeze_reference()
     collect = _collector(stage)

@@ -6,15 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
+
 from rl_megatron.algorithms import inputs
-from rl_megatron.algorithms.grpo import split_name
+from rl_megatron.algorithms.grpo import ROLLOUT_KEYS, split_name
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.load import to_yaml
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.data.order import BatchSchedule
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.losses import build_loss
 from rl_megatron.policy import checkpoint
 
+# Sections that a run may not change between its start and its end. Others may: layout, steps, learning rate, …
+_OF_THE_TRAINED = ("algorithm", "model", "tokenizer", "loss", "precision")
 _T = TypeVar("_T")
 
 
@@ -37,6 +42,7 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
             )
         if saved:
             _check_checkpoint(saved[-1], stage, tokenizer)
+    _check_unchanged(config, output_dir)
     if config.init_from:
         _check_checkpoint(Path(config.init_from), config.first, tokenizer)
     return tokenizer
@@ -56,7 +62,7 @@ def _build_inputs(stage: StageConfig, tokenizer: Tokenizer) -> None:
     inputs.sampling(stage, tokenizer)
     task = inputs.stage_task(stage)
     if stage.algorithm.name == "grpo":
-        _build_loss(stage.loss)
+        _check_grpo_loss(stage.loss)
         problems = inputs.training_problems(stage, task)
         inputs.check_room(stage, problems, tokenizer)
         if len(problems) < stage.algorithm.prompts_per_step:
@@ -74,11 +80,39 @@ def _build_inputs(stage: StageConfig, tokenizer: Tokenizer) -> None:
         inputs.heldout_text(stage, tokenizer)
 
 
-def _build_loss(loss: dict[str, Any]) -> None:
+def _check_grpo_loss(loss: dict[str, Any]) -> None:
     try:
-        build_loss(**split_name(loss))
+        loss_fn = build_loss(**split_name(loss))
     except (KeyError, TypeError, ValueError) as error:  # an unknown key, a wrong type, a value out of range
         raise ConfigError(f"loss: {error.args[0] if error.args else error}") from error
+    if "advantages" not in loss_fn.required_keys:
+        raise ConfigError(f"loss.name={loss['name']} uses no advantages, which is all grpo learns from; use clipped_pg")
+    missing = sorted(set(loss_fn.required_keys) - ROLLOUT_KEYS)
+    if missing:
+        raise ConfigError(f"loss.name={loss['name']} needs {missing}, which grpo's rollouts do not carry")
+    if loss.get("use_kl_in_reward"):
+        raise ConfigError("loss.use_kl_in_reward=true: grpo leaves rewards as they are; set it to false")
+
+
+def _check_unchanged(config: RunConfig, output_dir: Path) -> None:
+    """A run that goes on must be the run that began: what its checkpoints were trained on may not change under them."""
+    path = output_dir / "config.yaml"
+    if not path.is_file():
+        return
+    before, now = yaml.safe_load(path.read_text()), yaml.safe_load(to_yaml(config))
+    for name, stage in now["stages"].items():
+        if not checkpoint.complete_checkpoints(output_dir / "checkpoints" / name):
+            continue
+        changed = [
+            f"{section}: {before['stages'].get(name, {}).get(section)} → {stage[section]}"
+            for section in _OF_THE_TRAINED
+            if before["stages"].get(name, {}).get(section) != stage[section]
+        ]
+        if changed:
+            raise ConfigError(
+                f"output_dir={output_dir} holds checkpoints of stage {name!r} under another configuration "
+                f"({'; '.join(changed)}); set it back, or choose another output_dir and start from them with init_from"
+            )
 
 
 def _bad_input_named(build: Callable[[], _T]) -> _T:

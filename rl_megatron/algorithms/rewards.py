@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron.config.errors import ConfigError
@@ -26,11 +27,22 @@ def completions(rollouts: BatchedDataDict, tokenizer: Tokenizer) -> list[str]:
 
 
 def score(task: Task, problems: Sequence[Problem], texts: Sequence[str]) -> Tensor:
-    """The task's reward of each text, [B] fp32.
+    """The task's reward of each text, [B] fp32, the same on every rank: rank 0 asks the task and tells the others, as
+    a verifier with a time limit or a judge may answer differently when asked twice.
 
     Raises: ConfigError where a reward is NaN or infinite, naming the task, the prompt and the completion.
     """
-    rewards = [task.reward(problem, text) for problem, text in zip(problems, texts, strict=True)]
+    answer: list = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            answer[0] = [task.reward(problem, text) for problem, text in zip(problems, texts, strict=True)]
+        except Exception as error:  # raised below, on every rank
+            answer[0] = error
+    if dist.is_initialized():
+        dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], Exception):
+        raise answer[0]
+    rewards = answer[0]
     for reward, problem, text in zip(rewards, problems, texts, strict=True):
         if not math.isfinite(reward):
             raise ConfigError(

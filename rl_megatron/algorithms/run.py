@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -32,7 +32,7 @@ from rl_megatron.topology.topology import Topology
 
 ALGORITHMS: dict[str, Callable[[Stage], None]] = {"pretrain": pretrain, "sft": sft, "grpo": grpo}
 _PATIENCE = timedelta(seconds=30)
-_PATIENCE_WITHOUT_BARRIER = 2.0  # seconds
+_T = TypeVar("_T")
 
 
 def run(config: RunConfig) -> int:
@@ -55,7 +55,7 @@ def _run(config: RunConfig) -> None:
     layout = topology.build(first.parallel, where, first.train.seed)
     topology.validate_model(first.model, first.parallel)
     output_dir = Path(config.output_dir)
-    tokenizer = preflight.check(config, output_dir)
+    tokenizer = _on_all_or_none(lambda: preflight.check(config, output_dir))
     if dist.get_rank() == 0:
         inputs.save_tokenizer(tokenizer, output_dir)
         (output_dir / "config.yaml").write_text(to_yaml(config))
@@ -79,15 +79,27 @@ def _run(config: RunConfig) -> None:
     recorder.finish(_summary(results, layout, time.perf_counter() - started))
 
 
+def _on_all_or_none(check: Callable[[], _T]) -> _T:
+    """`check()` on every rank; where it fails on any, the first failure is raised on all. A file may be missing on one
+    node only, and a rank that went on alone would wait for the others."""
+    try:
+        result, failure = check(), None
+    except ConfigError as error:
+        result, failure = None, str(error)
+    failures: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    for rank, message in enumerate(failures):
+        if message is not None:
+            where = "" if all(failures) else f" (on rank {rank})"
+            raise ConfigError(message + where)
+    return result
+
+
 def _leave_together() -> None:
-    """A rank that exits takes the others down, which may still be joining the process group, or have yet to speak."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    if dist.get_backend() == "gloo":
+    """A rank that exits takes the others down, which may have yet to speak; they all come here, or time is up."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
         with suppress(RuntimeError):  # another rank ended in another way
-            dist.monitored_barrier(timeout=_PATIENCE)
-    elif not log.is_main_rank():
-        time.sleep(_PATIENCE_WITHOUT_BARRIER)  # NCCL has no barrier that gives up
+            dist.barrier(async_op=True).wait(_PATIENCE)
 
 
 def _run_stage(

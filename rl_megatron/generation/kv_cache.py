@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.utils import set_model_to_sequence_parallel
 from torch import Tensor
 
 from rl_megatron.model.attention import attend
+
+_SEQUENCE_PARALLEL_FLAGS = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
 
 
 @dataclass
@@ -61,17 +62,23 @@ def caching(models: list[GPTModel], columns: Columns) -> Iterator[None]:
     single column, is off. Core attention has no parameters, so nothing else changes."""
     attentions = [layer.self_attention for model in models for layer in model.decoder.layers]
     originals = [attention.core_attention for attention in attentions]
-    was_sequence_parallel = [model.config.sequence_parallel for model in models]
+    # megatron-core can switch sequence parallelism off too, but remembers modules by the id of their model, and a later
+    # model may have the id of a dead one.
+    switched = [
+        (holder, flag)
+        for model in models
+        for holder in (model.config, *model.modules())
+        for flag in _SEQUENCE_PARALLEL_FLAGS
+        if getattr(holder, flag, False) is True
+    ]
     try:
         for attention in attentions:
             attention.core_attention = CachedAttention(columns, attention.config.softmax_scale)
-        for model, sharded in zip(models, was_sequence_parallel, strict=True):
-            if sharded:
-                set_model_to_sequence_parallel(model, False)
+        for holder, flag in switched:
+            setattr(holder, flag, False)
         yield
     finally:
         for attention, original in zip(attentions, originals, strict=True):
             attention.core_attention = original
-        for model, sharded in zip(models, was_sequence_parallel, strict=True):
-            if sharded:
-                set_model_to_sequence_parallel(model, True)
+        for holder, flag in switched:
+            setattr(holder, flag, True)

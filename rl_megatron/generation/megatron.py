@@ -14,14 +14,15 @@ from rl_megatron.generation.kv_cache import Columns, caching
 from rl_megatron.generation.sampling import sample
 from rl_megatron.model.build import unwrap
 from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.schedule import NonFiniteLoss
 
 
 class MegatronEngine:
     """A `RolloutEngine` on a policy's own chunks, under tensor and pipeline parallelism.
 
     Prompts are spread over data- and context-parallel ranks (generation needs no context parallelism: a column is one
-    token). The random number of row i and step t comes from the seed, i and t alone, so rollouts do not depend on the
-    layout beyond floating-point rounding.
+    token). The random number of a row and step depends on the seed and on `max_new_tokens` alone, so rollouts do not
+    depend on the layout beyond floating-point rounding.
     """
 
     def __init__(self, policy: MegatronPolicy, batch_size: int = 256):
@@ -92,6 +93,8 @@ class MegatronEngine:
                     drawn[0], drawn[1] = chosen.double(), logprob.double()  # ids are exact in fp64
                 if topology.pipeline > 1:
                     dist.broadcast(drawn, src=topology.last_stage_rank, group=topology.groups.pp)
+                if drawn[1].isnan().any():
+                    raise NonFiniteLoss(f"the model's logits are NaN or infinite at token {step + 1} of a completion")
                 chosen = torch.where(running, drawn[0].long(), 0)
                 completions[:, step] = chosen
                 logprobs[:, step] = torch.where(running, drawn[1], 0.0).float()

@@ -41,7 +41,7 @@ def pieces(chunks: Iterable[torch.nn.Module], value: Callable[[Tensor], Tensor] 
         for entry in chunk.sharded_state_dict(metadata=dict(SHARDING_METADATA)).values():
             if not isinstance(entry, ShardedTensor | ShardedTensorFactory):
                 continue  # extra state of modules: no tensor of the model
-            for shard in _flatten(dataclasses.replace(entry, data=value(entry.data))):
+            for shard in _flatten(_holding(entry, value(entry.data))):
                 yield Piece(
                     shard.key,
                     shard.data,
@@ -49,6 +49,12 @@ def pieces(chunks: Iterable[torch.nn.Module], value: Callable[[Tensor], Tensor] 
                     tuple(shard.global_offset),
                     all(index == 0 for index in _as_tuple(shard.replica_id)),
                 )
+
+
+def _holding(entry: ShardedTensor | ShardedTensorFactory, data: Tensor) -> ShardedTensor | ShardedTensorFactory:
+    """`entry` with other data, which may be of another dtype (fp32 gradients of bf16 weights)."""
+    dtype = {"dtype": data.dtype} if isinstance(entry, ShardedTensor) else {}
+    return dataclasses.replace(entry, data=data, **dtype)
 
 
 def _flatten(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[ShardedTensor]:

@@ -35,8 +35,7 @@ def save(directory: Path, step: int, sharded_state: dict[str, Any], model: Model
     final = directory / f"step-{step:06d}"
     partial = final.with_suffix(".incomplete")
     if dist.get_rank() == 0:
-        for leftover in (partial, final):  # of an interrupted save, or of a run that is being redone from earlier
-            shutil.rmtree(leftover, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)  # of an interrupted save
         partial.mkdir(parents=True)
     dist.barrier()
     # Saving is synchronous, so a queue within the process takes its results. megatron-core's own is a server process on
@@ -48,7 +47,11 @@ def save(directory: Path, step: int, sharded_state: dict[str, Any], model: Model
         files = {str(f.relative_to(partial)): f.stat().st_size for f in sorted(partial.rglob("*")) if f.is_file()}
         manifest = {"step": step, "model": asdict(model), "files": files, **extra}
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        replaced = final.with_suffix(".replaced")
+        if final.exists():  # of a run that is being redone from earlier
+            final.rename(replaced)
         partial.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
     dist.barrier()
     return final
 

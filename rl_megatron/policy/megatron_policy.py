@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +22,7 @@ from rl_megatron.policy import checkpoint
 from rl_megatron.policy.interfaces import PolicyInterface
 from rl_megatron.policy.optimizer import build_optimizer, build_scheduler, wrap_for_gradients
 from rl_megatron.policy.optimizer_state import load_optimizer_state, sharded_optimizer_state
-from rl_megatron.schedule import Denominators, NonFiniteLoss, Runner
+from rl_megatron.schedule import Denominators, NonFiniteLoss, Runner, over_steps
 from rl_megatron.topology.topology import Topology
 
 
@@ -84,9 +85,10 @@ class MegatronPolicy(PolicyInterface):
     ) -> dict[str, Any]:
         """One optimizer step for each `gbs` rows of `data` in order (the last may be smaller).
 
-        Returns the loss's metrics, reduced over the global batch as they declare and averaged over the steps taken,
-        with `grad_norm` (before clipping), `lr` and `num_updates`. A global batch without a valid token moves
-        nothing: weights, moments and learning rate stay. `eval_mode` computes the metrics alone.
+        Returns the loss's metrics, reduced over each global batch as they declare and over the steps taken (minima and
+        maxima as such, others averaged), with `grad_norm` (before clipping), `lr` and `num_updates`. A global batch
+        without a valid token moves nothing: weights, moments and learning rate stay. `eval_mode` computes the metrics
+        alone.
 
         Raises: NonFiniteLoss, on every rank, before a weight moved.
         """
@@ -102,7 +104,7 @@ class MegatronPolicy(PolicyInterface):
             batch = data.slice(start, min(start + gbs, data.size))
             reports.append(self._evaluate(batch, loss_fn, mbs) if eval_mode else self._step(batch, loss_fn, mbs))
         self.finish_training()
-        result = {name: sum(r[name] for r in reports) / len(reports) for name in reports[0]}
+        result = over_steps(reports, loss_fn)
         return result | ({} if eval_mode else {"num_updates": int(sum(r["updated"] for r in reports))})
 
     def _evaluate(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int) -> dict[str, float]:
@@ -213,6 +215,7 @@ class MegatronPolicy(PolicyInterface):
                 self.optimizer.reload_model_params()
             else:
                 load_optimizer_state(self.optimizer, loaded["optimizer"])
+                self.scheduler.num_steps = 0  # loading adds the checkpoint's steps
                 self.scheduler.load_state_dict(loaded["scheduler"])
         return manifest
 
@@ -229,6 +232,9 @@ class MegatronPolicy(PolicyInterface):
         held = bool(self.chunks)
         self.chunks, self.optimizer, self.scheduler, self._reference = [], None, None, None
         self._runner = Runner([], self.topology, self.vocab_size)
+        gc.collect()  # megatron-core's wrappers and hooks refer to each other
+        if self.topology.platform.is_cuda:
+            torch.cuda.empty_cache()
         return held
 
     def describe(self) -> dict[str, Any]:

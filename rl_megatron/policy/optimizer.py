@@ -62,13 +62,12 @@ def build_optimizer(
         ),
         chunks,
     )
-    get_model_config(chunks[0]).grad_scale_func = optimizer.scale_loss
     allocate_moments(optimizer)
     return optimizer
 
 
 def build_scheduler(optimizer: MegatronOptimizer, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:
-    """Linear warmup over `warmup_steps` from lr/warmup_steps, then `decay_style` down to `min_lr` at `decay_steps`."""
+    """Linear warmup from lr/(warmup_steps + 1) over `warmup_steps`, then `decay_style` to `min_lr` at `decay_steps`."""
     decay_steps = config.decay_steps or max(total_steps, config.warmup_steps + 1)
     if config.warmup_steps >= decay_steps:
         raise ConfigError(
@@ -89,4 +88,6 @@ def build_scheduler(optimizer: MegatronOptimizer, config: OptimizerConfig, total
         end_wd=config.weight_decay,
         wd_incr_steps=decay_steps,
         wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,  # the run's config governs; a checkpoint brings the step count
+        override_opt_param_scheduler=True,
     )

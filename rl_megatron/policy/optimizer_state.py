@@ -38,7 +38,7 @@ def sharded_optimizer_state(
         if isinstance(part, DistributedOptimizer):
             tensors = {
                 f"{entries[id(parameter)].key}.{number}": _sharded(entries[id(parameter)], whole)
-                for number, (parameter, whole) in enumerate(_whole_states(part))
+                for number, (parameter, whole) in enumerate(_whole_states(part, loading))
             }
             state[f"part{index}"] = {"groups": part.state_dict(), "tensors": tensors}
         else:
@@ -49,9 +49,14 @@ def sharded_optimizer_state(
 
 @torch.no_grad()
 def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
-    """Puts what `sharded_optimizer_state` described, filled by `dist_checkpointing`, into `optimizer`."""
+    """Puts what `sharded_optimizer_state` described, filled by `dist_checkpointing`, into `optimizer`: moments, weights
+    and step counts. Learning rate, decay and betas stay as the run configured them."""
     for index, part in enumerate(parts(optimizer)):
         state = loaded[f"part{index}"]
+        configured = [
+            {key: value for key, value in group.items() if key not in ("params", "step")}
+            for group in part.optimizer.param_groups
+        ]
         if isinstance(part, DistributedOptimizer):
             part.load_state_dict(state["groups"])
             local = dict(_local_ranges(part))
@@ -62,24 +67,25 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -
                         mine[name].copy_(whole[name].flatten()[local[parameter]])
         else:
             part.load_state_dict(state)
+        for group, values in zip(part.optimizer.param_groups, configured, strict=True):
+            group.update(values)
         for adam_state in part.optimizer.state.values():
             if "step" in adam_state:  # loading gives all parameters one tensor, which each of them would increment
                 adam_state["step"] = adam_state["step"].clone()
 
 
 def allocate_moments(optimizer: MegatronOptimizer) -> None:
-    """Gives torch's Adam, which megatron-core uses without Transformer Engine and Apex, its state before the first
-    step: checkpoints of a fresh optimizer, and loading into one, need it to be there."""
+    """Gives Adam its moments before the first step: checkpoints of a fresh optimizer, and loading into one, need them.
+
+    torch's Adam, which megatron-core uses without Transformer Engine and Apex, counts steps per parameter; the fused
+    ones count them per group.
+    """
     for part in parts(optimizer):
-        if not isinstance(part.optimizer, torch.optim.Adam):  # AdamW is one
-            continue
+        counts_per_parameter = isinstance(part.optimizer, torch.optim.Adam)  # AdamW is one
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
-                part.optimizer.state[parameter] = {
-                    "step": torch.zeros(()),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+                moments = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+                part.optimizer.state[parameter] = ({"step": torch.zeros(())} if counts_per_parameter else {}) | moments
 
 
 def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
@@ -101,16 +107,23 @@ def _local_ranges(part: DistributedOptimizer) -> Iterator[tuple[Tensor, slice]]:
 
 
 @torch.no_grad()
-def _whole_states(part: DistributedOptimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Each parameter with its states, put together from the ranks that keep them, one parameter at a time."""
+def _whole_states(part: DistributedOptimizer, loading: bool) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Each parameter with its states on the CPU: put together from the ranks that keep them, or, for loading, empty.
+
+    On the device there is one parameter's state at a time.
+    """
     local = dict(_local_ranges(part))
     for parameter in _parameters(part):
-        whole = torch.zeros(len(_STATES), parameter.numel(), device=parameter.device)
-        if parameter in local:
-            mine = part._get_main_param_and_optimizer_states(parameter)
-            whole[:, local[parameter]] = torch.stack([mine[name].float() for name in _STATES])
-        if part.data_parallel_group.size() > 1:
-            dist.all_reduce(whole, group=part.data_parallel_group)
+        if loading:
+            whole = torch.empty(len(_STATES), parameter.numel(), device="cpu")
+        else:
+            whole = torch.zeros(len(_STATES), parameter.numel(), device=parameter.device)
+            if parameter in local:
+                mine = part._get_main_param_and_optimizer_states(parameter)
+                whole[:, local[parameter]] = torch.stack([mine[name].float() for name in _STATES])
+            if part.data_parallel_group.size() > 1:
+                dist.all_reduce(whole, group=part.data_parallel_group)
+            whole = whole.cpu()
         yield parameter, {name: whole[i].view(parameter.shape) for i, name in enumerate(_STATES)}
 
 

@@ -219,6 +219,11 @@ def test_a_checkpoint_of_another_tokenizer(saved, refused):
     assert "another tokenizer" in message and "tokenizer.path" in message
 
 
+def test_a_run_does_not_go_on_as_another_run(saved, refused):
+    message = refused("output_dir=saved", "precision=bf16", "train.steps=5")
+    assert "precision: fp32 → bf16" in message and "init_from" in message
+
+
 def test_a_checkpoint_that_does_not_exist_names_those_that_do(saved, refused):
     assert "existing: step-000003" in refused("init_from=saved/checkpoints/sft/step-000007")
 

@@ -10,6 +10,7 @@ import torch
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.megatron import MegatronEngine
+from rl_megatron.schedule import NonFiniteLoss
 from tests.parallel.layouts import MODEL, VOCAB_SIZE, build_policy
 
 STOP = 7
@@ -133,6 +134,23 @@ def test_on_policy_the_ratio_is_one(ranks, layout):
     before, after = ranks.run(world_size, on_policy_ratio, parallel)[0]
     assert before <= 1e-5
     assert after > 1e-3, "the step moved the policy, so the ratio could have differed"
+
+
+def from_nan_weights(parallel: dict) -> str:
+    policy = build_policy(parallel)
+    for chunk in policy.chunks:
+        for parameter in chunk.parameters():
+            parameter.data.fill_(torch.nan)
+    with pytest.raises(NonFiniteLoss) as error:
+        MegatronEngine(policy).generate(prompts(), SAMPLINGS["greedy"], seed=0)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("layout", ["one process", "tensor 2", "pipeline 2"])
+def test_nan_logits_are_refused_on_every_rank(ranks, layout):
+    world_size, parallel = LAYOUTS[layout]
+    for message in ranks.run(world_size, from_nan_weights, parallel):
+        assert "logits are NaN" in message and "token 1" in message
 
 
 def too_long() -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,15 @@ from rl_megatron.losses import NLLLoss
 from rl_megatron.losses.interfaces import Loss, LossInputType, LossType, Reduction
 from rl_megatron.policy import checkpoint
 from rl_megatron.schedule import NonFiniteLoss
-from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, MODEL, OPTIMIZER, build_policy, weights, worst_relative_error
+from tests.parallel.layouts import (
+    DISTRIBUTED_OPTIMIZER,
+    MODEL,
+    OPTIMIZER,
+    build_policy,
+    gradients,
+    weights,
+    worst_relative_error,
+)
 from tests.parallel.test_layouts import random_batch
 
 TENSOR, PIPELINE = (2, {"tensor": 2}), (2, {"pipeline": 2})
@@ -61,6 +71,25 @@ def test_a_checkpoint_continues_under_another_layout(ranks, tmp_path, saved, loa
     error, name = worst_relative_error(found[2], after)
     assert error <= 1e-4, (name, error)  # moments and step count came along: the next Adam step is the same
     assert found[3]["note"] == "kept" and found[3]["step"] == 2
+
+
+def learning_rates(directory: str) -> tuple[float, int, float]:
+    """After loading step 2 into a policy that is at step 3 already, of another schedule."""
+    save_after_two_steps({}, directory, True)
+    schedule = dataclasses.replace(DISTRIBUTED_OPTIMIZER, lr=0.5, decay_style="constant")
+    policy = build_policy({}, optimizer=schedule)
+    for seed in range(3):
+        policy.train(random_batch(4, 12, seed), NLLLoss(), gbs=4)
+    policy.load_checkpoint(Path(directory) / "step-000002")
+    steps = policy.scheduler.num_steps
+    report = policy.train(random_batch(4, 12, 0), NLLLoss(), gbs=4)
+    return report["lr"], steps, policy.train(random_batch(4, 12, 0), NLLLoss(), gbs=4)["lr"]
+
+
+def test_the_schedule_is_the_runs_and_the_step_the_checkpoints(ranks, tmp_path):
+    lr, steps, next_lr = ranks.run(1, learning_rates, str(tmp_path))[0]
+    assert steps == 2
+    assert lr == next_lr == 0.5
 
 
 def load_errors(directory: str) -> list[str]:
@@ -187,6 +216,22 @@ def test_rows_that_do_not_divide_are_filled_up_without_weight(ranks, layout):
     assert (found[:, 0] == 0).all()
 
 
+def kept_alive_after_shutdown() -> int:
+    policies = [build_policy({}) for _ in range(2)]
+    parameters = []
+    for policy in policies:
+        policy.train(random_batch(4, 12, 0), NLLLoss(), gbs=4)
+        parameters += [weakref.ref(parameter) for parameter in policy.chunks[0].parameters()]
+        assert policy.shutdown() and not policy.shutdown()
+    policies.clear()
+    gc.collect()
+    return sum(parameter() is not None for parameter in parameters)
+
+
+def test_shutdown_frees_the_weights(ranks):
+    assert ranks.run(1, kept_alive_after_shutdown)[0] == 0
+
+
 def reference_stays(parallel: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     policy = build_policy(parallel)
     batch = random_batch(6, 14, 2)
@@ -230,9 +275,23 @@ def fp32_losses() -> list[float]:
     return [policy.train(batch, NLLLoss(), gbs=8)["loss"] for _ in range(8)]
 
 
-def recompute_gradients(recompute: str, parallel: dict) -> dict[str, torch.Tensor]:
-    from tests.parallel.layouts import gradients
+def bf16_gradients(parallel: dict) -> dict[str, torch.Tensor]:
+    policy = build_policy(parallel, precision="bf16")
+    policy.prepare_for_training()
+    policy.accumulate_gradients(random_batch(8, 16, 0), NLLLoss(), mbs=2)
+    return gradients(policy)
 
+
+@pytest.mark.parametrize("layout", [TENSOR, PIPELINE, DATA, (2, {"context": 2})], ids=str)
+def test_bf16_gradients_are_those_of_one_process_up_to_bf16(ranks, layout):
+    wanted = ranks.run(1, bf16_gradients, {})[0]
+    found = ranks.run(layout[0], bf16_gradients, layout[1])[0]
+    for name, gradient in wanted.items():
+        cosine = torch.nn.functional.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0)
+        assert cosine > 0.999, (name, cosine.item())
+
+
+def recompute_gradients(recompute: str, parallel: dict) -> dict[str, torch.Tensor]:
     policy = build_policy(parallel, model=dataclasses.replace(MODEL, recompute=recompute))
     policy.prepare_for_training()
     policy.accumulate_gradients(random_batch(6, 14, 2), NLLLoss())
