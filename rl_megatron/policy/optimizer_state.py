@@ -57,7 +57,11 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -
             {key: value for key, value in group.items() if key not in ("params", "step")}
             for group in part.optimizer.param_groups
         ]
+        # megatron-core finds groups by their settings, learning rates among them: give it the run's own.
         if isinstance(part, DistributedOptimizer):
+            groups = state["groups"]["optimizer"]
+            step = {key: value for key, value in groups["param_groups"][0].items() if key == "step"}
+            groups["param_groups"] = [values | step for values in configured]
             part.load_state_dict(state["groups"])
             local = dict(_local_ranges(part))
             for parameter, whole in zip(_parameters(part), state["tensors"].values(), strict=True):
@@ -66,6 +70,8 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -
                     for name in _STATES:
                         mine[name].copy_(whole[name].flatten()[local[parameter]])
         else:
+            for group, values in zip(state.get("optimizer", state)["param_groups"], configured, strict=True):
+                group.update(values)
             part.load_state_dict(state)
         for group, values in zip(part.optimizer.param_groups, configured, strict=True):
             group.update(values)

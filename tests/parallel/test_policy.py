@@ -73,10 +73,10 @@ def test_a_checkpoint_continues_under_another_layout(ranks, tmp_path, saved, loa
     assert found[3]["note"] == "kept" and found[3]["step"] == 2
 
 
-def learning_rates(directory: str) -> tuple[float, int, float]:
+def learning_rates(directory: str, distributed: bool) -> tuple[float, int, float]:
     """After loading step 2 into a policy that is at step 3 already, of another schedule."""
-    save_after_two_steps({}, directory, True)
-    schedule = dataclasses.replace(DISTRIBUTED_OPTIMIZER, lr=0.5, decay_style="constant")
+    save_after_two_steps({}, directory, distributed)
+    schedule = dataclasses.replace(OPTIMIZER, distributed=distributed, lr=0.5, decay_style="constant")
     policy = build_policy({}, optimizer=schedule)
     for seed in range(3):
         policy.train(random_batch(4, 12, seed), NLLLoss(), gbs=4)
@@ -86,8 +86,9 @@ def learning_rates(directory: str) -> tuple[float, int, float]:
     return report["lr"], steps, policy.train(random_batch(4, 12, 0), NLLLoss(), gbs=4)["lr"]
 
 
-def test_the_schedule_is_the_runs_and_the_step_the_checkpoints(ranks, tmp_path):
-    lr, steps, next_lr = ranks.run(1, learning_rates, str(tmp_path))[0]
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed optimizer", "plain optimizer"])
+def test_the_schedule_is_the_runs_and_the_step_the_checkpoints(ranks, tmp_path, distributed):
+    lr, steps, next_lr = ranks.run(1, learning_rates, str(tmp_path), distributed)[0]
     assert steps == 2
     assert lr == next_lr == 0.5
 
