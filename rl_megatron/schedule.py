@@ -19,8 +19,9 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.logprobs import LogprobStats, next_token_stats
-from rl_megatron.losses.interfaces import LossFunction, Reduction
+from rl_megatron.logprobs import LogprobStats, Sharding, next_token_stats
+from rl_megatron.losses.batch import first_nan
+from rl_megatron.losses.interfaces import Loss, LossFunction, Reduction
 from rl_megatron.topology.context_parallel import zigzag_shard
 from rl_megatron.topology.topology import Topology
 
@@ -68,22 +69,32 @@ class Runner:
         """
         step = partial(self._loss_of, loss_fn=loss_fn, denominators=denominators)
         reports = self._run(microbatches, step, forward_only=forward_only)[: len(microbatches)]
-        return self._reduce(reports, loss_fn)
+        return self._reduce(reports, loss_fn, microbatches)
 
     @torch.no_grad()
-    def next_token_stats(self, microbatches: list[BatchedDataDict], entropy: bool = False) -> LogprobStats | None:
-        """Next-token logprobs [B, S−1] of the rows of `microbatches` on the last pipeline stage; None on others."""
-        collected = self._run(
-            microbatches, lambda batch, logits: self._stats_of(batch, logits, entropy), forward_only=True, collect=True
-        )[: len(microbatches)]
-        if not collected:
-            return None
-        return LogprobStats(
-            torch.cat([stats.logprobs for stats in collected]),
-            torch.cat([stats.entropy for stats in collected]) if entropy else None,
-        )
+    def next_token_logprobs(self, microbatches: list[BatchedDataDict]) -> Tensor | None:
+        """[B, S−1], the rows of `microbatches` one after the other, on the last pipeline stage; None on others."""
+        return self._collect(microbatches, lambda batch, logits: self._stats_of(batch, logits).logprobs)
 
-    def _run(self, microbatches: list, on_logits: Callable, forward_only: bool, collect: bool = False) -> list:
+    @torch.no_grad()
+    def scores(self, microbatches: list[BatchedDataDict]) -> Tensor | None:
+        """[B, S] fp32 of a model with a score head, entry t read after token t; stages as `next_token_logprobs`."""
+
+        def of(batch: BatchedDataDict, output: Tensor) -> Tensor:
+            scores = output.squeeze(-1).float()
+            return self._sharding.layout(scores, tuple(batch["input_ids"].shape)).gather(scores)
+
+        return self._collect(microbatches, of)
+
+    def _collect(self, microbatches: list[BatchedDataDict], of: Callable) -> Tensor | None:
+        collected = self._run(microbatches, of, forward_only=True, collect=True)[: len(microbatches)]
+        return torch.cat(collected) if collected else None
+
+    @property
+    def _sharding(self) -> Sharding:
+        return Sharding(self.topology.groups.tp, self.topology.groups.cp, self.vocab_size)
+
+    def _run(self, microbatches: list, on_output: Callable, forward_only: bool, collect: bool = False) -> list:
         topology, config = self.topology, get_model_config(self.chunks[0])
         rows, length = microbatches[0]["input_ids"].shape
         microbatches = self._filled_up(microbatches)
@@ -91,8 +102,8 @@ class Runner:
         def forward_step(iterator: Iterator[BatchedDataDict], chunk: torch.nn.Module):
             batch = next(iterator)
             tokens = self._local_tokens(batch["input_ids"])
-            logits = chunk(tokens, None, None)
-            return logits, lambda output, non_loss_data=False: on_logits(batch, output)
+            output = chunk(tokens, None, None)
+            return output, lambda output, non_loss_data=False: on_output(batch, output)
 
         pipelined = topology.pipeline > 1
         if topology.virtual_pipeline > 1:
@@ -137,36 +148,25 @@ class Runner:
         padded = torch.nn.functional.pad(input_ids, (0, padding))
         return zigzag_shard(padded, self.topology.context_rank, self.topology.context, dim=1)
 
-    def _stats_of(self, batch: BatchedDataDict, logits: Tensor, entropy: bool) -> LogprobStats:
+    def _stats_of(self, batch: BatchedDataDict, logits: Tensor) -> LogprobStats:
         mask = batch["token_mask"] * batch["sample_mask"][:, None] if "token_mask" in batch else None
-        return next_token_stats(
-            logits,
-            batch["input_ids"],
-            self.topology.groups.tp,
-            self.topology.groups.cp,
-            valid_vocab_size=self.vocab_size,
-            temperature=batch.get("temperature", 1.0),
-            entropy=entropy,
-            mask=mask,
-        )
+        temperature = batch.get("temperature", 1.0)
+        return next_token_stats(logits, batch["input_ids"], self._sharding, temperature=temperature, mask=mask)
 
-    def _loss_of(self, batch: BatchedDataDict, logits: Tensor, *, loss_fn: LossFunction, denominators: Denominators):
-        stats = self._stats_of(batch, logits, getattr(loss_fn, "needs_entropy", False))
-        inputs = {"next_token_logprobs": stats.logprobs}
-        if stats.entropy is not None:
-            inputs["next_token_entropy"] = stats.entropy
-        compute = getattr(loss_fn, "evaluate", loss_fn)  # metrics stay tensors where the loss offers it
-        loss, metrics = compute(
-            data=batch,
-            global_valid_seqs=denominators.sequences,
-            global_valid_toks=denominators.tokens,
-            **inputs,
-        )
+    def _loss_of(self, batch: BatchedDataDict, output: Tensor, *, loss_fn: LossFunction, denominators: Denominators):
+        counts = {"global_valid_seqs": denominators.sequences, "global_valid_toks": denominators.tokens}
+        if isinstance(loss_fn, Loss):
+            loss, metrics = loss_fn.on_output(output, batch, **counts, sharding=self._sharding)
+        else:  # anything that follows the protocol: it takes logprobs
+            logprobs = self._stats_of(batch, output).logprobs
+            loss, metrics = loss_fn(data=batch, **counts, next_token_logprobs=logprobs)
         report = {name: torch.as_tensor(value, device=loss.device).detach().double() for name, value in metrics.items()}
         report["loss"] = loss.detach().double()
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), report
 
-    def _reduce(self, reports: list[dict[str, Tensor]], loss_fn: LossFunction) -> dict[str, float]:
+    def _reduce(
+        self, reports: list[dict[str, Tensor]], loss_fn: LossFunction, microbatches: list[BatchedDataDict]
+    ) -> dict[str, float]:
         """Over microbatches, then data-parallel ranks (context- and tensor-parallel ranks hold equal values), then to
         all pipeline stages; at most one collective per kind of reduction."""
         topology, device = self.topology, self.topology.platform.device
@@ -192,15 +192,26 @@ class Runner:
             dist.broadcast(values, src=topology.last_stage_rank, group=topology.groups.pp)
         result = {name: value for name, value, there in zip(names, *values.tolist(), strict=True) if there}
         if not torch.isfinite(torch.tensor(result["loss"])):
-            raise NonFiniteLoss(self._describe_failure(reports, result))
+            raise NonFiniteLoss(self._describe_failure(reports, result, microbatches))
         return result
 
-    def _describe_failure(self, reports: list[dict[str, Tensor]], result: dict[str, float]) -> str:
-        bad = [i for i, report in enumerate(reports) if not torch.isfinite(report["loss"])]
+    def _describe_failure(
+        self, reports: list[dict[str, Tensor]], result: dict[str, float], microbatches: list[BatchedDataDict]
+    ) -> str:
+        bad = {
+            index: first_nan(microbatches[index], {})
+            for index, report in enumerate(reports)
+            if not torch.isfinite(report["loss"])
+        }
         everywhere: list = [None] * self.topology.world_size
         dist.all_gather_object(everywhere, (self.topology.data_rank, bad))
-        places = sorted({(rank, index) for rank, found in everywhere for index in found})
-        where = ", ".join(f"microbatch {index} of data-parallel rank {rank}" for rank, index in places[:4])
+        places = sorted(
+            {(rank, index, culprit or "") for rank, found in everywhere for index, culprit in found.items()}
+        )
+        where = ", ".join(
+            f"microbatch {index} of data-parallel rank {rank}" + (f", where {culprit} is NaN" if culprit else "")
+            for rank, index, culprit in places[:4]
+        )
         values = ", ".join(f"{name}={value:.4g}" for name, value in result.items())
         return f"the loss is {result['loss']} (first seen in {where or 'the sum'}); metrics: {values}"
 

@@ -1,6 +1,8 @@
-"""From a model's logits to the `[B, S-1]` streams losses work on, whatever the tensor and context parallel layout."""
+"""From a model's logits to the `[B, S-1]` streams losses work on, however the logits are sharded, padded or packed."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -8,18 +10,53 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rl_megatron.logprobs.api import IGNORE_INDEX, LogprobStats, vocab_parallel_logprobs
-from rl_megatron.topology.context_parallel import zigzag_gather, zigzag_shard
+from rl_megatron.topology.token_layout import TokenLayout
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model's output lies over ranks, and its tokens in its rows.
+
+    tp_group: the last dimension is cut over its ranks; None where it is whole.
+    cp_group: sequences are cut zigzag over its ranks.
+    valid_vocab_size: ids from here on are padding.
+    cu_seqlens, cu_seqlens_padded: [B+1], where the batch's rows are packed into one (see `TokenLayout.packed`); None
+        where each has a row of its own.
+    """
+
+    tp_group: dist.ProcessGroup | None = None
+    cp_group: dist.ProcessGroup | None = None
+    valid_vocab_size: int | None = None
+    cu_seqlens: Tensor | None = None
+    cu_seqlens_padded: Tensor | None = None
+
+    def layout(self, output: Tensor, batch: tuple[int, int]) -> TokenLayout:
+        """Where the tokens of a [B, S] batch lie in `output` [R, L, …].  Raises: ValueError for shapes that do not fit,
+        naming them."""
+        num_rows, length = output.shape[:2]
+        cp_size = 1 if self.cp_group is None else self.cp_group.size()
+        if self.cu_seqlens is None:
+            if num_rows != batch[0] or length * cp_size < batch[1]:
+                raise ValueError(
+                    f"logits {tuple(output.shape)} do not fit input_ids {tuple(batch)}: expected [{batch[0]}, "
+                    f"≥ {batch[1]} / {cp_size}, …] with {cp_size} context parallel rank(s)"
+                )
+            return TokenLayout.padded(batch, length, self.cp_group, output.device)
+        padded = self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
+        _check_packing(output, batch, self.cu_seqlens, padded, cp_size)
+        return TokenLayout.packed(
+            self.cu_seqlens.to(output.device), padded.to(output.device), batch[1], length, self.cp_group
+        )
 
 
 def next_token_stats(
     logits: Tensor,
     input_ids: Tensor,
-    tp_group: dist.ProcessGroup | None = None,
-    cp_group: dist.ProcessGroup | None = None,
+    sharding: Sharding = Sharding(),
     *,
-    valid_vocab_size: int | None = None,
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
+    gather_ids: Tensor | None = None,
     mask: Tensor | None = None,
     backend: str = "auto",
 ) -> LogprobStats:
@@ -27,44 +64,72 @@ def next_token_stats(
 
         logprobs[b, t] = log softmax(logits[b, t] / T)[input_ids[b, t+1]]
 
-    Labels are shifted on the whole sequence before it is cut for context parallelism, so no rank misses the token after
-    its last position. Every rank returns the whole `[B, S-1]`; its backward pass takes this rank's slice of the
-    gradient (see `zigzag_gather`: every rank of `cp_group` must compute the same loss from it).
+    Labels are shifted on the whole sequence before it is cut or packed, so no rank misses the token after its last
+    position, and no sequence sees the next one's first token. One pass over the logits, whatever the layout. Every rank
+    returns the whole `[B, S-1]`; its backward pass takes this rank's part of the gradient (see `TokenLayout.gather`:
+    every rank of the context-parallel group must compute the same loss from it).
 
-    Shapes: logits [B, S', V/tp] with S' ≥ S (rows padded for sequence or context parallelism; what is past S is
-        ignored), or with cp_group this rank's zigzag slice [B, S'/cp, V/tp], S' a multiple of 2·cp; input_ids [B, S];
-        mask [B, S] aligned with input_ids; temperature a number, [B], [B, 1] or [B, S] aligned with input_ids (entry t
-        is the temperature at which token t was sampled). Returns [B, S-1].
+    Shapes: logits [B, S', V/tp] with S' ≥ S (what is past S is ignored), under context parallelism this rank's zigzag
+        slice [B, S'/cp, V/tp], S' a multiple of 2·cp; packed [1, T/cp, V/tp]. input_ids [B, S]; mask [B, S] aligned
+        with input_ids; temperature a number, [B], [B, 1] or [B, S] aligned with input_ids (entry t is the temperature
+        at which token t was sampled); gather_ids [B, S-1, K], entry t for `logits[b, t]`. Returns [B, S-1].
     Args: mask: tokens with mask 0 are not evaluated; their logprob, entropy and gradient are exactly 0.
     Raises: ValueError for shapes that do not fit, naming them.
     """
-    cp_size = 1 if cp_group is None else dist.get_world_size(cp_group)
-    cp_rank = 0 if cp_size == 1 else dist.get_rank(cp_group)
     batch, length = input_ids.shape
-    padded = logits.shape[1] * cp_size
-    if logits.shape[0] != batch or padded < length:
-        raise ValueError(
-            f"logits {tuple(logits.shape)} do not fit input_ids {tuple(input_ids.shape)}: expected [{batch}, "
-            f"≥ {length} / {cp_size}, V/tp] with {cp_size} context parallel rank(s)"
-        )
     if mask is not None and mask.shape != input_ids.shape:
         raise ValueError(f"mask {tuple(mask.shape)} must have the shape of input_ids {tuple(input_ids.shape)}")
+    layout = sharding.layout(logits, (batch, length))
 
     labels = input_ids[:, 1:]
     if mask is not None:
         labels = labels.masked_fill(mask[:, 1:] == 0, IGNORE_INDEX)
-    labels = zigzag_shard(pad(labels, (0, padded - length + 1), value=IGNORE_INDEX), cp_rank, cp_size, dim=1)
+    labels = layout.scatter(pad(labels, (0, 1), value=IGNORE_INDEX), IGNORE_INDEX)
     if isinstance(temperature, Tensor) and temperature.dim() > 0:
         per_token = temperature[:, None] if temperature.dim() == 1 else temperature
         per_token = per_token.expand(batch, length)[:, 1:]
-        temperature = zigzag_shard(pad(per_token, (0, padded - length + 1), value=1.0), cp_rank, cp_size, dim=1)
+        temperature = layout.scatter(pad(per_token, (0, 1), value=1.0), 1.0)
+    if gather_ids is not None:
+        gather_ids = layout.scatter(pad(gather_ids, (0, 0, 0, 1)), 0)
 
     stats = vocab_parallel_logprobs(
-        logits, labels, tp_group, valid_vocab_size=valid_vocab_size, temperature=temperature, entropy=entropy,
-        backend=backend,
+        logits, labels, sharding.tp_group, valid_vocab_size=sharding.valid_vocab_size, temperature=temperature,
+        entropy=entropy, gather_ids=gather_ids, backend=backend,
     )  # fmt: skip
-    streams = [stats.logprobs] if stats.entropy is None else [stats.logprobs, stats.entropy]
-    if cp_size > 1:  # both streams in one collective
-        streams = zigzag_gather(torch.stack(streams, dim=-1), cp_group, dim=1).unbind(-1)
-    streams = [stream[:, : length - 1] for stream in streams]
-    return LogprobStats(streams[0], streams[1] if entropy else None)
+    streams = [stats.logprobs[..., None]]
+    streams += [stats.entropy[..., None]] if entropy else []
+    streams += [stats.gathered] if gather_ids is not None else []
+    whole = layout.gather(torch.cat(streams, dim=-1))[:, : length - 1]  # all streams in one collective
+    return LogprobStats(
+        whole[..., 0],
+        whole[..., 1] if entropy else None,
+        whole[..., 1 + entropy :] if gather_ids is not None else None,
+    )
+
+
+def _check_packing(output: Tensor, batch: tuple[int, int], lengths: Tensor, padded: Tensor, cp_size: int) -> None:
+    if lengths.shape != (batch[0] + 1,) or padded.shape != lengths.shape:
+        raise ValueError(
+            f"cu_seqlens {tuple(lengths.shape)} and cu_seqlens_padded {tuple(padded.shape)} must be [B+1] for "
+            f"input_ids {tuple(batch)}"
+        )
+    if output.shape[0] != 1:
+        raise ValueError(f"packed logits have one row, got {tuple(output.shape)}")
+    if lengths.device.type != "cpu" or padded.device.type != "cpu":
+        return  # reading them would make the device wait
+    spans, rooms = lengths.diff(), padded.diff()
+    if (spans < 0).any() or (spans > rooms).any() or (spans > batch[1]).any():
+        raise ValueError(
+            f"cu_seqlens {lengths.tolist()} must increase, fit cu_seqlens_padded {padded.tolist()}, and no sequence "
+            f"may exceed the batch's width {batch[1]}"
+        )
+    if cp_size > 1 and (rooms % (2 * cp_size)).any():
+        raise ValueError(
+            f"cu_seqlens_padded {padded.tolist()}: over {cp_size} context parallel ranks every sequence's padded "
+            f"length must be a multiple of {2 * cp_size}"
+        )
+    if padded[-1] > output.shape[1] * cp_size:
+        raise ValueError(
+            f"cu_seqlens_padded ends at {padded[-1].item()}, but packed logits {tuple(output.shape)} have "
+            f"{output.shape[1] * cp_size} positions over {cp_size} context parallel rank(s)"
+        )

@@ -20,6 +20,29 @@ def require(data: Mapping[str, Any], key: str, loss: Loss) -> Any:
     return data[key]
 
 
+def first_nan(data: Mapping[str, Any], inputs: Mapping[str, Any]) -> str | None:
+    """The first NaN that counts among the streams of a batch, as "data['advantages'][2, 5]", or None. For telling why a
+    loss is NaN: it reads everything.
+
+    Shapes: data's streams [B, S] or [B]; inputs [B, S-1, …], [B, S] or [B].
+    """
+    mask = data["token_mask"] * data["sample_mask"][:, None] != 0
+    named = {f"data[{key!r}]": value for key, value in data.items()} | dict(inputs)
+    for name, value in named.items():
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() == 0:
+            continue
+        by_shape = {mask.shape: mask, mask[:, 1:].shape: mask[:, 1:], mask.shape[:1]: data["sample_mask"] != 0}
+        counts = by_shape.get(value.shape[:2])
+        if counts is None:
+            continue
+        found = (
+            value.isnan() & counts.to(value.device).view(*counts.shape, *(1,) * (value.dim() - counts.dim()))
+        ).nonzero()
+        if len(found):
+            return f"{name}[{', '.join(map(str, found[0].tolist()))}]"
+    return None
+
+
 @dataclass(frozen=True)
 class TokenMask:
     """Which tokens count: m[b, t] = token_mask[b, t]·sample_mask[b].

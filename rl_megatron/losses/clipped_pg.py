@@ -18,7 +18,7 @@ from torch import Tensor
 from rl_megatron.losses import functional as F
 from rl_megatron.losses.batch import TokenStreams
 from rl_megatron.losses.clipped_pg_config import ClippedPGLossConfig
-from rl_megatron.losses.interfaces import Count, Loss, LossType, Reduction
+from rl_megatron.losses.interfaces import Count, LogprobLoss, LossType, Reduction
 from rl_megatron.losses.mismatch import MISMATCH_METRICS, mismatch_metrics
 from rl_megatron.losses.registry import register
 from rl_megatron.losses.settings import parse_settings
@@ -30,7 +30,7 @@ Mean = Callable[[Tensor], Tensor]  # [B, T] → this part's share of the mean
 
 
 @register("clipped_pg")
-class ClippedPGLossFn(Loss):
+class ClippedPGLossFn(LogprobLoss):
     """L = mean( w·ℓ ) + β·mean( KL(π‖π_ref) ) + μ·NLL⁺ − c_H·mean( H ), by default GRPO's:
 
         ℓ = −min( r·A, clip(r, 1−ε_min, 1+ε_max)·A ),  r = π/π_prev,  w = 1,  mean over the global batch's tokens

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import enum
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol, overload, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_megatron.logprobs import LogprobStats, next_token_stats
-from rl_megatron.losses.batch import TokenMask, require
+from rl_megatron.logprobs import Sharding, next_token_stats
+from rl_megatron.losses.batch import TokenMask, first_nan, require
 
 Count = Tensor | float | int | None
 
@@ -60,14 +61,17 @@ class LossFunction(Protocol):
 
 
 class Loss(ABC):
-    """A loss over next-token logprobs: one formula (`evaluate`), two calling forms (`__call__`).
+    """One formula (`evaluate`) over what the model's output says of the batch (`read_output`), and two calling forms.
 
     Every part it returns is divided by a global count, so parts of a batch add up to the loss of the batch, and the
     gradient of the sum is the sum of the gradients.
     """
 
     loss_type: LossType
-    input_type: LossInputType = LossInputType.LOGPROB
+    input_type: LossInputType
+    output_name: ClassVar[str] = "next_token_logits"  # what `__call__` calls the model's output
+    input_names: ClassVar[tuple[str, ...]] = ()  # what `evaluate` takes from it; () where that is the output itself
+    rows_per_unit: ClassVar[int] = 1  # rows that no microbatch may separate: 2 for preference pairs
 
     @property
     @abstractmethod
@@ -80,112 +84,137 @@ class Loss(ABC):
         """Keys of the batch without which this instance cannot run."""
         return ("token_mask", "sample_mask")
 
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether `evaluate` wants `next_token_entropy`; it costs next to nothing in the same pass over the logits."""
-        return False
+    @abstractmethod
+    def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
+        """The keywords of `evaluate` that the model's output gives: streams aligned with the whole batch, the same on
+        every rank, whatever the sharding. Tokens that the masks leave out are not evaluated."""
 
     @abstractmethod
     def evaluate(
-        self,
-        data: Mapping[str, Any],
-        global_valid_seqs: Count,
-        global_valid_toks: Count,
-        next_token_logprobs: Tensor,
-        next_token_entropy: Tensor | None = None,
+        self, data: Mapping[str, Any], global_valid_seqs: Count, global_valid_toks: Count, **inputs: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """This part's share of the loss and of each metric, as tensors: nothing waits for the device.
 
-        Shapes: data's streams [B, S] aligned with input_ids; next_token_logprobs and next_token_entropy [B, S-1], entry
-            t speaking of token t+1. Masked positions may hold anything, NaN included.
+        Shapes: data's streams [B, S] aligned with input_ids; next-token streams [B, S-1], entry t speaking of token
+            t+1. Masked positions may hold anything, NaN included.
         Raises: KeyError naming key and loss; ValueError naming both shapes.
         """
 
-    @overload
-    def __call__(
+    def on_output(
         self,
-        next_token_logits: Tensor,
+        output: Tensor,
         data: Mapping[str, Any],
         global_valid_seqs: Count,
         global_valid_toks: Count,
-        vocab_parallel_rank: int | None = None,
-        vocab_parallel_group: dist.ProcessGroup | None = None,
-        context_parallel_group: dist.ProcessGroup | None = None,
-    ) -> tuple[Tensor, dict[str, Any]]: ...
-
-    @overload
-    def __call__(
-        self,
-        data: Mapping[str, Any],
-        global_valid_seqs: Count,
-        global_valid_toks: Count,
-        *,
-        next_token_logprobs: Tensor,
-        next_token_entropy: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Any]]: ...
+        sharding: Sharding,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`evaluate` on what `read_output` reads."""
+        return self.evaluate(data, global_valid_seqs, global_valid_toks, **self.read_output(output, data, sharding))
 
     def __call__(self, *args: Any, **inputs: Any) -> tuple[Tensor, dict[str, Any]]:
         """Both forms run `evaluate`; metrics come back as Python numbers.
 
-        Logits form: next_token_logits [B, S, V/tp] (with a context_parallel_group this rank's zigzag slice [B, S/cp,
-        V/tp]) while data stays whole. Logprobs form: next_token_logprobs [B, S-1], and next_token_entropy if needed.
-        Further keywords of the logits form: valid_vocab_size (ids from there on are padding). The logits are divided by
-        data["temperature"] (a number, [B] or [B, S]) where the batch carries one. Other keywords go to `evaluate`.
-        """
-        logits_first = bool(args) and isinstance(args[0], Tensor)
-        names = _POSITIONAL if logits_first else _POSITIONAL[1:]
-        if len(args) > len(names):
-            raise TypeError(f"{type(self).__name__} takes {len(names)} positional arguments, got {len(args)}")
-        inputs = _bind(type(self).__name__, dict(zip(names, args, strict=False)), inputs)
-        logits = inputs.pop("next_token_logits", None)
-        if (logits is None) == (inputs.get("next_token_logprobs") is None):
-            raise TypeError(f"{type(self).__name__} takes either next_token_logits or next_token_logprobs")
-        parallel = {name: inputs.pop(name, None) for name in _LOGITS_FORM_ONLY}
-        if logits is not None:
-            stats = self._statistics(logits, inputs["data"], **parallel)
-            inputs |= {"next_token_logprobs": stats.logprobs, "next_token_entropy": stats.entropy}
-        loss, metrics = self.evaluate(**inputs)
-        return loss, as_numbers(metrics)
+        Form 1: (output, data, global_valid_seqs, global_valid_toks, vocab_parallel_rank=None,
+            vocab_parallel_group=None, context_parallel_group=None, *, valid_vocab_size=None): the model's output under
+            the name `output_name`, with a context_parallel_group this rank's zigzag slice, while data stays whole.
+            Logits are divided by data["temperature"] (a number, [B] or [B, S]) where the batch carries one; ids from
+            valid_vocab_size on are padding.
+        Form 2: (data, global_valid_seqs, global_valid_toks, **inputs) with `input_names`, such as next_token_logprobs
+            [B, S-1]. Other keywords go to `evaluate` in both forms.
 
-    def _statistics(
+        Raises: besides what `evaluate` does, ValueError where the loss is NaN because an input is at a token or sample
+            that counts, naming it and the position.
+        """
+        inputs = self._bind(args, inputs)
+        output = inputs.pop(self.output_name, None)
+        sharding = self._sharding(**{name: inputs.pop(name, None) for name in _OUTPUT_FORM_ONLY})
+        if output is not None:
+            inputs |= self.read_output(output, inputs["data"], sharding)
+        loss, metrics = self.evaluate(**inputs)
+        metrics = as_numbers(metrics)
+        if math.isnan(float(loss.detach().sum())) and (culprit := first_nan(inputs["data"], inputs)):
+            raise ValueError(f"{type(self).__name__} is NaN: {culprit} is NaN and not masked")
+        return loss, metrics
+
+    def _bind(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments by name. A tensor in the first place is the model's output."""
+        loss, names = type(self).__name__, (self.output_name, *_POSITIONAL)
+        if not (args and isinstance(args[0], Tensor)):
+            names = names[1:]
+        if len(args) > len(names):
+            raise TypeError(f"{loss} takes {len(names)} positional arguments, got {len(args)}")
+        positional = dict(zip(names, args, strict=False))
+        if twice := positional.keys() & inputs.keys():
+            raise TypeError(f"{loss} got {sorted(twice)} both by position and by name")
+        inputs = positional | inputs
+        if "logits" in inputs:  # what callers that know the input type only call it
+            inputs[self.output_name] = inputs.pop("logits")
+        if missing := [key for key in _POSITIONAL[:3] if key not in inputs]:
+            raise TypeError(f"{loss} is missing {missing}")
+        given = any(inputs.get(name) is not None for name in self.input_names)
+        if (inputs.get(self.output_name) is None) != given:
+            raise TypeError(f"{loss} takes either {' or '.join((self.output_name, *self.input_names[:1]))}")
+        return inputs
+
+    def _sharding(
         self,
-        logits: Tensor,
-        data: Mapping[str, Any],
         vocab_parallel_rank: int | None,
         vocab_parallel_group: dist.ProcessGroup | None,
         context_parallel_group: dist.ProcessGroup | None,
         valid_vocab_size: int | None,
-    ) -> LogprobStats:
+    ) -> Sharding:
         if vocab_parallel_group is not None and vocab_parallel_rank not in (None, dist.get_rank(vocab_parallel_group)):
             raise ValueError(
                 f"vocab_parallel_rank={vocab_parallel_rank}, but this process is rank "
                 f"{dist.get_rank(vocab_parallel_group)} of vocab_parallel_group"
             )
-        input_ids = require(data, "input_ids", self).to(logits.device)
-        mask = TokenMask.of(data, self).including_first.to(logits.device)
-        return next_token_stats(
-            logits,
-            input_ids,
-            vocab_parallel_group,
-            context_parallel_group,
-            valid_vocab_size=valid_vocab_size,
+        return Sharding(vocab_parallel_group, context_parallel_group, valid_vocab_size)
+
+
+_OUTPUT_FORM_ONLY = ("vocab_parallel_rank", "vocab_parallel_group", "context_parallel_group", "valid_vocab_size")
+_POSITIONAL = ("data", "global_valid_seqs", "global_valid_toks", *_OUTPUT_FORM_ONLY[:3])
+
+
+class LogprobLoss(Loss):
+    """A loss over next-token logprobs, `evaluate(…, next_token_logprobs, next_token_entropy=None)`, each [B, S-1].
+
+    Its logits form takes next_token_logits [B, S, V/tp], or with a context_parallel_group [B, S/cp, V/tp].
+    """
+
+    input_type = LossInputType.LOGPROB
+    input_names = ("next_token_logprobs",)
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether `evaluate` wants `next_token_entropy`; it costs next to nothing in the same pass over the logits."""
+        return False
+
+    def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
+        stats = next_token_stats(
+            output,
+            require(data, "input_ids", self).to(output.device),
+            sharding,
             temperature=data["temperature"] if "temperature" in data else 1.0,
             entropy=self.needs_entropy,
-            mask=mask,
+            mask=TokenMask.of(data, self).including_first.to(output.device),
         )
+        streams = {"next_token_logprobs": stats.logprobs}
+        return streams | ({} if stats.entropy is None else {"next_token_entropy": stats.entropy})
 
 
-_LOGITS_FORM_ONLY = ("vocab_parallel_rank", "vocab_parallel_group", "context_parallel_group", "valid_vocab_size")
-_POSITIONAL = ("next_token_logits", "data", "global_valid_seqs", "global_valid_toks", *_LOGITS_FORM_ONLY[:3])
+class ScoreLoss(Loss):
+    """A loss over scalars: the output of a model whose head gives one number a token.
 
+    The output is [B, S] or [B, S, 1], score t read after token t (with a context_parallel_group [B, S/cp(, 1)]).
+    """
 
-def _bind(name: str, positional: dict[str, Any], keywords: dict[str, Any]) -> dict[str, Any]:
-    if twice := positional.keys() & keywords.keys():
-        raise TypeError(f"{name} got {sorted(twice)} both by position and by name")
-    inputs = positional | keywords
-    if missing := [key for key in _POSITIONAL[1:4] if key not in inputs]:
-        raise TypeError(f"{name} is missing {missing}")
-    return inputs
+    input_type = LossInputType.LOGIT
+
+    def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
+        scores = output.squeeze(-1) if output.dim() == 3 else output
+        mask = TokenMask.of(data, self).including_first
+        layout = sharding.layout(scores, tuple(mask.shape))
+        return {self.output_name: layout.gather(scores.to(torch.promote_types(scores.dtype, torch.float32)))}
 
 
 def as_numbers(metrics: Mapping[str, Tensor]) -> dict[str, Any]:

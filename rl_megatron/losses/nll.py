@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_megatron.losses.batch import TokenStreams
 from rl_megatron.losses.functional import masked_mean, masked_sum
-from rl_megatron.losses.interfaces import Count, Loss, LossType, Reduction
+from rl_megatron.losses.interfaces import Count, LogprobLoss, LossType, Reduction
 from rl_megatron.losses.registry import register
 from rl_megatron.losses.settings import parse_settings
 
@@ -21,7 +21,7 @@ class NLLLossConfig:
 
 
 @register("nll")
-class NLLLoss(Loss):
+class NLLLoss(LogprobLoss):
     """L = −Σ_t m_t·log π(y_t) / N_tokens, N_tokens counted over the global batch.
 
     `dpo_loss=True` gives instead one value per sample, not normalised, L_b = −Σ_t m_bt·log π(y_bt); with

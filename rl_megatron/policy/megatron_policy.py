@@ -182,11 +182,11 @@ class MegatronPolicy(PolicyInterface):
         self._check(data)
         rows, length = data["input_ids"].shape
         microbatches = self._microbatches(data, micro_batch_size or self.micro_batch_size)
-        stats = runner.next_token_stats(microbatches)
+        logprobs = runner.next_token_logprobs(microbatches)
         local_rows = sum(batch.size for batch in microbatches)
         local = torch.zeros(local_rows, length, device=topology.platform.device)
-        if stats is not None:
-            local[:, 1:] = stats.logprobs
+        if logprobs is not None:
+            local[:, 1:] = logprobs
         if topology.pipeline > 1:
             dist.broadcast(local, src=topology.last_stage_rank, group=topology.groups.pp)
         if topology.data > 1:

@@ -41,29 +41,18 @@ def zigzag_shard(x: Tensor, cp_rank: int, cp_size: int, dim: int) -> Tensor:
     return torch.cat([x.narrow(dim, head, chunk), x.narrow(dim, tail, chunk)], dim)
 
 
-def zigzag_gather(x: Tensor, cp_group: dist.ProcessGroup | None, dim: int) -> Tensor:
-    """The whole sequence from every rank's slice, where every rank then computes the *same* loss from it.
-
-    Backward hands each rank its own slice of the gradient, with no collective: summing the ranks' identical gradients
-    would count each token cp times.
-    """
-    if cp_group is None or cp_group.size() == 1:
-        return x
-    return _ZigzagGather.apply(x, cp_group, dim, False)
-
-
 def zigzag_gather_and_reduce(x: Tensor, cp_group: dist.ProcessGroup | None, dim: int) -> Tensor:
     """The whole sequence from every rank's slice, where each rank then computes *its own part* from it (keys and
     values, read by every rank's queries): backward sums the ranks' gradients, then slices."""
     if cp_group is None or cp_group.size() == 1:
         return x
-    return _ZigzagGather.apply(x, cp_group, dim, True)
+    return _ZigzagGather.apply(x, cp_group, dim)
 
 
 class _ZigzagGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, cp_group: dist.ProcessGroup, dim: int, reduce_gradient: bool) -> Tensor:
-        ctx.cp_group, ctx.dim, ctx.reduce_gradient = cp_group, dim, reduce_gradient
+    def forward(ctx, x: Tensor, cp_group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.cp_group, ctx.dim = cp_group, dim
         cp_size = cp_group.size()
         slices = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(cp_size)]
         dist.all_gather(slices, x.contiguous(), group=cp_group)
@@ -74,7 +63,6 @@ class _ZigzagGather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient: Tensor):
         group = ctx.cp_group
-        if ctx.reduce_gradient:
-            gradient = gradient.clone(memory_format=torch.contiguous_format)  # autograd's own must stay as it is
-            dist.all_reduce(gradient, group=group)
-        return zigzag_shard(gradient, group.rank(), group.size(), ctx.dim), None, None, None
+        gradient = gradient.clone(memory_format=torch.contiguous_format)  # autograd's own must stay as it is
+        dist.all_reduce(gradient, group=group)
+        return zigzag_shard(gradient, group.rank(), group.size(), ctx.dim), None, None

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_megatron.logprobs import next_token_stats, vocab_parallel_logprobs
-from rl_megatron.topology.context_parallel import zigzag_gather, zigzag_shard
+from rl_megatron.logprobs import Sharding, next_token_stats, vocab_parallel_logprobs
+from rl_megatron.topology.context_parallel import zigzag_shard
 
 ROWS, IDS = 23, 4
 COLLECTIVES = ("all_gather", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_to_all")
@@ -163,28 +163,6 @@ def test_zigzag_refuses_what_it_cannot_cut():
         zigzag_shard(torch.zeros(2, 6), 0, 2, dim=1)
 
 
-def test_gather_without_a_group_is_the_identity():
-    x = torch.zeros(2, 6)
-    assert zigzag_gather(x, None, dim=1) is x
-
-
-def gather_round_trip(dim):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    x = torch.randn(3, 12, 2, generator=torch.Generator().manual_seed(0)).movedim(1, dim)
-    mine = zigzag_shard(x, rank, size, dim).clone().requires_grad_()
-    with mock.patch.object(dist, "all_gather", side_effect=dist.all_gather) as all_gather:
-        whole = zigzag_gather(mine, dist.group.WORLD, dim)
-        assert all_gather.call_count == 1 and torch.equal(whole, x)
-    upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))  # the same loss on every rank
-    (gradient,) = torch.autograd.grad(whole, mine, upstream)
-    assert torch.equal(gradient, zigzag_shard(upstream, rank, size, dim))
-
-
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_gather_undoes_shard_and_backward_takes_the_slice(ranks, dim):
-    ranks.run(2, gather_round_trip, dim)
-
-
 def make_sequences(length):
     generator = torch.Generator().manual_seed(length)
     logits = torch.randn(3, length, 20, generator=generator)
@@ -206,7 +184,7 @@ def next_token_shard(length, tp_size, use_mask):
     padded = torch.nn.functional.pad(logits, (0, 0, 0, padding), value=math.nan)
     mine = zigzag_shard(padded, cp_rank, cp_size, 1).chunk(tp_size, dim=-1)[tp_rank].clone().requires_grad_()
     stats = next_token_stats(
-        mine, input_ids, tp_groups[cp_rank], cp_groups[tp_rank], temperature=temperature, entropy=True,
+        mine, input_ids, Sharding(tp_groups[cp_rank], cp_groups[tp_rank]), temperature=temperature, entropy=True,
         mask=mask if use_mask else None,
     )  # fmt: skip
     (gradient,) = torch.autograd.grad([stats.logprobs, stats.entropy], mine, upstream)

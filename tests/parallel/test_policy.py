@@ -12,7 +12,7 @@ import torch
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.losses import NLLLoss
-from rl_megatron.losses.interfaces import Loss, LossInputType, LossType, Reduction
+from rl_megatron.losses.interfaces import LogprobLoss, LossType, Reduction
 from rl_megatron.policy import checkpoint
 from rl_megatron.schedule import NonFiniteLoss
 from tests.parallel.layouts import (
@@ -144,10 +144,10 @@ def test_a_batch_without_a_valid_token_moves_nothing(ranks, layout):
     assert changed == 0.0 and scheduler_steps == 0
 
 
-class NaNOnRowThree(Loss):
+class NaNOnRowThree(LogprobLoss):
     """A loss that turns NaN where a row is marked."""
 
-    loss_type, input_type = LossType.TOKEN_LEVEL, LossInputType.LOGPROB
+    loss_type = LossType.TOKEN_LEVEL
     metric_reductions: dict[str, Reduction] = {}
 
     def evaluate(self, data, global_valid_seqs, global_valid_toks, next_token_logprobs, next_token_entropy=None):

@@ -1,0 +1,107 @@
+"""Where each token of a batch lies in the rows that a model runs on: padded or packed, whole or cut over ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """A `[B, S]` batch and the model's rows `[R, L]` on each context-parallel rank, as one index:
+
+        place[b, t] = rank · R·L + position among that rank's R·L tokens, −1 where the token is in no row
+
+    Everything aligned with the batch goes to the model's rows by `scatter` and comes back by `gather`; what lies
+    between (one model row per batch row, or all rows packed into one; one rank or several) concerns nobody else.
+    A sequence of P positions is cut zigzag: 2·cp equal chunks, rank r holding chunks r and 2·cp−1−r.
+    """
+
+    place: Tensor
+    rows: tuple[int, int]
+    cp_group: dist.ProcessGroup | None
+
+    @classmethod
+    def padded(
+        cls, batch: tuple[int, int], local_length: int, cp_group: dist.ProcessGroup | None, device: torch.device
+    ) -> TokenLayout:
+        """Each sequence in a row of its own, padded to local_length · cp positions."""
+        num_rows, width = batch
+        starts = torch.arange(num_rows + 1, device=device) * (local_length * _size(cp_group))
+        lengths = torch.full((num_rows,), width, device=device)
+        place = _places(lengths, starts, width, num_rows * local_length, cp_group)
+        return cls(place, (num_rows, local_length), cp_group)
+
+    @classmethod
+    def packed(
+        cls,
+        cu_seqlens: Tensor,
+        cu_seqlens_padded: Tensor,
+        width: int,
+        local_length: int,
+        cp_group: dist.ProcessGroup | None,
+    ) -> TokenLayout:
+        """All sequences one after the other in one row: sequence b has its `cu_seqlens[b+1] − cu_seqlens[b]` tokens at
+        `cu_seqlens_padded[b]` of the whole row, and every rank its zigzag part of each sequence.
+
+        Shapes: cu_seqlens, cu_seqlens_padded [B+1], in tokens over all ranks; width S of the batch.
+        """
+        lengths = cu_seqlens.diff()
+        return cls(_places(lengths, cu_seqlens_padded, width, local_length, cp_group), (1, local_length), cp_group)
+
+    def scatter(self, x: Tensor, fill: float) -> Tensor:
+        """[B, S, …] → this rank's [R, L, …], `fill` where no token lies. Takes part in no gradient."""
+        num_local, rank = math.prod(self.rows), 0 if self.cp_group is None else self.cp_group.rank()
+        mine = self.place.flatten() - rank * num_local
+        nowhere = (mine < 0) | (mine >= num_local)
+        local = x.new_full((num_local + 1, *x.shape[2:]), fill)  # the last entry takes what is not here
+        local[mine.masked_fill(nowhere, num_local)] = x.flatten(0, 1)
+        return local[:num_local].view(*self.rows, *x.shape[2:])
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Every rank's [R, L, …] → the whole [B, S, …], 0 where a token is in no row, from which every rank then
+        computes the *same* loss: backward hands each rank its own part of the gradient, with no collective. Summing
+        the ranks' equal gradients would count each token cp times."""
+        everywhere = _AllRanks.apply(x.flatten(0, 1), self.cp_group) if _size(self.cp_group) > 1 else x.flatten(0, 1)
+        picked = everywhere[self.place.clamp(min=0)]
+        absent = (self.place < 0).view(*self.place.shape, *(1 for _ in x.shape[2:]))
+        return picked.masked_fill(absent, 0.0)
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else group.size()
+
+
+def _places(lengths: Tensor, starts: Tensor, width: int, num_local: int, cp_group: dist.ProcessGroup | None) -> Tensor:
+    """`place` of sequences of `lengths` [B] that begin at `starts` [B+1] of the row that all ranks share."""
+    cp_size = _size(cp_group)
+    position = torch.arange(width, device=lengths.device)
+    # One rank has one chunk as long as the sequence: chunk 0 of rank 0.
+    num_chunks = 1 if cp_size == 1 else 2 * cp_size
+    chunk_length = (starts.diff() // num_chunks).clamp(min=1)[:, None]
+    chunk, within = position // chunk_length, position % chunk_length
+    rank = torch.minimum(chunk, 2 * cp_size - 1 - chunk)
+    second_half = (chunk >= cp_size) * chunk_length
+    local = starts[:-1, None] // cp_size + within + second_half
+    return torch.where(position < lengths[:, None], rank * num_local + local, -1)
+
+
+class _AllRanks(torch.autograd.Function):
+    """[N, …] of each rank → [cp·N, …] in rank order; backward is this rank's part."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.rank, ctx.num_local = group.rank(), x.size(0)
+        parts = x.new_empty(group.size(), *x.shape)
+        dist.all_gather(list(parts.unbind(0)), x.contiguous(), group=group)
+        return parts.flatten(0, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor):
+        return gradient.narrow(0, ctx.rank * ctx.num_local, ctx.num_local), None
