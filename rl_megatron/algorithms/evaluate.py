@@ -1,4 +1,4 @@
-"""Held-out measurements: negative log-likelihood of text, and accuracy against a task's verifier."""
+"""Held-out measurements: likelihood of text, accuracy against a task's verifier, preference within pairs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from rl_megatron.algorithms.rewards import completions, score
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.tasks import Problem, Task
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
 from rl_megatron.losses import NLLLoss
+from rl_megatron.losses.functional import masked_mean, masked_sum
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 
 _NUM_SAMPLES_KEPT = 6
@@ -30,6 +33,41 @@ class HeldoutText:
         if self.tokens_per_character is None:
             return {"nll_per_token": nll}
         return {"nll_per_token": nll, "nll_per_character": nll * self.tokens_per_character}
+
+
+@dataclass(frozen=True)
+class HeldoutPairs:
+    """Held-out pairs, chosen rows 0, 2, 4 …, rejected rows 1, 3, 5 …; `per_token`, where answers of different lengths
+    are compared by their mean log-probability rather than by its sum."""
+
+    batch: BatchedDataDict
+    per_token: bool = False
+
+    def measure(self, model: MegatronPolicy) -> dict[str, float]:
+        """`preference_accuracy`, the share of pairs whose chosen answer the model prefers (ties count half), and
+        `preference_margin`, by how much on average. What a model prefers: a reward model what it scores higher at its
+        last token; a language model what is likelier (margin in nats). Where it has a reference policy also
+        `reward_accuracy` and `reward_margin`, of log π − log π_ref, which is DPO's reward up to β."""
+        if model.head == "score":
+            return _preferences("preference", model.get_rewards(self.batch)["rewards"])
+        likelihood = self._of_answers(model.get_logprobs(self.batch)["logprobs"])
+        measures = _preferences("preference", likelihood)
+        if model.has_reference:
+            reference = self._of_answers(model.get_reference_policy_logprobs(self.batch)["reference_logprobs"])
+            measures |= _preferences("reward", likelihood - reference)
+        return measures
+
+    def _of_answers(self, logprobs: Tensor) -> Tensor:
+        mask = self.batch["token_mask"]
+        return masked_mean(logprobs, mask, dim=1) if self.per_token else masked_sum(logprobs, mask, dim=1)
+
+
+def _preferences(name: str, values: Tensor) -> dict[str, float]:
+    margins = (values[::2] - values[1::2]).double()
+    return {
+        f"{name}_accuracy": ((margins.sign() + 1) / 2).mean().item(),
+        f"{name}_margin": margins.mean().item(),
+    }
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from rl_megatron.algorithms.evaluate import HeldoutProblems, HeldoutText
+from rl_megatron.algorithms.evaluate import HeldoutPairs, HeldoutProblems, HeldoutText
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import DataConfig, StageConfig
 from rl_megatron.data.datasets import PromptAnswerDataset, TextDataset
+from rl_megatron.data.preferences import PreferenceDataset, answer_records, load_preferences
 from rl_megatron.data.sources import load_records, load_text
 from rl_megatron.data.tasks import GeneratedTask, Problem, Task, build_task
 from rl_megatron.data.templates import require_fields
@@ -45,12 +46,24 @@ def _training_texts(config: StageConfig) -> Iterator[str]:
         require_fields(records, data.answer_template)
         for record in records:
             yield data.prompt_template.format(**record.values) + data.answer_template.format(**record.values)
+    elif data.source == "preference":
+        yield from _preference_texts(data)
     else:
         task = stage_task(config)
         if isinstance(task, GeneratedTask):
             yield from task.pretraining_documents(data.num_documents, seed=config.train.seed)
         else:
             yield from (shown.prompt + shown.answer for shown in task.demonstrations())
+
+
+def _preference_texts(data: DataConfig) -> Iterator[str]:
+    records = load_preferences(data.path, data.heldout_fraction, data.prompt_template)[0]
+    require_fields(records, data.prompt_template)
+    for record in records:
+        sides = answer_records(record)
+        require_fields(sides, data.answer_template)
+        yield data.prompt_template.format(**record.values)
+        yield from (data.answer_template.format(**side.values) for side in sides)
 
 
 def pretraining_rows(config: StageConfig, tokenizer: Tokenizer) -> TextDataset:
@@ -89,10 +102,32 @@ def _records_as_rows(config: StageConfig, tokenizer: Tokenizer, heldout: bool) -
     )
 
 
+def preference_rows(config: StageConfig, tokenizer: Tokenizer, heldout: bool = False) -> PreferenceDataset:
+    """Pairs of answers, for training or held out."""
+    data = config.data
+    parts = load_preferences(data.path, data.heldout_fraction, data.prompt_template)
+    return PreferenceDataset(
+        _heldout(parts, data) if heldout else parts[0],
+        tokenizer,
+        config.model.max_sequence_length,
+        prompt_template=data.prompt_template,
+        answer_template=data.answer_template,
+        too_long=data.too_long,
+    )
+
+
+def heldout_pairs(config: StageConfig, tokenizer: Tokenizer) -> HeldoutPairs:
+    """The first held-out pairs in their order, at most `data.num_eval_rows` rows, two per pair; compared per token
+    where the loss does."""
+    pairs = preference_rows(config, tokenizer, heldout=True)
+    batch = pairs.batch(range(min(len(pairs), config.data.num_eval_rows // 2)))
+    return HeldoutPairs(batch, per_token=bool(config.loss.get("preference_average_log_probs")))
+
+
 def training_problems(config: StageConfig, task: Task) -> list[Problem]:
     """Problems to sample completions for: enough for every step of the stage, or all there are."""
     algorithm = config.algorithm
-    rounds = algorithm.dynamic_sampling_max_rounds if algorithm.dynamic_sampling else 1
+    rounds = algorithm.dynamic_sampling_max_rounds if algorithm.name == "grpo" and algorithm.dynamic_sampling else 1
     wanted = config.train.steps * rounds * algorithm.prompts_per_step
     return task.train_problems(wanted if isinstance(task, GeneratedTask) else None, seed=config.train.seed)
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import yaml
 
 from rl_megatron.algorithms import inputs
-from rl_megatron.algorithms.grpo import ROLLOUT_KEYS, split_name
+from rl_megatron.algorithms.rollout import ROLLOUT_KEYS
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import to_yaml
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.data.order import BatchSchedule
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.losses import build_loss
+from rl_megatron.losses.interfaces import Loss, LossInputType
+from rl_megatron.losses.registry import configured_loss
 from rl_megatron.policy import checkpoint
 
 # Sections that a run may not change between its start and its end. Others may: layout, steps, learning rate, …
@@ -44,7 +45,10 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
             _check_checkpoint(saved[-1], stage, tokenizer)
     _check_unchanged(config, output_dir)
     if config.init_from:
-        _check_checkpoint(Path(config.init_from), config.first, tokenizer)
+        path = Path(config.init_from)
+        _check_checkpoint(path, config.first, tokenizer)
+        needed = "score" if config.first.algorithm.name == "reward_model" else "lm"
+        checkpoint.check_head(path, checkpoint.read_manifest(path), needed, weights_only=True)
     return tokenizer
 
 
@@ -61,8 +65,8 @@ def _build_inputs(stage: StageConfig, tokenizer: Tokenizer) -> None:
     train = stage.train
     inputs.sampling(stage, tokenizer)
     task = inputs.stage_task(stage)
-    if stage.algorithm.name == "grpo":
-        _check_grpo_loss(stage.loss)
+    _check_loss(stage)
+    if stage.algorithm.name in ("grpo", "ppo"):
         problems = inputs.training_problems(stage, task)
         inputs.check_room(stage, problems, tokenizer)
         if len(problems) < stage.algorithm.prompts_per_step:
@@ -70,28 +74,73 @@ def _build_inputs(stage: StageConfig, tokenizer: Tokenizer) -> None:
                 f"algorithm.prompts_per_step={stage.algorithm.prompts_per_step} exceeds the {len(problems)} training "
                 "problems; lower it or provide more data"
             )
+    elif stage.data.source == "preference":
+        _check_enough_pairs(stage, len(inputs.preference_rows(stage, tokenizer)))
     else:
         pretraining = stage.algorithm.name == "pretrain"
         rows = (inputs.pretraining_rows if pretraining else inputs.answer_rows)(stage, tokenizer)
         BatchSchedule(len(rows), train.global_batch_size, train.seed)
     if task is not None:
         inputs.check_room(stage, inputs.heldout_problems(stage, task, tokenizer).problems, tokenizer)
+    elif stage.data.source == "preference":
+        inputs.heldout_pairs(stage, tokenizer)
     else:
         inputs.heldout_text(stage, tokenizer)
 
 
-def _check_grpo_loss(loss: dict[str, Any]) -> None:
+def _check_enough_pairs(stage: StageConfig, num_pairs: int) -> None:
+    rows = stage.train.global_batch_size
+    if rows > 2 * num_pairs:
+        raise ConfigError(
+            f"train.global_batch_size={rows} is {rows // 2} pairs of two rows, and data.path={stage.data.path} has "
+            f"{num_pairs} to train on; lower it or provide more data"
+        )
+
+
+def _check_loss(stage: StageConfig) -> None:
+    """The loss section against what the stage's algorithm gives a loss, and wants from it."""
+    algorithm, name = stage.algorithm, stage.loss.get("name")
+    if algorithm.name not in _LOSS_MAKES_USE_OF:
+        return  # pretraining and fine-tuning have one loss
     try:
-        loss_fn = build_loss(**split_name(loss))
+        loss_fn = configured_loss(stage.loss)
     except (KeyError, TypeError, ValueError) as error:  # an unknown key, a wrong type, a value out of range
         raise ConfigError(f"loss: {error.args[0] if error.args else error}") from error
-    if "advantages" not in loss_fn.required_keys:
-        raise ConfigError(f"loss.name={loss['name']} uses no advantages, which is all grpo learns from; use clipped_pg")
-    missing = sorted(set(loss_fn.required_keys) - ROLLOUT_KEYS)
+    suits, what, keys, instead = _LOSS_MAKES_USE_OF[algorithm.name]
+    if not suits(loss_fn):
+        raise ConfigError(f"loss.name={name} uses no {what}, which is all {algorithm.name} learns from; use {instead}")
+    missing = sorted(set(loss_fn.required_keys) - keys)
     if missing:
-        raise ConfigError(f"loss.name={loss['name']} needs {missing}, which grpo's rollouts do not carry")
-    if loss.get("use_kl_in_reward"):
-        raise ConfigError("loss.use_kl_in_reward=true: grpo leaves rewards as they are; set it to false")
+        raise ConfigError(f"loss.name={name} needs {missing}, which {algorithm.name}'s batches do not carry")
+    group_relative = getattr(algorithm, "advantage_estimator", None) == "group_relative"
+    if group_relative and stage.loss.get("use_kl_in_reward"):
+        raise ConfigError(
+            "loss.use_kl_in_reward=true: advantages relative to a group leave rewards as they are; set it to false, or "
+            "algorithm.advantage_estimator=reinforce_plus_plus"
+        )
+
+
+def _has_advantages(loss_fn: Loss) -> bool:
+    return "advantages" in loss_fn.required_keys
+
+
+def _takes_pairs(of: LossInputType) -> Callable[[Loss], bool]:
+    return lambda loss_fn: loss_fn.rows_per_unit == 2 and loss_fn.input_type is of
+
+
+_PAIR_KEYS = frozenset({"input_ids", "input_lengths", "token_mask", "sample_mask"})
+# Of each algorithm: whether a loss suits it, what such a loss uses, what batches carry, and a loss that suits.
+_LOSS_MAKES_USE_OF = {
+    "grpo": (_has_advantages, "advantages", ROLLOUT_KEYS, "clipped_pg"),
+    "ppo": (_has_advantages, "advantages", ROLLOUT_KEYS, "clipped_pg"),
+    "dpo": (
+        _takes_pairs(LossInputType.LOGPROB),
+        "logprobs of pairs",
+        _PAIR_KEYS | {"reference_policy_logprobs"},
+        "dpo or ipo",
+    ),
+    "reward_model": (_takes_pairs(LossInputType.LOGIT), "scores of pairs", _PAIR_KEYS, "preference"),
+}
 
 
 def _check_unchanged(config: RunConfig, output_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""Prompts → scored rollouts with advantages: what a policy-gradient update learns from."""
+"""Prompts → scored rollouts with logprobs: what a policy-gradient update learns from."""
 
 from __future__ import annotations
 
@@ -7,37 +7,76 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.advantages import group_relative, informative_groups
+from rl_megatron.algorithms import inputs
+from rl_megatron.algorithms.advantages import informative_groups, token_rewards
 from rl_megatron.algorithms.rewards import completions, score
-from rl_megatron.config.schema import GRPOConfig
+from rl_megatron.algorithms.stage import Stage
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.data.tasks import Problem, Task
-from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.generation.interfaces import RolloutEngine, Sampling
+from rl_megatron.data.order import BatchSchedule
+from rl_megatron.losses.functional import kl_penalty
+from rl_megatron.losses.interfaces import LossFunction
+from rl_megatron.policy.interfaces import PolicyInterface
+
+# What rollouts carry when they reach the loss.
+ROLLOUT_KEYS = frozenset(
+    "input_ids input_lengths token_mask sample_mask rewards advantages temperature generation_logprobs prev_logprobs "
+    "reference_policy_logprobs".split()
+)
+_ROUNDS_PER_SEED = 1000  # seeds of a step's rounds lie apart
 
 
-def sample_groups(
-    engine: RolloutEngine,
-    tokenizer: Tokenizer,
-    task: Task,
-    problems: Sequence[Problem],
-    sampling: Sampling,
-    seed: int,
-    algorithm: GRPOConfig,
-) -> BatchedDataDict:
-    """`samples_per_prompt` completions per problem, groups contiguous, with `rewards` [B] and `advantages` [B, S]."""
-    repeated = [problem for problem in problems for _ in range(algorithm.samples_per_prompt)]
-    prompts = {problem.prompt: tokenizer.encode(problem.prompt) for problem in problems}
-    rollouts = engine.generate([prompts[problem.prompt] for problem in repeated], sampling, seed)
-    rollouts["rewards"] = score(task, repeated, completions(rollouts, tokenizer))
-    advantages = group_relative(
-        rollouts["rewards"],
-        algorithm.samples_per_prompt,
-        leave_one_out=algorithm.leave_one_out,
-        normalize_std=algorithm.normalize_std,
-    )
-    rollouts["advantages"] = advantages[:, None] * rollouts["token_mask"]
+class Sampler:
+    """Scored completions for the prompts of a step. Which prompts and random numbers step and round use depends on
+    their numbers alone, so a resumed run draws what the uninterrupted one would have."""
+
+    def __init__(self, stage: Stage, rounds_per_step: int = 1):
+        config = stage.config
+        self._engine, self._tokenizer, self._seed = stage.engine, stage.tokenizer, config.train.seed
+        self._per_prompt, self._rounds = config.algorithm.samples_per_prompt, rounds_per_step
+        self._task = inputs.stage_task(config)
+        self._problems = inputs.training_problems(config, self._task)
+        self._order = BatchSchedule(len(self._problems), config.algorithm.prompts_per_step, config.train.seed)
+        self._sampling = inputs.sampling(config, stage.tokenizer)
+
+    def draw(self, step: int, round_: int = 0) -> BatchedDataDict:
+        """`samples_per_prompt` completions of each of the round's prompts, groups contiguous, with `rewards` [B]."""
+        chosen = [self._problems[row] for row in self._order.rows_at((step - 1) * self._rounds + round_)]
+        repeated = [problem for problem in chosen for _ in range(self._per_prompt)]
+        prompts = {problem.prompt: self._tokenizer.encode(problem.prompt) for problem in chosen}
+        seed = (self._seed * 1_000_003 + step) * _ROUNDS_PER_SEED + round_
+        rollouts = self._engine.generate([prompts[problem.prompt] for problem in repeated], self._sampling, seed)
+        rollouts["rewards"] = score(self._task, repeated, completions(rollouts, self._tokenizer))
+        return rollouts
+
+
+def with_logprobs(rollouts: BatchedDataDict, policy: PolicyInterface, reference: bool) -> BatchedDataDict:
+    """The rollouts with the present policy's `prev_logprobs` and, if asked, `reference_policy_logprobs`."""
+    rollouts["prev_logprobs"] = policy.get_logprobs(rollouts)["logprobs"]
+    if reference:
+        rollouts["reference_policy_logprobs"] = policy.get_reference_policy_logprobs(rollouts)["reference_logprobs"]
     return rollouts
+
+
+def kl_in_reward(loss_fn: LossFunction) -> float:
+    """β where the loss leaves the KL penalty to the reward (`use_kl_in_reward`), else 0."""
+    cfg = getattr(loss_fn, "cfg", None)
+    return cfg.reference_policy_kl_penalty if getattr(cfg, "use_kl_in_reward", False) else 0.0
+
+
+def needs_reference(loss_fn: LossFunction) -> bool:
+    """Whether the loss, or the reward on its behalf, compares with the reference policy."""
+    return "reference_policy_logprobs" in loss_fn.required_keys or kl_in_reward(loss_fn) > 0
+
+
+def rewards_per_token(rollouts: BatchedDataDict, loss_fn: LossFunction) -> Tensor:
+    """[B, S]: each row's reward at its last sampled token, less β·KL(π_prev‖π_ref) at every sampled token where the
+    loss leaves the KL to the reward."""
+    beta, kl = kl_in_reward(loss_fn), None
+    if beta > 0:
+        kl = kl_penalty(
+            rollouts["prev_logprobs"], rollouts["reference_policy_logprobs"], loss_fn.cfg.reference_policy_kl_type
+        )
+    return token_rewards(rollouts["rewards"], rollouts["token_mask"], kl, beta)
 
 
 def keep_informative(rollouts: BatchedDataDict, group_size: int) -> BatchedDataDict:

@@ -14,23 +14,34 @@ import torch.distributed as dist
 
 from rl_megatron import log
 from rl_megatron.algorithms import inputs, preflight
+from rl_megatron.algorithms.dpo import dpo
 from rl_megatron.algorithms.grpo import grpo
+from rl_megatron.algorithms.ppo import ppo
 from rl_megatron.algorithms.pretrain import pretrain
 from rl_megatron.algorithms.recorder import Recorder
+from rl_megatron.algorithms.reward_model import reward_model
 from rl_megatron.algorithms.sft import sft
 from rl_megatron.algorithms.stage import Evaluation, Stage
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import to_yaml
-from rl_megatron.config.schema import RunConfig, StageConfig
+from rl_megatron.config.schema import OptimizerConfig, RunConfig, StageConfig
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.megatron import MegatronEngine
+from rl_megatron.model.build import Head
 from rl_megatron.policy import checkpoint
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.schedule import NonFiniteLoss
 from rl_megatron.topology import platform, topology
 from rl_megatron.topology.topology import Topology
 
-ALGORITHMS: dict[str, Callable[[Stage], None]] = {"pretrain": pretrain, "sft": sft, "grpo": grpo}
+ALGORITHMS: dict[str, Callable[[Stage], None]] = {
+    "pretrain": pretrain,
+    "sft": sft,
+    "dpo": dpo,
+    "reward_model": reward_model,
+    "grpo": grpo,
+    "ppo": ppo,
+}
 _PATIENCE = timedelta(seconds=30)
 _T = TypeVar("_T")
 
@@ -112,30 +123,50 @@ def _run_stage(
     weights: Path | None,
     resume: bool,
 ) -> dict[str, Any]:
-    policy = MegatronPolicy(
+    scores = config.algorithm.name == "reward_model"
+    policy = _model(config, layout, tokenizer, weights, config.optimizer, "score" if scores else "lm")
+    critic = None
+    if config.algorithm.name == "ppo":
+        critic = _model(config, layout, tokenizer, weights, config.algorithm.critic_optimizer, "score")
+    engine = MegatronEngine(policy, config.generation.batch_size)
+    evaluate = _evaluation(config, policy, engine, tokenizer)
+    stage = Stage(name, config, policy, engine, tokenizer, recorder, directory, resume, evaluate, critic)
+    ALGORITHMS[config.algorithm.name](stage)
+    policy.shutdown()
+    if critic is not None:
+        critic.shutdown()
+    return stage.results
+
+
+def _model(
+    config: StageConfig,
+    layout: Topology,
+    tokenizer: Tokenizer,
+    weights: Path | None,
+    optimizer: OptimizerConfig,
+    head: Head,
+) -> MegatronPolicy:
+    """The stage's policy, or another model of its shape, from the weights the stage before left."""
+    model = MegatronPolicy(
         config.model,
         layout,
         vocab_size=tokenizer.vocab_size,
         precision=config.precision,
         seed=config.train.seed,
-        optimizer=config.optimizer,
+        optimizer=optimizer,
         total_steps=_optimizer_steps(config),
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,
+        head=head,
     )
     if weights is not None:
-        policy.load_checkpoint(weights, weights_only=True)
-    engine = MegatronEngine(policy, config.generation.batch_size)
-    evaluate = _evaluation(config, policy, engine, tokenizer)
-    stage = Stage(name, config, policy, engine, tokenizer, recorder, directory, resume, evaluate)
-    ALGORITHMS[config.algorithm.name](stage)
-    policy.shutdown()
-    return stage.results
+        model.load_checkpoint(weights, weights_only=True)
+    return model
 
 
 def _optimizer_steps(config: StageConfig) -> int:
     algorithm, train = config.algorithm, config.train
-    if algorithm.name != "grpo":
+    if algorithm.name not in ("grpo", "ppo"):
         return train.steps
     rows = algorithm.prompts_per_step * algorithm.samples_per_prompt
     return train.steps * algorithm.updates_per_rollout * math.ceil(rows / train.global_batch_size)
@@ -144,7 +175,10 @@ def _optimizer_steps(config: StageConfig) -> int:
 def _evaluation(
     config: StageConfig, policy: MegatronPolicy, engine: MegatronEngine, tokenizer: Tokenizer
 ) -> Evaluation:
-    """Held-out accuracy where the data has a verifier, held-out likelihood where it has text."""
+    """Held-out accuracy where the data has a verifier or pairs, held-out likelihood where it has text."""
+    if config.data.source == "preference":
+        pairs = inputs.heldout_pairs(config, tokenizer)
+        return lambda: (pairs.measure(policy), [])
     task = inputs.stage_task(config)
     if task is not None:
         problems = inputs.heldout_problems(config, task, tokenizer)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rl_megatron.algorithms.recorder import Recorder
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.order import BatchSchedule
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.interfaces import RolloutEngine
 from rl_megatron.losses.interfaces import LossFunction
@@ -20,9 +21,20 @@ from rl_megatron.schedule import NonFiniteLoss
 Evaluation = Callable[[], tuple[dict[str, float], list[dict[str, Any]]]]
 
 
+class Dataset(Protocol):
+    """Items that become rows; `rows_per_item` is 2 for preference pairs."""
+
+    rows_per_item: int
+
+    def __len__(self) -> int: ...
+
+    def batch(self, items: Sequence[int]) -> BatchedDataDict: ...
+
+
 @dataclass
 class Stage:
-    """What a story works with. `evaluate` gives held-out measures and samples to look at."""
+    """What a story works with. `evaluate` gives held-out measures and samples to look at; `critic` is there for
+    algorithms that have one, saved and resumed with the policy."""
 
     name: str
     config: StageConfig
@@ -33,6 +45,7 @@ class Stage:
     checkpoints: Path
     resume: bool
     evaluate: Evaluation
+    critic: MegatronPolicy | None = None
     results: dict[str, Any] = field(default_factory=dict)
 
     def steps(self) -> Iterator[int]:
@@ -56,13 +69,22 @@ class Stage:
         finally:
             self.recorder.end_stage()
 
-    def train(self, step: int, batch: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
-        """One pass of the policy over `batch`.
+    def batches(self, dataset: Dataset) -> Iterator[tuple[int, BatchedDataDict]]:
+        """Each step with its `train.global_batch_size` rows: shuffled epochs, the same after a resume."""
+        train = self.config.train
+        order = BatchSchedule(len(dataset), train.global_batch_size // dataset.rows_per_item, train.seed)
+        for step in self.steps():
+            yield step, dataset.batch(order.rows_at(step - 1))
+
+    def train(
+        self, step: int, batch: BatchedDataDict, loss_fn: LossFunction, model: MegatronPolicy | None = None
+    ) -> dict[str, float]:
+        """One pass of the policy (or of `model`) over `batch`.
 
         Raises: NonFiniteLoss with the stage and step added; the last checkpoint stays.
         """
         try:
-            return self.policy.train(batch, loss_fn)
+            return (model or self.policy).train(batch, loss_fn)
         except NonFiniteLoss as error:
             raise NonFiniteLoss(f"stage {self.name}, step {step}: {error}") from error
 
@@ -74,6 +96,8 @@ class Stage:
         if not saved:
             return 0
         manifest = self.policy.load_checkpoint(saved[-1])
+        if self.critic is not None:
+            self.critic.load_checkpoint(self._of_critic / saved[-1].name)
         self.results = manifest["results"]
         return manifest["step"]
 
@@ -84,5 +108,13 @@ class Stage:
 
     def _save(self, step: int) -> None:
         kept = {"results": self.results, "stage": self.name, "tokenizer": self.tokenizer.digest}
+        if self.critic is not None:  # first, so that a policy's checkpoint always has its critic's
+            self.critic.save_checkpoint(self._of_critic, step, **kept)
         self.policy.save_checkpoint(self.checkpoints, step, **kept)
         checkpoint.delete_older(self.checkpoints, self.config.train.keep_checkpoints)
+        if self.critic is not None:
+            checkpoint.delete_older(self._of_critic, self.config.train.keep_checkpoints)
+
+    @property
+    def _of_critic(self) -> Path:
+        return self.checkpoints.with_name(f"{self.checkpoints.name}.critic")

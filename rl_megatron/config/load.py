@@ -21,6 +21,15 @@ from rl_megatron.config.errors import ConfigError, nearest
 
 _STAGE_KEYS = {field.name for field in fields(schema.StageConfig)}
 _RUN_KEYS = {"stages", "output_dir", "init_from", "resume"}
+# What each algorithm learns from, and the values of data.source that have it.
+_LEARNS_FROM = {
+    "pretrain": ("text", ("text", "task")),
+    "sft": ("prompts and answers", ("prompt_answer", "task")),
+    "dpo": ("pairs", ("preference",)),
+    "reward_model": ("pairs", ("preference",)),
+    "grpo": ("rewards", ("task",)),
+    "ppo": ("rewards", ("task",)),
+}
 _OPEN_SECTIONS = ("stages.", "algorithm.", "data.task.")  # their keys depend on a name chosen within
 
 
@@ -53,6 +62,12 @@ def load(overrides: list[str], config_dir: str | None = None) -> schema.RunConfi
     )
     for name, stage in built.items():
         _check_stage(name, stage, config.first)
+    for name, stage in list(built.items())[:-1]:
+        if stage.algorithm.name == "reward_model":
+            raise ConfigError(
+                f"stages.{name} is a reward_model, which has no language model to hand on; put it last, or in a run of "
+                "its own"
+            )
     return config
 
 
@@ -243,7 +258,7 @@ def _mapping(value: Any, where: str) -> Mapping[str, Any]:
 
 def _check_stage(name: str, stage: schema.StageConfig, first: schema.StageConfig) -> None:
     """Rules that span sections."""
-    model, data, train = stage.model, stage.data, stage.train
+    model, data = stage.model, stage.data
     for section in ("model", "parallel", "tokenizer", "precision", "device"):
         if getattr(stage, section) != getattr(first, section):
             raise ConfigError(f"stages.{name}.{section} differs from the first stage's; stages share one {section}")
@@ -257,29 +272,67 @@ def _check_stage(name: str, stage: schema.StageConfig, first: schema.StageConfig
             f"model.hidden_size={model.hidden_size} is not a multiple of "
             f"model.num_attention_heads={model.num_attention_heads}; change one or set model.head_dim"
         )
-    if data.source in ("text", "prompt_answer") and data.path is None:
+    if data.source != "task" and data.path is None:
         raise ConfigError(f"data.path is not set and data.source={data.source} reads it; add data.path=…")
     if data.source == "task" and "name" not in data.task:
         raise ConfigError("data.source=task needs data.task.name (arithmetic, gsm8k)")
-    if stage.algorithm.name == "grpo" and data.source != "task":
-        raise ConfigError(f"algorithm=grpo needs rewards: data.source={data.source} has none; use data.source=task")
-    if stage.algorithm.name == "sft" and data.source == "text":
-        raise ConfigError("algorithm=sft needs prompts and answers; use data.source=prompt_answer or task")
-    if stage.algorithm.name == "pretrain" and data.source == "prompt_answer":
-        raise ConfigError("algorithm=pretrain reads text; use data.source=text or task")
-    if stage.algorithm.name == "pretrain" and data.sequence_length > model.max_sequence_length:
+    _check_optimizer("optimizer", stage.optimizer)
+    _check_algorithm(stage)
+
+
+def _check_algorithm(stage: schema.StageConfig) -> None:
+    """What the stage's algorithm asks of the other sections."""
+    algorithm, data = stage.algorithm, stage.data
+    needed, sources = _LEARNS_FROM[algorithm.name]
+    if data.source not in sources:
+        raise ConfigError(
+            f"algorithm={algorithm.name} needs {needed}: data.source={data.source} has none; "
+            f"use data.source={' or '.join(sources)}"
+        )
+    if data.source == "preference":
+        _check_whole_pairs(stage)
+    if algorithm.name == "pretrain" and data.sequence_length > stage.model.max_sequence_length:
         raise ConfigError(
             f"data.sequence_length={data.sequence_length} exceeds model.max_sequence_length="
-            f"{model.max_sequence_length}; lower the one or raise the other"
+            f"{stage.model.max_sequence_length}; lower the one or raise the other"
         )
-    if stage.optimizer.warmup_steps >= (stage.optimizer.decay_steps or train.steps + stage.optimizer.warmup_steps + 1):
+    if algorithm.name in ("grpo", "ppo") and stage.generation.temperature == 0:
         raise ConfigError(
-            f"optimizer.warmup_steps={stage.optimizer.warmup_steps} must be less than "
-            f"optimizer.decay_steps={stage.optimizer.decay_steps}"
+            f"generation.temperature=0 is greedy: {algorithm.name} needs differing samples; set it above 0"
         )
-    if stage.optimizer.min_lr > stage.optimizer.lr:
+    if algorithm.name == "grpo" and algorithm.samples_per_prompt == 1:
+        if algorithm.advantage_estimator == "group_relative" or algorithm.dynamic_sampling:
+            raise ConfigError(
+                "algorithm.samples_per_prompt=1 leaves a sample without a group to be compared with; set it to 2 or "
+                "more, or algorithm.advantage_estimator=reinforce_plus_plus without dynamic_sampling"
+            )
+    if algorithm.name == "ppo":
+        _check_optimizer("algorithm.critic_optimizer", algorithm.critic_optimizer)
+        if algorithm.critic_warmup_steps >= stage.train.steps:
+            raise ConfigError(
+                f"algorithm.critic_warmup_steps={algorithm.critic_warmup_steps} must be less than train.steps="
+                f"{stage.train.steps}, or the policy never learns"
+            )
+
+
+def _check_whole_pairs(stage: schema.StageConfig) -> None:
+    counts = {
+        "train.global_batch_size": stage.train.global_batch_size,
+        "train.micro_batch_size": stage.train.micro_batch_size,
+        "data.num_eval_rows": stage.data.num_eval_rows,
+    }
+    for key, count in counts.items():
+        if count % 2:
+            raise ConfigError(
+                f"{key}={count} must be even: a pair is two rows, chosen and rejected; set it to {count + 1}"
+            )
+
+
+def _check_optimizer(where: str, optimizer: schema.OptimizerConfig) -> None:
+    if optimizer.decay_steps is not None and optimizer.warmup_steps >= optimizer.decay_steps:
         raise ConfigError(
-            f"optimizer.min_lr={stage.optimizer.min_lr} must not exceed optimizer.lr={stage.optimizer.lr}"
+            f"{where}.warmup_steps={optimizer.warmup_steps} must be less than "
+            f"{where}.decay_steps={optimizer.decay_steps}"
         )
-    if stage.algorithm.name == "grpo" and stage.generation.temperature == 0:
-        raise ConfigError("generation.temperature=0 is greedy: grpo needs differing samples; set it above 0")
+    if optimizer.min_lr > optimizer.lr:
+        raise ConfigError(f"{where}.min_lr={optimizer.min_lr} must not exceed {where}.lr={optimizer.lr}")

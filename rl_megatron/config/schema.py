@@ -27,6 +27,7 @@ Number = BeforeValidator(_no_switch)
 Positive = Annotated[int, Field(ge=1), Number]
 NonNegative = Annotated[int, Field(ge=0), Number]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0), Number]
+ClosedFraction = Annotated[float, Field(ge=0.0, le=1.0), Number]
 PositiveFloat = Annotated[float, Field(gt=0.0), Number]
 NonNegativeFloat = Annotated[float, Field(ge=0.0), Number]
 
@@ -83,8 +84,8 @@ class OptimizerConfig:
 
 @section
 class TrainConfig:
-    steps: Positive = 100  # optimizer steps; for grpo: rollout steps
-    global_batch_size: Positive = 32  # rows per optimizer step, over all ranks
+    steps: Positive = 100  # optimizer steps; for grpo and ppo: rollout steps
+    global_batch_size: Positive = 32  # rows per optimizer step, over all ranks; a pair is two rows
     micro_batch_size: Positive = 8  # rows per forward pass on one rank
     seed: NonNegative = 0
     eval_every: NonNegative = 0  # steps between evaluations; 0: only at the end
@@ -101,16 +102,17 @@ class TokenizerConfig:
 
 @section
 class DataConfig:
-    """What the model reads. `source`: text (a file), prompt_answer (JSONL), or task (generated or local problems)."""
+    """What the model reads. `source`: text (a file), prompt_answer (JSONL), preference (JSONL of pairs, or of graded
+    solutions to pair), or task (generated or local problems)."""
 
-    source: Literal["text", "prompt_answer", "task"] = "task"
-    path: str | None = None  # file, or directory with train.jsonl and test.jsonl
+    source: Literal["text", "prompt_answer", "preference", "task"] = "task"
+    path: str | None = None  # file, or directory with train.jsonl and test.jsonl; of preferences: data/preferences.py
     heldout_fraction: Fraction = 0.05  # split off a single file
     sequence_length: Positive = 128  # pretraining windows
     prompt_template: str = "{question}\n"
-    answer_template: str = "{answer}"
+    answer_template: str = "{answer}"  # of preferences: {answer} is the chosen or the rejected text
     too_long: Literal["error", "truncate", "drop"] = "error"  # rows past model.max_sequence_length
-    num_eval_rows: Positive = 256  # held-out rows (or problems) per evaluation
+    num_eval_rows: Positive = 256  # held-out rows (or problems) per evaluation; a pair is two rows
     task: dict[str, Any] = field(default_factory=dict)  # name and keys of a task of data/tasks
     num_documents: Positive = 20_000  # generated pretraining documents
     num_demonstrations: Positive = 1_000  # generated SFT demonstrations
@@ -146,7 +148,10 @@ class GRPOConfig:
 
     name: Literal["grpo"] = "grpo"
     prompts_per_step: Positive = 32
-    samples_per_prompt: Annotated[int, Field(ge=2)] = 8
+    samples_per_prompt: Positive = 8  # at least 2 where advantages are relative to the group
+    # group_relative: against the other samples of the prompt; reinforce_plus_plus: returns against the whole batch, in
+    # which loss.use_kl_in_reward counts the KL as a cost of each token.
+    advantage_estimator: Literal["group_relative", "reinforce_plus_plus"] = "group_relative"
     leave_one_out: bool = False  # baseline: mean of the other samples of the group
     normalize_std: bool = True  # divide advantages by the group's standard deviation (Dr. GRPO: false)
     dynamic_sampling: bool = False  # DAPO: keep only groups with differing rewards, sampling on until full
@@ -154,7 +159,39 @@ class GRPOConfig:
     updates_per_rollout: Positive = 1  # passes over each rollout; train.global_batch_size splits a pass into steps
 
 
-AlgorithmConfig = Annotated[PretrainConfig | SFTConfig | GRPOConfig, Field(discriminator="name")]
+@section
+class PPOConfig:
+    """Proximal policy optimisation against a verifiable reward, with a learned critic."""
+
+    name: Literal["ppo"] = "ppo"
+    prompts_per_step: Positive = 32
+    samples_per_prompt: Positive = 4
+    discount: Annotated[float, Field(gt=0.0, le=1.0), Number] = 1.0  # γ, per token
+    gae_lambda: ClosedFraction = 0.95  # λ: 0 trusts the critic, 1 the rewards that came
+    whiten_advantages: bool = True  # mean 0 and standard deviation 1 over the tokens of a rollout
+    updates_per_rollout: Positive = 1  # passes over each rollout; train.global_batch_size splits a pass into steps
+    critic_optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    critic_warmup_steps: NonNegative = 0  # first steps, in which only the critic learns
+    value_clip: PositiveFloat | None = 0.2  # how far a value may move from the rollout's; null: as far as it likes
+
+
+@section
+class DPOConfig:
+    """Direct preference optimisation on pairs."""
+
+    name: Literal["dpo"] = "dpo"
+
+
+@section
+class RewardModelConfig:
+    """Bradley-Terry reward model on pairs."""
+
+    name: Literal["reward_model"] = "reward_model"
+
+
+AlgorithmConfig = Annotated[
+    PretrainConfig | SFTConfig | DPOConfig | RewardModelConfig | GRPOConfig | PPOConfig, Field(discriminator="name")
+]
 
 
 @section

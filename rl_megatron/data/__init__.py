@@ -5,6 +5,7 @@ from rl_megatron.data.datasets import PromptAnswerDataset, PromptDataset, TextDa
 from rl_megatron.data.microbatches import DynamicBatchingArgs, SequencePackingArgs
 from rl_megatron.data.order import BatchSchedule, epoch_order
 from rl_megatron.data.packing import pack_sequences
+from rl_megatron.data.preferences import PreferenceDataset, load_preferences
 from rl_megatron.data.sources import Record, load_records, load_text, read_jsonl, split_heldout
 from rl_megatron.data.tasks import TASKS, Demonstration, GeneratedTask, Problem, Task, build_task
 from rl_megatron.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
@@ -16,6 +17,7 @@ __all__ = [
     "Demonstration",
     "DynamicBatchingArgs",
     "GeneratedTask",
+    "PreferenceDataset",
     "Problem",
     "PromptAnswerDataset",
     "PromptDataset",
@@ -26,6 +28,7 @@ __all__ = [
     "Tokenizer",
     "build_task",
     "epoch_order",
+    "load_preferences",
     "load_records",
     "load_text",
     "load_tokenizer",

@@ -1,8 +1,9 @@
 """Datasets: rows that become batches. `dataset.batch(rows)` is a pure function of the row numbers.
 
 Three kinds, one per way of training: `TextDataset` (pretraining: a stream of tokens in windows), `PromptAnswerDataset`
-(SFT: the answer is learned, the prompt is read) and `PromptDataset` (RL: the policy answers the prompt). Whatever is
-wrong with the data raises while the dataset is built, before the first step.
+(SFT: the answer is learned, the prompt is read) and `PromptDataset` (RL: the policy answers the prompt). A fourth, of
+pairs of answers, is in `preferences`. Whatever is wrong with the data raises while the dataset is built, before the
+first step.
 
 Keys of a batch: `input_ids` `[B, S]` int64, padded on the right; `input_lengths` `[B]` int64; `token_mask` `[B, S]`
 fp32, entry t speaks of token t; `sample_mask` `[B]` fp32.
@@ -10,22 +11,18 @@ fp32, entry t speaks of token t; `sample_mask` `[B]` fp32.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, Self, get_args
+from collections.abc import Sequence
+from typing import Literal, Self
 
 import torch
 
-from rl_megatron.config.errors import unknown_name
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.collate import Padding, span_mask
+from rl_megatron.data.encoding import Row, TooLong, answer_batch, encode_answer, encode_prompts, within_limit
 from rl_megatron.data.sources import Record
 from rl_megatron.data.tasks.task import Demonstration, Problem
 from rl_megatron.data.templates import require_fields
 from rl_megatron.data.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 
 class TextDataset:
@@ -43,6 +40,8 @@ class TextDataset:
     Raises:
         ValueError: no text, or a `sequence_length` below 2 (such a window predicts nothing).
     """
+
+    rows_per_item = 1
 
     def __init__(self, documents: Sequence[str], tokenizer: Tokenizer, sequence_length: int) -> None:
         if sequence_length < 2:
@@ -80,20 +79,6 @@ class TextDataset:
         )
 
 
-TooLong = Literal["error", "drop", "truncate"]
-
-
-@dataclass(frozen=True)
-class _Row:
-    prompt_ids: list[int]
-    answer_ids: list[int]
-    record: Record
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.answer_ids)
-
-
 class PromptAnswerDataset:
     """Prompts with the answers to learn: `token_mask` is 1 on the answer and its `<eos>`, 0 on the prompt.
 
@@ -114,6 +99,8 @@ class PromptAnswerDataset:
             policy, or no row left.
     """
 
+    rows_per_item = 1
+
     def __init__(
         self,
         records: Sequence[Record],
@@ -127,10 +114,10 @@ class PromptAnswerDataset:
     ) -> None:
         require_fields(records, answer_template)
         rows = [
-            _Row(prompt_ids, [*tokenizer.encode_template(answer_template, record.values), tokenizer.eos_id], record)
-            for prompt_ids, record in _prompts(records, tokenizer, prompt_template)
+            Row(prompt_ids, encode_answer(record, tokenizer, answer_template), record)
+            for prompt_ids, record in encode_prompts(records, tokenizer, prompt_template)
         ]
-        self._rows = _within_limit(rows, "max_sequence_length", max_sequence_length, too_long)
+        self._rows = within_limit(rows, "max_sequence_length", max_sequence_length, too_long)
         self._padding = Padding(tokenizer.pad_id, pad_to_multiple_of)
 
     @classmethod
@@ -162,12 +149,7 @@ class PromptAnswerDataset:
 
     def batch(self, rows: Sequence[int]) -> BatchedDataDict:
         """Prompt, answer and `<eos>` of these rows: `input_ids`, `input_lengths`, `token_mask`, `sample_mask`."""
-        chosen = [self._rows[row] for row in rows]
-        batch = self._padding.collate([row.prompt_ids + row.answer_ids for row in chosen])
-        starts = torch.tensor([len(row.prompt_ids) for row in chosen], dtype=torch.long)
-        # nothing stands before position 0 to predict it from, even where the prompt is empty
-        batch["token_mask"] = span_mask(starts.clamp(min=1), batch["input_lengths"], batch["input_ids"].shape[1])
-        return batch
+        return answer_batch([self._rows[row] for row in rows], self._padding)
 
 
 class PromptDataset:
@@ -194,11 +176,13 @@ class PromptDataset:
     ) -> None:
         if too_long == "truncate":
             raise ValueError('too_long = "truncate" would ask half a question: use "drop" or raise max_prompt_length.')
-        rows = [_Row(prompt_ids, [], record) for prompt_ids, record in _prompts(records, tokenizer, prompt_template)]
+        rows = [
+            Row(prompt_ids, [], record) for prompt_ids, record in encode_prompts(records, tokenizer, prompt_template)
+        ]
         for row in rows:
             if not row.prompt_ids:
                 raise ValueError(f"{row.record.origin}: the prompt has no token: template {prompt_template!r}.")
-        self._rows = _within_limit(rows, "max_prompt_length", max_prompt_length, too_long)
+        self._rows = within_limit(rows, "max_prompt_length", max_prompt_length, too_long)
         self._padding = Padding(tokenizer.pad_id, pad_to_multiple_of)
 
     @classmethod
@@ -236,48 +220,3 @@ class PromptDataset:
         batch["token_mask"] = torch.zeros(batch["input_ids"].shape)
         batch["records"] = [dict(row.record.values) for row in chosen]
         return batch
-
-
-def _prompts(records: Sequence[Record], tokenizer: Tokenizer, template: str) -> Iterator[tuple[list[int], Record]]:
-    """Each record with its prompt's tokens, which begin as the tokenizer begins every text, but not twice."""
-    require_fields(records, template)
-    prefix = tokenizer.prefix_ids
-    for record in records:
-        ids = tokenizer.encode_template(template, record.values)
-        yield (ids if ids[: len(prefix)] == prefix else prefix + ids), record
-
-
-def _within_limit(rows: list[_Row], limit_name: str, limit: int, policy: str) -> list[_Row]:
-    """The rows of at most `limit` tokens; what becomes of the others is `policy`'s choice."""
-    if policy not in get_args(TooLong):
-        raise unknown_name("too_long policy", policy, get_args(TooLong))
-    if not rows:
-        raise ValueError("the dataset has no records.")
-    longer = [row for row in rows if row.num_tokens > limit]
-    if not longer:
-        return rows
-    longest = max(row.num_tokens for row in longer)
-    if policy == "error":
-        raise ValueError(
-            f"{longer[0].record.origin}: {longer[0].num_tokens} tokens, {limit_name} is {limit} ({len(longer)} "
-            f"of {len(rows)} rows are longer, the longest has {longest}): raise {limit_name}, or choose too_long=drop"
-            f"{' or too_long=truncate' if limit_name == 'max_sequence_length' else ''}."
-        )
-    kept = [fitting for row in rows if (fitting := _fitting(row, limit, policy)) is not None]
-    num_dropped = len(rows) - len(kept)
-    logger.warning(
-        "%d of %d rows exceed %s = %d (the longest has %d tokens): dropped %d, truncated %d",
-        *(len(longer), len(rows), limit_name, limit, longest, num_dropped, len(longer) - num_dropped),
-    )
-    if not kept:
-        raise ValueError(f"every row exceeds {limit_name} = {limit} (the longest has {longest} tokens): raise it.")
-    return kept
-
-
-def _fitting(row: _Row, limit: int, policy: str) -> _Row | None:
-    """The row within `limit`, or None where it is dropped: by choice, or because no answer would remain to learn."""
-    if row.num_tokens <= limit:
-        return row
-    if policy == "drop" or len(row.prompt_ids) >= limit:
-        return None
-    return replace(row, answer_ids=row.answer_ids[: limit - len(row.prompt_ids)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
@@ -10,8 +12,11 @@ from torch.nn.functional import silu
 
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.backend import block_spec, choose_backend
+from rl_megatron.model.score_head import ScoreHead
 from rl_megatron.model.shards import initialise_parameters
 from rl_megatron.topology.topology import Topology, padded_vocab_size, validate_model
+
+Head = Literal["lm", "score"]
 
 
 def transformer_config(model: ModelConfig, topology: Topology, precision: str) -> TransformerConfig:
@@ -65,9 +70,11 @@ def _recompute(recompute: str) -> dict:
 
 
 def build_model(
-    model: ModelConfig, topology: Topology, *, vocab_size: int, precision: str, seed: int
+    model: ModelConfig, topology: Topology, *, vocab_size: int, precision: str, seed: int, head: Head = "lm"
 ) -> list[torch.nn.Module]:
     """The model chunks of this rank, initialised from `seed` alike in every layout, on the topology's device.
+
+    `head`: "lm" gives logits, [B, S, V/tp]; "score" one number a token, [B, S, 1] in fp32 (see `ScoreHead`).
 
     The embedding and head have `padded_vocab_size(vocab_size)` rows; the rows past `vocab_size` never enter a softmax.
     Under bf16 each chunk is wrapped so that it runs in bf16 and gives bf16 logits.
@@ -78,7 +85,8 @@ def build_model(
     config = transformer_config(model, topology, precision)
     backend = choose_backend(model.backend, topology.platform)
     chunks = [
-        _build_chunk(model, config, topology, backend, vocab_size, chunk) for chunk in range(topology.virtual_pipeline)
+        _build_chunk(model, config, topology, backend, vocab_size, chunk, head)
+        for chunk in range(topology.virtual_pipeline)
     ]
     initialise_parameters(chunks, seed=seed, std=model.init_std, num_layers=model.num_layers)
     if precision == "bf16":
@@ -87,7 +95,13 @@ def build_model(
 
 
 def _build_chunk(
-    model: ModelConfig, config: TransformerConfig, topology: Topology, backend: str, vocab_size: int, chunk: int
+    model: ModelConfig,
+    config: TransformerConfig,
+    topology: Topology,
+    backend: str,
+    vocab_size: int,
+    chunk: int,
+    head: Head,
 ) -> GPTModel:
     vp_stage = chunk if topology.virtual_pipeline > 1 else None
     module = GPTModel(
@@ -98,12 +112,14 @@ def _build_chunk(
         pre_process=topology.pipeline_rank == 0 and chunk == 0,
         post_process=topology.is_last_stage and chunk == topology.virtual_pipeline - 1,
         parallel_output=True,
-        share_embeddings_and_output_weights=model.tie_embeddings,
+        share_embeddings_and_output_weights=model.tie_embeddings and head == "lm",
         position_embedding_type="rope",
         rotary_base=model.rope_base,
         pg_collection=topology.groups,
         vp_stage=vp_stage,
     )
+    if head == "score" and module.post_process:
+        module.output_layer = ScoreHead(config, topology)
     return module.to(topology.platform.device)
 
 

@@ -99,6 +99,23 @@ def read_manifest(checkpoint: Path, model: ModelConfig | None = None) -> dict[st
     return manifest
 
 
+def check_head(checkpoint: Path, manifest: dict[str, Any], head: str, weights_only: bool) -> bool:
+    """Whether a model with `head` has to start it afresh: a score head on the weights of a language model.
+
+    Raises: ConfigError where the checkpoint's head is another one and cannot be left behind.
+    """
+    saved = manifest.get("head", "lm")
+    if saved == head:
+        return False
+    if (saved, head) == ("lm", "score") and weights_only:
+        return True
+    names = {"lm": "a language model", "score": "a reward model or critic (a score head)"}
+    raise ConfigError(
+        f"checkpoint {checkpoint} is of {names[saved]}, and {names[head]} is needed here; start from the checkpoint of "
+        f"{names[head]}"
+    )
+
+
 def complete_checkpoints(directory: Path) -> list[Path]:
     """Complete checkpoints in `directory`, oldest first."""
     found = [p for p in directory.glob("step-*") if _STEP.fullmatch(p.name) and (p / MANIFEST).is_file()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig, OptimizerConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.interfaces import LossFunction
-from rl_megatron.model.build import build_model, unwrap
+from rl_megatron.model.build import Head, build_model, unwrap
 from rl_megatron.model.shards import SHARDING_METADATA
 from rl_megatron.policy import checkpoint
 from rl_megatron.policy.interfaces import PolicyInterface
@@ -25,12 +26,16 @@ from rl_megatron.policy.optimizer_state import load_optimizer_state, sharded_opt
 from rl_megatron.schedule import Denominators, NonFiniteLoss, Runner, over_steps
 from rl_megatron.topology.topology import Topology
 
+_HEAD = "output_layer."  # what the last stage's head is called in a model's state
+
 
 class MegatronPolicy(PolicyInterface):
     """Every rank calls every method with the same global batch, and gets the same global result.
 
     Rows are spread over data-parallel ranks inside (with zero-weight filler rows where they do not divide), so what an
     algorithm sees does not depend on the layout. Without `optimizer` the policy only gives logprobs and generates.
+
+    With `head="score"` it is a reward model or a critic: the same engine under a head that gives one number a token.
     """
 
     def __init__(
@@ -45,15 +50,17 @@ class MegatronPolicy(PolicyInterface):
         total_steps: int = 1,
         global_batch_size: int = 32,
         micro_batch_size: int = 8,
+        head: Head = "lm",
     ):
         self.model_config = model
+        self.head = head
         self.topology = topology
         self.vocab_size = vocab_size
         self.precision = precision
         self.seed = seed
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
-        self.chunks = build_model(model, topology, vocab_size=vocab_size, precision=precision, seed=seed)
+        self.chunks = build_model(model, topology, vocab_size=vocab_size, precision=precision, seed=seed, head=head)
         self.optimizer = self.scheduler = None
         if optimizer is not None:
             self.chunks = wrap_for_gradients(self.chunks, topology, optimizer)
@@ -90,9 +97,14 @@ class MegatronPolicy(PolicyInterface):
         without a valid token moves nothing: weights, moments and learning rate stay. `eval_mode` computes the metrics
         alone.
 
-        Raises: NonFiniteLoss, on every rank, before a weight moved.
+        Raises: NonFiniteLoss, on every rank, before a weight moved; ValueError where the sizes would separate rows
+            that the loss needs together (preference pairs).
         """
         gbs, mbs = gbs or self.global_batch_size, mbs or self.micro_batch_size
+        unit = getattr(loss_fn, "rows_per_unit", 1)
+        for name, rows in {"the batch": data.size, "gbs": gbs, "mbs": mbs}.items():
+            if rows % unit:
+                raise ValueError(f"{type(loss_fn).__name__} needs {unit} rows together, and {name} has {rows} rows")
         data = data.to(self.topology.platform.device)
         self._check(data)
         if eval_mode:
@@ -109,7 +121,8 @@ class MegatronPolicy(PolicyInterface):
 
     def _evaluate(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int) -> dict[str, float]:
         denominators = Denominators.count(batch)
-        return self._runner.train_step(self._microbatches(batch, mbs), loss_fn, denominators, forward_only=True)
+        microbatches = self._microbatches(batch, mbs, getattr(loss_fn, "rows_per_unit", 1))
+        return self._runner.train_step(microbatches, loss_fn, denominators, forward_only=True)
 
     def _step(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int) -> dict[str, float]:
         report = self.accumulate_gradients(batch, loss_fn, mbs)
@@ -130,12 +143,12 @@ class MegatronPolicy(PolicyInterface):
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        microbatches = self._microbatches(batch, mbs or self.micro_batch_size)
+        microbatches = self._microbatches(batch, mbs or self.micro_batch_size, getattr(loss_fn, "rows_per_unit", 1))
         return self._runner.train_step(microbatches, loss_fn, Denominators.count(batch))
 
-    def _microbatches(self, batch: BatchedDataDict, mbs: int) -> list[BatchedDataDict]:
-        """This data-parallel rank's rows, in equally many microbatches on every rank."""
-        per_rank = -(-batch.size // self.topology.data)
+    def _microbatches(self, batch: BatchedDataDict, mbs: int, unit: int = 1) -> list[BatchedDataDict]:
+        """This data-parallel rank's rows, in equally many microbatches of whole units on every rank."""
+        per_rank = -(-batch.size // (self.topology.data * unit)) * unit
         mbs = min(mbs, per_rank)
         batch = batch.pad_to_multiple(self.topology.data * mbs)
         local = batch.chunk(self.topology.data_rank, self.topology.data)
@@ -149,11 +162,31 @@ class MegatronPolicy(PolicyInterface):
                 "shorten the rows (data.too_long=truncate) or raise the limit"
             )
 
-    # --- logprobs ---
+    # --- logprobs and scores ---
 
     def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
         """`logprobs` [B, S] fp32 at the rows' `temperature` (default 1); entry t speaks of token t, entry 0 is 0."""
-        return BatchedDataDict({"logprobs": self._logprobs(self._runner, data, micro_batch_size)})
+        logprobs = self._token_stream(self._runner.next_token_logprobs, data, micro_batch_size)
+        return BatchedDataDict({"logprobs": logprobs})
+
+    def get_values(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
+        """`values` [B, S] fp32 of a score head; entry t is the score read *before* token t, entry 0 is 0."""
+
+        def before_each_token(microbatches: list[BatchedDataDict]) -> Tensor | None:
+            scores = self._runner.scores(microbatches)
+            return None if scores is None else scores[:, :-1]
+
+        return BatchedDataDict({"values": self._token_stream(before_each_token, data, micro_batch_size)})
+
+    def get_rewards(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
+        """`rewards` [B] fp32 of a score head: the score read after each row's last token (`input_lengths`)."""
+        scores = self._token_stream(self._runner.scores, data, micro_batch_size)
+        last = data["input_lengths"][:, None] - 1
+        return BatchedDataDict({"rewards": scores.gather(1, last.to(scores.device))[:, 0]})
+
+    @property
+    def has_reference(self) -> bool:
+        return self._reference is not None
 
     def freeze_reference(self) -> None:
         """Copies the present weights into a frozen reference policy, kept beside the policy."""
@@ -171,9 +204,14 @@ class MegatronPolicy(PolicyInterface):
         """`reference_logprobs` [B, S] of the policy that `freeze_reference` kept."""
         if self._reference is None:
             raise RuntimeError("there is no reference policy yet; call freeze_reference() first")
-        return BatchedDataDict({"reference_logprobs": self._logprobs(self._reference, data, micro_batch_size)})
+        logprobs = self._token_stream(self._reference.next_token_logprobs, data, micro_batch_size)
+        return BatchedDataDict({"reference_logprobs": logprobs})
 
-    def _logprobs(self, runner: Runner, data: BatchedDataDict, micro_batch_size: int | None) -> Tensor:
+    def _token_stream(
+        self, of: Callable[[list[BatchedDataDict]], Tensor | None], data: BatchedDataDict, micro_batch_size: int | None
+    ) -> Tensor:
+        """[B, S] on every rank, from what `of` gives for this rank's rows on the last stage; where that is one entry
+        short, it speaks of tokens 1 … S−1, and entry 0 is 0."""
         topology, home = self.topology, data["input_ids"].device
         keys = [key for key in ("input_ids", "temperature") if key in data]
         data = BatchedDataDict({key: data[key] for key in keys})  # without token_mask: every token is asked for
@@ -182,11 +220,10 @@ class MegatronPolicy(PolicyInterface):
         self._check(data)
         rows, length = data["input_ids"].shape
         microbatches = self._microbatches(data, micro_batch_size or self.micro_batch_size)
-        logprobs = runner.next_token_logprobs(microbatches)
-        local_rows = sum(batch.size for batch in microbatches)
-        local = torch.zeros(local_rows, length, device=topology.platform.device)
-        if logprobs is not None:
-            local[:, 1:] = logprobs
+        stream = of(microbatches)
+        local = torch.zeros(sum(batch.size for batch in microbatches), length, device=topology.platform.device)
+        if stream is not None:
+            local[:, length - stream.size(1) :] = stream
         if topology.pipeline > 1:
             dist.broadcast(local, src=topology.last_stage_rank, group=topology.groups.pp)
         if topology.data > 1:
@@ -199,17 +236,26 @@ class MegatronPolicy(PolicyInterface):
 
     def save_checkpoint(self, directory: str | Path, step: int, **extra: Any) -> Path:
         """Writes `directory/step-<step>`: weights, moments, schedule; `extra` travels in its manifest. Collective."""
-        return checkpoint.save(Path(directory), step, self._sharded_state(loading=False), self.model_config, extra)
+        kept = {"head": self.head, **extra}
+        return checkpoint.save(Path(directory), step, self._sharded_state(loading=False), self.model_config, kept)
 
     def load_checkpoint(self, path: str | Path, weights_only: bool = False) -> dict[str, Any]:
         """Restores a checkpoint saved under any layout and returns its manifest. `weights_only` starts a new training
-        from its weights: fresh moments and schedule."""
+        from its weights: fresh moments and schedule, and, where a score head goes on a language model, a fresh head.
+
+        Raises: ConfigError where the checkpoint is of another model, or has another head than it is needed for.
+        """
         path = Path(path)
         manifest = checkpoint.read_manifest(path, self.model_config)
+        new_head = checkpoint.check_head(path, manifest, self.head, weights_only)
         state = self._sharded_state(loading=True, weights_only=weights_only)
+        if new_head:
+            for index in range(len(self.chunks)):
+                model = state[f"model{index}"]
+                state[f"model{index}"] = {key: entry for key, entry in model.items() if not key.startswith(_HEAD)}
         loaded = checkpoint.load(path, state, partial=weights_only or self.optimizer is None)
         for index, chunk in enumerate(self.chunks):
-            unwrap(chunk).load_state_dict(loaded[f"model{index}"])
+            unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=not new_head)
         if self.optimizer is not None:
             if weights_only:
                 self.optimizer.reload_model_params()

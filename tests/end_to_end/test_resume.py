@@ -29,7 +29,19 @@ STAGES = {
         "loss": {"reference_policy_kl_penalty": 0.05},
         "train": {"steps": STEPS, "save_every": SAVE_EVERY, "global_batch_size": 64, "micro_batch_size": 16},
     },
+    "ppo": {
+        "algorithm": {
+            "name": "ppo",
+            "prompts_per_step": 8,
+            "samples_per_prompt": 4,
+            "critic_warmup_steps": 1,
+            "critic_optimizer": {"lr": 0.01},
+        },
+        "loss": {"reference_policy_kl_penalty": 0.05, "use_kl_in_reward": True},
+        "train": {"steps": STEPS, "save_every": SAVE_EVERY, "global_batch_size": 32, "micro_batch_size": 16},
+    },
 }
+CRITIC = "ppo.critic"  # its checkpoints stand beside the policy's
 ARGUMENTS = (
     "train", "experiment=killed", "--config-dir", "configs", *(o for o in TINY if not o.startswith("train.")),
     "data.task.max_operand=3", "data.task.heldout_fraction=0.2", "data.num_eval_rows=4", "train.keep_checkpoints=9",
@@ -76,6 +88,7 @@ def test_a_killed_run_goes_on_bitwise(tmp_path, forks, ranks):
     shutil.copytree(saved / f"step-{SAVE_EVERY:06d}", saved / f"step-{SAVE_EVERY + 1:06d}.incomplete")
     kill_behind_a_checkpoint(cut, "grpo", ranks)
     assert not [name for name in checkpoints(cut / "out", "sft") if name.endswith(".incomplete")]
+    kill_behind_a_checkpoint(cut, "ppo", ranks)
     with Command(cut, *ARGUMENTS, ranks=ranks) as running:
         finished = running.finish()
     assert finished.status == 0, finished.err
@@ -87,7 +100,9 @@ def test_a_killed_run_goes_on_bitwise(tmp_path, forks, ranks):
     ]
     moving = [line["step"] for line in found if line["stage"] == "grpo" and line.get("informative_groups", 0) > 0]
     assert min(moving, default=STEPS) <= SAVE_EVERY < max(moving, default=0), "without rewards GRPO would test nothing"
-    for stage in STAGES:
+    values = [line["critic_residual_sq_mean"] for line in found if line["stage"] == "ppo" and line["kind"] == "train"]
+    assert len(values) == STEPS and values[-1] < values[0], "the critic learns"
+    for stage in (*STAGES, CRITIC):
         names = checkpoints(whole / "out", stage)
         assert checkpoints(cut / "out", stage) == names == ["step-000003", "step-000006", "step-000008"]
         first, second = (
@@ -120,7 +135,8 @@ def test_a_run_killed_between_two_stages_starts_the_next(tmp_path, forks):
     done = forks.run(directory, *ARGUMENTS)
     assert done.status == 0, done.err
     expected = metrics(directory / "out")
-    shutil.rmtree(directory / "out" / "checkpoints" / "grpo")
+    for stage in ("grpo", "ppo", CRITIC):
+        shutil.rmtree(directory / "out" / "checkpoints" / stage)
     again = forks.run(directory, *ARGUMENTS)
     assert again.status == 0, again.err
     assert metrics(directory / "out") == expected

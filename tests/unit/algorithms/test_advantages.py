@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 
-from rl_megatron.algorithms.advantages import group_relative, informative_groups
+from rl_megatron.algorithms.advantages import (
+    generalized_advantages,
+    group_relative,
+    informative_groups,
+    reinforce_plus_plus,
+    token_rewards,
+    whiten,
+)
 
 REWARDS = [1.0, 0.0, 0.0, 0.0, 3.0, 5.0, 1.0, 3.0]  # two groups of four
 
@@ -86,3 +93,146 @@ def test_informative_groups_are_those_whose_rewards_differ():
     rewards = torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.3, 0.3])
     assert informative_groups(rewards, 2).tolist() == [False, False, True, True, False]
     assert informative_groups(rewards[:9], 3).tolist() == [True, True, True]
+
+
+MASK = torch.tensor(
+    [
+        [0, 1, 1, 1, 1, 1, 1],  # a prompt of one token
+        [0, 1, 1, 0, 0, 1, 1],  # a tool's output in between
+        [0, 0, 1, 0, 1, 0, 0],  # gaps and padding
+        [0, 0, 0, 0, 0, 0, 1],  # one token
+        [0, 0, 0, 0, 0, 0, 0],  # none
+    ]
+)
+
+
+def drawn(seed, shape=MASK.shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def kept_of(row, mask):
+    return [float(value) for value, kept in zip(row, mask, strict=True) if kept]
+
+
+def spread(kept, mask):
+    """The values of `kept`, one per masked-in position; 0 elsewhere."""
+    values = iter(kept)
+    return [next(values) if m else 0.0 for m in mask]
+
+
+def slow_advantages(rewards, values, discount, gae_lambda):
+    """A_t = Σ_l (γλ)^l δ_{t+l}, term by term, of one row without gaps."""
+    ahead = [*values, 0.0][1:]
+    deltas = [r + discount * n - v for r, n, v in zip(rewards, ahead, values, strict=True)]
+    return [
+        sum((discount * gae_lambda) ** (later - t) * deltas[later] for later in range(t, len(deltas)))
+        for t in range(len(deltas))
+    ]
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.9])
+@pytest.mark.parametrize("gae_lambda", [0.0, 0.95, 1.0])
+@pytest.mark.parametrize("elsewhere", [0.0, 7.0, math.nan, math.inf])
+def test_generalized_advantages_are_the_discounted_sum_of_surprises(discount, gae_lambda, elsewhere):
+    rewards, values = (torch.where(MASK != 0, drawn(seed), elsewhere) for seed in (0, 1))
+    advantages, returns = generalized_advantages(rewards, values, MASK, discount=discount, gae_lambda=gae_lambda)
+    for b, mask in enumerate(MASK.tolist()):
+        kept_values = kept_of(values[b], mask)
+        wanted = slow_advantages(kept_of(rewards[b], mask), kept_values, discount, gae_lambda)
+        assert advantages[b].tolist() == pytest.approx(spread(wanted, mask), abs=1e-5)
+        wanted_returns = [a + v for a, v in zip(wanted, kept_values, strict=True)]
+        assert returns[b].tolist() == pytest.approx(spread(wanted_returns, mask), abs=1e-5)
+
+
+def test_generalized_advantages_by_hand():
+    """γ = ½, λ = ½, V = (4, 2), r = (1, 8): δ_2 = 8 − 2 = 6, δ_1 = 1 + ½·2 − 4 = −2, A_1 = −2 + ¼·6."""
+    rewards, values, mask = torch.tensor([[9.0, 1, 9, 8]]), torch.tensor([[9.0, 4, 9, 2]]), torch.tensor([[0, 1, 0, 1]])
+    advantages, returns = generalized_advantages(rewards, values, mask, discount=0.5, gae_lambda=0.5)
+    assert advantages.tolist() == [[0, -0.5, 0, 6]]
+    assert returns.tolist() == [[0, 3.5, 0, 8]]
+
+
+def test_with_lambda_1_the_returns_do_not_depend_on_the_critic():
+    rewards = drawn(2)
+    found = [generalized_advantages(rewards, v, MASK, discount=0.9, gae_lambda=1.0)[1] for v in (drawn(3), drawn(4))]
+    torch.testing.assert_close(*found)
+
+
+def test_a_critic_that_knows_leaves_no_advantage():
+    """V_t = Σ of the rewards to come: nothing surprises, whatever λ is."""
+    rewards = torch.where(MASK != 0, drawn(5), 0.0)
+    values = rewards.flip(1).cumsum(1).flip(1)
+    for gae_lambda in (0.0, 0.5, 1.0):
+        advantages, returns = generalized_advantages(rewards, values, MASK, discount=1.0, gae_lambda=gae_lambda)
+        torch.testing.assert_close(advantages, torch.zeros(MASK.shape), atol=1e-5, rtol=0)
+        torch.testing.assert_close(returns, torch.where(MASK != 0, values, 0.0), atol=1e-5, rtol=0)
+
+
+def test_advantages_of_other_shapes_are_refused():
+    with pytest.raises(ValueError, match=r"rewards \(5,\), values \(5, 7\) and mask \(5, 7\)"):
+        generalized_advantages(drawn(0)[:, 0], drawn(1), MASK, discount=1.0, gae_lambda=1.0)
+
+
+@pytest.mark.parametrize("elsewhere", [0.0, math.nan, 1e9])
+def test_whitening_is_over_the_tokens_of_all_rows(elsewhere):
+    advantages = torch.where(MASK != 0, 3 + 5 * drawn(6), elsewhere)
+    kept = [value for row, mask in zip(advantages, MASK.tolist(), strict=True) for value in kept_of(row, mask)]
+    mean = sum(kept) / len(kept)
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in kept) / (len(kept) - 1))
+    found = whiten(advantages, MASK)
+    assert found[MASK != 0].tolist() == pytest.approx([(value - mean) / deviation for value in kept], rel=1e-4)
+    assert torch.equal(found[MASK == 0], torch.zeros(int((MASK == 0).sum())))
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, -7.3, 1e6])
+def test_equal_advantages_whiten_to_exactly_0(value):
+    assert torch.equal(whiten(torch.full(MASK.shape, value), MASK), torch.zeros(MASK.shape))
+
+
+@pytest.mark.parametrize("row", [3, 4], ids=["one token", "none"])
+def test_fewer_than_two_tokens_whiten_to_0(row):
+    assert torch.equal(whiten(drawn(7)[[row]], MASK[[row]]), torch.zeros(1, MASK.shape[1]))
+
+
+@pytest.mark.parametrize("elsewhere", [0.0, math.nan, math.inf])
+def test_the_score_comes_with_the_last_token_and_the_penalty_with_each(elsewhere):
+    scores, kl = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), torch.where(MASK != 0, drawn(8), elsewhere)
+    found = token_rewards(scores, MASK, kl, 0.5)
+    for b, mask in enumerate(MASK.tolist()):
+        wanted = [-0.5 * value for value in kept_of(kl[b], mask)]
+        if wanted:
+            wanted[-1] += scores[b].item()
+        assert found[b].tolist() == pytest.approx(spread(wanted, mask))
+
+
+def test_without_a_penalty_the_score_is_all():
+    found = token_rewards(torch.tensor([1.0, 2.0, 3.0, 4.0, math.nan]), MASK, None, 0.5)
+    assert found.nonzero().tolist() == [[0, 6], [1, 6], [2, 4], [3, 6]]
+    assert found.sum(1).tolist() == [1, 2, 3, 4, 0], "a row without a token gets nothing"
+
+
+def test_rewards_of_other_shapes_are_refused():
+    for scores, kl in ((drawn(0), None), (drawn(0)[0], None), (drawn(0)[:, 0], drawn(1)[:, 1:])):
+        with pytest.raises(ValueError, match=r"mask of \(5, 7\)"):
+            token_rewards(scores, MASK, kl, 0.1)
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.9])
+def test_reinforce_plus_plus_whitens_the_returns_to_go(discount):
+    rewards = drawn(9)
+    returns = torch.zeros(MASK.shape)
+    for b, mask in enumerate(MASK.tolist()):
+        kept = kept_of(rewards[b], mask)
+        to_go = [sum(discount ** (i - t) * kept[i] for i in range(t, len(kept))) for t in range(len(kept))]
+        returns[b] = torch.tensor(spread(to_go, mask))
+    found = reinforce_plus_plus(rewards, MASK, discount=discount)
+    torch.testing.assert_close(found, whiten(returns, MASK), rtol=1e-4, atol=1e-5)
+    if discount == 1.0:
+        assert torch.equal(reinforce_plus_plus(rewards, MASK), found)
+
+
+def test_one_score_per_row_is_spread_over_its_tokens():
+    """Without discount and penalty every token of a row has the row's score as its return."""
+    mask = torch.ones(2, 3)
+    found = reinforce_plus_plus(token_rewards(torch.tensor([1.0, 0.0]), mask, None, 0.0), mask)
+    assert found.tolist() == [pytest.approx([math.sqrt(5 / 6)] * 3), pytest.approx([-math.sqrt(5 / 6)] * 3)]

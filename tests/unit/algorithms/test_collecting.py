@@ -4,9 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_megatron.algorithms import grpo
+from rl_megatron.algorithms import inputs
+from rl_megatron.algorithms.grpo import _advantages, _rounds, collect
 from rl_megatron.algorithms.rewards import completions
+from rl_megatron.algorithms.rollout import Sampler
 from rl_megatron.config.load import load
+from rl_megatron.config.schema import GRPOConfig
 from rl_megatron.data.order import BatchSchedule
 from tests.unit.algorithms.fakes import Characters, Echo, Scripted
 
@@ -22,10 +25,11 @@ def collecting(monkeypatch):
         config = load(
             ["algorithm=grpo", "algorithm.prompts_per_step=2", f"algorithm.samples_per_prompt={SIZE}", *overrides]
         ).first
-        monkeypatch.setattr(grpo, "stage_task", lambda config: Echo())
+        monkeypatch.setattr(inputs, "stage_task", lambda config: Echo())
         engine = Scripted({prompt: list(texts) for prompt, texts in answers.items()})
         stage = SimpleNamespace(config=config, tokenizer=Characters(), engine=engine)
-        return grpo._collector(stage), engine
+        sampler = Sampler(stage, _rounds(config.algorithm))
+        return lambda step: collect(sampler, step, config.algorithm), engine
 
     return make
 
@@ -98,7 +102,7 @@ def test_a_step_without_any_informative_group_still_has_rollouts_and_no_gradient
     assert outcome["sampling_rounds"] == 3
     assert outcome["informative_groups"] == 0.0
     assert rollouts.size == 4
-    assert rollouts["advantages"].count_nonzero() == 0
+    assert _advantages(rollouts, GRPOConfig(samples_per_prompt=SIZE), None).count_nonzero() == 0
 
 
 def test_steps_share_no_rounds(collecting):
@@ -115,9 +119,3 @@ def test_steps_share_no_rounds(collecting):
     assert [words[::SIZE] for words, _ in slow_engine.calls] == [
         ["abcd"[i] for i in order.rows_at(n)] for n in range(6)
     ]
-
-
-def test_the_loss_section_becomes_the_arguments_of_its_loss():
-    section = {"name": "clipped_pg", "ratio_clip_min": 0.1}
-    assert grpo.split_name(section) == {"name": "clipped_pg", "cfg": {"ratio_clip_min": 0.1}}
-    assert section["name"] == "clipped_pg", "the configuration itself is left alone"

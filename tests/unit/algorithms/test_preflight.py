@@ -1,29 +1,62 @@
-"""What GRPO can learn from: losses that it cannot serve are refused before the first step."""
+"""What an algorithm can learn from: losses that it cannot serve are refused before the first step."""
+
+from dataclasses import replace
 
 import pytest
 
-from rl_megatron.algorithms.preflight import _check_grpo_loss
+from rl_megatron.algorithms.preflight import _check_loss
 from rl_megatron.algorithms.run import _on_all_or_none
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.load import load
+
+PAIRS = ["data=gsm8k_pairs", "data.path=x"]
+OVERRIDES = {
+    "grpo": ["algorithm=grpo"],
+    "reinforce++": ["algorithm=grpo", "algorithm.advantage_estimator=reinforce_plus_plus"],
+    "ppo": ["algorithm=ppo"],
+    "dpo": ["algorithm=dpo", *PAIRS],
+    "reward_model": ["algorithm=reward_model", *PAIRS],
+}
+IN_REWARD = {"name": "clipped_pg", "use_kl_in_reward": True}
+
+
+def stage_of(algorithm, loss):
+    return replace(load(OVERRIDES[algorithm]).first, loss=loss)
 
 
 @pytest.mark.parametrize(
-    ("loss", "words"),
+    ("algorithm", "loss", "words"),
     [
-        ({"name": "nll"}, "no advantages"),
-        ({"name": "clipped_pgg"}, "clipped_pg"),
-        ({"name": "clipped_pg", "ratio_clip_mx": 0.2}, "did you mean 'ratio_clip_max'"),
-        ({"name": "clipped_pg", "use_kl_in_reward": True}, "use_kl_in_reward"),
+        ("grpo", {"name": "nll"}, "no advantages.*use clipped_pg"),
+        ("ppo", {"name": "dpo"}, "no advantages.*use clipped_pg"),
+        ("grpo", {"name": "clipped_pgg"}, "clipped_pg"),
+        ("grpo", {"name": "clipped_pg", "ratio_clip_mx": 0.2}, "did you mean 'ratio_clip_max'"),
+        ("grpo", IN_REWARD, "use_kl_in_reward.*advantage_estimator=reinforce_plus_plus"),
+        ("dpo", {"name": "clipped_pg"}, "no logprobs of pairs.*use dpo or ipo"),
+        ("dpo", {"name": "preference"}, "no logprobs of pairs"),
+        ("reward_model", {"name": "dpo"}, "no scores of pairs.*use preference"),
+        ("reward_model", {"name": "mse_value"}, "no scores of pairs.*use preference"),
     ],
 )
-def test_a_loss_that_grpo_cannot_serve(loss, words):
+def test_a_loss_that_the_algorithm_cannot_serve(algorithm, loss, words):
     with pytest.raises(ConfigError, match=words):
-        _check_grpo_loss(loss)
+        _check_loss(stage_of(algorithm, loss))
 
 
-@pytest.mark.parametrize("loss", [{"name": "clipped_pg"}, {"name": "clipped_pg", "positive_example_nll_weight": 0.1}])
-def test_losses_that_it_can(loss):
-    _check_grpo_loss(loss)
+@pytest.mark.parametrize(
+    ("algorithm", "loss"),
+    [
+        ("grpo", {"name": "clipped_pg"}),
+        ("grpo", {"name": "clipped_pg", "positive_example_nll_weight": 0.1}),
+        ("reinforce++", IN_REWARD),
+        ("ppo", IN_REWARD),
+        ("dpo", {"name": "dpo", "sft_loss_weight": 0.1}),
+        ("dpo", {"name": "ipo"}),
+        ("reward_model", {"name": "preference"}),
+    ],
+)
+def test_losses_that_it_can(algorithm, loss):
+    _check_loss(stage_of(algorithm, loss))
 
 
 def missing_on(rank: int) -> str:

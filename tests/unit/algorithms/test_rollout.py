@@ -1,46 +1,113 @@
 """From prompts to scored rollouts, with an engine whose answers are laid ready."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from rl_megatron.algorithms import grpo, inputs, ppo
 from rl_megatron.algorithms.advantages import group_relative
 from rl_megatron.algorithms.rewards import completions, score
-from rl_megatron.algorithms.rollout import join, keep_informative, logprob_mismatch, sample_groups, statistics
+from rl_megatron.algorithms.rollout import (
+    Sampler,
+    join,
+    keep_informative,
+    logprob_mismatch,
+    needs_reference,
+    statistics,
+)
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.schema import GRPOConfig
+from rl_megatron.config.load import load
+from rl_megatron.config.schema import GRPOConfig, PPOConfig
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.order import BatchSchedule
 from rl_megatron.data.tasks import Problem
-from rl_megatron.generation.interfaces import Sampling
+from rl_megatron.losses import build_loss
 from tests.unit.algorithms.fakes import Characters, Echo, Scripted
 
-SAMPLING = Sampling(4)
+
+@pytest.fixture
+def rollouts_of(monkeypatch):
+    """`rollouts_of(answers)`: one group per entry of {prompt: its completions}, in this order; and the engine."""
+
+    def make(answers, size=2):
+        config = load(
+            ["algorithm=grpo", f"algorithm.prompts_per_step={len(answers)}", f"algorithm.samples_per_prompt={size}"]
+        ).first
+        monkeypatch.setattr(inputs, "stage_task", lambda config: Echo(tuple(answers)))
+        monkeypatch.setattr(BatchSchedule, "rows_at", lambda self, step: list(range(len(answers))))
+        engine = Scripted({prompt: list(texts) for prompt, texts in answers.items()})
+        return Sampler(SimpleNamespace(config=config, tokenizer=Characters(), engine=engine)).draw(1), engine
+
+    return make
 
 
-def rollouts_of(answers, size=2, **algorithm):
-    """One group per entry of `answers`, {prompt: its completions}."""
-    engine = Scripted({prompt: list(texts) for prompt, texts in answers.items()})
-    problems = [Problem(prompt, "1") for prompt in answers]
-    config = GRPOConfig(samples_per_prompt=size, **algorithm)
-    return sample_groups(engine, Characters(), Echo(), problems, SAMPLING, 5, config), engine
+def algorithm(**settings):
+    return GRPOConfig(samples_per_prompt=2, **settings)
 
 
-def test_groups_are_contiguous_scored_and_weighed():
+def test_groups_are_contiguous_and_scored(rollouts_of):
     rollouts, engine = rollouts_of({"a": ["1", "0.5"], "bcd": ["22", "22"]})
-    assert engine.calls == [(["a", "a", "bcd", "bcd"], 5)]
+    assert [words for words, _ in engine.calls] == [["a", "a", "bcd", "bcd"]]
     assert rollouts["rewards"].tolist() == [1.0, 0.5, 22.0, 22.0]
-    advantages = group_relative(rollouts["rewards"], 2)
-    assert advantages[0] > 0 and advantages[2] == 0
-    assert torch.equal(rollouts["advantages"], advantages[:, None] * rollouts["token_mask"])
-    assert rollouts["advantages"][0].count_nonzero() == 2, "the completion's character and its end, not the prompt"
 
 
-def test_the_algorithm_chooses_the_advantages():
-    rollouts, _ = rollouts_of({"a": ["3", "1"]}, leave_one_out=True, normalize_std=False)
-    assert rollouts["advantages"].amax(1).tolist() == [2.0, 0.0]
-    assert rollouts["advantages"].amin(1).tolist() == [0.0, -2.0]
+def test_advantages_weigh_the_completion_and_not_the_prompt(rollouts_of):
+    rollouts, _ = rollouts_of({"a": ["1", "0.5"], "bcd": ["22", "22"]})
+    found = grpo._advantages(rollouts, algorithm(), None)
+    of_rows = group_relative(rollouts["rewards"], 2)
+    assert of_rows[0] > 0 and of_rows[2] == 0
+    assert torch.equal(found, of_rows[:, None] * rollouts["token_mask"])
+    assert found[0].count_nonzero() == 2, "the completion's character and its end"
 
 
-def test_completions_are_the_sampled_text_alone():
+def test_the_algorithm_chooses_the_advantages(rollouts_of):
+    rollouts, _ = rollouts_of({"a": ["3", "1"]})
+    found = grpo._advantages(rollouts, algorithm(leave_one_out=True, normalize_std=False), None)
+    assert found.amax(1).tolist() == [2.0, 0.0] and found.amin(1).tolist() == [0.0, -2.0]
+
+
+KL_IN_REWARD = {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.5, "reference_policy_kl_type": "k1"}
+
+
+def with_policies(rollouts):
+    """Every sampled token a quarter of a nat likelier than under the reference."""
+    rollouts["prev_logprobs"] = -1.0 * rollouts["token_mask"]
+    rollouts["reference_policy_logprobs"] = -1.25 * rollouts["token_mask"]
+    return rollouts
+
+
+def test_reinforce_plus_plus_weighs_tokens_against_the_whole_batch(rollouts_of):
+    rollouts = with_policies(rollouts_of({"a": ["1", "5"], "b": ["2", "22"]})[0])
+    loss_fn = build_loss("clipped_pg", KL_IN_REWARD)
+    found = grpo._advantages(rollouts, algorithm(advantage_estimator="reinforce_plus_plus"), loss_fn)
+    penalty = 0.5 * 0.25
+    to_go = torch.tensor([[1 - 2 * penalty, 1 - penalty], [5 - 2 * penalty, 5 - penalty]])
+    sampled = rollouts["token_mask"].bool()
+    returns = torch.cat([to_go.flatten(), torch.tensor([2 - 2 * penalty, 2 - penalty])])
+    returns = torch.cat([returns, torch.tensor([22 - 3 * penalty, 22 - 2 * penalty, 22 - penalty])])
+    torch.testing.assert_close(found[sampled], (returns - returns.mean()) / returns.std(), rtol=1e-5, atol=1e-6)
+    assert (found[~sampled] == 0).all()
+
+
+def test_ppo_rewards_carry_the_kl_where_the_loss_leaves_it_to_them(rollouts_of):
+    rollouts = with_policies(rollouts_of({"a": ["1", "5"]})[0])
+    rollouts["values"] = 0.5 * rollouts["token_mask"]
+    config = PPOConfig(gae_lambda=1.0, whiten_advantages=False)
+    for cfg, penalty in [(KL_IN_REWARD, 0.125), (KL_IN_REWARD | {"use_kl_in_reward": False}, 0.0)]:
+        found = ppo.with_advantages(BatchedDataDict(dict(rollouts)), config, build_loss("clipped_pg", cfg))
+        assert found["returns"][0].tolist() == [0.0, 1 - 2 * penalty, 1 - penalty]
+        assert found["advantages"][1].tolist() == [0.0, 4.5 - 2 * penalty, 4.5 - penalty]
+
+
+def test_the_reference_is_asked_for_where_loss_or_reward_need_it():
+    assert needs_reference(build_loss("clipped_pg", KL_IN_REWARD))
+    assert needs_reference(build_loss("clipped_pg", {"reference_policy_kl_penalty": 0.1}))
+    assert not needs_reference(build_loss("clipped_pg", {"reference_policy_kl_penalty": 0.0}))
+    assert not needs_reference(build_loss("clipped_pg", {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.0}))
+
+
+def test_completions_are_the_sampled_text_alone(rollouts_of):
     rollouts, _ = rollouts_of({"a": ["1", "234"], "bcd": ["5", "6"]})
     assert completions(rollouts, Characters()) == ["1", "234", "5", "6"]
 
@@ -60,7 +127,7 @@ def test_rewards_are_one_per_text():
         score(Echo(), [Problem("a", "1")] * 2, ["1"])
 
 
-def test_only_informative_groups_are_kept():
+def test_only_informative_groups_are_kept(rollouts_of):
     rollouts, _ = rollouts_of({"a": ["1", "1"], "b": ["1", "2"], "c": ["0", "0"], "d": ["5", "4"]})
     kept = keep_informative(rollouts, 2)
     assert kept.size == 4
@@ -71,7 +138,7 @@ def test_only_informative_groups_are_kept():
     assert keep_informative(none, 2).size == 0
 
 
-def test_rounds_join_in_order_up_to_the_rows_wanted():
+def test_rounds_join_in_order_up_to_the_rows_wanted(rollouts_of):
     narrow, _ = rollouts_of({"a": ["1", "2"]})
     wide, _ = rollouts_of({"bcdefg": ["3", "44"], "h": ["5", "6"]})
     joined = join([narrow, wide], 4)
@@ -82,7 +149,7 @@ def test_rounds_join_in_order_up_to_the_rows_wanted():
     assert torch.equal(join([narrow], 2)["input_ids"], narrow["input_ids"])
 
 
-def test_statistics_of_rollouts():
+def test_statistics_of_rollouts(rollouts_of):
     rollouts, _ = rollouts_of({"a": ["1", "1"], "b": ["10", "20"], "c": ["0", "0"], "d": ["100", "4"]})
     rollouts["stopped"][:2] = False
     assert statistics(rollouts, 2) == pytest.approx(

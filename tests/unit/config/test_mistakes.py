@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from rl_megatron.cli import main
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load
 
 
@@ -205,8 +206,63 @@ def test_a_value_out_of_range_names_key_value_and_rule(refused, override, rule):
 
 
 def test_the_values_of_an_algorithm_are_checked_under_its_key(refused):
-    message = refused("algorithm=grpo", "algorithm.samples_per_prompt=1")
-    assert message.startswith("algorithm.samples_per_prompt=1: ") and "greater than or equal to 2" in message
+    message = refused("algorithm=grpo", "algorithm.samples_per_prompt=0")
+    assert message.startswith("algorithm.samples_per_prompt=0: ") and "greater than or equal to 1" in message
+
+
+def test_a_group_has_at_least_two_samples_where_they_are_compared(refused):
+    alone = ["algorithm=grpo", "algorithm.samples_per_prompt=1"]
+    assert "algorithm.samples_per_prompt=1" in refused(*alone)
+    alone.append("algorithm.advantage_estimator=reinforce_plus_plus")
+    assert load(alone).first.algorithm.samples_per_prompt == 1
+    assert "without dynamic_sampling" in refused(*alone, "algorithm.dynamic_sampling=true")
+
+
+def test_a_reward_model_hands_no_weights_on(refused, tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /data: gsm8k_pairs\ndata: {path: x}\nstages:\n"
+        "  scorer: {algorithm: {name: reward_model}}\n  after: {algorithm: {name: dpo}}\n"
+    )
+    with pytest.raises(ConfigError, match="stages.scorer is a reward_model.*put it last"):
+        load(["experiment=mine"], str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        ("algorithm.discount=0", "greater than 0"),
+        ("algorithm.discount=1.1", "less than or equal to 1"),
+        ("algorithm.gae_lambda=-0.1", "greater than or equal to 0"),
+        ("algorithm.gae_lambda=1.1", "less than or equal to 1"),
+        ("algorithm.value_clip=0", "greater than 0"),
+        ("algorithm.critic_warmup_steps=-1", "greater than or equal to 0"),
+        ("algorithm.samples_per_prompt=0", "greater than or equal to 1"),
+        ("algorithm.whiten_advantages=maybe", "boolean"),
+        ("algorithm.critic_optimizer.lr=0", "greater than 0"),
+    ],
+)
+def test_the_values_of_ppo(refused, override, rule):
+    message = refused("algorithm=ppo", override)
+    assert message.startswith(override.split("=")[0] + "=") and rule in message
+
+
+def test_a_mistyped_key_of_the_critic_names_the_nearest(refused):
+    message = refused("algorithm=ppo", "algorithm.critic_optimizer.wamup_steps=3")
+    assert "unknown key 'algorithm.critic_optimizer.wamup_steps'" in message
+    assert "did you mean 'algorithm.critic_optimizer.warmup_steps'?" in message
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "dpo", "reward_model"])
+def test_the_bounds_of_ppo_and_the_pairs_load(algorithm):
+    """What the rules below must let pass."""
+    if algorithm == "ppo":
+        values = ["discount=1", "gae_lambda=0", "value_clip=null", "critic_warmup_steps=99", "samples_per_prompt=1"]
+        stage = load(["algorithm=ppo", *(f"algorithm.{value}" for value in values)]).first
+        assert (stage.algorithm.gae_lambda, stage.algorithm.value_clip) == (0.0, None)
+    else:
+        pairs = ["data=gsm8k_pairs", "data.path=x", "train.global_batch_size=2", "train.micro_batch_size=2"]
+        assert load([f"algorithm={algorithm}", *pairs]).first.algorithm.name == algorithm
 
 
 def test_a_value_in_a_stage_is_named_with_its_stage(refused, three):
@@ -270,7 +326,39 @@ def test_a_scalar_that_a_stage_sets_shadows_the_override(refused, experiment):
             ["optimizer.warmup_steps=5", "optimizer.decay_steps=5", "less than"],
         ),
         (["optimizer.min_lr=1"], ["optimizer.min_lr=1.0", "optimizer.lr=0.001", "exceed"]),
-        (["algorithm=grpo", "generation.temperature=0"], ["generation.temperature=0", "above 0"]),
+        (["algorithm=grpo", "generation.temperature=0"], ["generation.temperature=0", "grpo", "above 0"]),
+        (["algorithm=ppo", "generation.temperature=0"], ["generation.temperature=0", "ppo", "above 0"]),
+        (["data=gsm8k", "data.path=x", "algorithm=ppo"], ["algorithm=ppo", "rewards", "data.source=task"]),
+        (
+            ["algorithm=ppo", "algorithm.critic_warmup_steps=100"],
+            ["algorithm.critic_warmup_steps=100", "train.steps=100", "less than"],
+        ),
+        (
+            ["algorithm=ppo", "algorithm.critic_optimizer.min_lr=1"],
+            ["algorithm.critic_optimizer.min_lr=1.0", "algorithm.critic_optimizer.lr=0.001", "exceed"],
+        ),
+        (
+            [
+                "algorithm=ppo",
+                "algorithm.critic_optimizer.warmup_steps=5",
+                "algorithm.critic_optimizer.decay_steps=5",
+            ],
+            ["algorithm.critic_optimizer.warmup_steps=5", "algorithm.critic_optimizer.decay_steps=5", "less than"],
+        ),
+        (["data=gsm8k_pairs", "algorithm=dpo"], ["data.path", "data.source=preference"]),
+        (["algorithm=dpo"], ["algorithm=dpo", "pairs", "data.source=task", "use data.source=preference"]),
+        (["data=gsm8k", "data.path=x", "algorithm=reward_model"], ["algorithm=reward_model", "data.source=preference"]),
+        (["data=gsm8k_pairs", "data.path=x", "algorithm=sft"], ["algorithm=sft", "prompt_answer or task"]),
+        (["data=gsm8k_pairs", "data.path=x", "algorithm=pretrain"], ["algorithm=pretrain", "text or task"]),
+        (["data=gsm8k_pairs", "data.path=x", "algorithm=grpo"], ["algorithm=grpo", "data.source=task"]),
+        *(
+            (
+                [f"algorithm={algorithm}", "data=gsm8k_pairs", "data.path=x", f"{key}=3"],
+                [f"{key}=3", "even", "a pair is two rows", "set it to 4"],
+            )
+            for algorithm in ("dpo", "reward_model")
+            for key in ("train.global_batch_size", "train.micro_batch_size", "data.num_eval_rows")
+        ),
     ],
 )
 def test_rules_that_span_sections(refused, overrides, words):

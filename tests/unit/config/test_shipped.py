@@ -1,6 +1,6 @@
 """The YAML files and the dataclasses say the same, and everything that ships loads."""
 
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, asdict, fields, is_dataclass
 
 import pytest
 import yaml
@@ -16,7 +16,18 @@ OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONFIGS / 
 # What else a choice needs: files of the user's own, and an algorithm that reads this kind of data.
 ALSO = {
     ("data", "gsm8k"): ["data.path=somewhere"],
+    ("data", "gsm8k_pairs"): ["data.path=somewhere", "algorithm=dpo"],
     ("data", "text"): ["data.path=somewhere", "algorithm=pretrain"],
+    ("algorithm", "dpo"): ["data=gsm8k_pairs", "data.path=somewhere"],
+    ("algorithm", "reward_model"): ["data=gsm8k_pairs", "data.path=somewhere"],
+}
+ALGORITHMS = {
+    "pretrain": schema.PretrainConfig,
+    "sft": schema.SFTConfig,
+    "dpo": schema.DPOConfig,
+    "reward_model": schema.RewardModelConfig,
+    "grpo": schema.GRPOConfig,
+    "ppo": schema.PPOConfig,
 }
 SECTIONS = {
     "parallel": schema.ParallelConfig,
@@ -33,6 +44,13 @@ def read(*path):
 
 def default_of(field):
     return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def plain(value):
+    """As YAML would have it: a section is a mapping, a tuple a list."""
+    if is_dataclass(value):
+        return asdict(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def needs_a_path(name):
@@ -57,7 +75,7 @@ def test_every_option_of_every_group_loads(group, option):
     for key, value in given.items():
         if f"{group}.{key}" != "data.path":
             found = chosen[key] if isinstance(chosen, dict) else getattr(chosen, key)
-            assert found == (tuple(value) if isinstance(value, list) else value)
+            assert plain(found) == value
 
 
 @pytest.mark.parametrize(("group", "option"), [pair for pair in OPTIONS if pair[0] in ("model", "data", "algorithm")])
@@ -65,9 +83,7 @@ def test_every_option_spells_out_every_key(group, option):
     section = {
         "model": schema.ModelConfig,
         "data": schema.DataConfig,
-        "algorithm": {"pretrain": schema.PretrainConfig, "sft": schema.SFTConfig, "grpo": schema.GRPOConfig}.get(
-            option
-        ),
+        "algorithm": ALGORITHMS.get(option),
     }[group]
     assert set(read(group, f"{option}.yaml")) == {field.name for field in fields(section)}
 
@@ -81,8 +97,10 @@ def test_the_yaml_defaults_are_those_of_the_schema(name):
     assert {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()} == declared
 
 
-def test_the_grpo_defaults_are_those_of_the_schema():
-    assert read("algorithm", "grpo.yaml") == {field.name: default_of(field) for field in fields(schema.GRPOConfig)}
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_the_defaults_of_an_algorithm_are_those_of_the_schema(name):
+    declared = {field.name: plain(default_of(field)) for field in fields(ALGORITHMS[name])}
+    assert read("algorithm", f"{name}.yaml") == declared
 
 
 def test_the_top_level_names_every_section_and_key():
@@ -108,6 +126,8 @@ def test_the_loss_defaults_are_those_of_the_loss():
     [
         [],
         ["experiment=quickstart"],
+        ["algorithm=ppo", "algorithm.critic_optimizer.lr=1e-30", "algorithm.value_clip=null"],
+        ["algorithm=reward_model", "data=gsm8k_pairs", "data.path=x"],
         ["algorithm=grpo", "generation.stop_tokens=['\\n',x]", "model.head_dim=16", "optimizer.lr=1e-30"],
         [
             "data=text",

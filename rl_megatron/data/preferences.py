@@ -1,0 +1,239 @@
+"""Preference pairs: one prompt, a chosen and a rejected answer. `PreferenceDataset` makes batches of them, and
+`load_preferences` reads them from JSONL in either of two forms.
+
+- Pairs: every record has the prompt's fields and the strings `chosen` and `rejected`.
+- Graded solutions: every value of a record that is a mapping with `is_correct` (true or false) and `solution` (a
+  string) is one. Each right solution makes a pair with each wrong one of its record.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_megatron import log
+from rl_megatron.config.errors import nearest
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.collate import Padding
+from rl_megatron.data.encoding import Row, TooLong, answer_batch, encode_answer, encode_prompts, within_limit
+from rl_megatron.data.sources import Record, existing_path, read_jsonl, split_heldout
+from rl_megatron.data.templates import require_fields, template_fields
+from rl_megatron.data.tokenizer import Tokenizer
+
+_SIDES = ("chosen", "rejected")
+_SINGLE_FILES = ("preferences.jsonl", "model_solutions.jsonl")  # of a directory, the first that is there
+_SPLIT_FILES = ("train.jsonl", "test.jsonl")
+_NUM_NAMES_SHOWN = 10
+_PAIR, _GRADED = "a pair", "graded solutions"  # the forms of a record
+
+
+@dataclass(frozen=True)
+class _Pair:
+    chosen: Row
+    rejected: Row
+
+    @property
+    def record(self) -> Record:
+        return self.chosen.record
+
+    @property
+    def num_tokens(self) -> int:
+        return max(self.chosen.num_tokens, self.rejected.num_tokens)
+
+    def truncated(self, limit: int) -> _Pair | None:
+        """Both rows within `limit`, or None where a row has no answer left or nothing tells them apart any more."""
+        chosen, rejected = self.chosen.truncated(limit), self.rejected.truncated(limit)
+        if chosen is None or rejected is None or chosen.answer_ids == rejected.answer_ids:
+            return None
+        return _Pair(chosen, rejected)
+
+
+class PreferenceDataset:
+    """Pairs of answers to one prompt; one item is one pair, two rows of a batch.
+
+    `token_mask` is 1 on the answer and its `<eos>`, 0 on the prompt, which is encoded apart from the answers.
+
+    Args:
+        records: from `load_preferences`: the fields of the prompt, `chosen` and `rejected`.
+        tokenizer, prompt_template, pad_to_multiple_of: as for `PromptAnswerDataset`.
+        max_sequence_length: tokens of prompt, answer and `<eos>`, at most, in either row.
+        answer_template: `{answer}` in it is `chosen` in one row and `rejected` in the other; other fields are the
+            record's.
+        too_long: what becomes of a pair with a longer row. "error" raises; "drop" leaves the pair out; "truncate" cuts
+            the end of each longer row, and leaves the pair out where a row keeps no token of its answer or both rows
+            come out the same. The last two log how many.
+
+    Raises:
+        ValueError: no records; a missing, empty or non-string `chosen` or `rejected`, or the two being the same tokens;
+            a record without a field of a template, an `answer_template` without `{answer}`; a longer row under
+            "error", an unknown policy, or no pair left.
+    """
+
+    rows_per_item = 2
+
+    def __init__(
+        self,
+        records: Sequence[Record],
+        tokenizer: Tokenizer,
+        max_sequence_length: int,
+        *,
+        prompt_template: str = "{question}\n",
+        answer_template: str = "{answer}",
+        too_long: TooLong = "error",
+        pad_to_multiple_of: int = 1,
+    ) -> None:
+        if "answer" not in template_fields(answer_template):
+            raise ValueError(f"answer_template {answer_template!r} has no {{answer}}: it stands for each side's text.")
+        for record in records:
+            _check_pair(record)
+        answers = [answer_records(record) for record in records]
+        require_fields([chosen for chosen, _ in answers], answer_template)
+        pairs = [
+            _Pair(*(Row(prompt_ids, encode_answer(side, tokenizer, answer_template), record) for side in sides))
+            for (prompt_ids, record), sides in zip(
+                encode_prompts(records, tokenizer, prompt_template), answers, strict=True
+            )
+        ]
+        for pair in pairs:
+            if pair.chosen.answer_ids == pair.rejected.answer_ids:
+                raise ValueError(f"{pair.record.origin}: 'chosen' and 'rejected' are the same tokens: remove the pair.")
+        self._pairs = within_limit(pairs, "max_sequence_length", max_sequence_length, too_long, noun="pair")
+        self._padding = Padding(tokenizer.pad_id, pad_to_multiple_of)
+
+    def __len__(self) -> int:
+        """Pairs."""
+        return len(self._pairs)
+
+    def batch(self, pairs: Sequence[int]) -> BatchedDataDict:
+        """Two rows per pair, chosen 0, 2, 4, … and rejected 1, 3, 5, …: `input_ids` [2P, S], `input_lengths`,
+        `token_mask`, `sample_mask`."""
+        rows = [row for number in pairs for row in (self._pairs[number].chosen, self._pairs[number].rejected)]
+        return answer_batch(rows, self._padding)
+
+
+def answer_records(record: Record) -> tuple[Record, Record]:
+    """(Chosen, rejected): the record with either text as `answer`, which is what an answer template reads."""
+    chosen, rejected = (Record({**record.values, "answer": record.values[side]}, record.origin) for side in _SIDES)
+    return chosen, rejected
+
+
+def load_preferences(
+    path: str | os.PathLike[str], heldout_fraction: float = 0.05, prompt_template: str = "{question}\n"
+) -> tuple[list[Record], list[Record]]:
+    """(Training, held-out) pairs of `data.path`: records with the fields of the prompt, `chosen` and `rejected`.
+
+    A directory is read as its `preferences.jsonl`, else its `model_solutions.jsonl`, else its `train.jsonl` and
+    `test.jsonl`. Of a single file, `heldout_fraction` of the prompts is set aside, each with all its pairs: always the
+    same ones for the same file, whatever the run's seed. Graded records without a right or without a wrong solution
+    are left out, and counted in the log.
+
+    Raises:
+        FileNotFoundError: nothing at `path`, or a directory without preferences.
+        ValueError: what `read_jsonl` and `split_heldout` raise; and, named as file:line, a record of neither form or of
+            another form than the first, a missing, empty or non-string `chosen` or `rejected`, the two being equal, a
+            malformed or empty graded solution, one graded both ways, or a record without a field of `prompt_template`.
+    """
+    source = existing_path(path)
+    if not source.is_dir():
+        return _split_by_prompt(_pairs(read_jsonl(source)), heldout_fraction, prompt_template)
+    names = sorted(entry.name for entry in source.iterdir())
+    for name in _SINGLE_FILES:
+        if name in names:
+            return _split_by_prompt(_pairs(read_jsonl(source / name)), heldout_fraction, prompt_template)
+    if set(_SPLIT_FILES) <= set(names):
+        train, heldout = (read_jsonl(source / name) for name in _SPLIT_FILES)
+        if _form(train[0]) is not None:
+            return _pairs(train), _pairs(heldout)
+    raise FileNotFoundError(
+        f"data.path: {source} has no {', no '.join(_SINGLE_FILES)}, and no {' with '.join(_SPLIT_FILES)} whose records "
+        f"have 'chosen' and 'rejected' (found: {', '.join(names[:_NUM_NAMES_SHOWN]) or 'nothing'}); add one of them, "
+        f"or name a .jsonl file."
+    )
+
+
+def _split_by_prompt(
+    pairs: Sequence[Record], heldout_fraction: float, prompt_template: str
+) -> tuple[list[Record], list[Record]]:
+    """A prompt that is trained on would be no held-out one, whatever its other answers."""
+    require_fields(pairs, prompt_template)
+    by_prompt: dict[str, list[Record]] = {}
+    for pair in pairs:
+        by_prompt.setdefault(prompt_template.format_map(pair.values), []).append(pair)
+    train, heldout = split_heldout(list(by_prompt.values()), heldout_fraction)
+    return [pair for group in train for pair in group], [pair for group in heldout for pair in group]
+
+
+def _pairs(records: Sequence[Record]) -> list[Record]:
+    """The pairs of one file, whose first record tells its form."""
+    first = records[0]
+    form = _form(first)
+    if form is None:
+        raise ValueError(
+            f"{first.origin}: no preference: it has {sorted(first.values)}; a record needs 'chosen' and 'rejected', or "
+            f"graded solutions, mappings with 'is_correct' and 'solution'."
+        )
+    for record in records:
+        if _form(record) not in (form, None):
+            raise ValueError(
+                f"{record.origin}: {_form(record)} in a file that begins with {form} ({first.origin}): use two files."
+            )
+    if form == _PAIR:
+        for record in records:
+            _check_pair(record)
+        return list(records)
+    pairs = [list(_pairs_of_solutions(record)) for record in records]
+    num_left_out = pairs.count([])
+    file = first.origin.rpartition(":")[0]
+    if num_left_out == len(pairs):
+        raise ValueError(f"{file}: no question has both a right and a wrong solution: there is no pair to learn from.")
+    if num_left_out:
+        log.once(
+            f"{file}: {num_left_out} of {len(pairs)} questions left out: without a right or without a wrong answer"
+        )
+    return [pair for of_question in pairs for pair in of_question]
+
+
+def _form(record: Record) -> str | None:
+    """The form of one record; None where it has neither, as a question that nobody has answered yet."""
+    if any(side in record.values for side in _SIDES):
+        return _PAIR
+    return _GRADED if any(map(_is_graded, record.values.values())) else None
+
+
+def _is_graded(value: Any) -> bool:
+    return isinstance(value, Mapping) and "is_correct" in value
+
+
+def _check_pair(record: Record) -> None:
+    for side in _SIDES:
+        if side not in record.values:
+            raise ValueError(f"{record.origin}: the pair has no {side!r}{nearest(side, record.values)}")
+        _check_text(record, side, record.values[side])
+    if record.values["chosen"] == record.values["rejected"]:
+        raise ValueError(f"{record.origin}: 'chosen' and 'rejected' are equal: there is nothing to prefer; remove it.")
+
+
+def _check_text(record: Record, key: str, text: Any) -> None:
+    if not isinstance(text, str):
+        raise ValueError(f"{record.origin}: {key!r} is a {type(text).__name__}, it must be a string.")
+    if not text.strip():
+        raise ValueError(f"{record.origin}: {key!r} is empty: fill it in, or remove it.")
+
+
+def _pairs_of_solutions(record: Record) -> Iterator[Record]:
+    """Every right solution with every wrong one, in the record's order; equal texts count once."""
+    solutions = {key: value for key, value in record.values.items() if _is_graded(value)}
+    grades: dict[str, bool] = {}
+    for key, graded in solutions.items():
+        if not isinstance(graded["is_correct"], bool) or "solution" not in graded:
+            raise ValueError(f"{record.origin}: {key!r} needs 'is_correct', true or false, and 'solution', a string.")
+        text = graded["solution"]
+        _check_text(record, f"{key}.solution", text)
+        if grades.setdefault(text, graded["is_correct"]) != graded["is_correct"]:
+            raise ValueError(f"{record.origin}: the text of {key!r} is graded right and wrong: remove one of the two.")
+    fields = {key: value for key, value in record.values.items() if key not in solutions}
+    for chosen in (text for text, right in grades.items() if right):
+        for rejected in (text for text, right in grades.items() if not right):
+            yield Record({**fields, "chosen": chosen, "rejected": rejected}, record.origin)

@@ -1,0 +1,84 @@
+"""DPO and reward modelling from a file of pairs: what they measure, hand on and refuse."""
+
+import json
+
+import pytest
+
+from tests.end_to_end.launch import TINY, checkpoints, metrics
+
+PAIRS = (
+    *(override for override in TINY if not override.startswith(("data.", "algorithm", "train."))),
+    "data=gsm8k_pairs", "data.path=pairs.jsonl", "tokenizer.vocab_size=300", "data.num_eval_rows=16",
+    "train.steps=6", "train.global_batch_size=16", "train.micro_batch_size=4", "optimizer.lr=0.01",
+)  # fmt: skip
+DPO = ("train", *PAIRS, "algorithm=dpo", "loss=dpo")
+REWARD_MODEL = ("train", *PAIRS, "algorithm=reward_model", "loss=preference")
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    """The chosen answer is the one that says yes: a rule that a few steps learn."""
+    records = [
+        {"question": f"Is {n} a number?", "chosen": f"yes, {n}.", "rejected": f"no, {n}."} for n in range(10, 60)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return tmp_path
+
+
+def evaluations(directory):
+    return [line for line in metrics(directory / "out") if line["kind"] == "eval"]
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo"])
+def test_dpo_prefers_what_was_chosen(pairs, forks, loss):
+    done = forks.run_ranks(pairs, *DPO[:-1], f"loss={loss}", "parallel.tensor=2", ranks=2)
+    assert [rank.status for rank in done] == [0, 0], done
+    before, after = evaluations(pairs)
+    assert before["reward_accuracy"] == 0.5 and before["reward_margin"] == 0.0, "it is its own reference"
+    assert after["preference_accuracy"] > 0.9 and after["reward_accuracy"] > 0.9
+    assert after["preference_margin"] > before["preference_margin"]
+    assert after["reward_margin"] == pytest.approx(after["preference_margin"] - before["preference_margin"], rel=1e-3)
+
+
+def test_a_reward_model_scores_what_was_chosen_higher_and_is_no_language_model(pairs, forks):
+    done = forks.run(pairs, *REWARD_MODEL)
+    assert done.status == 0, done.err
+    before, after = evaluations(pairs)
+    assert after["preference_accuracy"] > 0.9
+    assert after["preference_margin"] > before["preference_margin"]
+    saved = pairs / "out" / "checkpoints" / "reward_model" / checkpoints(pairs / "out", "reward_model")[-1]
+    again = forks.run(pairs, *DPO, f"init_from={saved}", "output_dir=other", "tokenizer.path=out/tokenizer")
+    assert again.status == 2 and "is of a reward model or critic (a score head)" in again.err
+    assert not (pairs / "other").exists()
+
+
+def test_a_reward_model_starts_from_a_policy(pairs, forks):
+    assert forks.run(pairs, *DPO, "output_dir=policy").status == 0
+    newest = pairs / "policy" / "checkpoints" / "dpo" / "step-000006"
+    begun = forks.run(pairs, *REWARD_MODEL, f"init_from={newest}", "tokenizer.path=policy/tokenizer")
+    assert begun.status == 0, begun.err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["train.global_batch_size=15"], ["train.global_batch_size=15 must be even", "two rows"]),
+        (["train.micro_batch_size=3"], ["train.micro_batch_size=3 must be even"]),
+        (["train.global_batch_size=200"], ["200 is 100 pairs of two rows"]),
+        (["loss=clipped_pg"], ["loss.name=clipped_pg uses no logprobs of pairs", "use dpo or ipo"]),
+        (["loss.sft_loss_wieght=1"], ["sft_loss_wieght"]),
+        (["loss.reference_policy_kl_penalty=-1"], ["reference_policy_kl_penalty=-1"]),
+        (["data=arithmetic"], ["algorithm=dpo needs pairs"]),
+    ],
+)
+def test_bad_input_is_named_before_the_first_step(pairs, forks, overrides, words):
+    refused = forks.run(pairs, *DPO, *overrides)
+    assert refused.status == 2 and all(word in refused.err for word in words), refused.err
+    assert not (pairs / "out").exists()
+
+
+def test_half_a_pair_is_named_with_its_line(pairs, forks):
+    path = pairs / "pairs.jsonl"
+    path.write_text(path.read_text() + json.dumps({"question": "Is it?", "chosen": "yes"}) + "\n")
+    refused = forks.run(pairs, *DPO)
+    assert refused.status == 2 and "pairs.jsonl:51" in refused.err and "'rejected'" in refused.err

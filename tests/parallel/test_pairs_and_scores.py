@@ -1,0 +1,156 @@
+"""Preference pairs and score heads: every layout takes the steps of one process, and heads change hands in order."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.losses import DPOLossFn, MSEValueLoss, NLLLoss, PreferenceLoss
+from tests.parallel.layouts import (
+    DISTRIBUTED_OPTIMIZER,
+    MODEL,
+    build_policy,
+    gradients,
+    weights,
+    worst_relative_error,
+)
+from tests.parallel.test_layouts import GRADIENT_TOLERANCE, LAYOUTS, LOSS_TOLERANCE, random_batch
+
+UNTIED = dataclasses.replace(MODEL, tie_embeddings=False)
+
+
+def value_batch(rows: int, length: int, seed: int) -> BatchedDataDict:
+    batch = random_batch(rows, length, seed)
+    generator = torch.Generator().manual_seed(seed)
+    batch["values"] = torch.randn(rows, length, generator=generator)
+    batch["returns"] = batch["values"] + torch.randn(rows, length, generator=generator)
+    return batch
+
+
+def take_steps(parallel: dict, mbs: int) -> list[tuple[dict, dict, dict]]:
+    """Reward model, critic and DPO steps on 10 rows, whose 5 pairs no split over 2 ranks leaves whole by itself."""
+    scorer = build_policy(parallel, head="score", micro_batch_size=mbs)
+    policy = build_policy(parallel, micro_batch_size=mbs)
+    pairwise = PreferenceLoss()
+    dpo = DPOLossFn({"sft_loss_weight": 0.1, "reference_policy_kl_penalty": 0.3})
+    value = MSEValueLoss({"cliprange": 0.5})
+    work = [(scorer, random_batch(10, 20, 0), pairwise), (scorer, random_batch(10, 21, 1), pairwise)]
+    work += [(scorer, value_batch(10, 20, 2), value), (policy, random_batch(10, 20, 3), dpo)]
+    work += [(policy, random_batch(10, 17, 4), dpo)]
+    taken = []
+    for model, batch, loss_fn in work:
+        report = model.accumulate_gradients(batch, loss_fn)
+        gradient = gradients(model)
+        report |= model.train(batch, loss_fn, gbs=batch.size)
+        taken.append((report, gradient, weights(model)))
+    return taken
+
+
+@pytest.fixture(scope="module")
+def one_process(ranks):
+    return ranks.run(1, take_steps, {}, 10)[0]
+
+
+@pytest.mark.parametrize("mbs", [2, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loss_and_every_gradient_equal_one_process(ranks, one_process, layout, mbs):
+    world_size, parallel = LAYOUTS[layout]
+    taken = ranks.run(world_size, take_steps, parallel, mbs)[0]
+    for step, ((report, gradient, _), (wanted, wanted_gradient, _)) in enumerate(zip(taken, one_process, strict=True)):
+        assert report.keys() == wanted.keys()
+        assert report["loss"] == pytest.approx(wanted["loss"], rel=LOSS_TOLERANCE), step
+        for name in wanted:  # means of numbers of size 1 that cancel: the error is of their size
+            assert report[name] == pytest.approx(wanted[name], rel=GRADIENT_TOLERANCE, abs=1e-5), (step, name)
+        error, name = worst_relative_error(gradient, wanted_gradient)
+        assert error <= GRADIENT_TOLERANCE, (step, name, error)
+
+
+def test_one_process_learns_something(one_process):
+    for report, gradient, _ in one_process:
+        assert report["grad_norm"] > 1e-3
+        assert all(tensor.abs().max() > 0 for tensor in gradient.values())
+    assert "output_layer.weight" in one_process[0][1] and "output_layer.weight" not in one_process[3][1]
+
+
+def scores_of(parallel: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    model = build_policy(parallel, head="score", micro_batch_size=2)
+    batch = random_batch(5, 19, 0)
+    return model.get_values(batch)["values"], model.get_rewards(batch)["rewards"]
+
+
+@pytest.mark.parametrize("layout", ["tensor 2 sequence", "interleaved pipeline 2", "context 2", "pipeline 2 data 2"])
+def test_values_and_rewards_equal_one_process(ranks, layout):
+    wanted = ranks.run(1, scores_of, {})[0]
+    world_size, parallel = LAYOUTS[layout]
+    for found in ranks.run(world_size, scores_of, parallel):
+        for mine, whole in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine, whole, rtol=1e-5, atol=1e-6)
+
+
+def alignment() -> None:
+    model = build_policy({}, head="score", micro_batch_size=4)
+    batch = random_batch(4, 12, 0)
+    values, rewards = model.get_values(batch)["values"], model.get_rewards(batch)["rewards"]
+    changed = BatchedDataDict(dict(batch))
+    changed["input_ids"] = batch["input_ids"].clone()
+    changed["input_ids"][:, 5] = (batch["input_ids"][:, 5] + 1) % 50
+    others = model.get_values(changed)["values"]
+    assert (values[:, 0] == 0).all()
+    assert torch.equal(values[:, :6], others[:, :6]), "a value is read before its token"
+    assert (values[:, 6] != others[:, 6]).all()
+    for row, length in enumerate(batch["input_lengths"].tolist()):
+        if length < 12:
+            assert rewards[row] == values[row, length], "the score after the last token"
+
+
+def test_a_value_is_read_before_its_token_and_a_reward_after_the_last(ranks):
+    ranks.run(1, alignment)
+
+
+def hand_over(directory: str, model, parallel: dict) -> None:
+    """A language model's checkpoint under one layout → a critic under another → its own checkpoint → the critic."""
+    language = build_policy({}, model=model, optimizer=DISTRIBUTED_OPTIMIZER)
+    language.train(random_batch(8, 16, 0), NLLLoss(), gbs=8)
+    path = language.save_checkpoint(directory, 1)
+    trunk = weights(language)
+
+    critic = build_policy(parallel, model=model, optimizer=DISTRIBUTED_OPTIMIZER, head="score", seed=9)
+    head = weights(critic).get("output_layer.weight")
+    critic.load_checkpoint(path, weights_only=True)
+    loaded = weights(critic)
+    for name, tensor in loaded.items():  # empty but on rank 0
+        assert torch.equal(tensor, head if name == "output_layer.weight" else trunk[name]), name
+    batch = value_batch(8, 16, 1)
+    critic.train(batch, MSEValueLoss(), gbs=8)
+    own = critic.save_checkpoint(Path(directory) / "critic", 1)
+    wanted = critic.get_values(batch)["values"]
+    again = build_policy({}, model=model, optimizer=DISTRIBUTED_OPTIMIZER, head="score", seed=5)
+    again.load_checkpoint(own)
+    torch.testing.assert_close(again.get_values(batch)["values"], wanted, rtol=1e-5, atol=1e-6)
+
+    with pytest.raises(ConfigError, match=r"is of a reward model or critic.*a language model is needed"):
+        language.load_checkpoint(own, weights_only=True)
+    with pytest.raises(ConfigError, match=r"is of a language model.*a reward model or critic .* is needed"):
+        again.load_checkpoint(path)  # to go on training, a fresh head will not do
+
+
+@pytest.mark.parametrize("model", [MODEL, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize("parallel", [{"tensor": 2, "sequence": True}, {"pipeline": 2}], ids=["tensor", "pipeline"])
+def test_a_critic_starts_from_a_language_model(ranks, tmp_path, model, parallel):
+    ranks.run(2, hand_over, str(tmp_path), model, parallel)
+
+
+def separated() -> None:
+    model = build_policy({}, head="score")
+    for name, arguments in {"the batch": (5, {}), "gbs": (6, {"gbs": 3}), "mbs": (6, {"mbs": 3})}.items():
+        with pytest.raises(ValueError, match=f"PreferenceLoss needs 2 rows together, and {name} has"):
+            model.train(random_batch(arguments[0], 12, 0), PreferenceLoss(), **arguments[1])
+
+
+def test_pairs_are_not_separated(ranks):
+    ranks.run(1, separated)

@@ -1,0 +1,87 @@
+"""Preference pairs from a configuration: what is trained on, what is held out, and what is refused beforehand."""
+
+import json
+
+import pytest
+
+from rl_megatron.algorithms.inputs import build_tokenizer, heldout_pairs, preference_rows
+from rl_megatron.algorithms.preflight import check
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.load import load
+
+
+@pytest.fixture
+def configured(tmp_path):
+    """`configured(*overrides)`: a DPO run on 20 questions with two pairs each."""
+    rows = [
+        {
+            "question": f"{n} apples and {n} apples?",
+            "a": {"is_correct": True, "solution": f"There are {2 * n} apples"},
+            "b": {"is_correct": False, "solution": f"There are {n} pears"},
+            "c": {"is_correct": False, "solution": "There are none"},
+        }
+        for n in range(20)
+    ]
+    (tmp_path / "solutions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fixed = [
+        "algorithm=dpo",
+        "loss=dpo",
+        "data=gsm8k_pairs",
+        f"data.path={tmp_path / 'solutions.jsonl'}",
+        "tokenizer.vocab_size=300",
+    ]
+    return lambda *overrides: load([*fixed, *overrides])
+
+
+def decoded(tokenizer, batch):
+    return [tokenizer.decode(row).rstrip() for row in batch["input_ids"].tolist()]
+
+
+def test_pairs_are_shared_out_by_question(configured):
+    stage = configured().first
+    tokenizer = build_tokenizer(stage)
+    train, heldout = preference_rows(stage, tokenizer), preference_rows(stage, tokenizer, heldout=True)
+    assert (len(train), len(heldout)) == (32, 8)
+    texts = [set(decoded(tokenizer, rows.batch(range(len(rows))))[::2]) for rows in (train, heldout)]
+    assert len(texts[0]) == 16 and len(texts[1]) == 4 and not texts[0] & texts[1]
+    assert all(text.startswith("Question: ") and "\nAnswer: There are" in text for text in texts[0])
+
+
+@pytest.mark.parametrize(("limit", "rows"), [(2, 2), (6, 6), (100, 16)])
+def test_the_same_heldout_pairs_are_measured_every_time(configured, limit, rows):
+    stage = configured(f"data.num_eval_rows={limit}").first
+    tokenizer = build_tokenizer(stage)
+    batch = heldout_pairs(stage, tokenizer).batch
+    assert batch.size == rows
+    first = preference_rows(stage, tokenizer, heldout=True).batch([0])
+    assert decoded(tokenizer, batch)[:2] == decoded(tokenizer, first)
+
+
+def test_the_tokenizer_learns_prompts_and_both_answers_of_the_training_questions(configured):
+    tokenizer = build_tokenizer(configured("tokenizer.vocab_size=2000").first)
+    for word in ("Question", " apples", " pears", " none"):
+        assert len(tokenizer.encode(word)) == 1
+    dressed = build_tokenizer(configured("tokenizer.vocab_size=2000", "data.answer_template='Well: {answer}'").first)
+    assert len(dressed.encode("Well")) == 1 < len(tokenizer.encode("Well"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["train.global_batch_size=66"], ["train.global_batch_size=66 is 33 pairs", "has 32"]),
+        (["data.heldout_fraction=0"], ["data.heldout_fraction=0.0 holds nothing"]),
+        (["data.path=absent.jsonl"], ["data.path: nothing at"]),
+        (["data.prompt_template='{qestion}'"], ["solutions.jsonl:1", "'qestion'; did you mean 'question'"]),
+        (["data.answer_template='{anwer}'"], ["'{anwer}'", "'anwer'; did you mean 'answer'"]),
+        (["model.max_sequence_length=8"], ["every pair exceeds max_sequence_length = 8"]),
+    ],
+)
+def test_what_is_wrong_is_found_before_the_first_step(configured, tmp_path, overrides, words):
+    with pytest.raises(ConfigError) as error:
+        check(configured(*overrides), tmp_path / "out")
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_batch_of_all_pairs_is_allowed(configured, tmp_path):
+    config = configured("train.global_batch_size=64")
+    assert check(config, tmp_path / "out").digest == build_tokenizer(config.first).digest
