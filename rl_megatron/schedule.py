@@ -192,14 +192,19 @@ class Runner:
             dist.broadcast(values, src=topology.last_stage_rank, group=topology.groups.pp)
         result = {name: value for name, value, there in zip(names, *values.tolist(), strict=True) if there}
         if not torch.isfinite(torch.tensor(result["loss"])):
-            raise NonFiniteLoss(self._describe_failure(reports, result, microbatches))
+            raise NonFiniteLoss(self._describe_failure(reports, result, microbatches, loss_fn))
         return result
 
     def _describe_failure(
-        self, reports: list[dict[str, Tensor]], result: dict[str, float], microbatches: list[BatchedDataDict]
+        self,
+        reports: list[dict[str, Tensor]],
+        result: dict[str, float],
+        microbatches: list[BatchedDataDict],
+        loss_fn: LossFunction,
     ) -> str:
+        rolled = getattr(loss_fn, "next_token_keys", frozenset())
         bad = {
-            index: first_nan(microbatches[index], {})
+            index: first_nan(microbatches[index], {}, rolled)
             for index, report in enumerate(reports)
             if not torch.isfinite(report["loss"])
         }

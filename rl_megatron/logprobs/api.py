@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron.logprobs import reference
+from rl_megatron.logprobs.rows import belongs_to_a_leaf, from_rows, memory_order, to_rows
 from rl_megatron.logprobs.vocab_parallel import Kernels, VocabParallelStats, VocabShard, check
 
 IGNORE_INDEX = -100
@@ -81,16 +82,15 @@ def vocab_parallel_logprobs(
     _check_shapes(logits, targets, gather_ids)
     shard = _shard(logits.shape[-1], tp_group, vocab_range, valid_vocab_size)
     kernels = _kernels(backend)
-    # Leading dimensions in memory order, so that a view makes rows of them.
-    order = sorted(range(targets.dim()), key=lambda dim: -logits.stride(dim))
-    rows, row_targets = _to_rows(logits, order), _to_rows(targets[..., None], order)[:, 0]
-    row_ids = None if gather_ids is None else _to_rows(gather_ids, order)
+    order = memory_order(logits)
+    rows, row_targets = to_rows(logits, order), to_rows(targets[..., None], order)[:, 0]
+    row_ids = None if gather_ids is None else to_rows(gather_ids, order)
     row_temperature = _row_temperature(temperature, targets, order, torch.promote_types(logits.dtype, torch.float32))
     outputs = VocabParallelStats.apply(
         rows, row_targets, row_ids, row_temperature, row_targets == ignore_index, shard, entropy, kernels,
-        not _belongs_to_a_leaf(rows),
+        not belongs_to_a_leaf(rows),
     )  # fmt: skip
-    return LogprobStats(*(None if output is None else _from_rows(output, targets.shape, order) for output in outputs))
+    return LogprobStats(*(None if output is None else from_rows(output, targets.shape, order) for output in outputs))
 
 
 def _check_shapes(logits: Tensor, targets: Tensor, gather_ids: Tensor | None) -> None:
@@ -103,18 +103,6 @@ def _check_shapes(logits: Tensor, targets: Tensor, gather_ids: Tensor | None) ->
             f"gather_ids must be the targets' shape + [K]: gather_ids {tuple(gather_ids.shape)}, "
             f"targets {tuple(targets.shape)}"
         )
-
-
-def _to_rows(x: Tensor, order: list[int]) -> Tensor:
-    """[..., C] → [N, C], the leading dimensions taken in `order`; a view wherever the strides allow one."""
-    return x.permute(*order, -1).reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def _from_rows(x: Tensor, leading: torch.Size, order: list[int]) -> Tensor:
-    """[N, ...] → [*leading, ...], undoing `_to_rows`."""
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    trailing = range(len(order), len(order) + x.dim() - 1)
-    return x.view([*(leading[dim] for dim in order), *x.shape[1:]]).permute([*inverse, *trailing])
 
 
 def _kernels(backend: str) -> Kernels:
@@ -156,9 +144,4 @@ def _row_temperature(
         raise ValueError("temperature must not require a gradient: none is computed for it")
     check((temperature > 0).all(), lambda: f"temperature must be positive, got {temperature.min().item()}")
     temperature = torch.broadcast_to(temperature.to(targets.device, dtype), targets.shape)
-    return _to_rows(temperature[..., None], order)[:, 0]
-
-
-def _belongs_to_a_leaf(tensor: Tensor) -> bool:
-    """Whether writing into the tensor would overwrite a leaf, that is, the caller's own data."""
-    return tensor.is_leaf or (tensor._base is not None and tensor._base.is_leaf)
+    return to_rows(temperature[..., None], order)[:, 0]

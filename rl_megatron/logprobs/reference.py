@@ -39,7 +39,7 @@ def row_stats(
     if num_columns == 0 or num_rows == 0:
         return stats
     stats[:, 3] = gather_columns(logits, columns[:, None], temperature)[:, 0]
-    blocks = _blocks(active, num_columns)
+    blocks = row_blocks(active, num_columns)
     tile, spare = _two_tiles(logits, blocks, num_columns, dtype)
     for rows, skip in blocks:
         if skip:
@@ -91,7 +91,7 @@ def write_row_gradients(
         entropy_grad = None if entropy_grad is None else entropy_grad / temperature
         column_grads = column_grads / temperature[:, None]
     all_active = _known(active.all())
-    blocks = _blocks(active, num_columns)
+    blocks = row_blocks(active, num_columns)
     tile, spare = _two_tiles(logits, blocks, num_columns, base.dtype)
     for rows, skip in blocks:
         target = out[rows, :num_columns]
@@ -122,7 +122,7 @@ def gather_columns(logits: Tensor, columns: Tensor, temperature: Tensor | None) 
     return x.masked_fill(columns < 0, 0.0)
 
 
-def _blocks(active: Tensor, num_columns: int) -> list[tuple[slice, bool]]:
+def row_blocks(active: Tensor, num_columns: int) -> list[tuple[slice, bool]]:
     """Slices of consecutive rows that fill a tile, each with whether all its rows are inactive.
 
     On a GPU that question would cost a synchronisation, so there every block counts as active.

@@ -7,7 +7,7 @@ from typing import NotRequired, TypedDict
 
 from torch import Tensor
 
-from rl_megatron.losses.settings import check_types
+from rl_megatron.losses.settings import check_ranges, check_types
 
 KL_TYPES = ("k1", "k2", "k3")
 TRUNCATION_TYPES = ("tis", "icepop", "seq-mask-tis")
@@ -16,7 +16,8 @@ TRUNCATION_TYPES = ("tis", "icepop", "seq-mask-tis")
 class ClippedPGLossDataDict(TypedDict):
     """The batch. Streams are [B, S], aligned with input_ids; their first column is not used.
 
-    prev_logprobs is not needed with force_on_policy_ratio; generation_logprobs only for the importance sampling
+    prev_logprobs is not needed with force_on_policy_ratio, nor by REINFORCE without a correction (its metrics against
+    the generation engine need it); generation_logprobs only for the importance sampling
     correction, the on-policy KL approximation and the generation metrics; reference_policy_logprobs only with a KL
     penalty in the loss; rewards [B] only with positive_example_nll_weight. temperature (a number, [B] or [B, S])
     divides the logits in the logits form.
@@ -45,20 +46,26 @@ class ClippedPGLossConfig:
             before disable_ppo_ratio.
         sequence_level_importance_ratios: GSPO, one ratio per sequence; needs token_level_loss=False. The importance
             sampling correction is then per sequence as well (the product over its tokens).
-        ratio_clip_min, ratio_clip_max: r is clipped to [1 − min, 1 + max].
-        ratio_clip_c: dual clip, > 1. use_cispo: the clipped ratio as a constant weight on log π.
+        ratio_clip_min, ratio_clip_max: r is clipped to [1 − ratio_clip_min, 1 + ratio_clip_max].
+        ratio_clip_c: dual clip, c > 1: where A < 0 the loss is at most −c·A; null: no such ceiling.
+        use_cispo: the clipped ratio as a constant weight on log π.
     Average:
         token_level_loss: over all tokens; False: over each sequence's tokens, then over sequences.
+        fixed_sequence_length: L > 0: the sum over all tokens is divided by sequences·L, whatever the number of tokens.
+            Dr. GRPO with L the longest completion allowed, RLOO's sum over a sequence's tokens with L = 1; null: not.
     KL to the reference policy:
-        reference_policy_kl_penalty: β ≥ 0. reference_policy_kl_type: k1, k2 or k3.
-        kl_input_clamp_value, kl_output_clamp_value: see `functional.kl_penalty`; null switches one off.
+        reference_policy_kl_penalty: β ≥ 0; with 0 no reference policy is needed.
+        reference_policy_kl_type: the estimator: k1, k2 or k3.
+        kl_input_clamp_value: the log-ratio is clamped to ± this before it is estimated from; null: it is not.
+        kl_output_clamp_value: the estimate is clamped to ± this; null: it is not.
         use_kl_in_reward: the reward carries the KL, so the loss does not.
         use_on_policy_kl_approximation: weights the KL by π/π_generation rather than by 1.
     Generation engine's probabilities against the trainer's:
         use_importance_sampling_correction: weights each token by π_prev/π_generation, NaN and ∞ counting as 0.
         truncated_importance_sampling_type: "tis" clamps that weight to [ratio_min or 0, ratio]; "icepop" drops tokens,
             "seq-mask-tis" drops sequences (by the geometric mean) outside [ratio_min, ratio].
-        truncated_importance_sampling_ratio, truncated_importance_sampling_ratio_min: those bounds.
+        truncated_importance_sampling_ratio: the upper bound; needed with a type.
+        truncated_importance_sampling_ratio_min: the lower bound; needed by icepop and seq-mask-tis.
     Further terms:
         positive_example_nll_weight: μ ≥ 0, VAPO's NLL on tokens of samples with a positive reward.
         entropy_coeff: ≥ 0, times the mean entropy, subtracted.
@@ -66,6 +73,7 @@ class ClippedPGLossConfig:
 
     disable_ppo_ratio: bool = False
     token_level_loss: bool = True
+    fixed_sequence_length: float | None = None
     sequence_level_importance_ratios: bool = False
     ratio_clip_min: float = 0.2
     ratio_clip_max: float = 0.2
@@ -97,17 +105,17 @@ class ClippedPGLossConfig:
         return 0.0 if self.use_kl_in_reward else self.reference_policy_kl_penalty
 
     def _check_ranges(self) -> None:
-        at_least_zero = (
-            "ratio_clip_min", "ratio_clip_max", "reference_policy_kl_penalty", "positive_example_nll_weight",
-            "entropy_coeff",
+        check_ranges(
+            self,
+            at_least_zero=(
+                "ratio_clip_min", "ratio_clip_max", "reference_policy_kl_penalty", "positive_example_nll_weight",
+                "entropy_coeff",
+            ),
+            above_zero=(
+                "kl_input_clamp_value", "kl_output_clamp_value", "truncated_importance_sampling_ratio",
+                "fixed_sequence_length",
+            ),
         )  # fmt: skip
-        above_zero = ("kl_input_clamp_value", "kl_output_clamp_value", "truncated_importance_sampling_ratio")
-        for key in at_least_zero:
-            if getattr(self, key) < 0:
-                raise ValueError(f"{key}={getattr(self, key)} must not be negative")
-        for key in above_zero:
-            if getattr(self, key) is not None and getattr(self, key) <= 0:
-                raise ValueError(f"{key}={getattr(self, key)} must be positive (null switches it off)")
         if self.ratio_clip_c is not None and self.ratio_clip_c <= 1:
             raise ValueError(f"ratio_clip_c={self.ratio_clip_c} must exceed 1 (usually 3; null switches dual clip off)")
         if self.reference_policy_kl_type not in KL_TYPES:
@@ -122,6 +130,11 @@ class ClippedPGLossConfig:
         if self.sequence_level_importance_ratios and self.token_level_loss:
             raise ValueError(
                 "sequence_level_importance_ratios=True needs token_level_loss=False: GSPO averages over sequences"
+            )
+        if self.fixed_sequence_length is not None and not self.token_level_loss:
+            raise ValueError(
+                f"fixed_sequence_length={self.fixed_sequence_length} divides a sum over tokens, and token_level_loss="
+                "False averages over sequences; set token_level_loss=True or fixed_sequence_length=null"
             )
         if not self.use_cispo:
             return

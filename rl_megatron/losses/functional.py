@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 # Importance ratios saturate at e^±20 (with zero gradient beyond): a token 20 nats off says nothing more by being 90
 # off, and e^90 would overflow fp32 and turn its clipped loss's gradient into 0 · ∞.
@@ -126,6 +127,11 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
     return masked_mean(log_ratio, mask, dim=-1)[:, None].expand_as(log_ratio)
 
 
+def clip_ratio(ratio: Tensor, below: float, above: float) -> Tensor:
+    """clip(r, 1 − below, 1 + above)."""
+    return ratio.clamp(1.0 - below, 1.0 + above)
+
+
 def clipped_surrogate(advantages: Tensor, ratio: Tensor, clipped_ratio: Tensor) -> Tensor:
     """−min(r·A, clip(r)·A), the pessimistic bound.
 
@@ -190,3 +196,37 @@ def js_divergence(logprobs: Tensor, other: Tensor) -> Tensor:
     log_mixture = torch.logaddexp(logprobs, other) - math.log(2.0)
     halves = [kl_penalty(log_mixture, x, "k3", MAX_LOG_RATIO, output_clamp=None) for x in (logprobs, other)]
     return 0.5 * (halves[0] + halves[1])
+
+
+def squared_error(values: Tensor, returns: Tensor) -> Tensor:
+    """½·(v − R)²."""
+    return 0.5 * (values - returns).square()
+
+
+def clipped_squared_error(
+    values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float
+) -> tuple[Tensor, Tensor]:
+    """(½·max( (v − R)², (clip(v, v_old ± clip_range) − R)² ), whether the clipped error is the larger one).
+
+    Source: OpenAI baselines, ppo2/model.py.
+    """
+    clipped = squared_error(torch.clamp(values, old_values - clip_range, old_values + clip_range), returns)
+    unclipped = squared_error(values, returns)
+    return torch.maximum(unclipped, clipped), clipped > unclipped
+
+
+def bradley_terry(margin: Tensor) -> Tensor:
+    """−log σ(x): the negative log-likelihood that the chosen one wins, x ahead.
+
+    Source: Bradley & Terry 1952; as a loss on rewards: Christiano et al. 2017 (arXiv:1706.03741).
+    """
+    return -logsigmoid(margin)
+
+
+def identity_preference(margin: Tensor, tau: float) -> Tensor:
+    """(x − 1/(2τ))²: the margin is driven to a finite value, where −log σ would drive it to infinity.
+
+    Source: Azar et al. 2023, "A General Theoretical Paradigm to Understand Learning from Human Preferences"
+        (arXiv:2310.12036), eq. 17.
+    """
+    return (margin - 1.0 / (2.0 * tau)).square()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron.logprobs import Sharding, next_token_stats
-from rl_megatron.losses.batch import TokenMask, first_nan, require
+from rl_megatron.losses.batch import TokenMask, first_nan, require_integers
 
 Count = Tensor | float | int | None
 
@@ -47,6 +48,14 @@ class Reduction(enum.Enum):
         """The part of a rank that has nothing to say."""
         return {"sum": 0.0, "min": float("inf"), "max": float("-inf")}[self.value]
 
+    @classmethod
+    def table(
+        cls, *sums: str, minima: Iterable[str] = (), maxima: Iterable[str] = ()
+    ) -> MappingProxyType[str, Reduction]:
+        """`Loss.metric_reductions` of metrics by how they reduce."""
+        by_kind = {cls.SUM: sums, cls.MIN: minima, cls.MAX: maxima}
+        return MappingProxyType({name: kind for kind, names in by_kind.items() for name in names})
+
 
 @runtime_checkable
 class LossFunction(Protocol):
@@ -72,6 +81,7 @@ class Loss(ABC):
     output_name: ClassVar[str] = "next_token_logits"  # what `__call__` calls the model's output
     input_names: ClassVar[tuple[str, ...]] = ()  # what `evaluate` takes from it; () where that is the output itself
     rows_per_unit: ClassVar[int] = 1  # rows that no microbatch may separate: 2 for preference pairs
+    next_token_keys: ClassVar[frozenset[str]] = frozenset()  # data's [B, S] streams whose entry t speaks of token t+1
 
     @property
     @abstractmethod
@@ -95,9 +105,9 @@ class Loss(ABC):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """This part's share of the loss and of each metric, as tensors: nothing waits for the device.
 
-        Shapes: data's streams [B, S] aligned with input_ids; next-token streams [B, S-1], entry t speaking of token
-            t+1. Masked positions may hold anything, NaN included.
-        Raises: KeyError naming key and loss; ValueError naming both shapes.
+        Shapes: data's streams [B, S] aligned with input_ids (but see `next_token_keys`); next-token streams [B, S-1],
+            entry t speaking of token t+1. Masked positions may hold anything, NaN included.
+        Raises: KeyError naming key and loss; ValueError naming both shapes; TypeError naming key and dtype.
         """
 
     def on_output(
@@ -115,10 +125,11 @@ class Loss(ABC):
         """Both forms run `evaluate`; metrics come back as Python numbers.
 
         Form 1: (output, data, global_valid_seqs, global_valid_toks, vocab_parallel_rank=None,
-            vocab_parallel_group=None, context_parallel_group=None, *, valid_vocab_size=None): the model's output under
-            the name `output_name`, with a context_parallel_group this rank's zigzag slice, while data stays whole.
-            Logits are divided by data["temperature"] (a number, [B] or [B, S]) where the batch carries one; ids from
-            valid_vocab_size on are padding.
+            vocab_parallel_group=None, context_parallel_group=None, *, valid_vocab_size=None, cu_seqlens=None,
+            cu_seqlens_padded=None): the model's output under the name `output_name`, with a context_parallel_group this
+            rank's zigzag slice, with cu_seqlens packed (see `Sharding`), while data stays whole. Logits are divided by
+            data["temperature"] (a number, [B] or [B, S]) where the batch carries one; ids from valid_vocab_size on are
+            padding.
         Form 2: (data, global_valid_seqs, global_valid_toks, **inputs) with `input_names`, such as next_token_logprobs
             [B, S-1]. Other keywords go to `evaluate` in both forms.
 
@@ -132,7 +143,9 @@ class Loss(ABC):
             inputs |= self.read_output(output, inputs["data"], sharding)
         loss, metrics = self.evaluate(**inputs)
         metrics = as_numbers(metrics)
-        if math.isnan(float(loss.detach().sum())) and (culprit := first_nan(inputs["data"], inputs)):
+        if math.isnan(float(loss.detach().sum())) and (
+            culprit := first_nan(inputs["data"], inputs, self.next_token_keys)
+        ):
             raise ValueError(f"{type(self).__name__} is NaN: {culprit} is NaN and not masked")
         return loss, metrics
 
@@ -153,7 +166,8 @@ class Loss(ABC):
             raise TypeError(f"{loss} is missing {missing}")
         given = any(inputs.get(name) is not None for name in self.input_names)
         if (inputs.get(self.output_name) is None) != given:
-            raise TypeError(f"{loss} takes either {' or '.join((self.output_name, *self.input_names[:1]))}")
+            names = (self.output_name, *self.input_names[:1])
+            raise TypeError(f"{loss} takes {'either ' if len(names) > 1 else ''}{' or '.join(names)}")
         return inputs
 
     def _sharding(
@@ -161,17 +175,20 @@ class Loss(ABC):
         vocab_parallel_rank: int | None,
         vocab_parallel_group: dist.ProcessGroup | None,
         context_parallel_group: dist.ProcessGroup | None,
-        valid_vocab_size: int | None,
+        **rest: Any,
     ) -> Sharding:
         if vocab_parallel_group is not None and vocab_parallel_rank not in (None, dist.get_rank(vocab_parallel_group)):
             raise ValueError(
                 f"vocab_parallel_rank={vocab_parallel_rank}, but this process is rank "
                 f"{dist.get_rank(vocab_parallel_group)} of vocab_parallel_group"
             )
-        return Sharding(vocab_parallel_group, context_parallel_group, valid_vocab_size)
+        return Sharding(vocab_parallel_group, context_parallel_group, **rest)
 
 
-_OUTPUT_FORM_ONLY = ("vocab_parallel_rank", "vocab_parallel_group", "context_parallel_group", "valid_vocab_size")
+_OUTPUT_FORM_ONLY = (
+    "vocab_parallel_rank", "vocab_parallel_group", "context_parallel_group", "valid_vocab_size", "cu_seqlens",
+    "cu_seqlens_padded",
+)  # fmt: skip
 _POSITIONAL = ("data", "global_valid_seqs", "global_valid_toks", *_OUTPUT_FORM_ONLY[:3])
 
 
@@ -182,6 +199,7 @@ class LogprobLoss(Loss):
     """
 
     input_type = LossInputType.LOGPROB
+    output_name = "next_token_logits"
     input_names = ("next_token_logprobs",)
 
     @property
@@ -192,7 +210,7 @@ class LogprobLoss(Loss):
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
         stats = next_token_stats(
             output,
-            require(data, "input_ids", self).to(output.device),
+            require_integers(data, "input_ids", self).to(output.device),
             sharding,
             temperature=data["temperature"] if "temperature" in data else 1.0,
             entropy=self.needs_entropy,
@@ -203,18 +221,32 @@ class LogprobLoss(Loss):
 
 
 class ScoreLoss(Loss):
-    """A loss over scalars: the output of a model whose head gives one number a token.
+    """A loss over one number a token, `evaluate(…, next_token_scores)` [B, S-1]: what a model with a score head says
+    after token t, entry t, is about the prefix that token t+1 extends.
 
-    The output is [B, S] or [B, S, 1], score t read after token t (with a context_parallel_group [B, S/cp(, 1)]).
+    Its output form takes scores [B, S] or [B, S, 1], or with a context_parallel_group [B, S/cp(, 1)]. A subclass may
+    give both names of its own.
     """
 
     input_type = LossInputType.LOGIT
+    output_name = "scores"
+    input_names = ("next_token_scores",)
 
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
-        scores = output.squeeze(-1) if output.dim() == 3 else output
-        mask = TokenMask.of(data, self).including_first
-        layout = sharding.layout(scores, tuple(mask.shape))
-        return {self.output_name: layout.gather(scores.to(torch.promote_types(scores.dtype, torch.float32)))}
+        return {self.input_names[0]: token_scores(output, data, sharding, self)[:, :-1]}
+
+
+def token_scores(output: Tensor, data: Mapping[str, Any], sharding: Sharding, loss: Loss) -> Tensor:
+    """A score head's output [B, S] or [B, S, 1], sharded or packed, as whole [B, S] in fp32 or more."""
+    scores = output.squeeze(-1) if output.dim() == 3 and output.size(-1) == 1 else output
+    mask = TokenMask.of(data, loss).including_first
+    if scores.dim() != 2:
+        raise ValueError(
+            f"{type(loss).__name__}: {loss.output_name} {tuple(output.shape)} must be one score a token, [B, S] or "
+            f"[B, S, 1] for token_mask {tuple(mask.shape)}"
+        )
+    layout = sharding.layout(scores, tuple(mask.shape))
+    return layout.gather(scores.to(torch.promote_types(scores.dtype, torch.float32)))
 
 
 def as_numbers(metrics: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -29,11 +29,7 @@ class NLLLoss(LogprobLoss):
     """
 
     loss_type = LossType.TOKEN_LEVEL
-    metric_reductions: Mapping[str, Reduction] = {
-        "loss": Reduction.SUM,
-        "num_unmasked_tokens": Reduction.SUM,
-        "num_valid_samples": Reduction.SUM,
-    }
+    metric_reductions = Reduction.table("loss", "num_unmasked_tokens", "num_valid_samples")
 
     def __init__(self, cfg: Any = None) -> None:
         self.cfg = parse_settings(NLLLossConfig, cfg)
@@ -50,12 +46,13 @@ class NLLLoss(LogprobLoss):
         dpo_average_log_probs: bool = False,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         streams = TokenStreams(data, self, next_token_logprobs)
+        logprobs = streams.select("next_token_logprobs", next_token_logprobs)
         if not dpo_loss:
-            loss = -masked_mean(streams.logprobs, streams.mask, global_normalization_factor=global_valid_toks)
+            loss = -masked_mean(logprobs, streams.mask, global_normalization_factor=global_valid_toks)
         elif dpo_average_log_probs:
-            loss = -masked_mean(streams.logprobs, streams.mask, dim=-1)
+            loss = -masked_mean(logprobs, streams.mask, dim=-1)
         else:
-            loss = -masked_sum(streams.logprobs, streams.mask, dim=-1)
+            loss = -masked_sum(logprobs, streams.mask, dim=-1)
         return loss, {
             "loss": loss.detach(),
             "num_unmasked_tokens": streams.mask.sum(),

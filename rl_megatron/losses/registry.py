@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rl_megatron.config.errors import nearest
@@ -30,3 +30,8 @@ def build_loss(name: str, cfg: Any = None) -> Any:
     if name not in LOSSES:
         raise ValueError(f"there is no loss {name!r}{nearest(name, LOSSES)}")
     return LOSSES[name](cfg)
+
+
+def configured_loss(section: Mapping[str, Any]) -> Any:
+    """The loss of a configuration's section {name, **settings}. Raises: as `build_loss`."""
+    return build_loss(section["name"], {key: value for key, value in section.items() if key != "name"})

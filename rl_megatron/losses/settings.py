@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from rl_megatron.config.errors import nearest
@@ -48,3 +48,15 @@ def check_types(settings: Any) -> None:
                 raise TypeError(f"{where} must be a number{' or null' if 'None' in declared else ''}")
             if not math.isfinite(value):
                 raise ValueError(f"{where} must be finite")
+
+
+def check_ranges(settings: Any, at_least_zero: Iterable[str] = (), above_zero: Iterable[str] = ()) -> None:
+    """Raises: ValueError naming key, value and rule for a number out of its range; None is in every range."""
+    optional = {field.name for field in dataclasses.fields(settings) if "None" in str(field.type)}
+    for key in at_least_zero:
+        if getattr(settings, key) is not None and getattr(settings, key) < 0:
+            raise ValueError(f"{key}={getattr(settings, key)} must not be negative")
+    for key in above_zero:
+        if getattr(settings, key) is not None and getattr(settings, key) <= 0:
+            remedy = " (null switches it off)" if key in optional else ""
+            raise ValueError(f"{key}={getattr(settings, key)} must be positive{remedy}")

@@ -72,6 +72,27 @@ class TokenLayout:
         absent = (self.place < 0).view(*self.place.shape, *(1 for _ in x.shape[2:]))
         return picked.masked_fill(absent, 0.0)
 
+    def following(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Where each token finds the row of the token after it: (rows, index), index [R, L] counting the rows of `rows`
+        [*, …] in order, −1 where no token lies or none follows. `rows` is x [R, L, …] itself, with no copy; only where
+        a sequence is cut over ranks it is a copy with the rows at the cuts appended. Takes part in no gradient.
+        """
+        following = torch.nn.functional.pad(self.place[:, 1:], (0, 1), value=-1)
+        if _size(self.cp_group) == 1:
+            return x.detach(), self.scatter(following, -1)
+        num_local, rank, num_cuts = math.prod(self.rows), self.cp_group.rank(), 2 * (self.cp_group.size() - 1)
+        is_cut = (following >= 0) & (following // num_local != self.place // num_local)
+        cut = torch.arange(len(is_cut), device=x.device)[:, None] * num_cuts + is_cut.cumsum(dim=1) - 1
+        wanted = following.new_full((len(is_cut) * num_cuts + 1,), -1)  # the last entry takes what is no cut
+        wanted[torch.where(is_cut, cut, len(wanted) - 1)] = following.masked_fill(~is_cut, -1)
+        mine = wanted[:-1] - rank * num_local
+        owned = ((mine >= 0) & (mine < num_local)).view(-1, *(1 for _ in x.shape[2:]))
+        flat = x.detach().flatten(0, 1)
+        borrowed = torch.where(owned, flat[mine.clamp(0, num_local - 1)], 0)
+        dist.all_reduce(borrowed, group=self.cp_group)  # each row has one owner
+        index = torch.where(is_cut, num_local + cut, following - rank * num_local)
+        return torch.cat([flat, borrowed]), self.scatter(index.masked_fill(following < 0, -1), -1)
+
 
 def _size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else group.size()

@@ -50,6 +50,8 @@ class TokenByToken:
         return sum(means) / self.num_samples
 
     def loss_mean(self, value):
+        if (length := self.cfg.fixed_sequence_length) is not None:
+            return sum(value(token) for token in self.all_tokens) / (self.num_samples * length)
         return self.token_mean(value) if self.cfg.token_level_loss else self.sequence_mean(value)
 
     def add_ratios(self):
@@ -277,6 +279,16 @@ def test_streams_that_the_settings_do_not_need_may_be_missing():
     loss, metrics, _ = run(cfg, batch, logprobs, num_seqs, num_toks)
     assert math.isfinite(loss)
     assert not metrics.keys() & {"gen_kl_error", "token_mult_prob_error", "approx_entropy", "sampling_importance_ratio"}
+
+
+def test_reinforce_needs_no_logprobs_but_the_policy_s_own():
+    batch, logprobs, _, num_seqs, num_toks = make()
+    cfg = {"disable_ppo_ratio": True, "reference_policy_kl_penalty": 0.0}
+    want, _, want_gradient = run(cfg, batch, logprobs, num_seqs, num_toks)
+    del batch["prev_logprobs"]  # the generation engine's are still there, with nothing to compare them to
+    loss, metrics, gradient = run(cfg, batch, logprobs, num_seqs, num_toks)
+    assert loss == want and torch.equal(gradient, want_gradient) and "gen_kl_error" not in metrics
+    assert "prev_logprobs" in ClippedPGLossFn(cfg | {"use_importance_sampling_correction": True}).required_keys
 
 
 def test_generation_logprobs_without_a_representable_weight_count_as_zero():

@@ -15,6 +15,7 @@ def test_defaults():
     assert dataclasses.asdict(ClippedPGLossFn({}).cfg) == {
         "disable_ppo_ratio": False,
         "token_level_loss": True,
+        "fixed_sequence_length": None,
         "sequence_level_importance_ratios": False,
         "ratio_clip_min": 0.2,
         "ratio_clip_max": 0.2,
@@ -73,6 +74,11 @@ def test_a_dict_a_dataclass_and_an_omegaconf_node_mean_the_same():
         ({"use_cispo": True, "disable_ppo_ratio": True}, r"use_cispo=True excludes disable_ppo_ratio=True.*set dis"),
         ({"use_cispo": True, "force_on_policy_ratio": True}, r"use_cispo=True excludes force_on_policy_ratio=True"),
         ({"use_cispo": True, "ratio_clip_c": 3.0}, r"use_cispo=True excludes ratio_clip_c=3.0.*set ratio_clip_c=None"),
+        ({"fixed_sequence_length": 0}, r"fixed_sequence_length=0 must be positive"),
+        (
+            {"fixed_sequence_length": 8, "token_level_loss": False},
+            r"fixed_sequence_length=8 .*token_level_loss=False.*set token_level_loss=True or",
+        ),
         ({"use_cispo": True, "token_level_loss": False}, r"use_cispo=True excludes token_level_loss=False"),
         ({"truncated_importance_sampling_ratio": 2.0}, r"truncated_importance_sampling_type is null; set the type"),
         ({"truncated_importance_sampling_type": "clip"}, r"'clip' is none of .*'tis'"),

@@ -51,6 +51,29 @@ def test_trailing_dimensions_travel_along_and_what_is_absent_has_no_gradient():
     assert gradient.sum() == 3 * sum(LENGTHS) and gradient.isfinite().all()
 
 
+def check_following(layout, there):
+    """Each local row finds the row of the next token of its sequence, or −1; what lies between tokens is not touched."""
+    numbers = layout.scatter(torch.where(there, batch(), 0), 0)
+    x = torch.where(numbers > 0, numbers, torch.nan)[..., None] * torch.tensor([1.0, -2.0])
+    rows, index = layout.following(x)
+    followed = torch.nn.functional.pad(there[:, 1:], (0, 1)) & there
+    want = layout.scatter(torch.where(followed, batch() + 1, -1), -1)
+    assert torch.equal(index < 0, want < 0)
+    found = rows.flatten(0, -2)[index[index >= 0]]
+    assert torch.equal(found, want[want >= 0][:, None] * torch.tensor([1.0, -2.0]))
+    return rows, x
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_row_of_the_next_token(packed):
+    if packed:
+        layout, there = TokenLayout.packed(*boundaries(LENGTHS, 4), WIDTH, 24, None), present()
+    else:
+        layout, there = TokenLayout.padded((4, WIDTH), 10, None, torch.device("cpu")), torch.ones(4, WIDTH) > 0
+    rows, x = check_following(layout, there)
+    assert rows.data_ptr() == x.data_ptr(), "one rank has every row: nothing is copied"
+
+
 def _cut(packed):
     """This rank's row as the zigzag of each sequence says, what gathers to the batch, and its gradient."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -76,6 +99,7 @@ def _cut(packed):
     weight = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     (gradient,) = torch.autograd.grad((weight * whole).sum(), x)  # the same loss on every rank: it counts once
     assert torch.equal(gradient, layout.scatter(torch.where(there, weight, 0.0), 0.0))
+    check_following(layout, there)
 
 
 @pytest.mark.parametrize("packed", [False, True])

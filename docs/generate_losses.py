@@ -1,0 +1,440 @@
+"""Writes docs/losses.md and docs/images/surrogates.svg:
+
+    python docs/generate_losses.py
+
+Names, keys, defaults and meanings come from the registered losses and the docstrings of their settings; the curves are
+what the losses return. Only the formulas and the recipes are written here. tests/test_docs.py holds both files to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import io
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import torch
+import yaml
+from matplotlib.figure import Figure
+
+from rl_megatron.losses import LOSSES, PPOLoss, build_loss
+
+DOCS = Path(__file__).resolve().parent
+PAGE, PLOT = DOCS / "losses.md", DOCS / "images" / "surrogates.svg"
+
+# ---- what each loss computes
+
+FORMULAS = {
+    "clipped_pg": r"""
+\mathcal L = \mathrm{mean}\big(w\,\ell\big) + \beta\;\mathrm{mean}\big(\widehat{\mathrm{KL}}\big)
+           + \mu\,\mathrm{NLL}^{+} - c_H\;\mathrm{mean}\big(H\big)
+
+\ell_t = \begin{cases}
+-\min\big(r_t A_t,\; \mathrm{clip}(r_t,\, 1-\varepsilon_{\min},\, 1+\varepsilon_{\max})\, A_t\big)
+  & \text{by default} \\
+\min\big(\text{the above},\; -c\, A_t\big) \;\text{ where } A_t < 0 & \text{with ratio\_clip\_c: dual clip} \\
+-\,\mathrm{sg}\big(\mathrm{clip}(r_t,\, 1-\varepsilon_{\min},\, 1+\varepsilon_{\max})\big)\, A_t \log \pi(y_t)
+  & \text{with use\_cispo} \\
+-\,A_t \log \pi(y_t) & \text{with disable\_ppo\_ratio: REINFORCE}
+\end{cases}
+
+r_t = \frac{\pi(y_t)}{\pi_{\text{prev}}(y_t)} \;\text{ or, per sequence (GSPO), }\;
+\exp\Big(\frac{1}{|y|} \sum_t \log \frac{\pi(y_t)}{\pi_{\text{prev}}(y_t)}\Big),
+\qquad w_t = \frac{\pi_{\text{prev}}(y_t)}{\pi_{\text{generation}}(y_t)} \;\text{ or }\; 1
+
+\widehat{\mathrm{KL}}: \quad k_1 = -x, \quad k_2 = \tfrac{1}{2} x^2, \quad k_3 = e^x - 1 - x,
+\qquad x = \log \pi_{\text{ref}}(y_t) - \log \pi(y_t)
+""",
+    "dpo": r"""
+\mathcal L = w_p\, \mathcal L_{\text{pref}} + w_s\, \mathcal L_{\text{sft}}, \qquad
+\mathcal L_{\text{pref}} = -\frac{1}{N_{\text{pairs}}} \sum_{\text{pairs}}
+  \log \sigma\big(\beta\,(r_{\text{chosen}} - r_{\text{rejected}})\big), \qquad
+\mathcal L_{\text{sft}} = -\frac{1}{N_{\text{pairs}}} \sum_{\text{chosen}} \sum_t m_t \log \pi(y_t)
+
+r = \sum_t m_t \big(\log \pi(y_t) - \log \pi_{\text{ref}}(y_t)\big)
+""",
+    "ipo": r"""
+\mathcal L = \frac{1}{N_{\text{pairs}}} \sum_{\text{pairs}}
+  \Big(r_{\text{chosen}} - r_{\text{rejected}} - \frac{1}{2\tau}\Big)^2, \qquad
+r = \sum_t m_t \big(\log \pi(y_t) - \log \pi_{\text{ref}}(y_t)\big)
+""",
+    "preference": r"""
+\mathcal L = -\frac{1}{N_{\text{pairs}}} \sum_{\text{pairs}}
+  \log \sigma\big(\beta\,(r_{\text{chosen}} - r_{\text{rejected}})\big), \qquad
+r = \text{the score at the row's last token}
+""",
+    "nll": r"""
+\mathcal L = -\frac{1}{N_{\text{tokens}}} \sum_t m_t \log \pi(y_t)
+""",
+    "mse_value": r"""
+\mathcal L = \frac{\text{scale}}{2\, N_{\text{tokens}}} \sum_t m_t \max\Big(
+  (v_t - R_t)^2,\; \big(\mathrm{clip}(v_t,\, v_{\text{old},t} - c,\, v_{\text{old},t} + c) - R_t\big)^2\Big)
+""",
+    "distillation": r"""
+\mathcal L = \frac{1}{N_{\text{tokens}}} \sum_t m_t \big(w\,\mathrm{KL}(p\,\|\,q) + (1-w)\,\mathrm{KL}(q\,\|\,p)\big)_t,
+\qquad p = \text{teacher}, \quad q = \text{student, both over the teacher's top } k
+
+\text{with zero\_outside\_topk:} \qquad \mathrm{KL}(q\,\|\,p)
+  = \sum_v q \log q - \sum_k q \log p + 100\,\Big(1 - \sum_k q\Big), \qquad q \text{ over the whole vocabulary}
+""",
+    "draft_cross_entropy": r"""
+\mathcal L = -\frac{1}{N_{\text{tokens}}} \sum_t m_{t+1} \sum_v p_{t+1}(v) \log q_t(v),
+\qquad p = \mathrm{sg}(\text{policy}), \quad q = \text{draft}
+""",
+}
+
+PPO_FORMULA = r"""
+\mathcal L = \mathcal L_\pi + \text{value\_coeff}\;\mathcal L_V, \qquad
+\mathcal L_\pi = -\,\mathrm{mean}\,\min\big(r A,\; \mathrm{clip}(r,\, 1 \pm \varepsilon)\, A\big), \qquad
+\mathcal L_V = \tfrac{1}{2}\,\mathrm{mean}\,\max\big((v - R)^2,\;
+  (\mathrm{clip}(v,\, v_{\text{old}} \pm \text{value\_clip\_range}) - R)^2\big)
+"""
+
+# ---- what to write to get a published method
+
+
+@dataclass(frozen=True)
+class Recipe:
+    name: str
+    overrides: str  # of `rl-megatron train`
+    notes: str
+
+
+_NO_KL = "loss.reference_policy_kl_penalty=0"
+RECIPES = (
+    Recipe(
+        "GRPO",
+        "algorithm=grpo loss.token_level_loss=false loss.reference_policy_kl_penalty=0.04",
+        "[2402.03300](https://arxiv.org/abs/2402.03300). Advantages against the group, in units of its standard "
+        "deviation; each answer counts once; KL in the loss.",
+    ),
+    Recipe(
+        "Dr. GRPO",
+        "algorithm=grpo algorithm.normalize_std=false loss.fixed_sequence_length=32 generation.max_new_tokens=32 "
+        f"{_NO_KL}",
+        "[2503.20783](https://arxiv.org/abs/2503.20783). No standard deviation, and a constant, the longest answer "
+        "allowed, in place of an answer's own length.",
+    ),
+    Recipe(
+        "DAPO",
+        f"algorithm=grpo algorithm.dynamic_sampling=true loss.ratio_clip_max=0.28 {_NO_KL}",
+        "[2503.14476](https://arxiv.org/abs/2503.14476). Clip-higher, mean over tokens, groups that all agree are "
+        "sampled again. Its penalty on overlong answers is a matter of the task's reward.",
+    ),
+    Recipe(
+        "GSPO",
+        "algorithm=grpo loss.sequence_level_importance_ratios=true loss.token_level_loss=false "
+        f"loss.ratio_clip_min=3e-4 loss.ratio_clip_max=4e-4 {_NO_KL}",
+        "[2507.18071](https://arxiv.org/abs/2507.18071). One ratio a sequence, the geometric mean of its tokens', and "
+        "so a much narrower clip.",
+    ),
+    Recipe(
+        "CISPO",
+        f"algorithm=grpo loss.use_cispo=true loss.ratio_clip_min=1.0 loss.ratio_clip_max=4.0 {_NO_KL}",
+        "[2506.13585](https://arxiv.org/abs/2506.13585). The ratio, clipped from above alone, is a weight; no token "
+        "loses its gradient. The ceiling of 5 is [ScaleRL](https://arxiv.org/abs/2510.13786)'s.",
+    ),
+    Recipe(
+        "RLOO",
+        "algorithm=grpo algorithm.leave_one_out=true algorithm.normalize_std=false loss.disable_ppo_ratio=true "
+        f"loss.fixed_sequence_length=1 {_NO_KL}",
+        "[2402.14740](https://arxiv.org/abs/2402.14740). REINFORCE against the mean of the group's other answers, "
+        "summed over an answer's tokens.",
+    ),
+    Recipe(
+        "REINFORCE++",
+        "algorithm=grpo algorithm.advantage_estimator=reinforce_plus_plus loss.use_kl_in_reward=true "
+        "loss.reference_policy_kl_type=k1",
+        "[2501.03262](https://arxiv.org/abs/2501.03262). The KL is taken off each token's reward; returns are whitened "
+        "over the whole batch.",
+    ),
+    Recipe(
+        "PPO",
+        "algorithm=ppo loss.use_kl_in_reward=true loss.reference_policy_kl_type=k1",
+        "[1707.06347](https://arxiv.org/abs/1707.06347), with the KL in the reward as in "
+        "[InstructGPT](https://arxiv.org/abs/2203.02155). A critic of the policy's shape, and GAE.",
+    ),
+    Recipe(
+        "DPO",
+        "algorithm=dpo loss=dpo data=gsm8k_pairs data.path=path/to/pairs",
+        "[2305.18290](https://arxiv.org/abs/2305.18290). `loss.sft_loss_weight` adds the likelihood of chosen answers.",
+    ),
+    Recipe(
+        "IPO",
+        "algorithm=dpo loss=ipo data=gsm8k_pairs data.path=path/to/pairs",
+        "[2310.12036](https://arxiv.org/abs/2310.12036). The margin is drawn to a finite value.",
+    ),
+)
+
+# ---- the same in TRL's terms; tests/contract/test_trl_oracle.py calls both
+
+TRL = (
+    ('`GRPOConfig(loss_type="dapo")`', "the defaults", "equal"),
+    (
+        '`loss_type="bnpo"`',
+        "the defaults",
+        "equal on one batch; over several TRL takes the mean of their means, and here the parts of one mean add up",
+    ),
+    (
+        '`loss_type="grpo"`',
+        "`token_level_loss: false`",
+        "equal; TRL counts a row without tokens in the denominator, and here a masked sample is left out",
+    ),
+    (
+        '`loss_type="dr_grpo"`',
+        "`normalize_std: false`, `fixed_sequence_length: L`",
+        "equal with L = `max_completion_length`",
+    ),
+    (
+        '`importance_sampling_level="sequence"` (GSPO)',
+        "`sequence_level_importance_ratios: true`, `token_level_loss: false`",
+        'equal to `loss_type="grpo"`; other averages of sequence ratios are refused here',
+    ),
+    ("`epsilon`, `epsilon_high`", "`ratio_clip_min`, `ratio_clip_max`", "equal"),
+    ("`delta`", "`ratio_clip_c`", "equal where it is at least 1 + `ratio_clip_max`"),
+    (
+        '`loss_type="cispo"`, `epsilon_high=e`',
+        "`use_cispo: true`, `ratio_clip_min: 1`, `ratio_clip_max: e − 1`",
+        "equal; TRL's is the ceiling itself",
+    ),
+    (
+        "`beta`",
+        "`reference_policy_kl_penalty`",
+        "equal in value; the gradient here has one more term, k3·∇log π, through the sampling of the tokens",
+    ),
+    ("`beta`, `use_bias_correction_kl=True`", "… and on-policy, or `use_on_policy_kl_approximation: true`", "equal"),
+    ("`entropy_coef`", "`entropy_coeff`", "equal with a mean over tokens; with one over sequences this averages alike"),
+    (
+        "`RLOOConfig`",
+        "`disable_ppo_ratio: true`, `fixed_sequence_length: 1`",
+        "equal on-policy, in the gradient",
+    ),
+    ('`DPOConfig(loss_type="sigmoid")`', "`dpo`", "equal; rewards are reported without β here"),
+    ('`loss_type="sigmoid_norm"`', "`preference_average_log_probs: true`", "equal"),
+    ('`loss_type="ipo"`, `beta`', "`ipo`, `tau`, `preference_average_log_probs: true`", "equal"),
+    (
+        '`loss_type="sft"`',
+        "`sft_loss_weight`",
+        "TRL's is a mean over the chosen tokens, this one over pairs",
+    ),
+    ("`RewardConfig`", "`preference`", "equal"),
+    (
+        "`DistillationConfig`, `beta=0` or `1`",
+        "`distillation`, `kl_type: forward` or `reverse`",
+        "equal (TRL's is in fp32) where the teacher's top k is the whole vocabulary; between 0 and 1 TRL mixes the "
+        "distributions (Jensen-Shannon), and `mixed` here the two divergences",
+    ),
+)
+
+# ---- the plot
+
+PREVIOUS_PROBABILITY = 0.2  # π_prev of the one token; what is plotted of log π depends on it
+RATIOS = np.linspace(0.025, 3.475, 70)  # none at a kink, where a rounding error would choose the slope
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    name: str
+    settings: str  # in short
+    cfg: dict[str, Any]
+
+
+SURROGATES = (
+    Surrogate("PPO, GRPO", "ε = 0.2", {}),
+    Surrogate("DAPO", "ε = 0.2, 0.28", {"ratio_clip_max": 0.28}),
+    Surrogate("dual clip", "ε = 0.2, c = 3", {"ratio_clip_c": 3.0}),
+    Surrogate(
+        "GSPO, one token",
+        "ε = 3e-4, 4e-4",
+        {
+            "sequence_level_importance_ratios": True,
+            "token_level_loss": False,
+            "ratio_clip_min": 3e-4,
+            "ratio_clip_max": 4e-4,
+        },
+    ),
+    Surrogate("CISPO", "0 ≤ r ≤ 2", {"use_cispo": True, "ratio_clip_min": 1.0, "ratio_clip_max": 1.0}),
+    Surrogate("REINFORCE", "no ratio", {"disable_ppo_ratio": True}),
+)
+
+
+def curves(surrogate: Surrogate, advantage: float) -> dict[str, np.ndarray]:
+    """−ℓ and −∂ℓ/∂log π at each of RATIOS, of a batch of one token: what the loss returns for it."""
+    loss_fn = build_loss("clipped_pg", {"reference_policy_kl_penalty": 0.0, **surrogate.cfg})
+    previous = math.log(PREVIOUS_PROBABILITY)
+    data = {
+        "input_ids": torch.zeros(1, 2, dtype=torch.long),
+        "token_mask": torch.ones(1, 2, dtype=torch.float64),
+        "sample_mask": torch.ones(1, dtype=torch.float64),
+        "advantages": torch.full((1, 2), advantage, dtype=torch.float64),
+        "prev_logprobs": torch.full((1, 2), previous, dtype=torch.float64),
+    }
+    values, gradients = [], []
+    for ratio in RATIOS:
+        logprobs = torch.full((1, 1), previous + math.log(ratio), dtype=torch.float64, requires_grad=True)
+        loss, _ = loss_fn.evaluate(data, 1, 1, next_token_logprobs=logprobs)
+        (gradient,) = torch.autograd.grad(loss, logprobs)
+        values.append(-loss.item())
+        gradients.append(-gradient.item())
+    return {"value": np.array(values), "gradient": np.array(gradients)}
+
+
+def plot() -> str:
+    """The surrogates, as SVG. A curve's id is `name/quantity/sign of A`, so that its numbers can be read back."""
+    style = {"svg.hashsalt": "losses", "svg.fonttype": "none", "path.simplify": False, "font.size": 8}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(12, 4.4))
+        panels = figure.subplots(2, len(SURROGATES), sharex=True)
+        figure.subplots_adjust(left=0.05, right=0.995, top=0.88, bottom=0.14, wspace=0.25, hspace=0.12)
+        for column, surrogate in enumerate(SURROGATES):
+            panels[0, column].set_title(f"{surrogate.name}\n{surrogate.settings}")
+            panels[1, column].set_xlabel("r = π / π_prev")
+            for sign, colour in (("+", "tab:blue"), ("−", "tab:red")):
+                both = curves(surrogate, 1.0 if sign == "+" else -1.0)
+                for panel, (quantity, curve) in zip(panels[:, column], both.items(), strict=True):
+                    gid = f"{surrogate.name}/{quantity}/{sign}".replace(" ", "-")
+                    panel.plot(RATIOS, curve, colour, label=f"A = {sign}1", gid=gid)
+        for panel in panels.flat:
+            panel.axvline(1.0, color="0.8", linewidth=0.8, zorder=0)
+            panel.axhline(0.0, color="0.8", linewidth=0.8, zorder=0)
+            panel.set(xlim=(0, 3.5), ylim=(-3.8, 3.8))
+        panels[0, 0].set_ylabel("surrogate −ℓ")
+        panels[1, 0].set_ylabel("−∂ℓ / ∂ log π")
+        figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="lower center", ncols=2, frameon=False)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+
+
+# ---- the page
+
+
+def key_meanings(settings: type, keys: Iterable[str] | None = None) -> dict[str, str]:
+    """Key → what the settings' docstring says of it: the text after `key: ` or `key, other: `, up to the next key, a
+    blank line or an unindented one. `keys` where they are no fields.
+
+    Raises: ValueError naming the keys it says nothing of.
+    """
+    keys = [field.name for field in dataclasses.fields(settings)] if keys is None else list(keys)
+    name = "|".join(sorted(keys, key=len, reverse=True))
+    text = inspect.cleandoc(settings.__doc__ or "")
+    heads = list(re.finditer(rf"(?<![\w.`])((?:{name})(?:, (?:{name}))*): ", text)) if keys else []
+    meanings = {}
+    for head, end in pairwise([*(heads), None]):
+        meaning = text[head.end() : end.start() if end else len(text)]
+        meaning = re.split(r"\n\s*\n|\n(?=\S)", meaning)[0]
+        meanings |= dict.fromkeys(head[1].split(", "), " ".join(meaning.split()))
+    if missing := [key for key in keys if not meanings.get(key)]:
+        raise ValueError(f"the docstring of {settings.__name__} does not say what {missing} mean")
+    return {key: meanings[key] for key in keys}
+
+
+def page() -> str:
+    """docs/losses.md.  Raises: ValueError naming a loss without a formula, or keys without a meaning."""
+    if missing := sorted(LOSSES.keys() - FORMULAS.keys()):
+        raise ValueError(f"{missing} have no formula: add them to FORMULAS in {Path(__file__).name}")
+    sections = [_overview(), *(_loss(name) for name in FORMULAS), _ppo(), _surrogates(), _recipes(), _trl()]
+    return "\n\n".join("\n".join(section) for section in sections) + "\n"
+
+
+def _overview() -> Iterator[str]:
+    yield "<!-- Written by `python docs/generate_losses.py`, from the losses and the docstrings of their settings. -->"
+    yield "# Losses"
+    yield ""
+    yield "`loss.name` selects one and `loss.KEY` sets its keys; from Python, `build_loss(name, {key: value})`. A loss"
+    yield "returns its part of a mean over the *global* batch, so that microbatches and ranks add up. An unknown key is"
+    yield "refused, with the nearest known one."
+    yield ""
+    yield "| name | class | reads | mean over |"
+    yield "|---|---|---|---|"
+    for name in FORMULAS:
+        loss = build_loss(name)
+        over = {"token_level": "tokens", "sequence_level": "pairs" if loss.rows_per_unit == 2 else "sequences"}
+        reads = _names(dict.fromkeys((loss.output_name, *loss.input_names)))
+        yield f"| [`{name}`](#{name}) | `{type(loss).__name__}` | {reads} | {over[loss.loss_type.value]} |"
+
+
+def _loss(name: str) -> Iterator[str]:
+    loss = build_loss(name)
+    yield f"## {name}"
+    for formula in FORMULAS[name].strip().split("\n\n"):
+        yield f"\n```math\n{formula}\n```"
+    yield ""
+    if meanings := key_meanings(type(loss.cfg)):
+        yield "| key | default | meaning |"
+        yield "|---|---|---|"
+        for key, meaning in meanings.items():
+            default = yaml.safe_dump(getattr(loss.cfg, key)).splitlines()[0]
+            yield f"| `{key}` | `{default}` | {_cell(meaning)} |"
+        yield ""
+    yield f"`evaluate` reads {_names(loss.required_keys)} of the batch and reports {_names(loss.metric_reductions)}."
+
+
+def _ppo() -> Iterator[str]:
+    yield "## PPOLoss"
+    yield ""
+    yield "`rl_megatron.losses.PPOLoss`, policy and critic in one module on tensors, with torchtune's arguments and"
+    yield "results. Its means are over the call's tokens: for training in parts, the `ppo` algorithm composes"
+    yield "`clipped_pg` and `mse_value`, which divide by global counts."
+    yield f"\n```math{PPO_FORMULA}```\n"
+    yield "| argument | default | meaning |"
+    yield "|---|---|---|"
+    defaults = {name: parameter.default for name, parameter in inspect.signature(PPOLoss).parameters.items()}
+    for key, meaning in key_meanings(PPOLoss, defaults).items():
+        yield f"| `{key}` | `{defaults[key]}` | {_cell(meaning)} |"
+
+
+def _surrogates() -> Iterator[str]:
+    yield "## The surrogates, side by side"
+    yield ""
+    yield "What one token adds to the objective (the loss times −1), and how hard it pulls on its log-probability,"
+    yield f"against the ratio; π_prev = {PREVIOUS_PROBABILITY}. Drawn from what the losses return."
+    yield ""
+    names = "; ".join(surrogate.name for surrogate in SURROGATES)
+    yield f"![value and gradient of the surrogate against the ratio: {names}]({PLOT.relative_to(DOCS).as_posix()})"
+
+
+def _recipes() -> Iterator[str]:
+    yield "## Recipes"
+    yield ""
+    yield "Published methods as overrides of `rl-megatron train`; the same keys go into an experiment's YAML."
+    for recipe in RECIPES:
+        yield f"\n**{recipe.name}.** {recipe.notes}\n"
+        yield f"```bash\nrl-megatron train {recipe.overrides}\n```"
+
+
+def _trl() -> Iterator[str]:
+    yield "## Coming from TRL"
+    yield ""
+    yield "`tests/contract/test_trl_oracle.py` calls TRL's own code on the same log-probabilities: equal is to 1e-12 in"
+    yield "value and in every gradient."
+    yield ""
+    yield "| TRL | here | |"
+    yield "|---|---|---|"
+    for theirs, ours, comparison in TRL:
+        yield f"| {theirs} | {ours} | {comparison} |"
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def main() -> None:
+    PAGE.write_text(page())
+    PLOT.write_text(plot())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Logits of any leading shape as rows `[N, V_local]`, without a copy wherever the strides allow a view."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def memory_order(logits: Tensor) -> list[int]:
+    """The leading dimensions in memory order, so that a view makes rows of them: [1, 0] for [S, B, V] seen as
+    [B, S, V]."""
+    return sorted(range(logits.dim() - 1), key=lambda dim: -logits.stride(dim))
+
+
+def to_rows(x: Tensor, order: list[int]) -> Tensor:
+    """[..., C] → [N, C], the leading dimensions taken in `order`; a view wherever the strides allow one."""
+    return x.permute(*order, -1).reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def from_rows(x: Tensor, leading: torch.Size, order: list[int]) -> Tensor:
+    """[N, ...] → [*leading, ...], undoing `to_rows`."""
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    trailing = range(len(order), len(order) + x.dim() - 1)
+    return x.view([*(leading[dim] for dim in order), *x.shape[1:]]).permute([*inverse, *trailing])
+
+
+def belongs_to_a_leaf(tensor: Tensor) -> bool:
+    """Whether writing into the tensor would overwrite a leaf, that is, the caller's own data."""
+    return tensor.is_leaf or (tensor._base is not None and tensor._base.is_leaf)

@@ -1,0 +1,44 @@
+"""`vocab_subset`: the columns of a few ids, out of one vocabulary's shards into a smaller vocabulary's shards."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def vocab_subset(
+    logits: Tensor,
+    ids: Tensor,
+    num_local: int,
+    tp_group: dist.ProcessGroup | None = None,
+    *,
+    valid_vocab_size: int | None = None,
+) -> Tensor:
+    """This rank's shard of `logits[..., ids]`: column j is id `ids[rank·num_local + j]`, 0 past the last id.
+
+    Each column travels from the rank that has it to the rank that wants it, in one all-to-all: what a rank receives is
+    as large as its result, and the whole vocabulary is nowhere. Takes part in no gradient.
+
+    Shapes: logits [..., V_local], shards equal and in rank order; ids [V'] with V' ≤ tp·num_local, on the CPU (where
+        each column goes is decided there, so that nothing waits for the device). Returns [..., num_local].
+    Raises: ValueError for more ids than columns, and for ids outside the vocabulary (valid_vocab_size on are padding).
+    """
+    size, rank = (1, 0) if tp_group is None else (tp_group.size(), tp_group.rank())
+    leading, width = logits.shape[:-1], logits.shape[-1]
+    vocab_size = size * width if valid_vocab_size is None else valid_vocab_size
+    if len(ids) > size * num_local:
+        raise ValueError(f"{len(ids)} ids do not fit {size} shard(s) of {num_local} columns")
+    if ((ids < 0) | (ids >= vocab_size)).any():
+        raise ValueError(f"ids {ids.min()} … {ids.max()} must be in the vocabulary [0, {vocab_size})")
+    owner, wanted_by = ids // width, torch.arange(len(ids)) // num_local
+    outgoing = [ids[(owner == rank) & (wanted_by == other)] - rank * width for other in range(size)]
+    incoming = [((owner == other) & (wanted_by == rank)).nonzero()[:, 0] - rank * num_local for other in range(size)]
+    columns = logits.detach().flatten(0, -2)[:, torch.cat(outgoing).to(logits.device)].T.contiguous()
+    if size > 1:
+        received = columns.new_empty(sum(map(len, incoming)), columns.shape[1])
+        dist.all_to_all_single(received, columns, [*map(len, incoming)], [*map(len, outgoing)], group=tp_group)
+        columns = received
+    result = logits.new_zeros(columns.shape[1], num_local)
+    result[:, torch.cat(incoming).to(logits.device)] = columns.T
+    return result.view(*leading, num_local)

@@ -1,0 +1,201 @@
+"""Distillation: the student's next-token distribution drawn to a teacher's, which is known by its top-k logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NotRequired, TypedDict
+
+import torch
+from torch import Tensor
+
+from rl_megatron.logprobs import Sharding, next_token_stats
+from rl_megatron.losses.batch import TokenMask, TokenStreams, real, require, require_integers
+from rl_megatron.losses.functional import masked_mean
+from rl_megatron.losses.interfaces import Count, Loss, LossInputType, LossType, Reduction
+from rl_megatron.losses.registry import register
+from rl_megatron.losses.settings import check_types, parse_settings
+
+KL_TYPES = ("forward", "reverse", "mixed")
+# What stands for log 0 where the teacher says nothing: log-probability of a token outside its top-k.
+LOG_INFINITESIMAL = -100.0
+
+Divergence = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # log q, log p [..., K], Σ_v q·log q [...] → [...]
+
+
+class DistillationLossDataDict(TypedDict):
+    """The batch. teacher_topk_logits, teacher_topk_indices [B, S, K]: entry t holds the teacher's logits at position t
+    and their ids, so it speaks of token t+1, and the last entry is not used. temperature (a number, [B] or [B, S])
+    divides the logits of both models."""
+
+    input_ids: Tensor
+    token_mask: Tensor
+    sample_mask: Tensor
+    teacher_topk_logits: Tensor
+    teacher_topk_indices: Tensor
+    temperature: NotRequired[Tensor]
+
+
+@dataclass(frozen=True)
+class DistillationLossConfig:
+    """Key names and meanings follow NeMo RL.
+
+    kl_type: "forward", KL(teacher‖student), covers what the teacher finds likely; "reverse", KL(student‖teacher),
+        avoids what it finds unlikely; "mixed", both.
+    mixed_kl_weight: in [0, 1], the weight of the forward KL in the mix.
+    zero_outside_topk: the student keeps its probabilities over the whole vocabulary, where the teacher has none outside
+        its top-k; False: both are renormalised over the teacher's top-k.
+    """
+
+    kl_type: str = "mixed"
+    mixed_kl_weight: float = 0.5
+    zero_outside_topk: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.kl_type not in KL_TYPES:
+            raise ValueError(f"kl_type={self.kl_type!r} is none of {KL_TYPES}")
+        if not 0 <= self.mixed_kl_weight <= 1:
+            raise ValueError(
+                f"mixed_kl_weight={self.mixed_kl_weight} must lie in [0, 1]: it is the forward KL's share, the reverse "
+                "KL has the rest"
+            )
+
+
+@register("distillation")
+class DistillationLossFn(Loss):
+    """L = Σ_t m_t·(w·KL(p‖q) + (1−w)·KL(q‖p))_t / N_tokens, with p the teacher and q the student after token t:
+
+        KL(p‖q) = Σ_k p·(log p − log q)        KL(q‖p) = Σ_k q·(log q − log p)
+
+    over the teacher's top-k ids k, both renormalised over them. w = mixed_kl_weight, or 1 and 0 for "forward" and
+    "reverse". With zero_outside_topk q is the student's softmax over the whole vocabulary, p is 0 outside the top-k,
+    and log p counts as −100 there:
+
+        KL(q‖p) = Σ_v q·log q − Σ_k q·log p + 100·(1 − Σ_k q)
+
+    The student is read as its logprobs at k and its entropy, in one pass over its logits.
+
+    Metrics: those of `metric_reductions`; `forward_kl` and `reverse_kl` are the means of the two terms, present where
+    their weight is not 0.
+
+    Shapes: student_topk_logprobs, teacher_topk_logprobs [B, S-1, K]; H_all [B, S-1] = Σ_v q·log q, minus the student's
+        entropy, needed where `needs_entropy`. K ≥ 1.
+    Units: nats. Raises: see `Loss.evaluate`.
+    TRL's DistillationTrainer computes the same with beta 0 ("forward") and 1 ("reverse") where the top k is the whole
+    vocabulary; between them its beta mixes the distributions (Jensen-Shannon), mixed_kl_weight the divergences.
+    Source: Agarwal et al. 2023, "On-Policy Distillation of Language Models" (arXiv:2306.13649); top-k renormalisation
+        and the rest term as in NeMo RL's DistillationLossFn.
+    """
+
+    loss_type = LossType.TOKEN_LEVEL
+    input_type = LossInputType.DISTILLATION
+    input_names = ("student_topk_logprobs", "teacher_topk_logprobs")
+    next_token_keys = frozenset({"teacher_topk_logits", "teacher_topk_indices"})
+
+    def __init__(self, cfg: Any = None) -> None:
+        self.cfg = cfg = parse_settings(DistillationLossConfig, cfg)
+        forward_weight = {"forward": 1.0, "reverse": 0.0, "mixed": cfg.mixed_kl_weight}[cfg.kl_type]
+        terms: dict[str, tuple[float, Divergence]] = {
+            "forward_kl": (forward_weight, forward_kl),
+            "reverse_kl": (1.0 - forward_weight, reverse_kl_with_rest if cfg.zero_outside_topk else reverse_kl),
+        }
+        self._terms = {name: (weight, kl) for name, (weight, kl) in terms.items() if weight > 0}
+
+    @property
+    def metric_reductions(self) -> Mapping[str, Reduction]:
+        return Reduction.table("loss", "num_valid_samples", *self._terms)
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether `evaluate` wants H_all."""
+        return self.cfg.zero_outside_topk and "reverse_kl" in self._terms
+
+    def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
+        input_ids = require_integers(data, "input_ids", self)
+        teacher_logits, indices = self._teacher(data, input_ids)
+        temperature = data["temperature"] if "temperature" in data else 1.0
+        stats = next_token_stats(
+            output,
+            input_ids.to(output.device),
+            sharding,
+            temperature=temperature,
+            entropy=self.needs_entropy,
+            gather_ids=indices[:, :-1].to(output.device),
+            mask=TokenMask.of(data, self).including_first.to(output.device),
+        )
+        teacher_logits = teacher_logits[:, :-1].to(stats.gathered) / _per_prediction(temperature, stats.logprobs)
+        student = stats.gathered if self.cfg.zero_outside_topk else stats.gathered.log_softmax(dim=-1)
+        streams = {"student_topk_logprobs": student, "teacher_topk_logprobs": teacher_logits.log_softmax(dim=-1)}
+        return streams | ({"H_all": -stats.entropy} if self.needs_entropy else {})
+
+    def _teacher(self, data: Mapping[str, Any], input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        logits = real(require(data, "teacher_topk_logits", self), "data['teacher_topk_logits']", self)
+        indices = require_integers(data, "teacher_topk_indices", self)
+        if indices.shape != logits.shape or logits.shape[:-1] != input_ids.shape or logits.shape[-1] == 0:
+            raise ValueError(
+                f"{type(self).__name__}: teacher_topk_logits {tuple(logits.shape)} and teacher_topk_indices "
+                f"{tuple(indices.shape)} must both be [B, S, K] with one K ≥ 1, for input_ids {tuple(input_ids.shape)}"
+            )
+        return logits, indices
+
+    def evaluate(
+        self,
+        data: Mapping[str, Any],
+        global_valid_seqs: Count,
+        global_valid_toks: Count,
+        student_topk_logprobs: Tensor,
+        teacher_topk_logprobs: Tensor,
+        H_all: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        streams = TokenStreams(data, self, student_topk_logprobs)
+        student = streams.select("student_topk_logprobs", student_topk_logprobs)
+        teacher = streams.select("teacher_topk_logprobs", teacher_topk_logprobs)
+        if student.dim() != 3 or teacher.shape != student.shape:
+            raise ValueError(
+                f"{type(self).__name__}: student_topk_logprobs {tuple(student.shape)} and teacher_topk_logprobs "
+                f"{tuple(teacher.shape)} must both be [B, S-1, K] with one K"
+            )
+        if self.needs_entropy and H_all is None:
+            raise ValueError(f"{type(self).__name__}: zero_outside_topk=True with a reverse KL needs H_all")
+        negative_entropy = streams.select("H_all", H_all) if self.needs_entropy else None
+        token_mean = partial(masked_mean, mask=streams.mask, global_normalization_factor=global_valid_toks)
+
+        kls = {name: token_mean(kl(student, teacher, negative_entropy)) for name, (_, kl) in self._terms.items()}
+        loss = sum(weight * kls[name] for name, (weight, _) in self._terms.items())
+        return loss, {
+            "loss": loss.detach(),
+            "num_valid_samples": streams.sample_mask.sum(),
+            **{name: kl.detach() for name, kl in kls.items()},
+        }
+
+
+def forward_kl(student: Tensor, teacher: Tensor, negative_entropy: Tensor | None = None) -> Tensor:
+    """Σ_k p·(log p − log q), from log q and log p [..., K]."""
+    return _expectation(teacher, teacher - student)
+
+
+def reverse_kl(student: Tensor, teacher: Tensor, negative_entropy: Tensor | None = None) -> Tensor:
+    """Σ_k q·(log q − log p), from log q and log p [..., K]."""
+    return _expectation(student, student - teacher)
+
+
+def reverse_kl_with_rest(student: Tensor, teacher: Tensor, negative_entropy: Tensor) -> Tensor:
+    """Σ_v q·log q − Σ_k q·log p + 100·(1 − Σ_k q): the reverse KL over the whole vocabulary, the teacher's log p being
+    −100 outside the top-k. From log q and log p [..., K] and Σ_v q·log q [...]."""
+    rest = 1.0 - student.exp().sum(dim=-1)
+    return negative_entropy - _expectation(student, teacher) - LOG_INFINITESIMAL * rest
+
+
+def _expectation(logprobs: Tensor, values: Tensor) -> Tensor:
+    """Σ_k p·v over [..., K]; what has probability 0 adds 0, however infinite v is there."""
+    return (logprobs.exp() * torch.where(logprobs == -torch.inf, 0.0, values)).sum(dim=-1)
+
+
+def _per_prediction(temperature: float | Tensor, like: Tensor) -> float | Tensor:
+    """A number, [B] or [B, S] aligned with input_ids → a number or [B, S-1, 1] aligned with predictions [B, S-1]."""
+    if not isinstance(temperature, Tensor) or temperature.dim() == 0:
+        return temperature
+    per_token = temperature[:, None] if temperature.dim() == 1 else temperature
+    return per_token.expand(like.shape[0], like.shape[1] + 1)[:, 1:, None].to(like)

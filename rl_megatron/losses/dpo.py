@@ -1,0 +1,143 @@
+"""Direct preference optimization: a policy's log-ratio to its reference is the reward that a preference loss judges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from torch import Tensor
+
+from rl_megatron.losses import functional as F
+from rl_megatron.losses.batch import TokenStreams
+from rl_megatron.losses.interfaces import Count, LogprobLoss, Reduction
+from rl_megatron.losses.preference import PreferenceLoss
+from rl_megatron.losses.registry import register
+from rl_megatron.losses.settings import check_ranges, check_types, parse_settings
+
+OverRow = Callable[..., Tensor]  # values, mask, dim → one value a row: F.masked_sum or F.masked_mean
+
+
+class DPOLossDataDict(TypedDict):
+    """The batch. Rows interleave as for `PreferenceLoss`; sample_mask [B], the rest [B, S].
+
+    Entry t of reference_policy_logprobs speaks of token t+1, unlike every other stream: see `DPOLossFn`.
+    """
+
+    input_ids: Tensor
+    reference_policy_logprobs: Tensor
+    token_mask: Tensor
+    sample_mask: Tensor
+
+
+class ReferencePreferenceLoss(LogprobLoss, PreferenceLoss):
+    """A preference loss whose rewards are log-ratios to a reference policy:
+
+        r_b = Σ_t m_bt·( log π(y_bt) − log π_ref(y_bt) ),  with preference_average_log_probs divided by Σ_t m_bt
+
+    **data["reference_policy_logprobs"] [B, S] is rolled by −1**, as in NeMo RL: entry t speaks of token t+1, so that
+    `[:, :-1]` meets the next-token logprobs; the last column is not read. `torch.roll(logprobs, -1, dims=-1)` makes it
+    of logprobs that are aligned with input_ids.
+    """
+
+    next_token_keys = frozenset({"reference_policy_logprobs"})
+
+    @property
+    def required_keys(self) -> tuple[str, ...]:
+        return (*super().required_keys, "reference_policy_logprobs")
+
+    def _over_log_ratios(
+        self, streams: TokenStreams, logprobs: Tensor, global_valid_seqs: Count, over_row: OverRow, beta: float
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        rewards = over_row(logprobs - streams["reference_policy_logprobs"], streams.token_mask, dim=-1)
+        has_tokens = (streams.mask != 0).any(dim=1)
+        return self._over_pairs(rewards, streams.sample_mask, has_tokens, global_valid_seqs, beta)
+
+
+@dataclass(frozen=True)
+class DPOLossConfig:
+    """Key names follow NeMo RL.
+
+    reference_policy_kl_penalty: β > 0, the scale of a difference of rewards: the larger, the closer π stays to π_ref.
+    preference_loss_weight, sft_loss_weight: w_p, w_s ≥ 0, not both 0.
+    preference_average_log_probs: rewards are means over a row's tokens instead of sums.
+    sft_average_log_probs: the SFT loss of a row is the mean over its tokens instead of their sum.
+    """
+
+    reference_policy_kl_penalty: float = 0.05
+    preference_loss_weight: float = 1.0
+    sft_loss_weight: float = 0.0
+    preference_average_log_probs: bool = False
+    sft_average_log_probs: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_ranges(
+            self,
+            at_least_zero=("preference_loss_weight", "sft_loss_weight"),
+            above_zero=("reference_policy_kl_penalty",),
+        )
+        if self.preference_loss_weight == 0 and self.sft_loss_weight == 0:
+            raise ValueError(
+                f"preference_loss_weight={self.preference_loss_weight} and sft_loss_weight={self.sft_loss_weight} "
+                "leave nothing to learn; set one above 0"
+            )
+
+
+@register("dpo")
+class DPOLossFn(ReferencePreferenceLoss):
+    """L = w_p·L_pref + w_s·L_sft, by default DPO's w_p = 1, w_s = 0:
+
+        L_pref = −Σ_pairs w·log σ( β·(r_chosen − r_rejected) ) / (N_seqs / 2),  r = log-ratios to the reference
+        L_sft  = −Σ_chosen s·Σ_t m_t·log π(y_t) / (N_seqs / 2),  s = sample_mask, Σ_t a mean with sft_average_log_probs
+
+    **data["reference_policy_logprobs"] is rolled by −1**: see `ReferencePreferenceLoss`. Pairs: see `PreferenceLoss`.
+
+    Metrics: loss, preference_loss, sft_loss (without their weights; 0 where w_s is 0), and those of `PreferenceLoss`;
+    rewards are without β.
+
+    TRL's DPOTrainer computes the same L_pref with loss_type "sigmoid", or "sigmoid_norm" for
+    preference_average_log_probs; its rewards are with β, and its "sft" is a mean over the chosen rows' tokens, where
+    L_sft is a mean over pairs.
+
+    Shapes, Raises: see `Loss.evaluate`; ValueError for an odd number of rows.
+    Source: Rafailov et al. 2023, "Direct Preference Optimization" (arXiv:2305.18290), eq. 7; with the SFT loss: Pang et
+        al. 2024, "Iterative Reasoning Preference Optimization" (arXiv:2404.19733).
+    """
+
+    metric_reductions: Mapping[str, Reduction] = PreferenceLoss.metric_reductions | Reduction.table(
+        "preference_loss", "sft_loss"
+    )
+
+    def __init__(self, cfg: Any = None) -> None:
+        self.cfg = cfg = parse_settings(DPOLossConfig, cfg)
+        self._reward_over_row = F.masked_mean if cfg.preference_average_log_probs else F.masked_sum
+        self._nll_over_row = F.masked_mean if cfg.sft_average_log_probs else F.masked_sum
+        self._sft_loss = self._chosen_nll if cfg.sft_loss_weight > 0 else _no_sft_loss
+
+    def evaluate(
+        self,
+        data: Mapping[str, Any],
+        global_valid_seqs: Count,
+        global_valid_toks: Count,
+        next_token_logprobs: Tensor,
+        next_token_entropy: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        cfg, streams = self.cfg, TokenStreams(data, self, next_token_logprobs)
+        logprobs = streams.select("next_token_logprobs", next_token_logprobs)
+        preference_loss, metrics = self._over_log_ratios(
+            streams, logprobs, global_valid_seqs, self._reward_over_row, cfg.reference_policy_kl_penalty
+        )
+        sft_loss = self._sft_loss(streams, logprobs, global_valid_seqs)
+        loss = cfg.preference_loss_weight * preference_loss + cfg.sft_loss_weight * sft_loss
+        losses = {"loss": loss, "preference_loss": preference_loss, "sft_loss": sft_loss}
+        return loss, {name: value.detach() for name, value in losses.items()} | metrics
+
+    def _chosen_nll(self, streams: TokenStreams, logprobs: Tensor, global_valid_seqs: Count) -> Tensor:
+        chosen, _ = self.split_output_tensor(-self._nll_over_row(logprobs, streams.token_mask, dim=-1))
+        samples, _ = self.split_output_tensor(streams.sample_mask)
+        return F.masked_mean(chosen, samples, global_normalization_factor=global_valid_seqs / 2)
+
+
+def _no_sft_loss(streams: TokenStreams, logprobs: Tensor, global_valid_seqs: Count) -> Tensor:
+    return logprobs.new_zeros(())

@@ -1,0 +1,196 @@
+"""Draft models for speculative decoding: a small model's next-token distribution drawn to the policy's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rl_megatron.logprobs import Sharding, vocab_parallel_soft_cross_entropy, vocab_subset
+from rl_megatron.losses.batch import TokenMask, TokenStreams, real, require
+from rl_megatron.losses.functional import masked_mean
+from rl_megatron.losses.interfaces import Count, Loss, LossInputType, LossType, Reduction
+from rl_megatron.losses.registry import register
+from rl_megatron.losses.settings import parse_settings
+
+
+class DraftCrossEntropyLossDataDict(TypedDict):
+    """The batch. teacher_logits are the policy's, as it gave them: sharded, padded or packed like the draft's, row t
+    speaking of token t+1. They are a constant here."""
+
+    token_mask: Tensor
+    sample_mask: Tensor
+    teacher_logits: Tensor
+
+
+@dataclass(frozen=True)
+class DraftCrossEntropyLossConfig:
+    """Nothing to set."""
+
+
+@register("draft_cross_entropy")
+class DraftCrossEntropyLossFn(Loss):
+    """L = Σ_t m_{t+1}·CE_t / N_tokens,    CE_t = −Σ_v p_{t+1}(v)·log q_t(v)
+
+    with q_t the draft's distribution at position t and p_{t+1} the policy's, one position further: a draft head has
+    read the policy's state after token t and token t+1 itself, and says what the policy is about to say of token t+2.
+    The policy is a constant. Both are taken at temperature 1.
+
+    A draft with a smaller vocabulary comes with `d2t` [V_draft]: its id i is the policy's id i + d2t[i]. The policy's
+    distribution is then the one restricted to those ids and renormalised. Where the vocabulary is sharded the policy's
+    columns travel to the ranks that hold the draft's, see `vocab_subset`; ids from valid_vocab_size on are padding of
+    the policy, and columns past the draft's last id padding of the draft.
+
+    Forms, besides those of `Loss`, whose `student_logits` are the draft's: with teacher_logits= and mask= given beside
+    student_logits= the three are taken to be aligned already, entry t of each speaking of the same token, as
+    p rolled by −1 and token_mask rolled by −1 are. (With vocab_parallel_group= here or in the constructor.)
+
+    Shapes: student_logits [B, S, V/tp], with CP [B, S/cp, V/tp], packed [1, T/cp, V/tp]; draft_cross_entropy [B, S-1],
+        entry t being CE_t. Units: nats. Raises: see `Loss.evaluate`.
+    Source: Li et al. 2025, "EAGLE-3" (arXiv:2503.01840); alignment, d2t and mask as in NeMo RL's draft training.
+    """
+
+    loss_type = LossType.TOKEN_LEVEL
+    input_type = LossInputType.DRAFT
+    output_name = "student_logits"
+    input_names = ("draft_cross_entropy",)
+    metric_reductions = Reduction.table("loss", "num_valid_samples")
+
+    def __init__(
+        self, cfg: Any = None, *, d2t: Tensor | None = None, vocab_parallel_group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.cfg = parse_settings(DraftCrossEntropyLossConfig, cfg)
+        self._policy_ids = None if d2t is None else _policy_ids(d2t)
+        self._vocab_parallel_group = vocab_parallel_group
+
+    def __call__(self, *args: Any, **inputs: Any) -> tuple[Tensor, dict[str, Any]]:
+        if "teacher_logits" in inputs:
+            inputs, args = self._read_aligned(self._bind(args, inputs)), ()
+        return super().__call__(*args, **inputs)
+
+    def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
+        mask = TokenMask.of(data, self).including_first.to(output.device)
+        layout = sharding.layout(output, tuple(mask.shape))
+        teacher = real(require(data, "teacher_logits", self), "data['teacher_logits']", self)
+        self._check_alike(output, teacher)
+        teacher, vocab_size = self._restricted(teacher, output, sharding.tp_group, sharding.valid_vocab_size)
+        teacher, rows = layout.following(teacher)
+        counted = layout.scatter(pad(mask[:, 1:], (0, 1)), 0) != 0
+        cross_entropy = vocab_parallel_soft_cross_entropy(
+            output, teacher, sharding.tp_group, teacher_rows=torch.where(counted, rows, -1), valid_vocab_size=vocab_size
+        )
+        return {"draft_cross_entropy": layout.gather(cross_entropy)[:, :-1]}
+
+    def _read_aligned(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments with teacher_logits, student_logits and mask, as arguments of the stream's form."""
+        data, student = inputs["data"], inputs.pop("student_logits")
+        teacher = real(inputs.pop("teacher_logits"), "teacher_logits", self)
+        mask = inputs.pop("mask", inputs.pop("token_mask", None))
+        if mask is None or mask.shape != student.shape[:-1]:
+            raise ValueError(
+                f"{type(self).__name__}: teacher_logits= needs mask= beside it, [B, S] for student_logits "
+                f"{tuple(student.shape)}, got {None if mask is None else tuple(mask.shape)}"
+            )
+        self._check_alike(student, teacher)
+        group = inputs.get("vocab_parallel_group") or self._vocab_parallel_group
+        teacher, vocab_size = self._restricted(teacher, student, group, inputs.pop("valid_vocab_size", None))
+        data = {**data, "token_mask": pad(mask, (1, 0))}  # entry t of the mask speaks of token t+1
+        counted = TokenMask.of(data, self).tokens.to(student.device) != 0
+        rows = torch.arange(mask.numel(), device=student.device).view(mask.shape)
+        cross_entropy = vocab_parallel_soft_cross_entropy(
+            student, teacher, group, teacher_rows=torch.where(counted, rows, -1), valid_vocab_size=vocab_size
+        )
+        return {**inputs, "data": data, "draft_cross_entropy": cross_entropy}
+
+    def _check_alike(self, student: Tensor, teacher: Tensor) -> None:
+        columns_differ = self._policy_ids is None and teacher.shape[-1] != student.shape[-1]
+        if teacher.shape[:-1] != student.shape[:-1] or columns_differ:
+            raise ValueError(
+                f"{type(self).__name__}: teacher_logits {tuple(teacher.shape)} must be laid out like student_logits "
+                f"{tuple(student.shape)}" + ("; a draft with a vocabulary of its own needs d2t" * columns_differ)
+            )
+
+    def _restricted(
+        self, teacher: Tensor, student: Tensor, group: dist.ProcessGroup | None, valid_vocab_size: int | None
+    ) -> tuple[Tensor, int | None]:
+        """The policy's logits over the draft's vocabulary, sharded like the draft's, and that vocabulary's size."""
+        if self._policy_ids is None:
+            return teacher, valid_vocab_size
+        columns = vocab_subset(teacher, self._policy_ids, student.shape[-1], group, valid_vocab_size=valid_vocab_size)
+        return columns, len(self._policy_ids)
+
+    def evaluate(
+        self,
+        data: Mapping[str, Any],
+        global_valid_seqs: Count,
+        global_valid_toks: Count,
+        draft_cross_entropy: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        streams = TokenStreams(data, self, draft_cross_entropy)
+        cross_entropy = streams.select("draft_cross_entropy", draft_cross_entropy)
+        loss = masked_mean(cross_entropy, streams.mask, global_normalization_factor=global_valid_toks)
+        return loss, {"loss": loss.detach(), "num_valid_samples": streams.sample_mask.sum()}
+
+
+def _policy_ids(d2t: Tensor) -> Tensor:
+    """The policy's id of each of the draft's, on the CPU."""
+    if d2t.dim() != 1 or len(d2t) == 0 or d2t.is_floating_point():
+        raise ValueError(f"d2t must be [V_draft] integer offsets, got {tuple(d2t.shape)} {d2t.dtype}")
+    ids = torch.arange(len(d2t)) + d2t.cpu()
+    if len(ids.unique()) != len(ids):
+        raise ValueError("d2t sends several of the draft's ids to one of the policy's; id i goes to i + d2t[i]")
+    return ids
+
+
+class DraftLossWrapper(Loss):
+    """L = L_policy + w·L_draft, of a policy and the draft model trained beside it.
+
+    The output is the policy's logits, data["student_logits"] the draft's in the same layout. The draft learns from the
+    policy, whose logits are a constant to it. Metrics: the policy's, with `loss` the sum, and `draft_loss` without w.
+
+    Args: loss_fn: the policy's loss, over logits. loss_weight: w ≥ 0. d2t: see `DraftCrossEntropyLossFn`.
+    """
+
+    def __init__(self, loss_fn: Loss, loss_weight: float = 1.0, *, d2t: Tensor | None = None) -> None:
+        if not loss_weight >= 0:
+            raise ValueError(f"loss_weight={loss_weight} must not be negative")
+        self.loss_fn, self.loss_weight, self.draft_loss_fn = loss_fn, loss_weight, DraftCrossEntropyLossFn(d2t=d2t)
+        self.loss_type, self.input_type = loss_fn.loss_type, loss_fn.input_type
+        self.output_name, self.rows_per_unit = loss_fn.output_name, loss_fn.rows_per_unit
+        self.next_token_keys = loss_fn.next_token_keys
+        self.input_names = (*loss_fn.input_names, *self.draft_loss_fn.input_names)
+
+    @property
+    def metric_reductions(self) -> Mapping[str, Reduction]:
+        return {**self.loss_fn.metric_reductions, "draft_loss": Reduction.SUM}
+
+    @property
+    def required_keys(self) -> tuple[str, ...]:
+        return self.loss_fn.required_keys
+
+    def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
+        policy = self.loss_fn.read_output(output, data, sharding)
+        # Last, so that autograd goes back through it first: the policy's backward then turns its logits, the teacher,
+        # into their gradient. Were it the other way round, the operator would raise.
+        student = real(require(data, "student_logits", self), "data['student_logits']", self)
+        draft = self.draft_loss_fn.read_output(student, {**data, "teacher_logits": output.detach()}, sharding)
+        return policy | draft
+
+    def evaluate(
+        self,
+        data: Mapping[str, Any],
+        global_valid_seqs: Count,
+        global_valid_toks: Count,
+        draft_cross_entropy: Tensor,
+        **inputs: Any,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        counts = global_valid_seqs, global_valid_toks
+        policy_loss, metrics = self.loss_fn.evaluate(data, *counts, **inputs)
+        draft_loss, _ = self.draft_loss_fn.evaluate(data, *counts, draft_cross_entropy)
+        loss = policy_loss + self.loss_weight * draft_loss
+        return loss, {**metrics, "loss": loss.detach(), "draft_loss": draft_loss.detach()}

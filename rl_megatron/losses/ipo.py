@@ -1,0 +1,62 @@
+"""Identity preference optimization: DPO's rewards, with a margin that has a goal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from rl_megatron.losses import functional as F
+from rl_megatron.losses.batch import TokenStreams
+from rl_megatron.losses.dpo import ReferencePreferenceLoss
+from rl_megatron.losses.interfaces import Count
+from rl_megatron.losses.registry import register
+from rl_megatron.losses.settings import check_ranges, check_types, parse_settings
+
+
+@dataclass(frozen=True)
+class IPOLossConfig:
+    """tau: τ > 0, the strength of the pull towards the reference; margins go to 1/(2τ).
+
+    preference_average_log_probs: rewards are means over a row's tokens (TRL's IPO) instead of sums (the paper's).
+    """
+
+    tau: float = 0.1
+    preference_average_log_probs: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_ranges(self, above_zero=("tau",))
+
+
+@register("ipo")
+class IPOLossFn(ReferencePreferenceLoss):
+    """L = Σ_pairs w·( r_chosen − r_rejected − 1/(2τ) )² / (N_seqs / 2),  r = log-ratios to the reference
+
+    **data["reference_policy_logprobs"] is rolled by −1**: see `ReferencePreferenceLoss`. Pairs, metrics, shapes and
+    what is raised: see `PreferenceLoss`. TRL's DPOTrainer computes the same with loss_type "ipo", β for τ, and
+    preference_average_log_probs.
+    Source: Azar et al. 2023 (arXiv:2310.12036), eq. 17.
+    """
+
+    def __init__(self, cfg: Any = None) -> None:
+        self.cfg = parse_settings(IPOLossConfig, cfg)
+        self._reward_over_row = F.masked_mean if self.cfg.preference_average_log_probs else F.masked_sum
+
+    def _pair_loss(self, margin: Tensor) -> Tensor:
+        return F.identity_preference(margin, self.cfg.tau)
+
+    def evaluate(
+        self,
+        data: Mapping[str, Any],
+        global_valid_seqs: Count,
+        global_valid_toks: Count,
+        next_token_logprobs: Tensor,
+        next_token_entropy: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        streams = TokenStreams(data, self, next_token_logprobs)
+        logprobs = streams.select("next_token_logprobs", next_token_logprobs)
+        loss, metrics = self._over_log_ratios(streams, logprobs, global_valid_seqs, self._reward_over_row, beta=1.0)
+        return loss, {"loss": loss.detach()} | metrics

@@ -1,0 +1,105 @@
+"""The critic's loss: the values of prefixes against the returns that followed them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NotRequired, TypedDict
+
+import torch
+from torch import Tensor
+
+from rl_megatron.losses import functional as F
+from rl_megatron.losses.batch import TokenStreams
+from rl_megatron.losses.interfaces import Count, LossType, Reduction, ScoreLoss
+from rl_megatron.losses.registry import register
+from rl_megatron.losses.settings import check_ranges, check_types, parse_settings
+
+
+class MSEValueLossDataDict(TypedDict):
+    """The batch; sample_mask [B], the rest [B, S], entry t speaking of token t: of the prefix before it.
+
+    values are those of the critic that the rollouts were judged by; needed with cliprange only.
+    """
+
+    input_ids: Tensor
+    values: NotRequired[Tensor]
+    returns: Tensor
+    token_mask: Tensor
+    sample_mask: Tensor
+
+
+@dataclass(frozen=True)
+class MSEValueLossConfig:
+    """scale: > 0, times the loss. cliprange: c > 0, see `MSEValueLoss`; null switches the clip off."""
+
+    scale: float = 1.0
+    cliprange: float | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_ranges(self, above_zero=("scale", "cliprange"))
+
+
+@register("mse_value")
+class MSEValueLoss(ScoreLoss):
+    """L = scale·½·Σ_t m_t·max( (v_t − R_t)², (clip(v_t, v_old,t ± c) − R_t)² ) / N_tokens;  without c the first square
+
+    v_t is the value of the prefix before token t, which the model says after token t−1: its output `[:, :-1]` meets
+    data["returns"] (R) and data["values"] (v_old) `[:, 1:]`.
+
+    Metrics, means over the global batch's tokens: loss, with scale; vf_clipfrac, the share of tokens whose clipped
+    error is the larger one; returns_mean, values_mean, values_min, values_max; returns_sq_mean, mean R², and
+    residual_sq_mean, mean (R − v)², from which the explained variance follows; num_valid_samples.
+
+    Shapes: values, the model's output, [B, S] or [B, S, 1] (with a context_parallel_group its zigzag slice);
+        next_token_values [B, S-1], the same for `evaluate`.
+    Raises: see `Loss.evaluate`.
+    Source: Schulman et al. 2017 (arXiv:1707.06347), eq. 9; the clip: OpenAI baselines, ppo2/model.py.
+    """
+
+    loss_type = LossType.TOKEN_LEVEL
+    output_name = "values"
+    input_names = ("next_token_values",)
+    metric_reductions: Mapping[str, Reduction] = Reduction.table(
+        "loss", "vf_clipfrac", "returns_mean", "values_mean", "returns_sq_mean", "residual_sq_mean",
+        "num_valid_samples", minima=["values_min"], maxima=["values_max"],
+    )  # fmt: skip
+
+    def __init__(self, cfg: Any = None) -> None:
+        self.cfg = parse_settings(MSEValueLossConfig, cfg)
+        self._error = _unclipped if self.cfg.cliprange is None else partial(_clipped, clip_range=self.cfg.cliprange)
+
+    @property
+    def required_keys(self) -> tuple[str, ...]:
+        return (*super().required_keys, "returns", *(() if self.cfg.cliprange is None else ("values",)))
+
+    def evaluate(
+        self, data: Mapping[str, Any], global_valid_seqs: Count, global_valid_toks: Count, next_token_values: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        streams = TokenStreams(data, self, next_token_values)
+        values, returns = streams.select("next_token_values", next_token_values), streams["returns"]
+        mean = partial(F.masked_mean, mask=streams.mask, global_normalization_factor=global_valid_toks)
+        error, clipped = self._error(values, returns, streams)
+        loss = self.cfg.scale * mean(error)
+        metrics = {
+            "loss": loss,
+            "vf_clipfrac": mean(clipped.to(values)),
+            "returns_mean": mean(returns),
+            "values_mean": mean(values),
+            "values_min": F.masked_min(values, streams.mask),
+            "values_max": F.masked_max(values, streams.mask),
+            "returns_sq_mean": mean(returns.square()),
+            "residual_sq_mean": mean((returns - values).square()),
+            "num_valid_samples": streams.sample_mask.sum(),
+        }
+        return loss, {name: metric.detach() for name, metric in metrics.items()}
+
+
+def _unclipped(values: Tensor, returns: Tensor, streams: TokenStreams) -> tuple[Tensor, Tensor]:
+    return F.squared_error(values, returns), torch.zeros_like(values, dtype=torch.bool)
+
+
+def _clipped(values: Tensor, returns: Tensor, streams: TokenStreams, clip_range: float) -> tuple[Tensor, Tensor]:
+    return F.clipped_squared_error(values, streams["values"], returns, clip_range)

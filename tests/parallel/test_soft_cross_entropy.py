@@ -1,0 +1,94 @@
+"""Sharded equals whole: the soft cross-entropy over vocabulary shards, and the columns a smaller vocabulary needs."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rl_megatron.logprobs import vocab_parallel_soft_cross_entropy, vocab_subset
+
+ROWS = 19
+COLLECTIVES = ("all_gather", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_to_all")
+
+
+def make_case(vocab, dtype, valid):
+    generator = torch.Generator().manual_seed(vocab)
+    student, teacher = (3 * torch.randn(2, ROWS, vocab, generator=generator)).to(dtype)
+    student[1, : vocab // 2] = teacher[1, : vocab // 2] = -torch.inf  # whole shards of −inf, of both …
+    student[2, : vocab // 2] = -torch.inf  # … or where the teacher finds something possible,
+    teacher[3, vocab // 2 :] = -torch.inf  # … or not
+    student[4], teacher[5] = -torch.inf, -torch.inf
+    student[6, : vocab // 2], teacher[6, : vocab // 2] = -torch.inf, -2000.0  # … or only beside the rest of its shard
+    student[:, valid:], teacher[:, valid:] = 50.0, torch.nan
+    rows = torch.arange(ROWS)
+    rows[7], rows[8] = -1, 9
+    student[7] = torch.nan
+    return student, teacher, rows, torch.randn(ROWS, generator=generator)
+
+
+def run(student, teacher, rows, upstream, group, valid):
+    """Cross-entropy, gradient, and how many collectives forward and backward took."""
+    buffer, counts = student.clone().requires_grad_() * 1, []
+    with mock.patch.multiple(dist, **{name: mock.Mock(side_effect=getattr(dist, name)) for name in COLLECTIVES}):
+        value = vocab_parallel_soft_cross_entropy(buffer, teacher, group, teacher_rows=rows, valid_vocab_size=valid)
+        counts.append({name: getattr(dist, name).call_count for name in COLLECTIVES})
+        (gradient,) = torch.autograd.grad(value, buffer, upstream)
+        counts.append({name: getattr(dist, name).call_count for name in COLLECTIVES})
+    assert gradient.data_ptr() == buffer.data_ptr()
+    return value.detach(), gradient, counts
+
+
+def sharded(vocab, dtype, valid):
+    student, teacher, rows, upstream = make_case(vocab, dtype, valid)
+    student, teacher = (x.chunk(dist.get_world_size(), dim=1)[dist.get_rank()] for x in (student, teacher))
+    return run(student, teacher.contiguous(), rows, upstream, dist.group.WORLD, valid)
+
+
+@pytest.mark.parametrize(
+    ("size", "vocab", "dtype", "valid"),
+    [
+        (1, 1000, torch.float32, 1000),
+        (2, 1000, torch.float32, 1000),
+        (4, 1000, torch.float32, 1000),
+        (4, 1000, torch.float64, 745),  # the last rank holds nothing but padding, the third some
+        (2, 1024, torch.bfloat16, 1000),
+        (4, 12, torch.float32, 11),
+    ],
+)
+def test_shards_equal_the_whole(ranks, size, vocab, dtype, valid):
+    want, want_gradient, _ = run(*make_case(vocab, dtype, valid), None, valid)
+    assert torch.isfinite(want).sum() == ROWS - 2 and want[[2, 4]].isinf().all()
+    results = ranks.run(size, sharded, vocab, dtype, valid)
+    tolerance = 1e-12 if dtype is torch.float64 else 2e-6
+    for value, _, (forward, both) in results:
+        assert torch.equal(value, results[0][0]), "the merge must give every rank the same bits"
+        torch.testing.assert_close(value, want, rtol=tolerance, atol=tolerance)
+        assert {name: calls for name, calls in forward.items() if calls} == ({"all_gather": 1} if size > 1 else {})
+        assert both == forward
+    gradient = torch.cat([part for _, part, _ in results], dim=1)
+    ulp = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float64: 1e-12}[dtype]
+    torch.testing.assert_close(gradient, want_gradient, rtol=ulp, atol=tolerance)
+    assert (gradient[[4, 5, 7]] == 0).all() and (gradient[:, valid:] == 0).all()
+
+
+def subset(ids, num_local, valid):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    logits = torch.randn(3, 5, 8 * size, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
+    whole = torch.nn.functional.pad(logits[..., ids], (0, size * num_local - len(ids)))
+    got = vocab_subset(logits.chunk(size, dim=-1)[rank], ids, num_local, dist.group.WORLD, valid_vocab_size=valid)
+    assert torch.equal(got, whole.chunk(size, dim=-1)[rank])
+
+
+@pytest.mark.parametrize(
+    ("size", "ids", "num_local"),
+    [
+        (2, [0, 1, 8, 9], 2),
+        (2, [15, 3, 9, 8, 2, 0], 4),  # out of order, with padding
+        (2, [1, 2, 3, 0], 2),  # all from one rank
+        (4, [30, 4, 12, 20, 5], 2),  # the last rank wants nothing
+        (4, list(range(30))[::-1], 8),
+    ],
+)
+def test_columns_come_from_whoever_has_them(ranks, size, ids, num_local):
+    ranks.run(size, subset, torch.tensor(ids), num_local, max(ids) + 1)

@@ -1,0 +1,138 @@
+"""docs/losses.md and its plot are what their generator writes, leave nothing out, and name configurations that load."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from dataclasses import dataclass
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from docs import generate_losses
+from rl_megatron.algorithms import preflight
+from rl_megatron.config.load import load
+from rl_megatron.losses import LOSSES, NLLLoss, build_loss
+from rl_megatron.losses.registry import configured_loss
+
+PAGE = generate_losses.PAGE.read_text()
+REWRITE = "run `python docs/generate_losses.py`"
+RECIPES = {recipe.name: recipe for recipe in generate_losses.RECIPES}
+PAIRS = ("DPO", "IPO")
+
+
+def section(title):
+    (text,) = re.findall(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
+    return text
+
+
+def test_the_page_is_up_to_date():
+    assert generate_losses.page() == PAGE, REWRITE
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_and_every_key_is_on_the_page(name):
+    text, cfg = section(name), build_loss(name).cfg
+    assert f"| [`{name}`](#{name}) |" in PAGE and "```math\n" in text
+    rows = dict(re.findall(r"^\| `(\w+)` \| `.*?` \| (.*) \|$", text, re.MULTILINE))
+    assert list(rows) == [field.name for field in dataclasses.fields(cfg)]
+    assert all(rows.values())
+
+
+def test_the_arguments_of_ppo_loss_are_on_the_page():
+    rows = dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", section("PPOLoss"), re.MULTILINE))
+    assert rows == {"epsilon": "0.1", "value_clip_range": "0.2", "value_coeff": "0.1"}
+
+
+def test_a_loss_without_a_formula_is_refused(monkeypatch):
+    monkeypatch.setitem(LOSSES, "novel", NLLLoss)
+    with pytest.raises(ValueError, match=r"\['novel'\] have no formula"):
+        generate_losses.page()
+
+
+def test_a_key_without_a_meaning_is_refused():
+    @dataclass
+    class Config:
+        """first, second: what the two of them mean, one: among other things.
+
+        Group:
+            fourth: goes on
+                over two lines. fifth: in the same line.
+        third is mentioned, and not explained.
+        """
+
+        first: int = 0
+        second: int = 0
+        third: int = 0
+        fourth: int = 0
+        fifth: int = 0
+
+    with pytest.raises(ValueError, match=r"Config does not say what \['third'\] mean"):
+        generate_losses.key_meanings(Config)
+    Config.__doc__ = inspect.cleandoc(Config.__doc__) + "\n\nthird: found."
+    both = "what the two of them mean, one: among other things."
+    assert generate_losses.key_meanings(Config) == {
+        "first": both, "second": both, "third": "found.", "fourth": "goes on over two lines.",
+        "fifth": "in the same line.",
+    }  # fmt: skip
+
+
+def curves_of(svg):
+    """Curve id → its points in the picture, [N, 2]."""
+    groups = ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}g")
+    paths = {group.get("id"): group.find("{http://www.w3.org/2000/svg}path") for group in groups}
+    return {
+        name: np.array(re.findall(r"-?\d+\.?\d*", path.get("d")), dtype=float).reshape(-1, 2)
+        for name, path in paths.items()
+        if name and "/" in name and path is not None
+    }
+
+
+def test_the_plot_is_up_to_date():
+    """In its numbers: what else is in the file depends on matplotlib's version."""
+    committed, written = curves_of(generate_losses.PLOT.read_text()), curves_of(generate_losses.plot())
+    names = [surrogate.name.replace(" ", "-") for surrogate in generate_losses.SURROGATES]
+    assert committed.keys() == {
+        f"{name}/{what}/{sign}" for name in names for what in ("value", "gradient") for sign in "+−"
+    }
+    for name, points in written.items():
+        assert len(points) == len(generate_losses.RATIOS)
+        np.testing.assert_allclose(committed[name], points, atol=0.01, err_msg=f"{name}: {REWRITE}")
+
+
+@pytest.mark.parametrize(
+    ("name", "upwards", "downwards"),
+    [
+        ("PPO, GRPO", (0, 1.2), (0.8, 4)),
+        ("DAPO", (0, 1.28), (0.8, 4)),
+        ("dual clip", (0, 1.2), (0.8, 3)),
+        ("GSPO, one token", (0, 1), (1, 4)),
+        ("CISPO", (0, 4), (0, 4)),
+        ("REINFORCE", (0, 4), (0, 4)),
+    ],
+)
+def test_a_surrogate_pulls_where_its_paper_says(name, upwards, downwards):
+    """The ratios between which a token with A > 0 is made likelier, and one with A < 0 less likely."""
+    (surrogate,) = (surrogate for surrogate in generate_losses.SURROGATES if surrogate.name == name)
+    for advantage, (low, high) in ((1.0, upwards), (-1.0, downwards)):
+        pull = advantage * generate_losses.curves(surrogate, advantage)["gradient"]
+        inside = (low < generate_losses.RATIOS) & (generate_losses.RATIOS < high)
+        assert ((pull > 0) == inside).all() and (pull >= 0).all()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_loads_and_its_loss_suits_its_algorithm(name):
+    stage = load(RECIPES[name].overrides.split()).first
+    preflight._check_loss(stage)
+    loss = configured_loss(stage.loss)
+    assert loss.rows_per_unit == (2 if name in PAIRS else 1)
+    defaults = build_loss(stage.loss["name"]).cfg
+    for key in re.findall(r"loss\.(\w+)=", RECIPES[name].overrides):
+        assert getattr(loss.cfg, key) == stage.loss[key] != getattr(defaults, key), key
+
+
+def test_the_recipes_differ():
+    assert len({recipe.overrides for recipe in RECIPES.values()}) == len(RECIPES)
+    assert all(f"rl-megatron train {recipe.overrides}\n" in section("Recipes") for recipe in RECIPES.values())

@@ -1,0 +1,101 @@
+"""Reading a batch: dtypes that make no sense are named, and so is the NaN that spoils a loss."""
+
+import math
+
+import pytest
+import torch
+
+from rl_megatron.losses import ClippedPGLossFn, DPOLossFn, MSEValueLoss, NLLLoss, PreferenceLoss
+from rl_megatron.losses.batch import first_nan
+from tests.contract.loss_cases import VOCAB, pair_batch, policy_batch, token_logits, value_batch
+
+BATCH = policy_batch(torch.Generator().manual_seed(0))
+LOGITS = token_logits(torch.Generator().manual_seed(0), BATCH, VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            "input_ids",
+            BATCH["input_ids"].double(),
+            r"ClippedPGLossFn: data\['input_ids'\] is float64; it must hold ids",
+        ),
+        ("input_ids", BATCH["input_ids"].bool(), r"data\['input_ids'\] is bool; it must hold ids, in an integer dtype"),
+        ("input_ids", BATCH["input_ids"].tolist(), r"data\['input_ids'\] must be a tensor, got list"),
+        (
+            "token_mask",
+            BATCH["token_mask"].cfloat(),
+            r"data\['token_mask'\] is complex64; it must hold booleans or real",
+        ),
+        ("sample_mask", BATCH["sample_mask"].cfloat(), r"data\['sample_mask'\] is complex64"),
+        ("sample_mask", None, r"data\['sample_mask'\] must be a tensor, got NoneType"),
+        ("advantages", BATCH["advantages"].cdouble(), r"data\['advantages'\] is complex128; it must hold real numbers"),
+        ("advantages", BATCH["advantages"] > 0, r"data\['advantages'\] is bool; it must hold real numbers"),
+        ("advantages", BATCH["advantages"][:, 0] > 0, r"data\['advantages'\] is bool"),
+        ("prev_logprobs", BATCH["prev_logprobs"].numpy(), r"data\['prev_logprobs'\] must be a tensor, got ndarray"),
+        ("rewards", BATCH["rewards"] > 0, r"data\['rewards'\] is bool"),
+    ],
+)
+def test_dtypes_are_named(key, value, message):
+    loss_fn = ClippedPGLossFn({"positive_example_nll_weight": 1.0})
+    with pytest.raises(TypeError, match=message):
+        loss_fn(LOGITS, BATCH | {key: value}, 5, 15)
+
+
+def test_inputs_of_a_wrong_dtype_are_named():
+    with pytest.raises(TypeError, match="NLLLoss: next_token_logprobs is complex64"):
+        NLLLoss()(BATCH, 5, 15, next_token_logprobs=LOGITS[:, :-1, 0].cfloat())
+    with pytest.raises(TypeError, match="PreferenceLoss: rewards is bool"):
+        PreferenceLoss()(BATCH, 5, 15, rewards=torch.ones(6, dtype=torch.bool))
+
+
+def test_integer_streams_and_masks_are_numbers():
+    batch = BATCH | {"advantages": torch.ones_like(BATCH["input_ids"]), "token_mask": BATCH["token_mask"].long()}
+    real = BATCH | {"advantages": torch.ones_like(BATCH["advantages"])}
+    assert ClippedPGLossFn()(LOGITS, batch, 5, 15)[0] == ClippedPGLossFn()(LOGITS, real, 5, 15)[0]
+
+
+class TestFirstNaN:
+    def test_none_where_only_masked_entries_are(self):
+        batch = {key: value.clone() for key, value in BATCH.items()}
+        batch["advantages"][:, :2] = math.nan  # prompts
+        batch["rewards"][2] = math.nan  # a masked sample
+        assert first_nan(batch, {}) is None
+        batch["advantages"][3, 2] = math.nan
+        assert first_nan(batch, {}) == "data['advantages'][3, 2]"
+
+    def test_inputs_are_aligned_with_the_next_token(self):
+        logprobs = torch.zeros(6, 7)
+        logprobs[0, [0, 1]] = math.nan  # of tokens 1 and 2, of which 2 counts
+        assert first_nan(BATCH, {"next_token_logprobs": logprobs}) == "next_token_logprobs[0, 1]"
+
+    def test_streams_with_more_dimensions(self):
+        wide = torch.zeros(6, 8, 3)
+        wide[0, 4, 2] = math.nan
+        assert first_nan(BATCH | {"teacher": wide}, {}) == "data['teacher'][0, 4, 2]"
+
+    def test_rolled_streams(self):
+        """Row 0 counts tokens 2 … 7: entries 1 … 6 of what is rolled by −1."""
+        batch = pair_batch(torch.Generator().manual_seed(0))
+        for position, named in [((0, 0), False), ((0, 1), True), ((0, 6), True), ((0, 7), False)]:
+            rolled = batch["reference_policy_logprobs"].clone()
+            rolled[position] = math.nan
+            found = first_nan(batch | {"reference_policy_logprobs": rolled}, {}, DPOLossFn.next_token_keys)
+            assert found == (f"data['reference_policy_logprobs'][0, {position[1]}]" if named else None)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "make_batch", "output", "position", "name"),
+    [
+        (NLLLoss(), policy_batch, LOGITS, (0, 3, 0), r"next_token_logprobs\[0, 3\]"),
+        (MSEValueLoss(), value_batch, LOGITS[..., 0], (1, 2), r"next_token_values\[1, 2\]"),
+        (PreferenceLoss(), policy_batch, LOGITS[..., 0], (1, 4), r"rewards\[1\]"),
+        (PreferenceLoss(), policy_batch, LOGITS[:, 0, 0], (1,), r"rewards\[1\]"),
+    ],
+)
+def test_a_nan_in_the_output_is_named_as_the_loss_reads_it(loss_fn, make_batch, output, position, name):
+    output = output.clone()
+    output[position] = math.nan
+    with pytest.raises(ValueError, match=rf"{type(loss_fn).__name__} is NaN: {name} is NaN and not masked"):
+        loss_fn(output, make_batch(torch.Generator().manual_seed(0)), 5, 15)
