@@ -47,7 +47,8 @@ setup(
         # NVIDIA Apex comes with that image too and is not on PyPI: the `apex` there is an unrelated package.
         "te": ["transformer-engine[pytorch]>=2.0"],
         "triton": ["triton>=3.2; platform_system == 'Linux'"],  # CUDA builds of torch bring the one they need
-        "dev": ["hypothesis", "pytest>=8", "pytest-xdist", "ruff", "setuptools>=77"],
+        # trl: tests/contract/test_trl_oracle.py calls methods of its trainers that may change with any release.
+        "dev": ["hypothesis", "pytest>=8", "pytest-xdist", "ruff", "setuptools>=77", "trl>=1.16,<1.17"],
     },
     entry_points={"console_scripts": ["rl-megatron = rl_megatron.cli:main"]},
     classifiers=[
