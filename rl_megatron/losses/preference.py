@@ -68,7 +68,7 @@ class PreferenceLoss(Loss):
         self.cfg = parse_settings(PreferenceLossConfig, cfg)
 
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
-        if output.dim() == 1 or (output.dim() == 2 and output.size(1) == 1):
+        if sharding.cu_seqlens is None and (output.dim() == 1 or (output.dim() == 2 and output.size(1) == 1)):
             if sharding.cp_group is not None and sharding.cp_group.size() > 1:
                 raise ValueError(
                     f"{type(self).__name__}: rewards {tuple(output.shape)}, one a row, cannot be cut over "
