@@ -52,7 +52,7 @@ def test_trailing_dimensions_travel_along_and_what_is_absent_has_no_gradient():
 
 
 def check_following(layout, there):
-    """Each local row finds the row of the next token of its sequence, or −1; what lies between tokens is not touched."""
+    """Each local row finds the row of its sequence's next token, or −1; what lies between tokens is not touched."""
     numbers = layout.scatter(torch.where(there, batch(), 0), 0)
     x = torch.where(numbers > 0, numbers, torch.nan)[..., None] * torch.tensor([1.0, -2.0])
     rows, index = layout.following(x)
