@@ -1,0 +1,142 @@
+"""PPO's story on stand-ins: who learns what, when, and what is kept of the critic."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rl_megatron.algorithms import ppo as story
+from rl_megatron.algorithms import stage as stage_module
+from rl_megatron.algorithms.run import _optimizer_steps
+from rl_megatron.algorithms.stage import Stage
+from rl_megatron.config.load import load
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.losses import ClippedPGLossFn, MSEValueLoss
+
+OVERRIDES = ("algorithm=ppo", "algorithm.samples_per_prompt=2", "loss.reference_policy_kl_penalty=0")
+
+
+class Model:
+    """Remembers what it is trained on, and under which name it is saved."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def train(self, batch, loss_fn):
+        self.log.append((self.name, loss_fn, batch))
+        return {"loss": 1.0, "grad_norm": 2.0}
+
+    def get_logprobs(self, batch):
+        return {"logprobs": -batch["token_mask"]}
+
+    def get_values(self, batch):
+        return {"values": 0.5 * batch["token_mask"]}
+
+    def save_checkpoint(self, directory, step, **kept):
+        self.log.append(("save", self.name, Path(directory).name, step))
+
+    def load_checkpoint(self, path):
+        self.log.append(("load", self.name, str(path)))
+        return {"step": 1, "results": {}}
+
+
+class Rollouts:
+    """Two completions a prompt, the second one right."""
+
+    def __init__(self, stage):
+        pass
+
+    def draw(self, step):
+        mask = torch.tensor([[0.0, 1.0, 1.0], [0.0, 1.0, 0.0]])
+        return BatchedDataDict(
+            input_ids=torch.ones(2, 3, dtype=torch.long), token_mask=mask, sample_mask=torch.ones(2),
+            rewards=torch.tensor([0.0, 1.0]), generation_logprobs=-mask, prompt_lengths=torch.tensor([1, 1]),
+            input_lengths=torch.tensor([3, 2]), stopped=torch.tensor([True, True]),
+        )  # fmt: skip
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """`run(*overrides, steps=…)`: (log of what was trained and saved, records by step)."""
+
+    def go(*overrides, saved=(), **train):
+        log, records = [], {}
+        config = load([*OVERRIDES, *overrides]).first
+        config = replace(config, train=replace(config.train, **train))
+        recorder = SimpleNamespace(
+            begin_stage=lambda *_: None,
+            end_stage=lambda: None,
+            record=lambda step, report, kind="train": records.setdefault(kind, {}).setdefault(step, report),
+        )
+        monkeypatch.setattr(story, "Sampler", Rollouts)
+        monkeypatch.setattr(stage_module.checkpoint, "complete_checkpoints", lambda directory: list(saved))
+        monkeypatch.setattr(
+            stage_module.checkpoint, "delete_older", lambda where, keep: log.append(("delete", where.name, keep))
+        )
+        tokenizer = SimpleNamespace(digest="t")
+        where = Path("checkpoints/ppo")
+        stage = Stage(
+            "ppo", config, Model("policy", log), None, tokenizer, recorder, where, True, lambda: ({}, []),
+            Model("critic", log),
+        )  # fmt: skip
+        story.ppo(stage)
+        return log, records["train"]
+
+    return go
+
+
+def trained(log):
+    return [entry[0] for entry in log if entry[0] in ("policy", "critic")]
+
+
+def test_the_critic_learns_first_and_alone_while_it_warms_up(run):
+    log, records = run("algorithm.critic_warmup_steps=2", steps=3)
+    assert trained(log) == ["critic", "critic", "critic", "policy"]
+    assert "loss" not in records[2] and {"loss", "critic_loss", "critic_grad_norm", "reward"} <= records[3].keys()
+
+
+def test_every_pass_over_a_rollout_trains_both(run):
+    assert trained(run("algorithm.updates_per_rollout=2", steps=1)[0]) == ["critic", "policy"] * 2
+
+
+def test_losses_and_batches(run):
+    log, _ = run("algorithm.value_clip=0.3", "loss.ratio_clip_max=0.4", "algorithm.whiten_advantages=false", steps=1)
+    (_, value_loss, batch), (_, policy_loss, same) = log[:2]
+    assert isinstance(value_loss, MSEValueLoss) and value_loss.cfg.cliprange == 0.3
+    assert isinstance(policy_loss, ClippedPGLossFn) and policy_loss.cfg.ratio_clip_max == 0.4
+    assert same is batch and value_loss.required_keys[-1] in batch
+    assert set(policy_loss.required_keys) <= set(batch.keys())
+    assert batch["returns"].shape == batch["advantages"].shape == (2, 3)
+
+
+def test_discount_and_lambda_reach_the_advantages(run):
+    settings = ["algorithm.discount=0.5", "algorithm.gae_lambda=0", "algorithm.whiten_advantages=false"]
+    batch = run(*settings, steps=1)[0][0][2]
+    assert batch["advantages"].tolist() == [[0.0, 0.5 * 0.5 - 0.5, -0.5], [0.0, 0.5, 0.0]]
+    whitened = run(steps=1)[0][0][2]["advantages"]
+    assert whitened[0, 1:].sum() + whitened[1, 1] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_critic_is_saved_before_the_policy_and_kept_as_long(run):
+    log, _ = run(steps=2, save_every=1, keep_checkpoints=3)
+    saved = [entry[:3] for entry in log if entry[0] in ("save", "delete")]
+    once = [
+        ("save", "critic", "ppo.critic"), ("save", "policy", "ppo"), ("delete", "ppo", 3), ("delete", "ppo.critic", 3),
+    ]  # fmt: skip
+    assert saved == once * 2
+
+
+def test_a_resumed_stage_has_the_critic_of_its_step(run):
+    log, _ = run(steps=2, saved=[Path("checkpoints/ppo/step-000001")])
+    assert log[:2] == [
+        ("load", "policy", "checkpoints/ppo/step-000001"), ("load", "critic", "checkpoints/ppo.critic/step-000001"),
+    ]  # fmt: skip
+    assert trained(log) == ["critic", "policy"]
+
+
+def test_the_schedule_counts_the_optimizer_steps_of_a_rollout():
+    config = load([*OVERRIDES, "algorithm.updates_per_rollout=3", "train.steps=5", "train.global_batch_size=48"]).first
+    assert config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt == 64
+    assert _optimizer_steps(config) == 5 * 3 * 2
