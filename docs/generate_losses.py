@@ -25,6 +25,7 @@ import torch
 import yaml
 from matplotlib.figure import Figure
 
+from rl_megatron import losses
 from rl_megatron.losses import LOSSES, PPOLoss, build_loss
 
 DOCS = Path(__file__).resolve().parent
@@ -375,7 +376,21 @@ def _loss(name: str) -> Iterator[str]:
             default = yaml.safe_dump(getattr(loss.cfg, key)).splitlines()[0]
             yield f"| `{key}` | `{default}` | {_cell(meaning)} |"
         yield ""
-    yield f"`evaluate` reads {_names(loss.required_keys)} of the batch and reports {_names(loss.metric_reductions)}."
+    if loss.next_token_keys & {"reference_policy_logprobs"}:
+        yield "**`reference_policy_logprobs` is rolled by −1**: entry t speaks of token t+1."
+        yield "`torch.roll(x, -1, dims=-1)` makes it of log-probabilities aligned with `input_ids`; the `dpo` algorithm"
+        yield "does so itself."
+        yield ""
+    yield f"Batch: {_names(_batch_keys(loss))}; the defaults need {_names(loss.required_keys)}."
+    yield f"Metrics, each where what it is of is there: {_names(loss.metric_reductions)}."
+
+
+def _batch_keys(loss: Any) -> dict[str, None]:
+    """What the loss reads: what its DataDict (or its base's) declares, and what it requires."""
+    names = (f"{cls.__name__.removesuffix('Fn')}DataDict" for cls in type(loss).__mro__)
+    declared = next((getattr(losses, name) for name in names if hasattr(losses, name)), None)
+    keys = declared.__annotations__ if declared else ("input_ids", "temperature")
+    return dict.fromkeys((*keys, *loss.required_keys))
 
 
 def _ppo() -> Iterator[str]:

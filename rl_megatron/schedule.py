@@ -155,8 +155,13 @@ class Runner:
 
     def _loss_of(self, batch: BatchedDataDict, output: Tensor, *, loss_fn: LossFunction, denominators: Denominators):
         counts = {"global_valid_seqs": denominators.sequences, "global_valid_toks": denominators.tokens}
-        if isinstance(loss_fn, Loss):
+        if isinstance(loss_fn, Loss) and type(loss_fn).__call__ is Loss.__call__:
             loss, metrics = loss_fn.on_output(output, batch, **counts, sharding=self._sharding)
+        elif isinstance(loss_fn, Loss):  # a call of its own, which may add to what `evaluate` says
+            groups = {
+                "vocab_parallel_group": self.topology.groups.tp, "context_parallel_group": self.topology.groups.cp,
+            }  # fmt: skip
+            loss, metrics = loss_fn(output, data=batch, **counts, **groups, valid_vocab_size=self.vocab_size)
         else:  # anything that follows the protocol: it takes logprobs
             logprobs = self._stats_of(batch, output).logprobs
             loss, metrics = loss_fn(data=batch, **counts, next_token_logprobs=logprobs)
@@ -202,9 +207,9 @@ class Runner:
         microbatches: list[BatchedDataDict],
         loss_fn: LossFunction,
     ) -> str:
-        rolled = getattr(loss_fn, "next_token_keys", frozenset())
+        keys = getattr(loss_fn, "required_keys", ()), getattr(loss_fn, "next_token_keys", frozenset())
         bad = {
-            index: first_nan(microbatches[index], {}, rolled)
+            index: first_nan(microbatches[index], {}, *keys)
             for index, report in enumerate(reports)
             if not torch.isfinite(report["loss"])
         }

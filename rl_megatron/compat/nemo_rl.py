@@ -14,7 +14,14 @@ What is different, on purpose:
   without its bound is an error. The `dpo` section of a NeMo RL recipe, which holds the trainer's keys as well, may go
   to `DPOLossFn` as it is. Settings are dataclasses, and plain dicts pass.
 - A mean divides by the count, not by the count plus 1e-8, and is 0 where nothing counts. What is masked is not read:
-  NaN there does no harm. Log-ratios saturate at ±20.
+  NaN there does no harm. The log-ratio log π/π_prev saturates at ±20.
+- The backward pass writes the gradient over the logits. Call one loss on them, and call it before anything else that
+  saved them for its own backward; logits that are still needed afterwards, or by a second loss, want a clone.
+- Under context parallelism the gradient is whole as it is: a `loss / cp_size` that makes up for NeMo RL's gather, whose
+  backward adds up the ranks' equal losses, has to go.
+- `DraftCrossEntropyLossFn` gives (loss, metrics), and takes `vocab_parallel_group` by name. The
+  `use_fused_linear_logprobs` of the losses is not there, and settings are in `loss.cfg`, not on the loss itself.
+  `prepare_loss_input` gives 0 at masked tokens. `num_valid_samples` is the sum of sample_mask throughout.
 - The KL's gradient is that of NeMo RL's newer generation in both (see `functional.score_function_weight`), and
   `positive_example_nll_weight` divides by a global count, not by the microbatch's own (see `ClippedPGLossFn`).
 - A batch that carries `temperature` has its logits divided by it.
@@ -35,6 +42,7 @@ from rl_megatron import data, losses
 from rl_megatron.compat import import_table
 from rl_megatron.logprobs import Sharding, next_token_stats
 from rl_megatron.losses.functional import kl_penalty, masked_mean
+from rl_megatron.losses.interfaces import token_scores
 from rl_megatron.policy import interfaces as policy
 
 # The keys of a recipe's `dpo` section that are its trainer's, not its loss's.
@@ -51,6 +59,14 @@ class DPOLossFn(losses.DPOLossFn):
         if isinstance(cfg, Mapping):
             cfg = {key: cfg[key] for key in cfg if key not in _DPO_TRAINER_KEYS}
         super().__init__(cfg)
+
+
+class MseValueLossFn(losses.MSEValueLoss):
+    """`rl_megatron.losses.MSEValueLoss` on values that are aligned with `returns` already: NeMo RL's workers shift what
+    the value head says before the loss sees it, entry t being the value before token t."""
+
+    def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
+        return {"next_token_values": token_scores(output, data, sharding, self)[:, 1:]}
 
 
 def calculate_kl(
@@ -193,7 +209,7 @@ _LOSSES = {
     "DistillationLossFn": losses.DistillationLossFn,
     "DraftCrossEntropyLossFn": losses.DraftCrossEntropyLossFn,
     "MseValueLossConfig": losses.MSEValueLossConfig,
-    "MseValueLossFn": losses.MSEValueLoss,
+    "MseValueLossFn": MseValueLossFn,
     "NLLLoss": losses.NLLLoss,
     "NLLLossFn": losses.NLLLoss,
     "PreferenceLoss": losses.PreferenceLoss,

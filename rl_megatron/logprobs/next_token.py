@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rl_megatron.logprobs.api import IGNORE_INDEX, LogprobStats, vocab_parallel_logprobs
+from rl_megatron.logprobs.vocab_parallel import check
 from rl_megatron.topology.token_layout import TokenLayout
 
 
@@ -38,8 +39,8 @@ class Sharding:
         if self.cu_seqlens is None:
             if num_rows != batch[0] or length * cp_size < batch[1]:
                 raise ValueError(
-                    f"logits {tuple(output.shape)} do not fit input_ids {tuple(batch)}: expected [{batch[0]}, "
-                    f"≥ {batch[1]} / {cp_size}, …] with {cp_size} context parallel rank(s)"
+                    f"scores or logits {tuple(output.shape)} do not fit input_ids {tuple(batch)}: expected "
+                    f"[{batch[0]}, ≥ {batch[1]} / {cp_size}, …] with {cp_size} context parallel rank(s)"
                 )
             return TokenLayout.padded(batch, length, self.cp_group, output.device)
         padded = self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
@@ -83,7 +84,12 @@ def next_token_stats(
 
     labels = input_ids[:, 1:]
     if mask is not None:
-        labels = labels.masked_fill(mask[:, 1:] == 0, IGNORE_INDEX)
+        counts = mask[:, 1:] != 0
+        check(
+            ~(counts & (labels == IGNORE_INDEX)).any(),
+            lambda: f"input_ids has {IGNORE_INDEX} at a token with mask 1; mask it, or give its id",
+        )
+        labels = labels.masked_fill(~counts, IGNORE_INDEX)
     labels = layout.scatter(pad(labels, (0, 1), value=IGNORE_INDEX), IGNORE_INDEX)
     if isinstance(temperature, Tensor) and temperature.dim() > 0:
         per_token = temperature[:, None] if temperature.dim() == 1 else temperature

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -56,10 +56,14 @@ def _wrong_type(name: str, value: Tensor, rule: str, loss: Loss) -> TypeError:
 
 
 def first_nan(
-    data: Mapping[str, Any], inputs: Mapping[str, Any], next_token_keys: Collection[str] = frozenset()
+    data: Mapping[str, Any],
+    inputs: Mapping[str, Any],
+    required_keys: Sequence[str] = (),
+    next_token_keys: Collection[str] = frozenset(),
 ) -> str | None:
     """The first NaN that counts among the streams of a batch, as "data['advantages'][2, 5]", or None. For telling why a
-    loss is NaN: it reads everything.
+    loss is NaN: it reads everything, first the data that the loss reads, then what it has from the model, then the
+    rest.
 
     Shapes: data's streams [B, S, …] or [B]; inputs [B, S-1, …], [B, S, …] or [B]. Entry t of data's next_token_keys
         belongs to token t+1.
@@ -67,7 +71,8 @@ def first_nan(
     mask = (data["token_mask"] * data["sample_mask"][:, None]) != 0
     by_shape = {mask.shape: mask, mask[:, 1:].shape: mask[:, 1:], mask.shape[:1]: data["sample_mask"] != 0}
     rolled = {f"data[{key!r}]": pad(mask[:, 1:], (0, 1)) for key in next_token_keys}
-    for name, value in ({f"data[{key!r}]": value for key, value in data.items()} | dict(inputs)).items():
+    read = {f"data[{key!r}]": data[key] for key in (*required_keys, *sorted(next_token_keys)) if key in data}
+    for name, value in (read | dict(inputs) | {f"data[{key!r}]": value for key, value in data.items()}).items():
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() == 0:
             continue
         counts = rolled.get(name, by_shape.get(value.shape[:2]))
@@ -129,27 +134,28 @@ class TokenStreams:
         token_mask = self.data["token_mask"][:, 1:].to(self._like)
         return torch.where(self.sample_mask[:, None] != 0, token_mask, 0.0)
 
-    def select(self, name: str, stream: Tensor) -> Tensor:
-        """A [B, S-1, …] stream with its masked positions zeroed."""
-        if stream.shape[:2] != self.mask.shape:
+    def select(self, name: str, stream: Tensor, trailing: int = 0) -> Tensor:
+        """A [B, S-1] stream with its masked positions zeroed, or one with so many `trailing` dimensions more."""
+        if stream.shape[: stream.dim() - trailing] != self.mask.shape:
+            more = f" and {trailing} more dimension(s)" if trailing else ""
             raise ValueError(
                 f"{type(self._loss).__name__}: {name} {tuple(stream.shape)} does not fit token_mask[:, 1:] "
-                f"{tuple(self.mask.shape)}"
+                f"{tuple(self.mask.shape)}{more}"
             )
-        counts = (self.mask != 0).view(*self.mask.shape, *(1,) * (stream.dim() - 2))
+        counts = (self.mask != 0).view(*self.mask.shape, *(1,) * trailing)
         return torch.where(counts, real(stream, name, self._loss).to(self._like), 0.0)
 
     def __contains__(self, key: str) -> bool:
         return key in self.data
 
     def __getitem__(self, key: str) -> Tensor:
-        """data[key] [B, S, …] (or [B], one value per sequence) without its first column, or without its last where the
+        """data[key] [B, S] (or [B], one value per sequence) without its first column, or without its last where the
         loss has it among its `next_token_keys`."""
         value = real(require(self.data, key, self._loss), f"data[{key!r}]", self._loss)
         batch, length = self.mask.shape[0], self.mask.shape[1] + 1
         if value.shape == (batch,):
             value = value[:, None].expand(batch, length)
-        if value.shape[:2] != (batch, length):
+        if value.shape != (batch, length):
             raise ValueError(
                 f"{type(self._loss).__name__}: data[{key!r}] {tuple(value.shape)} does not fit token_mask "
                 f"{(batch, length)}"

@@ -34,7 +34,8 @@ class ClippedPGLossFn(LogprobLoss):
     which weighs each positive token like any other token of the loss.
 
     KL is estimated from the sampled tokens and differentiated together with their probability: see
-    `functional.score_function_weight`. Log-ratios saturate at ±20, `functional.MAX_LOG_RATIO`.
+    `functional.score_function_weight`. The log-ratio log π/π_prev saturates at ±20,
+    `functional.MAX_LOG_RATIO`.
 
     Metrics: those of `metric_reductions`. Means are over the global batch's tokens whatever the loss averages over,
     except `loss`, `kl_penalty` (like the loss; without β), `num_valid_samples`, `positive_nll_loss` (see above),
@@ -68,6 +69,9 @@ class ClippedPGLossFn(LogprobLoss):
             terms.entropy_term(bonus, average) if bonus > 0 else terms.entropy_report,
             terms.generation_report(cfg),
         )
+
+    def __reduce__(self) -> tuple[type, tuple[ClippedPGLossConfig]]:
+        return type(self), (self.cfg,)  # the terms are closures, made again from the settings
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:

@@ -38,7 +38,7 @@ class ClippedPGLossDataDict(TypedDict):
 
 @dataclass(frozen=True)
 class ClippedPGLossConfig:
-    """Key names and meanings follow NeMo RL; `entropy_coeff` is added.
+    """Key names and meanings follow NeMo RL; `entropy_coeff` and `fixed_sequence_length` are added.
 
     Ratio r = π/π_prev:
         disable_ppo_ratio: REINFORCE, −A·log π; all ratio_clip_* are then without effect (log π ≤ 0 < c).

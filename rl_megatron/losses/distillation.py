@@ -150,9 +150,9 @@ class DistillationLossFn(Loss):
         H_all: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         streams = TokenStreams(data, self, student_topk_logprobs)
-        student = streams.select("student_topk_logprobs", student_topk_logprobs)
-        teacher = streams.select("teacher_topk_logprobs", teacher_topk_logprobs)
-        if student.dim() != 3 or teacher.shape != student.shape:
+        student = streams.select("student_topk_logprobs", student_topk_logprobs, trailing=1)
+        teacher = streams.select("teacher_topk_logprobs", teacher_topk_logprobs, trailing=1)
+        if teacher.shape != student.shape:
             raise ValueError(
                 f"{type(self).__name__}: student_topk_logprobs {tuple(student.shape)} and teacher_topk_logprobs "
                 f"{tuple(teacher.shape)} must both be [B, S-1, K] with one K"

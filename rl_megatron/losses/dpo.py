@@ -58,7 +58,8 @@ class ReferencePreferenceLoss(LogprobLoss, PreferenceLoss):
 class DPOLossConfig:
     """Key names follow NeMo RL.
 
-    reference_policy_kl_penalty: β > 0, the scale of a difference of rewards: the larger, the closer π stays to π_ref.
+    reference_policy_kl_penalty: β ≥ 0, the scale of a difference of rewards: the larger, the closer π stays to π_ref;
+        with 0 the preference loss is log 2 and teaches nothing.
     preference_loss_weight, sft_loss_weight: w_p, w_s ≥ 0, not both 0.
     preference_average_log_probs: rewards are means over a row's tokens instead of sums.
     sft_average_log_probs: the SFT loss of a row is the mean over its tokens instead of their sum.
@@ -74,8 +75,7 @@ class DPOLossConfig:
         check_types(self)
         check_ranges(
             self,
-            at_least_zero=("preference_loss_weight", "sft_loss_weight"),
-            above_zero=("reference_policy_kl_penalty",),
+            at_least_zero=("reference_policy_kl_penalty", "preference_loss_weight", "sft_loss_weight"),
         )
         if self.preference_loss_weight == 0 and self.sft_loss_weight == 0:
             raise ValueError(

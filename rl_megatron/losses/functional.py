@@ -16,6 +16,9 @@ from torch.nn.functional import logsigmoid
 # off, and e^90 would overflow fp32 and turn its clipped loss's gradient into 0 · ∞.
 MAX_LOG_RATIO = 20.0
 
+# Where clamps are off, k3's exponential stays finite in fp32, and with it the gradient of a later clamp: 0 · ∞ is NaN.
+_LARGEST_EXPONENT = 80.0
+
 KLKind = Literal["k1", "k2", "k3"]
 
 
@@ -41,7 +44,7 @@ def masked_mean(
     if global_normalization_factor is None:
         count = mask.sum() if dim is None else mask.sum(dim=dim)
     else:
-        count = torch.as_tensor(global_normalization_factor)
+        count = torch.as_tensor(global_normalization_factor, dtype=total.dtype)  # not a float's fp32
     count = count.to(total)
     # Nothing counted means nothing summed: 0 / 1. No epsilon, which would shift every other mean.
     return total / torch.where(count > 0, count, 1.0)
@@ -95,7 +98,7 @@ def kl_penalty(
     elif kind == "k2":
         kl = 0.5 * x.square()
     elif kind == "k3":
-        kl = torch.expm1(x) - x
+        kl = torch.expm1(x.clamp(max=_LARGEST_EXPONENT)) - x
     else:
         raise ValueError(f"kl type {kind!r} is none of 'k1', 'k2', 'k3'")
     if weights is not None:

@@ -80,6 +80,7 @@ class Loss(ABC):
     input_type: LossInputType
     output_name: ClassVar[str] = "next_token_logits"  # what `__call__` calls the model's output
     input_names: ClassVar[tuple[str, ...]] = ()  # what `evaluate` takes from it; () where that is the output itself
+    further_positional: ClassVar[tuple[str, ...]] = ()  # keywords of `evaluate` that form 1 takes by position too
     rows_per_unit: ClassVar[int] = 1  # rows that no microbatch may separate: 2 for preference pairs
     next_token_keys: ClassVar[frozenset[str]] = frozenset()  # data's [B, S] streams whose entry t speaks of token t+1
 
@@ -133,6 +134,9 @@ class Loss(ABC):
         Form 2: (data, global_valid_seqs, global_valid_toks, **inputs) with `input_names`, such as next_token_logprobs
             [B, S-1]. Other keywords go to `evaluate` in both forms.
 
+        In form 1 backward writes the gradient over the logits, where they are no leaf: see `vocab_parallel_logprobs`.
+        A second loss on the same logits wants a clone of them.
+
         Raises: besides what `evaluate` does, ValueError where the loss is NaN because an input is at a token or sample
             that counts, naming it and the position.
         """
@@ -144,16 +148,16 @@ class Loss(ABC):
         loss, metrics = self.evaluate(**inputs)
         metrics = as_numbers(metrics)
         if math.isnan(float(loss.detach().sum())) and (
-            culprit := first_nan(inputs["data"], inputs, self.next_token_keys)
+            culprit := first_nan(inputs["data"], inputs, self.required_keys, self.next_token_keys)
         ):
             raise ValueError(f"{type(self).__name__} is NaN: {culprit} is NaN and not masked")
         return loss, metrics
 
     def _bind(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> dict[str, Any]:
         """Arguments by name. A tensor in the first place is the model's output."""
-        loss, names = type(self).__name__, (self.output_name, *_POSITIONAL)
-        if not (args and isinstance(args[0], Tensor)):
-            names = names[1:]
+        loss, names = type(self).__name__, (*_POSITIONAL, *self.further_positional)
+        if args and isinstance(args[0], Tensor):
+            names = (self._name_of(args[0]), *names)
         if len(args) > len(names):
             raise TypeError(f"{loss} takes {len(names)} positional arguments, got {len(args)}")
         positional = dict(zip(names, args, strict=False))
@@ -169,6 +173,10 @@ class Loss(ABC):
             names = (self.output_name, *self.input_names[:1])
             raise TypeError(f"{loss} takes {'either ' if len(names) > 1 else ''}{' or '.join(names)}")
         return inputs
+
+    def _name_of(self, tensor: Tensor) -> str:
+        """What a tensor in the first place is."""
+        return self.output_name
 
     def _sharding(
         self,
@@ -201,6 +209,9 @@ class LogprobLoss(Loss):
     input_type = LossInputType.LOGPROB
     output_name = "next_token_logits"
     input_names = ("next_token_logprobs",)
+
+    def _name_of(self, tensor: Tensor) -> str:
+        return self.input_names[0] if tensor.dim() == 2 else self.output_name  # logits have a vocabulary
 
     @property
     def needs_entropy(self) -> bool:

@@ -171,7 +171,7 @@ def choose_weights(cfg: ClippedPGLossConfig) -> Weights:
     truncate = kinds[cfg.truncated_importance_sampling_type]
 
     def weights(tokens: PolicyTokens) -> tuple[Tensor, Tensor]:
-        log_ratio, mask = tokens.prev - tokens.streams["generation_logprobs"], tokens.streams.mask
+        log_ratio, mask = tokens.prev - tokens.streams["generation_logprobs"], tokens.streams.token_mask
         return truncate(weights_of(log_ratio, mask), log_ratio, mask)
 
     return weights

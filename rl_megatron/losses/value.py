@@ -32,7 +32,9 @@ class MSEValueLossDataDict(TypedDict):
 
 @dataclass(frozen=True)
 class MSEValueLossConfig:
-    """scale: > 0, times the loss. cliprange: c > 0, see `MSEValueLoss`; null switches the clip off."""
+    """scale: > 0, times the loss.
+    cliprange: c > 0, how far a value may move from data["values"]; null: as far as it likes.
+    """
 
     scale: float = 1.0
     cliprange: float | None = None

@@ -210,10 +210,11 @@ def on_rewards(loss_fn: LossFunction) -> Callable[..., tuple[torch.Tensor, dict]
 
 
 def from_values(loss_fn: LossFunction) -> Callable[..., tuple[torch.Tensor, dict]]:
-    """A critic reads one number a token."""
+    """A critic reads one number a token: what it says of a prefix is the value before the next token."""
 
     def loss_of(model, data, **counts):
-        return loss_fn(data=data, logits=model(data["input_ids"]), **counts)
+        values = torch.nn.functional.pad(model(data["input_ids"])[:, :-1, 0], (1, 0))
+        return loss_fn(data=data, logits=values, **counts)
 
     return loss_of
 

@@ -234,3 +234,12 @@ def test_a_loss_that_prepares_its_own_input_is_refused():
     loss_fn = SimpleNamespace(input_type=LossInputType.DRAFT)
     with pytest.raises(ValueError, match="LossInputType.DRAFT is its own to prepare"):
         nemo_rl.prepare_loss_input(torch.zeros(1, 4, 3), {}, loss_fn)
+
+
+def test_a_value_loss_takes_values_that_are_aligned_with_returns():
+    """NeMo RL's workers shift a value head's output before its loss sees it."""
+    values, returns = torch.tensor([[9.0, 1.0, 2.0, 4.0]]), torch.tensor([[9.0, 0.0, 0.0, 1.0]])
+    batch = {"returns": returns, "token_mask": torch.tensor([[0.0, 1.0, 1.0, 1.0]]), "sample_mask": torch.ones(1)}
+    counts = {"global_valid_seqs": torch.tensor(1.0), "global_valid_toks": torch.tensor(3.0)}
+    loss, _ = nemo_rl.MODULES["nemo_rl.algorithms.loss"]["MseValueLossFn"]()(data=batch, logits=values, **counts)
+    assert loss.item() == pytest.approx(0.5 * (1.0 + 4.0 + 9.0) / 3)

@@ -100,8 +100,8 @@ def test_a_killed_run_goes_on_bitwise(tmp_path, forks, ranks):
     ]
     moving = [line["step"] for line in found if line["stage"] == "grpo" and line.get("informative_groups", 0) > 0]
     assert min(moving, default=STEPS) <= SAVE_EVERY < max(moving, default=0), "without rewards GRPO would test nothing"
-    values = [line["critic_residual_sq_mean"] for line in found if line["stage"] == "ppo" and line["kind"] == "train"]
-    assert len(values) == STEPS and values[-1] < values[0], "the critic learns"
+    values = [line["critic_values_mean"] for line in found if line["stage"] == "ppo" and line["kind"] == "train"]
+    assert len(set(values)) == STEPS, "a critic that stands still would test nothing"
     for stage in (*STAGES, CRITIC):
         names = checkpoints(whole / "out", stage)
         assert checkpoints(cut / "out", stage) == names == ["step-000003", "step-000006", "step-000008"]

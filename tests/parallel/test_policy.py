@@ -155,6 +155,26 @@ class NaNOnRowThree(LogprobLoss):
         return loss, {}
 
 
+class TenTimes(NLLLoss):
+    """A loss that adds to a call, as users of other libraries write one."""
+
+    def __call__(self, *args, **inputs):
+        loss, metrics = super().__call__(*args, **inputs)
+        return 10 * loss, metrics
+
+
+def own_call(parallel: dict) -> tuple[float, float]:
+    policy = build_policy(parallel)
+    batch = random_batch(4, 12, 0)
+    return tuple(policy.train(batch, loss_fn, eval_mode=True, gbs=4)["loss"] for loss_fn in (NLLLoss(), TenTimes()))
+
+
+@pytest.mark.parametrize("layout", [(1, {}), TENSOR, (2, {"context": 2})], ids=str)
+def test_a_loss_with_a_call_of_its_own_is_called(ranks, layout):
+    for plain, tenfold in ranks.run(layout[0], own_call, layout[1]):
+        assert tenfold == pytest.approx(10 * plain, rel=1e-6)
+
+
 def nan_steps(parallel: dict) -> tuple[str, float]:
     policy = build_policy(parallel, micro_batch_size=1)
     before = weights(policy)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rl_megatron.losses import ClippedPGLossFn, DPOLossFn, MSEValueLoss, NLLLoss, PreferenceLoss
+from rl_megatron.losses import ClippedPGLossFn, DPOLossFn, MSEValueLoss, NLLLoss, PreferenceLoss, build_loss
 from rl_megatron.losses.batch import first_nan
 from tests.contract.loss_cases import VOCAB, pair_batch, policy_batch, token_logits, value_batch
 
@@ -56,7 +56,44 @@ def test_integer_streams_and_masks_are_numbers():
     assert ClippedPGLossFn()(LOGITS, batch, 5, 15)[0] == ClippedPGLossFn()(LOGITS, real, 5, 15)[0]
 
 
+NO_KL = {"reference_policy_kl_penalty": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "cfg", "key"),
+    [
+        ("clipped_pg", NO_KL, "advantages"),
+        ("clipped_pg", NO_KL, "prev_logprobs"),
+        ("mse_value", {}, "returns"),
+        ("mse_value", {"cliprange": 0.2}, "values"),
+        ("nll", {}, "next_token_logprobs"),
+        ("clipped_pg", NO_KL, "next_token_logprobs"),
+    ],
+)
+def test_a_dimension_too_many_is_refused_where_it_would_broadcast(name, cfg, key):
+    """One row, [1, S, 1]: every stream would silently meet every other token's."""
+    batch = {
+        key: torch.ones(1, 4) for key in ("token_mask", "advantages", "prev_logprobs", "returns", "values")
+    } | {"sample_mask": torch.ones(1)}  # fmt: skip
+    stream = "next_token_values" if name == "mse_value" else "next_token_logprobs"
+    inputs = {stream: torch.zeros(1, 3)}
+    build_loss(name, cfg).evaluate(batch, 1, 3, **inputs)
+    for where in (batch, inputs):
+        if key in where:
+            where[key] = where[key][..., None]
+    with pytest.raises(ValueError, match=rf"{key}.* \(1, [34], 1\)"):
+        build_loss(name, cfg).evaluate(batch, 1, 3, **inputs)
+
+
 class TestFirstNaN:
+    def test_what_the_loss_reads_comes_first(self):
+        nan = torch.full((1, 3), torch.nan)
+        batch = {"unread": nan, "returns": nan, "token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}
+        assert first_nan(batch, {"values": nan[:, 1:]}) == "values[0, 0]"
+        assert first_nan(batch, {"values": nan[:, 1:]}, ("returns",)) == "data['returns'][0, 0]"
+        assert first_nan(batch, {}, ("token_mask", "returns")) == "data['returns'][0, 0]"
+        assert first_nan(batch, {}) == "data['unread'][0, 0]"
+
     def test_none_where_only_masked_entries_are(self):
         batch = {key: value.clone() for key, value in BATCH.items()}
         batch["advantages"][:, :2] = math.nan  # prompts
@@ -81,7 +118,7 @@ class TestFirstNaN:
         for position, named in [((0, 0), False), ((0, 1), True), ((0, 6), True), ((0, 7), False)]:
             rolled = batch["reference_policy_logprobs"].clone()
             rolled[position] = math.nan
-            found = first_nan(batch | {"reference_policy_logprobs": rolled}, {}, DPOLossFn.next_token_keys)
+            found = first_nan(batch | {"reference_policy_logprobs": rolled}, {}, (), DPOLossFn.next_token_keys)
             assert found == (f"data['reference_policy_logprobs'][0, {position[1]}]" if named else None)
 
 

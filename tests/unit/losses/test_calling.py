@@ -2,6 +2,7 @@
 
 import collections
 import math
+import pickle
 
 import pytest
 import torch
@@ -75,6 +76,30 @@ class TestCallingForms:
             torch.testing.assert_close(got[0], want)
             assert got[1]["num_valid_samples"] == 2.0
 
+    def test_logprobs_by_position_are_told_from_logits(self):
+        want = NLLLoss()(LOGITS, BATCH, 2, 3)[0]
+        torch.testing.assert_close(NLLLoss()(LOGPROBS, BATCH, 2, 3)[0], want)
+        with pytest.raises(TypeError, match="both by position and by name"):
+            NLLLoss()(LOGPROBS, BATCH, 2, 3, next_token_logprobs=LOGPROBS)
+
+    def test_nll_takes_its_own_arguments_by_position(self):
+        want = NLLLoss()(LOGITS, BATCH, 2, 3, dpo_loss=True, dpo_average_log_probs=True)[0]
+        torch.testing.assert_close(NLLLoss()(LOGITS, BATCH, 2, 3, None, None, None, True, True)[0], want)
+
+    @pytest.mark.parametrize("name", LOSSES)
+    def test_a_loss_travels_between_processes(self, name):
+        loss_fn = build_loss(name)
+        assert pickle.loads(pickle.dumps(loss_fn)).cfg == loss_fn.cfg
+
+    def test_the_ignored_id_at_a_token_that_counts_is_refused(self):
+        ids = BATCH["input_ids"].clone()
+        ids[1, 3] = ids[0, 0] = -100  # masked, and never predicted
+        torch.testing.assert_close(NLLLoss()(LOGITS, {**BATCH, "input_ids": ids}, 2, 3)[0],
+                                   NLLLoss()(LOGITS, BATCH, 2, 3)[0])  # fmt: skip
+        ids[0, 2] = -100
+        with pytest.raises(ValueError, match="input_ids has -100 at a token with mask 1"):
+            NLLLoss()(LOGITS, {**BATCH, "input_ids": ids}, 2, 3)
+
     def test_padded_vocabulary(self):
         padded = torch.cat([LOGITS, torch.full((3, 4, 2), 9.0)], dim=-1)
         want = NLLLoss()(LOGITS, BATCH, 2, 3)[0]
@@ -106,7 +131,7 @@ class TestCallingForms:
             ((LOGITS, BATCH, 1, 1), {"next_token_logprobs": LOGPROBS}, "either next_token_logits or"),
             ((LOGITS, BATCH), {}, "missing.*global_valid_seqs.*global_valid_toks"),
             ((LOGITS, BATCH, 1, 1), {"data": BATCH}, "'data'.*both by position and by name"),
-            ((LOGITS, BATCH, 1, 1, None, None, None, None), {}, "takes 7 positional"),
+            ((LOGITS, BATCH, 1, 1, *[None] * 6), {}, "takes 9 positional"),
             ((LOGITS, BATCH, 1, 1), {"nonsense": 1}, "nonsense"),
         ],
     )

@@ -314,3 +314,18 @@ def test_an_entropy_bonus_without_entropy_is_named():
     batch, logprobs, _, num_seqs, num_toks = make()
     with pytest.raises(ValueError, match="entropy_coeff=0.1 needs next_token_entropy"):
         run({"entropy_coeff": 0.1}, batch, logprobs, num_seqs, num_toks)
+
+
+def test_the_weight_of_a_sample_does_not_enter_its_importance_ratio():
+    """One sequence, however light, under GSPO with the correction: its weight and its count cancel."""
+    cfg = {
+        "sequence_level_importance_ratios": True, "token_level_loss": False, "reference_policy_kl_penalty": 0.0,
+        "use_importance_sampling_correction": True,
+    }  # fmt: skip
+    batch, logprobs, _, _, _ = make()
+    batch = {key: value[:1] for key, value in batch.items()}
+    losses = [
+        run(cfg, batch | {"sample_mask": torch.full((1,), weight, dtype=torch.float64)}, logprobs[:1], weight, 1.0)[0]
+        for weight in (1.0, 0.5, 0.1)
+    ]
+    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-12)

@@ -85,3 +85,11 @@ def test_js_divergence_is_symmetric_and_zero_for_equals():
     a, b = torch.tensor([-1.0, -2.0, -30.0]), torch.tensor([-1.5, -0.2, -0.1])
     torch.testing.assert_close(F.js_divergence(a, b), F.js_divergence(b, a))
     assert (F.js_divergence(a, a).abs() < 1e-6).all() and (F.js_divergence(a, b) > 0).all()
+
+
+@pytest.mark.parametrize("clamps", [(None, 10.0), (100.0, 10.0), (None, None)])
+def test_k3_stays_finite_without_its_clamps(clamps):
+    logprobs = torch.tensor([-200.0, -89.0, -1.0], requires_grad=True)
+    kl = F.kl_penalty(logprobs, torch.zeros(3), "k3", *clamps)
+    (gradient,) = torch.autograd.grad(kl.sum(), logprobs)
+    assert kl.isfinite().all() and gradient.isfinite().all()

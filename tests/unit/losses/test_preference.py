@@ -225,6 +225,17 @@ class TestDPO:
         light = PAIRS | {"sample_mask": torch.full((6,), 0.5, dtype=torch.float64)}
         assert run(DPOLossFn(), LOGITS, light, num_seqs=3.0)[0] == pytest.approx(run(DPOLossFn(), LOGITS, PAIRS)[0])
 
+    def test_the_weight_of_a_sample_weighs_its_sft_loss_once(self):
+        light = PAIRS | {"sample_mask": torch.full((6,), 0.5, dtype=torch.float64)}
+        for average in (False, True):
+            loss_fn = DPOLossFn({"sft_loss_weight": 0.7, "sft_average_log_probs": average})
+            assert run(loss_fn, LOGITS, light, num_seqs=3.0)[0] == pytest.approx(run(loss_fn, LOGITS, PAIRS)[0])
+
+    def test_without_a_penalty_the_preference_teaches_nothing(self):
+        loss_fn = DPOLossFn({"reference_policy_kl_penalty": 0.0, "sft_loss_weight": 1.0})
+        loss, metrics = run(loss_fn, LOGITS, PAIRS)[:2]
+        assert metrics["preference_loss"] == pytest.approx(math.log(2)) and loss > metrics["preference_loss"]
+
     def test_it_is_a_preference_loss_over_logprobs(self):
         loss_fn = DPOLossFn()
         assert isinstance(loss_fn, PreferenceLoss) and not isinstance(loss_fn, ScoreLoss)
@@ -239,7 +250,7 @@ class TestDPO:
     @pytest.mark.parametrize(
         ("cfg", "message"),
         [
-            ({"reference_policy_kl_penalty": 0}, "reference_policy_kl_penalty=0 must be positive"),
+            ({"reference_policy_kl_penalty": -1}, "reference_policy_kl_penalty=-1 must not be negative"),
             ({"preference_loss_weight": -1.0}, "preference_loss_weight=-1.0 must not be negative"),
             ({"preference_loss_weight": 0.0}, "preference_loss_weight=0.0 and sft_loss_weight=0.0 .* set one above 0"),
             ({"sft_average_log_probs": 1}, "sft_average_log_probs=1 must be true or false"),
