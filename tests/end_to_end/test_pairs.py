@@ -33,6 +33,8 @@ def evaluations(directory):
 def test_dpo_prefers_what_was_chosen(pairs, forks, loss):
     done = forks.run_ranks(pairs, *DPO[:-1], f"loss={loss}", "parallel.tensor=2", ranks=2)
     assert [rank.status for rank in done] == [0, 0], done
+    first = next(line for line in metrics(pairs / "out") if line["kind"] == "train")
+    assert abs(first["rewards_chosen_mean"]) < 1e-5 > abs(first["rewards_rejected_mean"]), "each token meets itself"
     before, after = evaluations(pairs)
     assert before["reward_accuracy"] == 0.5 and before["reward_margin"] == 0.0, "it is its own reference"
     assert after["preference_accuracy"] > 0.9 and after["reward_accuracy"] > 0.9

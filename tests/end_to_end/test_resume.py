@@ -100,7 +100,9 @@ def test_a_killed_run_goes_on_bitwise(tmp_path, forks, ranks):
     ]
     moving = [line["step"] for line in found if line["stage"] == "grpo" and line.get("informative_groups", 0) > 0]
     assert min(moving, default=STEPS) <= SAVE_EVERY < max(moving, default=0), "without rewards GRPO would test nothing"
-    values = [line["critic_values_mean"] for line in found if line["stage"] == "ppo" and line["kind"] == "train"]
+    ppo = [line for line in found if line["stage"] == "ppo" and line["kind"] == "train"]
+    assert ppo[0]["critic_lr"] == pytest.approx(0.01) and ppo[-1]["lr"] != ppo[-1]["critic_lr"]
+    values = [line["critic_values_mean"] for line in ppo]
     assert len(set(values)) == STEPS, "a critic that stands still would test nothing"
     for stage in (*STAGES, CRITIC):
         names = checkpoints(whole / "out", stage)

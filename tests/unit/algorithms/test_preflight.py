@@ -8,6 +8,7 @@ from rl_megatron.algorithms.preflight import _check_loss
 from rl_megatron.algorithms.run import _on_all_or_none
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load
+from rl_megatron.losses import LOSSES, ClippedPGLossFn
 
 PAIRS = ["data=gsm8k_pairs", "data.path=x"]
 OVERRIDES = {
@@ -57,6 +58,15 @@ def test_a_loss_that_the_algorithm_cannot_serve(algorithm, loss, words):
 )
 def test_losses_that_it_can(algorithm, loss):
     _check_loss(stage_of(algorithm, loss))
+
+
+def test_a_loss_that_needs_what_rollouts_do_not_carry(monkeypatch):
+    class Judged(ClippedPGLossFn):
+        required_keys = ("advantages", "verdicts")
+
+    monkeypatch.setitem(LOSSES, "judged", Judged)
+    with pytest.raises(ConfigError, match=r"loss.name=judged needs \['verdicts'\], which ppo's batches do not carry"):
+        _check_loss(stage_of("ppo", {"name": "judged"}))
 
 
 def missing_on(rank: int) -> str:

@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rl_megatron.algorithms import inputs
 from rl_megatron.algorithms import stage as stage_module
-from rl_megatron.algorithms.evaluate import HeldoutProblems, HeldoutText
+from rl_megatron.algorithms.evaluate import HeldoutPairs, HeldoutProblems, HeldoutText
 from rl_megatron.algorithms.run import _finished_results, _optimizer_steps
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.config.load import load
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.order import BatchSchedule
 from rl_megatron.data.tasks import Problem
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.losses import NLLLoss
@@ -192,3 +194,74 @@ def test_heldout_text_is_measured_whole_without_training():
     batch = BatchedDataDict(input_ids=torch.zeros(5, 3, dtype=torch.long))
     assert HeldoutText(batch).measure(Measuring()) == {"nll_per_token": 2.0}
     assert HeldoutText(batch, 0.25).measure(Measuring()) == {"nll_per_token": 2.0, "nll_per_character": 0.5}
+
+
+class Pairs:
+    """Ten pairs that remember which of them were asked for."""
+
+    rows_per_item = 2
+
+    def __len__(self):
+        return 10
+
+    def batch(self, items):
+        return list(items)
+
+
+def test_batches_are_those_of_the_step_in_whole_pairs(make):
+    """A batch of 8 rows is 4 pairs; five batches are two epochs."""
+    order = BatchSchedule(10, 4, load([]).first.train.seed)
+    drawn = list(make([], steps=5, global_batch_size=8).batches(Pairs()))
+    assert drawn == [(step, order.rows_at(step - 1)) for step in range(1, 6)]
+    resumed = list(make([], saved=["3"], steps=5, global_batch_size=8).batches(Pairs()))
+    assert resumed == drawn[3:]
+
+
+class Judge:
+    """A model whose logprobs and rewards are laid ready."""
+
+    def __init__(self, head, **answers):
+        self.head, self.answers = head, answers
+        self.has_reference = "reference_logprobs" in answers
+
+    def __getattr__(self, name):
+        key = {"get_reference_policy_logprobs": "reference_logprobs"}.get(name, name.removeprefix("get_"))
+        return lambda batch: {key: self.answers[key]}
+
+
+PAIR_MASK = torch.tensor([[0.0, 1.0, 1.0, 1.0], [0.0, 1.0, 0.0, 0.0]] * 2)
+
+
+def test_preference_is_by_sum_or_per_token():
+    logprobs = torch.tensor([[9.0, -1.0, -1.0, -1.0], [9.0, -2.0, 9.0, 9.0]] * 2)
+    batch = BatchedDataDict(token_mask=PAIR_MASK)
+    assert HeldoutPairs(batch).measure(Judge("lm", logprobs=logprobs)) == {
+        "preference_accuracy": 0.0, "preference_margin": -1.0,
+    }  # fmt: skip
+    assert HeldoutPairs(batch, per_token=True).measure(Judge("lm", logprobs=logprobs)) == {
+        "preference_accuracy": 1.0, "preference_margin": 1.0,
+    }  # fmt: skip
+
+
+def test_rewards_are_against_the_reference_and_ties_count_half():
+    logprobs, reference = -PAIR_MASK, -PAIR_MASK.clone()
+    reference[0, 1] = -3.0
+    measured = HeldoutPairs(BatchedDataDict(token_mask=PAIR_MASK)).measure(
+        Judge("lm", logprobs=logprobs, reference_logprobs=reference)
+    )
+    assert measured["reward_accuracy"] == 0.75 and measured["reward_margin"] == 1.0
+
+
+def test_a_reward_model_is_measured_by_its_scores():
+    measured = HeldoutPairs(BatchedDataDict(token_mask=PAIR_MASK)).measure(
+        Judge("score", rewards=torch.tensor([2.0, 1.0, 0.0, 4.0]))
+    )
+    assert measured == {"preference_accuracy": 0.5, "preference_margin": -1.5}
+
+
+@pytest.mark.parametrize(("average", "per_token"), [("true", True), ("false", False)])
+def test_pairs_are_compared_as_the_loss_compares_them(monkeypatch, average, per_token):
+    config = load(["algorithm=dpo", "loss=dpo", "data=gsm8k_pairs", "data.path=x",
+                   f"loss.preference_average_log_probs={average}"]).first  # fmt: skip
+    monkeypatch.setattr(inputs, "preference_rows", lambda *_, **__: Pairs())
+    assert inputs.heldout_pairs(config, None).per_token is per_token
