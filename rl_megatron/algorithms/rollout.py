@@ -73,9 +73,11 @@ def rewards_per_token(rollouts: BatchedDataDict, loss_fn: LossFunction) -> Tenso
     loss leaves the KL to the reward."""
     beta, kl = kl_in_reward(loss_fn), None
     if beta > 0:
+        cfg = loss_fn.cfg
         kl = kl_penalty(
-            rollouts["prev_logprobs"], rollouts["reference_policy_logprobs"], loss_fn.cfg.reference_policy_kl_type
-        )
+            rollouts["prev_logprobs"], rollouts["reference_policy_logprobs"], cfg.reference_policy_kl_type,
+            cfg.kl_input_clamp_value, cfg.kl_output_clamp_value,
+        )  # fmt: skip
     return token_rewards(rollouts["rewards"], rollouts["token_mask"], kl, beta)
 
 

@@ -14,6 +14,7 @@ from rl_megatron.algorithms.rollout import (
     keep_informative,
     logprob_mismatch,
     needs_reference,
+    rewards_per_token,
     statistics,
 )
 from rl_megatron.config.errors import ConfigError
@@ -98,6 +99,12 @@ def test_ppo_rewards_carry_the_kl_where_the_loss_leaves_it_to_them(rollouts_of):
         found = ppo.with_advantages(BatchedDataDict(dict(rollouts)), config, build_loss("clipped_pg", cfg))
         assert found["returns"][0].tolist() == [0.0, 1 - 2 * penalty, 1 - penalty]
         assert found["advantages"][1].tolist() == [0.0, 4.5 - 2 * penalty, 4.5 - penalty]
+
+
+def test_the_clamps_of_the_kl_hold_in_the_reward_too(rollouts_of):
+    rollouts = with_policies(rollouts_of({"a": ["1", "5"]})[0])
+    clamped = build_loss("clipped_pg", KL_IN_REWARD | {"kl_output_clamp_value": 0.125})
+    assert rewards_per_token(rollouts, clamped)[0].tolist() == [0.0, -0.5 * 0.125, 1 - 0.5 * 0.125]
 
 
 def test_the_reference_is_asked_for_where_loss_or_reward_need_it():
