@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-_SHOWN = ("loss", "reward", "accuracy", "nll_per_token", "nll_per_character", "grad_norm", "lr")
+_HELDOUT = ("accuracy", "nll_per_token", "nll_per_character", "preference_accuracy", "reward_accuracy")
+_SHOWN = ("loss", "reward", *_HELDOUT, "grad_norm", "lr")
 _LINES_PER_STAGE = 20  # of plain progress where there is no terminal
 
 
@@ -123,7 +124,7 @@ def plot_curves(metrics: Path, picture: Path) -> None:
         mine = [line for line in lines if line["stage"] == stage]
         _plot(axes[0][column], mine, "train", ("loss",), f"{stage}: loss")
         _plot(axes[1][column], mine, "train", ("reward",), f"{stage}: reward, held-out")
-        _plot(axes[1][column], mine, "eval", ("accuracy", "nll_per_token", "nll_per_character"), None)
+        _plot(axes[1][column], mine, "eval", _HELDOUT, None)
     figure.tight_layout()
     figure.savefig(picture, dpi=110)
     pyplot.close(figure)
