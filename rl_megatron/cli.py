@@ -19,7 +19,7 @@ _EXAMPLES = """examples:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rl-megatron",
-        description="Train language models on megatron-core: from pretraining to DPO, GRPO and PPO; one CPU process to a cluster.",
+        description="Train language models on megatron-core, from pretraining to DPO, GRPO and PPO.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
