@@ -29,6 +29,7 @@ from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.megatron import MegatronEngine
 from rl_megatron.model.build import Head
 from rl_megatron.policy import checkpoint
+from rl_megatron.policy.batching import Batching
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.schedule import NonFiniteLoss
 from rl_megatron.topology import platform, topology
@@ -156,7 +157,7 @@ def _model(
         optimizer=optimizer,
         total_steps=_optimizer_steps(config),
         global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
+        batching=Batching(config.train.batching, config.train.micro_batch_size, config.train.micro_batch_tokens),
         head=head,
     )
     if weights is not None:

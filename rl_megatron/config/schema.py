@@ -34,7 +34,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0.0), Number]
 
 @section
 class ModelConfig:
-    """A LLaMA/Qwen-style decoder: RMSNorm, SwiGLU, RoPE, grouped-query attention."""
+    """A LLaMA/Qwen-style decoder: RMSNorm, SwiGLU, RoPE, grouped-query attention, dense or with a mixture of experts."""
 
     num_layers: Positive = 4
     hidden_size: Positive = 128
@@ -49,6 +49,14 @@ class ModelConfig:
     qkv_bias: bool = False  # Qwen2 has one
     qk_norm: bool = False  # Qwen3 has it
     init_std: PositiveFloat = 0.02
+    sliding_window: Positive | None = None  # tokens a token may look at, itself included; null: all before it
+    num_experts: Positive | None = None  # experts of each layer's MLP (Mixtral, Qwen-MoE); null: a dense MLP
+    experts_per_token: Positive = 2
+    expert_ffn_hidden_size: Positive | None = None  # null: ffn_hidden_size
+    shared_expert_ffn_hidden_size: Positive | None = None  # an expert that every token sees (Qwen2-MoE); null: none
+    shared_expert_gate: bool = False  # the shared expert's output is weighed by a learned gate (Qwen2-MoE)
+    normalize_expert_weights: bool = True  # weights of a token's experts add up to 1 (Qwen2-MoE: false)
+    router_aux_loss: NonNegativeFloat = 0.0  # coefficient of the load-balancing loss; its value depends on microbatches
     recompute: Literal["none", "selective", "full"] = "none"  # activations recomputed in backward
     backend: Literal["auto", "portable", "transformer_engine"] = "auto"  # auto: Transformer Engine on a GPU that has it
 
@@ -62,7 +70,9 @@ class ParallelConfig:
     pipeline: int = 1
     virtual_pipeline: int = 1  # model chunks per pipeline stage (interleaved schedule)
     context: int = 1
-    expert: int = 1
+    expert: int = 1  # experts over the ranks of a pipeline stage (tensor · context · data); each expert lies whole
+    first_stage_layers: Positive | None = None  # of an uneven pipeline; null: as many as every other stage
+    last_stage_layers: Positive | None = None
 
 
 @section
@@ -86,7 +96,12 @@ class OptimizerConfig:
 class TrainConfig:
     steps: Positive = 100  # optimizer steps; for grpo and ppo: rollout steps
     global_batch_size: Positive = 32  # rows per optimizer step, over all ranks; a pair is two rows
-    micro_batch_size: Positive = 8  # rows per forward pass on one rank
+    # What goes through the model together on one rank. padded: micro_batch_size rows, padded to the batch's longest;
+    # dynamic: rows of like length, padded to their longest, up to micro_batch_tokens; packed: rows one after the other
+    # without padding, up to micro_batch_tokens.
+    batching: Literal["padded", "dynamic", "packed"] = "padded"
+    micro_batch_size: Positive = 8  # rows per forward pass on one rank; dynamic and packed go by tokens
+    micro_batch_tokens: Positive = 4096  # token budget of a dynamic or packed microbatch; every row, or pair, must fit
     seed: NonNegative = 0
     eval_every: NonNegative = 0  # steps between evaluations; 0: only at the end
     save_every: NonNegative = 0  # steps between checkpoints; 0: only at the end

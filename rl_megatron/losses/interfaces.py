@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -17,6 +19,9 @@ from rl_megatron.logprobs import Sharding, next_token_stats
 from rl_megatron.losses.batch import TokenMask, first_nan, require_integers
 
 Count = Tensor | float | int | None
+
+
+_NAN_IS_NAMED = ContextVar("nan_is_named", default=True)
 
 
 class LossType(enum.Enum):
@@ -147,7 +152,7 @@ class Loss(ABC):
             inputs |= self.read_output(output, inputs["data"], sharding)
         loss, metrics = self.evaluate(**inputs)
         metrics = as_numbers(metrics)
-        if math.isnan(float(loss.detach().sum())) and (
+        if _NAN_IS_NAMED.get() and math.isnan(float(loss.detach().sum())) and (
             culprit := first_nan(inputs["data"], inputs, self.required_keys, self.next_token_keys)
         ):
             raise ValueError(f"{type(self).__name__} is NaN: {culprit} is NaN and not masked")
@@ -258,6 +263,16 @@ def token_scores(output: Tensor, data: Mapping[str, Any], sharding: Sharding, lo
         )
     layout = sharding.layout(scores, tuple(mask.shape))
     return layout.gather(scores.to(torch.promote_types(scores.dtype, torch.float32)))
+
+
+@contextmanager
+def nan_left_to_caller() -> Iterator[None]:
+    """Within, a loss that is NaN is returned rather than refused: for callers that have other ranks to tell first."""
+    token = _NAN_IS_NAMED.set(False)
+    try:
+        yield
+    finally:
+        _NAN_IS_NAMED.reset(token)
 
 
 def as_numbers(metrics: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -1,25 +1,66 @@
-"""Causal attention on torch's scaled_dot_product_attention: for the CPU, and for GPUs without Transformer Engine."""
+"""Causal attention on torch's scaled_dot_product_attention, for the CPU and for GPUs without Transformer Engine: padded
+or packed rows, whole or cut over context-parallel ranks, grouped queries, sliding window."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import Any
+
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from rl_megatron.topology.context_parallel import zigzag_gather_and_reduce, zigzag_positions
+from rl_megatron.model.packed_rows import PackedRows, causal_mask
+from rl_megatron.topology.context_parallel import gather_and_reduce, zigzag_gather_and_reduce, zigzag_positions
+
+
+@dataclass
+class PortablePacking(PackedSeqParams):
+    """Packed rows as they travel through megatron-core's layers to `PortableRotaryEmbedding` and `PortableAttention`.
+    To the modules in between, a packed row is a batch of one long row."""
+
+    rows: PackedRows | None = None
+    qkv_format: str = field(default="sbhd", init=False)
+
+
+class PortableRotaryEmbedding(RotaryEmbedding):
+    """megatron-core's RoPE, with each token of a packed row at its position in its own sequence: one lookup for the
+    whole pack, where megatron-core loops over sequences in every layer."""
+
+    def get_rotary_seq_len(
+        self,
+        inference_context: Any,
+        transformer: Any,
+        transformer_input: Tensor,
+        transformer_config: TransformerConfig,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> int | PackedRows:
+        if isinstance(packed_seq_params, PortablePacking):
+            return packed_seq_params.rows
+        return super().get_rotary_seq_len(
+            inference_context, transformer, transformer_input, transformer_config, packed_seq_params
+        )
+
+    def forward(self, max_seq_len: int | PackedRows, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(max_seq_len, PackedRows):
+            return self.get_emb(max_seq_len.longest)[max_seq_len.positions]
+        return super().forward(max_seq_len, *args, **kwargs)
 
 
 class PortableAttention(torch.nn.Module):
-    """softmax(QKᵀ·scale + causal mask)·V per head; grouped queries; no parameters.
+    """softmax(QKᵀ·scale + mask)·V per head, each token looking at itself and at the `sliding_window − 1` tokens before
+    it (all before it without a window); grouped queries; no parameters.
 
-    Under context parallelism the queries stay on their rank and keys and values are gathered over the group, in
-    zigzag order, with a reduce-scatter in backward.
+    Under context parallelism the queries stay on their rank, and keys and values are gathered over the group, together
+    and once, with a reduce-scatter in backward.
 
-    Shapes (sequence S, batch B, heads N, key/value heads G, head dim D): query [S, B, N, D]; key, value [S, B, G, D];
-    result [S, B, N·D].
+    Shapes (positions S of the rank, batch B, heads N, key/value heads G, head dim D): query [S, B, N, D]; key, value
+    [S, B, G, D]; result [S, B, N·D]. Packed rows: B = 1.
     """
 
     def __init__(
@@ -38,6 +79,7 @@ class PortableAttention(torch.nn.Module):
         if attn_mask_type is not AttnMaskType.causal:
             raise ValueError(f"PortableAttention is causal; got attn_mask_type={attn_mask_type}")
         self.softmax_scale = softmax_scale
+        self.window = sliding_window(config)
         self.cp_group = pg_collection.cp if pg_collection is not None else None
 
     def forward(
@@ -48,18 +90,47 @@ class PortableAttention(torch.nn.Module):
         attention_mask: Tensor | None = None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: object | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
         **_: object,
     ) -> Tensor:
-        if packed_seq_params is not None:
-            raise ValueError("PortableAttention takes padded rows, not packed sequences")
-        mask = None
-        if self.cp_group is not None and self.cp_group.size() > 1:
-            key = zigzag_gather_and_reduce(key, self.cp_group, dim=0)
-            value = zigzag_gather_and_reduce(value, self.cp_group, dim=0)
-            positions = zigzag_positions(key.size(0), self.cp_group.rank(), self.cp_group.size(), query.device)
-            mask = torch.arange(key.size(0), device=query.device) <= positions[:, None]
+        if packed_seq_params is None:
+            return self._padded(query, key, value)
+        if not isinstance(packed_seq_params, PortablePacking):
+            raise TypeError(f"PortableAttention takes a PortablePacking, got {type(packed_seq_params).__name__}")
+        return self._packed(query, key, value, packed_seq_params.rows)
+
+    def _padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        whole = zigzag_gather_and_reduce(torch.cat([key, value], dim=-1), self.cp_group, dim=0)
+        key, value = whole.split([key.size(-1), value.size(-1)], dim=-1)
+        mask, length, device = None, key.size(0), query.device
+        if length > query.size(0):
+            positions = zigzag_positions(length, self.cp_group.rank(), self.cp_group.size(), device)
+            mask = causal_mask(positions, length, self.window)
+        elif self.window is not None and self.window < length:
+            mask = causal_mask(torch.arange(length, device=device), length, self.window)
         return attend(query, key, value, mask, self.softmax_scale)
+
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
+        """Rows of like length are unpacked and attend together: no work on pairs of different sequences."""
+        whole = gather_and_reduce(torch.cat([key, value], dim=-1)[:, 0], self.cp_group)
+        outputs = []
+        for bucket in rows.buckets:
+            key, value = (
+                whole.index_select(0, bucket.keys)
+                .view(*bucket.key_shape, *whole.shape[1:])
+                .transpose(0, 1)
+                .split([key.size(-1), value.size(-1)], dim=-1)
+            )
+            queries = query[:, 0].index_select(0, bucket.queries).view(*bucket.query_shape, *query.shape[2:])
+            mask = bucket.mask(self.window)
+            outputs.append(attend(queries.transpose(0, 1), key, value, mask, self.softmax_scale).transpose(0, 1))
+        return torch.cat([output.flatten(0, 1) for output in outputs]).index_select(0, rows.slots)[:, None]
+
+
+def sliding_window(config: TransformerConfig) -> int | None:
+    """How many tokens a token looks at, itself included, in megatron-core's terms (window_size: how many to each side);
+    None for all."""
+    return None if config.window_size is None else config.window_size[0] + 1
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -19,8 +25,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.log import once
-from rl_megatron.model.attention import PortableAttention
+from rl_megatron.model.attention import PortableAttention, PortablePacking
+from rl_megatron.model.packed_rows import PackedRows
 from rl_megatron.topology.platform import Platform
+from rl_megatron.topology.topology import Topology
 
 
 class PortableRMSNorm(torch.nn.RMSNorm):
@@ -50,9 +58,24 @@ def block_spec(
 ) -> TransformerBlockSubmodules | ModuleSpec:
     """The megatron-core spec of the decoder layers of this pipeline stage (or model chunk `vp_stage` of it)."""
     if backend == "transformer_engine":
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
+        )
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[_portable_layer(config)] * num_layers, layer_norm=PortableRMSNorm)
+
+
+def packing_params(rooms: Sequence[int], topology: Topology, backend: str) -> PackedSeqParams:
+    """What layers need to know of a packed row whose sequences occupy `rooms` tokens each, over all ranks."""
+    device, longest = topology.platform.device, max(rooms)
+    if backend == "portable":
+        return PortablePacking(rows=PackedRows.of(rooms, topology.groups.cp, device))
+    # Padding comes after its sequence and attention is causal, so it may count as part of it. megatron-core takes RoPE
+    # positions of the whole pack, wrongly, where max_seqlen is the pack's length: it must be the longest room's.
+    starts = torch.tensor([0, *accumulate(rooms)], dtype=torch.int32, device=device)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
 
 
 def _portable_layer(config: TransformerConfig) -> ModuleSpec:
@@ -68,9 +91,16 @@ def _portable_layer(config: TransformerConfig) -> ModuleSpec:
             k_layernorm=qk_norm,
         ),
     )
-    mlp = ModuleSpec(
-        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    )
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    # Checkpoints carry Transformer Engine's names, where the norm is fused into the linear that follows it.
+    names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if config.num_moe_experts is None:
+        mlp = ModuleSpec(module=MLP, submodules=linears)
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    else:
+        experts = ModuleSpec(module=SequentialMLP, submodules=linears)
+        shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
+        mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared))
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -80,10 +110,6 @@ def _portable_layer(config: TransformerConfig) -> ModuleSpec:
             pre_mlp_layernorm=PortableRMSNorm,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
-            # Checkpoints carry Transformer Engine's names, where the norm is fused into the linear that follows it.
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-            },
+            sharded_state_dict_keys_map=names,
         ),
     )

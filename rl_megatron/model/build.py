@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
 
 from rl_megatron.config.schema import ModelConfig
+from rl_megatron.model.attention import PortableRotaryEmbedding
 from rl_megatron.model.backend import block_spec, choose_backend
 from rl_megatron.model.score_head import ScoreHead
 from rl_megatron.model.shards import initialise_parameters
@@ -39,12 +40,16 @@ def transformer_config(model: ModelConfig, topology: Topology, precision: str) -
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=model.init_std,
+        window_size=None if model.sliding_window is None else (model.sliding_window - 1, 0),
         tensor_model_parallel_size=topology.tensor,
         sequence_parallel=topology.sequence,
         pipeline_model_parallel_size=topology.pipeline,
         virtual_pipeline_model_parallel_size=topology.virtual_pipeline if topology.virtual_pipeline > 1 else None,
         context_parallel_size=topology.context,
         expert_model_parallel_size=topology.expert,
+        expert_tensor_parallel_size=1,
+        num_layers_in_first_pipeline_stage=topology.first_stage_layers,
+        num_layers_in_last_pipeline_stage=topology.last_stage_layers,
         bf16=precision == "bf16",
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -57,8 +62,26 @@ def transformer_config(model: ModelConfig, topology: Topology, precision: str) -
         apply_rope_fusion=False,
         deallocate_pipeline_outputs=True,
         batch_p2p_comm=False,  # gloo has no batched sends with ordering guarantees, and NCCL is as fast either way
+        **_experts(model),
         **_recompute(model.recompute),
     )
+
+
+def _experts(model: ModelConfig) -> dict:
+    if model.num_experts is None:
+        return {}
+    return {
+        "num_moe_experts": model.num_experts,
+        "moe_router_topk": model.experts_per_token,
+        "moe_ffn_hidden_size": model.expert_ffn_hidden_size or model.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": model.shared_expert_ffn_hidden_size,
+        "moe_shared_expert_gate": model.shared_expert_gate,
+        "moe_router_pre_softmax": not model.normalize_expert_weights,
+        "moe_router_load_balancing_type": "aux_loss" if model.router_aux_loss > 0 else "none",
+        "moe_aux_loss_coeff": model.router_aux_loss,
+        "moe_router_dtype": "fp32",  # bf16 scores tie, and ties break differently on every rank
+        "moe_token_dispatcher_type": "alltoall",  # microbatches may differ in length
+    }
 
 
 def _recompute(recompute: str) -> dict:
@@ -118,6 +141,10 @@ def _build_chunk(
         pg_collection=topology.groups,
         vp_stage=vp_stage,
     )
+    if backend == "portable":
+        module.rotary_pos_emb = PortableRotaryEmbedding(
+            config.kv_channels, rotary_percent=1.0, rotary_base=model.rope_base, cp_group=topology.groups.cp
+        )
     if head == "score" and module.post_process:
         module.output_layer = ScoreHead(config, topology)
     return module.to(topology.platform.device)

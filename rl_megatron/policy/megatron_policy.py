@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,15 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig, OptimizerConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.interfaces import LossFunction
+from rl_megatron.model.backend import choose_backend
 from rl_megatron.model.build import Head, build_model, unwrap
 from rl_megatron.model.shards import SHARDING_METADATA
 from rl_megatron.policy import checkpoint
+from rl_megatron.policy.batching import Batching, Planned, row_lengths
 from rl_megatron.policy.interfaces import PolicyInterface
 from rl_megatron.policy.optimizer import build_optimizer, build_scheduler, wrap_for_gradients
 from rl_megatron.policy.optimizer_state import load_optimizer_state, sharded_optimizer_state
-from rl_megatron.schedule import Denominators, NonFiniteLoss, Runner, over_steps
+from rl_megatron.schedule import Denominators, Microbatch, NonFiniteLoss, Runner, over_steps
 from rl_megatron.topology.topology import Topology
 
 _HEAD = "output_layer."  # what the last stage's head is called in a model's state
@@ -49,7 +51,7 @@ class MegatronPolicy(PolicyInterface):
         optimizer: OptimizerConfig | None = None,
         total_steps: int = 1,
         global_batch_size: int = 32,
-        micro_batch_size: int = 8,
+        batching: Batching = Batching(),
         head: Head = "lm",
     ):
         self.model_config = model
@@ -59,16 +61,20 @@ class MegatronPolicy(PolicyInterface):
         self.precision = precision
         self.seed = seed
         self.global_batch_size = global_batch_size
-        self.micro_batch_size = micro_batch_size
+        self.batching = batching
         self.chunks = build_model(model, topology, vocab_size=vocab_size, precision=precision, seed=seed, head=head)
         self.optimizer = self.scheduler = None
         if optimizer is not None:
             self.chunks = wrap_for_gradients(self.chunks, topology, optimizer)
             self.optimizer = build_optimizer(self.chunks, optimizer, precision)
             self.scheduler = build_scheduler(self.optimizer, optimizer, total_steps)
-        self._runner = Runner(self.chunks, topology, vocab_size)
+        self._runner = self._runner_of(self.chunks)
         self._reference: Runner | None = None
         self.finish_training()
+
+    def _runner_of(self, chunks: list[torch.nn.Module]) -> Runner:
+        backend = choose_backend(self.model_config.backend, self.topology.platform)
+        return Runner(chunks, self.topology, self.vocab_size, backend)
 
     # --- training ---
 
@@ -100,34 +106,41 @@ class MegatronPolicy(PolicyInterface):
         Raises: NonFiniteLoss, on every rank, before a weight moved; ValueError where the sizes would separate rows
             that the loss needs together (preference pairs).
         """
-        gbs, mbs = gbs or self.global_batch_size, mbs or self.micro_batch_size
-        unit = getattr(loss_fn, "rows_per_unit", 1)
-        for name, rows in {"the batch": data.size, "gbs": gbs, "mbs": mbs}.items():
+        gbs, unit = gbs or self.global_batch_size, getattr(loss_fn, "rows_per_unit", 1)
+        batching = self._batching(mbs)
+        counts = {"the batch": data.size, "gbs": gbs}
+        if batching.kind == "padded":
+            counts["mbs"] = batching.rows
+        for name, rows in counts.items():
             if rows % unit:
                 raise ValueError(f"{type(loss_fn).__name__} needs {unit} rows together, and {name} has {rows} rows")
+        lengths = self._check(data)
         data = data.to(self.topology.platform.device)
-        self._check(data)
         if eval_mode:
             self.finish_training()
         else:
             self.prepare_for_training()
         reports = []
         for start in range(0, data.size, gbs):
-            batch = data.slice(start, min(start + gbs, data.size))
-            reports.append(self._evaluate(batch, loss_fn, mbs) if eval_mode else self._step(batch, loss_fn, mbs))
+            rows = slice(start, min(start + gbs, data.size))
+            batch = data.slice(rows.start, rows.stop)
+            planned = batching.plan(batch, lengths[rows], self.topology, unit)
+            reports.append((self._evaluate if eval_mode else self._step)(batch, planned, loss_fn))
         self.finish_training()
         result = over_steps(reports, loss_fn)
         return result | ({} if eval_mode else {"num_updates": int(sum(r["updated"] for r in reports))})
 
-    def _evaluate(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int) -> dict[str, float]:
-        denominators = Denominators.count(batch)
-        microbatches = self._microbatches(batch, mbs, getattr(loss_fn, "rows_per_unit", 1))
-        return self._runner.train_step(microbatches, loss_fn, denominators, forward_only=True)
+    def _batching(self, mbs: int | None) -> Batching:
+        return self.batching if mbs is None else replace(self.batching, rows=mbs)
 
-    def _step(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int) -> dict[str, float]:
-        report = self.accumulate_gradients(batch, loss_fn, mbs)
+    def _evaluate(self, batch: BatchedDataDict, planned: Planned, loss_fn: LossFunction) -> dict[str, float]:
+        return self._runner.train_step(planned.microbatches, loss_fn, Denominators.count(batch), forward_only=True)
+
+    def _step(self, batch: BatchedDataDict, planned: Planned, loss_fn: LossFunction) -> dict[str, float]:
+        denominators = Denominators.count(batch)
+        report = self._accumulate_gradients(planned, loss_fn, denominators)
         updated, grad_norm, lr = False, 0.0, self.optimizer.param_groups[0]["lr"]
-        if Denominators.count(batch).tokens > 0:
+        if denominators.tokens > 0:
             self.optimizer.prepare_grads()
             grad_norm = float(self.optimizer.get_grad_norm())
             if not math.isfinite(grad_norm):  # step() would clip by it, and with it ruin every weight
@@ -140,47 +153,50 @@ class MegatronPolicy(PolicyInterface):
         self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None
     ) -> dict[str, float]:
         """The loss's metrics on one global batch; its gradient is left in the parameters' `main_grad`."""
+        unit = getattr(loss_fn, "rows_per_unit", 1)
+        planned = self._batching(mbs).plan(batch, self._check(batch), self.topology, unit)
+        self.prepare_for_training()
+        report = self._accumulate_gradients(planned, loss_fn, Denominators.count(batch))
+        self.finish_training()
+        return report
+
+    def _accumulate_gradients(
+        self, planned: Planned, loss_fn: LossFunction, denominators: Denominators
+    ) -> dict[str, float]:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        microbatches = self._microbatches(batch, mbs or self.micro_batch_size, getattr(loss_fn, "rows_per_unit", 1))
-        return self._runner.train_step(microbatches, loss_fn, Denominators.count(batch))
+        return self._runner.train_step(planned.microbatches, loss_fn, denominators)
 
-    def _microbatches(self, batch: BatchedDataDict, mbs: int, unit: int = 1) -> list[BatchedDataDict]:
-        """This data-parallel rank's rows, in equally many microbatches of whole units on every rank."""
-        per_rank = -(-batch.size // (self.topology.data * unit)) * unit
-        mbs = min(mbs, per_rank)
-        batch = batch.pad_to_multiple(self.topology.data * mbs)
-        local = batch.chunk(self.topology.data_rank, self.topology.data)
-        return list(local.make_microbatch_iterator(mbs))
-
-    def _check(self, data: BatchedDataDict) -> None:
+    def _check(self, data: BatchedDataDict) -> list[int]:
+        """The rows' lengths, of a batch that the model can take."""
         longest = data["input_ids"].size(1)
         if longest > self.model_config.max_sequence_length:
             raise ConfigError(
                 f"a row has {longest} tokens and model.max_sequence_length is {self.model_config.max_sequence_length}; "
                 "shorten the rows (data.too_long=truncate) or raise the limit"
             )
+        return row_lengths(data)
 
     # --- logprobs and scores ---
 
     def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
-        """`logprobs` [B, S] fp32 at the rows' `temperature` (default 1); entry t speaks of token t, entry 0 is 0."""
+        """`logprobs` [B, S] fp32 at the rows' `temperature` (default 1); entry t speaks of token t, entry 0 is 0, and so
+        is what lies past a row's `input_lengths`."""
         logprobs = self._token_stream(self._runner.next_token_logprobs, data, micro_batch_size)
         return BatchedDataDict({"logprobs": logprobs})
 
     def get_values(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
         """`values` [B, S] fp32 of a score head; entry t is the score read *before* token t, entry 0 is 0."""
 
-        def before_each_token(microbatches: list[BatchedDataDict]) -> Tensor | None:
-            scores = self._runner.scores(microbatches)
-            return None if scores is None else scores[:, :-1]
+        def before_each_token(microbatches: list[Microbatch]) -> list[Tensor]:
+            return [scores[:, :-1] for scores in self._runner.scores(microbatches)]
 
         return BatchedDataDict({"values": self._token_stream(before_each_token, data, micro_batch_size)})
 
     def get_rewards(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
         """`rewards` [B] fp32 of a score head: the score read after each row's last token (`input_lengths`)."""
-        scores = self._token_stream(self._runner.scores, data, micro_batch_size)
+        scores = self._token_stream(self._runner.scores, data, micro_batch_size, first_column=0)
         last = data["input_lengths"][:, None] - 1
         return BatchedDataDict({"rewards": scores.gather(1, last.to(scores.device))[:, 0]})
 
@@ -196,7 +212,7 @@ class MegatronPolicy(PolicyInterface):
         for reference, chunk in zip(chunks, self.chunks, strict=True):
             unwrap(reference).load_state_dict(unwrap(chunk).state_dict())
             reference.eval().requires_grad_(False)
-        self._reference = Runner(chunks, self.topology, self.vocab_size)
+        self._reference = self._runner_of(chunks)
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict, micro_batch_size: int | None = None
@@ -208,29 +224,29 @@ class MegatronPolicy(PolicyInterface):
         return BatchedDataDict({"reference_logprobs": logprobs})
 
     def _token_stream(
-        self, of: Callable[[list[BatchedDataDict]], Tensor | None], data: BatchedDataDict, micro_batch_size: int | None
+        self,
+        of: Callable[[list[Microbatch]], list[Tensor]],
+        data: BatchedDataDict,
+        micro_batch_size: int | None,
+        first_column: int = 1,
     ) -> Tensor:
-        """[B, S] on every rank, from what `of` gives for this rank's rows on the last stage; where that is one entry
-        short, it speaks of tokens 1 … S−1, and entry 0 is 0."""
+        """[B, S] on every rank, from what `of` gives for this rank's microbatches on the last stage, which speaks of
+        tokens `first_column` and on; 0 elsewhere and past the rows' ends."""
         topology, home = self.topology, data["input_ids"].device
+        lengths = self._check(data)
         keys = [key for key in ("input_ids", "temperature") if key in data]
         data = BatchedDataDict({key: data[key] for key in keys})  # without token_mask: every token is asked for
         data["sample_mask"] = torch.ones(data.size)
         data = data.to(topology.platform.device)
-        self._check(data)
-        rows, length = data["input_ids"].shape
-        microbatches = self._microbatches(data, micro_batch_size or self.micro_batch_size)
-        stream = of(microbatches)
-        local = torch.zeros(sum(batch.size for batch in microbatches), length, device=topology.platform.device)
-        if stream is not None:
-            local[:, length - stream.size(1) :] = stream
+        width = data["input_ids"].size(1)
+        planned = self._batching(micro_batch_size).plan(data, lengths, topology)
+        whole = planned.spread(of(planned.microbatches), width, first_column, topology.platform.device)
         if topology.pipeline > 1:
-            dist.broadcast(local, src=topology.last_stage_rank, group=topology.groups.pp)
+            dist.broadcast(whole, src=topology.last_stage_rank, group=topology.groups.pp)
         if topology.data > 1:
-            everywhere = [torch.empty_like(local) for _ in range(topology.data)]
-            dist.all_gather(everywhere, local, group=topology.groups.dp)
-            local = torch.cat(everywhere)
-        return local[:rows].to(home)
+            dist.all_reduce(whole, group=topology.groups.dp)  # each row is one rank's; the others have 0
+        past_the_end = torch.arange(width) >= torch.tensor(lengths)[:, None]
+        return whole.to(home).masked_fill(past_the_end.to(home), 0.0)
 
     # --- checkpoints ---
 
@@ -277,7 +293,7 @@ class MegatronPolicy(PolicyInterface):
         """Drops model, optimizer and reference; true when there was something to drop."""
         held = bool(self.chunks)
         self.chunks, self.optimizer, self.scheduler, self._reference = [], None, None, None
-        self._runner = Runner([], self.topology, self.vocab_size)
+        self._runner = self._runner_of([])
         gc.collect()  # megatron-core's wrappers and hooks refer to each other
         if self.topology.platform.is_cuda:
             torch.cuda.empty_cache()

@@ -41,28 +41,34 @@ def zigzag_shard(x: Tensor, cp_rank: int, cp_size: int, dim: int) -> Tensor:
     return torch.cat([x.narrow(dim, head, chunk), x.narrow(dim, tail, chunk)], dim)
 
 
-def zigzag_gather_and_reduce(x: Tensor, cp_group: dist.ProcessGroup | None, dim: int) -> Tensor:
-    """The whole sequence from every rank's slice, where each rank then computes *its own part* from it (keys and
-    values, read by every rank's queries): backward sums the ranks' gradients, then slices."""
+def gather_and_reduce(x: Tensor, cp_group: dist.ProcessGroup | None) -> Tensor:
+    """Every rank's [n, …] → [cp·n, …] in rank order, where each rank then computes *its own part* from it (keys and
+    values, read by every rank's queries): backward sums the ranks' gradients and hands each rank its slice."""
     if cp_group is None or cp_group.size() == 1:
         return x
-    return _ZigzagGather.apply(x, cp_group, dim)
+    return _GatherAndReduce.apply(x, cp_group)
 
 
-class _ZigzagGather(torch.autograd.Function):
+def zigzag_gather_and_reduce(x: Tensor, cp_group: dist.ProcessGroup | None, dim: int) -> Tensor:
+    """`gather_and_reduce` of a sequence that is cut zigzag along `dim`, put together in order."""
+    if cp_group is None or cp_group.size() == 1:
+        return x
+    parts = gather_and_reduce(x[None], cp_group).unbind(0)
+    halves = [part.chunk(2, dim) for part in parts]
+    return torch.cat([head for head, _ in halves] + [tail for _, tail in reversed(halves)], dim)
+
+
+class _GatherAndReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, cp_group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.cp_group, ctx.dim = cp_group, dim
-        cp_size = cp_group.size()
-        slices = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(cp_size)]
-        dist.all_gather(slices, x.contiguous(), group=cp_group)
-        halves = [part.chunk(2, dim) for part in slices]
-        return torch.cat([head for head, _ in halves] + [tail for _, tail in reversed(halves)], dim)
+    def forward(ctx, x: Tensor, cp_group: dist.ProcessGroup) -> Tensor:
+        ctx.cp_group, ctx.num_local = cp_group, x.size(0)
+        whole = x.new_empty(cp_group.size(), *x.shape)
+        dist.all_gather(list(whole.unbind(0)), x.contiguous(), group=cp_group)
+        return whole.flatten(0, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor):
-        group = ctx.cp_group
         gradient = gradient.clone(memory_format=torch.contiguous_format)  # autograd's own must stay as it is
-        dist.all_reduce(gradient, group=group)
-        return zigzag_shard(gradient, group.rank(), group.size(), ctx.dim), None, None
+        dist.all_reduce(gradient, group=ctx.cp_group)
+        return gradient.narrow(0, ctx.cp_group.rank() * ctx.num_local, ctx.num_local), None

@@ -33,6 +33,8 @@ class Topology:
     context: int
     expert: int
     data: int
+    first_stage_layers: int | None
+    last_stage_layers: int | None
     groups: ProcessGroupCollection = field(repr=False)
 
     # This rank's coordinates.
@@ -126,10 +128,50 @@ def validate_model(model: ModelConfig, parallel: ParallelConfig) -> None:
     divides("parallel.tensor", parallel.tensor, "model.num_attention_heads", model.num_attention_heads)
     divides("parallel.tensor", parallel.tensor, "model.num_query_groups", model.num_query_groups)
     divides("parallel.tensor", parallel.tensor, "model.ffn_hidden_size", model.ffn_hidden_size)
-    chunks = parallel.pipeline * parallel.virtual_pipeline
-    divides("parallel.pipeline × parallel.virtual_pipeline", chunks, "model.num_layers", model.num_layers)
-    if parallel.expert > 1:
-        raise ConfigError(f"parallel.expert={parallel.expert}: this model is dense; set parallel.expert=1")
+    _check_pipeline(model, parallel)
+    if model.num_experts is None:
+        if parallel.expert > 1:
+            raise ConfigError(f"parallel.expert={parallel.expert}: this model is dense; set parallel.expert=1")
+        return
+    divides("parallel.expert", parallel.expert, "model.num_experts", model.num_experts)
+    if model.shared_expert_ffn_hidden_size is not None:
+        divides(
+            "parallel.tensor", parallel.tensor, "model.shared_expert_ffn_hidden_size", model.shared_expert_ffn_hidden_size
+        )
+    if parallel.tensor > 1 and not parallel.sequence:
+        raise ConfigError(
+            f"parallel.tensor={parallel.tensor} with model.num_experts={model.num_experts}: every tensor-parallel rank "
+            "would send the same tokens to the experts; set parallel.sequence=true"
+        )
+
+
+def _check_pipeline(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Every layer lies in exactly one chunk, and every chunk has one at least."""
+    stages, chunks = parallel.pipeline, parallel.virtual_pipeline
+    ends = {"first": parallel.first_stage_layers, "last": parallel.last_stage_layers}
+    uneven = {f"parallel.{name}_stage_layers": layers for name, layers in ends.items() if layers is not None}
+    if not uneven:
+        if model.num_layers % (stages * chunks):
+            fits = [d for d in range(1, model.num_layers + 1) if model.num_layers % (d * chunks) == 0]
+            raise ConfigError(
+                f"parallel.pipeline={stages} × parallel.virtual_pipeline={chunks} must divide model.num_layers="
+                f"{model.num_layers}; values of parallel.pipeline that fit: {fits}, or set parallel.first_stage_layers "
+                "or parallel.last_stage_layers"
+            )
+        return
+    told = ", ".join(f"{key}={layers}" for key, layers in uneven.items())
+    if stages == 1:
+        raise ConfigError(f"{told}: there is one pipeline stage, with all layers; set it to null")
+    between, middle = model.num_layers - sum(uneven.values()), stages - len(uneven)
+    for key, layers in uneven.items():
+        if layers % chunks:
+            raise ConfigError(f"{key}={layers} must be a multiple of parallel.virtual_pipeline={chunks}")
+    if (between != 0) if middle == 0 else (between < middle * chunks or between % (middle * chunks)):
+        fits = f"a positive multiple of {middle * chunks}" if middle else "0"
+        raise ConfigError(
+            f"{told} leave {between} of model.num_layers={model.num_layers} layers for {middle} pipeline stage(s) of "
+            f"{chunks} chunk(s); that must be {fits}"
+        )
 
 
 def build(parallel: ParallelConfig, platform: Platform, seed: int) -> Topology:
@@ -144,6 +186,7 @@ def build(parallel: ParallelConfig, platform: Platform, seed: int) -> Topology:
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=1,  # an expert lies whole on its ranks: it is small, and its tokens travel anyway
     )
     model_parallel_cuda_manual_seed(seed)
     return Topology(
@@ -157,6 +200,8 @@ def build(parallel: ParallelConfig, platform: Platform, seed: int) -> Topology:
         context=parallel.context,
         expert=parallel.expert,
         data=data,
+        first_stage_layers=parallel.first_stage_layers,
+        last_stage_layers=parallel.last_stage_layers,
         groups=ProcessGroupCollection.use_mpu_process_groups(),
     )
 

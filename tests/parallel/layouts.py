@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from rl_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from rl_megatron.model.shards import gather_full
+from rl_megatron.policy.batching import Batching
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology import platform, topology
 
@@ -37,7 +40,8 @@ def build_policy(
     precision: str = "fp32",
     seed: int = 1,
     vocab_size: int = VOCAB_SIZE,
-    **sizes: int,
+    micro_batch_size: int = 8,
+    **kwargs: Any,
 ) -> MegatronPolicy:
     where = platform.start("cpu")
     layout = topology.build(ParallelConfig(**parallel), where, seed)
@@ -49,7 +53,7 @@ def build_policy(
         seed=seed,
         optimizer=optimizer or OPTIMIZER,
         total_steps=10,
-        **sizes,
+        **{"batching": Batching(rows=micro_batch_size), **kwargs},
     )
 
 

@@ -1,0 +1,101 @@
+"""Where the sequences of a packed row lie on this rank: computed once for a microbatch, used by every layer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_megatron.topology.token_layout import TokenLayout
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences of like length (none twice as long as another) as rows that attend together, padded to the longest, L.
+
+    keys: [b·L] where each row's positions lie among all ranks' tokens, in rank order.
+    queries: [b·L/cp] where each row's positions on this rank lie among this rank's tokens.
+    positions: [b, L/cp] of these queries within their sequence.
+
+    What is past a row's end reads any token: no query within the row looks that far, and what a query past it finds is
+    dropped.
+    """
+
+    keys: Tensor
+    queries: Tensor
+    positions: Tensor
+    key_shape: tuple[int, int]
+    _masks: dict[int | None, Tensor | None] = field(default_factory=dict, repr=False)
+
+    @property
+    def query_shape(self) -> tuple[int, int]:
+        return tuple(self.positions.shape)
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """[b, 1, L/cp, L], which keys a query looks at; None where plain causal attention says it. Made once for all
+        layers."""
+        if window not in self._masks:
+            length = self.key_shape[1]
+            plain = self.query_shape == self.key_shape and (window is None or window >= length)
+            self._masks[window] = None if plain else causal_mask(self.positions, length, window)[:, None]
+        return self._masks[window]
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """The sequences of one packed row, each padded to its room, cut zigzag over context-parallel ranks.
+
+    positions: [T/cp] of this rank's tokens within their sequences.
+    slots: [T/cp] where this rank's tokens lie among the queries of all buckets, one bucket after the other.
+    longest: tokens of the longest room.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    buckets: tuple[Bucket, ...]
+    longest: int
+
+    @classmethod
+    def of(cls, rooms: Sequence[int], cp_group: dist.ProcessGroup | None, device: torch.device) -> PackedRows:
+        """`rooms`: tokens of each sequence in the pack, padding included, over all ranks: multiples of 2·cp under
+        context parallelism."""
+        cp_size = 1 if cp_group is None else cp_group.size()
+        starts = torch.tensor([0, *accumulate(rooms)])
+        num_local = sum(rooms) // cp_size
+        layout = TokenLayout.packed(starts, starts, max(rooms), num_local, cp_group)
+        row = layout.scatter(torch.arange(len(rooms))[:, None].expand_as(layout.place), 0)[0]
+        positions = layout.scatter(torch.arange(max(rooms)).expand_as(layout.place), 0)[0]
+        within = torch.arange(num_local) - starts[row] // cp_size
+
+        by_length: dict[int, list[int]] = defaultdict(list)
+        for sequence, room in enumerate(rooms):
+            by_length[room.bit_length()].append(sequence)
+        buckets, slots, num_slots = [], torch.empty(num_local, dtype=torch.long), 0
+        for members in by_length.values():
+            length = max(rooms[sequence] for sequence in members)
+            rank_in_bucket = torch.full((len(rooms),), -1)
+            rank_in_bucket[members] = torch.arange(len(members))
+            mine = (rank_in_bucket[row] >= 0).nonzero()[:, 0]  # this rank's tokens of these sequences
+            slot = rank_in_bucket[row[mine]] * (length // cp_size) + within[mine]
+            queries, query_positions = torch.zeros(2, len(members) * length // cp_size, dtype=torch.long)
+            queries[slot], query_positions[slot] = mine, positions[mine]
+            slots[mine] = num_slots + slot
+            num_slots += len(queries)
+            keys = layout.place[members, :length].clamp(min=0).flatten()
+            shape = (len(members), length)
+            positions_of_rows = query_positions.view(len(members), length // cp_size).to(device)
+            buckets.append(Bucket(keys.to(device), queries.to(device), positions_of_rows, shape))
+        return cls(positions.to(device), slots.to(device), tuple(buckets), max(rooms))
+
+
+def causal_mask(positions: Tensor, length: int, window: int | None) -> Tensor:
+    """[…, q, length], true where the query at `positions` […, q] may look at key 0 … length − 1: itself and what is
+    before it, or of that the nearest `window`."""
+    keys = torch.arange(length, device=positions.device)
+    before = keys <= positions[..., None]
+    return before if window is None else before & (keys > positions[..., None] - window)

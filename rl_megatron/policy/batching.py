@@ -1,0 +1,137 @@
+"""Which rows form which microbatch on which data-parallel rank: one plan for all ranks, made before any of them starts.
+
+Every rank plans for every rank, from the whole global batch, so all agree on how many microbatches there are: ranks
+that chose their own would wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.microbatches import (
+    DynamicBatchingArgs,
+    MicrobatchPlan,
+    SequencePackingArgs,
+    plan_dynamic_batching,
+    plan_sequence_packing,
+)
+from rl_megatron.schedule import Microbatch
+from rl_megatron.topology.topology import Topology
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How rows form microbatches, in `kind`'s way:
+
+    padded: `rows` rows at a time, each as wide as the global batch.
+    dynamic: rows of like length, each as wide as their longest, `tokens` at most.
+    packed: rows one after the other in one, `tokens` at most.
+    """
+
+    kind: Literal["padded", "dynamic", "packed"] = "padded"
+    rows: int = 8
+    tokens: int = 4096
+
+    def plan(self, batch: BatchedDataDict, lengths: list[int], topology: Topology, unit: int = 1) -> Planned:
+        """Of a global batch whose rows have so many tokens; `unit` rows in a row stay together.
+
+        Raises: ConfigError where a unit alone exceeds `tokens`.
+        """
+        num_rows, shards = batch.size, topology.data
+        per_rank = -(-num_rows // (shards * unit)) * unit
+        rows = min(self.rows, per_rank)
+        batch = batch.pad_to_multiple(shards * (rows if self.kind == "padded" else unit))
+        lengths = lengths + [1] * (batch.size - num_rows)  # of fillers, one token is enough
+        width, multiple = batch["input_ids"].size(1), topology.sequence_multiple
+        try:
+            if self.kind == "padded":
+                plan = _plan_padded(batch.size, shards, rows, width)
+            elif self.kind == "dynamic":
+                args = DynamicBatchingArgs(self.tokens, unit_size=unit, sequence_length_round=multiple)
+                plan = plan_dynamic_batching(lengths, width, shards, args)
+            else:
+                chunks = 2 * topology.context if topology.context > 1 else 1
+                args = SequencePackingArgs(self.tokens, unit_size=unit, sequence_length_pad_multiple=chunks)
+                plan = plan_sequence_packing(lengths, shards, args)
+        except ValueError as error:
+            raise ConfigError(f"train.batching={self.kind}, train.micro_batch_tokens={self.tokens}: {error}") from error
+        mine = plan.rows[topology.data_rank]
+        microbatches = [
+            self._microbatch(batch.select_indices(chosen), [lengths[row] for row in chosen], cut)
+            for chosen, cut in zip(mine, plan.lengths[topology.data_rank], strict=True)
+        ]
+        return Planned(microbatches, tuple(chain.from_iterable(mine)), num_rows, batch.size)
+
+    def _microbatch(self, batch: BatchedDataDict, lengths: list[int], width: int) -> Microbatch:
+        if self.kind == "padded":
+            return Microbatch(batch)
+        if self.kind == "dynamic":
+            return Microbatch(batch.truncate_tensors(1, width))
+        return Microbatch(batch.truncate_tensors(1, max(lengths)), tuple(lengths))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """This data-parallel rank's microbatches, equally many on every rank.
+
+    rows: where their rows, one microbatch after the other, lie in the global batch of `num_rows` rows; numbers from
+        there to `num_padded` are fillers without weight.
+    """
+
+    microbatches: list[Microbatch]
+    rows: tuple[int, ...]
+    num_rows: int
+    num_padded: int
+
+    def spread(self, streams: list[Tensor], width: int, first_column: int, device: torch.device) -> Tensor:
+        """[num_rows, width], 0 where this rank has nothing to say, from [b, ·] of each microbatch, whose column 0 is
+        column `first_column` of the whole."""
+        whole, start = torch.zeros(self.num_padded, width, device=device), 0
+        for stream in streams:
+            rows = torch.tensor(self.rows[start : start + stream.size(0)], device=device)
+            whole[rows, first_column : first_column + stream.size(1)] = stream
+            start += stream.size(0)
+        return whole[: self.num_rows]
+
+
+def _plan_padded(num_rows: int, shards: int, rows: int, width: int) -> MicrobatchPlan:
+    """Neighbouring rows on one shard, in order."""
+    share = num_rows // shards
+    starts = [range(shard * share, (shard + 1) * share, rows) for shard in range(shards)]
+    return MicrobatchPlan(
+        [[list(range(start, start + rows)) for start in of_shard] for of_shard in starts],
+        [[width] * len(of_shard) for of_shard in starts],
+    )
+
+
+def row_lengths(batch: Mapping[str, Tensor]) -> list[int]:
+    """Tokens of each row: its `input_lengths`, or all of its width.
+
+    Raises: ValueError where a length does not fit the width, or a token that counts lies past its row's end.
+    """
+    rows, width = batch["input_ids"].shape
+    if "input_lengths" not in batch:
+        return [width] * rows
+    lengths = batch["input_lengths"].cpu()
+    wrong = ((lengths < 0) | (lengths > width)).nonzero()
+    if len(wrong):
+        row = wrong[0].item()
+        raise ValueError(f"input_lengths[{row}]={lengths[row].item()} does not fit rows of {width} tokens")
+    if "token_mask" in batch:
+        mask = batch["token_mask"].cpu()
+        lost = ((mask != 0) & (torch.arange(width) >= lengths[:, None])).nonzero()
+        if len(lost):
+            row, position = lost[0].tolist()
+            raise ValueError(
+                f"token_mask[{row}, {position}] counts a token past the row's end: input_lengths[{row}]="
+                f"{lengths[row].item()}"
+            )
+    return lengths.tolist()
