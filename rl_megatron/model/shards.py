@@ -42,13 +42,24 @@ def pieces(chunks: Iterable[torch.nn.Module], value: Callable[[Tensor], Tensor] 
             if not isinstance(entry, ShardedTensor | ShardedTensorFactory):
                 continue  # extra state of modules: no tensor of the model
             for shard in _flatten(_holding(entry, value(entry.data))):
-                yield Piece(
-                    shard.key,
-                    shard.data,
-                    tuple(shard.global_shape),
-                    tuple(shard.global_offset),
-                    all(index == 0 for index in _as_tuple(shard.replica_id)),
-                )
+                yield _piece(shard)
+
+
+def _piece(shard: ShardedTensor) -> Piece:
+    """Experts are stacked along an axis that no tensor has; here each is a global tensor of its own."""
+    name, stacked = shard.key, shard.prepend_axis_num
+    if stacked:
+        expert = shard.global_offset[0]
+        name = name.replace(".experts.experts.", f".experts.{expert}.")
+        if stacked > 1 or name == shard.key:
+            raise RuntimeError(f"{shard.key} is stacked along {stacked} axes, which only experts are, along one")
+    return Piece(
+        name,
+        shard.data,
+        tuple(shard.global_shape[stacked:]),
+        tuple(shard.global_offset[stacked:]),
+        all(index == 0 for index in _as_tuple(shard.replica_id)),
+    )
 
 
 def _holding(entry: ShardedTensor | ShardedTensorFactory, data: Tensor) -> ShardedTensor | ShardedTensorFactory:

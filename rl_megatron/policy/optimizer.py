@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -39,6 +40,20 @@ def wrap_for_gradients(
 
     config.finalize_model_grads_func = finalize
     return wrapped
+
+
+@torch.no_grad()
+def complete_gradients(chunks: list[DistributedDataParallel]) -> None:
+    """Gives every rank all of its parameters' summed gradients; collective. Under the distributed optimizer a step
+    leaves each rank with the part whose weights it updates, and other ranks' sums unfinished."""
+    for chunk in chunks:
+        if not chunk.ddp_config.use_distributed_optimizer:
+            continue
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                parts = list(bucket.grad_data.chunk(group.size()))
+                dist.all_gather(parts, parts[group.rank()].clone(), group=group)
 
 
 def build_optimizer(

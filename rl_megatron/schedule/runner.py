@@ -13,7 +13,6 @@ from functools import partial
 
 import torch
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.logprobs import LogprobStats, Sharding, next_token_stats
 from rl_megatron.losses.interfaces import Loss, LossFunction, nan_left_to_caller
 from rl_megatron.schedule.microbatch import Microbatch, ModelInput
+from rl_megatron.schedule.pipeline import PlannedCommunicator
 from rl_megatron.schedule.report import Denominators, reduce_metrics
 from rl_megatron.topology.topology import Topology
 
@@ -82,7 +82,6 @@ class Runner:
         topology, config = self.topology, get_model_config(self.chunks[0])
         microbatches = self._filled_up(microbatches)
         shapes = [microbatch.shape(topology) for microbatch in microbatches]
-        # Stages tell each other the shapes of what they send only where shapes differ.
         config.variable_seq_lengths = len(set(shapes)) > 1
 
         def forward_step(iterator: Iterator[Microbatch], chunk: torch.nn.Module):
@@ -108,7 +107,7 @@ class Runner:
                 micro_batch_size=shapes[0][0],
                 forward_only=forward_only,
                 collect_non_loss_data=collect,
-                p2p_communicator=P2PCommunicator(topology.groups.pp, config) if pipelined else None,
+                p2p_communicator=PlannedCommunicator(topology, config, shapes) if pipelined else None,
                 pg_collection=topology.groups,
             )
 

@@ -113,6 +113,13 @@ def _redirect_cuda_to_cpu() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):  # imported from Transformer Engine only, yet compared with None
         moe_utils.te_general_gemm = None
 
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    # Moves from the GPU only, and counts that were on the CPU all along stay tensors where all-to-all wants numbers.
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    )
+
 
 def _names_cuda(device: Any) -> bool:
     return (isinstance(device, str) and device.startswith("cuda")) or (

@@ -1,0 +1,148 @@
+"""What is measured: a small model of the user's family, and a batch in which every known way of going wrong would show.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.losses import build_loss
+from rl_megatron.losses.interfaces import LossFunction, LossInputType
+from rl_megatron.model.build import Head
+from rl_megatron.policy.batching import Batching
+
+WIDTH = 24  # tokens of the longest row
+NUM_ROWS = 12
+_TOP_K = 4  # teacher logits per token
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss by its registered name and settings, and the head of the model that it trains."""
+
+    loss: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def build(self) -> LossFunction:
+        return build_loss(self.loss, self.settings)
+
+    @property
+    def head(self) -> Head:
+        return "score" if getattr(self.build(), "input_type", None) is LossInputType.LOGIT else "lm"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, a batch (from `seed`) and the objectives to measure on them."""
+
+    model: ModelConfig
+    objectives: dict[str, Objective]
+    vocab_size: int = 50  # no multiple of anything: the padded rows of the vocabulary must never matter
+    seed: int = 1
+    # Adam's first step is the sign of the gradient where ε is small beside it: rounding of a gradient near zero would
+    # become a whole step. This ε keeps small gradients' steps small.
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-2, epsilon=1e-3)
+
+    def batch(self) -> BatchedDataDict:
+        return batch_of_all_kinds(self.vocab_size, self.seed)
+
+
+def batch_of_all_kinds(vocab_size: int, seed: int) -> BatchedDataDict:
+    """Twelve rows, six pairs, with every key that a registered loss reads from a batch: rows of unequal length, one of
+    one token, one of two, one wholly masked, one without weight, and NaN wherever nothing may be read."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=generator)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    lengths = torch.randint(4, WIDTH, (NUM_ROWS,), generator=generator)
+    lengths[0], lengths[3], lengths[6], lengths[8] = WIDTH, 1, 2, WIDTH // 2
+    positions = torch.arange(WIDTH)
+    prompt = torch.minimum(torch.full((NUM_ROWS,), 3), lengths - 1)
+    token_mask = ((positions >= prompt[:, None]) & (positions < lengths[:, None])).float()
+    token_mask[8] = 0.0
+    sample_mask = torch.ones(NUM_ROWS)
+    sample_mask[10:] = 0.0  # a pair
+    shape = (NUM_ROWS, WIDTH)
+    old = -math.log(vocab_size) + 0.5 * normal(*shape)  # near what a fresh model says, so that ratios clip here and there
+    values = normal(*shape)
+    streams = {
+        "advantages": (0.5 + normal(NUM_ROWS, 1)).expand(shape) + 0.3 * normal(*shape),  # their sum is far from 0
+        "prev_logprobs": old,
+        "generation_logprobs": old + 0.05 * normal(*shape),
+        "reference_policy_logprobs": old + 0.3 * normal(*shape),
+        "values": values,
+        "returns": values + normal(*shape),
+    }
+    counts = (token_mask * sample_mask[:, None]) != 0
+    # Losses that compare logprobs with those of another policy may read the entry before a token for it.
+    read = counts | counts.roll(-1, dims=1)
+    streams = {name: torch.where(read, stream, math.nan) for name, stream in streams.items()}
+    return BatchedDataDict(
+        input_ids=torch.randint(0, vocab_size, shape, generator=generator),
+        input_lengths=lengths,
+        token_mask=token_mask,
+        sample_mask=sample_mask,
+        temperature=0.7 + 0.6 * uniform(NUM_ROWS),
+        rewards=torch.where(sample_mask > 0, uniform(NUM_ROWS), math.nan),
+        teacher_topk_logits=torch.where(read[..., None], 2.0 * normal(*shape, _TOP_K), math.nan),
+        teacher_topk_indices=uniform(*shape, vocab_size).argsort(-1)[..., :_TOP_K],
+        **streams,
+    )
+
+
+def shrunk(model: ModelConfig, parallel: ParallelConfig) -> tuple[ModelConfig, ParallelConfig]:
+    """`model` as small as the degrees allow, of the same family: its ratio of heads to key/value heads, its biases,
+    norms, tying, window and experts; and `parallel` with an uneven pipeline's stages cut down alike."""
+    chunks = parallel.virtual_pipeline
+    uneven = {
+        key: chunks if getattr(parallel, key) is not None else None for key in ("first_stage_layers", "last_stage_layers")
+    }
+    ends = [layers for layers in uneven.values() if layers is not None]
+    per_stage = 2 * chunks if ends or parallel.pipeline * chunks == 1 else chunks
+    num_layers = sum(ends) + per_stage * (parallel.pipeline - len(ends))
+    groups = parallel.tensor if parallel.tensor > 1 or model.num_query_groups == 1 else 2
+    heads = groups * (model.num_attention_heads // model.num_query_groups)
+    small = replace(
+        model,
+        num_layers=num_layers,
+        hidden_size=16 * heads if model.head_dim is None else 64,
+        head_dim=None if model.head_dim is None else 16,
+        ffn_hidden_size=32 * parallel.tensor,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        max_sequence_length=2 * WIDTH,
+        init_std=0.15,  # logits far from uniform, so that errors show
+        sliding_window=None if model.sliding_window is None else min(model.sliding_window, 7),
+    )
+    if model.num_experts is not None:
+        fewest = -(-max(4, model.experts_per_token + 1) // parallel.expert) * parallel.expert
+        small = replace(
+            small,
+            num_experts=min(model.num_experts, fewest),
+            expert_ffn_hidden_size=32,
+            shared_expert_ffn_hidden_size=None if model.shared_expert_ffn_hidden_size is None else 32 * parallel.tensor,
+        )
+    return small, replace(parallel, **uneven)
+
+
+def check_keys(name: str, loss_fn: LossFunction, batch: BatchedDataDict) -> None:
+    """Raises: ConfigError where the loss reads what certification cannot make up."""
+    missing = sorted(set(getattr(loss_fn, "required_keys", ())) - batch.keys())
+    if missing:
+        raise ConfigError(f"{name}: {type(loss_fn).__name__} reads {missing}, which no synthetic batch has; leave it out")
+
+
+def small_batching(kind: str, rows: int, unit: int) -> Batching:
+    """Microbatches of a few rows, or of so few tokens that the batch takes several."""
+    rows = min(-(-rows // unit), 4) * unit
+    return Batching(kind, rows, tokens=2 * WIDTH * unit)
