@@ -9,9 +9,14 @@ import sys
 from rl_megatron import __version__, log
 from rl_megatron.config.errors import ConfigError
 
+_COMMANDS = {
+    "train": "run the stages of an experiment (alone or under torchrun)",
+    "certify": "compare the layout of these ranks with one process: loss, every gradient, logprobs, metrics",
+}
 _EXAMPLES = """examples:
   rl-megatron train experiment=quickstart
   torchrun --nproc-per-node 2 -m rl_megatron train experiment=quickstart parallel.tensor=2
+  torchrun --nproc-per-node 4 -m rl_megatron certify experiment=quickstart parallel.tensor=2 parallel.context=2
   rl-megatron train experiment=gsm8k_sft data.path=path/to/gsm8k train.seed=1 output_dir=outputs/mine
 """
 
@@ -25,10 +30,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    train = commands.add_parser("train", help="run the stages of an experiment (alone or under torchrun)")
-    train.add_argument("overrides", nargs="*", help="Hydra overrides, key=value; experiment=NAME picks an experiment")
-    train.add_argument("--config-dir", help="a directory of your own configs, searched beside the shipped ones")
-    train.add_argument("--print-config", action="store_true", help="print the effective configuration and stop")
+    for name, help_text in _COMMANDS.items():
+        command = commands.add_parser(name, help=help_text)
+        command.add_argument("overrides", nargs="*", help="Hydra overrides, key=value; experiment=NAME picks one")
+        command.add_argument("--config-dir", help="a directory of your own configs, searched beside the shipped ones")
+        command.add_argument("--print-config", action="store_true", help="print the effective configuration and stop")
     return parser
 
 
@@ -47,6 +53,10 @@ def main(arguments: list[str] | None = None) -> int:
             print(to_yaml(config), end="")
             return 0
         log.setup()
+        if parsed.command == "certify":
+            from rl_megatron.certify.command import certify
+
+            return certify(config)
         from rl_megatron.algorithms.run import run
 
         return run(config)

@@ -25,11 +25,13 @@ METRIC_TOLERANCE = 1e-4  # relative, and absolute below 1e-2
 
 @dataclass(frozen=True)
 class Measurement:
-    """Of one objective, in fp32: its metrics, the loss among them; and on rank 0, whole: the logprobs (or values) of
-    all tokens, every parameter's gradient and, of the last objective of each head, every parameter after one step of
-    the optimizer."""
+    """Of one objective, in fp32: its metrics, the loss among them; how many microbatches a data-parallel rank had, and
+    which share of their token slots held tokens; and on rank 0, whole: the logprobs (or values) of all tokens, every
+    parameter's gradient and, of the last objective of each head, every parameter after one step of the optimizer."""
 
     metrics: dict[str, float]
+    num_microbatches: int
+    packing_efficiency: float
     stream: Tensor
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
@@ -68,6 +70,7 @@ def measure(workload: Workload, topology: Topology, batching: Mapping[str, Batch
             policies[head] = _policy(workload, topology, head)
         policy = policies[head]
         policy.batching = batching[name]
+        planned = policy.plan(batch, losses[name])
         stream = policy.get_values(batch)["values"] if head == "score" else policy.get_logprobs(batch)["logprobs"]
         metrics = policy.accumulate_gradients(batch, losses[name])
         complete_gradients(policy.chunks)
@@ -77,7 +80,9 @@ def measure(workload: Workload, topology: Topology, batching: Mapping[str, Batch
             report = policy.train(batch, losses[name], gbs=batch.size)
             metrics |= {"grad_norm": report["grad_norm"]}
             weights = gather_full(policy.chunks)
-        found[name] = Measurement(metrics, stream, gradients, weights)
+        found[name] = Measurement(
+            metrics, len(planned.microbatches), planned.efficiency, stream, gradients, weights
+        )
     for policy in policies.values():
         policy.shutdown()
     return found

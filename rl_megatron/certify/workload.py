@@ -19,6 +19,7 @@ from rl_megatron.policy.batching import Batching
 
 WIDTH = 24  # tokens of the longest row
 NUM_ROWS = 12
+VOCAB_SIZE = 50  # no multiple of anything: the padded rows of the vocabulary must never matter
 _TOP_K = 4  # teacher logits per token
 
 
@@ -36,6 +37,10 @@ class Objective:
     def head(self) -> Head:
         return "score" if getattr(self.build(), "input_type", None) is LossInputType.LOGIT else "lm"
 
+    @property
+    def rows_per_unit(self) -> int:
+        return getattr(self.build(), "rows_per_unit", 1)
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -43,7 +48,7 @@ class Workload:
 
     model: ModelConfig
     objectives: dict[str, Objective]
-    vocab_size: int = 50  # no multiple of anything: the padded rows of the vocabulary must never matter
+    vocab_size: int = VOCAB_SIZE
     seed: int = 1
     # Adam's first step is the sign of the gradient where ε is small beside it: rounding of a gradient near zero would
     # become a whole step. This ε keeps small gradients' steps small.
@@ -51,6 +56,19 @@ class Workload:
 
     def batch(self) -> BatchedDataDict:
         return batch_of_all_kinds(self.vocab_size, self.seed)
+
+
+STANDARD_OBJECTIVES = {
+    "nll": Objective("nll"),
+    "clipped_pg": Objective("clipped_pg", {"reference_policy_kl_penalty": 0.05, "entropy_coeff": 0.01}),
+    "gspo": Objective(
+        "clipped_pg",
+        {"sequence_level_importance_ratios": True, "token_level_loss": False, "reference_policy_kl_penalty": 0.0},
+    ),
+    "dpo": Objective("dpo", {"sft_loss_weight": 0.1}),
+    "distillation": Objective("distillation"),
+    "value": Objective("mse_value"),
+}
 
 
 def batch_of_all_kinds(vocab_size: int, seed: int) -> BatchedDataDict:

@@ -23,7 +23,7 @@ from rl_megatron.data.microbatches import (
     plan_dynamic_batching,
     plan_sequence_packing,
 )
-from rl_megatron.schedule import Microbatch
+from rl_megatron.schedule import Microbatch, rooms_of
 from rl_megatron.topology.topology import Topology
 
 
@@ -68,7 +68,19 @@ class Batching:
             self._microbatch(batch.select_indices(chosen), [lengths[row] for row in chosen], cut)
             for chosen, cut in zip(mine, plan.lengths[topology.data_rank], strict=True)
         ]
-        return Planned(microbatches, tuple(chain.from_iterable(mine)), num_rows, batch.size)
+        efficiency = sum(lengths[:num_rows]) / self._slots(plan, lengths, topology)
+        return Planned(microbatches, tuple(chain.from_iterable(mine)), num_rows, batch.size, efficiency)
+
+    def _slots(self, plan: MicrobatchPlan, lengths: list[int], topology: Topology) -> int:
+        """Token slots that the model computes, over all data-parallel ranks."""
+        slots = 0
+        for of_shard, widths in zip(plan.rows, plan.lengths, strict=True):
+            for rows, width in zip(of_shard, widths, strict=True):
+                if self.kind == "packed":
+                    slots += sum(rooms_of([lengths[row] for row in rows], topology))
+                else:
+                    slots += len(rows) * -(-width // topology.sequence_multiple) * topology.sequence_multiple
+        return slots
 
     def _microbatch(self, batch: BatchedDataDict, lengths: list[int], width: int) -> Microbatch:
         if self.kind == "padded":
@@ -84,12 +96,14 @@ class Planned:
 
     rows: where their rows, one microbatch after the other, lie in the global batch of `num_rows` rows; numbers from
         there to `num_padded` are fillers without weight.
+    efficiency: tokens of the global batch per token slot that the model computes, over all ranks.
     """
 
     microbatches: list[Microbatch]
     rows: tuple[int, ...]
     num_rows: int
     num_padded: int
+    efficiency: float
 
     def spread(self, streams: list[Tensor], width: int, first_column: int, device: torch.device) -> Tensor:
         """[num_rows, width], 0 where this rank has nothing to say, from [b, ·] of each microbatch, whose column 0 is

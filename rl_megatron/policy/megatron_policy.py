@@ -99,9 +99,9 @@ class MegatronPolicy(PolicyInterface):
         """One optimizer step for each `gbs` rows of `data` in order (the last may be smaller).
 
         Returns the loss's metrics, reduced over each global batch as they declare and over the steps taken (minima and
-        maxima as such, others averaged), with `grad_norm` (before clipping), `lr` and `num_updates`. A global batch
-        without a valid token moves nothing: weights, moments and learning rate stay. `eval_mode` computes the metrics
-        alone.
+        maxima as such, others averaged), with `packing_efficiency` (tokens per token slot that the model computed),
+        `grad_norm` (before clipping), `lr` and `num_updates`. A global batch without a valid token moves nothing:
+        weights, moments and learning rate stay. `eval_mode` computes the metrics alone.
 
         Raises: NonFiniteLoss, on every rank, before a weight moved; ValueError where the sizes would separate rows
             that the loss needs together (preference pairs).
@@ -134,7 +134,8 @@ class MegatronPolicy(PolicyInterface):
         return self.batching if mbs is None else replace(self.batching, rows=mbs)
 
     def _evaluate(self, batch: BatchedDataDict, planned: Planned, loss_fn: LossFunction) -> dict[str, float]:
-        return self._runner.train_step(planned.microbatches, loss_fn, Denominators.count(batch), forward_only=True)
+        report = self._runner.train_step(planned.microbatches, loss_fn, Denominators.count(batch), forward_only=True)
+        return report | {"packing_efficiency": planned.efficiency}
 
     def _step(self, batch: BatchedDataDict, planned: Planned, loss_fn: LossFunction) -> dict[str, float]:
         denominators = Denominators.count(batch)
@@ -147,18 +148,23 @@ class MegatronPolicy(PolicyInterface):
                 raise NonFiniteLoss(f"the gradient norm is {grad_norm} at a finite loss of {report['loss']:.4g}")
             updated, _, _ = self.optimizer.step()
             self.scheduler.step(increment=1)
-        return report | {"grad_norm": grad_norm, "lr": lr, "updated": float(updated)}
+        moved = {"grad_norm": grad_norm, "lr": lr, "updated": float(updated)}
+        return report | moved | {"packing_efficiency": planned.efficiency}
 
     def accumulate_gradients(
         self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None
     ) -> dict[str, float]:
         """The loss's metrics on one global batch; its gradient is left in the parameters' `main_grad`."""
-        unit = getattr(loss_fn, "rows_per_unit", 1)
-        planned = self._batching(mbs).plan(batch, self._check(batch), self.topology, unit)
+        planned = self.plan(batch, loss_fn, mbs)
         self.prepare_for_training()
         report = self._accumulate_gradients(planned, loss_fn, Denominators.count(batch))
         self.finish_training()
         return report
+
+    def plan(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None) -> Planned:
+        """This rank's microbatches of one global batch."""
+        unit = getattr(loss_fn, "rows_per_unit", 1)
+        return self._batching(mbs).plan(batch, self._check(batch), self.topology, unit)
 
     def _accumulate_gradients(
         self, planned: Planned, loss_fn: LossFunction, denominators: Denominators

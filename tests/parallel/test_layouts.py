@@ -97,7 +97,7 @@ def test_every_metric_equals_one_process(ranks, one_process, layout):
     taken = ranks.run(world_size, take_steps, parallel, None, 3)[0]
     for (report, _, _), (wanted, _, _) in zip(taken, one_process, strict=True):
         assert report.keys() == wanted.keys()
-        for name in wanted:
+        for name in wanted.keys() - {"packing_efficiency"}:  # of the microbatches, not of the batch
             assert report[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), name
 
 

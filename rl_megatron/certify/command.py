@@ -1,0 +1,135 @@
+"""`rl-megatron certify`: the user's layout against one process, on a small model of the user's family."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from rl_megatron import log
+from rl_megatron.certify.measurement import Difference, Measurement, compare, fails, measure
+from rl_megatron.certify.reference import Reference
+from rl_megatron.certify.workload import (
+    NUM_ROWS,
+    STANDARD_OBJECTIVES,
+    VOCAB_SIZE,
+    WIDTH,
+    Objective,
+    Workload,
+    shrunk,
+    small_batching,
+)
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import RunConfig, StageConfig
+from rl_megatron.policy.batching import Batching
+from rl_megatron.topology import platform, topology
+
+
+def certify(config: RunConfig) -> int:
+    """Measures the losses of the run's stages, and the standard ones, in the layout of these ranks and in one process,
+    and prints how far they are apart. The exit status, the same on every rank: 0 where all holds; 1 where it does not,
+    and the first quantity that does not is named; 2 for a configuration that cannot run."""
+    try:
+        return _certify(config)
+    except ConfigError as error:
+        log.error(error)
+        return 2
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _certify(config: RunConfig) -> int:
+    started, first = time.perf_counter(), config.first
+    where = platform.start(first.device, first.train.collective_timeout_minutes)
+    topology.validate(first.parallel, dist.get_world_size())
+    topology.validate_model(first.model, first.parallel)  # what the user runs, before what is measured
+    model, parallel = shrunk(first.model, first.parallel)
+    layout = topology.build(parallel, where, first.train.seed)
+    objectives, batching = _objectives(config)
+    optimizer = replace(Workload.optimizer, distributed=first.optimizer.distributed, clip_grad=first.optimizer.clip_grad)
+    workload = Workload(model, objectives, optimizer=optimizer)
+
+    differences: dict[str, list[Difference]] = {}
+    with tempfile.TemporaryDirectory(prefix="rl_megatron_certify_") as directory:
+        reference = Reference(workload, Path(directory), first.device) if dist.get_rank() == 0 else None
+        try:
+            found = measure(workload, layout, batching)
+            if reference is not None:
+                wanted = reference.finish()
+                differences = {name: compare(found[name], wanted[name]) for name in objectives}
+        finally:
+            if reference is not None:
+                reference.stop()
+    told: list = [None]
+    if dist.get_rank() == 0:
+        console = Console()
+        console.print(f"{layout.describe()}, {where.device.type}; against one process, in fp32")
+        console.print(_table(differences, found, batching))
+        worst = next(fails(differences), None)
+        console.print(_verdict(worst, time.perf_counter() - started))
+        told = [0 if worst is None else 1]
+    dist.broadcast_object_list(told)
+    return told[0]
+
+
+def _objectives(config: RunConfig) -> tuple[dict[str, Objective], dict[str, Batching]]:
+    """What the stages train, then the standard objectives, each in microbatches as its stage (the first) forms them."""
+    stages = {}
+    for name, stage in config.stages.items():
+        stages[name] = (_objective_of(stage), stage)
+        if stage.algorithm.name == "ppo":
+            stages[f"{name} critic"] = (Objective("mse_value", {"cliprange": stage.algorithm.value_clip}), stage)
+    for name, objective in STANDARD_OBJECTIVES.items():
+        if not any(objective == known for known, _ in stages.values()):
+            stages[name] = (objective, config.first)
+    objectives = {name: objective for name, (objective, _) in stages.items()}
+    batching = {
+        name: small_batching(stage.train.batching, stage.train.micro_batch_size, objective.rows_per_unit)
+        for name, (objective, stage) in stages.items()
+    }
+    return objectives, batching
+
+
+def _objective_of(stage: StageConfig) -> Objective:
+    if stage.algorithm.name in ("pretrain", "sft"):
+        return Objective("nll")
+    return Objective(stage.loss["name"], {key: value for key, value in stage.loss.items() if key != "name"})
+
+
+def _table(
+    differences: dict[str, list[Difference]], found: dict[str, Measurement], batching: dict[str, Batching]
+) -> Table:
+    table = Table(caption=f"{NUM_ROWS} rows of 1 to {WIDTH} tokens, vocabulary of {VOCAB_SIZE}")
+    for heading in ("loss", "quantity", "error", "at most", "farthest at", ""):
+        table.add_column(heading, justify="right" if heading in ("error", "at most") else "left", overflow="fold")
+    for name, of_objective in differences.items():
+        for number, difference in enumerate(of_objective):
+            table.add_row(
+                name if number == 0 else "",
+                difference.quantity,
+                f"{difference.error:.1e}",
+                f"{difference.tolerance:.0e}",
+                difference.where,
+                "holds" if difference.holds else "[bold red]DIFFERS",
+            )
+        packing = found[name]
+        held = f"{packing.packing_efficiency:.0%} of token slots used"
+        table.add_row("", batching[name].kind, "", "", f"{packing.num_microbatches} microbatches, {held}", "")
+        table.add_section()
+    return table
+
+
+def _verdict(worst: tuple[str, Difference] | None, seconds: float) -> str:
+    if worst is None:
+        return f"This layout gives what one process gives ({seconds:.0f} s)."
+    name, difference = worst
+    return (
+        f"This layout does NOT give what one process gives: {difference.quantity} of {name} differs by "
+        f"{difference.error:.1e} (at most {difference.tolerance:.0e}), at {difference.where} ({seconds:.0f} s)."
+    )
