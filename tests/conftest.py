@@ -13,3 +13,7 @@ def ranks():
     pool = WorkerPool()
     yield pool
     pool.close()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--whole-grid", action="store_true", help="hold every layout of the grid against one process")

@@ -161,6 +161,6 @@ def check_keys(name: str, loss_fn: LossFunction, batch: BatchedDataDict) -> None
 
 
 def small_batching(kind: str, rows: int, unit: int) -> Batching:
-    """Microbatches of a few rows, or of so few tokens that the batch takes several."""
+    """Microbatches of up to four units of `unit` rows, or of as many tokens as their longest rows would have."""
     rows = min(-(-rows // unit), 4) * unit
-    return Batching(kind, rows, tokens=2 * WIDTH * unit)
+    return Batching(kind, rows, tokens=rows * WIDTH)

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from rl_megatron.model.attention import attend
+from rl_megatron.model.attention import attend, sliding_window
+from rl_megatron.model.packed_rows import causal_mask
 
 _SEQUENCE_PARALLEL_FLAGS = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
 
@@ -27,12 +29,12 @@ class Columns:
     capacity: int
     filled: int = 0
 
-    def mask(self, num_new: int) -> Tensor:
+    def mask(self, num_new: int, window: int | None) -> Tensor:
         """[B, 1, num_new, filled + num_new]: which cached column each new column may look at."""
         device = self.first.device
         seen = torch.arange(self.filled + num_new, device=device)
         new = torch.arange(self.filled, self.filled + num_new, device=device)
-        causal = seen[None, :] <= new[:, None]
+        causal = causal_mask(new, len(seen), window)
         real = seen[None, None, :] >= self.first[:, None, None]
         itself = seen[None, :] == new[:, None]  # padding looks at itself: an empty softmax would be NaN
         return ((causal & real) | itself)[:, None]
@@ -41,9 +43,9 @@ class Columns:
 class CachedAttention(torch.nn.Module):
     """Attention of the new columns over all columns so far; appends the new keys (RoPE applied) and values."""
 
-    def __init__(self, columns: Columns, softmax_scale: float | None):
+    def __init__(self, columns: Columns, config: TransformerConfig):
         super().__init__()
-        self.columns, self.softmax_scale = columns, softmax_scale
+        self.columns, self.softmax_scale, self.window = columns, config.softmax_scale, sliding_window(config)
         self.keys = self.values = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
@@ -52,7 +54,7 @@ class CachedAttention(torch.nn.Module):
             shape = (self.columns.capacity, *key.shape[1:])
             self.keys, self.values = key.new_zeros(shape), value.new_zeros(shape)
         self.keys[start:stop], self.values[start:stop] = key, value
-        mask = self.columns.mask(key.size(0))
+        mask = self.columns.mask(key.size(0), self.window)
         return attend(query, self.keys[:stop], self.values[:stop], mask, self.softmax_scale)
 
 
@@ -73,7 +75,7 @@ def caching(models: list[GPTModel], columns: Columns) -> Iterator[None]:
     ]
     try:
         for attention in attentions:
-            attention.core_attention = CachedAttention(columns, attention.config.softmax_scale)
+            attention.core_attention = CachedAttention(columns, attention.config)
         for holder, flag in switched:
             setattr(holder, flag, False)
         yield

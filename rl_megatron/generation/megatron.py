@@ -100,10 +100,19 @@ class MegatronEngine:
                 logprobs[:, step] = torch.where(running, drawn[1], 0.0).float()
                 lengths += running
                 running = running & ~torch.isin(chosen, stops)
-                if not running.any():
+                if not self._any_runs(running):
                     break
                 tokens = chosen[:, None]
         return completions, logprobs, lengths
+
+    def _any_runs(self, running: Tensor) -> bool:
+        """Whether to go on: while any row does, on any of the ranks whose experts the rows of others visit."""
+        going = running.any()
+        if self.policy.topology.expert > 1:
+            count = going.int()
+            dist.all_reduce(count, group=self.policy.topology.groups.ep)
+            return count.item() > 0
+        return bool(going)
 
     def _forward(self, models: list[GPTModel], tokens: Tensor, columns: Columns) -> Tensor | None:
         """Vocab-parallel logits [b, V/tp] after the newest column, on the last stage; None on other stages.

@@ -145,6 +145,11 @@ def _build_chunk(
         module.rotary_pos_emb = PortableRotaryEmbedding(
             config.kv_channels, rotary_percent=1.0, rotary_base=model.rope_base, cp_group=topology.groups.cp
         )
+    for name, parameter in module.named_parameters():
+        if ".experts." in name:
+            # Summed over the ranks that hold the same experts. megatron-core 0.16 says so only where experts are spread
+            # over ranks, and sums the others' gradients over too few (NVIDIA/Megatron-LM pull request 5916).
+            parameter.allreduce = False
     if head == "score" and module.post_process:
         module.output_layer = ScoreHead(config, topology)
     return module.to(topology.platform.device)

@@ -53,8 +53,8 @@ def batch(rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> BatchedDataD
 def first_tokens_only(length: int = LENGTH) -> BatchedDataDict:
     """Every valid token is predicted from the first quarter of its row, which context-parallel rank 0 of 2 holds."""
     data = batch(length=length)
-    positions = torch.arange(length)
-    data["token_mask"] = ((positions >= 1) & (positions <= length // 4)).float().expand(ROWS, length).clone()
+    positions, lengths = torch.arange(length), data["input_lengths"][:, None]
+    data["token_mask"] = ((positions >= 1) & (positions <= length // 4) & (positions < lengths)).float()
     return data
 
 

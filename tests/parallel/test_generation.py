@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import ModelConfig
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.megatron import MegatronEngine
 from rl_megatron.schedule import NonFiniteLoss
@@ -39,8 +40,10 @@ def prompts(count: int = 11) -> list[list[int]]:
     return [torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
 
 
-def rollouts_and_logprobs(parallel: dict, samplings: dict[str, Sampling], batch_size: int) -> dict:
-    policy = build_policy(parallel)
+def rollouts_and_logprobs(
+    parallel: dict, samplings: dict[str, Sampling], batch_size: int, model: ModelConfig = MODEL
+) -> dict:
+    policy = build_policy(parallel, model=model)
     engine = MegatronEngine(policy, batch_size=batch_size)
     found = {}
     for name, sampling in samplings.items():
@@ -52,6 +55,31 @@ def rollouts_and_logprobs(parallel: dict, samplings: dict[str, Sampling], batch_
 @pytest.fixture(scope="module")
 def one_process(ranks):
     return ranks.run(1, rollouts_and_logprobs, {}, SAMPLINGS, 256)[0]
+
+
+KINDS = {
+    "experts": dataclasses.replace(MODEL, num_experts=4, expert_ffn_hidden_size=32),
+    "window": dataclasses.replace(MODEL, sliding_window=4),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "parallel"),
+    [
+        ("experts", {"expert": 2}),  # the ranks end at different steps, and visit each other's experts until the last
+        ("experts", {"expert": 2, "tensor": 2, "sequence": True}),
+        ("window", {"context": 2}),
+    ],
+    ids=["experts data 2", "experts tensor 2", "window context 2"],
+)
+def test_kinds_of_layers_generate_what_the_trainer_and_one_process_say(ranks, kind, parallel):
+    few = {name: SAMPLINGS[name] for name in ("temperature 1", "greedy")}
+    wanted = ranks.run(1, rollouts_and_logprobs, {}, few, 256, KINDS[kind])[0]
+    found = ranks.run(2, rollouts_and_logprobs, parallel, few, 4, KINDS[kind])[0]
+    for name, (rollouts, logprobs) in found.items():
+        sampled = rollouts["token_mask"].bool()
+        torch.testing.assert_close(rollouts["generation_logprobs"][sampled], logprobs[sampled], atol=1e-5, rtol=0)
+        torch.testing.assert_close(rollouts["input_ids"], wanted[name][0]["input_ids"], atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

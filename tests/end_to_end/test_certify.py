@@ -1,0 +1,80 @@
+"""`rl-megatron certify`: what it prints, how it ends, and that a wrong gradient does not pass."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.end_to_end.launch import REPOSITORY, TIMEOUT, command, environment
+
+# Each wraps something on the ranks of the layout; the reference is a process of its own, which stays right.
+WRONG = {
+    "the loss": (
+        "loss of sft",
+        "from rl_megatron.schedule.runner import Runner\n"
+        "right = Runner._loss_of\n"
+        "def wrong(self, *args, **kwargs):\n"
+        "    loss, count, report = right(self, *args, **kwargs)\n"
+        "    return 2 * loss, count, report | {'loss': 2 * report['loss']}\n"
+        "Runner._loss_of = wrong\n",
+    ),
+    "the gradient alone": (
+        "gradient of sft",
+        "from rl_megatron.schedule.runner import Runner\n"
+        "right = Runner._loss_of\n"
+        "def wrong(self, *args, **kwargs):\n"
+        "    loss, count, report = right(self, *args, **kwargs)\n"
+        "    return 2 * loss, count, report\n"
+        "Runner._loss_of = wrong\n",
+    ),
+    "attention": (
+        "loss of sft",
+        "from rl_megatron.model import attention\n"
+        "right = attention.attend\n"
+        "attention.attend = lambda *args: 1.01 * right(*args)\n",
+    ),
+}  # fmt: skip
+
+
+def certify_with(tmp_path, breakage: str, *arguments: str) -> subprocess.CompletedProcess:
+    script = tmp_path / "certify.py"
+    run = f"from rl_megatron.cli import main\nraise SystemExit(main({['certify', *arguments]!r}))\n"
+    script.write_text(breakage + run)
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
+        cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=TIMEOUT,
+    )  # fmt: skip
+
+
+def test_a_layout_that_holds(tmp_path):
+    done = command(tmp_path, "certify", "experiment=quickstart", "parallel.tensor=2", "train.batching=packed", ranks=2)
+    assert done.status == 0, done.err
+    assert "This layout gives what one process gives" in done.out and "DIFFERS" not in done.out
+    for said in ("pretrain", "grpo", "dpo", "value", "gradient", "weights after a step", "logprobs", "packed", "token"):
+        assert said in done.out
+    assert {path.name for path in tmp_path.iterdir()} == {"stdout.txt", "stderr.txt"}, "it leaves nothing behind"
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_scaling_is_named(tmp_path, what):
+    first, breakage = WRONG[what]
+    done = certify_with(tmp_path, breakage, "parallel.context=2")
+    assert f"does NOT give what one process gives: {first} differs by" in " ".join(done.stdout.split()), done.stderr
+    assert done.returncode == 1 and "DIFFERS" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["parallel.tensor=3"], "parallel.tensor=3"),
+        (["parallel.expert=2"], "parallel.expert=2"),
+        (["algorithm=dpo", "data=gsm8k_pairs", "data.path=x", "loss=draft_cross_entropy"], "student_logits"),
+    ],
+    ids=["degrees", "experts", "a loss with keys of its own"],
+)  # fmt: skip
+def test_what_cannot_run_is_refused_in_a_line(tmp_path, forks, overrides, said):
+    refused = forks.run(tmp_path, "certify", *overrides)
+    assert refused.status == 2 and refused.err.startswith("error: ") and said in refused.err, refused.err
+    assert refused.err.count("\n") == 1

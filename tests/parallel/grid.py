@@ -1,0 +1,230 @@
+"""The layouts that are held against one process: every pair of values of every two factors, on at most eight ranks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from rl_megatron.certify.measurement import Difference, Measurement, compare, measure
+from rl_megatron.certify.reference import measure_in_one_process
+from rl_megatron.certify.workload import STANDARD_OBJECTIVES, Workload, small_batching
+from rl_megatron.config.schema import ModelConfig, ParallelConfig
+from rl_megatron.topology import platform, topology
+from tests.worker_pool import WorkerPool
+
+MAX_RANKS = 8
+MODEL = ModelConfig(
+    num_layers=8,  # one for each chunk of 4 stages × 2
+    hidden_size=32,
+    ffn_hidden_size=64,
+    num_attention_heads=8,
+    num_query_groups=4,
+    max_sequence_length=64,
+    qk_norm=True,
+    qkv_bias=True,
+    init_std=0.15,  # logits far from uniform, so that errors show
+)
+EXPERTS = {
+    "num_experts": 4, "expert_ffn_hidden_size": 32, "shared_expert_ffn_hidden_size": 32, "shared_expert_gate": True,
+}  # fmt: skip
+
+
+class Factors(NamedTuple):
+    """One value of each factor. `expert` is 0 for a dense model."""
+
+    tensor: int
+    sequence: bool
+    pipeline: int
+    virtual_pipeline: int
+    context: int
+    expert: int
+    data: int
+    rows: int
+    batching: str
+    tied: bool
+    recompute: str
+    uneven: bool
+    window: int | None
+    distributed_optimizer: bool
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.pipeline * self.context * self.data
+
+
+VALUES: dict[str, list[Any]] = {
+    "tensor": [1, 2, 4],
+    "sequence": [False, True],
+    "pipeline": [1, 2, 4],
+    "virtual_pipeline": [1, 2],
+    "context": [1, 2, 4],
+    "expert": [0, 1, 2],
+    "data": [1, 2],
+    "rows": [1, 2, 4],
+    "batching": ["packed", "padded", "dynamic"],
+    "tied": [True, False],
+    "recompute": ["none", "selective", "full"],
+    "uneven": [False, True],
+    "window": [None, 5],
+    "distributed_optimizer": [True, False],
+}
+# Factors whose values exclude values of others; every value of the rest goes with everything.
+_BOUND = ("tensor", "sequence", "pipeline", "virtual_pipeline", "context", "expert", "data", "uneven")
+
+
+def is_possible(f: Factors) -> bool:
+    ends = (2,) if f.pipeline == 2 else (1, 3)  # layers of the named stages of an uneven pipeline
+    return (
+        f.ranks <= MAX_RANKS
+        and (f.tensor > 1 or not f.sequence)
+        and (f.pipeline > 1 or (f.virtual_pipeline == 1 and not f.uneven))
+        and (not f.uneven or all(layers % f.virtual_pipeline == 0 for layers in ends))
+        and (f.tensor == 1 or f.sequence or not f.expert)  # experts under tensor parallelism want sequence parallelism
+        and (f.expert < 2 or f.ranks // f.pipeline > 1)
+    )
+
+
+Pair = tuple[tuple[int, Any], tuple[int, Any]]
+
+
+def pairs(f: Factors) -> set[Pair]:
+    """Every two factors with their values here."""
+    return set(itertools.combinations(enumerate(f), 2))
+
+
+def possible_pairs() -> set[Pair]:
+    """All that any layout of at most eight ranks can have."""
+    free = Factors(*(values[0] for values in VALUES.values()))
+    found: set[Pair] = set()
+    for chosen in itertools.product(*(values for name, values in VALUES.items() if name in _BOUND)):
+        f = free._replace(**dict(zip(_BOUND, chosen, strict=True)))
+        if is_possible(f):
+            fixed = [(place, value) for place, value in enumerate(f) if f._fields[place] in _BOUND]
+            found |= set(itertools.combinations(fixed, 2))
+            for place, name in enumerate(f._fields):
+                if name not in _BOUND:
+                    found |= {tuple(sorted([pair, (place, value)], key=itemgetter(0))) for pair in fixed for value in VALUES[name]}
+    others = [(place, name) for place, name in enumerate(free._fields) if name not in _BOUND]
+    for (a, first), (b, second) in itertools.combinations(others, 2):
+        found |= {((a, x), (b, y)) for x in VALUES[first] for y in VALUES[second]}
+    return found
+
+
+def whole_grid() -> list[Layout]:
+    """Layouts that have every possible pair of values between them: greedily, of a few hundred random layouts with a
+    pair that is still missing, the one with most missing pairs; always the same ones."""
+    generator, missing, chosen = random.Random(0), possible_pairs(), []
+    while missing:
+        wanted = min(missing, key=repr)
+        candidates = [f for f in (_random_with(wanted, generator) for _ in range(3000)) if is_possible(f)]
+        best = max(candidates, key=lambda f: (len(pairs(f) & missing), -f.ranks))
+        missing -= pairs(best)
+        chosen.append(Layout(best))
+    return chosen
+
+
+def _random_with(pair: Pair, generator: random.Random) -> Factors:
+    values = [generator.choice(options) for options in VALUES.values()]
+    for place, value in pair:
+        values[place] = value
+    return Factors(*values)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A row of the grid, ready to run."""
+
+    factors: Factors
+
+    @property
+    def name(self) -> str:
+        f = self.factors
+        degrees = {"tp": f.tensor, "pp": f.pipeline, "vpp": f.virtual_pipeline, "cp": f.context, "dp": f.data}
+        parts = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
+        parts += ["sp"] if f.sequence else []
+        parts += [f"moe-ep{f.expert}"] if f.expert else []
+        parts += [f"{f.batching}{f.rows}", "tied" if f.tied else "untied"]
+        parts += [] if f.recompute == "none" else [f"{f.recompute}-recompute"]
+        parts += ["uneven"] if f.uneven else []
+        parts += [f"window{f.window}"] if f.window else []
+        parts += ["distopt"] if f.distributed_optimizer else []
+        return " ".join(parts)
+
+    @property
+    def model(self) -> ModelConfig:
+        f = self.factors
+        experts = EXPERTS if f.expert else {}
+        return replace(MODEL, tie_embeddings=f.tied, recompute=f.recompute, sliding_window=f.window, **experts)
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        f = self.factors
+        ends = {}
+        if f.uneven:
+            ends = {"first_stage_layers": 2} if f.pipeline == 2 else {"first_stage_layers": 1, "last_stage_layers": 3}
+        return ParallelConfig(
+            tensor=f.tensor, sequence=f.sequence, pipeline=f.pipeline, virtual_pipeline=f.virtual_pipeline,
+            context=f.context, expert=max(f.expert, 1), **ends,
+        )  # fmt: skip
+
+    def workload(self) -> Workload:
+        workload = Workload(self.model, STANDARD_OBJECTIVES)
+        optimizer = replace(workload.optimizer, distributed=self.factors.distributed_optimizer)
+        return replace(workload, optimizer=optimizer)
+
+    @cached_property
+    def reference(self) -> Workload:
+        """What one process measures: the same for all layouts of a model."""
+        return Workload(replace(self.model, recompute="none"), STANDARD_OBJECTIVES)
+
+
+@dataclass(frozen=True)
+class Result:
+    layout: Layout
+    differences: dict[str, list[Difference]]
+    seconds: float
+
+    def worst(self, quantity: str) -> float:
+        return max(d.error for found in self.differences.values() for d in found if d.quantity == quantity)
+
+    @property
+    def failures(self) -> list[str]:
+        return [
+            f"{objective}: {d.quantity} differs by {d.error:.1e} > {d.tolerance:.0e} at {d.where}"
+            for objective, found in self.differences.items()
+            for d in found
+            if not d.holds
+        ]
+
+
+class Grid:
+    """Runs layouts on a pool of ranks; one process is measured once for each model."""
+
+    def __init__(self, ranks: WorkerPool):
+        self._ranks = ranks
+        self._references: dict[ModelConfig, dict[str, Measurement]] = {}
+
+    def run(self, layout: Layout) -> Result:
+        reference = layout.reference
+        if reference.model not in self._references:
+            self._references[reference.model] = self._ranks.run(1, measure_in_one_process, reference)[0]
+        started = time.perf_counter()
+        found = self._ranks.run(layout.factors.ranks, _measure, layout)[0]
+        seconds = time.perf_counter() - started
+        wanted = self._references[reference.model]
+        return Result(layout, {name: compare(found[name], wanted[name]) for name in wanted}, seconds)
+
+
+def _measure(layout: Layout) -> dict[str, Measurement]:
+    workload = layout.workload()
+    where = topology.build(layout.parallel, platform.start("cpu"), workload.seed)
+    batching = {
+        name: small_batching(layout.factors.batching, layout.factors.rows, objective.rows_per_unit)
+        for name, objective in workload.objectives.items()
+    }
+    return measure(workload, where, batching)

@@ -1,0 +1,59 @@
+"""Layouts against one process, under every standard loss: loss, logprobs, every gradient, a step, every metric.
+
+By default a few layouts that show every value of every factor on up to four ranks; all of docs/layouts.md with
+
+    scripts/test.sh tests/parallel/test_grid.py --whole-grid
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from docs import generate_layouts
+from tests.parallel.grid import VALUES, Factors, Grid, Layout, is_possible, pairs, possible_pairs, whole_grid
+
+# tensor, sequence, pipeline, virtual, context, expert, data, rows, batching, tied, recompute, uneven, window, distributed
+FEW = [
+    Layout(Factors(*values))
+    for values in (
+        (1, False, 4, 1, 1, 0, 1, 1, "packed", True, "none", True, None, True),
+        (2, True, 1, 1, 2, 2, 1, 2, "packed", False, "full", False, 5, False),
+        (1, False, 2, 2, 1, 1, 2, 1, "dynamic", True, "selective", True, None, True),
+        (4, False, 1, 1, 1, 0, 1, 4, "padded", True, "none", False, 5, False),
+        (1, False, 1, 1, 4, 0, 1, 2, "packed", True, "selective", False, None, True),
+    )
+]
+
+
+def pytest_generate_tests(metafunc):
+    if "layout" in metafunc.fixturenames:
+        layouts = whole_grid() if metafunc.config.getoption("--whole-grid") else FEW
+        metafunc.parametrize("layout", layouts, ids=lambda layout: layout.name.replace(" ", "-"))
+
+
+@pytest.fixture(scope="module")
+def grid(ranks):
+    return Grid(ranks)
+
+
+def test_a_layout_gives_what_one_process_gives(grid, layout):
+    assert not grid.run(layout).failures
+
+
+def test_the_few_layouts_show_every_value_of_every_factor():
+    assert all(is_possible(layout.factors) and layout.factors.ranks <= 4 for layout in FEW)
+    for place, (factor, values) in enumerate(VALUES.items()):
+        assert {layout.factors[place] for layout in FEW} == set(values), factor
+
+
+def test_the_grid_has_every_pair_of_values_that_eight_ranks_allow():
+    layouts = whole_grid()
+    assert all(is_possible(layout.factors) for layout in layouts)
+    assert set().union(*(pairs(layout.factors) for layout in layouts)) == possible_pairs()
+    assert {name for name in Factors._fields} == set(VALUES)
+
+
+def test_the_page_has_every_layout_of_the_grid():
+    page = generate_layouts.PAGE.read_text()
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in page.splitlines() if line.startswith("| ")][1:]
+    assert rows == [layout.name for layout in whole_grid()], "run `python docs/generate_layouts.py`"

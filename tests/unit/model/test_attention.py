@@ -1,0 +1,99 @@
+"""Portable attention against its formula, sequence by sequence: padded and packed, windows, grouped queries, RoPE."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+
+from rl_megatron.model.attention import PortableAttention, PortablePacking, PortableRotaryEmbedding
+from rl_megatron.model.packed_rows import PackedRows
+from rl_megatron.topology import platform
+
+HEADS, GROUPS, DIM = 4, 2, 8
+ROOMS = [5, 1, 40, 3, 6, 2, 17]
+WINDOWS = [None, 1, 4, 100]
+
+
+def attention(window: int | None) -> PortableAttention:
+    config = SimpleNamespace(window_size=None if window is None else (window - 1, 0))
+    return PortableAttention(config, 1, AttnMaskType.causal, "self")
+
+
+def formula(query, key, value, window):
+    """One sequence: [S, N, D], [S, G, D], [S, G, D] → [S, N·D], in plain torch."""
+    length, heads, dim = query.shape
+    key, value = (x.repeat_interleave(heads // x.size(1), dim=1) for x in (key, value))
+    scores = torch.einsum("qnd,knd->nqk", query, key) / dim**0.5
+    q, k = torch.arange(length)[:, None], torch.arange(length)[None, :]
+    looks = (k <= q) if window is None else (k <= q) & (q - k < window)
+    weights = scores.masked_fill(~looks, -torch.inf).softmax(-1)
+    return torch.einsum("nqk,knd->qnd", weights, value).flatten(1)
+
+
+def random_qkv(*leading: int):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((*leading, heads, DIM) for heads in (HEADS, GROUPS, GROUPS))
+    return [torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def assert_same_values_and_gradients(found, wanted, inputs):
+    weight = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    for one, other in zip(
+        torch.autograd.grad((found * weight).sum(), inputs, retain_graph=True),
+        torch.autograd.grad((wanted * weight).sum(), inputs, retain_graph=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_padded_rows(window):
+    query, key, value = inputs = random_qkv(11, 3)
+    wanted = torch.stack([formula(query[:, b], key[:, b], value[:, b], window) for b in range(3)], dim=1)
+    assert_same_values_and_gradients(attention(window)(query, key, value), wanted, inputs)
+
+
+@pytest.mark.parametrize("rooms", [ROOMS, [7], [1, 1, 1]], ids=str)
+@pytest.mark.parametrize("window", WINDOWS)
+def test_packed_rows_attend_within_their_sequence(window, rooms):
+    query, key, value = inputs = random_qkv(sum(rooms), 1)
+    parts = zip(*(x[:, 0].split(rooms) for x in inputs), strict=True)
+    wanted = torch.cat([formula(*part, window) for part in parts])[:, None]
+    packing = PortablePacking(rows=PackedRows.of(rooms, None, torch.device("cpu")))
+    found = attention(window)(query, key, value, packed_seq_params=packing)
+    assert_same_values_and_gradients(found, wanted, inputs)
+
+
+def test_sequences_of_like_length_share_a_bucket():
+    rows = PackedRows.of(ROOMS, None, torch.device("cpu"))
+    assert [bucket.key_shape for bucket in rows.buckets] == [(2, 6), (1, 1), (1, 40), (2, 3), (1, 17)]
+    assert sorted(rows.slots.tolist()) == sorted(set(rows.slots.tolist())), "no two tokens share a slot"
+    assert rows.longest == 40
+
+
+def frequencies() -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the packed tokens, and of each sequence by itself."""
+    platform.start("cpu")
+    rope = PortableRotaryEmbedding(DIM, rotary_percent=1.0)
+    packing = PortablePacking(rows=PackedRows.of(ROOMS, None, torch.device("cpu")))
+    packed = rope(rope.get_rotary_seq_len(None, None, None, None, packing), packed_seq=False, cp_group=None)
+    return packed, torch.cat([rope.get_emb(room) for room in ROOMS])
+
+
+def test_a_packed_token_is_rotated_by_its_position_in_its_own_sequence(ranks):
+    rows = PackedRows.of(ROOMS, None, torch.device("cpu"))
+    assert rows.positions.tolist() == [position for room in ROOMS for position in range(room)]
+    packed, each = ranks.run(1, frequencies)[0]
+    torch.testing.assert_close(packed, each, rtol=0, atol=0)
+
+
+def test_other_masks_and_other_packings_are_refused():
+    with pytest.raises(ValueError, match="causal"):
+        PortableAttention(SimpleNamespace(window_size=None), 1, AttnMaskType.padding, "self")
+    query, key, value = random_qkv(4, 1)
+    with pytest.raises(TypeError, match="PortablePacking, got SimpleNamespace"):
+        attention(None)(query, key, value, packed_seq_params=SimpleNamespace())

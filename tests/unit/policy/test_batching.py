@@ -1,0 +1,126 @@
+"""Plans of microbatches: every row once, equally many on every rank, units whole, fillers without weight."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.policy.batching import Batching, row_lengths
+
+LENGTHS = [9, 3, 12, 1, 7, 7, 2]
+WIDTH = 12
+
+
+def topology(data_rank: int = 0, data: int = 1, context: int = 1, tensor: int = 1):
+    multiple = (2 * context if context > 1 else 1) * tensor
+    return SimpleNamespace(
+        data=data, data_rank=data_rank, context=context, sequence=tensor > 1, sequence_multiple=multiple
+    )
+
+
+def batch(lengths=LENGTHS) -> BatchedDataDict:
+    rows = torch.arange(len(lengths))
+    mask = (torch.arange(WIDTH) < torch.tensor(lengths)[:, None]).float()
+    return BatchedDataDict(
+        input_ids=rows[:, None] * 100 + torch.arange(WIDTH), input_lengths=torch.tensor(lengths), token_mask=mask,
+        sample_mask=torch.ones(len(lengths)),
+    )  # fmt: skip
+
+
+def plans(batching: Batching, data: int = 1, unit: int = 1, lengths=LENGTHS, **degrees):
+    whole = batch(lengths)
+    return [
+        batching.plan(whole, list(lengths), topology(rank, data, **degrees), unit) for rank in range(data)
+    ]
+
+
+KINDS = [Batching("padded", rows=2), Batching("dynamic", tokens=16), Batching("packed", tokens=16)]
+
+
+@pytest.mark.parametrize("data", [1, 2, 3])
+@pytest.mark.parametrize("batching", KINDS, ids=lambda b: b.kind)
+def test_every_row_is_in_one_microbatch_and_every_rank_has_equally_many(batching, data):
+    found = plans(batching, data)
+    assert len({len(planned.microbatches) for planned in found}) == 1
+    rows = sorted(row for planned in found for row in planned.rows)
+    assert rows == list(range(found[0].num_padded)) and found[0].num_rows == len(LENGTHS)
+    weighing = 0
+    for planned in found:
+        start = 0
+        for microbatch in planned.microbatches:
+            size = microbatch.batch.size
+            for place, row in enumerate(planned.rows[start : start + size]):
+                weight = microbatch.batch["sample_mask"][place].item()
+                assert weight == (row < len(LENGTHS))
+                weighing += weight
+                if weight:
+                    length = LENGTHS[row]
+                    assert microbatch.batch["input_ids"][place, :length].tolist() == batch()["input_ids"][row, :length].tolist()
+                    assert microbatch.lengths is None or microbatch.lengths[place] == length
+            start += size
+    assert weighing == len(LENGTHS)
+
+
+@pytest.mark.parametrize("batching", KINDS[1:], ids=lambda b: b.kind)
+def test_no_microbatch_exceeds_the_budget(batching):
+    for planned in plans(batching, data=2):
+        for microbatch in planned.microbatches:
+            rows, length = microbatch.shape(topology())
+            assert rows * length <= batching.tokens
+
+
+@pytest.mark.parametrize("batching", [Batching("padded", rows=2), Batching("dynamic", tokens=48), Batching("packed", tokens=24)], ids=lambda b: b.kind)  # fmt: skip
+@pytest.mark.parametrize("data", [1, 2])
+def test_pairs_stay_together_in_order(batching, data):
+    lengths = LENGTHS + [5]
+    for planned in plans(batching, data, unit=2, lengths=lengths):
+        assert all(row % 2 == place % 2 for place, row in enumerate(planned.rows))
+        assert all(planned.rows[i] + 1 == planned.rows[i + 1] for i in range(0, len(planned.rows), 2))
+        assert all(microbatch.batch.size % 2 == 0 for microbatch in planned.microbatches)
+
+
+def test_rooms_are_padded_only_where_a_degree_asks_for_it():
+    (plain,) = plans(Batching("packed", tokens=100))
+    (microbatch,) = plain.microbatches
+    assert microbatch.shape(topology()) == (1, sum(LENGTHS)) and plain.efficiency == 1.0
+    (cut,) = plans(Batching("packed", tokens=100), context=2)
+    (microbatch,) = cut.microbatches
+    assert microbatch.shape(topology(context=2)) == (1, 12 + 4 + 12 + 4 + 8 + 8 + 4)
+    # Sequence parallelism divides the pack, not each sequence: only the last room grows.
+    (both,) = plans(Batching("packed", tokens=100), context=2, tensor=2)
+    assert both.microbatches[0].shape(topology(context=2, tensor=2)) == (1, 56)
+
+
+def test_efficiency_is_tokens_per_slot_over_all_ranks():
+    (padded,) = plans(Batching("padded", rows=7))
+    assert padded.efficiency == sum(LENGTHS) / (7 * WIDTH)
+    dynamic = plans(Batching("dynamic", tokens=12), data=1)[0]
+    slots = sum(rows * length for rows, length in (m.shape(topology()) for m in dynamic.microbatches))
+    assert dynamic.efficiency == sum(LENGTHS) / slots
+
+
+@pytest.mark.parametrize(
+    ("batching", "unit", "said"),
+    [
+        (Batching("packed", tokens=11), 1, r"train.batching=packed, train.micro_batch_tokens=11: .* has 12 tokens"),
+        (Batching("dynamic", tokens=11), 1, r"train.batching=dynamic, train.micro_batch_tokens=11: row \d needs 1 x 12"),
+        (Batching("packed", tokens=12), 2, r"train.micro_batch_tokens=12: sequence \d has 13 tokens"),
+        (Batching("dynamic", tokens=12), 2, r"train.micro_batch_tokens=12: row \d needs 2 x 7 tokens"),
+    ],
+)  # fmt: skip
+def test_a_row_or_pair_over_the_budget_is_refused(batching, unit, said):
+    with pytest.raises(ConfigError, match=said):
+        plans(batching, unit=unit, lengths=LENGTHS + [5])
+
+
+def test_lengths_must_fit_the_rows_and_hold_all_that_counts():
+    assert row_lengths(batch()) == LENGTHS
+    assert row_lengths({"input_ids": torch.zeros(2, 5)}) == [5, 5]
+    with pytest.raises(ValueError, match=r"input_lengths\[2\]=13 does not fit rows of 12 tokens"):
+        row_lengths(batch() | {"input_lengths": torch.tensor([9, 3, 13, 1, 7, 7, 2])})
+    with pytest.raises(ValueError, match=r"token_mask\[1, 3\] counts a token past the row's end: input_lengths\[1\]=3"):
+        row_lengths(batch() | {"token_mask": torch.ones(7, WIDTH)[:, :] * (torch.arange(WIDTH) < 9)})
