@@ -33,6 +33,12 @@ def pack_sequences(
     """
     if algorithm not in ALGORITHMS:
         raise unknown_name("packing algorithm", algorithm, ALGORITHMS)
+    require_fitting(lengths, capacity)
+    return [sorted(pack) for pack in ALGORITHMS[algorithm](lengths, capacity)]
+
+
+def require_fitting(lengths: Sequence[int], capacity: int) -> None:
+    """Raises: ValueError for a negative length, or a sequence that no pack of `capacity` tokens holds."""
     for index, length in enumerate(lengths):
         if length < 0:
             raise ValueError(f"sequence {index} has length {length}: lengths must not be negative.")
@@ -41,7 +47,6 @@ def pack_sequences(
                 f"sequence {index} has {length} tokens and a pack holds {capacity}: raise max_tokens_per_microbatch "
                 f"to at least {max(lengths)} or shorten the sequences."
             )
-    return [sorted(pack) for pack in ALGORITHMS[algorithm](lengths, capacity)]
 
 
 def split_packs(packs: Packs, lengths: Sequence[int], num_packs: int) -> Packs:
