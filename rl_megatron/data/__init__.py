@@ -1,6 +1,7 @@
 """Data: from files and generated tasks to batches, shards and microbatches."""
 
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.cost import SequenceCost
 from rl_megatron.data.datasets import PromptAnswerDataset, PromptDataset, TextDataset
 from rl_megatron.data.microbatches import DynamicBatchingArgs, SequencePackingArgs
 from rl_megatron.data.order import BatchSchedule, epoch_order
@@ -22,6 +23,7 @@ __all__ = [
     "PromptAnswerDataset",
     "PromptDataset",
     "Record",
+    "SequenceCost",
     "SequencePackingArgs",
     "Task",
     "TextDataset",

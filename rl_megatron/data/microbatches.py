@@ -1,8 +1,8 @@
 """Which rows form which microbatch on which shard, decided for all shards at once.
 
 Ranks that chose their own microbatches would disagree on how many there are and wait for each other for ever. So both
-plans here give every shard the same number of microbatches: dynamic batching by cutting all shards at the same
-positions, sequence packing by splitting packs until they divide over the shards.
+plans here give every shard the same number of microbatches, of like cost: dynamic batching by cutting all shards at the
+same positions, sequence packing by making packs that divide over the shards.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from itertools import chain
 from typing import Any, Self
 
 from rl_megatron.config.errors import unknown_name
-from rl_megatron.data.packing import pack_sequences, split_packs
+from rl_megatron.data.balance import Units, balanced_shards, deal, imbalance
+from rl_megatron.data.cost import SequenceCost
+from rl_megatron.data.packing import ALGORITHMS, Packs, pack_sequences, split_packs
+
+_PACKING = ("balanced", *ALGORITHMS)
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,7 @@ class _MicrobatchArgs:
     input_key: str = "input_ids"
     input_lengths_key: str = "input_lengths"
     unit_size: int = 1
+    cost: SequenceCost = SequenceCost()
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -40,7 +45,8 @@ class _MicrobatchArgs:
                 raise unknown_name(f"key of {cls.__name__}", key, known)
         if "max_tokens_per_microbatch" not in args:
             raise ValueError(f"{cls.__name__} needs the key 'max_tokens_per_microbatch', got {sorted(args)}.")
-        return cls(**args)
+        cost = args.get("cost")
+        return cls(**{**args, "cost": SequenceCost(**cost)} if isinstance(cost, Mapping) else args)
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ class DynamicBatchingArgs(_MicrobatchArgs):
         input_key: the key of the `[B, S]` token ids.
         input_lengths_key: the key of the `[B]` lengths.
         unit_size: rows that stay together, in order: 2 for preference pairs.
+        cost: of a row, as wide as its microbatch, in the plan's figures; a `SequenceCost` or a mapping of its fields.
         sequence_length_round: a microbatch's length is a multiple of this, but never wider than S.
     """
 
@@ -67,33 +74,66 @@ class SequencePackingArgs(_MicrobatchArgs):
         input_key: the key of the `[B, S]` token ids.
         input_lengths_key: the key of the `[B]` lengths.
         unit_size: rows that stay together, in order: 2 for preference pairs.
-        algorithm: a key of `rl_megatron.data.packing.ALGORITHMS`.
+        cost: of a sequence, which "balanced" makes equal over packs and shards; a `SequenceCost` or a mapping of its
+            fields.
+        algorithm: "balanced" (few packs of equal cost, see `rl_megatron.data.balance`), or a key of
+            `rl_megatron.data.packing.ALGORITHMS` (few packs).
         sequence_length_pad_multiple: each sequence's length in the pack is a multiple of this (2·cp, times tp under
             sequence parallelism).
     """
 
-    algorithm: str = "modified_first_fit_decreasing"
+    algorithm: str = "balanced"
     sequence_length_pad_multiple: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.algorithm not in _PACKING:
+            raise unknown_name("packing algorithm", self.algorithm, _PACKING)
 
 
 @dataclass(frozen=True)
 class MicrobatchPlan:
-    """Microbatches of one chunk.
+    """Microbatches of one chunk, and what they cost. Every attribute is indexed `[shard][microbatch]`.
 
     Attributes:
-        rows: `rows[shard][microbatch]`: row numbers, counted from the chunk's first.
-        lengths: `lengths[shard][microbatch]`: width to cut to (dynamic batching) or tokens in all (packing).
+        rows: row numbers, counted from the chunk's first.
+        lengths: width to cut to (dynamic batching) or tokens in all, each sequence padded to its multiple (packing).
+        tokens: tokens of the sequences themselves, without any padding.
+        slots: token positions computed: rows times width (dynamic batching), or `lengths` (packing).
+        costs: of the sequences as wide as they are computed, by the planned `SequenceCost`, in its unit.
     """
 
     rows: list[list[list[int]]]
     lengths: list[list[int]]
+    tokens: list[list[int]]
+    slots: list[list[int]]
+    costs: list[list[float]]
+
+    @property
+    def efficiency(self) -> float:
+        """Tokens per token position computed, over all shards: 1 without padding."""
+        slots = sum(chain.from_iterable(self.slots))
+        return sum(chain.from_iterable(self.tokens)) / slots if slots else 1.0
+
+    @property
+    def shard_imbalance(self) -> float:
+        """By how much the costliest shard exceeds the mean of the shards: 0.02 makes an optimizer step 2 % longer than
+        it had to be."""
+        return imbalance([sum(shard) for shard in self.costs])
+
+    @property
+    def microbatch_imbalance(self) -> float:
+        """The same among the k-th microbatches of all shards, for the worst k: what shards wait for each other that
+        meet in every microbatch, as those that share a model's experts do."""
+        return max(map(imbalance, zip(*self.costs, strict=True)), default=0.0)
 
 
 def plan_dynamic_batching(
     lengths: Sequence[int], width: int, num_shards: int, args: DynamicBatchingArgs
 ) -> MicrobatchPlan:
-    """Sort the units by length and deal them out, so that place k holds units of like length on every shard; then cut
-    all shards at the same places wherever the next unit would exceed the budget.
+    """Sort the units by length and deal them out, there and back, so that place k holds units of like length on every
+    shard and the shards have about as many tokens; then cut all shards at the same places wherever the next unit would
+    exceed the budget. All shards compute the same shapes: the plan's imbalance is 0, whatever the cost.
 
     Args:
         lengths: tokens of each row.
@@ -106,14 +146,17 @@ def plan_dynamic_batching(
     unit_lengths = [max(lengths[row] for row in _rows_of(unit, args)) for unit in range(num_units)]
     order = sorted(range(num_units), key=unit_lengths.__getitem__)
     places = [order[start : start + num_shards] for start in range(0, num_units, num_shards)]
+    longest = [place[-1] for place in places]
+    for place in places[1::2]:
+        place.reverse()
 
     cuts: list[list[list[int]]] = []  # microbatch → places → one unit per shard
     cut_lengths: list[int] = []
-    for place in places:
-        length = min(_round_up(unit_lengths[place[-1]], args.sequence_length_round), width)
+    for place, unit in zip(places, longest, strict=True):
+        length = min(_round_up(unit_lengths[unit], args.sequence_length_round), width)
         if length * args.unit_size > args.max_tokens_per_microbatch:
             raise ValueError(
-                f"row {place[-1] * args.unit_size} needs {args.unit_size} x {length} tokens (rounded up to "
+                f"row {unit * args.unit_size} needs {args.unit_size} x {length} tokens (rounded up to "
                 f"{args.sequence_length_round}) and max_tokens_per_microbatch is {args.max_tokens_per_microbatch}: "
                 f"raise it to at least {length * args.unit_size} or shorten the sequences."
             )
@@ -128,14 +171,21 @@ def plan_dynamic_batching(
         [list(chain.from_iterable(_rows_of(place[shard], args) for place in cut)) for cut in cuts]
         for shard in range(num_shards)
     ]
-    return MicrobatchPlan(rows, [list(cut_lengths) for _ in range(num_shards)])
+    shapes = [(len(cut) * args.unit_size, length) for cut, length in zip(cuts, cut_lengths, strict=True)]
+    return MicrobatchPlan(
+        rows,
+        lengths=[list(cut_lengths) for _ in rows],
+        tokens=_sums(rows, lengths),
+        slots=[[num_rows * length for num_rows, length in shapes] for _ in rows],
+        costs=[[num_rows * args.cost(length) for num_rows, length in shapes] for _ in rows],
+    )
 
 
 def plan_sequence_packing(
     lengths: Sequence[int], num_shards: int, args: SequencePackingArgs, allow_uneven: bool = False
 ) -> MicrobatchPlan:
-    """Pack the units, split packs until they divide over the shards, and deal them out from the fullest on, there and
-    back, so that the shards' k-th microbatches and their sums are of like size.
+    """Pack the units into as many packs for every shard, and deal the packs out so that the shards' k-th microbatches
+    and their sums are of like cost. Every shard begins with its costliest.
 
     Raises:
         ValueError: rows that do not divide over the shards (unless `allow_uneven`), fewer units than shards, or a unit
@@ -143,16 +193,28 @@ def plan_sequence_packing(
     """
     num_units = _num_units(len(lengths), 1 if allow_uneven else num_shards, args)
     padded = [_round_up(length, args.sequence_length_pad_multiple) for length in lengths]
-    unit_lengths = [sum(padded[row] for row in _rows_of(unit, args)) for unit in range(num_units)]
-    packs = pack_sequences(unit_lengths, args.max_tokens_per_microbatch, args.algorithm)
-    packs = split_packs(packs, unit_lengths, _round_up(len(packs), num_shards))
-    packs.sort(key=lambda pack: -sum(unit_lengths[unit] for unit in pack))
-    rows: list[list[list[int]]] = [[] for _ in range(num_shards)]
-    for number, pack in enumerate(packs):
-        turn, place = divmod(number, num_shards)
-        shard = place if turn % 2 == 0 else num_shards - 1 - place
-        rows[shard].append(list(chain.from_iterable(_rows_of(unit, args) for unit in pack)))
-    return MicrobatchPlan(rows, [[sum(padded[row] for row in pack) for pack in shard] for shard in rows])
+    costs = [args.cost(length) for length in padded]
+    units = Units(
+        lengths=[sum(padded[row] for row in _rows_of(unit, args)) for unit in range(num_units)],
+        costs=[sum(costs[row] for row in _rows_of(unit, args)) for unit in range(num_units)],
+        capacity=args.max_tokens_per_microbatch,
+    )
+    shards = _pack(units, num_shards, args.algorithm)
+    rows = [[list(chain.from_iterable(_rows_of(unit, args) for unit in pack)) for pack in shard] for shard in shards]
+    slots = _sums(rows, padded)
+    return MicrobatchPlan(rows, lengths=slots, tokens=_sums(rows, lengths), slots=slots, costs=_sums(rows, costs))
+
+
+def _pack(units: Units, num_shards: int, algorithm: str) -> list[Packs]:
+    if algorithm == "balanced":
+        return balanced_shards(units, num_shards)
+    packs = pack_sequences(units.lengths, units.capacity, algorithm)
+    return deal(units, split_packs(packs, units.lengths, _round_up(len(packs), num_shards)), num_shards)
+
+
+def _sums(rows: list[list[list[int]]], values: Sequence[float]) -> list[list[float]]:
+    """The sum of the rows' values in every microbatch of every shard."""
+    return [[sum(values[row] for row in microbatch) for microbatch in shard] for shard in rows]
 
 
 def _num_units(num_rows: int, num_shards: int, args: _MicrobatchArgs) -> int:

@@ -7,6 +7,7 @@ the sequence that comes first.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from rl_megatron.config.errors import unknown_name
@@ -32,6 +33,12 @@ def pack_sequences(
     """
     if algorithm not in ALGORITHMS:
         raise unknown_name("packing algorithm", algorithm, ALGORITHMS)
+    require_fitting(lengths, capacity)
+    return [sorted(pack) for pack in ALGORITHMS[algorithm](lengths, capacity)]
+
+
+def require_fitting(lengths: Sequence[int], capacity: int) -> None:
+    """Raises: ValueError for a negative length, or a sequence that no pack of `capacity` tokens holds."""
     for index, length in enumerate(lengths):
         if length < 0:
             raise ValueError(f"sequence {index} has length {length}: lengths must not be negative.")
@@ -40,7 +47,6 @@ def pack_sequences(
                 f"sequence {index} has {length} tokens and a pack holds {capacity}: raise max_tokens_per_microbatch "
                 f"to at least {max(lengths)} or shorten the sequences."
             )
-    return [sorted(pack) for pack in ALGORITHMS[algorithm](lengths, capacity)]
 
 
 def split_packs(packs: Packs, lengths: Sequence[int], num_packs: int) -> Packs:
@@ -85,18 +91,20 @@ def _longest_first(indices: Sequence[int], lengths: Sequence[int]) -> list[int]:
 
 def _first_fit(indices: Sequence[int], lengths: Sequence[int], capacity: int) -> Packs:
     """Each sequence, in the order given, joins the first pack with room."""
-    packs: Packs = []
-    room: list[int] = []
+    packs: Packs = [[] for _ in indices]
+    # A tournament: leaf `first_leaf + pack` is the pack's room, every node above the larger of its two, 2n and 2n + 1.
+    first_leaf = 1 << max(len(packs) - 1, 0).bit_length()
+    room = [capacity] * (2 * first_leaf)
     for index in indices:
-        length = lengths[index]
-        target = next((pack for pack, free in enumerate(room) if free >= length), None)
-        if target is None:
-            packs.append([index])
-            room.append(capacity - length)
-        else:
-            packs[target].append(index)
-            room[target] -= length
-    return packs
+        node = 1
+        while node < first_leaf:
+            node = 2 * node + (room[2 * node] < lengths[index])
+        packs[node - first_leaf].append(index)
+        room[node] -= lengths[index]
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return [pack for pack in packs if pack]
 
 
 def concatenative(lengths: Sequence[int], capacity: int) -> Packs:
@@ -137,27 +145,27 @@ def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Pack
     packs = [[index] for index in long]
     room = [capacity - lengths[index] for index in long]
 
-    def move(pack: int, index: int, source: list[int]) -> None:
-        source.remove(index)
+    def add(pack: int, index: int) -> None:
         packs[pack].append(index)
         room[pack] -= lengths[index]
 
-    def longest_that_fits(pack: int, source: list[int]) -> int | None:
-        return next((index for index in source if lengths[index] <= room[pack]), None)
+    def add_longest_that_fits(pack: int, source: list[int]) -> bool:
+        place = bisect_left(source, -room[pack], key=lambda index: -lengths[index])
+        if place < len(source):
+            add(pack, source.pop(place))
+            return True
+        return False
 
     for pack in range(len(packs)):
-        if (index := longest_that_fits(pack, medium)) is not None:
-            move(pack, index, medium)
+        add_longest_that_fits(pack, medium)
     for pack in reversed(range(len(packs))):
         if len(packs[pack]) == 1 and len(small) >= 2 and lengths[small[-1]] + lengths[small[-2]] <= room[pack]:
-            move(pack, small[-1], small)
-            partner = longest_that_fits(pack, small)
-            assert partner is not None, "the second shortest was just found to fit"
-            move(pack, partner, small)
+            add(pack, small.pop())
+            add_longest_that_fits(pack, small)
     rest = _longest_first(medium + small + tiny, lengths)
     for pack in range(len(packs)):
-        while (index := longest_that_fits(pack, rest)) is not None:
-            move(pack, index, rest)
+        while add_longest_that_fits(pack, rest):
+            pass
     return packs + _first_fit(rest, lengths, capacity)
 
 

@@ -1,0 +1,55 @@
+"""What a sequence costs to train on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from rl_megatron.config.schema import ModelConfig
+
+
+@dataclass(frozen=True)
+class SequenceCost:
+    """cost(l) = per_token · l + per_pair · l², for a sequence of l tokens on its own in causal attention.
+
+    In FLOPs of one forward and backward pass:
+
+        per_token = 6 · (matmul parameters that a token passes through)
+        per_pair  = 6 · layers · heads · head_dim
+
+    A matmul parameter takes a multiplication and an addition in the forward pass, and as many again for either gradient
+    in the backward pass: 2 + 4. Attention multiplies queries with keys and probabilities with values: per layer 2·l²
+    heads·head_dim each, of which a causal kernel computes half; so 2·l²·heads·head_dim, and three times that with the
+    backward pass.
+
+    Only the ratio of the two matters to a plan. The default counts tokens.
+
+    Attributes:
+        per_token: ≥ 0.
+        per_pair: ≥ 0; not both are 0.
+    """
+
+    per_token: float = 1.0
+    per_pair: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.per_token, self.per_pair) < 0 or self.per_token == self.per_pair == 0:
+            raise ValueError(
+                f"SequenceCost(per_token={self.per_token}, per_pair={self.per_pair}): neither may be negative, and one "
+                f"must be above 0."
+            )
+
+    def __call__(self, length: int) -> float:
+        return (self.per_token + self.per_pair * length) * length
+
+    @classmethod
+    def of_model(cls, model: ModelConfig, vocab_size: int) -> Self:
+        """FLOPs of a decoder: the projections of attention, the three matrices of SwiGLU, and the output head, a matmul
+        even where it is the embedding matrix. Norms, biases and the embedding's look-up are not counted, nor what
+        `model.recompute` computes again."""
+        head_dim = model.head_dim or model.hidden_size // model.num_attention_heads
+        width = model.num_attention_heads * head_dim
+        attention = model.hidden_size * (2 * width + 2 * model.num_query_groups * head_dim)
+        mlp = 3 * model.hidden_size * model.ffn_hidden_size
+        parameters = model.num_layers * (attention + mlp) + vocab_size * model.hidden_size
+        return cls(per_token=6.0 * parameters, per_pair=6.0 * model.num_layers * width)

@@ -1,0 +1,52 @@
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from rl_megatron.config.load import load
+from rl_megatron.config.schema import ModelConfig
+from rl_megatron.data import SequenceCost
+
+
+def test_by_hand():
+    cost = SequenceCost(per_token=3.0, per_pair=0.5)
+    assert [cost(length) for length in (0, 1, 10)] == [0, 3.5, 80]
+    assert SequenceCost()(7) == 7
+
+
+@pytest.mark.parametrize("numbers", [(-1.0, 1.0), (1.0, -1.0), (0.0, 0.0)])
+def test_a_cost_that_ranks_nothing_is_refused(numbers):
+    with pytest.raises(ValueError, match="above 0"):
+        SequenceCost(*numbers)
+
+
+def test_of_a_known_model():
+    """Qwen2.5-0.5B has 494,032,768 parameters, its output head being its embedding: all but biases and norms."""
+    model = load(["experiment=gsm8k_sft", "model=qwen2_5_0_5b", "data.path=unread"]).first.model
+    cost = SequenceCost.of_model(model, vocab_size=151_936)
+    biases, norms = 24 * (896 + 2 * 128), (2 * 24 + 1) * 896
+    assert cost.per_token == 6 * (494_032_768 - biases - norms)
+    assert cost.per_pair == 6 * 24 * 14 * 64
+
+
+def test_of_a_model_is_what_its_matmuls_count():
+    """A decoder's matmuls, forward and backward. Attention is full here; a causal kernel computes half of its pairs."""
+    model = ModelConfig(num_layers=3, hidden_size=24, ffn_hidden_size=40, num_attention_heads=4, num_query_groups=2)
+    length, vocab_size, head_dim = 10, 50, 6
+    shapes = [(24, 24), (24, 12), (24, 12), (24, 24), (24, 40), (24, 40), (40, 24)]
+    layers = [[torch.randn(shape, requires_grad=True) for shape in shapes] for _ in range(3)]
+    embedding = torch.randn(vocab_size, 24, requires_grad=True)
+
+    def heads(states, weight):
+        split = (states @ weight).view(length, -1, head_dim).transpose(0, 1)
+        return split.repeat_interleave(4 // len(split), dim=0)
+
+    with FlopCounterMode(display=False) as counter:
+        states = embedding[torch.arange(length)]
+        for query, key, value, output, gate, up, down in layers:
+            scores = heads(states, query) @ heads(states, key).transpose(1, 2)
+            mixed = (scores.softmax(-1) @ heads(states, value)).transpose(0, 1).reshape(length, 24)
+            states = states + mixed @ output
+            states = states + ((states @ gate).sigmoid() * (states @ up)) @ down
+        (states @ embedding.T).sum().backward()
+    cost = SequenceCost.of_model(model, vocab_size)
+    assert counter.get_total_flops() == cost(length) + cost.per_pair * length**2
