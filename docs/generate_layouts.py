@@ -38,17 +38,17 @@ _HEAD = """\
 Written by `python docs/generate_layouts.py`, which measures each row below: the layout on that many ranks (CPU, gloo)
 against one process with all rows in one padded microbatch, from the same weights, in fp32.
 
-A layout is one value of each of {num_factors} factors: tensor (tp), sequence (sp), pipeline (pp), interleaved (vpp), context (cp),
-expert (moe-ep) and data parallelism (dp); how rows form microbatches and how many (packed, padded, dynamic; the number is
-rows, or rows of tokens); tied or untied embeddings; recomputation of activations; uneven pipeline stages; a sliding
-attention window; the distributed optimizer (distopt). All {num_pairs} pairs of values of two factors that eight ranks allow
-are in a row at least once.
+A layout is one value of each of {num_factors} factors: tensor (tp), sequence (sp), pipeline (pp), interleaved (vpp),
+context (cp), expert (moe-ep) and data parallelism (dp); how rows form microbatches and how many (packed, padded,
+dynamic; the number is rows, or as many tokens as so many of the longest rows have); tied or untied embeddings;
+recomputation of activations; uneven pipeline stages; a sliding attention window; the distributed optimizer (distopt).
+Every pair of values of two factors that eight ranks allow, {num_pairs} in all, is in a row at least once.
 
-Each layout runs {objectives} on {num_rows} rows of 1 to {width} tokens: unequal lengths, a sequence of one token and one of
-two, a wholly masked row, rows without weight, and NaN wherever nothing may be read. The columns are the largest errors
-over these losses: of the loss, relative (at most {loss:.0e}); of a token's logprob or value (at most {stream:.0e}); of a
-parameter's gradient, and of its value after an optimizer step, relative to the parameter's largest entry (at most
-{gradient:.0e}); of a metric (at most {metric:.0e}).
+Each layout runs {objectives} on {num_rows} rows of 1 to {width}
+tokens: unequal lengths, a sequence of one token and one of two, a wholly masked row, rows without weight, and NaN
+wherever nothing may be read. The columns are the largest errors over these losses: of the loss, relative (at most
+{loss:.0e}); of a token's logprob or value (at most {stream:.0e}); of a parameter's gradient, and of its value after an
+optimizer step, relative to the parameter's largest entry (at most {gradient:.0e}); of a metric (at most {metric:.0e}).
 
 Your own layout, on a small model of your model's family:
 
@@ -86,7 +86,9 @@ def main(words: list[str]) -> int:
     try:
         for layout in track(layouts, "layouts"):
             results.append(grid.run(layout))
-            print(f"{layout.name}: {'; '.join(results[-1].failures) or 'holds'} ({results[-1].seconds:.0f} s)", flush=True)
+            print(
+                f"{layout.name}: {'; '.join(results[-1].failures) or 'holds'} ({results[-1].seconds:.0f} s)", flush=True
+            )
     finally:
         ranks.close()
     if any(result.failures for result in results):

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "rl_megatron"
 # A room is a directory or a file directly under the package; each may import rooms before it, and itself.
 ROOMS = (
     "config", "topology", "data", "logprobs", "losses", "model", "schedule", "policy", "generation", "algorithms",
-    "cli",
+    "certify", "cli",
 )  # fmt: skip
 FOR_ALL = {"log", "rl_megatron"}  # rl_megatron: the package root, which holds the version
 IMPORT_ANYTHING = {"compat", "__main__"}

@@ -52,7 +52,9 @@ def _certify(config: RunConfig) -> int:
     model, parallel = shrunk(first.model, first.parallel)
     layout = topology.build(parallel, where, first.train.seed)
     objectives, batching = _objectives(config)
-    optimizer = replace(Workload.optimizer, distributed=first.optimizer.distributed, clip_grad=first.optimizer.clip_grad)
+    optimizer = replace(
+        Workload.optimizer, distributed=first.optimizer.distributed, clip_grad=first.optimizer.clip_grad
+    )
     workload = Workload(model, objectives, optimizer=optimizer)
 
     differences: dict[str, list[Difference]] = {}

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from rl_megatron.certify.workload import Workload, check_keys
@@ -81,7 +80,7 @@ def measure(workload: Workload, topology: Topology, batching: Mapping[str, Batch
             metrics |= {"grad_norm": report["grad_norm"]}
             weights = gather_full(policy.chunks)
         found[name] = Measurement(
-            metrics, len(planned.microbatches), planned.efficiency, stream, gradients, weights
+            metrics, len(planned.microbatches), planned.plan.efficiency, stream, gradients, weights
         )
     for policy in policies.values():
         policy.shutdown()

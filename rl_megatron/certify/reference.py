@@ -18,7 +18,16 @@ from rl_megatron.policy.batching import Batching
 from rl_megatron.topology import platform, topology
 
 # What torchrun gives a rank; the reference is a world of its own.
-_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
+_OF_A_RANK = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 def measure_in_one_process(workload: Workload) -> dict[str, Measurement]:

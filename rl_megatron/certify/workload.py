@@ -1,5 +1,4 @@
-"""What is measured: a small model of the user's family, and a batch in which every known way of going wrong would show.
-"""
+"""What is measured: a small model of the user's family, and a batch in which known ways of going wrong would show."""
 
 from __future__ import annotations
 
@@ -91,7 +90,9 @@ def batch_of_all_kinds(vocab_size: int, seed: int) -> BatchedDataDict:
     sample_mask = torch.ones(NUM_ROWS)
     sample_mask[10:] = 0.0  # a pair
     shape = (NUM_ROWS, WIDTH)
-    old = -math.log(vocab_size) + 0.5 * normal(*shape)  # near what a fresh model says, so that ratios clip here and there
+    old = -math.log(vocab_size) + 0.5 * normal(
+        *shape
+    )  # near what a fresh model says, so that ratios clip here and there
     values = normal(*shape)
     streams = {
         "advantages": (0.5 + normal(NUM_ROWS, 1)).expand(shape) + 0.3 * normal(*shape),  # their sum is far from 0
@@ -123,7 +124,8 @@ def shrunk(model: ModelConfig, parallel: ParallelConfig) -> tuple[ModelConfig, P
     norms, tying, window and experts; and `parallel` with an uneven pipeline's stages cut down alike."""
     chunks = parallel.virtual_pipeline
     uneven = {
-        key: chunks if getattr(parallel, key) is not None else None for key in ("first_stage_layers", "last_stage_layers")
+        key: chunks if getattr(parallel, key) is not None else None
+        for key in ("first_stage_layers", "last_stage_layers")
     }
     ends = [layers for layers in uneven.values() if layers is not None]
     per_stage = 2 * chunks if ends or parallel.pipeline * chunks == 1 else chunks
@@ -157,7 +159,9 @@ def check_keys(name: str, loss_fn: LossFunction, batch: BatchedDataDict) -> None
     """Raises: ConfigError where the loss reads what certification cannot make up."""
     missing = sorted(set(getattr(loss_fn, "required_keys", ())) - batch.keys())
     if missing:
-        raise ConfigError(f"{name}: {type(loss_fn).__name__} reads {missing}, which no synthetic batch has; leave it out")
+        raise ConfigError(
+            f"{name}: {type(loss_fn).__name__} reads {missing}, which no synthetic batch has; leave it out"
+        )
 
 
 def small_batching(kind: str, rows: int, unit: int) -> Batching:

@@ -272,12 +272,39 @@ def _check_stage(name: str, stage: schema.StageConfig, first: schema.StageConfig
             f"model.hidden_size={model.hidden_size} is not a multiple of "
             f"model.num_attention_heads={model.num_attention_heads}; change one or set model.head_dim"
         )
+    _check_experts(model)
     if data.source != "task" and data.path is None:
         raise ConfigError(f"data.path is not set and data.source={data.source} reads it; add data.path=…")
     if data.source == "task" and "name" not in data.task:
         raise ConfigError("data.source=task needs data.task.name (arithmetic, gsm8k)")
     _check_optimizer("optimizer", stage.optimizer)
     _check_algorithm(stage)
+
+
+def _check_experts(model: schema.ModelConfig) -> None:
+    """Keys of a mixture of experts that contradict each other, or would do nothing."""
+    if model.num_experts is None:
+        idle = {
+            "expert_ffn_hidden_size": model.expert_ffn_hidden_size,
+            "shared_expert_ffn_hidden_size": model.shared_expert_ffn_hidden_size,
+            "router_aux_loss": model.router_aux_loss or None,
+        }
+        for key, value in idle.items():
+            if value is not None:
+                raise ConfigError(f"model.{key}={value} does nothing: model.num_experts=null is a dense model; set it")
+    elif model.experts_per_token > model.num_experts:
+        raise ConfigError(
+            f"model.experts_per_token={model.experts_per_token} exceeds model.num_experts={model.num_experts}; lower it"
+        )
+    elif model.experts_per_token == 1 and model.normalize_expert_weights:
+        raise ConfigError(
+            "model.experts_per_token=1 and model.normalize_expert_weights=true: every weight would be 1 and the router "
+            "would learn nothing; set normalize_expert_weights=false"
+        )
+    if model.shared_expert_gate and model.shared_expert_ffn_hidden_size is None:
+        raise ConfigError(
+            "model.shared_expert_gate=true: there is no shared expert; set model.shared_expert_ffn_hidden_size"
+        )
 
 
 def _check_algorithm(stage: schema.StageConfig) -> None:

@@ -34,7 +34,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0.0), Number]
 
 @section
 class ModelConfig:
-    """A LLaMA/Qwen-style decoder: RMSNorm, SwiGLU, RoPE, grouped-query attention, dense or with a mixture of experts."""
+    """A LLaMA/Qwen-style decoder: RMSNorm, SwiGLU, RoPE, grouped-query attention; dense, or a mixture of experts."""
 
     num_layers: Positive = 4
     hidden_size: Positive = 128

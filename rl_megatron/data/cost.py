@@ -44,12 +44,18 @@ class SequenceCost:
 
     @classmethod
     def of_model(cls, model: ModelConfig, vocab_size: int) -> Self:
-        """FLOPs of a decoder: the projections of attention, the three matrices of SwiGLU, and the output head, a matmul
-        even where it is the embedding matrix. Norms, biases and the embedding's look-up are not counted, nor what
-        `model.recompute` computes again."""
+        """FLOPs of a decoder: the projections of attention, the three matrices of SwiGLU (of a mixture: the router's and
+        those of the experts that a token visits) and the output head, a matmul even where it is the embedding.
+        Norms, biases and the embedding's look-up are not counted, nor what `model.recompute` computes again, nor what
+        a sliding window spares."""
         head_dim = model.head_dim or model.hidden_size // model.num_attention_heads
         width = model.num_attention_heads * head_dim
         attention = model.hidden_size * (2 * width + 2 * model.num_query_groups * head_dim)
-        mlp = 3 * model.hidden_size * model.ffn_hidden_size
+        if model.num_experts is None:
+            mlp = 3 * model.hidden_size * model.ffn_hidden_size
+        else:
+            visited = model.experts_per_token * (model.expert_ffn_hidden_size or model.ffn_hidden_size)
+            visited += model.shared_expert_ffn_hidden_size or 0
+            mlp = model.hidden_size * (3 * visited + model.num_experts)
         parameters = model.num_layers * (attention + mlp) + vocab_size * model.hidden_size
         return cls(per_token=6.0 * parameters, per_pair=6.0 * model.num_layers * width)

@@ -128,6 +128,34 @@ class MicrobatchPlan:
         return max(map(imbalance, zip(*self.costs, strict=True)), default=0.0)
 
 
+def plan_padded(
+    lengths: Sequence[int], width: int, num_shards: int, rows_per_microbatch: int, cost: SequenceCost
+) -> MicrobatchPlan:
+    """Neighbouring rows on one shard, in order, so many at a time, all `width` tokens wide.
+
+    Raises:
+        ValueError: the rows do not divide over shards and microbatches.
+    """
+    num_rows = len(lengths)
+    if num_rows % (num_shards * rows_per_microbatch):
+        raise ValueError(
+            f"{num_rows} rows do not divide over {num_shards} shards in microbatches of {rows_per_microbatch}: append "
+            f"zero-weight rows with `pad_to_multiple({num_shards * rows_per_microbatch})`."
+        )
+    share = num_rows // num_shards
+    rows = [
+        [list(range(start, start + rows_per_microbatch)) for start in range(first, first + share, rows_per_microbatch)]
+        for first in range(0, num_rows, share)
+    ]
+    return MicrobatchPlan(
+        rows,
+        lengths=[[width] * len(shard) for shard in rows],
+        tokens=_sums(rows, lengths),
+        slots=[[rows_per_microbatch * width] * len(shard) for shard in rows],
+        costs=[[rows_per_microbatch * cost(width)] * len(shard) for shard in rows],
+    )
+
+
 def plan_dynamic_batching(
     lengths: Sequence[int], width: int, num_shards: int, args: DynamicBatchingArgs
 ) -> MicrobatchPlan:

@@ -152,8 +152,10 @@ class Loss(ABC):
             inputs |= self.read_output(output, inputs["data"], sharding)
         loss, metrics = self.evaluate(**inputs)
         metrics = as_numbers(metrics)
-        if _NAN_IS_NAMED.get() and math.isnan(float(loss.detach().sum())) and (
-            culprit := first_nan(inputs["data"], inputs, self.required_keys, self.next_token_keys)
+        if (
+            _NAN_IS_NAMED.get()
+            and math.isnan(float(loss.detach().sum()))
+            and (culprit := first_nan(inputs["data"], inputs, self.required_keys, self.next_token_keys))
         ):
             raise ValueError(f"{type(self).__name__} is NaN: {culprit} is NaN and not masked")
         return loss, metrics

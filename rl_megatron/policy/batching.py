@@ -16,14 +16,16 @@ from torch import Tensor
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.cost import SequenceCost
 from rl_megatron.data.microbatches import (
     DynamicBatchingArgs,
     MicrobatchPlan,
     SequencePackingArgs,
     plan_dynamic_batching,
+    plan_padded,
     plan_sequence_packing,
 )
-from rl_megatron.schedule import Microbatch, rooms_of
+from rl_megatron.schedule import Microbatch
 from rl_megatron.topology.topology import Topology
 
 
@@ -40,8 +42,16 @@ class Batching:
     rows: int = 8
     tokens: int = 4096
 
-    def plan(self, batch: BatchedDataDict, lengths: list[int], topology: Topology, unit: int = 1) -> Planned:
-        """Of a global batch whose rows have so many tokens; `unit` rows in a row stay together.
+    def plan(
+        self,
+        batch: BatchedDataDict,
+        lengths: list[int],
+        topology: Topology,
+        unit: int = 1,
+        cost: SequenceCost = SequenceCost(),
+    ) -> Planned:
+        """Of a global batch whose rows have so many tokens; `unit` rows in a row stay together. Packs are balanced by
+        the `cost` of their sequences.
 
         Raises: ConfigError where a unit alone exceeds `tokens`.
         """
@@ -49,17 +59,18 @@ class Batching:
         per_rank = -(-num_rows // (shards * unit)) * unit
         rows = min(self.rows, per_rank)
         batch = batch.pad_to_multiple(shards * (rows if self.kind == "padded" else unit))
-        lengths = lengths + [1] * (batch.size - num_rows)  # of fillers, one token is enough
-        width, multiple = batch["input_ids"].size(1), topology.sequence_multiple
+        lengths = [max(length, 1) for length in lengths] + [1] * (batch.size - num_rows)  # a token is enough of fillers
+        width = batch["input_ids"].size(1)
         try:
             if self.kind == "padded":
-                plan = _plan_padded(batch.size, shards, rows, width)
+                plan = plan_padded(lengths, width, shards, rows, cost)
             elif self.kind == "dynamic":
-                args = DynamicBatchingArgs(self.tokens, unit_size=unit, sequence_length_round=multiple)
+                multiple = topology.sequence_multiple
+                args = DynamicBatchingArgs(self.tokens, unit_size=unit, cost=cost, sequence_length_round=multiple)
                 plan = plan_dynamic_batching(lengths, width, shards, args)
             else:
                 chunks = 2 * topology.context if topology.context > 1 else 1
-                args = SequencePackingArgs(self.tokens, unit_size=unit, sequence_length_pad_multiple=chunks)
+                args = SequencePackingArgs(self.tokens, unit_size=unit, cost=cost, sequence_length_pad_multiple=chunks)
                 plan = plan_sequence_packing(lengths, shards, args)
         except ValueError as error:
             raise ConfigError(f"train.batching={self.kind}, train.micro_batch_tokens={self.tokens}: {error}") from error
@@ -68,19 +79,7 @@ class Batching:
             self._microbatch(batch.select_indices(chosen), [lengths[row] for row in chosen], cut)
             for chosen, cut in zip(mine, plan.lengths[topology.data_rank], strict=True)
         ]
-        efficiency = sum(lengths[:num_rows]) / self._slots(plan, lengths, topology)
-        return Planned(microbatches, tuple(chain.from_iterable(mine)), num_rows, batch.size, efficiency)
-
-    def _slots(self, plan: MicrobatchPlan, lengths: list[int], topology: Topology) -> int:
-        """Token slots that the model computes, over all data-parallel ranks."""
-        slots = 0
-        for of_shard, widths in zip(plan.rows, plan.lengths, strict=True):
-            for rows, width in zip(of_shard, widths, strict=True):
-                if self.kind == "packed":
-                    slots += sum(rooms_of([lengths[row] for row in rows], topology))
-                else:
-                    slots += len(rows) * -(-width // topology.sequence_multiple) * topology.sequence_multiple
-        return slots
+        return Planned(microbatches, tuple(chain.from_iterable(mine)), num_rows, batch.size, plan)
 
     def _microbatch(self, batch: BatchedDataDict, lengths: list[int], width: int) -> Microbatch:
         if self.kind == "padded":
@@ -96,14 +95,14 @@ class Planned:
 
     rows: where their rows, one microbatch after the other, lie in the global batch of `num_rows` rows; numbers from
         there to `num_padded` are fillers without weight.
-    efficiency: tokens of the global batch per token slot that the model computes, over all ranks.
+    plan: of all ranks, with its efficiency and balance.
     """
 
     microbatches: list[Microbatch]
     rows: tuple[int, ...]
     num_rows: int
     num_padded: int
-    efficiency: float
+    plan: MicrobatchPlan
 
     def spread(self, streams: list[Tensor], width: int, first_column: int, device: torch.device) -> Tensor:
         """[num_rows, width], 0 where this rank has nothing to say, from [b, ·] of each microbatch, whose column 0 is
@@ -114,16 +113,6 @@ class Planned:
             whole[rows, first_column : first_column + stream.size(1)] = stream
             start += stream.size(0)
         return whole[: self.num_rows]
-
-
-def _plan_padded(num_rows: int, shards: int, rows: int, width: int) -> MicrobatchPlan:
-    """Neighbouring rows on one shard, in order."""
-    share = num_rows // shards
-    starts = [range(shard * share, (shard + 1) * share, rows) for shard in range(shards)]
-    return MicrobatchPlan(
-        [[list(range(start, start + rows)) for start in of_shard] for of_shard in starts],
-        [[width] * len(of_shard) for of_shard in starts],
-    )
 
 
 def row_lengths(batch: Mapping[str, Tensor]) -> list[int]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig, OptimizerConfig
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.cost import SequenceCost
 from rl_megatron.losses.interfaces import LossFunction
 from rl_megatron.model.backend import choose_backend
 from rl_megatron.model.build import Head, build_model, unwrap
@@ -62,6 +63,7 @@ class MegatronPolicy(PolicyInterface):
         self.seed = seed
         self.global_batch_size = global_batch_size
         self.batching = batching
+        self._cost = SequenceCost.of_model(model, vocab_size)
         self.chunks = build_model(model, topology, vocab_size=vocab_size, precision=precision, seed=seed, head=head)
         self.optimizer = self.scheduler = None
         if optimizer is not None:
@@ -124,7 +126,7 @@ class MegatronPolicy(PolicyInterface):
         for start in range(0, data.size, gbs):
             rows = slice(start, min(start + gbs, data.size))
             batch = data.slice(rows.start, rows.stop)
-            planned = batching.plan(batch, lengths[rows], self.topology, unit)
+            planned = batching.plan(batch, lengths[rows], self.topology, unit, self._cost)
             reports.append((self._evaluate if eval_mode else self._step)(batch, planned, loss_fn))
         self.finish_training()
         result = over_steps(reports, loss_fn)
@@ -135,7 +137,7 @@ class MegatronPolicy(PolicyInterface):
 
     def _evaluate(self, batch: BatchedDataDict, planned: Planned, loss_fn: LossFunction) -> dict[str, float]:
         report = self._runner.train_step(planned.microbatches, loss_fn, Denominators.count(batch), forward_only=True)
-        return report | {"packing_efficiency": planned.efficiency}
+        return report | {"packing_efficiency": planned.plan.efficiency}
 
     def _step(self, batch: BatchedDataDict, planned: Planned, loss_fn: LossFunction) -> dict[str, float]:
         denominators = Denominators.count(batch)
@@ -149,7 +151,7 @@ class MegatronPolicy(PolicyInterface):
             updated, _, _ = self.optimizer.step()
             self.scheduler.step(increment=1)
         moved = {"grad_norm": grad_norm, "lr": lr, "updated": float(updated)}
-        return report | moved | {"packing_efficiency": planned.efficiency}
+        return report | moved | {"packing_efficiency": planned.plan.efficiency}
 
     def accumulate_gradients(
         self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None
@@ -164,7 +166,7 @@ class MegatronPolicy(PolicyInterface):
     def plan(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None) -> Planned:
         """This rank's microbatches of one global batch."""
         unit = getattr(loss_fn, "rows_per_unit", 1)
-        return self._batching(mbs).plan(batch, self._check(batch), self.topology, unit)
+        return self._batching(mbs).plan(batch, self._check(batch), self.topology, unit, self._cost)
 
     def _accumulate_gradients(
         self, planned: Planned, loss_fn: LossFunction, denominators: Denominators
@@ -187,8 +189,8 @@ class MegatronPolicy(PolicyInterface):
     # --- logprobs and scores ---
 
     def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
-        """`logprobs` [B, S] fp32 at the rows' `temperature` (default 1); entry t speaks of token t, entry 0 is 0, and so
-        is what lies past a row's `input_lengths`."""
+        """`logprobs` [B, S] fp32 at the rows' `temperature` (default 1); entry t speaks of token t; entry 0 and what
+        lies past a row's `input_lengths` are 0."""
         logprobs = self._token_stream(self._runner.next_token_logprobs, data, micro_batch_size)
         return BatchedDataDict({"logprobs": logprobs})
 
@@ -245,7 +247,7 @@ class MegatronPolicy(PolicyInterface):
         data["sample_mask"] = torch.ones(data.size)
         data = data.to(topology.platform.device)
         width = data["input_ids"].size(1)
-        planned = self._batching(micro_batch_size).plan(data, lengths, topology)
+        planned = self._batching(micro_batch_size).plan(data, lengths, topology, cost=self._cost)
         whole = planned.spread(of(planned.microbatches), width, first_column, topology.platform.device)
         if topology.pipeline > 1:
             dist.broadcast(whole, src=topology.last_stage_rank, group=topology.groups.pp)

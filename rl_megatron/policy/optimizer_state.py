@@ -37,7 +37,7 @@ def sharded_optimizer_state(
     for index, part in enumerate(parts(optimizer)):
         if isinstance(part, DistributedOptimizer):
             tensors = {
-                f"{entries[id(parameter)].key}.{number}": _sharded(entries[id(parameter)], whole)
+                f"{number}": _sharded(entries[id(parameter)], whole)
                 for number, (parameter, whole) in enumerate(_whole_states(part, loading))
             }
             state[f"part{index}"] = {"groups": part.state_dict(), "tensors": tensors}
@@ -64,11 +64,12 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -
             groups["param_groups"] = [values | step for values in configured]
             part.load_state_dict(state["groups"])
             local = dict(_local_ranges(part))
-            for parameter, whole in zip(_parameters(part), state["tensors"].values(), strict=True):
+            for number, parameter in enumerate(_parameters(part)):  # a loaded dict has an order of its own
                 if parameter in local:
                     mine = part._get_main_param_and_optimizer_states(parameter)
                     for name in _STATES:
-                        mine[name].copy_(whole[name].flatten()[local[parameter]])
+                        whole = state["tensors"][f"{number}"][name]
+                        mine[name].copy_(whole.flatten()[local[parameter]])
         else:
             for group, values in zip(state.get("optimizer", state)["param_groups"], configured, strict=True):
                 group.update(values)

@@ -83,9 +83,7 @@ def _describe_failure(
     }
     everywhere: list = [None] * topology.world_size
     dist.all_gather_object(everywhere, (topology.data_rank, bad))
-    places = sorted(
-        {(rank, index, culprit or "") for rank, found in everywhere for index, culprit in found.items()}
-    )
+    places = sorted({(rank, index, culprit or "") for rank, found in everywhere for index, culprit in found.items()})
     where = ", ".join(
         f"microbatch {index} of data-parallel rank {rank}" + (f", where {culprit} is NaN" if culprit else "")
         for rank, index, culprit in places[:4]

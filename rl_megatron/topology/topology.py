@@ -136,7 +136,10 @@ def validate_model(model: ModelConfig, parallel: ParallelConfig) -> None:
     divides("parallel.expert", parallel.expert, "model.num_experts", model.num_experts)
     if model.shared_expert_ffn_hidden_size is not None:
         divides(
-            "parallel.tensor", parallel.tensor, "model.shared_expert_ffn_hidden_size", model.shared_expert_ffn_hidden_size
+            "parallel.tensor",
+            parallel.tensor,
+            "model.shared_expert_ffn_hidden_size",
+            model.shared_expert_ffn_hidden_size,
         )
     if parallel.tensor > 1 and not parallel.sequence:
         raise ConfigError(

@@ -108,7 +108,11 @@ def possible_pairs() -> set[Pair]:
             found |= set(itertools.combinations(fixed, 2))
             for place, name in enumerate(f._fields):
                 if name not in _BOUND:
-                    found |= {tuple(sorted([pair, (place, value)], key=itemgetter(0))) for pair in fixed for value in VALUES[name]}
+                    found |= {
+                        tuple(sorted([pair, (place, value)], key=itemgetter(0)))
+                        for pair in fixed
+                        for value in VALUES[name]
+                    }
     others = [(place, name) for place, name in enumerate(free._fields) if name not in _BOUND]
     for (a, first), (b, second) in itertools.combinations(others, 2):
         found |= {((a, x), (b, y)) for x in VALUES[first] for y in VALUES[second]}

@@ -12,7 +12,7 @@ import pytest
 from docs import generate_layouts
 from tests.parallel.grid import VALUES, Factors, Grid, Layout, is_possible, pairs, possible_pairs, whole_grid
 
-# tensor, sequence, pipeline, virtual, context, expert, data, rows, batching, tied, recompute, uneven, window, distributed
+# Values in the order of `Factors`.
 FEW = [
     Layout(Factors(*values))
     for values in (

@@ -33,7 +33,12 @@ def one_step(parallel: dict, batching: Batching):
     batch = skewed_batch()
     report = policy.accumulate_gradients(batch, NLLLoss())
     found = gradients(policy)
-    return len(policy.plan(batch, NLLLoss()).microbatches), report["loss"], found, policy.get_logprobs(batch)["logprobs"]
+    return (
+        len(policy.plan(batch, NLLLoss()).microbatches),
+        report["loss"],
+        found,
+        policy.get_logprobs(batch)["logprobs"],
+    )
 
 
 @pytest.fixture(scope="module")

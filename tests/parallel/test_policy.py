@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import ModelConfig
 from rl_megatron.losses import NLLLoss
 from rl_megatron.losses.interfaces import LogprobLoss, LossType, Reduction
 from rl_megatron.policy import checkpoint
@@ -30,9 +31,14 @@ TENSOR, PIPELINE = (2, {"tensor": 2}), (2, {"pipeline": 2})
 INTERLEAVED, DATA = (2, {"pipeline": 2, "virtual_pipeline": 2}), (2, {})
 
 
-def save_after_two_steps(parallel: dict, directory: str, distributed: bool) -> tuple[torch.Tensor, dict, dict]:
+EXPERTS = dataclasses.replace(MODEL, num_experts=4, expert_ffn_hidden_size=32)
+
+
+def save_after_two_steps(
+    parallel: dict, directory: str, distributed: bool, model: ModelConfig = MODEL
+) -> tuple[torch.Tensor, dict, dict]:
     """Logprobs at the checkpoint, then the report and weights of the next step."""
-    policy = build_policy(parallel, optimizer=DISTRIBUTED_OPTIMIZER if distributed else OPTIMIZER)
+    policy = build_policy(parallel, model=model, optimizer=DISTRIBUTED_OPTIMIZER if distributed else OPTIMIZER)
     for seed in range(2):
         policy.train(random_batch(8, 16, seed), NLLLoss(), gbs=8)
     policy.save_checkpoint(directory, 2, note="kept")
@@ -41,8 +47,11 @@ def save_after_two_steps(parallel: dict, directory: str, distributed: bool) -> t
     return logprobs, report, weights(policy)
 
 
-def load_and_continue(parallel: dict, directory: str, distributed: bool) -> tuple[torch.Tensor, dict, dict, dict]:
-    policy = build_policy(parallel, seed=99, optimizer=DISTRIBUTED_OPTIMIZER if distributed else OPTIMIZER)
+def load_and_continue(
+    parallel: dict, directory: str, distributed: bool, model: ModelConfig = MODEL
+) -> tuple[torch.Tensor, dict, dict, dict]:
+    optimizer = DISTRIBUTED_OPTIMIZER if distributed else OPTIMIZER
+    policy = build_policy(parallel, model=model, seed=99, optimizer=optimizer)
     manifest = policy.load_checkpoint(Path(directory) / "step-000002")
     logprobs = policy.get_logprobs(random_batch(8, 16, 7))["logprobs"]
     report = policy.train(random_batch(8, 16, 5), NLLLoss(), gbs=8)
@@ -63,8 +72,28 @@ def load_and_continue(parallel: dict, directory: str, distributed: bool) -> tupl
     ids=lambda layout: f"{layout[0]} {layout[1]}",
 )
 def test_a_checkpoint_continues_under_another_layout(ranks, tmp_path, saved, loaded, distributed):
-    logprobs, report, after = ranks.run(saved[0], save_after_two_steps, saved[1], str(tmp_path), distributed)[0]
-    found = ranks.run(loaded[0], load_and_continue, loaded[1], str(tmp_path), distributed)[0]
+    check_continuation(ranks, tmp_path, saved, loaded, distributed, MODEL)
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed optimizer", "plain optimizer"])
+@pytest.mark.parametrize(
+    "saved, loaded",
+    [
+        ((2, {"expert": 2}), (1, {})),
+        ((1, {}), (2, {"expert": 2, "tensor": 2, "sequence": True})),
+        ((2, {"expert": 2, "tensor": 2, "sequence": True}), PIPELINE),
+        (DATA, (2, {"expert": 2})),
+    ],
+    ids=lambda layout: f"{layout[0]} {layout[1]}",
+)
+def test_a_checkpoint_of_experts_continues_under_another_layout(ranks, tmp_path, saved, loaded, distributed):
+    check_continuation(ranks, tmp_path, saved, loaded, distributed, EXPERTS)
+
+
+def check_continuation(ranks, tmp_path, saved, loaded, distributed, model):
+    given = (str(tmp_path), distributed, model)
+    logprobs, report, after = ranks.run(saved[0], save_after_two_steps, saved[1], *given)[0]
+    found = ranks.run(loaded[0], load_and_continue, loaded[1], *given)[0]
     torch.testing.assert_close(found[0], logprobs, atol=1e-5, rtol=0)
     for name in ("loss", "grad_norm", "lr"):
         assert found[1][name] == pytest.approx(report[name], rel=1e-5), name
@@ -151,7 +180,7 @@ class NaNOnRowThree(LogprobLoss):
     metric_reductions: dict[str, Reduction] = {}
 
     def evaluate(self, data, global_valid_seqs, global_valid_toks, next_token_logprobs, next_token_entropy=None):
-        loss = torch.where(data["marked"][:, None] > 0, torch.nan, next_token_logprobs).sum() / global_valid_toks
+        loss = torch.where(data["marked"].isnan()[:, None], torch.nan, next_token_logprobs).sum() / global_valid_toks
         return loss, {}
 
 
@@ -175,13 +204,20 @@ def test_a_loss_with_a_call_of_its_own_is_called(ranks, layout):
         assert tenfold == pytest.approx(10 * plain, rel=1e-6)
 
 
-def nan_steps(parallel: dict) -> tuple[str, float]:
+class NaNInACallOfItsOwn(NaNOnRowThree):
+    """Called through `__call__`, which names the NaN of a single process in an error of its own."""
+
+    def __call__(self, *args, **inputs):
+        return super().__call__(*args, **inputs)
+
+
+def nan_steps(parallel: dict, loss: type[NaNOnRowThree]) -> tuple[str, float]:
     policy = build_policy(parallel, micro_batch_size=1)
     before = weights(policy)
     batch = random_batch(4, 12, 0)
-    batch["marked"] = torch.tensor([0.0, 0.0, 0.0, 1.0])
+    batch["marked"] = torch.tensor([0.0, 0.0, 0.0, torch.nan])
     with pytest.raises(NonFiniteLoss) as error:
-        policy.train(batch, NaNOnRowThree(), gbs=4)
+        policy.train(batch, loss(), gbs=4)
     after = weights(policy)
     return str(error.value), max(((after[name] - before[name]).abs().max().item() for name in before), default=0.0)
 
@@ -192,8 +228,9 @@ def nan_steps(parallel: dict) -> tuple[str, float]:
      (DATA, "microbatch 1 of data-parallel rank 1")],
     ids=str,
 )  # fmt: skip
-def test_a_nan_loss_is_placed_and_moves_nothing_on_any_rank(ranks, layout, place):
-    for message, changed in ranks.run(layout[0], nan_steps, layout[1]):
+@pytest.mark.parametrize("loss", [NaNOnRowThree, NaNInACallOfItsOwn])
+def test_a_nan_loss_is_placed_and_moves_nothing_on_any_rank(ranks, layout, place, loss):
+    for message, changed in ranks.run(layout[0], nan_steps, layout[1], loss):
         assert place in message and "loss=nan" in message
         assert changed == 0.0
 

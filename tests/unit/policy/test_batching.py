@@ -33,9 +33,7 @@ def batch(lengths=LENGTHS) -> BatchedDataDict:
 
 def plans(batching: Batching, data: int = 1, unit: int = 1, lengths=LENGTHS, **degrees):
     whole = batch(lengths)
-    return [
-        batching.plan(whole, list(lengths), topology(rank, data, **degrees), unit) for rank in range(data)
-    ]
+    return [batching.plan(whole, list(lengths), topology(rank, data, **degrees), unit) for rank in range(data)]
 
 
 KINDS = [Batching("padded", rows=2), Batching("dynamic", tokens=16), Batching("packed", tokens=16)]
@@ -59,7 +57,10 @@ def test_every_row_is_in_one_microbatch_and_every_rank_has_equally_many(batching
                 weighing += weight
                 if weight:
                     length = LENGTHS[row]
-                    assert microbatch.batch["input_ids"][place, :length].tolist() == batch()["input_ids"][row, :length].tolist()
+                    assert (
+                        microbatch.batch["input_ids"][place, :length].tolist()
+                        == batch()["input_ids"][row, :length].tolist()
+                    )
                     assert microbatch.lengths is None or microbatch.lengths[place] == length
             start += size
     assert weighing == len(LENGTHS)
@@ -73,7 +74,10 @@ def test_no_microbatch_exceeds_the_budget(batching):
             assert rows * length <= batching.tokens
 
 
-@pytest.mark.parametrize("batching", [Batching("padded", rows=2), Batching("dynamic", tokens=48), Batching("packed", tokens=24)], ids=lambda b: b.kind)  # fmt: skip
+OF_PAIRS = [Batching("padded", rows=2), Batching("dynamic", tokens=48), Batching("packed", tokens=24)]
+
+
+@pytest.mark.parametrize("batching", OF_PAIRS, ids=lambda b: b.kind)
 @pytest.mark.parametrize("data", [1, 2])
 def test_pairs_stay_together_in_order(batching, data):
     lengths = LENGTHS + [5]
@@ -86,7 +90,7 @@ def test_pairs_stay_together_in_order(batching, data):
 def test_rooms_are_padded_only_where_a_degree_asks_for_it():
     (plain,) = plans(Batching("packed", tokens=100))
     (microbatch,) = plain.microbatches
-    assert microbatch.shape(topology()) == (1, sum(LENGTHS)) and plain.efficiency == 1.0
+    assert microbatch.shape(topology()) == (1, sum(LENGTHS)) and plain.plan.efficiency == 1.0
     (cut,) = plans(Batching("packed", tokens=100), context=2)
     (microbatch,) = cut.microbatches
     assert microbatch.shape(topology(context=2)) == (1, 12 + 4 + 12 + 4 + 8 + 8 + 4)
@@ -97,17 +101,17 @@ def test_rooms_are_padded_only_where_a_degree_asks_for_it():
 
 def test_efficiency_is_tokens_per_slot_over_all_ranks():
     (padded,) = plans(Batching("padded", rows=7))
-    assert padded.efficiency == sum(LENGTHS) / (7 * WIDTH)
+    assert padded.plan.efficiency == sum(LENGTHS) / (7 * WIDTH)
     dynamic = plans(Batching("dynamic", tokens=12), data=1)[0]
     slots = sum(rows * length for rows, length in (m.shape(topology()) for m in dynamic.microbatches))
-    assert dynamic.efficiency == sum(LENGTHS) / slots
+    assert dynamic.plan.efficiency == sum(LENGTHS) / slots
 
 
 @pytest.mark.parametrize(
     ("batching", "unit", "said"),
     [
         (Batching("packed", tokens=11), 1, r"train.batching=packed, train.micro_batch_tokens=11: .* has 12 tokens"),
-        (Batching("dynamic", tokens=11), 1, r"train.batching=dynamic, train.micro_batch_tokens=11: row \d needs 1 x 12"),
+        (Batching("dynamic", tokens=11), 1, r"train.batching=dynamic, micro_batch_tokens=11: row \d needs 1 x 12"),
         (Batching("packed", tokens=12), 2, r"train.micro_batch_tokens=12: sequence \d has 13 tokens"),
         (Batching("dynamic", tokens=12), 2, r"train.micro_batch_tokens=12: row \d needs 2 x 7 tokens"),
     ],
