@@ -124,10 +124,12 @@ def _run_stage(
     resume: bool,
 ) -> dict[str, Any]:
     scores = config.algorithm.name == "reward_model"
-    policy = _model(config, layout, tokenizer, weights, config.optimizer, "score" if scores else "lm")
+    steps = _optimizer_steps(config)
+    policy = _model(config, layout, tokenizer, weights, config.optimizer, steps, "score" if scores else "lm")
     critic = None
     if config.algorithm.name == "ppo":
-        critic = _model(config, layout, tokenizer, weights, config.algorithm.critic_optimizer, "score")
+        steps = _optimizer_steps(config, of_critic=True)
+        critic = _model(config, layout, tokenizer, weights, config.algorithm.critic_optimizer, steps, "score")
     engine = MegatronEngine(policy, config.generation.batch_size)
     evaluate = _evaluation(config, policy, engine, tokenizer)
     stage = Stage(name, config, policy, engine, tokenizer, recorder, directory, resume, evaluate, critic)
@@ -144,6 +146,7 @@ def _model(
     tokenizer: Tokenizer,
     weights: Path | None,
     optimizer: OptimizerConfig,
+    total_steps: int,
     head: Head,
 ) -> MegatronPolicy:
     """The stage's policy, or another model of its shape, from the weights the stage before left."""
@@ -154,7 +157,7 @@ def _model(
         precision=config.precision,
         seed=config.train.seed,
         optimizer=optimizer,
-        total_steps=_optimizer_steps(config),
+        total_steps=total_steps,
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,
         head=head,
@@ -164,12 +167,15 @@ def _model(
     return model
 
 
-def _optimizer_steps(config: StageConfig) -> int:
-    algorithm, train = config.algorithm, config.train
+def _optimizer_steps(config: StageConfig, of_critic: bool = False) -> int:
+    """How many the stage's policy takes, or its critic: what a schedule without `decay_steps` is stretched over."""
+    algorithm, steps = config.algorithm, config.train.steps
     if algorithm.name not in ("grpo", "ppo"):
-        return train.steps
+        return steps
+    if algorithm.name == "ppo" and not of_critic:
+        steps -= algorithm.critic_warmup_steps  # the policy takes none of these
     rows = algorithm.prompts_per_step * algorithm.samples_per_prompt
-    return train.steps * algorithm.updates_per_rollout * math.ceil(rows / train.global_batch_size)
+    return steps * algorithm.updates_per_rollout * math.ceil(rows / config.train.global_batch_size)
 
 
 def _evaluation(

@@ -139,4 +139,11 @@ def test_a_resumed_stage_has_the_critic_of_its_step(run):
 def test_the_schedule_counts_the_optimizer_steps_of_a_rollout():
     config = load([*OVERRIDES, "algorithm.updates_per_rollout=3", "train.steps=5", "train.global_batch_size=48"]).first
     assert config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt == 64
-    assert _optimizer_steps(config) == 5 * 3 * 2
+    assert _optimizer_steps(config) == _optimizer_steps(config, of_critic=True) == 5 * 3 * 2
+
+
+def test_the_policys_schedule_leaves_the_critics_warmup_out():
+    """It would otherwise never come to its end."""
+    config = load([*OVERRIDES, "algorithm.critic_warmup_steps=2", "train.steps=5", "train.global_batch_size=32"]).first
+    assert _optimizer_steps(config) == (5 - 2) * 2
+    assert _optimizer_steps(config, of_critic=True) == 5 * 2
