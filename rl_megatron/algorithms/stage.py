@@ -111,9 +111,8 @@ class Stage:
         if self.critic is not None:  # first, so that a policy's checkpoint always has its critic's
             self.critic.save_checkpoint(self._of_critic, step, **kept)
         self.policy.save_checkpoint(self.checkpoints, step, **kept)
-        checkpoint.delete_older(self.checkpoints, self.config.train.keep_checkpoints)
-        if self.critic is not None:
-            checkpoint.delete_older(self._of_critic, self.config.train.keep_checkpoints)
+        companions = None if self.critic is None else self._of_critic
+        checkpoint.delete_older(self.checkpoints, self.config.train.keep_checkpoints, companions)
 
     @property
     def _of_critic(self) -> Path:

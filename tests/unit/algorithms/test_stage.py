@@ -64,7 +64,7 @@ def make(monkeypatch):
     def build(log, saved=(), resume=True, nan_at=None, **train):
         monkeypatch.setattr(stage_module.checkpoint, "complete_checkpoints", lambda directory: list(saved))
         monkeypatch.setattr(
-            stage_module.checkpoint, "delete_older", lambda directory, keep: log.append(("delete older", keep))
+            stage_module.checkpoint, "delete_older", lambda directory, keep, _: log.append(("delete older", keep))
         )
         config = load([])
         config = replace(config.first, train=replace(config.first.train, **train))
