@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
 from rl_megatron.algorithms import inputs
 from rl_megatron.algorithms.rollout import ROLLOUT_KEYS
+from rl_megatron.algorithms.stage import critic_checkpoints
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import to_yaml
 from rl_megatron.config.schema import RunConfig, StageConfig
@@ -42,7 +43,7 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
                 "choose another output_dir, or resume=true to continue"
             )
         if saved:
-            _check_checkpoint(saved[-1], stage, tokenizer)
+            _check_saved(saved[-1], stage, tokenizer)
     _check_unchanged(config, output_dir)
     if config.init_from:
         path = Path(config.init_from)
@@ -52,13 +53,22 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
     return tokenizer
 
 
-def _check_checkpoint(path: Path, stage: StageConfig, tokenizer: Tokenizer) -> None:
+def _check_saved(newest: Path, stage: StageConfig, tokenizer: Tokenizer) -> None:
+    """A stage's newest checkpoint and, where steps are left to take, what else they need."""
+    manifest = _check_checkpoint(newest, stage, tokenizer)
+    if manifest["step"] < stage.train.steps and stage.algorithm.name == "ppo":
+        _check_checkpoint(critic_checkpoints(newest.parent) / newest.name, stage, tokenizer)
+
+
+def _check_checkpoint(path: Path, stage: StageConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The manifest of a checkpoint that the stage can read."""
     manifest = checkpoint.read_manifest(path, stage.model)
     if manifest.get("tokenizer", tokenizer.digest) != tokenizer.digest:
         raise ConfigError(
             f"checkpoint {path} was trained with another tokenizer than this run's, so the same text would be other "
             "tokens to it; set tokenizer.path to the tokenizer directory of the run that made it"
         )
+    return manifest
 
 
 def _build_inputs(stage: StageConfig, tokenizer: Tokenizer) -> None:
@@ -149,19 +159,23 @@ def _check_unchanged(config: RunConfig, output_dir: Path) -> None:
     if not path.is_file():
         return
     before, now = yaml.safe_load(path.read_text()), yaml.safe_load(to_yaml(config))
-    for name, stage in now["stages"].items():
+    for name in now["stages"]:
         if not checkpoint.complete_checkpoints(output_dir / "checkpoints" / name):
             continue
-        changed = [
-            f"{section}: {before['stages'].get(name, {}).get(section)} → {stage[section]}"
-            for section in _OF_THE_TRAINED
-            if before["stages"].get(name, {}).get(section) != stage[section]
-        ]
+        was, is_ = (_of_the_trained(stages.get(name, {})) for stages in (before["stages"], now["stages"]))
+        changed = [f"{section}: {was[section]} → {is_[section]}" for section in is_ if was[section] != is_[section]]
         if changed:
             raise ConfigError(
                 f"output_dir={output_dir} holds checkpoints of stage {name!r} under another configuration "
                 f"({'; '.join(changed)}); set it back, or choose another output_dir and start from them with init_from"
             )
+
+
+def _of_the_trained(stage: Mapping[str, Any]) -> dict[str, Any]:
+    sections = {section: stage.get(section) for section in _OF_THE_TRAINED}
+    # The critic's optimizer may change as the policy's may, which has a section of its own.
+    sections["algorithm"] = {k: v for k, v in (sections["algorithm"] or {}).items() if k != "critic_optimizer"}
+    return sections
 
 
 def _bad_input_named(build: Callable[[], _T]) -> _T:

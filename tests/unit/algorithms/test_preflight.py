@@ -1,13 +1,15 @@
-"""What an algorithm can learn from: losses that it cannot serve are refused before the first step."""
+"""What is refused before the first step: losses that an algorithm cannot serve, runs that would go on as others."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 
-from rl_megatron.algorithms.preflight import _check_loss
+from rl_megatron.algorithms.preflight import _check_loss, _check_saved, _check_unchanged
 from rl_megatron.algorithms.run import _on_all_or_none
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load
+from rl_megatron.config.load import load, to_yaml
 from rl_megatron.losses import LOSSES, ClippedPGLossFn
 
 PAIRS = ["data=gsm8k_pairs", "data.path=x"]
@@ -67,6 +69,41 @@ def test_a_loss_that_needs_what_rollouts_do_not_carry(monkeypatch):
     monkeypatch.setitem(LOSSES, "judged", Judged)
     with pytest.raises(ConfigError, match=r"loss.name=judged needs \['verdicts'\], which ppo's batches do not carry"):
         _check_loss(stage_of("ppo", {"name": "judged"}))
+
+
+def save(directory, step, model, **manifest):
+    """A checkpoint with one file."""
+    path = directory / f"step-{step:06d}"
+    path.mkdir(parents=True)
+    (path / "weights").write_text("1234")
+    content = {"step": step, "model": asdict(model), "files": {"weights": 4}, **manifest}
+    (path / "manifest.json").write_text(json.dumps(content))
+    return path
+
+
+TOKENIZER = SimpleNamespace(digest="t")
+
+
+def test_a_critic_is_checked_beside_its_policy(tmp_path):
+    stage = load(["algorithm=ppo", "train.steps=5"]).first
+    newest = save(tmp_path / "ppo", 3, stage.model)
+    with pytest.raises(ConfigError, match=r"ppo\.critic/step-000003 does not exist"):
+        _check_saved(newest, stage, TOKENIZER)
+    beside = save(tmp_path / "ppo.critic", 3, stage.model)
+    _check_saved(newest, stage, TOKENIZER)
+    (beside / "weights").write_text("123")
+    with pytest.raises(ConfigError, match=r"ppo\.critic/step-000003 is damaged: weights has 3 bytes instead of 4"):
+        _check_saved(newest, stage, TOKENIZER)
+    _check_saved(newest, replace(stage, train=replace(stage.train, steps=3)), TOKENIZER)  # has no step left to take
+
+
+def test_either_optimizer_may_change_and_the_algorithm_may_not(tmp_path):
+    before = load(["algorithm=ppo", "precision=fp32"])
+    (tmp_path / "config.yaml").write_text(to_yaml(before))
+    save(tmp_path / "checkpoints" / "ppo", 3, before.first.model)
+    _check_unchanged(load(["algorithm=ppo", "optimizer.lr=0.1", "algorithm.critic_optimizer.lr=0.1"]), tmp_path)
+    with pytest.raises(ConfigError, match=r"algorithm: .*'gae_lambda': 0\.95.* → .*'gae_lambda': 0\.5"):
+        _check_unchanged(load(["algorithm=ppo", "algorithm.gae_lambda=0.5"]), tmp_path)
 
 
 def missing_on(rank: int) -> str:
