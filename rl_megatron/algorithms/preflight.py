@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import yaml
 
 from rl_megatron.algorithms import inputs
-from rl_megatron.algorithms.rollout import ROLLOUT_KEYS
+from rl_megatron.algorithms.rollout import ROLLOUT_KEYS, needs_reference
 from rl_megatron.algorithms.stage import critic_checkpoints
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import to_yaml
@@ -43,7 +43,7 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
                 "choose another output_dir, or resume=true to continue"
             )
         if saved:
-            _check_saved(saved[-1], stage, tokenizer)
+            _check_saved(saved[-1], stage, tokenizer, weights_source(config, output_dir, name))
     _check_unchanged(config, output_dir)
     if config.init_from:
         path = Path(config.init_from)
@@ -53,11 +53,41 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
     return tokenizer
 
 
-def _check_saved(newest: Path, stage: StageConfig, tokenizer: Tokenizer) -> None:
+def weights_source(config: RunConfig, output_dir: Path, name: str) -> str:
+    """Where the stage `name` begins, once the stages before it are done: init_from, a step of the stage before, or
+    new weights."""
+    names = list(config.stages)
+    if name != names[0]:
+        before = names[names.index(name) - 1]
+        saved = checkpoint.complete_checkpoints(output_dir / "checkpoints" / before)
+        newest = checkpoint.read_manifest(saved[-1])["step"] if saved else 0
+        step = max(newest, config.stages[before].train.steps)
+        return f"step {step} of stage {before!r} (stages.{before}.train.steps)"
+    if config.init_from:
+        return f"init_from={Path(config.init_from)}"
+    return f"init_from=null, new weights of train.seed={config.first.train.seed}"
+
+
+def _check_saved(newest: Path, stage: StageConfig, tokenizer: Tokenizer, weights_from: str) -> None:
     """A stage's newest checkpoint and, where steps are left to take, what else they need."""
     manifest = _check_checkpoint(newest, stage, tokenizer)
-    if manifest["step"] < stage.train.steps and stage.algorithm.name == "ppo":
+    if manifest["step"] >= stage.train.steps:
+        return
+    if stage.algorithm.name == "ppo":
         _check_checkpoint(critic_checkpoints(newest.parent) / newest.name, stage, tokenizer)
+    began_with = manifest.get("weights_from", weights_from)
+    if began_with != weights_from and _compares_with_reference(stage):
+        raise ConfigError(
+            f"checkpoint {newest} is of a stage whose reference policy was {began_with}, and would now be "
+            f"{weights_from}: a stage keeps its reference from its first step to its last; set it back, or choose "
+            "another output_dir and start from this checkpoint with init_from"
+        )
+
+
+def _compares_with_reference(stage: StageConfig) -> bool:
+    if stage.algorithm.name in ("grpo", "ppo"):
+        return needs_reference(configured_loss(stage.loss))
+    return stage.algorithm.name == "dpo"
 
 
 def _check_checkpoint(path: Path, stage: StageConfig, tokenizer: Tokenizer) -> dict[str, Any]:

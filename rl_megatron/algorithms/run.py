@@ -79,8 +79,9 @@ def _run(config: RunConfig) -> None:
             directory = output_dir / "checkpoints" / name
             results[name] = _finished_results(directory, stage_config) if config.resume else None
             if results[name] is None:
+                weights_from = preflight.weights_source(config, output_dir, name)
                 results[name] = _run_stage(
-                    name, stage_config, layout, tokenizer, recorder, directory, weights, config.resume
+                    name, stage_config, layout, tokenizer, recorder, directory, weights, weights_from, config.resume
                 )
             weights = checkpoint.complete_checkpoints(directory)[-1]
     except NonFiniteLoss as error:
@@ -121,6 +122,7 @@ def _run_stage(
     recorder: Recorder,
     directory: Path,
     weights: Path | None,
+    weights_from: str,
     resume: bool,
 ) -> dict[str, Any]:
     scores = config.algorithm.name == "reward_model"
@@ -132,7 +134,7 @@ def _run_stage(
         critic = _model(config, layout, tokenizer, weights, config.algorithm.critic_optimizer, steps, "score")
     engine = MegatronEngine(policy, config.generation.batch_size)
     evaluate = _evaluation(config, policy, engine, tokenizer)
-    stage = Stage(name, config, policy, engine, tokenizer, recorder, directory, resume, evaluate, critic)
+    stage = Stage(name, config, policy, engine, tokenizer, recorder, directory, resume, evaluate, weights_from, critic)
     ALGORITHMS[config.algorithm.name](stage)
     policy.shutdown()
     if critic is not None:

@@ -38,8 +38,9 @@ class Dataset(Protocol):
 
 @dataclass
 class Stage:
-    """What a story works with. `evaluate` gives held-out measures and samples to look at; `critic` is there for
-    algorithms that have one, saved and resumed with the policy."""
+    """What a story works with. `evaluate` gives held-out measures and samples to look at; `weights_from` tells in
+    checkpoints where the stage began, and so what its reference policy is; `critic` is there for algorithms that have
+    one, saved and resumed with the policy."""
 
     name: str
     config: StageConfig
@@ -50,6 +51,7 @@ class Stage:
     checkpoints: Path
     resume: bool
     evaluate: Evaluation
+    weights_from: str
     critic: MegatronPolicy | None = None
     results: dict[str, Any] = field(default_factory=dict)
 
@@ -112,7 +114,12 @@ class Stage:
         self.recorder.record(step, measures, kind="eval")
 
     def _save(self, step: int) -> None:
-        kept = {"results": self.results, "stage": self.name, "tokenizer": self.tokenizer.digest}
+        kept = {
+            "results": self.results,
+            "stage": self.name,
+            "tokenizer": self.tokenizer.digest,
+            "weights_from": self.weights_from,
+        }
         if self.critic is not None:  # first, so that a policy's checkpoint always has its critic's
             self.critic.save_checkpoint(critic_checkpoints(self.checkpoints), step, **kept)
         self.policy.save_checkpoint(self.checkpoints, step, **kept)

@@ -237,6 +237,15 @@ def test_a_run_does_not_resume_with_another_model(saved, refused):
     assert "model.hidden_size: checkpoint 32, run 64" in refused("output_dir=saved", "model.hidden_size=64")
 
 
+def test_a_run_does_not_go_on_with_another_reference_policy(tmp_path, saved, forks, refused):
+    began_with = f"init_from=saved/checkpoints/sft/{saved.name}"
+    begun = forks.run(tmp_path, "train", *TINY, *GRPO, began_with, "train.steps=1")
+    assert begun.status == 0, begun.err
+    message = refused(*GRPO, "train.steps=2")
+    assert f"reference policy was {began_with}, and would now be init_from=null" in message
+    assert forks.run(tmp_path, "train", *TINY, *GRPO, began_with, "train.steps=2").status == 0
+
+
 def test_a_run_without_resume_does_not_overwrite(saved, refused):
     message = refused("output_dir=saved", "resume=false")
     assert "resume=false" in message and "output_dir=saved" in message and "'sft'" in message

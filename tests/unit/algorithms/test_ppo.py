@@ -82,7 +82,7 @@ def run(monkeypatch):
         where = Path("checkpoints/ppo")
         stage = Stage(
             "ppo", config, Model("policy", log), None, tokenizer, recorder, where, True, lambda: ({}, []),
-            Model("critic", log),
+            "init_from=null", Model("critic", log),
         )  # fmt: skip
         story.ppo(stage)
         return log, records["train"]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_megatron.algorithms.preflight import _check_loss, _check_saved, _check_unchanged
+from rl_megatron.algorithms.preflight import _check_loss, _check_saved, _check_unchanged, weights_source
 from rl_megatron.algorithms.run import _on_all_or_none
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load, to_yaml
@@ -88,13 +88,50 @@ def test_a_critic_is_checked_beside_its_policy(tmp_path):
     stage = load(["algorithm=ppo", "train.steps=5"]).first
     newest = save(tmp_path / "ppo", 3, stage.model)
     with pytest.raises(ConfigError, match=r"ppo\.critic/step-000003 does not exist"):
-        _check_saved(newest, stage, TOKENIZER)
+        _check_saved(newest, stage, TOKENIZER, "")
     beside = save(tmp_path / "ppo.critic", 3, stage.model)
-    _check_saved(newest, stage, TOKENIZER)
+    _check_saved(newest, stage, TOKENIZER, "")
     (beside / "weights").write_text("123")
     with pytest.raises(ConfigError, match=r"ppo\.critic/step-000003 is damaged: weights has 3 bytes instead of 4"):
-        _check_saved(newest, stage, TOKENIZER)
-    _check_saved(newest, replace(stage, train=replace(stage.train, steps=3)), TOKENIZER)  # has no step left to take
+        _check_saved(newest, stage, TOKENIZER, "")
+    _check_saved(newest, replace(stage, train=replace(stage.train, steps=3)), TOKENIZER, "")  # no step left to take
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "loss", "compares"),
+    [
+        ("dpo", {"name": "dpo"}, True),
+        ("grpo", {"name": "clipped_pg"}, True),
+        ("grpo", {"name": "clipped_pg", "reference_policy_kl_penalty": 0.0}, False),
+        ("reinforce++", IN_REWARD, True),
+        ("reward_model", {"name": "preference"}, False),
+    ],
+)
+def test_a_stage_keeps_the_reference_it_began_with(tmp_path, algorithm, loss, compares):
+    stage = stage_of(algorithm, loss)
+    newest = save(tmp_path, 3, stage.model, weights_from="init_from=a")
+    _check_saved(newest, stage, TOKENIZER, "init_from=a")
+    done = replace(stage, train=replace(stage.train, steps=3))
+    _check_saved(newest, done, TOKENIZER, "init_from=b")
+    if compares:
+        with pytest.raises(ConfigError, match="reference policy was init_from=a, and would now be init_from=b.*set it"):
+            _check_saved(newest, stage, TOKENIZER, "init_from=b")
+    else:
+        _check_saved(newest, stage, TOKENIZER, "init_from=b")
+
+
+def test_where_a_stage_begins(tmp_path):
+    alone = load(["init_from=runs/a/", "train.seed=4"])
+    assert weights_source(alone, tmp_path, "sft") == "init_from=runs/a"
+    assert weights_source(replace(alone, init_from=None), tmp_path, "sft").endswith("new weights of train.seed=4")
+    two = replace(alone, stages={"sft": alone.first, "dpo": alone.first})
+    assert weights_source(two, tmp_path, "sft") == "init_from=runs/a"
+    found = []
+    for steps in (50, 60, 80):  # not yet there; already there; gone past
+        save(tmp_path / "checkpoints" / "sft", steps, alone.first.model)
+        first = replace(alone.first, train=replace(alone.first.train, steps=60))
+        found.append(weights_source(replace(two, stages={"sft": first, "dpo": first}), tmp_path, "dpo"))
+    assert found == [f"step {step} of stage 'sft' (stages.sft.train.steps)" for step in (60, 60, 80)]
 
 
 def test_either_optimizer_may_change_and_the_algorithm_may_not(tmp_path):

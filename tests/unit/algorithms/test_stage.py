@@ -33,7 +33,7 @@ class Policy:
         self.log.append(("train", options))
         return {"loss": 0.5}
 
-    def save_checkpoint(self, directory, step, results, stage, tokenizer):
+    def save_checkpoint(self, directory, step, results, stage, tokenizer, weights_from):
         self.log.append(("save", step, dict(results)))
 
     def load_checkpoint(self, path, **options):
@@ -69,7 +69,7 @@ def make(monkeypatch):
         config = load([])
         config = replace(config.first, train=replace(config.first.train, **train))
         evaluate = lambda: ({"accuracy": 0.75}, ["sample"])  # noqa: E731
-        return Stage("sft", config, Policy(log, nan_at), None, Characters(), Silent(log), "here", resume, evaluate)
+        return Stage("sft", config, Policy(log, nan_at), None, Characters(), Silent(log), "here", resume, evaluate, "a")
 
     return build
 
