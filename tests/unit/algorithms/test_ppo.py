@@ -32,6 +32,12 @@ class Model:
     def get_logprobs(self, batch):
         return {"logprobs": -batch["token_mask"]}
 
+    def freeze_reference(self):
+        pass
+
+    def get_reference_policy_logprobs(self, batch):
+        return {"reference_logprobs": -1.5 * batch["token_mask"]}
+
     def get_values(self, batch):
         return {"values": 0.5 * batch["token_mask"]}
 
@@ -112,6 +118,13 @@ def test_losses_and_batches(run):
     assert same is batch and value_loss.required_keys[-1] in batch
     assert set(policy_loss.required_keys) <= set(batch.keys())
     assert batch["returns"].shape == batch["advantages"].shape == (2, 3)
+
+
+def test_the_kl_in_the_reward_is_recorded(run):
+    in_reward = ["loss.use_kl_in_reward=true", "loss.reference_policy_kl_type=k1"]
+    _, records = run("loss.reference_policy_kl_penalty=0.1", *in_reward, "algorithm.critic_warmup_steps=1", steps=2)
+    assert [records[step]["reward_kl"] for step in (1, 2)] == [0.5, 0.5]
+    assert "reward_kl" not in run(steps=1)[1][1]
 
 
 def test_discount_and_lambda_reach_the_advantages(run):
