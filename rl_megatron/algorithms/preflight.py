@@ -16,7 +16,7 @@ from rl_megatron.config.load import to_yaml
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.data.order import BatchSchedule
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.losses.interfaces import Loss, LossInputType
+from rl_megatron.losses.interfaces import LossFunction, LossInputType
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.policy import checkpoint
 
@@ -142,14 +142,16 @@ def _check_loss(stage: StageConfig) -> None:
     algorithm, name = stage.algorithm, stage.loss.get("name")
     if algorithm.name not in _LOSS_MAKES_USE_OF:
         return  # pretraining and fine-tuning have one loss
+    suits, what, keys, instead = _LOSS_MAKES_USE_OF[algorithm.name]
+    if name is None:
+        raise ConfigError(f"loss.name is not set, and {algorithm.name} learns by a loss; set it: {instead}")
     try:
         loss_fn = configured_loss(stage.loss)
     except (KeyError, TypeError, ValueError) as error:  # an unknown key, a wrong type, a value out of range
         raise ConfigError(f"loss: {error.args[0] if error.args else error}") from error
-    suits, what, keys, instead = _LOSS_MAKES_USE_OF[algorithm.name]
     if not suits(loss_fn):
         raise ConfigError(f"loss.name={name} uses no {what}, which is all {algorithm.name} learns from; use {instead}")
-    missing = sorted(set(loss_fn.required_keys) - keys)
+    missing = sorted(set(getattr(loss_fn, "required_keys", ())) - keys)
     if missing:
         raise ConfigError(f"loss.name={name} needs {missing}, which {algorithm.name}'s batches do not carry")
     group_relative = getattr(algorithm, "advantage_estimator", None) == "group_relative"
@@ -160,12 +162,12 @@ def _check_loss(stage: StageConfig) -> None:
         )
 
 
-def _has_advantages(loss_fn: Loss) -> bool:
-    return "advantages" in loss_fn.required_keys
+def _has_advantages(loss_fn: LossFunction) -> bool:
+    return "advantages" in getattr(loss_fn, "required_keys", ("advantages",))  # one that does not say may well
 
 
-def _takes_pairs(of: LossInputType) -> Callable[[Loss], bool]:
-    return lambda loss_fn: loss_fn.rows_per_unit == 2 and loss_fn.input_type is of
+def _takes_pairs(of: LossInputType) -> Callable[[LossFunction], bool]:
+    return lambda loss_fn: getattr(loss_fn, "rows_per_unit", 1) == 2 and loss_fn.input_type is of
 
 
 _PAIR_KEYS = frozenset({"input_ids", "input_lengths", "token_mask", "sample_mask"})

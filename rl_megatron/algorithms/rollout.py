@@ -65,7 +65,7 @@ def kl_in_reward(loss_fn: LossFunction) -> float:
 
 def needs_reference(loss_fn: LossFunction) -> bool:
     """Whether the loss, or the reward on its behalf, compares with the reference policy."""
-    return "reference_policy_logprobs" in loss_fn.required_keys or kl_in_reward(loss_fn) > 0
+    return "reference_policy_logprobs" in getattr(loss_fn, "required_keys", ()) or kl_in_reward(loss_fn) > 0
 
 
 def rewards_per_token(rollouts: BatchedDataDict, loss_fn: LossFunction) -> Tensor:

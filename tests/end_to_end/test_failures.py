@@ -104,6 +104,7 @@ def test_a_directory_without_its_files(tmp_path, refused):
         ((*GRPO, "+loss.ratio_clp_min=0.1"), ["loss", "'ratio_clp_min'", "'ratio_clip_min'"]),
         ((*GRPO, "loss.ratio_clip_min=wide"), ["loss", "ratio_clip_min='wide'", "number"]),
         ((*GRPO, "loss.ratio_clip_min=-1"), ["loss", "ratio_clip_min=-1"]),
+        ((*GRPO, "~loss.name"), ["loss.name is not set", "clipped_pg"]),
         ((*GRPO, "loss.name=cliped_pg"), ["loss", "'cliped_pg'", "'clipped_pg'"]),
         ((*GRPO, "generation.max_new_tokens=60"), ["generation.max_new_tokens=60", "model.max_sequence_length=48"]),
         ((*GRPO, "generation.stop_tokens=[abc]"), ["generation.stop_tokens", "'abc'"]),

@@ -1,16 +1,18 @@
 """What is refused before the first step: losses that an algorithm cannot serve, runs that would go on as others."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
 
 from rl_megatron.algorithms.preflight import _check_loss, _check_saved, _check_unchanged, weights_source
+from rl_megatron.algorithms.rollout import needs_reference
 from rl_megatron.algorithms.run import _on_all_or_none
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load, to_yaml
-from rl_megatron.losses import LOSSES, ClippedPGLossFn
+from rl_megatron.losses import LOSSES, ClippedPGLossFn, LossFunction, LossInputType, LossType
 
 PAIRS = ["data=gsm8k_pairs", "data.path=x"]
 OVERRIDES = {
@@ -69,6 +71,50 @@ def test_a_loss_that_needs_what_rollouts_do_not_carry(monkeypatch):
     monkeypatch.setitem(LOSSES, "judged", Judged)
     with pytest.raises(ConfigError, match=r"loss.name=judged needs \['verdicts'\], which ppo's batches do not carry"):
         _check_loss(stage_of("ppo", {"name": "judged"}))
+
+
+class Protocol:
+    """It follows `LossFunction` and no more."""
+
+    loss_type, input_type = LossType.TOKEN_LEVEL, LossInputType.LOGPROB
+
+    def __init__(self, cfg):
+        pass
+
+    def __call__(self, data, global_valid_seqs, global_valid_toks, **inputs):
+        raise NotImplementedError
+
+
+class OfPairs(Protocol):
+    rows_per_unit = 2
+
+
+class Judging(Protocol):
+    required_keys = ("advantages", "verdicts")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "loss", "words"),
+    [
+        ("grpo", Protocol, None),
+        ("ppo", Protocol, None),
+        ("dpo", OfPairs, None),
+        ("dpo", Protocol, "loss.name=own uses no logprobs of pairs"),  # its pairs might be separated
+        ("reward_model", OfPairs, "loss.name=own uses no scores of pairs"),
+        ("grpo", Judging, r"loss.name=own needs \['verdicts'\]"),
+    ],
+)
+def test_losses_that_follow_the_protocol_alone(monkeypatch, algorithm, loss, words):
+    monkeypatch.setitem(LOSSES, "own", loss)
+    assert isinstance(loss(None), LossFunction) and not needs_reference(loss(None))
+    with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
+        _check_loss(stage_of(algorithm, {"name": "own"}))
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dpo", "reward_model"])
+def test_a_loss_without_a_name(algorithm):
+    with pytest.raises(ConfigError, match=f"loss.name is not set, and {algorithm} learns by a loss; set it: "):
+        _check_loss(stage_of(algorithm, {}))
 
 
 def save(directory, step, model, **manifest):
