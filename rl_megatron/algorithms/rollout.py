@@ -106,7 +106,8 @@ def join(parts: Sequence[BatchedDataDict], max_rows: int) -> BatchedDataDict:
 
 
 def statistics(rollouts: BatchedDataDict, group_size: int) -> dict[str, float]:
-    """What the rollouts were like: mean reward, completion length, share of ended rows and of informative groups."""
+    """What the rollouts were like: mean reward, completion length, share of ended rows and of informative groups, which
+    is 0 where a group is one sample."""
     lengths: Tensor = (rollouts["input_lengths"] - rollouts["prompt_lengths"]).float()
     return {
         "reward": rollouts["rewards"].mean().item(),
