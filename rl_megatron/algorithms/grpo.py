@@ -15,6 +15,7 @@ from rl_megatron.algorithms.rollout import (
     keep_informative,
     logprob_mismatch,
     needs_reference,
+    reward_kl,
     rewards_per_token,
     statistics,
     with_logprobs,
@@ -40,7 +41,7 @@ def grpo(stage: Stage) -> None:
         rollouts["advantages"] = _advantages(rollouts, algorithm, loss_fn)
         for _ in range(algorithm.updates_per_rollout):
             report = stage.train(step, rollouts, loss_fn)
-        stage.record(step, report | outcome | logprob_mismatch(rollouts))
+        stage.record(step, report | outcome | logprob_mismatch(rollouts) | reward_kl(rollouts, loss_fn))
 
 
 def collect(sampler: Sampler, step: int, algorithm: GRPOConfig) -> tuple[BatchedDataDict, dict[str, float]]:

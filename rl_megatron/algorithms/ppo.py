@@ -11,6 +11,7 @@ from rl_megatron.algorithms.rollout import (
     Sampler,
     logprob_mismatch,
     needs_reference,
+    reward_kl,
     rewards_per_token,
     statistics,
     with_logprobs,
@@ -37,6 +38,7 @@ def ppo(stage: Stage) -> None:
         rollouts["values"] = critic.get_values(rollouts)["values"]
         rollouts = with_advantages(rollouts, algorithm, policy_loss)
         report = statistics(rollouts, algorithm.samples_per_prompt) | logprob_mismatch(rollouts)
+        report |= reward_kl(rollouts, policy_loss)
         for _ in range(algorithm.updates_per_rollout):
             learned = stage.train(step, rollouts, value_loss, critic)
             report |= {f"critic_{name}": value for name, value in learned.items()}

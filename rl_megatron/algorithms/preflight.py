@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
 from rl_megatron.algorithms import inputs
-from rl_megatron.algorithms.rollout import ROLLOUT_KEYS
+from rl_megatron.algorithms.rollout import ROLLOUT_KEYS, needs_reference
+from rl_megatron.algorithms.stage import critic_checkpoints
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import to_yaml
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.data.order import BatchSchedule
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.losses.interfaces import Loss, LossInputType
+from rl_megatron.losses.interfaces import LossFunction, LossInputType
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.policy import checkpoint
 
@@ -42,7 +43,7 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
                 "choose another output_dir, or resume=true to continue"
             )
         if saved:
-            _check_checkpoint(saved[-1], stage, tokenizer)
+            _check_saved(saved[-1], stage, tokenizer, weights_source(config, output_dir, name))
     _check_unchanged(config, output_dir)
     if config.init_from:
         path = Path(config.init_from)
@@ -52,13 +53,52 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
     return tokenizer
 
 
-def _check_checkpoint(path: Path, stage: StageConfig, tokenizer: Tokenizer) -> None:
+def weights_source(config: RunConfig, output_dir: Path, name: str) -> str:
+    """Where the stage `name` begins, once the stages before it are done: init_from, a step of the stage before, or
+    new weights."""
+    names = list(config.stages)
+    if name != names[0]:
+        before = names[names.index(name) - 1]
+        saved = checkpoint.complete_checkpoints(output_dir / "checkpoints" / before)
+        newest = checkpoint.read_manifest(saved[-1])["step"] if saved else 0
+        step = max(newest, config.stages[before].train.steps)
+        return f"step {step} of stage {before!r} (stages.{before}.train.steps)"
+    if config.init_from:
+        return f"init_from={Path(config.init_from)}"
+    return f"init_from=null, new weights of train.seed={config.first.train.seed}"
+
+
+def _check_saved(newest: Path, stage: StageConfig, tokenizer: Tokenizer, weights_from: str) -> None:
+    """A stage's newest checkpoint and, where steps are left to take, what else they need."""
+    manifest = _check_checkpoint(newest, stage, tokenizer)
+    if manifest["step"] >= stage.train.steps:
+        return
+    if stage.algorithm.name == "ppo":
+        _check_checkpoint(critic_checkpoints(newest.parent) / newest.name, stage, tokenizer)
+    began_with = manifest.get("weights_from", weights_from)
+    if began_with != weights_from and _compares_with_reference(stage):
+        raise ConfigError(
+            f"checkpoint {newest} is of a stage whose reference policy was {began_with}, and would now be "
+            f"{weights_from}: a stage keeps its reference from its first step to its last; set it back, or choose "
+            "another output_dir and start from this checkpoint with init_from"
+        )
+
+
+def _compares_with_reference(stage: StageConfig) -> bool:
+    if stage.algorithm.name in ("grpo", "ppo"):
+        return needs_reference(configured_loss(stage.loss))
+    return stage.algorithm.name == "dpo"
+
+
+def _check_checkpoint(path: Path, stage: StageConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The manifest of a checkpoint that the stage can read."""
     manifest = checkpoint.read_manifest(path, stage.model)
     if manifest.get("tokenizer", tokenizer.digest) != tokenizer.digest:
         raise ConfigError(
             f"checkpoint {path} was trained with another tokenizer than this run's, so the same text would be other "
             "tokens to it; set tokenizer.path to the tokenizer directory of the run that made it"
         )
+    return manifest
 
 
 def _build_inputs(stage: StageConfig, tokenizer: Tokenizer) -> None:
@@ -102,14 +142,16 @@ def _check_loss(stage: StageConfig) -> None:
     algorithm, name = stage.algorithm, stage.loss.get("name")
     if algorithm.name not in _LOSS_MAKES_USE_OF:
         return  # pretraining and fine-tuning have one loss
+    suits, what, keys, instead = _LOSS_MAKES_USE_OF[algorithm.name]
+    if name is None:
+        raise ConfigError(f"loss.name is not set, and {algorithm.name} learns by a loss; set it: {instead}")
     try:
         loss_fn = configured_loss(stage.loss)
     except (KeyError, TypeError, ValueError) as error:  # an unknown key, a wrong type, a value out of range
         raise ConfigError(f"loss: {error.args[0] if error.args else error}") from error
-    suits, what, keys, instead = _LOSS_MAKES_USE_OF[algorithm.name]
     if not suits(loss_fn):
         raise ConfigError(f"loss.name={name} uses no {what}, which is all {algorithm.name} learns from; use {instead}")
-    missing = sorted(set(loss_fn.required_keys) - keys)
+    missing = sorted(set(getattr(loss_fn, "required_keys", ())) - keys)
     if missing:
         raise ConfigError(f"loss.name={name} needs {missing}, which {algorithm.name}'s batches do not carry")
     group_relative = getattr(algorithm, "advantage_estimator", None) == "group_relative"
@@ -120,12 +162,12 @@ def _check_loss(stage: StageConfig) -> None:
         )
 
 
-def _has_advantages(loss_fn: Loss) -> bool:
-    return "advantages" in loss_fn.required_keys
+def _has_advantages(loss_fn: LossFunction) -> bool:
+    return "advantages" in getattr(loss_fn, "required_keys", ("advantages",))  # one that does not say may well
 
 
-def _takes_pairs(of: LossInputType) -> Callable[[Loss], bool]:
-    return lambda loss_fn: loss_fn.rows_per_unit == 2 and loss_fn.input_type is of
+def _takes_pairs(of: LossInputType) -> Callable[[LossFunction], bool]:
+    return lambda loss_fn: getattr(loss_fn, "rows_per_unit", 1) == 2 and loss_fn.input_type is of
 
 
 _PAIR_KEYS = frozenset({"input_ids", "input_lengths", "token_mask", "sample_mask"})
@@ -149,19 +191,23 @@ def _check_unchanged(config: RunConfig, output_dir: Path) -> None:
     if not path.is_file():
         return
     before, now = yaml.safe_load(path.read_text()), yaml.safe_load(to_yaml(config))
-    for name, stage in now["stages"].items():
+    for name in now["stages"]:
         if not checkpoint.complete_checkpoints(output_dir / "checkpoints" / name):
             continue
-        changed = [
-            f"{section}: {before['stages'].get(name, {}).get(section)} → {stage[section]}"
-            for section in _OF_THE_TRAINED
-            if before["stages"].get(name, {}).get(section) != stage[section]
-        ]
+        was, is_ = (_of_the_trained(stages.get(name, {})) for stages in (before["stages"], now["stages"]))
+        changed = [f"{section}: {was[section]} → {is_[section]}" for section in is_ if was[section] != is_[section]]
         if changed:
             raise ConfigError(
                 f"output_dir={output_dir} holds checkpoints of stage {name!r} under another configuration "
                 f"({'; '.join(changed)}); set it back, or choose another output_dir and start from them with init_from"
             )
+
+
+def _of_the_trained(stage: Mapping[str, Any]) -> dict[str, Any]:
+    sections = {section: stage.get(section) for section in _OF_THE_TRAINED}
+    # The critic's optimizer may change as the policy's may, which has a section of its own.
+    sections["algorithm"] = {k: v for k, v in (sections["algorithm"] or {}).items() if k != "critic_optimizer"}
+    return sections
 
 
 def _bad_input_named(build: Callable[[], _T]) -> _T:

@@ -13,7 +13,7 @@ from rl_megatron.algorithms.rewards import completions, score
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.order import BatchSchedule
-from rl_megatron.losses.functional import kl_penalty
+from rl_megatron.losses.functional import kl_penalty, masked_mean
 from rl_megatron.losses.interfaces import LossFunction
 from rl_megatron.policy.interfaces import PolicyInterface
 
@@ -65,20 +65,32 @@ def kl_in_reward(loss_fn: LossFunction) -> float:
 
 def needs_reference(loss_fn: LossFunction) -> bool:
     """Whether the loss, or the reward on its behalf, compares with the reference policy."""
-    return "reference_policy_logprobs" in loss_fn.required_keys or kl_in_reward(loss_fn) > 0
+    return "reference_policy_logprobs" in getattr(loss_fn, "required_keys", ()) or kl_in_reward(loss_fn) > 0
 
 
 def rewards_per_token(rollouts: BatchedDataDict, loss_fn: LossFunction) -> Tensor:
     """[B, S]: each row's reward at its last sampled token, less β·KL(π_prev‖π_ref) at every sampled token where the
     loss leaves the KL to the reward."""
-    beta, kl = kl_in_reward(loss_fn), None
-    if beta > 0:
-        cfg = loss_fn.cfg
-        kl = kl_penalty(
-            rollouts["prev_logprobs"], rollouts["reference_policy_logprobs"], cfg.reference_policy_kl_type,
-            cfg.kl_input_clamp_value, cfg.kl_output_clamp_value,
-        )  # fmt: skip
-    return token_rewards(rollouts["rewards"], rollouts["token_mask"], kl, beta)
+    kl = _kl_of_tokens(rollouts, loss_fn)
+    return token_rewards(rollouts["rewards"], rollouts["token_mask"], kl, kl_in_reward(loss_fn))
+
+
+def reward_kl(rollouts: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
+    """The mean over sampled tokens of the KL that `rewards_per_token` charges, before β; nothing where it charges
+    none."""
+    kl = _kl_of_tokens(rollouts, loss_fn)
+    return {} if kl is None else {"reward_kl": masked_mean(kl, rollouts["token_mask"]).item()}
+
+
+def _kl_of_tokens(rollouts: BatchedDataDict, loss_fn: LossFunction) -> Tensor | None:
+    """[B, S]: KL(π_prev‖π_ref), estimated and clamped as the loss's settings say; None where the reward has no KL."""
+    if kl_in_reward(loss_fn) == 0:
+        return None
+    cfg = loss_fn.cfg
+    return kl_penalty(
+        rollouts["prev_logprobs"], rollouts["reference_policy_logprobs"], cfg.reference_policy_kl_type,
+        cfg.kl_input_clamp_value, cfg.kl_output_clamp_value,
+    )  # fmt: skip
 
 
 def keep_informative(rollouts: BatchedDataDict, group_size: int) -> BatchedDataDict:
@@ -94,7 +106,8 @@ def join(parts: Sequence[BatchedDataDict], max_rows: int) -> BatchedDataDict:
 
 
 def statistics(rollouts: BatchedDataDict, group_size: int) -> dict[str, float]:
-    """What the rollouts were like: mean reward, completion length, share of ended rows and of informative groups."""
+    """What the rollouts were like: mean reward, completion length, share of ended rows and of informative groups, which
+    is 0 where a group is one sample."""
     lengths: Tensor = (rollouts["input_lengths"] - rollouts["prompt_lengths"]).float()
     return {
         "reward": rollouts["rewards"].mean().item(),

@@ -80,8 +80,9 @@ def _run(config: RunConfig) -> None:
             directory = output_dir / "checkpoints" / name
             results[name] = _finished_results(directory, stage_config) if config.resume else None
             if results[name] is None:
+                weights_from = preflight.weights_source(config, output_dir, name)
                 results[name] = _run_stage(
-                    name, stage_config, layout, tokenizer, recorder, directory, weights, config.resume
+                    name, stage_config, layout, tokenizer, recorder, directory, weights, weights_from, config.resume
                 )
             weights = checkpoint.complete_checkpoints(directory)[-1]
     except NonFiniteLoss as error:
@@ -122,16 +123,19 @@ def _run_stage(
     recorder: Recorder,
     directory: Path,
     weights: Path | None,
+    weights_from: str,
     resume: bool,
 ) -> dict[str, Any]:
     scores = config.algorithm.name == "reward_model"
-    policy = _model(config, layout, tokenizer, weights, config.optimizer, "score" if scores else "lm")
+    steps = _optimizer_steps(config)
+    policy = _model(config, layout, tokenizer, weights, config.optimizer, steps, "score" if scores else "lm")
     critic = None
     if config.algorithm.name == "ppo":
-        critic = _model(config, layout, tokenizer, weights, config.algorithm.critic_optimizer, "score")
+        steps = _optimizer_steps(config, of_critic=True)
+        critic = _model(config, layout, tokenizer, weights, config.algorithm.critic_optimizer, steps, "score")
     engine = MegatronEngine(policy, config.generation.batch_size)
     evaluate = _evaluation(config, policy, engine, tokenizer)
-    stage = Stage(name, config, policy, engine, tokenizer, recorder, directory, resume, evaluate, critic)
+    stage = Stage(name, config, policy, engine, tokenizer, recorder, directory, resume, evaluate, weights_from, critic)
     ALGORITHMS[config.algorithm.name](stage)
     policy.shutdown()
     if critic is not None:
@@ -145,6 +149,7 @@ def _model(
     tokenizer: Tokenizer,
     weights: Path | None,
     optimizer: OptimizerConfig,
+    total_steps: int,
     head: Head,
 ) -> MegatronPolicy:
     """The stage's policy, or another model of its shape, from the weights the stage before left."""
@@ -155,7 +160,7 @@ def _model(
         precision=config.precision,
         seed=config.train.seed,
         optimizer=optimizer,
-        total_steps=_optimizer_steps(config),
+        total_steps=total_steps,
         global_batch_size=config.train.global_batch_size,
         batching=Batching(config.train.batching, config.train.micro_batch_size, config.train.micro_batch_tokens),
         head=head,
@@ -165,12 +170,15 @@ def _model(
     return model
 
 
-def _optimizer_steps(config: StageConfig) -> int:
-    algorithm, train = config.algorithm, config.train
+def _optimizer_steps(config: StageConfig, of_critic: bool = False) -> int:
+    """How many the stage's policy takes, or its critic: what a schedule without `decay_steps` is stretched over."""
+    algorithm, steps = config.algorithm, config.train.steps
     if algorithm.name not in ("grpo", "ppo"):
-        return train.steps
+        return steps
+    if algorithm.name == "ppo" and not of_critic:
+        steps -= algorithm.critic_warmup_steps  # the policy takes none of these
     rows = algorithm.prompts_per_step * algorithm.samples_per_prompt
-    return train.steps * algorithm.updates_per_rollout * math.ceil(rows / train.global_batch_size)
+    return steps * algorithm.updates_per_rollout * math.ceil(rows / config.train.global_batch_size)
 
 
 def _evaluation(

@@ -21,6 +21,11 @@ from rl_megatron.schedule import NonFiniteLoss
 Evaluation = Callable[[], tuple[dict[str, float], list[dict[str, Any]]]]
 
 
+def critic_checkpoints(checkpoints: Path) -> Path:
+    """Where the critic's checkpoints stand, beside those of the stage's policy; a step has the same name in both."""
+    return checkpoints.with_name(f"{checkpoints.name}.critic")
+
+
 class Dataset(Protocol):
     """Items that become rows; `rows_per_item` is 2 for preference pairs."""
 
@@ -33,8 +38,9 @@ class Dataset(Protocol):
 
 @dataclass
 class Stage:
-    """What a story works with. `evaluate` gives held-out measures and samples to look at; `critic` is there for
-    algorithms that have one, saved and resumed with the policy."""
+    """What a story works with. `evaluate` gives held-out measures and samples to look at; `weights_from` tells in
+    checkpoints where the stage began, and so what its reference policy is; `critic` is there for algorithms that have
+    one, saved and resumed with the policy."""
 
     name: str
     config: StageConfig
@@ -45,6 +51,7 @@ class Stage:
     checkpoints: Path
     resume: bool
     evaluate: Evaluation
+    weights_from: str
     critic: MegatronPolicy | None = None
     results: dict[str, Any] = field(default_factory=dict)
 
@@ -97,7 +104,7 @@ class Stage:
             return 0
         manifest = self.policy.load_checkpoint(saved[-1])
         if self.critic is not None:
-            self.critic.load_checkpoint(self._of_critic / saved[-1].name)
+            self.critic.load_checkpoint(critic_checkpoints(self.checkpoints) / saved[-1].name)
         self.results = manifest["results"]
         return manifest["step"]
 
@@ -107,14 +114,14 @@ class Stage:
         self.recorder.record(step, measures, kind="eval")
 
     def _save(self, step: int) -> None:
-        kept = {"results": self.results, "stage": self.name, "tokenizer": self.tokenizer.digest}
+        kept = {
+            "results": self.results,
+            "stage": self.name,
+            "tokenizer": self.tokenizer.digest,
+            "weights_from": self.weights_from,
+        }
         if self.critic is not None:  # first, so that a policy's checkpoint always has its critic's
-            self.critic.save_checkpoint(self._of_critic, step, **kept)
+            self.critic.save_checkpoint(critic_checkpoints(self.checkpoints), step, **kept)
         self.policy.save_checkpoint(self.checkpoints, step, **kept)
-        checkpoint.delete_older(self.checkpoints, self.config.train.keep_checkpoints)
-        if self.critic is not None:
-            checkpoint.delete_older(self._of_critic, self.config.train.keep_checkpoints)
-
-    @property
-    def _of_critic(self) -> Path:
-        return self.checkpoints.with_name(f"{self.checkpoints.name}.critic")
+        companions = None if self.critic is None else critic_checkpoints(self.checkpoints)
+        checkpoint.delete_older(self.checkpoints, self.config.train.keep_checkpoints, companions)

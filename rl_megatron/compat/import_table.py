@@ -65,6 +65,9 @@ class _Missing:
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> None:
+        # Behind the import system's frame stands who wants to know: an import, or code that asks whether there is one.
+        if sys._getframe(2).f_code is importlib.util.find_spec.__code__:
+            return
         parent, _, own_name = name.rpartition(".")
         if isinstance(module := sys.modules.get(parent), _Module):
             raise ModuleNotFoundError(_what_is_missing(module, own_name))

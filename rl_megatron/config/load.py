@@ -190,7 +190,7 @@ def _has_key(changes: Mapping[str, Any], key: str) -> bool:
     if section != "algorithm" or not isinstance(changes["algorithm"], Mapping):
         return True
     algorithm = _algorithms().get(changes["algorithm"].get("name"))
-    return algorithm is None or name in algorithm.__dataclass_fields__
+    return algorithm is None or name.partition(".")[0] in algorithm.__dataclass_fields__
 
 
 def _replaces(section: str, value: Mapping[str, Any]) -> bool:
@@ -333,6 +333,14 @@ def _check_algorithm(stage: schema.StageConfig) -> None:
                 "algorithm.samples_per_prompt=1 leaves a sample without a group to be compared with; set it to 2 or "
                 "more, or algorithm.advantage_estimator=reinforce_plus_plus without dynamic_sampling"
             )
+    if algorithm.name == "grpo" and algorithm.advantage_estimator == "reinforce_plus_plus":
+        for key, default in {"leave_one_out": False, "normalize_std": True}.items():
+            if getattr(algorithm, key) != default:
+                raise ConfigError(
+                    f"algorithm.{key}={str(not default).lower()} is of advantages relative to a group, which "
+                    f"algorithm.advantage_estimator=reinforce_plus_plus does not compute; set it to "
+                    f"{str(default).lower()}, or algorithm.advantage_estimator=group_relative"
+                )
     if algorithm.name == "ppo":
         _check_optimizer("algorithm.critic_optimizer", algorithm.critic_optimizer)
         if algorithm.critic_warmup_steps >= stage.train.steps:

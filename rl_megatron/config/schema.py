@@ -82,7 +82,7 @@ class OptimizerConfig:
     lr: PositiveFloat = 1e-3
     min_lr: NonNegativeFloat = 0.0
     warmup_steps: NonNegative = 0
-    decay_steps: Positive | None = None  # null: the stage's train.steps
+    decay_steps: Positive | None = None  # null: the stage's optimizer steps; grpo and ppo may take several a step
     decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "cosine"
     weight_decay: NonNegativeFloat = 0.01
     beta1: Fraction = 0.9
@@ -103,7 +103,7 @@ class TrainConfig:
     micro_batch_size: Positive = 8  # rows per forward pass on one rank; dynamic and packed go by tokens
     micro_batch_tokens: Positive = 4096  # token budget of a dynamic or packed microbatch; every row, or pair, must fit
     seed: NonNegative = 0
-    eval_every: NonNegative = 0  # steps between evaluations; 0: only at the end
+    eval_every: NonNegative = 0  # steps between evaluations; 0: only before the first step and after the last
     save_every: NonNegative = 0  # steps between checkpoints; 0: only at the end
     keep_checkpoints: Positive = 2  # per stage; older ones are deleted
     collective_timeout_minutes: PositiveFloat = 10.0

@@ -44,7 +44,7 @@ class SequenceCost:
 
     @classmethod
     def of_model(cls, model: ModelConfig, vocab_size: int) -> Self:
-        """FLOPs of a decoder: the projections of attention, the three matrices of SwiGLU (of a mixture: the router's and
+        """FLOPs of a decoder: attention's projections, the three matrices of SwiGLU (of a mixture: the router's and
         those of the experts that a token visits) and the output head, a matmul even where it is the embedding.
         Norms, biases and the embedding's look-up are not counted, nor what `model.recompute` computes again, nor what
         a sliding window spares."""

@@ -57,7 +57,7 @@ class PreferenceDataset:
 
     Args:
         records: from `load_preferences`: the fields of the prompt, `chosen` and `rejected`.
-        tokenizer, prompt_template, pad_to_multiple_of: as for `PromptAnswerDataset`.
+        tokenizer, prompt_template: as for `PromptAnswerDataset`.
         max_sequence_length: tokens of prompt, answer and `<eos>`, at most, in either row.
         answer_template: `{answer}` in it is `chosen` in one row and `rejected` in the other; other fields are the
             record's.
@@ -82,7 +82,6 @@ class PreferenceDataset:
         prompt_template: str = "{question}\n",
         answer_template: str = "{answer}",
         too_long: TooLong = "error",
-        pad_to_multiple_of: int = 1,
     ) -> None:
         if "answer" not in template_fields(answer_template):
             raise ValueError(f"answer_template {answer_template!r} has no {{answer}}: it stands for each side's text.")
@@ -100,7 +99,7 @@ class PreferenceDataset:
             if pair.chosen.answer_ids == pair.rejected.answer_ids:
                 raise ValueError(f"{pair.record.origin}: 'chosen' and 'rejected' are the same tokens: remove the pair.")
         self._pairs = within_limit(pairs, "max_sequence_length", max_sequence_length, too_long, noun="pair")
-        self._padding = Padding(tokenizer.pad_id, pad_to_multiple_of)
+        self._padding = Padding(tokenizer.pad_id, multiple=1)
 
     def __len__(self) -> int:
         """Pairs."""
@@ -132,8 +131,9 @@ def load_preferences(
     Raises:
         FileNotFoundError: nothing at `path`, or a directory without preferences.
         ValueError: what `read_jsonl` and `split_heldout` raise; and, named as file:line, a record of neither form or of
-            another form than the first, a missing, empty or non-string `chosen` or `rejected`, the two being equal, a
-            malformed or empty graded solution, one graded both ways, or a record without a field of `prompt_template`.
+            another form than those before it, a missing, empty or non-string `chosen` or `rejected`, the two being
+            equal, a malformed or empty graded solution, one graded both ways, or a record without a field of
+            `prompt_template`.
     """
     source = existing_path(path)
     if not source.is_dir():
@@ -144,7 +144,7 @@ def load_preferences(
             return _split_by_prompt(_pairs(read_jsonl(source / name)), heldout_fraction, prompt_template)
     if set(_SPLIT_FILES) <= set(names):
         train, heldout = (read_jsonl(source / name) for name in _SPLIT_FILES)
-        if _form(train[0]) is not None:
+        if any(map(_form, train)):
             return _pairs(train), _pairs(heldout)
     raise FileNotFoundError(
         f"data.path: {source} has no {', no '.join(_SINGLE_FILES)}, and no {' with '.join(_SPLIT_FILES)} whose records "
@@ -166,13 +166,13 @@ def _split_by_prompt(
 
 
 def _pairs(records: Sequence[Record]) -> list[Record]:
-    """The pairs of one file, whose first record tells its form."""
-    first = records[0]
+    """The pairs of one file, whose form the first record that has one tells."""
+    first = next(filter(_form, records), records[0])
     form = _form(first)
     if form is None:
         raise ValueError(
-            f"{first.origin}: no preference: it has {sorted(first.values)}; a record needs 'chosen' and 'rejected', or "
-            f"graded solutions, mappings with 'is_correct' and 'solution'."
+            f"{first.origin}: no preference, nor in any other record: it has {sorted(first.values)}; a record needs "
+            f"'chosen' and 'rejected', or graded solutions, mappings with 'is_correct' and 'solution'."
         )
     for record in records:
         if _form(record) not in (form, None):

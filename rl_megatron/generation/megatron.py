@@ -31,6 +31,7 @@ class MegatronEngine:
     @torch.no_grad()
     def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> BatchedDataDict:
         """See `RolloutEngine.generate`. Raises ConfigError where a prompt leaves no room for `max_new_tokens`."""
+        self.policy.require_head("lm", "generate")
         topology = self.policy.topology
         device, group = topology.platform.device, topology.groups.dp_cp
         longest = max(len(prompt) for prompt in prompts)

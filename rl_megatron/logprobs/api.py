@@ -143,5 +143,10 @@ def _row_temperature(
     if temperature.requires_grad:
         raise ValueError("temperature must not require a gradient: none is computed for it")
     check((temperature > 0).all(), lambda: f"temperature must be positive, got {temperature.min().item()}")
-    temperature = torch.broadcast_to(temperature.to(targets.device, dtype), targets.shape)
+    try:
+        temperature = torch.broadcast_to(temperature.to(targets.device, dtype), targets.shape)
+    except RuntimeError as error:
+        raise ValueError(
+            f"temperature {tuple(temperature.shape)} must be a number or broadcast to targets {tuple(targets.shape)}"
+        ) from error
     return to_rows(temperature[..., None], order)[:, 0]

@@ -93,7 +93,13 @@ def next_token_stats(
     labels = layout.scatter(pad(labels, (0, 1), value=IGNORE_INDEX), IGNORE_INDEX)
     if isinstance(temperature, Tensor) and temperature.dim() > 0:
         per_token = temperature[:, None] if temperature.dim() == 1 else temperature
-        per_token = per_token.expand(batch, length)[:, 1:]
+        try:
+            per_token = per_token.expand(batch, length)[:, 1:]
+        except RuntimeError as error:
+            raise ValueError(
+                f"temperature {tuple(temperature.shape)} must be a number, [B], [B, 1] or [B, S] for input_ids "
+                f"{tuple(input_ids.shape)}"
+            ) from error
         temperature = layout.scatter(pad(per_token, (0, 1), value=1.0), 1.0)
     if gather_ids is not None:
         gather_ids = layout.scatter(pad(gather_ids, (0, 0, 0, 1)), 0)

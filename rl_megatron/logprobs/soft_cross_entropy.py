@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from rl_megatron.logprobs.reference import row_blocks
 from rl_megatron.logprobs.rows import belongs_to_a_leaf, from_rows, memory_order, to_rows
-from rl_megatron.logprobs.vocab_parallel import VocabShard, check
+from rl_megatron.logprobs.vocab_parallel import VocabShard, check, saved
 
 
 def vocab_parallel_soft_cross_entropy(
@@ -99,12 +99,9 @@ class _SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        if ctx.consumed:
-            raise RuntimeError(
-                "second backward through vocab_parallel_soft_cross_entropy: the first one turned the student's logits' "
-                "buffer into their gradient. Sum the losses and call backward once, or run the forward pass again."
-            )
-        student, teacher, rows, row_max, log_sum, teacher_max, teacher_log_sum, active = ctx.saved_tensors
+        student, teacher, rows, row_max, log_sum, teacher_max, teacher_log_sum, active = saved(
+            ctx, "vocab_parallel_soft_cross_entropy"
+        )
         out = student.detach() if ctx.overwrite else torch.empty_like(student)
         _write_row_gradients(
             out, student.detach(), teacher, rows, ctx.num_columns, row_max, log_sum, teacher_max, teacher_log_sum,

@@ -91,7 +91,9 @@ class VocabParallelStats(torch.autograd.Function):
         unused = (None,) * 8
         if target_grad is None and entropy_grad is None and gathered_grads is None:
             return None, *unused
-        logits, columns, gather_columns, temperature, row_max, log_sum, entropy, active = _saved(ctx)
+        logits, columns, gather_columns, temperature, row_max, log_sum, entropy, active = saved(
+            ctx, "vocab_parallel_logprobs"
+        )
 
         grads, all_columns = [], []
         if target_grad is not None:
@@ -117,19 +119,25 @@ class VocabParallelStats(torch.autograd.Function):
         return out, *unused
 
 
-def _saved(ctx) -> tuple[Tensor, ...]:
+def saved(ctx, operator: str) -> tuple[Tensor, ...]:
+    """`ctx.saved_tensors` of an operator that turns logits into their gradient.
+
+    Raises: RuntimeError naming the operator where the logits are no longer what they were.
+    """
     if ctx.consumed:
         raise RuntimeError(
-            "second backward through vocab_parallel_logprobs: the first one turned the logits' buffer into their "
-            "gradient. Sum the losses and call backward once, or run the forward pass again."
+            f"second backward through {operator}: the first one turned the logits' buffer into their gradient. Sum the "
+            "losses and call backward once, or run the forward pass again."
         )
     try:
         return ctx.saved_tensors
     except RuntimeError as error:
+        if "inplace" not in str(error):  # a leaf's second backward without retain_graph: autograd says so itself
+            raise
         raise RuntimeError(
-            "the logits given to vocab_parallel_logprobs were modified before its backward pass: something wrote into "
-            "them, or a second consumer's backward turned the same buffer into its gradient. Compute every statistic "
-            "of one logits tensor in one call (entropy=True, gather_ids=…), or hand the other consumer a copy."
+            f"the logits given to {operator} were modified before its backward pass: something wrote into them, or a "
+            "second consumer's backward turned the same buffer into its gradient. Hand the other consumer a copy; "
+            "several statistics of one logits tensor come in one call (entropy=True, gather_ids=…)."
         ) from error
 
 

@@ -122,7 +122,8 @@ class TokenStreams:
     def __init__(self, data: Mapping[str, Any], loss: Loss, like: Tensor) -> None:
         self.data, self._loss = data, loss
         for key in loss.required_keys:
-            require(data, key, loss)
+            if key not in loss.output_keys:
+                require(data, key, loss)
         mask = TokenMask.of(data, loss)
         self._like = like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32))
         self.mask = mask.tokens.to(self._like)

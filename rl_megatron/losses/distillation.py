@@ -92,7 +92,8 @@ class DistillationLossFn(Loss):
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.DISTILLATION
     input_names = ("student_topk_logprobs", "teacher_topk_logprobs")
-    next_token_keys = frozenset({"teacher_topk_logits", "teacher_topk_indices"})
+    output_keys = ("teacher_topk_logits", "teacher_topk_indices")
+    next_token_keys = frozenset(output_keys)
 
     def __init__(self, cfg: Any = None) -> None:
         self.cfg = cfg = parse_settings(DistillationLossConfig, cfg)

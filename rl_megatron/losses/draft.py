@@ -59,6 +59,7 @@ class DraftCrossEntropyLossFn(Loss):
     input_type = LossInputType.DRAFT
     output_name = "student_logits"
     input_names = ("draft_cross_entropy",)
+    output_keys = ("teacher_logits",)
     metric_reductions = Reduction.table("loss", "num_valid_samples")
 
     def __init__(
@@ -162,7 +163,7 @@ class DraftLossWrapper(Loss):
         self.loss_fn, self.loss_weight, self.draft_loss_fn = loss_fn, loss_weight, DraftCrossEntropyLossFn(d2t=d2t)
         self.loss_type, self.input_type = loss_fn.loss_type, loss_fn.input_type
         self.output_name, self.rows_per_unit = loss_fn.output_name, loss_fn.rows_per_unit
-        self.next_token_keys = loss_fn.next_token_keys
+        self.next_token_keys, self.output_keys = loss_fn.next_token_keys, (*loss_fn.output_keys, "student_logits")
         self.input_names = (*loss_fn.input_names, *self.draft_loss_fn.input_names)
 
     @property
@@ -171,7 +172,7 @@ class DraftLossWrapper(Loss):
 
     @property
     def required_keys(self) -> tuple[str, ...]:
-        return self.loss_fn.required_keys
+        return (*self.loss_fn.required_keys, "student_logits")
 
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
         policy = self.loss_fn.read_output(output, data, sharding)

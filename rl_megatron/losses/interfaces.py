@@ -86,6 +86,7 @@ class Loss(ABC):
     output_name: ClassVar[str] = "next_token_logits"  # what `__call__` calls the model's output
     input_names: ClassVar[tuple[str, ...]] = ()  # what `evaluate` takes from it; () where that is the output itself
     further_positional: ClassVar[tuple[str, ...]] = ()  # keywords of `evaluate` that form 1 takes by position too
+    output_keys: ClassVar[tuple[str, ...]] = ()  # required keys that `read_output` alone reads, such as a teacher's
     rows_per_unit: ClassVar[int] = 1  # rows that no microbatch may separate: 2 for preference pairs
     next_token_keys: ClassVar[frozenset[str]] = frozenset()  # data's [B, S] streams whose entry t speaks of token t+1
 
@@ -98,7 +99,7 @@ class Loss(ABC):
     @property
     def required_keys(self) -> tuple[str, ...]:
         """Keys of the batch without which this instance cannot run."""
-        return ("token_mask", "sample_mask")
+        return ("token_mask", "sample_mask", *self.output_keys)
 
     @abstractmethod
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:

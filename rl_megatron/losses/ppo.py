@@ -35,6 +35,8 @@ class PPOLoss(torch.nn.Module):
             "value_clip_range": value_clip_range,
             "value_coeff": value_coeff,
         }.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"PPOLoss: {name}={value!r} must be a number")
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"PPOLoss: {name}={value} must be finite and not negative")
         self.epsilon, self.value_clip_range, self.value_coeff = epsilon, value_clip_range, value_coeff

@@ -122,12 +122,21 @@ def complete_checkpoints(directory: Path) -> list[Path]:
     return sorted(found, key=lambda p: int(_STEP.fullmatch(p.name).group(1)))
 
 
-def delete_older(directory: Path, keep: int) -> None:
-    """Deletes all but the newest `keep` checkpoints, and leftovers of interrupted saves; rank 0 only."""
+def delete_older(directory: Path, keep: int, companions: Path | None = None) -> None:
+    """Deletes all but the newest `keep` checkpoints, leftovers of interrupted saves, and in `companions` whatever has
+    no namesake left; rank 0 only."""
     if dist.get_rank() == 0:
-        for old in complete_checkpoints(directory)[:-keep] + list(directory.glob("step-*.incomplete")):
-            shutil.rmtree(old)
+        kept = {path.name for path in complete_checkpoints(directory)[-keep:]}
+        _delete_all_but(kept, directory)
+        if companions is not None:  # last: a checkpoint never stands without its companion
+            _delete_all_but(kept, companions)
     dist.barrier()
+
+
+def _delete_all_but(names: set[str], directory: Path) -> None:
+    for path in complete_checkpoints(directory) + list(directory.glob("step-*.incomplete")):
+        if path.name not in names:
+            shutil.rmtree(path)
 
 
 def _names_in(directory: Path) -> str:

@@ -188,14 +188,21 @@ class MegatronPolicy(PolicyInterface):
 
     # --- logprobs and scores ---
 
+    def require_head(self, head: Head, call: str) -> None:
+        """Raises: RuntimeError naming `call` where the model has another head than the call is for."""
+        if self.head != head:
+            raise RuntimeError(f"{call} is for a policy built with head={head!r}; this one has head={self.head!r}")
+
     def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
         """`logprobs` [B, S] fp32 at the rows' `temperature` (default 1); entry t speaks of token t; entry 0 and what
         lies past a row's `input_lengths` are 0."""
+        self.require_head("lm", "get_logprobs")
         logprobs = self._token_stream(self._runner.next_token_logprobs, data, micro_batch_size)
         return BatchedDataDict({"logprobs": logprobs})
 
     def get_values(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
         """`values` [B, S] fp32 of a score head; entry t is the score read *before* token t, entry 0 is 0."""
+        self.require_head("score", "get_values")
 
         def before_each_token(microbatches: list[Microbatch]) -> list[Tensor]:
             return [scores[:, :-1] for scores in self._runner.scores(microbatches)]
@@ -204,6 +211,7 @@ class MegatronPolicy(PolicyInterface):
 
     def get_rewards(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
         """`rewards` [B] fp32 of a score head: the score read after each row's last token (`input_lengths`)."""
+        self.require_head("score", "get_rewards")
         scores = self._token_stream(self._runner.scores, data, micro_batch_size, first_column=0)
         last = data["input_lengths"][:, None] - 1
         return BatchedDataDict({"rewards": scores.gather(1, last.to(scores.device))[:, 0]})
@@ -214,6 +222,7 @@ class MegatronPolicy(PolicyInterface):
 
     def freeze_reference(self) -> None:
         """Copies the present weights into a frozen reference policy, kept beside the policy."""
+        self.require_head("lm", "freeze_reference")
         chunks = build_model(
             self.model_config, self.topology, vocab_size=self.vocab_size, precision=self.precision, seed=self.seed
         )
@@ -226,6 +235,7 @@ class MegatronPolicy(PolicyInterface):
         self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
         """`reference_logprobs` [B, S] of the policy that `freeze_reference` kept."""
+        self.require_head("lm", "get_reference_policy_logprobs")
         if self._reference is None:
             raise RuntimeError("there is no reference policy yet; call freeze_reference() first")
         logprobs = self._token_stream(self._reference.next_token_logprobs, data, micro_batch_size)

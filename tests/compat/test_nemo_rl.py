@@ -160,6 +160,10 @@ try:
     from nemo_rl.models.generation import vllm
 except ImportError:
     print("without")
+import importlib.util
+assert importlib.util.find_spec("nemo_rl.algorithms.loss") is loss.__spec__
+for unknown in ("nemo_rl.environments", "nemo_rl.algorithms.loss.triton"):
+    assert importlib.util.find_spec(unknown) is None, unknown
 """
     assert output_of(INSTALL + program).strip() == "without"
 

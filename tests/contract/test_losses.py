@@ -369,13 +369,18 @@ def test_missing_keys_wrong_shapes_and_dtypes_are_named(case):
     streams, counts = streams_of(loss, output, batch), valid_counts(batch)
     name = type(loss).__name__
     for key in loss.required_keys:
+        given = {"logits": output} if key in loss.output_keys else streams
+
+        def on(changed, given=given):
+            return loss(data=changed, global_valid_seqs=counts[0], global_valid_toks=counts[1], **given)
+
         without = {other: value for other, value in batch.items() if other != key}
         with pytest.raises(KeyError, match=rf"{name} needs data\['{key}'\]"):
-            loss.evaluate(without, *counts, **streams)
+            on(without)
         wrong = {**batch, key: torch.cat([batch[key], batch[key]])}
         with pytest.raises(ValueError, match=rf"(?=.*{name})(?=.*\(12,)(?=.*\(6,)"):
-            loss.evaluate(wrong, *counts, **streams)
+            on(wrong)
         with pytest.raises(TypeError, match=rf"{name}: (?=.*{key})(?=.*complex128)"):
-            loss.evaluate({**batch, key: batch[key].to(torch.complex128)}, *counts, **streams)
+            on({**batch, key: batch[key].to(torch.complex128)})
         with pytest.raises(TypeError, match=rf"{name}: (?=.*{key})(?=.*list)"):
-            loss.evaluate({**batch, key: batch[key].tolist()}, *counts, **streams)
+            on({**batch, key: batch[key].tolist()})

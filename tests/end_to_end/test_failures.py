@@ -104,6 +104,7 @@ def test_a_directory_without_its_files(tmp_path, refused):
         ((*GRPO, "+loss.ratio_clp_min=0.1"), ["loss", "'ratio_clp_min'", "'ratio_clip_min'"]),
         ((*GRPO, "loss.ratio_clip_min=wide"), ["loss", "ratio_clip_min='wide'", "number"]),
         ((*GRPO, "loss.ratio_clip_min=-1"), ["loss", "ratio_clip_min=-1"]),
+        ((*GRPO, "~loss.name"), ["loss.name is not set", "clipped_pg"]),
         ((*GRPO, "loss.name=cliped_pg"), ["loss", "'cliped_pg'", "'clipped_pg'"]),
         ((*GRPO, "generation.max_new_tokens=60"), ["generation.max_new_tokens=60", "model.max_sequence_length=48"]),
         ((*GRPO, "generation.stop_tokens=[abc]"), ["generation.stop_tokens", "'abc'"]),
@@ -235,6 +236,15 @@ def test_a_run_does_not_resume_from_a_damaged_checkpoint(saved, refused):
 
 def test_a_run_does_not_resume_with_another_model(saved, refused):
     assert "model.hidden_size: checkpoint 32, run 64" in refused("output_dir=saved", "model.hidden_size=64")
+
+
+def test_a_run_does_not_go_on_with_another_reference_policy(tmp_path, saved, forks, refused):
+    began_with = f"init_from=saved/checkpoints/sft/{saved.name}"
+    begun = forks.run(tmp_path, "train", *TINY, *GRPO, began_with, "train.steps=1")
+    assert begun.status == 0, begun.err
+    message = refused(*GRPO, "train.steps=2")
+    assert f"reference policy was {began_with}, and would now be init_from=null" in message
+    assert forks.run(tmp_path, "train", *TINY, *GRPO, began_with, "train.steps=2").status == 0
 
 
 def test_a_run_without_resume_does_not_overwrite(saved, refused):

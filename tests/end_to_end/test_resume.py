@@ -1,5 +1,6 @@
 """A run killed at any moment, and started again with the same command, ends bitwise as if nothing had happened."""
 
+import math
 import shutil
 
 import pytest
@@ -69,6 +70,10 @@ def kill_behind_a_checkpoint(directory, stage, ranks):
     assert f"step-{STEPS:06d}" not in checkpoints(out, stage), "killed too late to tell anything"
 
 
+def cosine(taken, steps):
+    return (1 + math.cos(math.pi * taken / steps)) / 2
+
+
 def weights(checkpoint, scratch):
     """Every tensor of a checkpoint, moments included, by name."""
     dcp_to_torch_save(checkpoint, scratch)
@@ -101,7 +106,9 @@ def test_a_killed_run_goes_on_bitwise(tmp_path, forks, ranks):
     moving = [line["step"] for line in found if line["stage"] == "grpo" and line.get("informative_groups", 0) > 0]
     assert min(moving, default=STEPS) <= SAVE_EVERY < max(moving, default=0), "without rewards GRPO would test nothing"
     ppo = [line for line in found if line["stage"] == "ppo" and line["kind"] == "train"]
-    assert ppo[0]["critic_lr"] == pytest.approx(0.01) and ppo[-1]["lr"] != ppo[-1]["critic_lr"]
+    assert ppo[0]["critic_lr"] == pytest.approx(0.01)
+    assert ppo[-1]["critic_lr"] == pytest.approx(0.01 * cosine(STEPS - 1, STEPS))
+    assert ppo[-1]["lr"] == pytest.approx(1e-3 * cosine(STEPS - 2, STEPS - 1)), "one step fewer, of one fewer"
     values = [line["critic_values_mean"] for line in ppo]
     assert len(set(values)) == STEPS, "a critic that stands still would test nothing"
     for stage in (*STAGES, CRITIC):

@@ -10,6 +10,8 @@ import torch
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.generation.interfaces import Sampling
+from rl_megatron.generation.megatron import MegatronEngine
 from rl_megatron.losses import DPOLossFn, MSEValueLoss, NLLLoss, PreferenceLoss
 from tests.parallel.layouts import (
     DISTRIBUTED_OPTIMIZER,
@@ -110,6 +112,29 @@ def alignment() -> None:
 
 def test_a_value_is_read_before_its_token_and_a_reward_after_the_last(ranks):
     ranks.run(1, alignment)
+
+
+def calls_of_the_other_head() -> None:
+    batch = random_batch(4, 12, 0)
+    language, scorer = build_policy({}), build_policy({}, head="score")
+    engine = MegatronEngine(scorer)
+    calls = {
+        "get_values": lambda: language.get_values(batch),
+        "get_rewards": lambda: language.get_rewards(batch),
+        "get_logprobs": lambda: scorer.get_logprobs(batch),
+        "freeze_reference": scorer.freeze_reference,
+        "get_reference_policy_logprobs": lambda: scorer.get_reference_policy_logprobs(batch),
+        "generate": lambda: engine.generate([[5, 6]], Sampling(max_new_tokens=2), seed=0),
+    }
+    for name, call in calls.items():
+        needed, found = ("score", "lm") if name in ("get_values", "get_rewards") else ("lm", "score")
+        words = f"^{name} is for a policy built with head='{needed}'; this one has head='{found}'$"
+        with pytest.raises(RuntimeError, match=words):
+            call()
+
+
+def test_a_call_for_the_other_head_is_named(ranks):
+    ranks.run(1, calls_of_the_other_head)
 
 
 def hand_over(directory: str, model, parallel: dict) -> None:

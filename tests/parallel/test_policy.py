@@ -327,6 +327,27 @@ def test_bf16_learns_with_fp32_gradients(ranks, layout):
     assert losses == pytest.approx(exact, rel=0.03)
 
 
+def bf16_hand_over(directory: str, distributed: bool) -> tuple[float, float]:
+    """(How far one small step moves the weights that were handed over, how far the receiver's own were from them)."""
+    optimizer = dataclasses.replace(OPTIMIZER, distributed=distributed, lr=1e-4)
+    giver = build_policy({}, precision="bf16", optimizer=optimizer)
+    path = giver.save_checkpoint(directory, 1)
+    taker = build_policy({}, precision="bf16", optimizer=optimizer, seed=99)
+    own = weights(taker)
+    taker.load_checkpoint(path, weights_only=True)
+    given = weights(taker)
+    taker.train(random_batch(4, 12, 0), NLLLoss(), gbs=4)
+    after = weights(taker)
+    return tuple(max((w[name] - given[name]).abs().max().item() for name in given) for w in (after, own))
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed optimizer", "plain optimizer"])
+def test_a_bf16_hand_over_reaches_the_fp32_weights_that_the_optimizer_moves(ranks, tmp_path, distributed):
+    """Else the first step would bring back what the weights were before."""
+    moved, apart = ranks.run(1, bf16_hand_over, str(tmp_path), distributed)[0]
+    assert apart > 0.1 and 0 < moved < 0.01
+
+
 def fp32_losses() -> list[float]:
     policy = build_policy({}, optimizer=DISTRIBUTED_OPTIMIZER)
     batch = random_batch(8, 16, 0)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_megatron.algorithms import inputs
-from rl_megatron.algorithms.grpo import _advantages, _rounds, collect
+from rl_megatron.algorithms.grpo import _advantages, _rounds, collect, grpo
 from rl_megatron.algorithms.rewards import completions
 from rl_megatron.algorithms.rollout import Sampler
 from rl_megatron.config.load import load
@@ -119,3 +119,26 @@ def test_steps_share_no_rounds(collecting):
     assert [words[::SIZE] for words, _ in slow_engine.calls] == [
         ["abcd"[i] for i in order.rows_at(n)] for n in range(6)
     ]
+
+
+def test_the_kl_in_the_reward_is_recorded(monkeypatch):
+    overrides = ["algorithm=grpo", "algorithm.prompts_per_step=2", "algorithm.samples_per_prompt=2"]
+    overrides += ["algorithm.advantage_estimator=reinforce_plus_plus", "loss.use_kl_in_reward=true"]
+    monkeypatch.setattr(inputs, "stage_task", lambda config: Echo())
+    records = []
+    policy = SimpleNamespace(
+        freeze_reference=lambda: None,
+        get_logprobs=lambda batch: {"logprobs": -1.0 * batch["token_mask"]},
+        get_reference_policy_logprobs=lambda batch: {"reference_logprobs": -1.5 * batch["token_mask"]},
+    )
+    stage = SimpleNamespace(
+        config=load([*overrides, "loss.reference_policy_kl_type=k1"]).first,
+        tokenizer=Characters(),
+        engine=Scripted({prompt: DIFFER * 2 for prompt in "abcd"}),
+        policy=policy,
+        steps=lambda: [1],
+        train=lambda step, rollouts, loss_fn: {"loss": 1.0},
+        record=lambda step, report: records.append(report),
+    )
+    grpo(stage)
+    assert records[0]["reward_kl"] == 0.5

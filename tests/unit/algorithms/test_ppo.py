@@ -14,6 +14,7 @@ from rl_megatron.algorithms.stage import Stage
 from rl_megatron.config.load import load
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import ClippedPGLossFn, MSEValueLoss
+from rl_megatron.policy.checkpoint import MANIFEST, delete_older
 
 OVERRIDES = ("algorithm=ppo", "algorithm.samples_per_prompt=2", "loss.reference_policy_kl_penalty=0")
 
@@ -30,6 +31,12 @@ class Model:
 
     def get_logprobs(self, batch):
         return {"logprobs": -batch["token_mask"]}
+
+    def freeze_reference(self):
+        pass
+
+    def get_reference_policy_logprobs(self, batch):
+        return {"reference_logprobs": -1.5 * batch["token_mask"]}
 
     def get_values(self, batch):
         return {"values": 0.5 * batch["token_mask"]}
@@ -73,13 +80,15 @@ def run(monkeypatch):
         monkeypatch.setattr(story, "Sampler", Rollouts)
         monkeypatch.setattr(stage_module.checkpoint, "complete_checkpoints", lambda directory: list(saved))
         monkeypatch.setattr(
-            stage_module.checkpoint, "delete_older", lambda where, keep: log.append(("delete", where.name, keep))
+            stage_module.checkpoint,
+            "delete_older",
+            lambda where, keep, companions: log.append(("delete", where.name, keep, companions.name)),
         )
         tokenizer = SimpleNamespace(digest="t")
         where = Path("checkpoints/ppo")
         stage = Stage(
             "ppo", config, Model("policy", log), None, tokenizer, recorder, where, True, lambda: ({}, []),
-            Model("critic", log),
+            "init_from=null", Model("critic", log),
         )  # fmt: skip
         story.ppo(stage)
         return log, records["train"]
@@ -111,6 +120,13 @@ def test_losses_and_batches(run):
     assert batch["returns"].shape == batch["advantages"].shape == (2, 3)
 
 
+def test_the_kl_in_the_reward_is_recorded(run):
+    in_reward = ["loss.use_kl_in_reward=true", "loss.reference_policy_kl_type=k1"]
+    _, records = run("loss.reference_policy_kl_penalty=0.1", *in_reward, "algorithm.critic_warmup_steps=1", steps=2)
+    assert [records[step]["reward_kl"] for step in (1, 2)] == [0.5, 0.5]
+    assert "reward_kl" not in run(steps=1)[1][1]
+
+
 def test_discount_and_lambda_reach_the_advantages(run):
     settings = ["algorithm.discount=0.5", "algorithm.gae_lambda=0", "algorithm.whiten_advantages=false"]
     batch = run(*settings, steps=1)[0][0][2]
@@ -121,11 +137,30 @@ def test_discount_and_lambda_reach_the_advantages(run):
 
 def test_the_critic_is_saved_before_the_policy_and_kept_as_long(run):
     log, _ = run(steps=2, save_every=1, keep_checkpoints=3)
-    saved = [entry[:3] for entry in log if entry[0] in ("save", "delete")]
-    once = [
-        ("save", "critic", "ppo.critic"), ("save", "policy", "ppo"), ("delete", "ppo", 3), ("delete", "ppo.critic", 3),
-    ]  # fmt: skip
-    assert saved == once * 2
+    happened = [entry for entry in log if entry[0] in ("save", "delete")]
+    for step, three in ((1, happened[:3]), (2, happened[3:])):
+        assert three == [
+            ("save", "critic", "ppo.critic", step),
+            ("save", "policy", "ppo", step),
+            ("delete", "ppo", 3, "ppo.critic"),
+        ]
+
+
+def retention(directory):
+    policy, critic = Path(directory) / "ppo", Path(directory) / "ppo.critic"
+    for where, steps in ((policy, (2, 3, 4)), (critic, (1, 2, 3, 4, 6))):
+        for step in steps:
+            (where / f"step-{step:06d}").mkdir(parents=True)
+            (where / f"step-{step:06d}" / MANIFEST).write_text("{}")
+    (critic / "step-000005.incomplete").mkdir()
+    delete_older(policy, 2, critic)
+    return [sorted(path.name for path in where.iterdir()) for where in (policy, critic)]
+
+
+def test_the_policys_checkpoints_decide_which_of_the_critics_stay(ranks, tmp_path):
+    """The critic's step 6 is of a run that was killed before it saved its policy, and resumed from step 3."""
+    (kept,) = ranks.run(1, retention, str(tmp_path))
+    assert kept == [["step-000003", "step-000004"]] * 2
 
 
 def test_a_resumed_stage_has_the_critic_of_its_step(run):
@@ -139,4 +174,11 @@ def test_a_resumed_stage_has_the_critic_of_its_step(run):
 def test_the_schedule_counts_the_optimizer_steps_of_a_rollout():
     config = load([*OVERRIDES, "algorithm.updates_per_rollout=3", "train.steps=5", "train.global_batch_size=48"]).first
     assert config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt == 64
-    assert _optimizer_steps(config) == 5 * 3 * 2
+    assert _optimizer_steps(config) == _optimizer_steps(config, of_critic=True) == 5 * 3 * 2
+
+
+def test_the_policys_schedule_leaves_the_critics_warmup_out():
+    """It would otherwise never come to its end."""
+    config = load([*OVERRIDES, "algorithm.critic_warmup_steps=2", "train.steps=5", "train.global_batch_size=32"]).first
+    assert _optimizer_steps(config) == (5 - 2) * 2
+    assert _optimizer_steps(config, of_critic=True) == 5 * 2

@@ -1,14 +1,18 @@
-"""What an algorithm can learn from: losses that it cannot serve are refused before the first step."""
+"""What is refused before the first step: losses that an algorithm cannot serve, runs that would go on as others."""
 
-from dataclasses import replace
+import json
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 
-from rl_megatron.algorithms.preflight import _check_loss
+from rl_megatron.algorithms.preflight import _check_loss, _check_saved, _check_unchanged, weights_source
+from rl_megatron.algorithms.rollout import needs_reference
 from rl_megatron.algorithms.run import _on_all_or_none
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load
-from rl_megatron.losses import LOSSES, ClippedPGLossFn
+from rl_megatron.config.load import load, to_yaml
+from rl_megatron.losses import LOSSES, ClippedPGLossFn, LossFunction, LossInputType, LossType
 
 PAIRS = ["data=gsm8k_pairs", "data.path=x"]
 OVERRIDES = {
@@ -67,6 +71,122 @@ def test_a_loss_that_needs_what_rollouts_do_not_carry(monkeypatch):
     monkeypatch.setitem(LOSSES, "judged", Judged)
     with pytest.raises(ConfigError, match=r"loss.name=judged needs \['verdicts'\], which ppo's batches do not carry"):
         _check_loss(stage_of("ppo", {"name": "judged"}))
+
+
+class Protocol:
+    """It follows `LossFunction` and no more."""
+
+    loss_type, input_type = LossType.TOKEN_LEVEL, LossInputType.LOGPROB
+
+    def __init__(self, cfg):
+        pass
+
+    def __call__(self, data, global_valid_seqs, global_valid_toks, **inputs):
+        raise NotImplementedError
+
+
+class OfPairs(Protocol):
+    rows_per_unit = 2
+
+
+class Judging(Protocol):
+    required_keys = ("advantages", "verdicts")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "loss", "words"),
+    [
+        ("grpo", Protocol, None),
+        ("ppo", Protocol, None),
+        ("dpo", OfPairs, None),
+        ("dpo", Protocol, "loss.name=own uses no logprobs of pairs"),  # its pairs might be separated
+        ("reward_model", OfPairs, "loss.name=own uses no scores of pairs"),
+        ("grpo", Judging, r"loss.name=own needs \['verdicts'\]"),
+    ],
+)
+def test_losses_that_follow_the_protocol_alone(monkeypatch, algorithm, loss, words):
+    monkeypatch.setitem(LOSSES, "own", loss)
+    assert isinstance(loss(None), LossFunction) and not needs_reference(loss(None))
+    with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
+        _check_loss(stage_of(algorithm, {"name": "own"}))
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dpo", "reward_model"])
+def test_a_loss_without_a_name(algorithm):
+    with pytest.raises(ConfigError, match=f"loss.name is not set, and {algorithm} learns by a loss; set it: "):
+        _check_loss(stage_of(algorithm, {}))
+
+
+def save(directory, step, model, **manifest):
+    """A checkpoint with one file."""
+    path = directory / f"step-{step:06d}"
+    path.mkdir(parents=True)
+    (path / "weights").write_text("1234")
+    content = {"step": step, "model": asdict(model), "files": {"weights": 4}, **manifest}
+    (path / "manifest.json").write_text(json.dumps(content))
+    return path
+
+
+TOKENIZER = SimpleNamespace(digest="t")
+
+
+def test_a_critic_is_checked_beside_its_policy(tmp_path):
+    stage = load(["algorithm=ppo", "train.steps=5"]).first
+    newest = save(tmp_path / "ppo", 3, stage.model)
+    with pytest.raises(ConfigError, match=r"ppo\.critic/step-000003 does not exist"):
+        _check_saved(newest, stage, TOKENIZER, "")
+    beside = save(tmp_path / "ppo.critic", 3, stage.model)
+    _check_saved(newest, stage, TOKENIZER, "")
+    (beside / "weights").write_text("123")
+    with pytest.raises(ConfigError, match=r"ppo\.critic/step-000003 is damaged: weights has 3 bytes instead of 4"):
+        _check_saved(newest, stage, TOKENIZER, "")
+    _check_saved(newest, replace(stage, train=replace(stage.train, steps=3)), TOKENIZER, "")  # no step left to take
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "loss", "compares"),
+    [
+        ("dpo", {"name": "dpo"}, True),
+        ("grpo", {"name": "clipped_pg"}, True),
+        ("grpo", {"name": "clipped_pg", "reference_policy_kl_penalty": 0.0}, False),
+        ("reinforce++", IN_REWARD, True),
+        ("reward_model", {"name": "preference"}, False),
+    ],
+)
+def test_a_stage_keeps_the_reference_it_began_with(tmp_path, algorithm, loss, compares):
+    stage = stage_of(algorithm, loss)
+    newest = save(tmp_path, 3, stage.model, weights_from="init_from=a")
+    _check_saved(newest, stage, TOKENIZER, "init_from=a")
+    done = replace(stage, train=replace(stage.train, steps=3))
+    _check_saved(newest, done, TOKENIZER, "init_from=b")
+    if compares:
+        with pytest.raises(ConfigError, match="reference policy was init_from=a, and would now be init_from=b.*set it"):
+            _check_saved(newest, stage, TOKENIZER, "init_from=b")
+    else:
+        _check_saved(newest, stage, TOKENIZER, "init_from=b")
+
+
+def test_where_a_stage_begins(tmp_path):
+    alone = load(["init_from=runs/a/", "train.seed=4"])
+    assert weights_source(alone, tmp_path, "sft") == "init_from=runs/a"
+    assert weights_source(replace(alone, init_from=None), tmp_path, "sft").endswith("new weights of train.seed=4")
+    two = replace(alone, stages={"sft": alone.first, "dpo": alone.first})
+    assert weights_source(two, tmp_path, "sft") == "init_from=runs/a"
+    found = []
+    for steps in (50, 60, 80):  # not yet there; already there; gone past
+        save(tmp_path / "checkpoints" / "sft", steps, alone.first.model)
+        first = replace(alone.first, train=replace(alone.first.train, steps=60))
+        found.append(weights_source(replace(two, stages={"sft": first, "dpo": first}), tmp_path, "dpo"))
+    assert found == [f"step {step} of stage 'sft' (stages.sft.train.steps)" for step in (60, 60, 80)]
+
+
+def test_either_optimizer_may_change_and_the_algorithm_may_not(tmp_path):
+    before = load(["algorithm=ppo", "precision=fp32"])
+    (tmp_path / "config.yaml").write_text(to_yaml(before))
+    save(tmp_path / "checkpoints" / "ppo", 3, before.first.model)
+    _check_unchanged(load(["algorithm=ppo", "optimizer.lr=0.1", "algorithm.critic_optimizer.lr=0.1"]), tmp_path)
+    with pytest.raises(ConfigError, match=r"algorithm: .*'gae_lambda': 0\.95.* → .*'gae_lambda': 0\.5"):
+        _check_unchanged(load(["algorithm=ppo", "algorithm.gae_lambda=0.5"]), tmp_path)
 
 
 def missing_on(rank: int) -> str:

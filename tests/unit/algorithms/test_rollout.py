@@ -14,6 +14,7 @@ from rl_megatron.algorithms.rollout import (
     keep_informative,
     logprob_mismatch,
     needs_reference,
+    reward_kl,
     rewards_per_token,
     statistics,
 )
@@ -105,6 +106,15 @@ def test_the_clamps_of_the_kl_hold_in_the_reward_too(rollouts_of):
     rollouts = with_policies(rollouts_of({"a": ["1", "5"]})[0])
     clamped = build_loss("clipped_pg", KL_IN_REWARD | {"kl_output_clamp_value": 0.125})
     assert rewards_per_token(rollouts, clamped)[0].tolist() == [0.0, -0.5 * 0.125, 1 - 0.5 * 0.125]
+
+
+def test_the_kl_in_the_reward_is_reported_over_sampled_tokens(rollouts_of):
+    rollouts = with_policies(rollouts_of({"a": ["1", "5"], "b": ["2", "22"]})[0])
+    rollouts["prev_logprobs"][0, 1] = -1.0 + 0.9  # of nine sampled tokens
+    rollouts["reference_policy_logprobs"][:, 0] = torch.nan  # the prompt
+    loss_fn = build_loss("clipped_pg", KL_IN_REWARD)
+    assert reward_kl(rollouts, loss_fn) == {"reward_kl": pytest.approx(0.25 + 0.9 / 9)}
+    assert reward_kl(rollouts, build_loss("clipped_pg", KL_IN_REWARD | {"use_kl_in_reward": False})) == {}
 
 
 def test_the_reference_is_asked_for_where_loss_or_reward_need_it():

@@ -33,7 +33,7 @@ class Policy:
         self.log.append(("train", options))
         return {"loss": 0.5}
 
-    def save_checkpoint(self, directory, step, results, stage, tokenizer):
+    def save_checkpoint(self, directory, step, results, stage, tokenizer, weights_from):
         self.log.append(("save", step, dict(results)))
 
     def load_checkpoint(self, path, **options):
@@ -64,12 +64,12 @@ def make(monkeypatch):
     def build(log, saved=(), resume=True, nan_at=None, **train):
         monkeypatch.setattr(stage_module.checkpoint, "complete_checkpoints", lambda directory: list(saved))
         monkeypatch.setattr(
-            stage_module.checkpoint, "delete_older", lambda directory, keep: log.append(("delete older", keep))
+            stage_module.checkpoint, "delete_older", lambda directory, keep, _: log.append(("delete older", keep))
         )
         config = load([])
         config = replace(config.first, train=replace(config.first.train, **train))
         evaluate = lambda: ({"accuracy": 0.75}, ["sample"])  # noqa: E731
-        return Stage("sft", config, Policy(log, nan_at), None, Characters(), Silent(log), "here", resume, evaluate)
+        return Stage("sft", config, Policy(log, nan_at), None, Characters(), Silent(log), "here", resume, evaluate, "a")
 
     return build
 

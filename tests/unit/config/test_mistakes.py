@@ -218,6 +218,22 @@ def test_a_group_has_at_least_two_samples_where_they_are_compared(refused):
     assert "without dynamic_sampling" in refused(*alone, "algorithm.dynamic_sampling=true")
 
 
+REINFORCE = ("algorithm=grpo", "algorithm.advantage_estimator=reinforce_plus_plus")
+
+
+@pytest.mark.parametrize(("setting", "remedy"), [("leave_one_out=true", "false"), ("normalize_std=false", "true")])
+def test_what_is_of_groups_alone_is_refused_beside_reinforce_plus_plus(refused, setting, remedy):
+    message = refused(*REINFORCE, f"algorithm.{setting}")
+    assert message.startswith(f"algorithm.{setting} is of advantages relative to a group")
+    assert f"set it to {remedy}, or algorithm.advantage_estimator=group_relative" in message
+    load(["algorithm=grpo", f"algorithm.{setting}"])
+
+
+def test_dynamic_sampling_has_its_effect_beside_reinforce_plus_plus():
+    """It chooses the groups that are kept, whatever their advantages are made of."""
+    assert load([*REINFORCE, "algorithm.dynamic_sampling=true"]).first.algorithm.dynamic_sampling
+
+
 def test_a_reward_model_hands_no_weights_on(refused, tmp_path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(
@@ -292,6 +308,20 @@ def test_an_override_that_stages_shadow_is_refused_with_the_paths_that_work(refu
     message = refused(*three, override)
     assert f"override {override!r} has no effect in stage(s)" in message
     assert message.partition("; write ")[2] == " ".join(instead)
+
+
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [
+        ("algorithm.critic_optimizer.lr", "write stages.ppo.algorithm.critic_optimizer.lr=…"),
+        ("algorithm.prompts_per_steps.lr", "none of them has this key"),
+    ],
+)
+def test_a_nested_key_is_known_by_its_first_part(refused, experiment, key, remedy):
+    arguments = experiment({"stages": {"sft": {"algorithm": {"name": "sft"}}, "ppo": {"algorithm": {"name": "ppo"}}}})
+    message = refused(*arguments, f"{key}=0.1")
+    assert f"override '{key}=0.1' has no effect in stage(s) ['sft', 'ppo']" in message
+    assert message.endswith(f"; {remedy}")
 
 
 def test_the_paths_that_the_refusal_proposes_work(three):

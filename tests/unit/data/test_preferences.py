@@ -57,9 +57,6 @@ class TestDataset:
             "sample_mask": torch.float32,
         }
 
-    def test_the_width_is_rounded_up(self, tokenizer):
-        assert dataset(PAIRS, tokenizer, pad_to_multiple_of=8).batch([0])["token_mask"].shape == (2, 16)
-
     def test_position_0_is_never_learned(self, tokenizer):
         batch = PreferenceDataset(PAIRS, tokenizer, 32, prompt_template="").batch([1])
         assert batch["token_mask"].tolist() == [[0, 1, 1], [0, 1, 0]]
@@ -194,9 +191,17 @@ class TestPairs:
         with pytest.raises(ValueError, match=message):
             load_preferences(file, 0.25)
 
+    def test_a_first_record_that_is_no_pair_is_named_as_one(self, tmp_path):
+        file = write_jsonl(tmp_path / "pairs.jsonl", [{"question": "1+1"}, *self.ROWS])
+        with pytest.raises(ValueError, match="pairs.jsonl:1: the pair has no 'chosen'"):
+            load_preferences(file)
+
     def test_a_file_of_neither_form(self, tmp_path):
         file = write_jsonl(tmp_path / "qa.jsonl", [{"question": "1+1", "answer": "2"}])
-        with pytest.raises(ValueError, match=r"qa.jsonl:1: no preference: it has \['answer', 'question'\].*is_correct"):
+        with pytest.raises(
+            ValueError,
+            match=r"qa.jsonl:1: no preference, nor in any other record: it has \['answer', 'question'\].*is_correct",
+        ):
             load_preferences(file)
 
 
@@ -227,6 +232,14 @@ class TestGradedSolutions:
                 assert [record.values["question"] for record in load_preferences(file, 0)[0]] == ["1"]
         (message,) = [record.getMessage() for record in caplog.records]
         assert "3 of 4 questions left out" in message and str(file) in message
+
+    @pytest.mark.parametrize("name", ["solutions.jsonl", "train.jsonl"])
+    def test_the_first_question_may_have_no_answer_yet(self, tmp_path, name):
+        rows = [{"question": "nobody has answered"}, graded("1", ("2", True), ("3", False))]
+        file = write_jsonl(tmp_path / name, rows)
+        write_jsonl(tmp_path / "test.jsonl", rows)
+        train, _ = load_preferences(tmp_path if name == "train.jsonl" else file, 0)
+        assert [record.values["question"] for record in train] == ["1"]
 
     def test_a_fraction_of_the_questions_with_pairs_is_held_out(self, tmp_path):
         rows = [graded(f"{n}", ("2", True), ("3", False), ("4", False)) for n in range(20)]

@@ -211,7 +211,21 @@ class TestTheStudentsBufferBecomesTheGradient:
         loss = vocab_parallel_soft_cross_entropy(buffer, teacher).sum()
         with torch.no_grad():
             (buffer if which == "student" else teacher).mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        with pytest.raises(RuntimeError, match="vocab_parallel_soft_cross_entropy were modified before its backward"):
+            loss.backward()
+
+    def test_two_calls_on_one_buffer_raise_rather_than_corrupt(self):
+        student, teacher, _ = random_case(5, 20)
+        buffer = student.requires_grad_() * 1
+        loss = sum(vocab_parallel_soft_cross_entropy(buffer, teacher).sum() for _ in range(2))
+        with pytest.raises(RuntimeError, match="second consumer's backward turned the same buffer .* a copy"):
+            loss.backward()
+
+    def test_a_leaf_keeps_its_values_and_autograds_own_error(self):
+        student, teacher, _ = random_case(5, 20)
+        loss = vocab_parallel_soft_cross_entropy(student.requires_grad_(), teacher).sum()
+        loss.backward()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
             loss.backward()
 
     def test_the_teacher_takes_part_in_no_gradient(self):

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -374,6 +375,11 @@ class TestBadArgumentsAreNamed:
     def test_temperature(self, bad):
         with pytest.raises(ValueError, match="temperature"):
             vocab_parallel_logprobs(self.logits, self.targets, temperature=bad)
+
+    @pytest.mark.parametrize("shape", [(3,), (4, 1), (1, 4, 1)], ids=str)
+    def test_temperature_of_another_shape(self, shape):
+        with pytest.raises(ValueError, match=re.escape(f"temperature {shape} must be a number or broadcast to")):
+            vocab_parallel_logprobs(self.logits, self.targets, temperature=torch.ones(shape))
 
     def test_temperature_that_wants_a_gradient(self):
         with pytest.raises(ValueError, match="gradient"):

@@ -3,6 +3,7 @@
 import collections
 import math
 import pickle
+import re
 
 import pytest
 import torch
@@ -45,6 +46,11 @@ def test_registry():
 
 
 class TestNLL:
+    @pytest.mark.parametrize("shape", [(2,), (3, 5), (3, 4, 1)], ids=str)
+    def test_a_temperature_of_another_shape_is_named(self, shape):
+        with pytest.raises(ValueError, match=re.escape(f"temperature {shape} must be a number, [B]")):
+            NLLLoss()(LOGITS, BATCH | {"temperature": torch.ones(shape)}, None, 10)
+
     def test_mean_over_the_global_tokens(self):
         loss, metrics = NLLLoss()(LOGITS, BATCH, None, 10)
         want = -(LOGPROBS[0, 1] + LOGPROBS[0, 2] + LOGPROBS[1, 0]).item() / 10

@@ -183,6 +183,10 @@ def test_half_precision_logits():
     assert torch.autograd.grad(value, leaf)[0].dtype == torch.bfloat16
 
 
+def test_the_teacher_is_required():
+    assert {"teacher_topk_logits", "teacher_topk_indices"} <= set(DistillationLossFn().required_keys)
+
+
 def test_seed_form():
     student, batch = make()
     log_q = student[:, :-1].log_softmax(-1)

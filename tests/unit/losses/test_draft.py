@@ -165,6 +165,7 @@ class TestASmallerVocabulary:
 
 def test_missing_policy_and_settings():
     student, batch = make()
+    assert "teacher_logits" in DraftCrossEntropyLossFn().required_keys
     batch.pop("teacher_logits")
     with pytest.raises(KeyError, match=r"DraftCrossEntropyLossFn needs data\['teacher_logits'\]"):
         DraftCrossEntropyLossFn()(student, batch, 2, 9)
@@ -216,7 +217,7 @@ class TestTogetherWithThePolicy:
         *_, policy_loss = self.make()
         loss = DraftLossWrapper(policy_loss)
         assert isinstance(loss, LossFunction) and loss.input_type is LossInputType.LOGPROB
-        assert loss.required_keys == policy_loss.required_keys
+        assert loss.required_keys == (*policy_loss.required_keys, "student_logits"), "the teacher is its output"
         assert dict(loss.metric_reductions) == {**policy_loss.metric_reductions, "draft_loss": Reduction.SUM}
 
     def test_mistakes_are_named(self):

@@ -107,3 +107,6 @@ def test_shapes_and_settings_that_do_not_fit_are_named():
         PPOLoss()(**inputs, value_padding_masks=MASK[:, 1:])
     with pytest.raises(ValueError, match="PPOLoss: epsilon=-0.1 must be finite and not negative"):
         PPOLoss(epsilon=-0.1)
+    for bad in ("a", None, True):
+        with pytest.raises(TypeError, match=f"PPOLoss: value_coeff={bad!r} must be a number"):
+            PPOLoss(value_coeff=bad)
