@@ -162,8 +162,11 @@ def heldout_problems(config: StageConfig, task: Task, tokenizer: Tokenizer) -> H
     return HeldoutProblems(task, problems, tokenizer, sampling(config, tokenizer, greedy=True))
 
 
-def check_room(config: StageConfig, problems: Sequence[Problem], tokenizer: Tokenizer) -> None:
-    """Raises: ConfigError where a problem's prompt leaves too little room for its completion."""
+def check_room(config: StageConfig, problems: Sequence[Problem], tokenizer: Tokenizer) -> int:
+    """Tokens of the longest prompt with its longest completion.
+
+    Raises: ConfigError where a problem's prompt leaves too little room for its completion.
+    """
     longest = max((len(tokenizer.encode(prompt)) for prompt in {problem.prompt for problem in problems}), default=0)
     wanted, limit = config.generation.max_new_tokens, config.model.max_sequence_length
     if longest + wanted > limit:
@@ -171,6 +174,7 @@ def check_room(config: StageConfig, problems: Sequence[Problem], tokenizer: Toke
             f"generation.max_new_tokens={wanted} and the longest prompt, {longest} tokens, exceed "
             f"model.max_sequence_length={limit}; lower the one or raise the other"
         )
+    return longest + wanted
 
 
 def sampling(config: StageConfig, tokenizer: Tokenizer, greedy: bool = False) -> Sampling:

@@ -108,24 +108,45 @@ def _build_inputs(stage: StageConfig, tokenizer: Tokenizer) -> None:
     _check_loss(stage)
     if stage.algorithm.name in ("grpo", "ppo"):
         problems = inputs.training_problems(stage, task)
-        inputs.check_room(stage, problems, tokenizer)
+        longest = inputs.check_room(stage, problems, tokenizer)
         if len(problems) < stage.algorithm.prompts_per_step:
             raise ConfigError(
                 f"algorithm.prompts_per_step={stage.algorithm.prompts_per_step} exceeds the {len(problems)} training "
                 "problems; lower it or provide more data"
             )
     elif stage.data.source == "preference":
-        _check_enough_pairs(stage, len(inputs.preference_rows(stage, tokenizer)))
+        pairs = inputs.preference_rows(stage, tokenizer)
+        _check_enough_pairs(stage, len(pairs))
+        longest = pairs.longest_row
     else:
         pretraining = stage.algorithm.name == "pretrain"
         rows = (inputs.pretraining_rows if pretraining else inputs.answer_rows)(stage, tokenizer)
         BatchSchedule(len(rows), train.global_batch_size, train.seed)
+        longest = rows.longest_row
+    _check_budget(stage, longest)
     if task is not None:
         inputs.check_room(stage, inputs.heldout_problems(stage, task, tokenizer).problems, tokenizer)
     elif stage.data.source == "preference":
-        inputs.heldout_pairs(stage, tokenizer)
+        _check_budget(stage, int(inputs.heldout_pairs(stage, tokenizer).batch["input_lengths"].max()))
     else:
-        inputs.heldout_text(stage, tokenizer)
+        _check_budget(stage, int(inputs.heldout_text(stage, tokenizer).batch["input_lengths"].max()))
+
+
+def _check_budget(stage: StageConfig, longest: int) -> None:
+    """The longest row, or pair of such rows, must fit a microbatch where microbatches go by tokens."""
+    train, parallel = stage.train, stage.parallel
+    if train.batching == "padded":
+        return
+    multiple = (2 * parallel.context if parallel.context > 1 else 1) * (parallel.tensor if parallel.sequence else 1)
+    unit = 2 if stage.data.source == "preference" else 1
+    needed = unit * -(-longest // multiple) * multiple
+    if needed > train.micro_batch_tokens:
+        what = "pair of rows" if unit == 2 else "row"
+        padded = f", padded to multiples of {multiple} for the layout" if multiple > 1 else ""
+        raise ConfigError(
+            f"train.micro_batch_tokens={train.micro_batch_tokens} does not hold the longest {what}: {unit} × {longest} "
+            f"tokens{padded}; raise it to {needed} at least, or shorten the rows"
+        )
 
 
 def _check_enough_pairs(stage: StageConfig, num_pairs: int) -> None:

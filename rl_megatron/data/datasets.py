@@ -65,6 +65,11 @@ class TextDataset:
         """Windows."""
         return (len(self._stream) - 1) // (self.sequence_length - 1)
 
+    @property
+    def longest_row(self) -> int:
+        """Tokens, at most."""
+        return self.sequence_length
+
     def batch(self, rows: Sequence[int]) -> BatchedDataDict:
         """The windows with these numbers: `input_ids`, `input_lengths`, `token_mask`, `sample_mask`."""
         stride = self.sequence_length - 1
@@ -146,6 +151,11 @@ class PromptAnswerDataset:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of prompt and answer."""
+        return max(row.num_tokens for row in self._rows)
 
     def batch(self, rows: Sequence[int]) -> BatchedDataDict:
         """Prompt, answer and `<eos>` of these rows: `input_ids`, `input_lengths`, `token_mask`, `sample_mask`."""

@@ -27,6 +27,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.log import once
 from rl_megatron.model.attention import PortableAttention, PortablePacking
 from rl_megatron.model.packed_rows import PackedRows
+from rl_megatron.model.router import BalancedRouter
 from rl_megatron.topology.platform import Platform
 from rl_megatron.topology.topology import Topology
 
@@ -58,9 +59,12 @@ def block_spec(
 ) -> TransformerBlockSubmodules | ModuleSpec:
     """The megatron-core spec of the decoder layers of this pipeline stage (or model chunk `vp_stage` of it)."""
     if backend == "transformer_engine":
-        return get_gpt_layer_with_transformer_engine_spec(
+        layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
         )
+        if config.num_moe_experts is not None:
+            layer.submodules.mlp.submodules.router = BalancedRouter
+        return layer
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[_portable_layer(config)] * num_layers, layer_norm=PortableRMSNorm)
 
@@ -100,7 +104,7 @@ def _portable_layer(config: TransformerConfig) -> ModuleSpec:
     else:
         experts = ModuleSpec(module=SequentialMLP, submodules=linears)
         shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
-        mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared))
+        mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts, shared, BalancedRouter))
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(

@@ -9,12 +9,11 @@ from itertools import accumulate
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
-from torch.nn.functional import pad
 
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.logprobs import Sharding
 from rl_megatron.model.backend import packing_params
-from rl_megatron.topology.context_parallel import zigzag_shard
+from rl_megatron.model.build import unwrap
 from rl_megatron.topology.token_layout import TokenLayout
 from rl_megatron.topology.topology import Topology
 
@@ -45,33 +44,52 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class ModelInput:
-    """What this rank gives its model chunks: tokens [R, L], how they are packed, and how the output lies over ranks."""
+    """What this rank gives its model chunks: tokens [R, L]; how they are packed; how the output lies over ranks; and
+    which tokens no expert should be balanced by, [R, L], where experts are."""
 
     tokens: Tensor
     packing: PackedSeqParams | None
     sharding: Sharding
+    padding: Tensor | None
 
     @classmethod
-    def of(cls, microbatch: Microbatch, topology: Topology, vocab_size: int, backend: str) -> ModelInput:
-        ids, groups = microbatch.batch["input_ids"], topology.groups
+    def of(
+        cls, microbatch: Microbatch, topology: Topology, vocab_size: int, backend: str, balances_experts: bool
+    ) -> ModelInput:
+        batch, groups = microbatch.batch, topology.groups
+        ids = batch["input_ids"]
+        local_length = microbatch.shape(topology)[1] // topology.context
         if microbatch.lengths is None:
-            _, length = microbatch.shape(topology)
-            padded = pad(ids, (0, length - ids.size(1)))
-            tokens = zigzag_shard(padded, topology.context_rank, topology.context, dim=1)
-            return cls(tokens, None, Sharding(groups.tp, groups.cp, vocab_size))
-        rooms = rooms_of(microbatch.lengths, topology)
-        cu_seqlens, cu_seqlens_padded = (
-            torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) for lengths in (microbatch.lengths, rooms)
-        )
-        sharding = Sharding(groups.tp, groups.cp, vocab_size, cu_seqlens, cu_seqlens_padded)
-        layout = TokenLayout.packed(
-            cu_seqlens.to(ids.device),
-            cu_seqlens_padded.to(ids.device),
-            ids.size(1),
-            sum(rooms) // topology.context,
-            groups.cp,
-        )
-        return cls(layout.scatter(ids, 0), packing_params(rooms, topology, backend), sharding)
+            packing, sharding = None, Sharding(groups.tp, groups.cp, vocab_size)
+            layout = TokenLayout.padded(tuple(ids.shape), local_length, groups.cp, ids.device)
+        else:
+            rooms = rooms_of(microbatch.lengths, topology)
+            lengths, padded = (
+                torch.tensor([0, *accumulate(each)], dtype=torch.int32) for each in (microbatch.lengths, rooms)
+            )
+            packing = packing_params(rooms, topology, backend)
+            sharding = Sharding(groups.tp, groups.cp, vocab_size, lengths, padded)
+            layout = TokenLayout.packed(
+                lengths.to(ids.device), padded.to(ids.device), ids.size(1), local_length, groups.cp
+            )
+        padding = ~layout.scatter(_weighing(batch), False) if balances_experts else None
+        return cls(layout.scatter(ids, 0), packing, sharding, padding)
+
+    def padding_of(self, chunk: torch.nn.Module, topology: Topology) -> Tensor:
+        """`padding` as megatron-core wants it of this chunk: with the embedding's it cuts it over sequence-parallel
+        ranks itself, with others' it expects that done."""
+        if topology.sequence and not unwrap(chunk).pre_process:
+            return self.padding.chunk(topology.tensor, dim=1)[topology.tensor_rank]
+        return self.padding
+
+
+def _weighing(batch: BatchedDataDict) -> Tensor:
+    """[b, S], true for every token within its row, of rows that weigh anything."""
+    ids = batch["input_ids"]
+    weighs = (batch["sample_mask"] > 0)[:, None].expand(ids.shape)
+    if "input_lengths" not in batch:
+        return weighs
+    return weighs & (torch.arange(ids.size(1), device=ids.device) < batch["input_lengths"].to(ids.device)[:, None])
 
 
 def rooms_of(lengths: Sequence[int], topology: Topology) -> list[int]:

@@ -21,16 +21,21 @@ class NonFiniteLoss(RuntimeError):
 
 @dataclass(frozen=True)
 class Denominators:
-    """Valid sequences and valid predicted tokens of the whole global batch: what the losses divide by."""
+    """Of the whole global batch: valid sequences and valid predicted tokens, by which the losses divide; and positions,
+    all tokens of rows that weigh anything, prompts included."""
 
     sequences: Tensor
     tokens: Tensor
+    positions: Tensor
 
     @classmethod
     def count(cls, batch: Mapping[str, Tensor]) -> Denominators:
-        """Σ sample_mask and Σ token_mask[:, 1:]·sample_mask of a whole global batch."""
+        """Σ sample_mask, Σ token_mask[:, 1:]·sample_mask and Σ input_lengths over rows with a sample_mask above 0."""
         sample_mask = batch["sample_mask"].float()
-        return cls(sample_mask.sum(), (batch["token_mask"][:, 1:].float() * sample_mask[:, None]).sum())
+        tokens = (batch["token_mask"][:, 1:].float() * sample_mask[:, None]).sum()
+        width = torch.full_like(sample_mask, batch["input_ids"].size(1))
+        lengths = batch["input_lengths"].to(width) if "input_lengths" in batch else width
+        return cls(sample_mask.sum(), tokens, torch.where(sample_mask > 0, lengths, 0.0).sum())
 
 
 def reduce_metrics(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.logprobs import LogprobStats, Sharding, next_token_stats
 from rl_megatron.losses.interfaces import Loss, LossFunction, nan_left_to_caller
+from rl_megatron.model.router import balancing_loss, balancing_routers, begin_step
 from rl_megatron.schedule.microbatch import Microbatch, ModelInput
 from rl_megatron.schedule.pipeline import PlannedCommunicator
 from rl_megatron.schedule.report import Denominators, reduce_metrics
@@ -44,13 +46,19 @@ class Runner:
         """Adds the gradient of Σ over all microbatches of all ranks of `loss_fn` to the chunks' main gradients.
 
         `microbatches`: this data-parallel rank's part, equally many on every rank. Returns every metric, reduced as it
-        declares, the same on all ranks; "loss" is the loss whose gradient was taken.
+        declares, the same on all ranks; "loss" is the loss whose gradient was taken, to which that of "router_aux_loss"
+        was added where a mixture of experts has one.
 
         Raises: NonFiniteLoss on every rank, naming microbatch and metrics, where the loss is NaN or infinite.
         """
         step = partial(self._loss_of, loss_fn=loss_fn, denominators=denominators)
+        routers = [] if forward_only else balancing_routers(self.chunks)
+        begin_step(routers, denominators.positions)
         reports = self._run(microbatches, step, forward_only=forward_only)[: len(microbatches)]
-        return reduce_metrics(reports, loss_fn, [microbatch.batch for microbatch in microbatches], self.topology)
+        report = reduce_metrics(reports, loss_fn, [microbatch.batch for microbatch in microbatches], self.topology)
+        if routers:
+            report["router_aux_loss"] = balancing_loss(routers, dist.group.WORLD, self.topology.platform.device)
+        return report
 
     @torch.no_grad()
     def next_token_logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
@@ -83,11 +91,13 @@ class Runner:
         microbatches = self._filled_up(microbatches)
         shapes = [microbatch.shape(topology) for microbatch in microbatches]
         config.variable_seq_lengths = len(set(shapes)) > 1
+        balances_experts = not forward_only and bool(balancing_routers(self.chunks))
 
         def forward_step(iterator: Iterator[Microbatch], chunk: torch.nn.Module):
             microbatch = next(iterator)
-            given = ModelInput.of(microbatch, topology, self.vocab_size, self.backend)
-            output = chunk(given.tokens, None, None, packed_seq_params=given.packing)
+            given = ModelInput.of(microbatch, topology, self.vocab_size, self.backend, balances_experts)
+            masked = {} if given.padding is None else {"padding_mask": given.padding_of(chunk, topology)}
+            output = chunk(given.tokens, None, None, packed_seq_params=given.packing, **masked)
             return output, lambda output, non_loss_data=False: on_output(microbatch.batch, output, given.sharding)
 
         pipelined = topology.pipeline > 1

@@ -102,6 +102,26 @@ def test_two_ranks_give_the_numbers_of_one(tmp_path, forks):
         assert two == pytest.approx(one, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.parametrize("settings", [TINY, GRPO], ids=["sft", "grpo"])
+def test_packed_and_dynamic_microbatches_give_the_numbers_of_padded_ones(tmp_path, forks, settings):
+    found = {}
+    for batching in ("padded", "dynamic", "packed"):
+        given = [f"train.batching={batching}", "train.micro_batch_tokens=64", f"output_dir={batching}"]
+        done = forks.run(tmp_path, "train", *settings, *given)
+        assert done.status == 0, done.err
+        found[batching] = metrics(tmp_path / batching)
+    efficiency = {
+        batching: [line.pop("packing_efficiency") for line in lines if line["kind"] == "train"]
+        for batching, lines in found.items()
+    }
+    for batching in ("dynamic", "packed"):
+        for line, padded in zip(found[batching], found["padded"], strict=True):
+            assert (line.pop("stage"), line.pop("kind")) == ("sft" if settings is TINY else "grpo", padded["kind"])
+            assert line == pytest.approx({key: padded[key] for key in line}, rel=1e-4, abs=1e-6)
+    assert efficiency["packed"] == [1.0] * 3
+    assert all(padded < dynamic for padded, dynamic in zip(efficiency["padded"], efficiency["dynamic"], strict=True))
+
+
 def test_an_experiment_of_the_users_own_runs_from_its_directory(tmp_path, forks):
     (tmp_path / "mine" / "experiment").mkdir(parents=True)
     stages = {"read": {"algorithm": {"name": "pretrain"}}, "answer": {"algorithm": {"name": "sft"}}}

@@ -71,6 +71,10 @@ def test_a_reward_model_starts_from_a_policy(pairs, forks):
         (["loss.sft_loss_wieght=1"], ["sft_loss_wieght"]),
         (["loss.reference_policy_kl_penalty=-1"], ["reference_policy_kl_penalty=-1"]),
         (["data=arithmetic"], ["algorithm=dpo needs pairs"]),
+        (
+            ["train.batching=packed", "train.micro_batch_tokens=9"],
+            ["train.micro_batch_tokens=9 does not hold the longest pair of rows: 2 × ", "raise it to"],
+        ),
     ],
 )
 def test_bad_input_is_named_before_the_first_step(pairs, forks, overrides, words):

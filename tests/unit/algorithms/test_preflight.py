@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_megatron.algorithms.preflight import _check_loss, _check_saved, _check_unchanged, weights_source
+from rl_megatron.algorithms.preflight import _check_budget, _check_loss, _check_saved, _check_unchanged, weights_source
 from rl_megatron.algorithms.rollout import needs_reference
 from rl_megatron.algorithms.run import _on_all_or_none
 from rl_megatron.config.errors import ConfigError
@@ -211,3 +211,21 @@ def missing_on(rank: int) -> str:
 )
 def test_what_one_rank_finds_ends_all(ranks, rank, message):
     assert ranks.run(2, missing_on, rank) == [message, message]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "longest", "said"),
+    [
+        ([], 40, "train.micro_batch_tokens=39 does not hold the longest row: 1 × 40 tokens; raise it to 40 at least"),
+        (["parallel.context=2"], 37, "1 × 37 tokens, padded to multiples of 4 for the layout; raise it to 40 at least"),
+        (PAIRS + ["algorithm=dpo"], 20, "does not hold the longest pair of rows: 2 × 20 tokens; raise it to 40"),
+    ],
+)
+@pytest.mark.parametrize("batching", ["packed", "dynamic"])
+def test_the_longest_row_must_fit_a_microbatch_of_tokens(batching, overrides, longest, said):
+    stage = load([*overrides, f"train.batching={batching}", "train.micro_batch_tokens=39"]).first
+    with pytest.raises(ConfigError) as refused:
+        _check_budget(stage, longest)
+    assert said in str(refused.value)
+    _check_budget(replace(stage, train=replace(stage.train, micro_batch_tokens=40)), longest)
+    _check_budget(replace(stage, train=replace(stage.train, batching="padded")), longest)

@@ -407,3 +407,20 @@ def test_rules_that_span_sections(refused, overrides, words):
 def test_rules_hold_in_every_stage(refused, three, override, words):
     message = refused(*three, override)
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["model.expert_ffn_hidden_size=64"], "model.expert_ffn_hidden_size=64 does nothing: model.num_experts=null"),
+        (["model.router_aux_loss=0.01"], "model.router_aux_loss=0.01 does nothing"),
+        (["model.num_experts=2", "model.experts_per_token=3"], "experts_per_token=3 exceeds model.num_experts=2"),
+        (["model.num_experts=2", "model.experts_per_token=1"], "set normalize_expert_weights=false"),
+        (["model.num_experts=2", "model.shared_expert_gate=true"], "set model.shared_expert_ffn_hidden_size"),
+        (["train.batching=packd"], "train.batching='packd'"),
+        (["train.micro_batch_tokens=0"], "train.micro_batch_tokens=0"),
+    ],
+)
+def test_experts_and_batching_that_contradict_themselves(overrides, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load(overrides)

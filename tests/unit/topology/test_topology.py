@@ -95,9 +95,36 @@ def test_every_degree_that_a_refusal_proposes_fits():
         (
             {"pipeline": 2, "virtual_pipeline": 4},
             {"num_layers": 4},
-            ["parallel.pipeline × parallel.virtual_pipeline=8", "model.num_layers=4"],
+            ["parallel.pipeline=2 × parallel.virtual_pipeline=4", "model.num_layers=4"],
         ),
         ({"expert": 2}, {}, ["parallel.expert=2", "dense"]),
+        ({"expert": 3}, {"num_experts": 4}, ["parallel.expert=3", "model.num_experts=4", "[1, 2, 4]"]),
+        (
+            {"tensor": 2},
+            {"num_experts": 4},
+            ["parallel.tensor=2 with model.num_experts=4", "set parallel.sequence=true"],
+        ),
+        (
+            {"tensor": 2, "sequence": True},
+            {"num_experts": 4, "shared_expert_ffn_hidden_size": 5},
+            ["parallel.tensor=2", "model.shared_expert_ffn_hidden_size=5"],
+        ),
+        ({"first_stage_layers": 2}, {}, ["parallel.first_stage_layers=2", "one pipeline stage", "null"]),
+        (
+            {"pipeline": 2, "first_stage_layers": 2, "last_stage_layers": 1},
+            {"num_layers": 4},
+            ["first_stage_layers=2, parallel.last_stage_layers=1 leave 1 of model.num_layers=4", "that must be 0"],
+        ),
+        (
+            {"pipeline": 4, "first_stage_layers": 3},
+            {"num_layers": 8},
+            ["parallel.first_stage_layers=3 leave 5", "3 pipeline stage(s)", "a positive multiple of 3"],
+        ),
+        (
+            {"pipeline": 2, "virtual_pipeline": 2, "first_stage_layers": 3},
+            {"num_layers": 8},
+            ["parallel.first_stage_layers=3 must be a multiple of parallel.virtual_pipeline=2"],
+        ),
     ],
 )
 def test_degrees_that_do_not_divide_the_model_are_refused(degrees, shape, words):
@@ -109,6 +136,9 @@ def test_degrees_that_do_not_divide_the_model_are_refused(degrees, shape, words)
 
 def test_a_model_that_fits_is_accepted():
     validate_model(ModelConfig(num_layers=8), ParallelConfig(tensor=4, pipeline=2, virtual_pipeline=4, context=2))
+    validate_model(ModelConfig(num_layers=9), ParallelConfig(pipeline=4, first_stage_layers=1, last_stage_layers=4))
+    validate_model(ModelConfig(num_layers=5), ParallelConfig(pipeline=2, last_stage_layers=1))
+    validate_model(ModelConfig(num_experts=4), ParallelConfig(tensor=2, sequence=True, expert=4))
 
 
 @pytest.mark.parametrize("vocab_size", [1, 63, 64, 65, 259, 260, 32000, 50257])

@@ -1,0 +1,81 @@
+"""The router of a mixture of experts, with a load-balancing loss that is scaled like the loss it is added to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+
+class BalancedRouter(TopKRouter):
+    """megatron-core's top-k router with a balancing loss of our own, off unless `model.router_aux_loss` c is above 0:
+
+        L_aux = c · Σ_layers Σ_m (T_m / T) · (E / k) · Σ_i f_i·P_i
+        f_i = share of microbatch m's T_m tokens that go to expert i      P_i = mean probability of expert i over them
+
+    (1·c per layer where experts are used evenly), a mean over the T tokens of the global batch, as the losses' own
+    denominators are counted: before the first forward. Padding and rows without weight are no tokens. Tokens of a
+    microbatch are those of all tensor- and context-parallel ranks; microbatches and data-parallel ranks each balance
+    their own, so L_aux, by its nature, depends on which rows share a microbatch. No other layout changes it.
+
+    megatron-core scales its own by token counts that its optimizer step divides by and ours does not, counts padding,
+    and is NaN for a microbatch without tokens (NVIDIA/Megatron-LM issues 1652 and 1984).
+
+    Source: Fedus et al. 2021 (arXiv:2101.03961), eq. 4–6.
+    """
+
+    step_tokens: Tensor | None = None  # T, of the step under way
+    reported: Tensor | None = None  # this rank's part of L_aux in the step under way
+
+    def _apply_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        if self.step_tokens is None:
+            raise RuntimeError("the router's balancing loss needs the step's number of tokens: see begin_step")
+        counts = routing_map.sum(dim=0).to(scores_for_aux_loss.dtype)
+        dist.all_reduce(counts, group=self.tp_cp_group)
+        tokens = (counts.sum() / self.topk).clamp(min=1.0)
+        # This rank's tokens' part; f has no gradient. T_m·f_i = counts, T_m·P_i = Σ scores.
+        balance = (counts * scores_for_aux_loss.sum(dim=0)).sum() / tokens
+        coefficient = self.config.moe_aux_loss_coeff * self.config.num_moe_experts / self.topk
+        loss = coefficient * balance / self.step_tokens
+        self.reported = self.reported + loss.detach()
+        return _AlsoMinimised.apply(probs, loss)
+
+
+class _AlsoMinimised(torch.autograd.Function):
+    """`output` as it is; backward adds the gradient of `loss` to that of whatever comes of it."""
+
+    @staticmethod
+    def forward(ctx, output: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensors
+        return gradient, torch.ones_like(loss)
+
+
+def balancing_routers(chunks: Iterable[torch.nn.Module]) -> list[BalancedRouter]:
+    """The routers whose balancing loss is on."""
+    routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, BalancedRouter)]
+    return [router for router in routers if router.is_aux_loss_enabled()]
+
+
+def begin_step(routers: Iterable[BalancedRouter], tokens: Tensor) -> None:
+    """Tells the routers how many tokens the global batch has, rows without weight left out."""
+    for router in routers:
+        router.step_tokens, router.reported = tokens.clamp(min=1.0), torch.zeros_like(tokens)
+
+
+def balancing_loss(routers: list[BalancedRouter], group: dist.ProcessGroup, device: torch.device) -> float:
+    """L_aux of the step that ends, over all ranks of `group`, every layer's on one pipeline stage; collective."""
+    total = torch.zeros((), device=device)
+    for router in routers:
+        total += router.reported
+    dist.all_reduce(total, group=group)
+    return total.item()

@@ -1,0 +1,112 @@
+"""The balancing loss of experts: its gradient is its own, and no layout with the same microbatches changes it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from rl_megatron.certify.workload import NUM_ROWS, batch_of_all_kinds
+from rl_megatron.losses import NLLLoss
+from rl_megatron.policy.batching import Batching
+from tests.parallel.layouts import MODEL, VOCAB_SIZE, build_policy, gradients, worst_relative_error
+
+EXPERTS = dataclasses.replace(MODEL, num_experts=4, expert_ffn_hidden_size=32, router_aux_loss=0.5)
+WHOLE = Batching("padded", NUM_ROWS)
+
+
+def one_step(parallel: dict, batching: Batching, model=EXPERTS, filler_rows: int = 0):
+    policy = build_policy(parallel, model=model, batching=batching)
+    batch = batch_of_all_kinds(VOCAB_SIZE, seed=1)
+    if filler_rows:
+        batch = batch.pad_to_multiple(batch.size + filler_rows)
+    report = policy.accumulate_gradients(batch, NLLLoss())
+    return report, gradients(policy)
+
+
+def assert_same(found, wanted):
+    assert found[0]["router_aux_loss"] == pytest.approx(wanted[0]["router_aux_loss"], rel=1e-5)
+    assert found[0]["loss"] == pytest.approx(wanted[0]["loss"], rel=1e-6)
+    error, name = worst_relative_error(found[1], wanted[1])
+    assert error <= 1e-4, name
+
+
+@pytest.fixture(scope="module")
+def one_process(ranks):
+    return ranks.run(1, one_step, {}, WHOLE)[0]
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"context": 2},
+        {"context": 2, "expert": 2},
+        {"tensor": 2, "sequence": True},
+        {"tensor": 2, "sequence": True, "expert": 2},
+        {"pipeline": 2},
+        {"pipeline": 2, "virtual_pipeline": 2, "tensor": 2, "sequence": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_layouts_with_the_same_microbatches_agree(ranks, one_process, parallel, recompute):
+    world_size = parallel.get("tensor", 1) * parallel.get("context", 1) * parallel.get("pipeline", 1)
+    model = dataclasses.replace(EXPERTS, recompute=recompute)
+    assert_same(ranks.run(world_size, one_step, parallel, WHOLE, model)[0], one_process)
+
+
+def test_padding_and_rows_without_weight_are_no_tokens(ranks, one_process):
+    assert_same(ranks.run(1, one_step, {}, Batching("packed", tokens=4096))[0], one_process)
+    assert_same(ranks.run(1, one_step, {}, Batching("padded", NUM_ROWS + 5), EXPERTS, 5)[0], one_process)
+
+
+def test_data_parallel_ranks_balance_their_microbatches_like_one_process(ranks):
+    halves = Batching("padded", NUM_ROWS // 2)
+    assert_same(ranks.run(2, one_step, {"expert": 2}, halves)[0], ranks.run(1, one_step, {}, halves)[0])
+
+
+def test_microbatches_without_a_token_are_finite(ranks):
+    """Interleaved stages fill up their number of microbatches with such: 3 of 4 rows each become 4."""
+    thirds = Batching("padded", NUM_ROWS // 3)
+    wanted = ranks.run(1, one_step, {}, thirds)[0]
+    assert_same(ranks.run(2, one_step, {"pipeline": 2, "virtual_pipeline": 2}, thirds)[0], wanted)
+
+
+def slope_and_gradient() -> tuple[float, float]:
+    """d(loss + balancing loss)/dε along the routers' gradient by central differences, and by the gradient itself."""
+    policy = build_policy({}, model=EXPERTS, batching=WHOLE)
+    batch = batch_of_all_kinds(VOCAB_SIZE, seed=1)
+    policy.accumulate_gradients(batch, NLLLoss())
+    routers = {name: p for name, p in policy.chunks[0].named_parameters() if name.endswith("router.weight")}
+    direction = {name: p.main_grad.clone() for name, p in routers.items()}
+    norm = sum(d.square().sum() for d in direction.values()).sqrt().item()
+
+    def objective(step: float) -> float:
+        with torch.no_grad():
+            for name, parameter in routers.items():
+                parameter += step * direction[name] / norm
+        report = policy.accumulate_gradients(batch, NLLLoss())
+        return report["loss"] + report["router_aux_loss"]
+
+    step = 5e-4  # longer, and tokens change experts on the way
+    ahead = objective(step)
+    behind = objective(-2 * step)
+    return (ahead - behind) / (2 * step), norm
+
+
+def test_the_gradient_is_that_of_loss_and_balancing_loss_together(ranks):
+    slope, gradient = ranks.run(1, slope_and_gradient)[0]
+    assert slope == pytest.approx(gradient, rel=1e-2)
+
+
+def reported(coefficient: float) -> dict[str, float]:
+    return one_step({}, WHOLE, dataclasses.replace(EXPERTS, router_aux_loss=coefficient))[0]
+
+
+def test_it_is_off_unless_asked_for_and_proportional_to_its_coefficient(ranks):
+    off, half, one = (ranks.run(1, reported, coefficient)[0] for coefficient in (0.0, 0.5, 1.0))
+    assert "router_aux_loss" not in off
+    assert one["router_aux_loss"] == pytest.approx(2 * half["router_aux_loss"], rel=1e-6)
+    # 1 per layer where experts are used evenly, up to E / k where all tokens go to the same.
+    assert MODEL.num_layers <= one["router_aux_loss"] < 2 * MODEL.num_layers
