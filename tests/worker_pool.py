@@ -7,6 +7,7 @@ rank, and takes the group down again. A function that fails on any rank fails th
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -44,6 +45,7 @@ def _serve(rank: int, connection: Connection) -> None:
             if dist.is_initialized():
                 _leave_topology()
                 dist.destroy_process_group()
+            gc.collect()  # models and their groups refer to each other, and a group has threads that poll
         connection.send(answer)
 
 

@@ -274,8 +274,8 @@ def test_rows_that_do_not_divide_are_filled_up_without_weight(ranks, layout):
     assert (found[:, 0] == 0).all()
 
 
-def kept_alive_after_shutdown() -> int:
-    policies = [build_policy({}) for _ in range(2)]
+def kept_alive_after_shutdown(model: ModelConfig) -> int:
+    policies = [build_policy({}, model=model) for _ in range(2)]
     parameters = []
     for policy in policies:
         policy.train(random_batch(4, 12, 0), NLLLoss(), gbs=4)
@@ -286,8 +286,9 @@ def kept_alive_after_shutdown() -> int:
     return sum(parameter() is not None for parameter in parameters)
 
 
-def test_shutdown_frees_the_weights(ranks):
-    assert ranks.run(1, kept_alive_after_shutdown)[0] == 0
+@pytest.mark.parametrize("model", [MODEL, EXPERTS], ids=["dense", "experts"])
+def test_shutdown_frees_the_weights(ranks, model):
+    assert ranks.run(1, kept_alive_after_shutdown, model)[0] == 0
 
 
 def reference_stays(parallel: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
