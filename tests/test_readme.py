@@ -29,8 +29,9 @@ def test_command_is_right(command):
     for word in words:
         if word.startswith("scripts/"):
             assert (REPOSITORY / word).is_file(), word
-    if "train" in words:
-        overrides = [word for word in words[words.index("train") + 1 :] if not word.startswith("--")]
+    started = next((word for word in ("train", "certify") if word in words), None)
+    if started:
+        overrides = [word for word in words[words.index(started) + 1 :] if not word.startswith("--")]
         assert load(overrides).stages
     else:
         assert words[0] == "bash" and words[1].startswith("scripts/")

@@ -18,7 +18,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig, OptimizerConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.cost import SequenceCost
-from rl_megatron.losses.interfaces import LossFunction
+from rl_megatron.losses.interfaces import Loss, LossFunction, LossInputType
 from rl_megatron.model.backend import choose_backend
 from rl_megatron.model.build import Head, build_model, unwrap
 from rl_megatron.model.shards import SHARDING_METADATA
@@ -109,7 +109,7 @@ class MegatronPolicy(PolicyInterface):
         Raises: NonFiniteLoss, on every rank, before a weight moved; ValueError where the sizes would separate rows
             that the loss needs together (preference pairs).
         """
-        gbs, unit = gbs or self.global_batch_size, getattr(loss_fn, "rows_per_unit", 1)
+        gbs, unit = gbs or self.global_batch_size, _rows_per_unit(loss_fn)
         batching = self._batching(mbs)
         counts = {"the batch": data.size, "gbs": gbs}
         if batching.kind == "padded":
@@ -166,7 +166,7 @@ class MegatronPolicy(PolicyInterface):
 
     def plan(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None) -> Planned:
         """This rank's microbatches of one global batch."""
-        unit = getattr(loss_fn, "rows_per_unit", 1)
+        unit = _rows_per_unit(loss_fn)
         return self._batching(mbs).plan(batch, self._check(batch), self.topology, unit, self._cost)
 
     def _accumulate_gradients(
@@ -326,3 +326,16 @@ class MegatronPolicy(PolicyInterface):
     def describe(self) -> dict[str, Any]:
         """Model, layout and precision, for summaries."""
         return {"model": asdict(self.model_config), "layout": self.topology.describe(), "precision": self.precision}
+
+
+def _rows_per_unit(loss_fn: LossFunction) -> int:
+    """How many rows in a row the loss needs together.
+
+    Raises: TypeError, on every rank, for a loss that follows the protocol alone and takes something else than logprobs.
+    """
+    if not isinstance(loss_fn, Loss) and getattr(loss_fn, "input_type", None) is not LossInputType.LOGPROB:
+        raise TypeError(
+            f"{type(loss_fn).__name__} takes {getattr(loss_fn, 'input_type', None)}, and a loss function that is no "
+            "rl_megatron.losses.Loss is given next_token_logprobs: let its input_type be LOGPROB, or derive it from Loss"
+        )
+    return getattr(loss_fn, "rows_per_unit", 1)

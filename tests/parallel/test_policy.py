@@ -13,7 +13,7 @@ import torch
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.losses import NLLLoss
-from rl_megatron.losses.interfaces import LogprobLoss, LossType, Reduction
+from rl_megatron.losses.interfaces import LogprobLoss, LossInputType, LossType, Reduction
 from rl_megatron.policy import checkpoint
 from rl_megatron.schedule import NonFiniteLoss
 from tests.parallel.layouts import (
@@ -171,6 +171,29 @@ def test_a_batch_without_a_valid_token_moves_nothing(ranks, layout):
     report, changed, scheduler_steps = ranks.run(layout[0], empty_steps, layout[1])[0]
     assert report["loss"] == 0.0 and report["num_updates"] == 0
     assert changed == 0.0 and scheduler_steps == 0
+
+
+class TakesLogits:
+    """Follows the protocol of a loss function, and wants what the engine cannot know how to give."""
+
+    loss_type, input_type = LossType.TOKEN_LEVEL, LossInputType.LOGIT
+
+    def __call__(self, data, global_valid_seqs, global_valid_toks, logits):
+        raise AssertionError("never called")
+
+
+def refusals_of_other_inputs(parallel: dict) -> list[str]:
+    policy, messages = build_policy(parallel), []
+    for call in (policy.train, policy.accumulate_gradients):
+        with pytest.raises(TypeError) as error:
+            call(random_batch(4, 12, 0), TakesLogits())
+        messages.append(str(error.value))
+    return messages
+
+
+def test_a_loss_function_that_takes_logits_is_refused_on_every_rank(ranks):
+    for messages in ranks.run(PIPELINE[0], refusals_of_other_inputs, PIPELINE[1]):
+        assert all("TakesLogits takes LossInputType.LOGIT" in message for message in messages)
 
 
 class NaNOnRowThree(LogprobLoss):
