@@ -331,7 +331,7 @@ class MegatronPolicy(PolicyInterface):
 def _rows_per_unit(loss_fn: LossFunction) -> int:
     """How many rows in a row the loss needs together.
 
-    Raises: TypeError, on every rank, for a loss that follows the protocol alone and takes something else than logprobs.
+    Raises: TypeError, on every rank, for a loss that follows the protocol alone and does not take logprobs.
     """
     if not isinstance(loss_fn, Loss) and getattr(loss_fn, "input_type", None) is not LossInputType.LOGPROB:
         raise TypeError(

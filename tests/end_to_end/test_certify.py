@@ -57,6 +57,15 @@ def test_a_layout_that_holds(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"stdout.txt", "stderr.txt"}, "it leaves nothing behind"
 
 
+def test_the_documented_layout_of_eight_ranks_holds(tmp_path):
+    degrees = ("parallel.tensor=2", "parallel.context=2", "parallel.pipeline=2")
+    assert f"certify {' '.join(degrees)}" in (REPOSITORY / "README.md").read_text()
+    done = command(tmp_path, "certify", *degrees, ranks=8)
+    assert done.status == 0, done.err
+    assert "8 rank(s): tensor 2 × pipeline 2 × context 2 × data 1" in " ".join(done.out.split())
+    assert "This layout gives what one process gives" in done.out
+
+
 @pytest.mark.parametrize("what", WRONG)
 def test_a_wrong_scaling_is_named(tmp_path, what):
     first, breakage = WRONG[what]
