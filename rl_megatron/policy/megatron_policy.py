@@ -336,6 +336,6 @@ def _rows_per_unit(loss_fn: LossFunction) -> int:
     if not isinstance(loss_fn, Loss) and getattr(loss_fn, "input_type", None) is not LossInputType.LOGPROB:
         raise TypeError(
             f"{type(loss_fn).__name__} takes {getattr(loss_fn, 'input_type', None)}, and a loss function that is no "
-            "rl_megatron.losses.Loss is given next_token_logprobs: let its input_type be LOGPROB, or derive it from Loss"
+            "rl_megatron.losses.Loss is given next_token_logprobs; let its input_type be LOGPROB, or derive from Loss"
         )
     return getattr(loss_fn, "rows_per_unit", 1)
