@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -15,6 +16,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -63,10 +65,18 @@ def block_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
         )
         if config.num_moe_experts is not None:
-            layer.submodules.mlp.submodules.router = BalancedRouter
+            mlp = layer.submodules.mlp
+            (mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules).router = BalancedRouter
         return layer
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[_portable_layer(config)] * num_layers, layer_norm=PortableRMSNorm)
+
+
+def _of_experts(module: type, submodules: object) -> Callable | ModuleSpec:
+    """How megatron-core wants to be told of a module of a mixture: as a spec in 0.16, to be called since."""
+    if hasattr(moe_layer, "ExpertsBuilder"):
+        return partial(module, submodules=submodules)
+    return ModuleSpec(module=module, submodules=submodules)
 
 
 def packing_params(rooms: Sequence[int], topology: Topology, backend: str) -> PackedSeqParams:
@@ -102,9 +112,8 @@ def _portable_layer(config: TransformerConfig) -> ModuleSpec:
         mlp = ModuleSpec(module=MLP, submodules=linears)
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     else:
-        experts = ModuleSpec(module=SequentialMLP, submodules=linears)
-        shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
-        mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts, shared, BalancedRouter))
+        experts, shared = _of_experts(SequentialMLP, linears), _of_experts(SharedExpertMLP, linears)
+        mlp = _of_experts(MoELayer, MoESubmodules(experts, shared, BalancedRouter))
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
