@@ -85,8 +85,8 @@ class Batching:
         if self.kind == "padded":
             return Microbatch(batch)
         if self.kind == "dynamic":
-            return Microbatch(batch.truncate_tensors(1, width))
-        return Microbatch(batch.truncate_tensors(1, max(lengths)), tuple(lengths))
+            return Microbatch(_cut(batch, width))
+        return Microbatch(_cut(batch, max(lengths)), tuple(lengths))
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,17 @@ class Planned:
             whole[rows, first_column : first_column + stream.size(1)] = stream
             start += stream.size(0)
         return whole[: self.num_rows]
+
+
+def _cut(batch: BatchedDataDict, width: int) -> BatchedDataDict:
+    """The first `width` tokens: of every tensor as wide as the tokens, and of no other."""
+    whole = batch["input_ids"].size(1)
+    return BatchedDataDict(
+        {
+            key: value[:, :width] if isinstance(value, Tensor) and value.dim() > 1 and value.size(1) == whole else value
+            for key, value in batch.items()
+        }
+    )
 
 
 def row_lengths(batch: Mapping[str, Tensor]) -> list[int]:
