@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -28,6 +29,8 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.policy.batching import Batching
 from rl_megatron.topology import platform, topology
+
+_WIDTH_IN_FILES = 120  # a parameter's name on one line
 
 
 def certify(config: RunConfig) -> int:
@@ -70,7 +73,7 @@ def _certify(config: RunConfig) -> int:
                 reference.stop()
     told: list = [None]
     if dist.get_rank() == 0:
-        console = Console()
+        console = Console(width=None if sys.stdout.isatty() else _WIDTH_IN_FILES)
         console.print(f"{layout.describe()}, {where.device.type}; against one process, in fp32")
         console.print(_table(differences, found, batching))
         worst = next(fails(differences), None)
@@ -81,21 +84,27 @@ def _certify(config: RunConfig) -> int:
 
 
 def _objectives(config: RunConfig) -> tuple[dict[str, Objective], dict[str, Batching]]:
-    """What the stages train, then the standard objectives, each in microbatches as its stage (the first) forms them."""
-    stages = {}
+    """What the stages train, then the standard objectives, each in microbatches as its stage (the first) forms them.
+    What several stages train alike is measured once, under all their names."""
+    wanted = []
     for name, stage in config.stages.items():
-        stages[name] = (_objective_of(stage), stage)
+        wanted.append((name, _objective_of(stage), stage))
         if stage.algorithm.name == "ppo":
-            stages[f"{name} critic"] = (Objective("mse_value", {"cliprange": stage.algorithm.value_clip}), stage)
-    for name, objective in STANDARD_OBJECTIVES.items():
-        if not any(objective == known for known, _ in stages.values()):
-            stages[name] = (objective, config.first)
-    objectives = {name: objective for name, (objective, _) in stages.items()}
-    batching = {
-        name: small_batching(stage.train.batching, stage.train.micro_batch_size, objective.rows_per_unit)
-        for name, (objective, stage) in stages.items()
-    }
-    return objectives, batching
+            wanted.append((f"{name} critic", Objective("mse_value", {"cliprange": stage.algorithm.value_clip}), stage))
+    wanted += [(f"standard {name}", objective, config.first) for name, objective in STANDARD_OBJECTIVES.items()]
+
+    different: list[tuple[list[str], Objective, Batching]] = []
+    for name, objective, stage in wanted:
+        batching = small_batching(stage.train.batching, stage.train.micro_batch_size, objective.rows_per_unit)
+        names = next((names for names, *known in different if known == [objective, batching]), None)
+        if names is None:
+            different.append(([name], objective, batching))
+        elif not name.startswith("standard "):
+            names.append(name)
+    return (
+        {", ".join(names): objective for names, objective, _ in different},
+        {", ".join(names): batching for names, _, batching in different},
+    )
 
 
 def _objective_of(stage: StageConfig) -> Objective:
@@ -109,7 +118,10 @@ def _table(
 ) -> Table:
     table = Table(caption=f"{NUM_ROWS} rows of 1 to {WIDTH} tokens, vocabulary of {VOCAB_SIZE}")
     for heading in ("loss", "quantity", "error", "at most", "farthest at", ""):
-        table.add_column(heading, justify="right" if heading in ("error", "at most") else "left", overflow="fold")
+        numbers = heading in ("error", "at most")
+        table.add_column(
+            heading, justify="right" if numbers else "left", overflow="fold", no_wrap=heading != "farthest at"
+        )
     for name, of_objective in differences.items():
         for number, difference in enumerate(of_objective):
             table.add_row(

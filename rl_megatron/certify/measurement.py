@@ -98,7 +98,7 @@ def compare(layout: Measurement, one_process: Measurement) -> list[Difference]:
     """The loss, the logprobs, every parameter's gradient, the weights after a step and every metric."""
     found, wanted = layout.metrics, one_process.metrics
     differences = [
-        Difference("loss", _relative(found["loss"], wanted["loss"]), LOSS_TOLERANCE, f"{wanted['loss']:.7g}"),
+        Difference("loss", _relative(found["loss"], wanted["loss"]), LOSS_TOLERANCE, f"a loss of {wanted['loss']:.7g}"),
         _stream_difference(layout.stream, one_process.stream),
         _worst("gradient", layout.gradients, one_process.gradients),
     ]

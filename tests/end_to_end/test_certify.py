@@ -52,7 +52,17 @@ def test_a_layout_that_holds(tmp_path):
     done = command(tmp_path, "certify", "experiment=quickstart", "parallel.tensor=2", "train.batching=packed", ranks=2)
     assert done.status == 0, done.err
     assert "This layout gives what one process gives" in done.out and "DIFFERS" not in done.out
-    for said in ("pretrain", "grpo", "dpo", "value", "gradient", "weights after a step", "logprobs", "packed", "token"):
+    for said in (
+        "pretrain, sft",
+        "grpo",
+        "standard dpo",
+        "standard value",
+        "gradient",
+        "weights after a step",
+        "logprobs",
+        "packed",
+        "token",
+    ):
         assert said in done.out
     assert {path.name for path in tmp_path.iterdir()} == {"stdout.txt", "stderr.txt"}, "it leaves nothing behind"
 
