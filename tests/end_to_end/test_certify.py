@@ -89,7 +89,7 @@ def test_a_wrong_scaling_is_named(tmp_path, what):
     [
         (["parallel.tensor=3"], "parallel.tensor=3"),
         (["parallel.expert=2"], "parallel.expert=2"),
-        (["algorithm=dpo", "data=gsm8k_pairs", "data.path=x", "loss=draft_cross_entropy"], "student_logits"),
+        (["algorithm=dpo", "data=gsm8k_pairs", "data.path=x", "loss=draft_cross_entropy"], "teacher_logits"),
     ],
     ids=["degrees", "experts", "a loss with keys of its own"],
 )  # fmt: skip
