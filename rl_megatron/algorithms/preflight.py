@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,13 +12,16 @@ from rl_megatron.algorithms import inputs
 from rl_megatron.algorithms.rollout import ROLLOUT_KEYS, needs_reference
 from rl_megatron.algorithms.stage import critic_checkpoints
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import to_yaml
+from rl_megatron.config.load import from_yaml, to_yaml
 from rl_megatron.config.schema import RunConfig, StageConfig
+from rl_megatron.data.microbatches import round_up
 from rl_megatron.data.order import BatchSchedule
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.losses.interfaces import LossFunction, LossInputType
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.policy import checkpoint
+from rl_megatron.topology.context_parallel import zigzag_chunks
+from rl_megatron.topology.topology import sequence_multiple
 
 # Sections that a run may not change between its start and its end. Others may: layout, steps, learning rate, …
 _OF_THE_TRAINED = ("algorithm", "model", "tokenizer", "loss", "precision")
@@ -105,10 +108,10 @@ def _build_inputs(stage: StageConfig, tokenizer: Tokenizer) -> None:
     train = stage.train
     inputs.sampling(stage, tokenizer)
     task = inputs.stage_task(stage)
-    _check_loss(stage)
+    check_loss(stage)
     if stage.algorithm.name in ("grpo", "ppo"):
         problems = inputs.training_problems(stage, task)
-        longest = inputs.check_room(stage, problems, tokenizer)
+        items = [(inputs.check_room(stage, problems, tokenizer),)]
         if len(problems) < stage.algorithm.prompts_per_step:
             raise ConfigError(
                 f"algorithm.prompts_per_step={stage.algorithm.prompts_per_step} exceeds the {len(problems)} training "
@@ -117,35 +120,40 @@ def _build_inputs(stage: StageConfig, tokenizer: Tokenizer) -> None:
     elif stage.data.source == "preference":
         pairs = inputs.preference_rows(stage, tokenizer)
         _check_enough_pairs(stage, len(pairs))
-        longest = pairs.longest_row
+        items = pairs.item_lengths()
     else:
         pretraining = stage.algorithm.name == "pretrain"
         rows = (inputs.pretraining_rows if pretraining else inputs.answer_rows)(stage, tokenizer)
         BatchSchedule(len(rows), train.global_batch_size, train.seed)
-        longest = rows.longest_row
-    _check_budget(stage, longest)
+        items = rows.item_lengths()
+    _check_budget(stage, items)
     if task is not None:
         inputs.check_room(stage, inputs.heldout_problems(stage, task, tokenizer).problems, tokenizer)
     elif stage.data.source == "preference":
-        _check_budget(stage, int(inputs.heldout_pairs(stage, tokenizer).batch["input_lengths"].max()))
+        _check_budget(stage, inputs.heldout_pairs(stage, tokenizer).batch["input_lengths"].view(-1, 2).tolist())
     else:
-        _check_budget(stage, int(inputs.heldout_text(stage, tokenizer).batch["input_lengths"].max()))
+        _check_budget(stage, inputs.heldout_text(stage, tokenizer).batch["input_lengths"].view(-1, 1).tolist())
 
 
-def _check_budget(stage: StageConfig, longest: int) -> None:
-    """The longest row, or pair of such rows, must fit a microbatch where microbatches go by tokens."""
+def _check_budget(stage: StageConfig, items: Iterable[Sequence[int]]) -> None:
+    """Every item (a row, or the two of a pair), of so many tokens each, must fit a microbatch that goes by tokens."""
     train, parallel = stage.train, stage.parallel
     if train.batching == "padded":
         return
-    multiple = (2 * parallel.context if parallel.context > 1 else 1) * (parallel.tensor if parallel.sequence else 1)
-    unit = 2 if stage.data.source == "preference" else 1
-    needed = unit * -(-longest // multiple) * multiple
-    if needed > train.micro_batch_tokens:
-        what = "pair of rows" if unit == 2 else "row"
+    multiple, chunks = sequence_multiple(parallel), zigzag_chunks(parallel.context)
+
+    def needed(item: Sequence[int]) -> int:
+        if train.batching == "packed":
+            return round_up(sum(round_up(length, chunks) for length in item), multiple)
+        return len(item) * round_up(max(item), multiple)
+
+    largest = max(items, key=needed)
+    if needed(largest) > train.micro_batch_tokens // multiple * multiple:
+        what = "row" if len(largest) == 1 else "pair of rows"
         padded = f", padded to multiples of {multiple} for the layout" if multiple > 1 else ""
         raise ConfigError(
-            f"train.micro_batch_tokens={train.micro_batch_tokens} does not hold the longest {what}: {unit} × {longest} "
-            f"tokens{padded}; raise it to {needed} at least, or shorten the rows"
+            f"train.micro_batch_tokens={train.micro_batch_tokens} does not hold the largest {what}: "
+            f"{' + '.join(map(str, largest))} tokens{padded}; raise it to {needed(largest)} at least, or shorten rows"
         )
 
 
@@ -158,7 +166,7 @@ def _check_enough_pairs(stage: StageConfig, num_pairs: int) -> None:
         )
 
 
-def _check_loss(stage: StageConfig) -> None:
+def check_loss(stage: StageConfig) -> None:
     """The loss section against what the stage's algorithm gives a loss, and wants from it."""
     algorithm, name = stage.algorithm, stage.loss.get("name")
     if algorithm.name not in _LOSS_MAKES_USE_OF:
@@ -211,7 +219,7 @@ def _check_unchanged(config: RunConfig, output_dir: Path) -> None:
     path = output_dir / "config.yaml"
     if not path.is_file():
         return
-    before, now = yaml.safe_load(path.read_text()), yaml.safe_load(to_yaml(config))
+    before, now = (yaml.safe_load(to_yaml(each)) for each in (from_yaml(path.read_text(), str(path)), config))
     for name in now["stages"]:
         if not checkpoint.complete_checkpoints(output_dir / "checkpoints" / name):
             continue

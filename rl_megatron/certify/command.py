@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_megatron import log
+from rl_megatron.algorithms.preflight import check_loss
 from rl_megatron.certify.measurement import Difference, Measurement, compare, fails, measure
 from rl_megatron.certify.reference import Reference
 from rl_megatron.certify.workload import (
@@ -50,6 +51,8 @@ def certify(config: RunConfig) -> int:
 def _certify(config: RunConfig) -> int:
     started, first = time.perf_counter(), config.first
     where = platform.start(first.device, first.train.collective_timeout_minutes)
+    for stage in config.stages.values():
+        check_loss(stage)
     topology.validate(first.parallel, dist.get_world_size())
     topology.validate_model(first.model, first.parallel)  # what the user runs, before what is measured
     model, parallel = shrunk(first.model, first.parallel)
@@ -60,26 +63,29 @@ def _certify(config: RunConfig) -> int:
     )
     workload = Workload(model, objectives, optimizer=optimizer)
 
-    differences: dict[str, list[Difference]] = {}
     with tempfile.TemporaryDirectory(prefix="rl_megatron_certify_") as directory:
         reference = Reference(workload, Path(directory), first.device) if dist.get_rank() == 0 else None
         try:
             found = measure(workload, layout, batching)
-            if reference is not None:
-                wanted = reference.finish()
-                differences = {name: compare(found[name], wanted[name]) for name in objectives}
+            # Rank 0 alone knows how the reference ended; the others must not wait for it in vain.
+            wanted = reference.finish() if reference is not None else None
         finally:
             if reference is not None:
                 reference.stop()
-    told: list = [None]
-    if dist.get_rank() == 0:
+    told: list = [None, None]  # the exit status, or why there is none
+    if isinstance(wanted, str):
+        told[1] = wanted
+    elif wanted is not None:
+        differences = {name: compare(found[name], wanted[name]) for name in objectives}
+        worst = next(fails(differences), None)
+        told[0] = 0 if worst is None else 1
         console = Console(width=None if sys.stdout.isatty() else _WIDTH_IN_FILES)
         console.print(f"{layout.describe()}, {where.device.type}; against one process, in fp32")
         console.print(_table(differences, found, batching))
-        worst = next(fails(differences), None)
         console.print(_verdict(worst, time.perf_counter() - started))
-        told = [0 if worst is None else 1]
     dist.broadcast_object_list(told)
+    if told[1] is not None:
+        raise RuntimeError(told[1])
     return told[0]
 
 
@@ -95,7 +101,9 @@ def _objectives(config: RunConfig) -> tuple[dict[str, Objective], dict[str, Batc
 
     different: list[tuple[list[str], Objective, Batching]] = []
     for name, objective, stage in wanted:
-        batching = small_batching(stage.train.batching, stage.train.micro_batch_size, objective.rows_per_unit)
+        batching = small_batching(
+            stage.train.batching, stage.train.micro_batch_size, objective.rows_per_unit, stage.parallel
+        )
         names = next((names for names, *known in different if known == [objective, batching]), None)
         if names is None:
             different.append(([name], objective, batching))

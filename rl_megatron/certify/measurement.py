@@ -79,9 +79,7 @@ def measure(workload: Workload, topology: Topology, batching: Mapping[str, Batch
             report = policy.train(batch, losses[name], gbs=batch.size)
             metrics |= {"grad_norm": report["grad_norm"]}
             weights = gather_full(policy.chunks)
-        found[name] = Measurement(
-            metrics, len(planned.microbatches), planned.plan.efficiency, stream, gradients, weights
-        )
+        found[name] = Measurement(metrics, len(planned.microbatches), planned.efficiency, stream, gradients, weights)
     for policy in policies.values():
         policy.shutdown()
     return found

@@ -11,10 +11,12 @@ import torch
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.microbatches import round_up
 from rl_megatron.losses import build_loss
 from rl_megatron.losses.interfaces import LossFunction, LossInputType
 from rl_megatron.model.build import Head
 from rl_megatron.policy.batching import Batching
+from rl_megatron.topology.topology import sequence_multiple
 
 WIDTH = 24  # tokens of the longest row
 NUM_ROWS = 12
@@ -66,6 +68,7 @@ STANDARD_OBJECTIVES = {
     ),
     "dpo": Objective("dpo", {"sft_loss_weight": 0.1}),
     "distillation": Objective("distillation"),
+    "reward_model": Objective("preference"),
     "value": Objective("mse_value"),
 }
 
@@ -121,7 +124,10 @@ def batch_of_all_kinds(vocab_size: int, seed: int) -> BatchedDataDict:
 
 def shrunk(model: ModelConfig, parallel: ParallelConfig) -> tuple[ModelConfig, ParallelConfig]:
     """`model` as small as the degrees allow, of the same family: its ratio of heads to key/value heads, its biases,
-    norms, tying, window and experts; and `parallel` with an uneven pipeline's stages cut down alike."""
+    norms, tying, window and experts; and `parallel` with an uneven pipeline's stages cut down alike.
+
+    Without the experts' balancing loss: its value depends, by what it is, on which rows share a microbatch.
+    """
     chunks = parallel.virtual_pipeline
     uneven = {
         key: chunks if getattr(parallel, key) is not None else None
@@ -149,6 +155,7 @@ def shrunk(model: ModelConfig, parallel: ParallelConfig) -> tuple[ModelConfig, P
         small = replace(
             small,
             num_experts=min(model.num_experts, fewest),
+            router_aux_loss=0.0,
             expert_ffn_hidden_size=32,
             shared_expert_ffn_hidden_size=None if model.shared_expert_ffn_hidden_size is None else 32 * parallel.tensor,
         )
@@ -164,7 +171,7 @@ def check_keys(name: str, loss_fn: LossFunction, batch: BatchedDataDict) -> None
         )
 
 
-def small_batching(kind: str, rows: int, unit: int) -> Batching:
-    """Microbatches of up to four units of `unit` rows, or of as many tokens as their longest rows would have."""
+def small_batching(kind: str, rows: int, unit: int, parallel: ParallelConfig) -> Batching:
+    """Microbatches of up to four units of `unit` rows, or of as many tokens as the longest rows would have."""
     rows = min(-(-rows // unit), 4) * unit
-    return Batching(kind, rows, tokens=rows * WIDTH)
+    return Batching(kind, rows, tokens=rows * round_up(WIDTH, sequence_multiple(parallel)))

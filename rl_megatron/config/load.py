@@ -76,6 +76,14 @@ def to_yaml(config: schema.RunConfig) -> str:
     return yaml.safe_dump(TypeAdapter(schema.RunConfig).dump_python(config, mode="json"), sort_keys=False)
 
 
+def from_yaml(text: str, where: str) -> schema.RunConfig:
+    """What `to_yaml` wrote, keys since added at their default.  Raises: ConfigError naming `where`."""
+    try:
+        return TypeAdapter(schema.RunConfig).validate_python(yaml.safe_load(text))
+    except (ValidationError, yaml.YAMLError) as error:
+        raise ConfigError(f"{where} is not a configuration that this version can read: {error}") from error
+
+
 def _compose(overrides: list[str], config_dir: str | None) -> dict[str, Any]:
     """Hydra's composition as plain dicts and lists, interpolations resolved."""
     extra = []

@@ -65,10 +65,9 @@ class TextDataset:
         """Windows."""
         return (len(self._stream) - 1) // (self.sequence_length - 1)
 
-    @property
-    def longest_row(self) -> int:
-        """Tokens, at most."""
-        return self.sequence_length
+    def item_lengths(self) -> list[tuple[int]]:
+        """Tokens of each window, at most."""
+        return [(self.sequence_length,)] * len(self)
 
     def batch(self, rows: Sequence[int]) -> BatchedDataDict:
         """The windows with these numbers: `input_ids`, `input_lengths`, `token_mask`, `sample_mask`."""
@@ -152,10 +151,9 @@ class PromptAnswerDataset:
     def __len__(self) -> int:
         return len(self._rows)
 
-    @property
-    def longest_row(self) -> int:
-        """Tokens of prompt and answer."""
-        return max(row.num_tokens for row in self._rows)
+    def item_lengths(self) -> list[tuple[int]]:
+        """Tokens of each row, prompt and answer."""
+        return [(row.num_tokens,) for row in self._rows]
 
     def batch(self, rows: Sequence[int]) -> BatchedDataDict:
         """Prompt, answer and `<eos>` of these rows: `input_ids`, `input_lengths`, `token_mask`, `sample_mask`."""

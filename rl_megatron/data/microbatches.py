@@ -181,7 +181,7 @@ def plan_dynamic_batching(
     cuts: list[list[list[int]]] = []  # microbatch → places → one unit per shard
     cut_lengths: list[int] = []
     for place, unit in zip(places, longest, strict=True):
-        length = min(_round_up(unit_lengths[unit], args.sequence_length_round), width)
+        length = min(round_up(unit_lengths[unit], args.sequence_length_round), width)
         if length * args.unit_size > args.max_tokens_per_microbatch:
             raise ValueError(
                 f"row {unit * args.unit_size} needs {args.unit_size} x {length} tokens (rounded up to "
@@ -220,7 +220,7 @@ def plan_sequence_packing(
             that exceeds the budget.
     """
     num_units = _num_units(len(lengths), 1 if allow_uneven else num_shards, args)
-    padded = [_round_up(length, args.sequence_length_pad_multiple) for length in lengths]
+    padded = [round_up(length, args.sequence_length_pad_multiple) for length in lengths]
     costs = [args.cost(length) for length in padded]
     units = Units(
         lengths=[sum(padded[row] for row in _rows_of(unit, args)) for unit in range(num_units)],
@@ -237,7 +237,7 @@ def _pack(units: Units, num_shards: int, algorithm: str) -> list[Packs]:
     if algorithm == "balanced":
         return balanced_shards(units, num_shards)
     packs = pack_sequences(units.lengths, units.capacity, algorithm)
-    return deal(units, split_packs(packs, units.lengths, _round_up(len(packs), num_shards)), num_shards)
+    return deal(units, split_packs(packs, units.lengths, round_up(len(packs), num_shards)), num_shards)
 
 
 def _sums(rows: list[list[list[int]]], values: Sequence[float]) -> list[list[float]]:
@@ -259,5 +259,6 @@ def _rows_of(unit: int, args: _MicrobatchArgs) -> range:
     return range(unit * args.unit_size, (unit + 1) * args.unit_size)
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is no less than `value`."""
     return -(-value // multiple) * multiple

@@ -105,10 +105,9 @@ class PreferenceDataset:
         """Pairs."""
         return len(self._pairs)
 
-    @property
-    def longest_row(self) -> int:
-        """Tokens of prompt and answer, of either row of a pair."""
-        return max(pair.num_tokens for pair in self._pairs)
+    def item_lengths(self) -> list[tuple[int, int]]:
+        """Tokens of the two rows of each pair, prompt and answer."""
+        return [(pair.chosen.num_tokens, pair.rejected.num_tokens) for pair in self._pairs]
 
     def batch(self, pairs: Sequence[int]) -> BatchedDataDict:
         """Two rows per pair, chosen 0, 2, 4, … and rejected 1, 3, 5, …: `input_ids` [2P, S], `input_lengths`,

@@ -128,14 +128,14 @@ class RowDict(UserDict[str, Any]):
         if multiple < 1 or num_rows == 0:
             raise ValueError(f"cannot pad {num_rows} rows to a multiple of {multiple}: both must be at least 1.")
         num_fillers = -num_rows % multiple
-        padded = self.select_indices(list(range(num_rows)) + [0] * num_fillers)
         if num_fillers == 0:
-            return padded
+            return self.slice(0, num_rows)
         if not isinstance(self.data.get("sample_mask"), torch.Tensor):
             raise ValueError(
                 f"pad_to_multiple({multiple}) on {num_rows} rows needs a 'sample_mask' tensor to give the filler rows "
                 f"weight 0; the batch has keys {sorted(self.data)}."
             )
+        padded = self.select_indices(list(range(num_rows)) + [0] * num_fillers)
         for key in ("sample_mask", "token_mask"):
             if key in padded:
                 padded[key][num_rows:] = 0

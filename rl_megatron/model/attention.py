@@ -4,6 +4,7 @@ or packed rows, whole or cut over context-parallel ranks, grouped queries, slidi
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -104,8 +105,7 @@ class PortableAttention(torch.nn.Module):
         key, value = whole.split([key.size(-1), value.size(-1)], dim=-1)
         mask, length, device = None, key.size(0), query.device
         if length > query.size(0):
-            positions = zigzag_positions(length, self.cp_group.rank(), self.cp_group.size(), device)
-            mask = causal_mask(positions, length, self.window)
+            mask = _zigzag_mask(length, self.cp_group.rank(), self.cp_group.size(), self.window, device)
         elif self.window is not None and self.window < length:
             mask = causal_mask(torch.arange(length, device=device), length, self.window)
         return attend(query, key, value, mask, self.softmax_scale)
@@ -133,11 +133,20 @@ def sliding_window(config: TransformerConfig) -> int | None:
     return None if config.window_size is None else config.window_size[0] + 1
 
 
+@lru_cache(maxsize=4)
+def _zigzag_mask(length: int, cp_rank: int, cp_size: int, window: int | None, device: torch.device) -> Tensor:
+    """The same for every layer, and mostly for every microbatch."""
+    return causal_mask(zigzag_positions(length, cp_rank, cp_size, device), length, window)
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """Scaled dot-product attention in megatron-core's [S, B, heads, D] layout, causal unless a mask is given.
 
     `mask`: boolean, broadcastable to [B, N, S_q, S_k], true where a query may look.
     """
+    if mask is not None and key.size(2) != query.size(2):
+        # On a GPU only the kernel that keeps all scores takes both a mask and grouped queries.
+        key, value = (x.repeat_interleave(query.size(2) // x.size(2), dim=2) for x in (key, value))
     output = scaled_dot_product_attention(
         query.permute(1, 2, 0, 3),
         key.permute(1, 2, 0, 3),

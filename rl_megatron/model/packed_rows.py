@@ -1,17 +1,17 @@
-"""Where the sequences of a packed row lie on this rank: computed once for a microbatch, used by every layer."""
+"""Where the sequences of a packed row lie on this rank: computed once for a microbatch, for every chunk and layer."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_megatron.topology.token_layout import TokenLayout
+from rl_megatron.topology.context_parallel import zigzag_chunks
+from rl_megatron.topology.token_layout import zigzag_places
 
 
 @dataclass(frozen=True)
@@ -64,32 +64,38 @@ class PackedRows:
     def of(cls, rooms: Sequence[int], cp_group: dist.ProcessGroup | None, device: torch.device) -> PackedRows:
         """`rooms`: tokens of each sequence in the pack, padding included, over all ranks: multiples of 2·cp under
         context parallelism."""
-        cp_size = 1 if cp_group is None else cp_group.size()
-        starts = torch.tensor([0, *accumulate(rooms)])
-        num_local = sum(rooms) // cp_size
-        layout = TokenLayout.packed(starts, starts, max(rooms), num_local, cp_group)
-        row = layout.scatter(torch.arange(len(rooms))[:, None].expand_as(layout.place), 0)[0]
-        positions = layout.scatter(torch.arange(max(rooms)).expand_as(layout.place), 0)[0]
-        within = torch.arange(num_local) - starts[row] // cp_size
+        cp_size, cp_rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
+        room = torch.tensor(rooms)
+        start, local_room, num_local = room.cumsum(0) - room, room // cp_size, sum(rooms) // cp_size
+        row = torch.arange(len(rooms)).repeat_interleave(local_room)
+        within = torch.arange(num_local) - (start // cp_size)[row]  # this rank's part of its sequence
+        chunk = (room // zigzag_chunks(cp_size))[row]
+        head, tail = cp_rank * chunk + within, (zigzag_chunks(cp_size) - 1 - cp_rank) * chunk + within - chunk
+        positions = torch.where(within < chunk, head, tail)
 
         by_length: dict[int, list[int]] = defaultdict(list)
-        for sequence, room in enumerate(rooms):
-            by_length[room.bit_length()].append(sequence)
+        for sequence, length in enumerate(rooms):
+            by_length[length.bit_length()].append(sequence)
         buckets, slots, num_slots = [], torch.empty(num_local, dtype=torch.long), 0
         for members in by_length.values():
             length = max(rooms[sequence] for sequence in members)
-            rank_in_bucket = torch.full((len(rooms),), -1)
-            rank_in_bucket[members] = torch.arange(len(members))
-            mine = (rank_in_bucket[row] >= 0).nonzero()[:, 0]  # this rank's tokens of these sequences
-            slot = rank_in_bucket[row[mine]] * (length // cp_size) + within[mine]
+            place_in_bucket = torch.full((len(rooms),), -1)
+            place_in_bucket[members] = torch.arange(len(members))
+            mine = (place_in_bucket[row] >= 0).nonzero()[:, 0]  # this rank's tokens of these sequences
+            slot = place_in_bucket[row[mine]] * (length // cp_size) + within[mine]
             queries, query_positions = torch.zeros(2, len(members) * length // cp_size, dtype=torch.long)
             queries[slot], query_positions[slot] = mine, positions[mine]
             slots[mine] = num_slots + slot
             num_slots += len(queries)
-            keys = layout.place[members, :length].clamp(min=0).flatten()
-            shape = (len(members), length)
-            positions_of_rows = query_positions.view(len(members), length // cp_size).to(device)
-            buckets.append(Bucket(keys.to(device), queries.to(device), positions_of_rows, shape))
+            keys = zigzag_places(room[members], start[members], room[members], length, num_local, cp_size)
+            buckets.append(
+                Bucket(
+                    keys.clamp(min=0).flatten().to(device),
+                    queries.to(device),
+                    query_positions.view(len(members), -1).to(device),
+                    (len(members), length),
+                )
+            )
         return cls(positions.to(device), slots.to(device), tuple(buckets), max(rooms))
 
 

@@ -19,13 +19,14 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.cost import SequenceCost
 from rl_megatron.data.microbatches import (
     DynamicBatchingArgs,
-    MicrobatchPlan,
     SequencePackingArgs,
     plan_dynamic_batching,
     plan_padded,
     plan_sequence_packing,
+    round_up,
 )
 from rl_megatron.schedule import Microbatch
+from rl_megatron.topology.context_parallel import zigzag_chunks
 from rl_megatron.topology.topology import Topology
 
 
@@ -55,38 +56,43 @@ class Batching:
 
         Raises: ConfigError where a unit alone exceeds `tokens`.
         """
-        num_rows, shards = batch.size, topology.data
+        num_rows, shards, multiple = batch.size, topology.data, topology.sequence_multiple
         per_rank = -(-num_rows // (shards * unit)) * unit
         rows = min(self.rows, per_rank)
         batch = batch.pad_to_multiple(shards * (rows if self.kind == "padded" else unit))
-        lengths = [max(length, 1) for length in lengths] + [1] * (batch.size - num_rows)  # a token is enough of fillers
-        width = batch["input_ids"].size(1)
+        if batch.size > num_rows and "input_lengths" in batch:
+            batch["input_lengths"][num_rows:] = 1  # a token is enough of a filler
+        tokens = sum(lengths)
+        lengths = [max(length, 1) for length in lengths] + [1] * (batch.size - num_rows)
+        width = round_up(batch["input_ids"].size(1), multiple)
+        budget = self.tokens // multiple * multiple  # what a microbatch is padded to stays within
         try:
             if self.kind == "padded":
                 plan = plan_padded(lengths, width, shards, rows, cost)
             elif self.kind == "dynamic":
-                multiple = topology.sequence_multiple
-                args = DynamicBatchingArgs(self.tokens, unit_size=unit, cost=cost, sequence_length_round=multiple)
+                args = DynamicBatchingArgs(budget, unit_size=unit, cost=cost, sequence_length_round=multiple)
                 plan = plan_dynamic_batching(lengths, width, shards, args)
             else:
-                chunks = 2 * topology.context if topology.context > 1 else 1
-                args = SequencePackingArgs(self.tokens, unit_size=unit, cost=cost, sequence_length_pad_multiple=chunks)
+                chunks = zigzag_chunks(topology.context)
+                args = SequencePackingArgs(budget, unit_size=unit, cost=cost, sequence_length_pad_multiple=chunks)
                 plan = plan_sequence_packing(lengths, shards, args)
         except ValueError as error:
             raise ConfigError(f"train.batching={self.kind}, train.micro_batch_tokens={self.tokens}: {error}") from error
         mine = plan.rows[topology.data_rank]
         microbatches = [
-            self._microbatch(batch.select_indices(chosen), [lengths[row] for row in chosen], cut)
+            self._microbatch(batch, chosen, lengths, cut)
             for chosen, cut in zip(mine, plan.lengths[topology.data_rank], strict=True)
         ]
-        return Planned(microbatches, tuple(chain.from_iterable(mine)), num_rows, batch.size, plan)
+        slots = sum(round_up(slots, multiple) for slots in chain.from_iterable(plan.slots))
+        return Planned(microbatches, tuple(chain.from_iterable(mine)), num_rows, batch.size, tokens / slots)
 
-    def _microbatch(self, batch: BatchedDataDict, lengths: list[int], width: int) -> Microbatch:
+    def _microbatch(self, batch: BatchedDataDict, rows: list[int], lengths: list[int], width: int) -> Microbatch:
         if self.kind == "padded":
-            return Microbatch(batch)
+            return Microbatch(batch.select_indices(rows))
         if self.kind == "dynamic":
-            return Microbatch(_cut(batch, width))
-        return Microbatch(_cut(batch, max(lengths)), tuple(lengths))
+            return Microbatch(_cut(batch, width).select_indices(rows))
+        mine = tuple(lengths[row] for row in rows)
+        return Microbatch(_cut(batch, max(mine)).select_indices(rows), mine)
 
 
 @dataclass(frozen=True)
@@ -95,14 +101,15 @@ class Planned:
 
     rows: where their rows, one microbatch after the other, lie in the global batch of `num_rows` rows; numbers from
         there to `num_padded` are fillers without weight.
-    plan: of all ranks, with its efficiency and balance.
+    efficiency: tokens of the global batch per token slot that the model computes, over all ranks; the microbatches
+        without weight that an interleaved pipeline may add are left out.
     """
 
     microbatches: list[Microbatch]
     rows: tuple[int, ...]
     num_rows: int
     num_padded: int
-    plan: MicrobatchPlan
+    efficiency: float
 
     def spread(self, streams: list[Tensor], width: int, first_column: int, device: torch.device) -> Tensor:
         """[num_rows, width], 0 where this rank has nothing to say, from [b, ·] of each microbatch, whose column 0 is

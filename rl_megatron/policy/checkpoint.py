@@ -27,7 +27,7 @@ MANIFEST = "manifest.json"
 _MESSAGE_LENGTH = 600  # megatron-core lists every key of the model
 _STEP = re.compile(r"step-(\d+)")
 # Model keys that do not change what the weights mean.
-_NOT_OF_THE_WEIGHTS = ("recompute", "backend", "init_std", "max_sequence_length")
+_NOT_OF_THE_WEIGHTS = ("recompute", "backend", "init_std", "max_sequence_length", "router_aux_loss")
 
 
 def save(directory: Path, step: int, sharded_state: dict[str, Any], model: ModelConfig, extra: dict[str, Any]) -> Path:
@@ -91,10 +91,10 @@ def read_manifest(checkpoint: Path, model: ModelConfig | None = None) -> dict[st
             state = "is missing" if found is None else f"has {found} bytes instead of {size}"
             raise ConfigError(f"checkpoint {checkpoint} is damaged: {name} {state}; use an older one")
     if model is not None:
-        saved, wanted = manifest["model"], asdict(model)
-        differing = [k for k in wanted if k not in _NOT_OF_THE_WEIGHTS and saved.get(k) != wanted[k]]
+        saved, wanted = asdict(ModelConfig()) | manifest["model"], asdict(model)  # keys since added had their default
+        differing = [k for k in wanted if k not in _NOT_OF_THE_WEIGHTS and saved[k] != wanted[k]]
         if differing:
-            listed = ", ".join(f"model.{k}: checkpoint {saved.get(k)}, run {wanted[k]}" for k in differing)
+            listed = ", ".join(f"model.{k}: checkpoint {saved[k]}, run {wanted[k]}" for k in differing)
             raise ConfigError(f"checkpoint {checkpoint} is of another model ({listed}); set these keys alike")
     return manifest
 

@@ -138,7 +138,7 @@ class MegatronPolicy(PolicyInterface):
 
     def _evaluate(self, batch: BatchedDataDict, planned: Planned, loss_fn: LossFunction) -> dict[str, float]:
         report = self._runner.train_step(planned.microbatches, loss_fn, Denominators.count(batch), forward_only=True)
-        return report | {"packing_efficiency": planned.plan.efficiency}
+        return report | {"packing_efficiency": planned.efficiency}
 
     def _step(self, batch: BatchedDataDict, planned: Planned, loss_fn: LossFunction) -> dict[str, float]:
         denominators = Denominators.count(batch)
@@ -152,12 +152,13 @@ class MegatronPolicy(PolicyInterface):
             updated, _, _ = self.optimizer.step()
             self.scheduler.step(increment=1)
         moved = {"grad_norm": grad_norm, "lr": lr, "updated": float(updated)}
-        return report | moved | {"packing_efficiency": planned.plan.efficiency}
+        return report | moved | {"packing_efficiency": planned.efficiency}
 
     def accumulate_gradients(
         self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None
     ) -> dict[str, float]:
         """The loss's metrics on one global batch; its gradient is left in the parameters' `main_grad`."""
+        batch = batch.to(self.topology.platform.device)
         planned = self.plan(batch, loss_fn, mbs)
         self.prepare_for_training()
         report = self._accumulate_gradients(planned, loss_fn, Denominators.count(batch))

@@ -11,9 +11,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.microbatches import round_up
 from rl_megatron.logprobs import Sharding
 from rl_megatron.model.backend import packing_params
 from rl_megatron.model.build import unwrap
+from rl_megatron.topology.context_parallel import zigzag_chunks
 from rl_megatron.topology.token_layout import TokenLayout
 from rl_megatron.topology.topology import Topology
 
@@ -31,7 +33,7 @@ class Microbatch:
         if self.lengths is not None:
             return 1, sum(rooms_of(self.lengths, topology))
         rows, width = self.batch["input_ids"].shape
-        return rows, _round_up(width, topology.sequence_multiple)
+        return rows, round_up(width, topology.sequence_multiple)
 
     def weighing_nothing(self) -> Microbatch:
         """The same rows without weight: they run like any other and add nothing."""
@@ -95,12 +97,8 @@ def _weighing(batch: BatchedDataDict) -> Tensor:
 def rooms_of(lengths: Sequence[int], topology: Topology) -> list[int]:
     """Tokens that each sequence of a pack occupies: a multiple of 2·cp where context parallelism cuts it into that many
     chunks. The last room makes the whole pack divide over the sequence-parallel ranks too."""
-    unit = 2 * topology.context if topology.context > 1 else 1
-    rooms = [_round_up(max(length, 1), unit) for length in lengths]
+    chunks = zigzag_chunks(topology.context)
+    rooms = [round_up(max(length, 1), chunks) for length in lengths]
     total = sum(rooms)
-    rooms[-1] += _round_up(total, topology.sequence_multiple) - total
+    rooms[-1] += round_up(total, topology.sequence_multiple) - total
     return rooms
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

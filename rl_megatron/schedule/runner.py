@@ -93,9 +93,13 @@ class Runner:
         config.variable_seq_lengths = len(set(shapes)) > 1
         balances_experts = not forward_only and bool(balancing_routers(self.chunks))
 
-        def forward_step(iterator: Iterator[Microbatch], chunk: torch.nn.Module):
-            microbatch = next(iterator)
-            given = ModelInput.of(microbatch, topology, self.vocab_size, self.backend, balances_experts)
+        prepared = [  # once for all chunks
+            (microbatch, ModelInput.of(microbatch, topology, self.vocab_size, self.backend, balances_experts))
+            for microbatch in microbatches
+        ]
+
+        def forward_step(iterator: Iterator[tuple[Microbatch, ModelInput]], chunk: torch.nn.Module):
+            microbatch, given = next(iterator)
             masked = {} if given.padding is None else {"padding_mask": given.padding_of(chunk, topology)}
             output = chunk(given.tokens, None, None, packed_seq_params=given.packing, **masked)
             return output, lambda output, non_loss_data=False: on_output(microbatch.batch, output, given.sharding)
@@ -110,7 +114,7 @@ class Runner:
         with torch.set_grad_enabled(not forward_only):
             return forward_backward(
                 forward_step_func=forward_step,
-                data_iterator=[iter(microbatches) for _ in self.chunks],
+                data_iterator=[iter(prepared) for _ in self.chunks],
                 model=self.chunks,
                 num_microbatches=len(microbatches),
                 seq_length=shapes[0][1],

@@ -12,6 +12,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
+def zigzag_chunks(cp_size: int) -> int:
+    """Into how many equal chunks a sequence is cut, and so of what its length is a multiple."""
+    return 1 if cp_size == 1 else 2 * cp_size
+
+
 def zigzag_positions(sequence_length: int, cp_rank: int, cp_size: int, device: torch.device | None = None) -> Tensor:
     """The positions, [S/cp], in the whole sequence of the tokens that `cp_rank` holds."""
     chunk = _chunk_length(sequence_length, cp_size)
@@ -69,6 +74,6 @@ class _GatherAndReduce(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor):
-        gradient = gradient.clone(memory_format=torch.contiguous_format)  # autograd's own must stay as it is
-        dist.all_reduce(gradient, group=ctx.cp_group)
-        return gradient.narrow(0, ctx.cp_group.rank() * ctx.num_local, ctx.num_local), None
+        mine = gradient.new_empty(ctx.num_local, *gradient.shape[1:])
+        dist.reduce_scatter_tensor(mine, gradient.contiguous(), group=ctx.cp_group)
+        return mine, None

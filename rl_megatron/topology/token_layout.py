@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rl_megatron.topology.context_parallel import zigzag_chunks
+
 
 @dataclass(frozen=True)
 class TokenLayout:
@@ -34,7 +36,7 @@ class TokenLayout:
         num_rows, width = batch
         starts = torch.arange(num_rows + 1, device=device) * (local_length * _size(cp_group))
         lengths = torch.full((num_rows,), width, device=device)
-        place = _places(lengths, starts, width, num_rows * local_length, cp_group)
+        place = zigzag_places(lengths, starts[:-1], starts.diff(), width, num_rows * local_length, _size(cp_group))
         return cls(place, (num_rows, local_length), cp_group)
 
     @classmethod
@@ -51,8 +53,10 @@ class TokenLayout:
 
         Shapes: cu_seqlens, cu_seqlens_padded [B+1], in tokens over all ranks; width S of the batch.
         """
-        lengths = cu_seqlens.diff()
-        return cls(_places(lengths, cu_seqlens_padded, width, local_length, cp_group), (1, local_length), cp_group)
+        place = zigzag_places(
+            cu_seqlens.diff(), cu_seqlens_padded[:-1], cu_seqlens_padded.diff(), width, local_length, _size(cp_group)
+        )
+        return cls(place, (1, local_length), cp_group)
 
     def scatter(self, x: Tensor, fill: float) -> Tensor:
         """[B, S, …] → this rank's [R, L, …], `fill` where no token lies. Takes part in no gradient."""
@@ -98,17 +102,16 @@ def _size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
 
 
-def _places(lengths: Tensor, starts: Tensor, width: int, num_local: int, cp_group: dist.ProcessGroup | None) -> Tensor:
-    """`place` of sequences of `lengths` [B] that begin at `starts` [B+1] of the row that all ranks share."""
-    cp_size = _size(cp_group)
+def zigzag_places(lengths: Tensor, starts: Tensor, rooms: Tensor, width: int, num_local: int, cp_size: int) -> Tensor:
+    """`place` [B, width] of sequences of `lengths` that occupy `rooms` tokens from `starts` [B] on, of a row that all
+    ranks share, `num_local` tokens on each."""
     position = torch.arange(width, device=lengths.device)
-    # One rank has one chunk as long as the sequence: chunk 0 of rank 0.
-    num_chunks = 1 if cp_size == 1 else 2 * cp_size
-    chunk_length = (starts.diff() // num_chunks).clamp(min=1)[:, None]
+    chunk_length = (rooms // zigzag_chunks(cp_size)).clamp(min=1)[:, None]
     chunk, within = position // chunk_length, position % chunk_length
+    # One rank has one chunk as long as the sequence: chunk 0 of rank 0.
     rank = torch.minimum(chunk, 2 * cp_size - 1 - chunk)
     second_half = (chunk >= cp_size) * chunk_length
-    local = starts[:-1, None] // cp_size + within + second_half
+    local = starts[:, None] // cp_size + within + second_half
     return torch.where(position < lengths[:, None], rank * num_local + local, -1)
 
 

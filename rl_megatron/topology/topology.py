@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig, ParallelConfig
+from rl_megatron.topology.context_parallel import zigzag_chunks
 from rl_megatron.topology.platform import Platform
 
 
@@ -65,8 +66,7 @@ class Topology:
 
     @property
     def sequence_multiple(self) -> int:
-        """Rows are padded to a multiple of this: 2·context zigzag chunks, `tensor` shards under sequence parallel."""
-        return (2 * self.context if self.context > 1 else 1) * (self.tensor if self.sequence else 1)
+        return sequence_multiple(self)
 
     def describe(self) -> str:
         degrees = {"tensor": self.tensor, "pipeline": self.pipeline, "context": self.context, "data": self.data}
@@ -75,6 +75,11 @@ class Topology:
         extras += ["sequence parallel"] if self.sequence else []
         extras += [f"expert {self.expert}"] if self.expert > 1 else []
         return f"{self.world_size} rank(s): {shape}" + (f" ({', '.join(extras)})" if extras else "")
+
+
+def sequence_multiple(parallel: ParallelConfig | Topology) -> int:
+    """Rows are padded to a multiple of this: zigzag chunks of context parallelism, shards of sequence parallelism."""
+    return zigzag_chunks(parallel.context) * (parallel.tensor if parallel.sequence else 1)
 
 
 def validate(parallel: ParallelConfig, world_size: int) -> int:

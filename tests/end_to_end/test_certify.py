@@ -67,6 +67,21 @@ def test_a_layout_that_holds(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"stdout.txt", "stderr.txt"}, "it leaves nothing behind"
 
 
+def test_a_reference_that_fails_ends_every_rank(tmp_path):
+    breakage = (
+        "from rl_megatron.certify import reference\n"
+        "reference.torch.save = lambda *args: None\n"  # so that the other process finds no workload
+    )
+    done = certify_with(tmp_path, breakage, "parallel.tensor=2")
+    assert done.returncode == 1 and done.stderr.count("RuntimeError: the reference process failed") >= 2
+
+
+def test_experts_that_balance_are_certified_without_that(tmp_path):
+    overrides = ("model=nano_moe", "model.router_aux_loss=0.01", "parallel.context=2", "parallel.expert=2")
+    done = command(tmp_path, "certify", *overrides, "train.batching=packed", ranks=2)
+    assert done.status == 0, done.out + done.err
+
+
 def test_the_documented_layout_of_eight_ranks_holds(tmp_path):
     degrees = ("parallel.tensor=2", "parallel.context=2", "parallel.pipeline=2")
     assert f"certify {' '.join(degrees)}" in (REPOSITORY / "README.md").read_text()
@@ -89,9 +104,11 @@ def test_a_wrong_scaling_is_named(tmp_path, what):
     [
         (["parallel.tensor=3"], "parallel.tensor=3"),
         (["parallel.expert=2"], "parallel.expert=2"),
-        (["algorithm=dpo", "data=gsm8k_pairs", "data.path=x", "loss=draft_cross_entropy"], "teacher_logits"),
+        (["algorithm=dpo", "data=gsm8k_pairs", "data.path=x", "loss=draft_cross_entropy"], "use dpo or ipo"),
+        (["algorithm=grpo", "loss.ratio_clip_min=abc"], "ratio_clip_min='abc'"),
+        (["algorithm=grpo", "loss.name=clipped_gp"], "clipped_pg"),
     ],
-    ids=["degrees", "experts", "a loss with keys of its own"],
+    ids=["degrees", "experts", "a loss of no pairs", "a wrong value", "a mistyped loss"],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_in_a_line(tmp_path, forks, overrides, said):
     refused = forks.run(tmp_path, "certify", *overrides)

@@ -228,7 +228,7 @@ def _measure(layout: Layout) -> dict[str, Measurement]:
     workload = layout.workload()
     where = topology.build(layout.parallel, platform.start("cpu"), workload.seed)
     batching = {
-        name: small_batching(layout.factors.batching, layout.factors.rows, objective.rows_per_unit)
+        name: small_batching(layout.factors.batching, layout.factors.rows, objective.rows_per_unit, layout.parallel)
         for name, objective in workload.objectives.items()
     }
     return measure(workload, where, batching)

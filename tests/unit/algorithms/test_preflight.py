@@ -6,8 +6,9 @@ from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
-from rl_megatron.algorithms.preflight import _check_budget, _check_loss, _check_saved, _check_unchanged, weights_source
+from rl_megatron.algorithms.preflight import _check_budget, _check_saved, _check_unchanged, check_loss, weights_source
 from rl_megatron.algorithms.rollout import needs_reference
 from rl_megatron.algorithms.run import _on_all_or_none
 from rl_megatron.config.errors import ConfigError
@@ -45,7 +46,7 @@ def stage_of(algorithm, loss):
 )
 def test_a_loss_that_the_algorithm_cannot_serve(algorithm, loss, words):
     with pytest.raises(ConfigError, match=words):
-        _check_loss(stage_of(algorithm, loss))
+        check_loss(stage_of(algorithm, loss))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_a_loss_that_the_algorithm_cannot_serve(algorithm, loss, words):
     ],
 )
 def test_losses_that_it_can(algorithm, loss):
-    _check_loss(stage_of(algorithm, loss))
+    check_loss(stage_of(algorithm, loss))
 
 
 def test_a_loss_that_needs_what_rollouts_do_not_carry(monkeypatch):
@@ -70,7 +71,7 @@ def test_a_loss_that_needs_what_rollouts_do_not_carry(monkeypatch):
 
     monkeypatch.setitem(LOSSES, "judged", Judged)
     with pytest.raises(ConfigError, match=r"loss.name=judged needs \['verdicts'\], which ppo's batches do not carry"):
-        _check_loss(stage_of("ppo", {"name": "judged"}))
+        check_loss(stage_of("ppo", {"name": "judged"}))
 
 
 class Protocol:
@@ -108,13 +109,13 @@ def test_losses_that_follow_the_protocol_alone(monkeypatch, algorithm, loss, wor
     monkeypatch.setitem(LOSSES, "own", loss)
     assert isinstance(loss(None), LossFunction) and not needs_reference(loss(None))
     with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
-        _check_loss(stage_of(algorithm, {"name": "own"}))
+        check_loss(stage_of(algorithm, {"name": "own"}))
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dpo", "reward_model"])
 def test_a_loss_without_a_name(algorithm):
     with pytest.raises(ConfigError, match=f"loss.name is not set, and {algorithm} learns by a loss; set it: "):
-        _check_loss(stage_of(algorithm, {}))
+        check_loss(stage_of(algorithm, {}))
 
 
 def save(directory, step, model, **manifest):
@@ -214,18 +215,36 @@ def test_what_one_rank_finds_ends_all(ranks, rank, message):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "longest", "said"),
+    ("batching", "overrides", "items", "said"),
     [
-        ([], 40, "train.micro_batch_tokens=39 does not hold the longest row: 1 × 40 tokens; raise it to 40 at least"),
-        (["parallel.context=2"], 37, "1 × 37 tokens, padded to multiples of 4 for the layout; raise it to 40 at least"),
-        (PAIRS + ["algorithm=dpo"], 20, "does not hold the longest pair of rows: 2 × 20 tokens; raise it to 40"),
+        ("packed", [], [(3,), (40,)], "the largest row: 40 tokens; raise it to 40 at least"),
+        ("dynamic", [], [(3,), (40,)], "the largest row: 40 tokens; raise it to 40 at least"),
+        (
+            "packed",
+            ["parallel.context=2"],
+            [(37,)],
+            "37 tokens, padded to multiples of 4 for the layout; raise it to 40",
+        ),
+        ("packed", [], [(9, 9), (30, 10)], "the largest pair of rows: 30 + 10 tokens; raise it to 40 at least"),
+        ("dynamic", [], [(19, 20), (9, 8)], "the largest pair of rows: 19 + 20 tokens; raise it to 40 at least"),
     ],
 )
-@pytest.mark.parametrize("batching", ["packed", "dynamic"])
-def test_the_longest_row_must_fit_a_microbatch_of_tokens(batching, overrides, longest, said):
+def test_the_largest_item_must_fit_a_microbatch_of_tokens(batching, overrides, items, said):
     stage = load([*overrides, f"train.batching={batching}", "train.micro_batch_tokens=39"]).first
     with pytest.raises(ConfigError) as refused:
-        _check_budget(stage, longest)
-    assert said in str(refused.value)
-    _check_budget(replace(stage, train=replace(stage.train, micro_batch_tokens=40)), longest)
-    _check_budget(replace(stage, train=replace(stage.train, batching="padded")), longest)
+        _check_budget(stage, items)
+    assert "train.micro_batch_tokens=39 does not hold" in str(refused.value) and said in str(refused.value)
+    _check_budget(replace(stage, train=replace(stage.train, micro_batch_tokens=40)), items)
+    _check_budget(replace(stage, train=replace(stage.train, batching="padded")), items)
+
+
+def test_a_run_from_before_a_key_was_there_goes_on(tmp_path):
+    config = load([])
+    (tmp_path / "checkpoints" / "sft" / "step-000001").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "sft" / "step-000001" / "manifest.json").write_text("{}")
+    before = yaml.safe_load(to_yaml(config))
+    del before["stages"]["sft"]["model"]["num_experts"], before["stages"]["sft"]["train"]["batching"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(before, sort_keys=False))
+    _check_unchanged(config, tmp_path)
+    with pytest.raises(ConfigError, match="model: .*'num_experts': None.* → .*'num_experts': 4"):
+        _check_unchanged(load(["model.num_experts=4"]), tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -66,12 +67,35 @@ def test_every_row_is_in_one_microbatch_and_every_rank_has_equally_many(batching
     assert weighing == len(LENGTHS)
 
 
-@pytest.mark.parametrize("batching", KINDS[1:], ids=lambda b: b.kind)
-def test_no_microbatch_exceeds_the_budget(batching):
-    for planned in plans(batching, data=2):
+@pytest.mark.parametrize("degrees", [{}, {"context": 2}, {"tensor": 3}, {"context": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("kind", ["dynamic", "packed"])
+def test_no_microbatch_exceeds_the_budget_as_the_layout_pads_it(kind, degrees):
+    for tokens in (25, 31, 98):
+        for planned in plans(Batching(kind, tokens=tokens), data=2, **degrees):
+            for microbatch in planned.microbatches:
+                rows, length = microbatch.shape(topology(**degrees))
+                assert rows * length <= tokens
+
+
+@pytest.mark.parametrize("batching", KINDS, ids=lambda b: b.kind)
+@pytest.mark.parametrize("degrees", [{}, {"context": 2, "tensor": 2}], ids=str)
+def test_efficiency_is_tokens_per_slot_over_all_ranks_fillers_included(batching, degrees):
+    batching = replace(batching, tokens=40)
+    found = plans(batching, data=4, **degrees)
+    slots = sum(
+        rows * length
+        for planned in found
+        for rows, length in (microbatch.shape(topology(**degrees)) for microbatch in planned.microbatches)
+    )
+    assert {planned.efficiency for planned in found} == {sum(LENGTHS) / slots}
+
+
+def test_fillers_have_one_token():
+    for planned in plans(Batching("packed", tokens=40), data=4):
         for microbatch in planned.microbatches:
-            rows, length = microbatch.shape(topology())
-            assert rows * length <= batching.tokens
+            found = microbatch.batch
+            assert (found["input_lengths"] <= found["input_ids"].size(1)).all()
+            assert (found["input_lengths"][found["sample_mask"] == 0] == 1).all()
 
 
 OF_PAIRS = [Batching("padded", rows=2), Batching("dynamic", tokens=48), Batching("packed", tokens=24)]
@@ -99,21 +123,13 @@ def test_only_streams_of_tokens_are_cut(batching):
 def test_rooms_are_padded_only_where_a_degree_asks_for_it():
     (plain,) = plans(Batching("packed", tokens=100))
     (microbatch,) = plain.microbatches
-    assert microbatch.shape(topology()) == (1, sum(LENGTHS)) and plain.plan.efficiency == 1.0
+    assert microbatch.shape(topology()) == (1, sum(LENGTHS)) and plain.efficiency == 1.0
     (cut,) = plans(Batching("packed", tokens=100), context=2)
     (microbatch,) = cut.microbatches
     assert microbatch.shape(topology(context=2)) == (1, 12 + 4 + 12 + 4 + 8 + 8 + 4)
     # Sequence parallelism divides the pack, not each sequence: only the last room grows.
     (both,) = plans(Batching("packed", tokens=100), context=2, tensor=2)
     assert both.microbatches[0].shape(topology(context=2, tensor=2)) == (1, 56)
-
-
-def test_efficiency_is_tokens_per_slot_over_all_ranks():
-    (padded,) = plans(Batching("padded", rows=7))
-    assert padded.plan.efficiency == sum(LENGTHS) / (7 * WIDTH)
-    dynamic = plans(Batching("dynamic", tokens=12), data=1)[0]
-    slots = sum(rows * length for rows, length in (m.shape(topology()) for m in dynamic.microbatches))
-    assert dynamic.plan.efficiency == sum(LENGTHS) / slots
 
 
 @pytest.mark.parametrize(
