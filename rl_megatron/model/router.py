@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
@@ -58,6 +59,16 @@ class _AlsoMinimised(torch.autograd.Function):
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
         (loss,) = ctx.saved_tensors
         return gradient, torch.ones_like(loss)
+
+
+def forget_graphs(chunks: Iterable[torch.nn.Module]) -> None:
+    """Drops the tensors that experts' dispatchers keep of the last microbatch. They hold its autograd graph, whose
+    nodes hold DDP's hooks and with them the model: a cycle that Python's collector cannot see, so that the model would
+    outlive its last reference."""
+    for layer in (module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)):
+        for name, value in vars(layer.token_dispatcher).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                setattr(layer.token_dispatcher, name, None)
 
 
 def balancing_routers(chunks: Iterable[torch.nn.Module]) -> list[BalancedRouter]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from rl_megatron.config.errors import ConfigError
@@ -312,11 +311,6 @@ class MegatronPolicy(PolicyInterface):
     def shutdown(self) -> bool:
         """Drops model, optimizer and reference; true when there was something to drop."""
         held = bool(self.chunks)
-        for module in (module for chunk in self.chunks for module in chunk.modules()):
-            if isinstance(module, MoELayer):
-                # It keeps the last autograd graph, whose nodes keep DDP's hooks and with them the model: a cycle that
-                # Python's collector cannot see.
-                module.token_dispatcher = None
         self.chunks, self.optimizer, self.scheduler, self._reference = [], None, None, None
         self._runner = self._runner_of([])
         gc.collect()  # megatron-core's wrappers and hooks refer to each other

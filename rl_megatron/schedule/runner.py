@@ -20,7 +20,7 @@ from torch import Tensor
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.logprobs import LogprobStats, Sharding, next_token_stats
 from rl_megatron.losses.interfaces import Loss, LossFunction, nan_left_to_caller
-from rl_megatron.model.router import balancing_loss, balancing_routers, begin_step
+from rl_megatron.model.router import balancing_loss, balancing_routers, begin_step, forget_graphs
 from rl_megatron.schedule.microbatch import Microbatch, ModelInput
 from rl_megatron.schedule.pipeline import PlannedCommunicator
 from rl_megatron.schedule.report import Denominators, reduce_metrics
@@ -112,7 +112,7 @@ class Runner:
         else:
             forward_backward = schedules.forward_backward_no_pipelining
         with torch.set_grad_enabled(not forward_only):
-            return forward_backward(
+            results = forward_backward(
                 forward_step_func=forward_step,
                 data_iterator=[iter(prepared) for _ in self.chunks],
                 model=self.chunks,
@@ -124,6 +124,8 @@ class Runner:
                 p2p_communicator=PlannedCommunicator(topology, config, shapes) if pipelined else None,
                 pg_collection=topology.groups,
             )
+        forget_graphs(self.chunks)
+        return results
 
     def _filled_up(self, microbatches: list[Microbatch]) -> list[Microbatch]:
         """The interleaved schedule takes multiples of the pipeline degree: the shortest microbatch, without weight,

@@ -297,21 +297,25 @@ def test_rows_that_do_not_divide_are_filled_up_without_weight(ranks, layout):
     assert (found[:, 0] == 0).all()
 
 
-def kept_alive_after_shutdown(model: ModelConfig) -> int:
+def kept_alive_after_shutdown(model: ModelConfig) -> tuple[int, int]:
     policies = [build_policy({}, model=model) for _ in range(2)]
     parameters = []
     for policy in policies:
         policy.train(random_batch(4, 12, 0), NLLLoss(), gbs=4)
         parameters += [weakref.ref(parameter) for parameter in policy.chunks[0].parameters()]
-        assert policy.shutdown() and not policy.shutdown()
+    policies.pop().shutdown()
+    gc.collect()
+    shut_down = sum(parameter() is not None for parameter in parameters)
+    assert policies[0].shutdown() and not policies[0].shutdown()
     policies.clear()
     gc.collect()
-    return sum(parameter() is not None for parameter in parameters)
+    return shut_down, sum(parameter() is not None for parameter in parameters)
 
 
 @pytest.mark.parametrize("model", [MODEL, EXPERTS], ids=["dense", "experts"])
 def test_shutdown_frees_the_weights(ranks, model):
-    assert ranks.run(1, kept_alive_after_shutdown, model)[0] == 0
+    one_of_two, none = ranks.run(1, kept_alive_after_shutdown, model)[0]
+    assert one_of_two > 0 and none == 0
 
 
 def reference_stays(parallel: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
