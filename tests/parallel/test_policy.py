@@ -15,7 +15,7 @@ from rl_megatron.config.schema import ModelConfig
 from rl_megatron.losses import NLLLoss
 from rl_megatron.losses.interfaces import LogprobLoss, LossInputType, LossType, Reduction
 from rl_megatron.policy import checkpoint
-from rl_megatron.schedule import NonFiniteLoss
+from rl_megatron.schedule import NonFiniteLoss, over_steps
 from tests.parallel.layouts import (
     DISTRIBUTED_OPTIMIZER,
     MODEL,
@@ -242,6 +242,13 @@ def test_a_metric_of_some_rows_is_reduced_over_those(ranks, layout):
     }.items():
         for found in ranks.run(layout[0], marked_rows, layout[1], list(marks)):
             assert found == expected
+
+
+def test_a_metric_of_some_steps_is_combined_over_those():
+    marked = {"loss": 1.0, "marks": 5.0, "least": 2.0, "greatest": 5.0}
+    reports = [{"loss": 3.0}, marked, marked | {"least": 1.0, "greatest": 4.0, "marks": 7.0}]
+    expected = {"loss": 5 / 3, "marks": 6.0, "least": 1.0, "greatest": 5.0}
+    assert over_steps(reports, OfMarkedRows()) == pytest.approx(expected)
 
 
 def undeclared_metrics(parallel: dict) -> tuple[str, float]:
