@@ -67,7 +67,7 @@ def weights_source(config: RunConfig, output_dir: Path, name: str) -> str:
         step = max(newest, config.stages[before].train.steps)
         return f"step {step} of stage {before!r} (stages.{before}.train.steps)"
     if config.init_from:
-        return f"init_from={Path(config.init_from)}"
+        return f"init_from={Path(config.init_from).resolve()}"  # one directory, however it is written
     return f"init_from=null, new weights of train.seed={config.first.train.seed}"
 
 

@@ -289,17 +289,27 @@ def _check_stage(name: str, stage: schema.StageConfig, first: schema.StageConfig
     _check_algorithm(stage)
 
 
+_OF_EXPERTS = (
+    "experts_per_token",
+    "expert_ffn_hidden_size",
+    "shared_expert_ffn_hidden_size",
+    "shared_expert_gate",
+    "normalize_expert_weights",
+    "router_aux_loss",
+)
+
+
 def _check_experts(model: schema.ModelConfig) -> None:
     """Keys of a mixture of experts that contradict each other, or would do nothing."""
     if model.num_experts is None:
-        idle = {
-            "expert_ffn_hidden_size": model.expert_ffn_hidden_size,
-            "shared_expert_ffn_hidden_size": model.shared_expert_ffn_hidden_size,
-            "router_aux_loss": model.router_aux_loss or None,
-        }
-        for key, value in idle.items():
-            if value is not None:
-                raise ConfigError(f"model.{key}={value} does nothing: model.num_experts=null is a dense model; set it")
+        default = schema.ModelConfig()
+        for key in _OF_EXPERTS:
+            value = getattr(model, key)
+            if value != getattr(default, key):
+                raise ConfigError(
+                    f"model.{key}={str(value).lower()} does nothing: model.num_experts=null is a dense model; set "
+                    f"model.num_experts, or leave model.{key} out"
+                )
     elif model.experts_per_token > model.num_experts:
         raise ConfigError(
             f"model.experts_per_token={model.experts_per_token} exceeds model.num_experts={model.num_experts}; lower it"

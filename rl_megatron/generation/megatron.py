@@ -30,7 +30,11 @@ class MegatronEngine:
 
     @torch.no_grad()
     def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> BatchedDataDict:
-        """See `RolloutEngine.generate`. Raises ConfigError where a prompt leaves no room for `max_new_tokens`."""
+        """See `RolloutEngine.generate`.
+
+        Raises, on every rank: ConfigError where a prompt leaves no room for `max_new_tokens`; NonFiniteLoss where any
+        rank's logits are NaN or infinite.
+        """
         self.policy.require_head("lm", "generate")
         topology = self.policy.topology
         device, group = topology.platform.device, topology.groups.dp_cp
@@ -45,13 +49,18 @@ class MegatronEngine:
         completions = torch.zeros(per_rank, sampling.max_new_tokens, dtype=torch.long, device=device)
         logprobs = torch.zeros(per_rank, sampling.max_new_tokens, dtype=torch.float32, device=device)
         lengths = torch.zeros(per_rank, dtype=torch.long, device=device)
+        nan_at = torch.zeros(per_rank, dtype=torch.long, device=device)
         self.policy.finish_training()
         for start in range(0, per_rank, self.batch_size):
             rows = slice(start, min(start + self.batch_size, per_rank))
             batch = mine[rows]
-            completions[rows], logprobs[rows], lengths[rows] = self._decode(
+            completions[rows], logprobs[rows], lengths[rows], nan_at[rows] = self._decode(
                 [prompts[i] for i in batch], uniforms[batch], sampling
             )
+        nan_at = _gather_rows(nan_at, group)
+        if nan_at.any():  # only here: an error on one rank alone would leave the others waiting for its rows
+            first = nan_at[nan_at > 0].min().item()
+            raise NonFiniteLoss(f"the model's logits are NaN or infinite at token {first} of a completion")
         completions, logprobs, lengths = (
             _gather_rows(x, group)[: len(prompts)] for x in (completions, logprobs, lengths)
         )
@@ -67,8 +76,11 @@ class MegatronEngine:
                 f"model.max_sequence_length={limit}; lower max_new_tokens or raise the limit"
             )
 
-    def _decode(self, prompts: list[list[int]], uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
-        """Completions [b, max_new], their logprobs [b, max_new], and lengths [b], on every rank of the model."""
+    def _decode(
+        self, prompts: list[list[int]], uniforms: Tensor, sampling: Sampling
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Completions [b, max_new], their logprobs [b, max_new], lengths [b], and from 1 on the token [b] whose logits
+        are NaN, 0 where none are, on every rank of the model. Decoding ends at a NaN."""
         topology = self.policy.topology
         device, num_rows = topology.platform.device, len(prompts)
         models = [unwrap(chunk) for chunk in self.policy.chunks]
@@ -80,6 +92,7 @@ class MegatronEngine:
         completions = torch.zeros(num_rows, sampling.max_new_tokens, dtype=torch.long, device=device)
         logprobs = torch.zeros(num_rows, sampling.max_new_tokens, device=device)
         lengths = torch.zeros(num_rows, dtype=torch.long, device=device)
+        nan_at = torch.zeros(num_rows, dtype=torch.long, device=device)
         running = torch.ones(num_rows, dtype=torch.bool, device=device)
         columns = Columns(first, capacity=width + sampling.max_new_tokens)
         with caching(models, columns):
@@ -94,26 +107,25 @@ class MegatronEngine:
                     drawn[0], drawn[1] = chosen.double(), logprob.double()  # ids are exact in fp64
                 if topology.pipeline > 1:
                     dist.broadcast(drawn, src=topology.last_stage_rank, group=topology.groups.pp)
-                if drawn[1].isnan().any():
-                    raise NonFiniteLoss(f"the model's logits are NaN or infinite at token {step + 1} of a completion")
+                nan = running & drawn[1].isnan()
+                nan_at[nan] = step + 1
                 chosen = torch.where(running, drawn[0].long(), 0)
                 completions[:, step] = chosen
                 logprobs[:, step] = torch.where(running, drawn[1], 0.0).float()
                 lengths += running
                 running = running & ~torch.isin(chosen, stops)
-                if not self._any_runs(running):
+                if not self._goes_on(running, nan):
                     break
                 tokens = chosen[:, None]
-        return completions, logprobs, lengths
+        return completions, logprobs, lengths, nan_at
 
-    def _any_runs(self, running: Tensor) -> bool:
-        """Whether to go on: while any row does, on any of the ranks whose experts the rows of others visit."""
-        going = running.any()
+    def _goes_on(self, running: Tensor, nan: Tensor) -> bool:
+        """While any row runs and none is NaN, on all the ranks whose experts the rows of others visit."""
+        state = torch.stack([running.any(), nan.any()]).int()
         if self.policy.topology.expert > 1:
-            count = going.int()
-            dist.all_reduce(count, group=self.policy.topology.groups.ep)
-            return count.item() > 0
-        return bool(going)
+            dist.all_reduce(state, op=dist.ReduceOp.MAX, group=self.policy.topology.groups.ep)
+        any_runs, any_nan = state.tolist()
+        return bool(any_runs and not any_nan)
 
     def _forward(self, models: list[GPTModel], tokens: Tensor, columns: Columns) -> Tensor | None:
         """Vocab-parallel logits [b, V/tp] after the newest column, on the last stage; None on other stages.

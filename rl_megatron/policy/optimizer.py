@@ -36,7 +36,7 @@ def wrap_for_gradients(
     config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
 
     def finalize(model, num_tokens=None, **kwargs):
-        finalize_model_grads(model, None, **kwargs)  # no division by tokens: see schedule.py
+        finalize_model_grads(model, None, **kwargs)  # no division by tokens: see schedule/runner.py
 
     config.finalize_model_grads_func = finalize
     return wrapped

@@ -43,34 +43,54 @@ def reduce_metrics(
 ) -> dict[str, float]:
     """Each metric of the last stage's microbatches over microbatches, then data-parallel ranks (context- and
     tensor-parallel ranks hold equal values), then to all pipeline stages; at most one collective per kind of reduction.
+    A metric that only some microbatches return is reduced over those.
 
-    Raises: NonFiniteLoss on every rank, naming microbatch and metrics, where the loss is NaN or infinite.
+    Raises, on every rank: ValueError where a microbatch returns a metric whose reduction is not declared;
+    NonFiniteLoss, naming microbatch and metrics, where the loss is NaN or infinite.
     """
     device = topology.platform.device
     reductions = dict(getattr(loss_fn, "metric_reductions", {}))
     reductions.setdefault("loss", Reduction.SUM)
-    if topology.is_last_stage:
-        undeclared = sorted(set(reports[0]) - set(reductions))
-        if undeclared:
-            raise ValueError(
-                f"{type(loss_fn).__name__} returned metrics {undeclared} whose reduction it does not declare; "
-                "add them to metric_reductions"
-            )
     names = sorted(reductions)
-    values = torch.zeros(2, len(names), dtype=torch.float64, device=device)  # values, and whether they are there
+    # What a microbatch returns is known to its rank alone, so shapes follow from what is declared: a value of every
+    # name, whether any microbatch has it, and whether any has a name beyond them.
+    kinds = [reductions[name] for name in names] + [Reduction.MAX] * (len(names) + 1)
+    reduced = torch.zeros(len(kinds), dtype=torch.float64, device=device)
     if topology.is_last_stage:
-        for reduction in Reduction:
-            mine = [i for i, n in enumerate(names) if reductions[n] is reduction and n in reports[0]]
+        rows = torch.stack([_row(report, names, reductions) for report in reports])
+        for kind in Reduction:
+            mine = [i for i, k in enumerate(kinds) if k is kind]
             if mine:
-                stacked = torch.stack([torch.stack([report[names[i]] for i in mine]) for report in reports])
-                values[0, mine] = _across(reduction, stacked, topology.groups.dp)
-                values[1, mine] = 1.0
+                reduced[mine] = _across(kind, rows[:, mine], topology.groups.dp)
     if topology.pipeline > 1:
-        dist.broadcast(values, src=topology.last_stage_rank, group=topology.groups.pp)
-    result = {name: value for name, value, there in zip(names, *values.tolist(), strict=True) if there}
+        dist.broadcast(reduced, src=topology.last_stage_rank, group=topology.groups.pp)
+    *known, undeclared = reduced.tolist()
+    if undeclared:
+        raise ValueError(_describe_undeclared(reports, names, loss_fn, topology))
+    values, there = known[: len(names)], known[len(names) :]
+    result = {name: value for name, value, is_there in zip(names, values, there, strict=True) if is_there}
     if not torch.isfinite(torch.tensor(result["loss"])):
         raise NonFiniteLoss(_describe_failure(reports, result, batches, loss_fn, topology))
     return result
+
+
+def _row(report: dict[str, Tensor], names: list[str], reductions: Mapping[str, Reduction]) -> Tensor:
+    """[2·names + 1] of one microbatch: values (identities where it has none), which it has, whether it has others."""
+    loss = report["loss"]
+    values = [report[name] if name in report else loss.new_tensor(reductions[name].identity) for name in names]
+    flags = [float(name in report) for name in names] + [float(not report.keys() <= set(names))]
+    return torch.cat([torch.stack(values), loss.new_tensor(flags)])
+
+
+def _describe_undeclared(
+    reports: list[dict[str, Tensor]], names: list[str], loss_fn: LossFunction, topology: Topology
+) -> str:
+    everywhere: list = [None] * topology.world_size
+    dist.all_gather_object(everywhere, {name for report in reports for name in report} - set(names))
+    return (
+        f"{type(loss_fn).__name__} returned metrics {sorted(set().union(*everywhere))} whose reduction it does not "
+        "declare; add them to metric_reductions"
+    )
 
 
 def _describe_failure(
@@ -98,12 +118,15 @@ def _describe_failure(
 
 
 def over_steps(reports: list[dict[str, float]], loss_fn: LossFunction) -> dict[str, float]:
-    """Metrics of several optimizer steps as one: the least of minima, the greatest of maxima, the mean of the rest."""
+    """Metrics of several optimizer steps as one: the least of minima, the greatest of maxima, the mean of the rest;
+    each over the steps that have it."""
     reductions = getattr(loss_fn, "metric_reductions", {})
     combine = {Reduction.MIN: min, Reduction.MAX: max}
     return {
-        name: combine.get(reductions.get(name), lambda values: sum(values) / len(values))([r[name] for r in reports])
-        for name in reports[0]
+        name: combine.get(reductions.get(name), lambda values: sum(values) / len(values))(
+            [report[name] for report in reports if name in report]
+        )
+        for name in dict.fromkeys(name for report in reports for name in report)
     }
 
 

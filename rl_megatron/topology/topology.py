@@ -132,7 +132,8 @@ def validate_model(model: ModelConfig, parallel: ParallelConfig) -> None:
 
     divides("parallel.tensor", parallel.tensor, "model.num_attention_heads", model.num_attention_heads)
     divides("parallel.tensor", parallel.tensor, "model.num_query_groups", model.num_query_groups)
-    divides("parallel.tensor", parallel.tensor, "model.ffn_hidden_size", model.ffn_hidden_size)
+    if model.num_experts is None:  # experts lie whole on their ranks
+        divides("parallel.tensor", parallel.tensor, "model.ffn_hidden_size", model.ffn_hidden_size)
     _check_pipeline(model, parallel)
     if model.num_experts is None:
         if parallel.expert > 1:
@@ -160,11 +161,12 @@ def _check_pipeline(model: ModelConfig, parallel: ParallelConfig) -> None:
     uneven = {f"parallel.{name}_stage_layers": layers for name, layers in ends.items() if layers is not None}
     if not uneven:
         if model.num_layers % (stages * chunks):
-            fits = [d for d in range(1, model.num_layers + 1) if model.num_layers % (d * chunks) == 0]
+            few = model.num_layers < stages * chunks
             raise ConfigError(
                 f"parallel.pipeline={stages} × parallel.virtual_pipeline={chunks} must divide model.num_layers="
-                f"{model.num_layers}; values of parallel.pipeline that fit: {fits}, or set parallel.first_stage_layers "
-                "or parallel.last_stage_layers"
+                f"{model.num_layers}"
+                + (f", which leaves some of the {stages * chunks} chunks without a layer" if few else "")
+                + f"; set {_pipelines_that_fit(model.num_layers, stages, chunks)}"
             )
         return
     told = ", ".join(f"{key}={layers}" for key, layers in uneven.items())
@@ -180,6 +182,25 @@ def _check_pipeline(model: ModelConfig, parallel: ParallelConfig) -> None:
             f"{told} leave {between} of model.num_layers={model.num_layers} layers for {middle} pipeline stage(s) of "
             f"{chunks} chunk(s); that must be {fits}"
         )
+
+
+def _pipelines_that_fit(num_layers: int, stages: int, chunks: int) -> str:
+    """What to set instead, each beside the other degrees as they are; where nothing is, one chunk per stage."""
+
+    def divisors(of: int) -> list[int]:
+        return [d for d in range(1, of + 1) if of % d == 0]
+
+    fits = []
+    units, partial_units = divmod(num_layers, chunks)  # a stage has the same number of layers in each of its chunks
+    if not partial_units:
+        pipelines = [d for d in divisors(units) if d > 1 or chunks == 1]  # only several stages can be interleaved
+        fits += [f"parallel.pipeline in {pipelines}"] if pipelines else []
+    if num_layers % stages == 0:
+        fits.append(f"parallel.virtual_pipeline in {divisors(num_layers // stages)}")
+    if not partial_units and units >= stages:
+        last = (units - (stages - 1) * (units // stages)) * chunks
+        fits.append(f"parallel.last_stage_layers={last}")
+    return " or ".join(fits) or f"parallel.virtual_pipeline=1 and parallel.pipeline in {divisors(num_layers)}"
 
 
 def build(parallel: ParallelConfig, platform: Platform, seed: int) -> Topology:

@@ -181,6 +181,28 @@ def test_nan_logits_are_refused_on_every_rank(ranks, layout):
         assert "logits are NaN" in message and "token 1" in message
 
 
+def from_nan_weights_of_one_rank(parallel: dict, model: ModelConfig) -> str:
+    policy = build_policy(parallel, model=model)
+    if policy.topology.data_rank == 1:
+        for chunk in policy.chunks:
+            for name, parameter in chunk.named_parameters():
+                if "embedding" in name or "output_layer" in name:  # not experts, which others visit
+                    parameter.data.fill_(torch.nan)
+    with pytest.raises(NonFiniteLoss) as error:
+        MegatronEngine(policy, batch_size=4).generate(prompts(), SAMPLINGS["greedy"], seed=0)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel", "model"),
+    [(2, {}, MODEL), (4, {"pipeline": 2}, MODEL), (2, {"expert": 2}, KINDS["experts"])],
+    ids=["data 2", "data 2 pipeline 2", "experts data 2"],
+)
+def test_nan_logits_of_one_rank_are_refused_on_every_rank(ranks, world_size, parallel, model):
+    for message in ranks.run(world_size, from_nan_weights_of_one_rank, parallel, model):
+        assert "logits are NaN" in message and "token 1" in message
+
+
 def too_long() -> str:
     engine = MegatronEngine(build_policy({}))
     with pytest.raises(ConfigError) as error:

@@ -15,7 +15,7 @@ from rl_megatron.config.schema import ModelConfig
 from rl_megatron.losses import NLLLoss
 from rl_megatron.losses.interfaces import LogprobLoss, LossInputType, LossType, Reduction
 from rl_megatron.policy import checkpoint
-from rl_megatron.schedule import NonFiniteLoss
+from rl_megatron.schedule import NonFiniteLoss, over_steps
 from tests.parallel.layouts import (
     DISTRIBUTED_OPTIMIZER,
     MODEL,
@@ -205,6 +205,68 @@ class NaNOnRowThree(LogprobLoss):
     def evaluate(self, data, global_valid_seqs, global_valid_toks, next_token_logprobs, next_token_entropy=None):
         loss = torch.where(data["marked"].isnan()[:, None], torch.nan, next_token_logprobs).sum() / global_valid_toks
         return loss, {}
+
+
+class OfMarkedRows(LogprobLoss):
+    """A loss with a metric of each kind that only microbatches with a marked row return."""
+
+    loss_type = LossType.TOKEN_LEVEL
+    metric_reductions = Reduction.table("loss", "marks", "never", minima=["least"], maxima=["greatest"])
+
+    def evaluate(self, data, global_valid_seqs, global_valid_toks, next_token_logprobs, next_token_entropy=None):
+        marked = data["marked"][data["marked"] > 0]
+        metrics = {"marks": marked.sum(), "least": marked.min(), "greatest": marked.max()} if marked.numel() else {}
+        return -next_token_logprobs.sum() / global_valid_toks, metrics
+
+
+class Undeclared(OfMarkedRows):
+    """It declares none of them."""
+
+    metric_reductions: dict[str, Reduction] = {}
+
+
+def marked_rows(parallel: dict, marks: list[float]) -> dict[str, float]:
+    policy = build_policy(parallel, micro_batch_size=1)
+    batch = random_batch(4, 12, 0)
+    batch["marked"] = torch.tensor(marks)
+    report = policy.train(batch, OfMarkedRows(), eval_mode=True, gbs=4)
+    return {name: report[name] for name in report if name in OfMarkedRows.metric_reductions and name != "loss"}
+
+
+@pytest.mark.parametrize("layout", [(1, {}), DATA, PIPELINE, (4, {"pipeline": 2})], ids=str)
+def test_a_metric_of_some_rows_is_reduced_over_those(ranks, layout):
+    for marks, expected in {
+        (0.0, 0.0, 0.0, 5.0): {"marks": 5.0, "least": 5.0, "greatest": 5.0},  # on the last of the ranks alone
+        (2.0, 0.0, 0.0, 5.0): {"marks": 7.0, "least": 2.0, "greatest": 5.0},
+        (0.0, 0.0, 0.0, 0.0): {},
+    }.items():
+        for found in ranks.run(layout[0], marked_rows, layout[1], list(marks)):
+            assert found == expected
+
+
+def test_a_metric_of_some_steps_is_combined_over_those():
+    marked = {"loss": 1.0, "marks": 5.0, "least": 2.0, "greatest": 5.0}
+    reports = [{"loss": 3.0}, marked, marked | {"least": 1.0, "greatest": 4.0, "marks": 7.0}]
+    expected = {"loss": 5 / 3, "marks": 6.0, "least": 1.0, "greatest": 5.0}
+    assert over_steps(reports, OfMarkedRows()) == pytest.approx(expected)
+
+
+def undeclared_metrics(parallel: dict) -> tuple[str, float]:
+    policy = build_policy(parallel, micro_batch_size=1)
+    before = weights(policy)
+    batch = random_batch(4, 12, 0)
+    batch["marked"] = torch.tensor([0.0, 0.0, 0.0, 5.0])
+    with pytest.raises(ValueError) as error:
+        policy.train(batch, Undeclared(), gbs=4)
+    after = weights(policy)
+    return str(error.value), max(((after[name] - before[name]).abs().max().item() for name in before), default=0.0)
+
+
+@pytest.mark.parametrize("layout", [(1, {}), DATA, PIPELINE], ids=str)
+def test_an_undeclared_metric_is_refused_on_every_rank(ranks, layout):
+    for message, changed in ranks.run(layout[0], undeclared_metrics, layout[1]):
+        assert "Undeclared returned metrics ['greatest', 'least', 'marks'] whose reduction" in message
+        assert changed == 0.0
 
 
 class TenTimes(NLLLoss):

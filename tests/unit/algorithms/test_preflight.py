@@ -167,12 +167,15 @@ def test_a_stage_keeps_the_reference_it_began_with(tmp_path, algorithm, loss, co
         _check_saved(newest, stage, TOKENIZER, "init_from=b")
 
 
-def test_where_a_stage_begins(tmp_path):
+def test_where_a_stage_begins(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     alone = load(["init_from=runs/a/", "train.seed=4"])
-    assert weights_source(alone, tmp_path, "sft") == "init_from=runs/a"
+    given = f"init_from={tmp_path.resolve()}/runs/a"
+    for same in ("runs/a", "runs/b/../a", str(tmp_path / "runs" / "a")):
+        assert weights_source(replace(alone, init_from=same), tmp_path, "sft") == given
     assert weights_source(replace(alone, init_from=None), tmp_path, "sft").endswith("new weights of train.seed=4")
     two = replace(alone, stages={"sft": alone.first, "dpo": alone.first})
-    assert weights_source(two, tmp_path, "sft") == "init_from=runs/a"
+    assert weights_source(two, tmp_path, "sft") == given
     found = []
     for steps in (50, 60, 80):  # not yet there; already there; gone past
         save(tmp_path / "checkpoints" / "sft", steps, alone.first.model)

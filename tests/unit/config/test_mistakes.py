@@ -414,6 +414,9 @@ def test_rules_hold_in_every_stage(refused, three, override, words):
     [
         (["model.expert_ffn_hidden_size=64"], "model.expert_ffn_hidden_size=64 does nothing: model.num_experts=null"),
         (["model.router_aux_loss=0.01"], "model.router_aux_loss=0.01 does nothing"),
+        (["model.experts_per_token=4"], "set model.num_experts, or leave model.experts_per_token out"),
+        (["model.normalize_expert_weights=false"], "model.normalize_expert_weights=false does nothing"),
+        (["model.shared_expert_gate=true"], "set model.num_experts, or leave model.shared_expert_gate out"),
         (["model.num_experts=2", "model.experts_per_token=3"], "experts_per_token=3 exceeds model.num_experts=2"),
         (["model.num_experts=2", "model.experts_per_token=1"], "set normalize_expert_weights=false"),
         (["model.num_experts=2", "model.shared_expert_gate=true"], "set model.shared_expert_ffn_hidden_size"),

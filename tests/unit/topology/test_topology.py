@@ -1,5 +1,8 @@
 """Degrees against the world size and the model: what fits, and what the refusal says."""
 
+import itertools
+import re
+
 import pytest
 
 from rl_megatron.config.errors import ConfigError
@@ -95,7 +98,10 @@ def test_every_degree_that_a_refusal_proposes_fits():
         (
             {"pipeline": 2, "virtual_pipeline": 4},
             {"num_layers": 4},
-            ["parallel.pipeline=2 × parallel.virtual_pipeline=4", "model.num_layers=4"],
+            [
+                "parallel.pipeline=2 × parallel.virtual_pipeline=4",
+                "num_layers=4, which leaves some of the 8 chunks without",
+            ],
         ),
         ({"expert": 2}, {}, ["parallel.expert=2", "dense"]),
         ({"expert": 3}, {"num_experts": 4}, ["parallel.expert=3", "model.num_experts=4", "[1, 2, 4]"]),
@@ -132,6 +138,30 @@ def test_degrees_that_do_not_divide_the_model_are_refused(degrees, shape, words)
     with pytest.raises(ConfigError) as refused:
         validate_model(ModelConfig(**shape), ParallelConfig(**degrees))
     assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+def test_every_pipeline_that_a_refusal_proposes_fits():
+    for num_layers, stages, chunks in itertools.product(range(1, 13), range(2, 7), range(1, 5)):
+        model, degrees = ModelConfig(num_layers=num_layers), {"pipeline": stages, "virtual_pipeline": chunks}
+        try:
+            validate_model(model, ParallelConfig(**degrees))
+        except ConfigError as error:
+            proposed = str(error).partition("; set ")[2]
+            ways = [dict(re.findall(r"parallel\.(\w+)(?: in |=)(\[.*?\]|\d+)", way)) for way in proposed.split(" or ")]
+            assert all(ways), proposed
+            assert ("last_stage_layers" in proposed) == (num_layers % chunks == 0 and num_layers >= stages * chunks)
+            for way in ways:
+                values = [[int(value) for value in re.findall(r"\d+", text)] for text in way.values()]
+                assert all(values), proposed
+                for chosen in itertools.product(*values):
+                    changed = ParallelConfig(**degrees | dict(zip(way, chosen, strict=True)))
+                    validate(changed, changed.pipeline)
+                    validate_model(model, changed)
+
+
+def test_experts_of_any_width_lie_whole_beside_tensor_parallelism():
+    width = {"ffn_hidden_size": 5, "expert_ffn_hidden_size": 7}
+    validate_model(ModelConfig(num_experts=2, **width), ParallelConfig(tensor=2, sequence=True))
 
 
 def test_a_model_that_fits_is_accepted():
