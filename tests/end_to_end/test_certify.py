@@ -68,10 +68,8 @@ def test_a_layout_that_holds(tmp_path):
 
 
 def test_a_reference_that_fails_ends_every_rank(tmp_path):
-    breakage = (
-        "from rl_megatron.certify import reference\n"
-        "reference.torch.save = lambda *args: None\n"  # so that the other process finds no workload
-    )
+    # The module that the other process is to run.
+    breakage = "from rl_megatron.certify import reference\nreference.__name__ = 'rl_megatron.certify.nowhere'\n"
     done = certify_with(tmp_path, breakage, "parallel.tensor=2")
     assert done.returncode == 1 and done.stderr.count("RuntimeError: the reference process failed") >= 2
 
