@@ -202,7 +202,8 @@ class MegatronPolicy(PolicyInterface):
         return BatchedDataDict({"logprobs": logprobs})
 
     def get_values(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
-        """`values` [B, S] fp32 of a score head; entry t is the score read *before* token t, entry 0 is 0."""
+        """`values` [B, S] fp32 of a score head; entry t is the score read *before* token t; entry 0 and what lies past
+        a row's `input_lengths` are 0."""
         self.require_head("score", "get_values")
 
         def before_each_token(microbatches: list[Microbatch]) -> list[Tensor]:

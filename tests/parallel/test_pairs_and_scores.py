@@ -105,10 +105,14 @@ def alignment() -> None:
     others = model.get_values(changed)["values"]
     assert (values[:, 0] == 0).all()
     assert torch.equal(values[:, :6], others[:, :6]), "a value is read before its token"
-    assert (values[:, 6] != others[:, 6]).all()
+    reaches = batch["input_lengths"] > 6
+    assert reaches.any() and (values[:, 6] != others[:, 6])[reaches].all()
+    everywhere = model.get_values(BatchedDataDict(input_ids=batch["input_ids"]))["values"]
     for row, length in enumerate(batch["input_lengths"].tolist()):
+        assert torch.equal(values[row, :length], everywhere[row, :length])
         if length < 12:
-            assert rewards[row] == values[row, length], "the score after the last token"
+            assert rewards[row] == everywhere[row, length], "the score after the last token"
+            assert (values[row, length:] == 0).all(), "nothing is said past the row's end"
 
 
 def test_a_value_is_read_before_its_token_and_a_reward_after_the_last(ranks):
