@@ -125,7 +125,7 @@ def test_a_surrogate_pulls_where_its_paper_says(name, upwards, downwards):
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_loads_and_its_loss_suits_its_algorithm(name):
     stage = load(RECIPES[name].overrides.split()).first
-    preflight._check_loss(stage)
+    preflight.check_loss(stage)
     loss = configured_loss(stage.loss)
     assert loss.rows_per_unit == (2 if name in PAIRS else 1)
     defaults = build_loss(stage.loss["name"]).cfg
