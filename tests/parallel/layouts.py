@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ MODEL = ModelConfig(
     qkv_bias=True,
     init_std=0.1,  # logits far from uniform, so that errors show
 )
+EXPERTS = replace(MODEL, num_experts=4, expert_ffn_hidden_size=32)
 
 
 # Adam's first step is the sign of the gradient where ε is small beside it: rounding of a gradient near zero would

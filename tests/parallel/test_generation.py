@@ -12,7 +12,7 @@ from rl_megatron.config.schema import ModelConfig
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.megatron import MegatronEngine
 from rl_megatron.schedule import NonFiniteLoss
-from tests.parallel.layouts import MODEL, VOCAB_SIZE, build_policy
+from tests.parallel.layouts import EXPERTS, MODEL, VOCAB_SIZE, build_policy
 
 STOP = 7
 LAYOUTS = {
@@ -58,7 +58,7 @@ def one_process(ranks):
 
 
 KINDS = {
-    "experts": dataclasses.replace(MODEL, num_experts=4, expert_ffn_hidden_size=32),
+    "experts": EXPERTS,
     "window": dataclasses.replace(MODEL, sliding_window=4),
 }
 

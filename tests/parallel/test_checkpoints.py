@@ -1,0 +1,147 @@
+"""Checkpoints: what one layout saved, another continues; what cannot be loaded is named."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import ModelConfig
+from rl_megatron.losses import NLLLoss
+from rl_megatron.policy import checkpoint
+from tests.parallel.layouts import (
+    DISTRIBUTED_OPTIMIZER,
+    EXPERTS,
+    MODEL,
+    OPTIMIZER,
+    build_policy,
+    weights,
+    worst_relative_error,
+)
+from tests.parallel.test_layouts import random_batch
+
+TENSOR, PIPELINE = (2, {"tensor": 2}), (2, {"pipeline": 2})
+INTERLEAVED, DATA = (2, {"pipeline": 2, "virtual_pipeline": 2}), (2, {})
+
+
+def save_after_two_steps(
+    parallel: dict, directory: str, distributed: bool, model: ModelConfig = MODEL
+) -> tuple[torch.Tensor, dict, dict]:
+    """Logprobs at the checkpoint, then the report and weights of the next step."""
+    policy = build_policy(parallel, model=model, optimizer=DISTRIBUTED_OPTIMIZER if distributed else OPTIMIZER)
+    for seed in range(2):
+        policy.train(random_batch(8, 16, seed), NLLLoss(), gbs=8)
+    policy.save_checkpoint(directory, 2, note="kept")
+    logprobs = policy.get_logprobs(random_batch(8, 16, 7))["logprobs"]
+    report = policy.train(random_batch(8, 16, 5), NLLLoss(), gbs=8)
+    return logprobs, report, weights(policy)
+
+
+def load_and_continue(
+    parallel: dict, directory: str, distributed: bool, model: ModelConfig = MODEL
+) -> tuple[torch.Tensor, dict, dict, dict]:
+    optimizer = DISTRIBUTED_OPTIMIZER if distributed else OPTIMIZER
+    policy = build_policy(parallel, model=model, seed=99, optimizer=optimizer)
+    manifest = policy.load_checkpoint(Path(directory) / "step-000002")
+    logprobs = policy.get_logprobs(random_batch(8, 16, 7))["logprobs"]
+    report = policy.train(random_batch(8, 16, 5), NLLLoss(), gbs=8)
+    return logprobs, report, weights(policy), manifest
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed optimizer", "plain optimizer"])
+@pytest.mark.parametrize(
+    "saved, loaded",
+    [
+        (TENSOR, PIPELINE),
+        (TENSOR, (1, {})),
+        (PIPELINE, TENSOR),
+        ((1, {}), INTERLEAVED),
+        (INTERLEAVED, DATA),
+        (DATA, TENSOR),
+    ],
+    ids=lambda layout: f"{layout[0]} {layout[1]}",
+)
+def test_a_checkpoint_continues_under_another_layout(ranks, tmp_path, saved, loaded, distributed):
+    check_continuation(ranks, tmp_path, saved, loaded, distributed, MODEL)
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed optimizer", "plain optimizer"])
+@pytest.mark.parametrize(
+    "saved, loaded",
+    [
+        ((2, {"expert": 2}), (1, {})),
+        ((1, {}), (2, {"expert": 2, "tensor": 2, "sequence": True})),
+        ((2, {"expert": 2, "tensor": 2, "sequence": True}), PIPELINE),
+        (DATA, (2, {"expert": 2})),
+    ],
+    ids=lambda layout: f"{layout[0]} {layout[1]}",
+)
+def test_a_checkpoint_of_experts_continues_under_another_layout(ranks, tmp_path, saved, loaded, distributed):
+    check_continuation(ranks, tmp_path, saved, loaded, distributed, EXPERTS)
+
+
+def check_continuation(ranks, tmp_path, saved, loaded, distributed, model):
+    given = (str(tmp_path), distributed, model)
+    logprobs, report, after = ranks.run(saved[0], save_after_two_steps, saved[1], *given)[0]
+    found = ranks.run(loaded[0], load_and_continue, loaded[1], *given)[0]
+    torch.testing.assert_close(found[0], logprobs, atol=1e-5, rtol=0)
+    for name in ("loss", "grad_norm", "lr"):
+        assert found[1][name] == pytest.approx(report[name], rel=1e-5), name
+    error, name = worst_relative_error(found[2], after)
+    assert error <= 1e-4, (name, error)  # moments and step count came along: the next Adam step is the same
+    assert found[3]["note"] == "kept" and found[3]["step"] == 2
+
+
+def learning_rates(directory: str, distributed: bool) -> tuple[float, int, float]:
+    """After loading step 2 into a policy that is at step 3 already, of another schedule."""
+    save_after_two_steps({}, directory, distributed)
+    schedule = dataclasses.replace(OPTIMIZER, distributed=distributed, lr=0.5, decay_style="constant")
+    policy = build_policy({}, optimizer=schedule)
+    for seed in range(3):
+        policy.train(random_batch(4, 12, seed), NLLLoss(), gbs=4)
+    policy.load_checkpoint(Path(directory) / "step-000002")
+    steps = policy.scheduler.num_steps
+    report = policy.train(random_batch(4, 12, 0), NLLLoss(), gbs=4)
+    return report["lr"], steps, policy.train(random_batch(4, 12, 0), NLLLoss(), gbs=4)["lr"]
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed optimizer", "plain optimizer"])
+def test_the_schedule_is_the_runs_and_the_step_the_checkpoints(ranks, tmp_path, distributed):
+    lr, steps, next_lr = ranks.run(1, learning_rates, str(tmp_path), distributed)[0]
+    assert steps == 2
+    assert lr == next_lr == 0.5
+
+
+def load_errors(directory: str) -> list[str]:
+    messages = []
+
+    def refused(path: Path, **model_changes):
+        policy = build_policy({}, model=dataclasses.replace(MODEL, **model_changes))
+        with pytest.raises(ConfigError) as error:
+            policy.load_checkpoint(path)
+        messages.append(str(error.value))
+
+    whole = Path(directory) / "step-000002"
+    refused(Path(directory) / "step-000003")
+    refused(whole, num_layers=2)
+    largest = max((f for f in whole.iterdir()), key=lambda f: f.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-10])
+    refused(whole)
+    largest.unlink()
+    refused(whole)
+    (whole / checkpoint.MANIFEST).unlink()
+    refused(whole)
+    return messages
+
+
+def test_unusable_checkpoints_are_named(ranks, tmp_path):
+    ranks.run(1, save_after_two_steps, {}, str(tmp_path), True)
+    absent, other_model, truncated, missing, incomplete = ranks.run(1, load_errors, str(tmp_path))[0]
+    assert "step-000003 does not exist" in absent and "step-000002" in absent
+    assert "model.num_layers: checkpoint 4, run 2" in other_model
+    assert "damaged" in truncated and "bytes instead of" in truncated
+    assert "is missing" in missing
+    assert checkpoint.MANIFEST in incomplete
