@@ -7,19 +7,32 @@ fp64 logits keep fp64 throughout, which is what the gradient checks use.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-# Two tiles of this many elements are alive at a time: 1 MiB each in fp32 on a CPU (L2), 128 MiB on a GPU (full waves).
-TILE_ELEMENTS_CPU = 1 << 18
+# Two tiles of this many elements are alive at a time: 4 MiB each in fp32 on a CPU (its last cache; smaller ones spend
+# their time on starting operations), 128 MiB on a GPU (full waves).
+TILE_ELEMENTS_CPU = 1 << 20
 TILE_ELEMENTS_CUDA = 1 << 25
+
+# Rows between two blocks are left out where they have this many elements, a sixteenth of a tile; fewer are cheaper to
+# compute along than to step around.
+SKIPPED_ELEMENTS = 1 << 16
 
 # e to this power is exactly 0 in fp32 and fp64. Log-probabilities are raised to it so that 0 · (−inf) never happens.
 LOWEST_EXPONENT = -1000.0
 
 
 def row_stats(
-    logits: Tensor, columns: Tensor, num_columns: int, temperature: Tensor | None, entropy: bool, active: Tensor
+    logits: Tensor,
+    columns: Tensor,
+    num_columns: int,
+    temperature: Tensor | None,
+    entropy: bool,
+    active: Tensor,
+    threshold: Tensor | None = None,
 ) -> Tensor:
     """One-pass statistics of this rank's shard, per row, with x = logits / T:
 
@@ -29,7 +42,8 @@ def row_stats(
 
     Shapes: logits [N, V_local]; columns [N] local target column, −1 where another rank owns it (x_y is then 0);
         num_columns ≤ V_local, the columns that exist in the vocabulary; temperature [N] or None for 1; active [N] bool:
-        inactive rows are garbage to the caller and are skipped where that is free. Returns [N, 4] as (m, s, t, x_y).
+        inactive rows are garbage to the caller and are skipped where that is free; threshold [N] fp32 or None: logits
+        below it, before the temperature, count as −inf in m, s and t. Returns [N, 4] as (m, s, t, x_y).
     Units: nats. `t` is 0 unless `entropy`.
     """
     num_rows = logits.shape[0]
@@ -44,17 +58,19 @@ def row_stats(
     for rows, skip in blocks:
         if skip:
             continue
-        x = _scaled(logits[rows, :num_columns], temperature, rows, tile)
+        x = _scaled(logits[rows, :num_columns], temperature, threshold, rows, tile)
         row_max = x.amax(dim=-1)
         # An all −inf row has no shift that makes it finite; 0 leaves it at −inf and its sums at exactly 0.
         x.sub_(row_max.masked_fill(row_max == -torch.inf, 0.0)[:, None])
         stats[rows, 0] = row_max
         if entropy:
-            weights = torch.exp(x, out=spare[: x.shape[0]])
-            stats[rows, 1] = weights.sum(dim=-1)
-            stats[rows, 2] = weights.mul_(x.clamp_(min=LOWEST_EXPONENT)).sum(dim=-1)
+            weights = _exponentials(x, logits.dtype, out=spare[: x.shape[0]])
+            stats[rows, 1] = _row_sums(spare, x.shape[0])
+            weights.mul_(x.clamp_(min=LOWEST_EXPONENT))
+            stats[rows, 2] = _row_sums(spare, x.shape[0])
         else:
-            stats[rows, 1] = x.exp_().sum(dim=-1)
+            _exponentials(x, logits.dtype, out=x)
+            stats[rows, 1] = _row_sums(tile, x.shape[0])
     return stats
 
 
@@ -70,6 +86,7 @@ def write_row_gradients(
     columns: Tensor,
     column_grads: Tensor,
     active: Tensor,
+    threshold: Tensor | None = None,
 ) -> None:
     """Writes dL/dlogits into `out`, which may be `logits` itself. With ℓ_v = (x_v−M) − log s and p_v = e^{ℓ_v}:
 
@@ -78,19 +95,18 @@ def write_row_gradients(
     Columns from num_columns on, and inactive rows, get exactly 0 and are never read (NaN there stays without effect).
 
     Shapes: out, logits [N, V_local]; row_max (M), log_sum (log s), base (A) [N]; entropy_grad (g_H) [N] or None;
-        columns, column_grads [N, J], column −1 where another rank owns it; duplicates add up; active [N] bool.
+        columns, column_grads [N, J], column −1 where another rank owns it; duplicates add up; active [N] bool;
+        threshold [N] or None: p_v = 0 where the logit is below it (see `row_stats`).
     """
     out[:, num_columns:].zero_()
     if num_columns == 0:
         return
-    owned = columns >= 0
+    column_grads = column_grads.masked_fill(columns < 0, 0.0)
     columns = columns.clamp(min=0)
-    column_grads = column_grads.masked_fill(~owned, 0.0)
     if temperature is not None:
         base = base / temperature
         entropy_grad = None if entropy_grad is None else entropy_grad / temperature
         column_grads = column_grads / temperature[:, None]
-    all_active = _known(active.all())
     blocks = row_blocks(active, num_columns)
     tile, spare = _two_tiles(logits, blocks, num_columns, base.dtype)
     for rows, skip in blocks:
@@ -98,16 +114,15 @@ def write_row_gradients(
         if skip:
             target.zero_()
             continue
-        x = _scaled(logits[rows, :num_columns], temperature, rows, tile)
+        x = _scaled(logits[rows, :num_columns], temperature, threshold, rows, tile)
         x.sub_(row_max[rows, None]).sub_(log_sum[rows, None])
         if entropy_grad is None:
-            gradient = x.exp_().mul_(base[rows, None])
+            gradient = _exponentials(x, logits.dtype, out=x).mul_(base[rows, None])
         else:
-            gradient = torch.exp(x, out=spare[: x.shape[0]])
+            gradient = _exponentials(x, logits.dtype, out=spare[: x.shape[0]])
             gradient.mul_(x.clamp_(min=LOWEST_EXPONENT).mul_(entropy_grad[rows, None].neg()).add_(base[rows, None]))
         gradient.scatter_add_(1, columns[rows], column_grads[rows])
-        if not all_active:
-            gradient.masked_fill_(~active[rows, None], 0.0)
+        _zero_rows(gradient, ~active[rows])
         target.copy_(gradient)  # the only rounding to the logits' dtype
 
 
@@ -127,25 +142,65 @@ def row_blocks(active: Tensor, num_columns: int) -> list[tuple[slice, bool]]:
 
     On a GPU that question would cost a synchronisation, so there every block counts as active.
     """
-    num_rows = active.shape[0]
     tile_elements = TILE_ELEMENTS_CPU if active.device.type == "cpu" else TILE_ELEMENTS_CUDA
-    size = max(1, min(num_rows, tile_elements // num_columns))
-    slices = [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
-    return [(rows, not _known(active[rows].any(), otherwise=True)) for rows in slices]
+    size = max(1, tile_elements // num_columns)
+    blocks = []
+    for start, stop, skip in _stretches(active, num_columns):
+        step = stop - start if skip else size
+        blocks += [(slice(first, min(first + step, stop)), skip) for first in range(start, stop, step)]
+    return blocks
+
+
+def _stretches(active: Tensor, num_columns: int) -> list[tuple[int, int, bool]]:
+    """(start, stop, skip) of consecutive rows, cut at every run of inactive rows that is worth skipping."""
+    num_rows = active.shape[0]
+    if active.device.type != "cpu":
+        return [(0, num_rows, False)]
+    values, counts = torch.unique_consecutive(active, return_counts=True)
+    stretches, start = [], 0
+    for is_active, count in zip(values.tolist(), counts.tolist(), strict=True):
+        skip = not is_active and (count * num_columns >= SKIPPED_ELEMENTS or count == num_rows)
+        if stretches and not skip and not stretches[-1][2]:
+            stretches[-1] = (stretches[-1][0], start + count, False)
+        else:
+            stretches.append((start, start + count, skip))
+        start += count
+    return stretches
 
 
 def _two_tiles(logits: Tensor, blocks: list[tuple[slice, bool]], num_columns: int, dtype: torch.dtype) -> Tensor:
-    """Scratch memory for x and for its exponential, allocated once: page faults would double the time."""
-    tallest = max((rows.stop - rows.start for rows, _ in blocks), default=0)
-    return torch.empty(2, tallest, num_columns, dtype=dtype, device=logits.device)
+    """Scratch memory for x and for its exponential, allocated once: page faults would double the time. Two rows at
+    least, for `_row_sums`."""
+    tallest = max((rows.stop - rows.start for rows, skip in blocks if not skip), default=0)
+    return torch.empty(2, max(2, tallest), num_columns, dtype=dtype, device=logits.device)
 
 
-def _scaled(block: Tensor, temperature: Tensor | None, rows: slice, tile: Tensor) -> Tensor:
-    """The block in the tile's dtype, divided by the temperature there (in the logits' dtype it would be rounded)."""
+def _scaled(block: Tensor, temperature: Tensor | None, threshold: Tensor | None, rows: slice, tile: Tensor) -> Tensor:
+    """The block in the tile's dtype, −inf below the threshold, divided by the temperature there (in the logits' dtype
+    it would be rounded)."""
     x = tile[: block.shape[0]].copy_(block)
+    if threshold is not None:
+        x.masked_fill_(x < threshold[rows, None], -torch.inf)
     return x if temperature is None else x.div_(temperature[rows, None])
 
 
-def _known(condition: Tensor, otherwise: bool = False) -> bool:
-    """The condition's value where reading it is free (CPU), else the answer that is always safe."""
-    return bool(condition) if condition.device.type == "cpu" else otherwise
+def _exponentials(x: Tensor, logits_dtype: torch.dtype, out: Tensor) -> Tensor:
+    """e^x into `out`, which may be x. For 16-bit logits as 2^{x·log2 e}, three times as fast on some CPUs: x ≤ 0 is
+    rounded once more, relative |x|·6e-8, a thousandth of what the logits were rounded by."""
+    if torch.finfo(logits_dtype).bits > 16:
+        return torch.exp(x, out=out)
+    return torch.mul(x, 1 / math.log(2), out=out).exp2_()
+
+
+def _row_sums(tile: Tensor, num_rows: int) -> Tensor:
+    """Sums of the tile's first rows. Torch splits the sum of one row alone between its threads, and so rounds it
+    otherwise than among others: then the tile's next row, whatever it holds, keeps it company."""
+    return tile[: max(2, num_rows)].sum(dim=-1)[:num_rows]
+
+
+def _zero_rows(gradient: Tensor, inactive: Tensor) -> None:
+    """On a CPU the rows alone are visited; on a GPU asking which they are would make it wait."""
+    if inactive.device.type != "cpu":
+        gradient.masked_fill_(inactive[:, None], 0.0)
+    elif inactive.any():
+        gradient.index_fill_(0, inactive.nonzero()[:, 0], 0.0)
