@@ -5,7 +5,8 @@ parallelism and packing undone, `[B, S-1]` on every rank. `vocab_parallel_soft_c
 models, and `vocab_subset` brings a large vocabulary's logits to a small one's.
 """
 
-from rl_megatron.logprobs.api import BACKENDS, IGNORE_INDEX, LogprobStats, vocab_parallel_logprobs
+from rl_megatron.logprobs.api import IGNORE_INDEX, LogprobStats, vocab_parallel_logprobs
+from rl_megatron.logprobs.backends import BACKENDS
 from rl_megatron.logprobs.next_token import Sharding, next_token_stats
 from rl_megatron.logprobs.soft_cross_entropy import vocab_parallel_soft_cross_entropy
 from rl_megatron.logprobs.vocab_subset import vocab_subset

@@ -9,15 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_megatron.logprobs import reference
+from rl_megatron.logprobs.backends import choose_kernels
 from rl_megatron.logprobs.rows import belongs_to_a_leaf, from_rows, memory_order, to_rows
-from rl_megatron.logprobs.vocab_parallel import Kernels, VocabParallelStats, VocabShard, check
+from rl_megatron.logprobs.vocab_parallel import VocabParallelStats, VocabShard, check
 
 IGNORE_INDEX = -100
-
-BACKENDS: dict[str, Kernels] = {
-    "torch": Kernels(reference.row_stats, reference.write_row_gradients, reference.gather_columns),
-}
 
 
 class LogprobStats(NamedTuple):
@@ -73,7 +69,7 @@ def vocab_parallel_logprobs(
     Units: nats.
     Args: vocab_range=(start, stop), this rank's ids where shards are uneven (default: equal shards in rank order).
         valid_vocab_size: ids from here on are padding; they enter no softmax, entropy or gradient, and a rank may hold
-        nothing else. backend: "auto" or a key of `BACKENDS`.
+        nothing else. backend: "auto" or one of `BACKENDS` (see `choose_kernels`).
     Raises: ValueError for shapes that do not fit, shards that do not tile the vocabulary, and targets or gather_ids
         outside it (on a GPU these last two are asynchronous device assertions: nothing waits for the check).
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax" (arXiv:1805.02867); the entropy's
@@ -81,7 +77,7 @@ def vocab_parallel_logprobs(
     """
     _check_shapes(logits, targets, gather_ids)
     shard = _shard(logits.shape[-1], tp_group, vocab_range, valid_vocab_size)
-    kernels = _kernels(backend)
+    kernels = choose_kernels(backend, logits.device)
     order = memory_order(logits)
     rows, row_targets = to_rows(logits, order), to_rows(targets[..., None], order)[:, 0]
     row_ids = None if gather_ids is None else to_rows(gather_ids, order)
@@ -103,13 +99,6 @@ def _check_shapes(logits: Tensor, targets: Tensor, gather_ids: Tensor | None) ->
             f"gather_ids must be the targets' shape + [K]: gather_ids {tuple(gather_ids.shape)}, "
             f"targets {tuple(targets.shape)}"
         )
-
-
-def _kernels(backend: str) -> Kernels:
-    name = "torch" if backend == "auto" else backend
-    if name not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is not available here; use 'auto' or one of {sorted(BACKENDS)}")
-    return BACKENDS[name]
 
 
 def _shard(
