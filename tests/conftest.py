@@ -3,6 +3,10 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported; worker processes inherit it
 
 from tests.worker_pool import WorkerPool
 
@@ -13,6 +17,16 @@ def ranks():
     pool = WorkerPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(params=["torch", "triton"])
+def backend(request):
+    """The logprobs' backends on a CPU, Triton in its interpreter; tests/gpu holds what the compiler makes of it."""
+    if request.param == "triton":
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("Triton's interpreter is for machines without a GPU")
+    return request.param
 
 
 def pytest_addoption(parser):

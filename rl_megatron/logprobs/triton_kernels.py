@@ -234,7 +234,7 @@ def _row_gradients_kernel(
             grads = tl.zeros([TARGETS], tl.float32)
             for index in range(num_targets):  # duplicates: each of them gets the sum
                 grads += tl.where(targets == tl.load(columns + index), tl.load(column_grads + index), 0.0)
-            target_z = tl.load(logits + targets, mask=targets >= 0, other=0.0)
+            target_z = tl.load(logits + targets, mask=targets >= 0, other=-float("inf"))
             values = _gradient(target_z, lowest, inverse, m, log_s, slope, bend) + grads * inverse
             tl.debug_barrier()  # all are read before another lane overwrites them
 
@@ -246,7 +246,7 @@ def _row_gradients_kernel(
             tl.store(out + at, dz.to(out.dtype.element_ty))
         if whole < num_columns:
             at = whole + offsets
-            z = tl.load(logits + at, mask=at < num_columns, other=0.0)
+            z = tl.load(logits + at, mask=at < num_columns, other=-float("inf"))
             dz = _gradient(z, lowest, inverse, m, log_s, slope, bend)
             if TARGETS == 1:
                 dz += tl.where(at == target, target_grad, 0.0)
