@@ -48,7 +48,16 @@ setup(
         "te": ["transformer-engine[pytorch]>=2.0"],
         "triton": ["triton>=3.2; platform_system == 'Linux'"],  # CUDA builds of torch bring the one they need
         # trl: tests/contract/test_trl_oracle.py calls methods of its trainers that may change with any release.
-        "dev": ["hypothesis", "pytest>=8", "pytest-xdist", "ruff", "setuptools>=77", "trl>=1.16,<1.17"],
+        # triton: without a GPU its interpreter runs the kernels (before 3.7 it needs numpy < 2.4).
+        "dev": [
+            "hypothesis",
+            "pytest>=8",
+            "pytest-xdist",
+            "ruff",
+            "setuptools>=77",
+            "triton>=3.2; platform_system == 'Linux'",
+            "trl>=1.16,<1.17",
+        ],
     },
     entry_points={"console_scripts": ["rl-megatron = rl_megatron.cli:main"]},
     classifiers=[

@@ -269,9 +269,9 @@ def _gradient(z, lowest, inverse, m, log_s, slope, bend):
         z = tl.where(z < lowest, -float("inf"), z)
     log_p = (z * inverse - m) - log_s
     p = tl.exp2(log_p * LOG2_E)
-    if bend is None:
-        return p * slope
-    return p * tl.fma(-bend, tl.maximum(log_p, LOWEST_EXPONENT), slope)
+    if bend is not None:
+        slope = tl.fma(-bend, tl.maximum(log_p, LOWEST_EXPONENT), slope)
+    return p * slope
 
 
 INTERPRETED = not isinstance(_row_stats_kernel, triton.runtime.JITFunction)

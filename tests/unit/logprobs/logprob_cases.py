@@ -7,7 +7,7 @@ OUTPUTS = ("logprobs", "entropy", "gathered")
 
 def expected(logits, targets, gather_ids, temperature=1.0, vocab_size=None):
     """Straight from the definitions in fp64; logits of −inf have probability 0 and add 0 to the entropy."""
-    temperature = torch.as_tensor(temperature, dtype=torch.float64)
+    temperature = torch.as_tensor(temperature, dtype=torch.float64, device=logits.device)
     x = logits.double()[..., :vocab_size] / (temperature[..., None] if temperature.dim() else temperature)
     log_p = x.log_softmax(-1)
     p = log_p.exp()

@@ -63,7 +63,7 @@ def test_the_running_maximum(kernels, small_blocks):
     logits[2, :37] = -torch.inf  # two blocks and a part of the third
     logits[3, 16:] = -torch.inf  # all but the first block
     check_stats(kernels, logits, torch.tensor([74, 0, 40, 3]), 75)
-    check_stats(kernels, logits, torch.tensor([-1, 7, 40, 3]), 50, temperature=torch.tensor([0.5, 1, 2, 3]))
+    check_stats(kernels, logits, torch.tensor([7, -1, 40, 3]), 50, temperature=torch.tensor([0.5, 1, 2, 3]))
 
 
 @pytest.mark.parametrize("temperature", [None, torch.tensor([0.5, 1.0, 1.7, 0.9, 1.1])], ids=["1", "per row"])
