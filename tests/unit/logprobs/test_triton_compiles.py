@@ -35,10 +35,9 @@ def check_kernels():
     for num_columns, dtype, optional in (
         (151936, "bf16", {}),
         (5000, "fp32", {"temperature": None, "threshold": None}),
-        (1000, "fp16", {"threshold": None}),
     ):
         block, warps = triton_kernels.block_of(num_columns)
-        vector_loads = block * {"fp32": 4, "bf16": 2, "fp16": 2}[dtype] // (16 * 32 * warps)
+        vector_loads = block * {"fp32": 4, "bf16": 2}[dtype] // (16 * 32 * warps)
         shape = {"BLOCK": block, **optional}
         forward = [
             compiled(triton_kernels._row_stats_kernel, dtype, warps, ENTROPY=entropy, **shape)
