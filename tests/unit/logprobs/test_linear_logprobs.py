@@ -40,12 +40,12 @@ def assert_alike(found, wanted, tolerance=1e-5):
 @pytest.mark.parametrize("chunk_tokens", [None, 1, 7, ROWS])
 @pytest.mark.parametrize("temperature", [1.0, 0.6, "per token"])
 @pytest.mark.parametrize("valid", [None, VOCAB - 4])
-def test_equals_the_product_and_its_logprobs(chunk_tokens, temperature, valid):
+def test_equals_the_product_and_its_logprobs(backend, chunk_tokens, temperature, valid):
     hidden, weight, targets, ids, upstream = random_case()
     if temperature == "per token":
         temperature = torch.linspace(0.3, 2.0, ROWS)
     options = {"entropy": True, "gather_ids": ids, "temperature": temperature, "valid_vocab_size": valid}
-    fused = linear_logprobs(hidden, weight, targets, chunk_tokens=chunk_tokens, **options)
+    fused = linear_logprobs(hidden, weight, targets, chunk_tokens=chunk_tokens, backend=backend, **options)
     plain = vocab_parallel_logprobs(hidden @ weight.T, targets, **options)
     assert_alike(results(fused, (hidden, weight), upstream), results(plain, (hidden, weight), upstream))
 
