@@ -27,6 +27,14 @@ class ReferenceLogprobOutputSpec(TypedDict):
     reference_logprobs: Tensor
 
 
+class TopkLogitsOutputSpec(TypedDict):
+    """topk_logits [B, S, k] fp32, topk_indices [B, S, k] int64: entry t holds the k largest logits read after token t,
+    and their ids, so it speaks of token t+1."""
+
+    topk_logits: Tensor
+    topk_indices: Tensor
+
+
 class PolicyInterface(ABC):
     """A model that can be trained and asked for logprobs."""
 
@@ -37,6 +45,10 @@ class PolicyInterface(ABC):
     @abstractmethod
     def get_reference_policy_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
         """The same under the frozen reference policy: a `ReferenceLogprobOutputSpec`."""
+
+    def get_topk_logits(self, data: BatchedDataDict, k: int, micro_batch_size: int | None = None) -> BatchedDataDict:
+        """What a teacher gives to distillation: a `TopkLogitsOutputSpec`. A policy that teaches nobody may leave it."""
+        raise NotImplementedError(f"{type(self).__name__} does not give its top-k logits")
 
     @abstractmethod
     def train(
