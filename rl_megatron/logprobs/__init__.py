@@ -8,6 +8,7 @@ small one's.
 
 from rl_megatron.logprobs.api import BACKENDS, IGNORE_INDEX, LogprobStats, vocab_parallel_logprobs
 from rl_megatron.logprobs.next_token import Sharding, next_token_stats
+from rl_megatron.logprobs.sampling_filter import SamplingFilter
 from rl_megatron.logprobs.soft_cross_entropy import vocab_parallel_soft_cross_entropy
 from rl_megatron.logprobs.top_k import vocab_parallel_top_k
 from rl_megatron.logprobs.vocab_subset import vocab_subset
@@ -16,6 +17,7 @@ __all__ = [
     "BACKENDS",
     "IGNORE_INDEX",
     "LogprobStats",
+    "SamplingFilter",
     "Sharding",
     "next_token_stats",
     "vocab_parallel_logprobs",

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rl_megatron.logprobs.float_order import from_ordered_bits, ordered_bits
 from rl_megatron.logprobs.reference import row_blocks
 from rl_megatron.logprobs.rows import from_rows, memory_order, to_rows
 
@@ -49,7 +50,7 @@ def vocab_parallel_top_k(
         parts = keys.new_empty(size, *keys.shape)
         dist.all_gather(list(parts.unbind(0)), keys, group=tp_group)
         keys = parts.movedim(0, 1).flatten(1).topk(k, dim=-1).values
-    values, ids = _logits_of(keys), _ID_BITS - (keys & _ID_BITS)
+    values, ids = from_ordered_bits(keys >> 32, torch.float32), _ID_BITS - (keys & _ID_BITS)
     return tuple(from_rows(x, logits.shape[:-1], order) for x in (values, ids))
 
 
@@ -69,12 +70,6 @@ def _largest_keys(rows: Tensor, k: int, start: int, num_columns: int) -> Tensor:
 def _keys(logits: Tensor, ids: Tensor) -> Tensor:
     """One int64 for each logit and its id, in the order of (logit, −id): the bits of an fp32 as an integer that grows
     with it, above the id counted downwards."""
-    x = logits.to(torch.float32, copy=True).add_(0.0)  # −0 becomes 0: the two are equal
-    bits = x.masked_fill_(x.isnan(), torch.nan).view(torch.int32)  # one NaN, the positive one
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long().bitwise_left_shift_(32).add_(_ID_BITS - ids)
-
-
-def _logits_of(keys: Tensor) -> Tensor:
-    """The fp32 of each key; the map of the bits is its own inverse."""
-    bits = (keys >> 32).int()
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32)
+    x = logits.float()
+    bits = ordered_bits(x.masked_fill(x.isnan(), torch.nan))  # one NaN, the positive one
+    return bits.long().bitwise_left_shift_(32).add_(_ID_BITS - ids)

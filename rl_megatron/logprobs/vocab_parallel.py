@@ -258,5 +258,3 @@ def _check_ids(targets: Tensor, gather_ids: Tensor | None, ignored: Tensor, rang
             f"[0, {vocab_size.item()}) nor ignored"
         ),
     )
-
-
