@@ -79,7 +79,7 @@ def vocab_parallel_logprobs(
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax" (arXiv:1805.02867); the entropy's
         shifted first moment t is merged across shards in the same way.
     """
-    check_shapes(logits.shape[:-1], targets, gather_ids)
+    check_shapes(logits.shape, targets, gather_ids)
     shard = vocab_shard(logits.shape[-1], tp_group, vocab_range, valid_vocab_size)
     kernels = choose_kernels(backend)
     order = memory_order(logits)
@@ -93,11 +93,10 @@ def vocab_parallel_logprobs(
     return LogprobStats(*(None if output is None else from_rows(output, targets.shape, order) for output in outputs))
 
 
-def check_shapes(leading: torch.Size, targets: Tensor, gather_ids: Tensor | None) -> None:
-    """Of arguments that speak of rows whose leading shape is `leading`."""
-    if targets.shape != leading:
+def check_shapes(logits: torch.Size, targets: Tensor, gather_ids: Tensor | None) -> None:
+    if targets.shape != logits[:-1]:
         raise ValueError(
-            f"targets must have the logits' leading shape: targets {tuple(targets.shape)}, logits {tuple(leading)}+[V]"
+            f"targets must have the logits' leading shape: targets {tuple(targets.shape)}, logits {tuple(logits)}"
         )
     if gather_ids is not None and gather_ids.shape[:-1] != targets.shape:
         raise ValueError(
