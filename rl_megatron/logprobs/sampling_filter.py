@@ -19,6 +19,8 @@ Outside = Literal["minus_infinity", "keep", "ignore"]
 _DIGIT_BITS = 8  # of a threshold found in a round
 _NUM_DIGITS = 1 << _DIGIT_BITS
 
+_COPIES = 4  # of a tile's size in fp32 that a block of rows is worked on with: int64 places and weights
+
 # Masses are counted in this fraction of the likeliest token's: their sums are exact up to 2^22 ids, hence the same
 # however they are ordered or sharded, and what is too small to count has a mass of 1e-7 among a hundred thousand ids.
 _MASS_UNIT = 2.0**-40
@@ -152,13 +154,13 @@ def _histogram(
     shift: int,
 ) -> Tensor:
     """[N, 256] int64: this shard's weight with (ordered bits >> shift) = origin + j."""
-    histogram = torch.zeros(len(active), _NUM_DIGITS + 1, dtype=torch.int64, device=logits.device)
+    # A place at either end takes the logits of smaller and of larger prefixes.
+    histogram = torch.zeros(len(active), _NUM_DIGITS + 2, dtype=torch.int64, device=logits.device)
     if shard.num_columns:
-        for block, skip in row_blocks(active, shard.num_columns):
+        for block, skip in row_blocks(active, shard.num_columns * _COPIES):
             if skip:
                 continue
             x = logits[block, : shard.num_columns]
-            digit = (ordered_bits(x) >> shift).long().sub_(origin[block, None])
-            digit.masked_fill_((digit < 0) | (digit >= _NUM_DIGITS), _NUM_DIGITS)  # another prefix: counted aside
-            histogram[block].scatter_add_(1, digit, weigh(x, block))
-    return histogram[:, :_NUM_DIGITS].contiguous()
+            place = (ordered_bits(x) >> shift).long().sub_(origin[block, None] - 1).clamp_(0, _NUM_DIGITS + 1)
+            histogram[block].scatter_add_(1, place, weigh(x, block))
+    return histogram[:, 1:-1].contiguous()

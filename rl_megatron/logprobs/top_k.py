@@ -10,6 +10,7 @@ from rl_megatron.logprobs.float_order import from_ordered_bits, ordered_bits
 from rl_megatron.logprobs.reference import row_blocks
 from rl_megatron.logprobs.rows import from_rows, memory_order, to_rows
 
+_COPIES = 4  # of a tile's size in fp32 that a block of rows is worked on with: int64 keys and their making
 _ID_BITS = 0xFFFFFFFF
 _NOTHING = torch.iinfo(torch.int64).min  # the key of what is no id: below every logit's, −inf included
 
@@ -62,7 +63,7 @@ def _largest_keys(rows: Tensor, k: int, start: int, num_columns: int) -> Tensor:
         return largest
     ids = torch.arange(start, start + num_columns, device=rows.device)
     everything = torch.ones(rows.shape[0], dtype=torch.bool, device=rows.device)
-    for block, _ in row_blocks(everything, num_columns):
+    for block, _ in row_blocks(everything, num_columns * _COPIES):
         largest[block, :here] = _keys(rows[block, :num_columns], ids).topk(here, dim=-1).values
     return largest
 
