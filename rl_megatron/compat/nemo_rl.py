@@ -250,6 +250,7 @@ MODULES: dict[str, dict[str, Any]] = {
         "LogprobOutputSpec": policy.LogprobOutputSpec,
         "PolicyInterface": policy.PolicyInterface,
         "ReferenceLogprobOutputSpec": policy.ReferenceLogprobOutputSpec,
+        "TopkLogitsOutputSpec": policy.TopkLogitsOutputSpec,
     },
 }
 

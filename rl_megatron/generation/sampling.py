@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron.generation.interfaces import Sampling
-
-_BISECTIONS = 40  # of a logit range of at most 2·10²: below fp32 resolution
+from rl_megatron.logprobs.sampling_filter import SamplingFilter, filter_thresholds
+from rl_megatron.logprobs.vocab_parallel import VocabShard
 
 
 def sample(
@@ -38,12 +38,11 @@ def sample(
     if sampling.temperature == 0:
         chosen = _greedy(scores, start, tp_group)
     else:
-        kept = weights
-        if sampling.top_k:
-            kept = kept * (scores >= _top_k_threshold(scores, sampling.top_k, tp_group)[:, None])
-        if sampling.top_p < 1.0:
-            kept = kept * (scores >= _top_p_threshold(scores, kept, sampling.top_p, tp_group)[:, None])
-        chosen = _invert(kept, uniforms.double(), start, tp_group)
+        shard = VocabShard(start, start + logits.size(-1), valid_vocab_size, tp_group)
+        left = SamplingFilter(sampling.top_k or None, sampling.top_p)
+        temperatures = torch.full_like(peak, sampling.temperature)
+        thresholds = filter_thresholds(logits, left, shard, temperatures, torch.ones_like(peak, dtype=torch.bool))
+        chosen = _invert(weights * (logits >= thresholds[:, None]), uniforms.double(), start, tp_group)
 
     mine = (chosen >= start) & (chosen < start + logits.size(-1))
     local = (chosen - start).clamp(0, logits.size(-1) - 1)
@@ -58,29 +57,6 @@ def _greedy(scores: Tensor, start: int, group: dist.ProcessGroup) -> Tensor:
     candidates = torch.where(best == 0, index + start, torch.iinfo(torch.long).max)
     _all_reduce(candidates, dist.ReduceOp.MIN, group)
     return candidates
-
-
-def _top_k_threshold(scores: Tensor, k: int, group: dist.ProcessGroup) -> Tensor:
-    """The k-th largest score of each row, [B]: each rank's k best suffice to know it."""
-    vocab = scores.size(-1) * group.size()
-    local = scores.topk(min(k, scores.size(-1)), dim=-1).values
-    everyone = _gather(local, group).permute(1, 0, 2).flatten(1)
-    return everyone.topk(min(k, vocab), dim=-1).values[:, -1]
-
-
-def _top_p_threshold(scores: Tensor, weights: Tensor, top_p: float, group: dist.ProcessGroup) -> Tensor:
-    """The largest τ, [B], with Σ weights[scores ≥ τ] ≥ top_p · Σ weights, by bisection: no sort and no gathering."""
-    total = weights.sum(-1)
-    _all_reduce(total, dist.ReduceOp.SUM, group)
-    low = torch.full_like(total, -200.0)  # e^-200 of the best token's weight: no mass
-    high = torch.zeros_like(total)
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        mass = (weights * (scores >= middle[:, None])).sum(-1)
-        _all_reduce(mass, dist.ReduceOp.SUM, group)
-        enough = mass >= top_p * total
-        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
-    return low
 
 
 def _invert(weights: Tensor, uniforms: Tensor, start: int, group: dist.ProcessGroup) -> Tensor:

@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron.logprobs.backends import choose_kernels
+from rl_megatron.logprobs.filtered import FilteredStats
 from rl_megatron.logprobs.rows import belongs_to_a_leaf, from_rows, memory_order, to_rows
+from rl_megatron.logprobs.sampling_filter import SamplingFilter
 from rl_megatron.logprobs.vocab_parallel import VocabParallelStats, VocabShard, check
 
 IGNORE_INDEX = -100
@@ -40,6 +42,7 @@ def vocab_parallel_logprobs(
     ignore_index: int = IGNORE_INDEX,
     entropy: bool = False,
     gather_ids: Tensor | None = None,
+    sampling_filter: SamplingFilter | None = None,
     backend: str = "auto",
 ) -> LogprobStats:
     """Log-probabilities of the targets under softmax(logits / T), and on request entropy and logprobs of K more ids.
@@ -64,6 +67,12 @@ def vocab_parallel_logprobs(
     probability 0 and gradient 0 apart from the target's own; a row of nothing but −inf has logprob −inf, entropy 0 and
     gradient 0.
 
+    With a `sampling_filter` all of this is said of the distribution that top-k and top-p leave, renormalised: the
+    softmax of the logits x_v ≥ τ alone, τ being found from the logits as they are and constant to the gradient (see
+    `filter_thresholds`, also for the further reads and all-reduces that it costs). Tokens below τ have probability and
+    gradient 0, gathered ids among them logprob −inf. A target below τ has gradient 0 and logprob −inf, is added to the
+    distribution, or makes its row an ignored one, as `SamplingFilter.outside` says. A filter that is off is no filter.
+
     Shapes: logits [..., V_local]; targets [...] global ids; temperature a positive number, or a tensor that broadcasts
         to [...]; gather_ids [..., K] global ids, duplicates and the target allowed.
     Units: nats.
@@ -82,10 +91,14 @@ def vocab_parallel_logprobs(
     rows, row_targets = to_rows(logits, order), to_rows(targets[..., None], order)[:, 0]
     row_ids = None if gather_ids is None else to_rows(gather_ids, order)
     temperatures = row_temperature(temperature, targets, order, torch.promote_types(logits.dtype, torch.float32))
-    outputs = VocabParallelStats.apply(
+    given = (
         rows, row_targets, row_ids, temperatures, row_targets == ignore_index, shard, entropy, kernels,
         not belongs_to_a_leaf(rows),
     )  # fmt: skip
+    if sampling_filter is None or sampling_filter.is_off:
+        outputs = VocabParallelStats.apply(*given)
+    else:
+        outputs = FilteredStats.apply(*given, sampling_filter)
     return LogprobStats(*(None if output is None else from_rows(output, targets.shape, order) for output in outputs))
 
 

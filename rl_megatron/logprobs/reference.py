@@ -64,13 +64,13 @@ def row_stats(
         x.sub_(row_max.masked_fill(row_max == -torch.inf, 0.0)[:, None])
         stats[rows, 0] = row_max
         if entropy:
-            weights = _exponentials(x, logits.dtype, out=spare[: x.shape[0]])
-            stats[rows, 1] = _row_sums(spare, x.shape[0])
+            weights = exponentials(x, logits.dtype, out=spare[: x.shape[0]])
+            stats[rows, 1] = row_sums(spare, x.shape[0])
             weights.mul_(x.clamp_(min=LOWEST_EXPONENT))
-            stats[rows, 2] = _row_sums(spare, x.shape[0])
+            stats[rows, 2] = row_sums(spare, x.shape[0])
         else:
-            _exponentials(x, logits.dtype, out=x)
-            stats[rows, 1] = _row_sums(tile, x.shape[0])
+            exponentials(x, logits.dtype, out=x)
+            stats[rows, 1] = row_sums(tile, x.shape[0])
     return stats
 
 
@@ -117,9 +117,9 @@ def write_row_gradients(
         x = _scaled(logits[rows, :num_columns], temperature, threshold, rows, tile)
         x.sub_(row_max[rows, None]).sub_(log_sum[rows, None])
         if entropy_grad is None:
-            gradient = _exponentials(x, logits.dtype, out=x).mul_(base[rows, None])
+            gradient = exponentials(x, logits.dtype, out=x).mul_(base[rows, None])
         else:
-            gradient = _exponentials(x, logits.dtype, out=spare[: x.shape[0]])
+            gradient = exponentials(x, logits.dtype, out=spare[: x.shape[0]])
             gradient.mul_(x.clamp_(min=LOWEST_EXPONENT).mul_(entropy_grad[rows, None].neg()).add_(base[rows, None]))
         gradient.scatter_add_(1, columns[rows], column_grads[rows])
         _zero_rows(gradient, ~active[rows])
@@ -170,7 +170,7 @@ def _stretches(active: Tensor, num_columns: int) -> list[tuple[int, int, bool]]:
 
 def _two_tiles(logits: Tensor, blocks: list[tuple[slice, bool]], num_columns: int, dtype: torch.dtype) -> Tensor:
     """Scratch memory for x and for its exponential, allocated once: page faults would double the time. Two rows at
-    least, for `_row_sums`."""
+    least, for `row_sums`."""
     tallest = max((rows.stop - rows.start for rows, skip in blocks if not skip), default=0)
     return torch.empty(2, max(2, tallest), num_columns, dtype=dtype, device=logits.device)
 
@@ -184,7 +184,7 @@ def _scaled(block: Tensor, temperature: Tensor | None, threshold: Tensor | None,
     return x if temperature is None else x.div_(temperature[rows, None])
 
 
-def _exponentials(x: Tensor, logits_dtype: torch.dtype, out: Tensor) -> Tensor:
+def exponentials(x: Tensor, logits_dtype: torch.dtype, out: Tensor) -> Tensor:
     """e^x into `out`, which may be x. For 16-bit logits as 2^{x·log2 e}, three times as fast on some CPUs: x ≤ 0 is
     rounded once more, relative |x|·6e-8, a thousandth of what the logits were rounded by."""
     if torch.finfo(logits_dtype).bits > 16:
@@ -192,7 +192,7 @@ def _exponentials(x: Tensor, logits_dtype: torch.dtype, out: Tensor) -> Tensor:
     return torch.mul(x, 1 / math.log(2), out=out).exp2_()
 
 
-def _row_sums(tile: Tensor, num_rows: int) -> Tensor:
+def row_sums(tile: Tensor, num_rows: int) -> Tensor:
     """Sums of the tile's first rows. Torch splits the sum of one row alone between its threads, and so rounds it
     otherwise than among others: then the tile's next row, whatever it holds, keeps it company."""
     return tile[: max(2, num_rows)].sum(dim=-1)[:num_rows]

@@ -111,12 +111,12 @@ class Planned:
     num_padded: int
     efficiency: float
 
-    def spread(self, streams: list[Tensor], width: int, first_column: int, device: torch.device) -> Tensor:
-        """[num_rows, width], 0 where this rank has nothing to say, from [b, ·] of each microbatch, whose column 0 is
-        column `first_column` of the whole."""
-        whole, start = torch.zeros(self.num_padded, width, device=device), 0
+    def spread(self, streams: list[Tensor], width: int, first_column: int, entry: Tensor) -> Tensor:
+        """[num_rows, width, …], `entry` […] of zeros where this rank has nothing to say, from [b, ·, …] of each
+        microbatch, whose column 0 is column `first_column` of the whole."""
+        whole, start = entry.expand(self.num_padded, width, *entry.shape).clone(), 0
         for stream in streams:
-            rows = torch.tensor(self.rows[start : start + stream.size(0)], device=device)
+            rows = torch.tensor(self.rows[start : start + stream.size(0)], device=entry.device)
             whole[rows, first_column : first_column + stream.size(1)] = stream
             start += stream.size(0)
         return whole[: self.num_rows]

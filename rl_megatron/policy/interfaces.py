@@ -27,6 +27,14 @@ class ReferenceLogprobOutputSpec(TypedDict):
     reference_logprobs: Tensor
 
 
+class TopkLogitsOutputSpec(TypedDict):
+    """topk_logits [B, S, k] fp32, topk_indices [B, S, k] int64: entry t holds the k largest logits read after token t,
+    and their ids, so it speaks of token t+1."""
+
+    topk_logits: Tensor
+    topk_indices: Tensor
+
+
 class PolicyInterface(ABC):
     """A model that can be trained and asked for logprobs."""
 

@@ -6,6 +6,7 @@ import gc
 import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from rl_megatron.policy.optimizer_state import load_optimizer_state, sharded_opt
 from rl_megatron.schedule import Denominators, FusedHead, Microbatch, NonFiniteLoss, Runner, over_steps
 from rl_megatron.topology.topology import Topology
 
+_NUMBER = torch.zeros(())  # of a token, where a stream has one
 _HEAD = "output_layer."  # what the last stage's head is called in a model's state
 
 
@@ -215,6 +217,18 @@ class MegatronPolicy(PolicyInterface):
         logprobs = self._token_stream(self._runner.next_token_logprobs, data, micro_batch_size)
         return BatchedDataDict({"logprobs": logprobs})
 
+    def get_topk_logits(self, data: BatchedDataDict, k: int, micro_batch_size: int | None = None) -> BatchedDataDict:
+        """`topk_logits` [B, S, k] fp32, largest first and not divided by the rows' `temperature`, and `topk_indices`
+        [B, S, k] int64, their ids; entry t is read after token t and speaks of token t+1: what `DistillationLossFn`
+        takes as teacher_topk_logits and teacher_topk_indices. What lies past a row's `input_lengths` is 0."""
+        self.require_head("lm", "get_topk_logits")
+        if not 1 <= k <= self.vocab_size:  # here, where every stage sees it
+            raise ValueError(f"k={k} must be at least 1 and at most the vocabulary's {self.vocab_size} ids")
+        of, entry = partial(self._runner.topk_logits, k=k), torch.zeros(k, 2, dtype=torch.int32)
+        bits, ids = self._token_stream(of, data, micro_batch_size, first_column=0, entry=entry).unbind(-1)
+        logits = bits.contiguous().view(torch.float32)
+        return BatchedDataDict({"topk_logits": logits, "topk_indices": ids.long()})
+
     def get_values(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
         """`values` [B, S] fp32 of a score head; entry t is the score read *before* token t; entry 0 and what lies past
         a row's `input_lengths` are 0."""
@@ -264,9 +278,11 @@ class MegatronPolicy(PolicyInterface):
         data: BatchedDataDict,
         micro_batch_size: int | None,
         first_column: int = 1,
+        entry: Tensor = _NUMBER,
     ) -> Tensor:
-        """[B, S] on every rank, from what `of` gives for this rank's microbatches on the last stage, which speaks of
-        tokens `first_column` and on; 0 elsewhere and past the rows' ends."""
+        """[B, S, …] on every rank, from what `of` gives for this rank's microbatches on the last stage, which speaks of
+        tokens `first_column` and on; `entry` […], zeros like one token's part of it, elsewhere and past the rows' ends.
+        """
         self.finish_training()
         topology, home = self.topology, data["input_ids"].device
         lengths = self._check(data)
@@ -276,13 +292,14 @@ class MegatronPolicy(PolicyInterface):
         data = data.to(topology.platform.device)
         width = data["input_ids"].size(1)
         planned = self._batching(micro_batch_size).plan(data, lengths, topology, cost=self._cost)
-        whole = planned.spread(of(planned.microbatches), width, first_column, topology.platform.device)
+        entry = entry.to(topology.platform.device)
+        whole = planned.spread(of(planned.microbatches), width, first_column, entry)
         if topology.pipeline > 1:
             dist.broadcast(whole, src=topology.last_stage_rank, group=topology.groups.pp)
         if topology.data > 1:
             dist.all_reduce(whole, group=topology.groups.dp)  # each row is one rank's; the others have 0
-        past_the_end = torch.arange(width) >= torch.tensor(lengths)[:, None]
-        return whole.to(home).masked_fill(past_the_end.to(home), 0.0)
+        past_the_end = (torch.arange(width) >= torch.tensor(lengths)[:, None]).to(home)
+        return whole.to(home).masked_fill(past_the_end.view(data.size, width, *(1 for _ in entry.shape)), 0)
 
     # --- checkpoints ---
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.log import once
-from rl_megatron.logprobs import DeferredLogits, LogprobStats, Sharding, next_token_stats
+from rl_megatron.logprobs import DeferredLogits, LogprobStats, Sharding, next_token_stats, vocab_parallel_top_k
 from rl_megatron.losses.interfaces import Loss, LossFunction, nan_left_to_caller
 from rl_megatron.model.deferred_head import DeferredHead
 from rl_megatron.model.router import balancing_loss, balancing_routers, begin_step, forget_graphs
@@ -92,6 +92,18 @@ class Runner:
         def of(batch: BatchedDataDict, output: Tensor, sharding: Sharding) -> Tensor:
             scores = output.squeeze(-1).float()
             return sharding.layout(scores, tuple(batch["input_ids"].shape)).gather(scores)
+
+        return self._collect(microbatches, of, defers=False)
+
+    @torch.no_grad()
+    def topk_logits(self, microbatches: list[Microbatch], k: int) -> list[Tensor]:
+        """[b, S, k, 2] int32 of each microbatch, entry t read after token t: the bits of the k largest logits (fp32)
+        and their ids, together and exact however they travel; stages as `next_token_logprobs`."""
+
+        def of(batch: BatchedDataDict, logits: Tensor, sharding: Sharding) -> Tensor:
+            values, ids = vocab_parallel_top_k(logits, k, sharding.tp_group, valid_vocab_size=sharding.valid_vocab_size)
+            pairs = torch.stack([values.view(torch.int32), ids.int()], dim=-1)
+            return sharding.layout(pairs, tuple(batch["input_ids"].shape)).gather(pairs)
 
         return self._collect(microbatches, of, defers=False)
 

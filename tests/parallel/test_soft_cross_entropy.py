@@ -1,12 +1,13 @@
-"""Sharded equals whole: the soft cross-entropy over vocabulary shards, and the columns a smaller vocabulary needs."""
+"""Sharded equals whole: soft cross-entropy and KL over vocabulary shards, and the columns a small vocabulary needs."""
 
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from rl_megatron.logprobs import vocab_parallel_soft_cross_entropy, vocab_subset
+from rl_megatron.logprobs import vocab_parallel_kl, vocab_parallel_soft_cross_entropy, vocab_subset
 
 ROWS = 19
 COLLECTIVES = ("all_gather", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_to_all")
@@ -27,11 +28,18 @@ def make_case(vocab, dtype, valid):
     return student, teacher, rows, torch.randn(ROWS, generator=generator)
 
 
-def run(student, teacher, rows, upstream, group, valid):
-    """Cross-entropy, gradient, and how many collectives forward and backward took."""
+OPERATORS = {
+    "cross_entropy": vocab_parallel_soft_cross_entropy,
+    "forward": partial(vocab_parallel_kl, direction="forward", temperature=torch.linspace(0.6, 1.5, ROWS)),
+    "reverse": partial(vocab_parallel_kl, direction="reverse", temperature=torch.linspace(0.6, 1.5, ROWS)),
+}
+
+
+def run(operator, student, teacher, rows, upstream, group, valid):
+    """The operator's value, its gradient, and how many collectives forward and backward took."""
     buffer, counts = student.clone().requires_grad_() * 1, []
     with mock.patch.multiple(dist, **{name: mock.Mock(side_effect=getattr(dist, name)) for name in COLLECTIVES}):
-        value = vocab_parallel_soft_cross_entropy(buffer, teacher, group, teacher_rows=rows, valid_vocab_size=valid)
+        value = OPERATORS[operator](buffer, teacher, group, teacher_rows=rows, valid_vocab_size=valid)
         counts.append({name: getattr(dist, name).call_count for name in COLLECTIVES})
         (gradient,) = torch.autograd.grad(value, buffer, upstream)
         counts.append({name: getattr(dist, name).call_count for name in COLLECTIVES})
@@ -39,12 +47,13 @@ def run(student, teacher, rows, upstream, group, valid):
     return value.detach(), gradient, counts
 
 
-def sharded(vocab, dtype, valid):
+def sharded(operator, vocab, dtype, valid):
     student, teacher, rows, upstream = make_case(vocab, dtype, valid)
     student, teacher = (x.chunk(dist.get_world_size(), dim=1)[dist.get_rank()] for x in (student, teacher))
-    return run(student, teacher.contiguous(), rows, upstream, dist.group.WORLD, valid)
+    return run(operator, student, teacher.contiguous(), rows, upstream, dist.group.WORLD, valid)
 
 
+@pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize(
     ("size", "vocab", "dtype", "valid"),
     [
@@ -56,10 +65,11 @@ def sharded(vocab, dtype, valid):
         (4, 12, torch.float32, 11),
     ],
 )
-def test_shards_equal_the_whole(ranks, size, vocab, dtype, valid):
-    want, want_gradient, _ = run(*make_case(vocab, dtype, valid), None, valid)
-    assert torch.isfinite(want).sum() == ROWS - 2 and want[[2, 4]].isinf().all()
-    results = ranks.run(size, sharded, vocab, dtype, valid)
+def test_shards_equal_the_whole(ranks, operator, size, vocab, dtype, valid):
+    want, want_gradient, _ = run(operator, *make_case(vocab, dtype, valid), None, valid)
+    infinite = [3, 4] if operator == "reverse" else [2, 4]
+    assert torch.isfinite(want).sum() == ROWS - len(infinite) and want[infinite].isinf().all()
+    results = ranks.run(size, sharded, operator, vocab, dtype, valid)
     tolerance = 1e-12 if dtype is torch.float64 else 2e-6
     for value, _, (forward, both) in results:
         assert torch.equal(value, results[0][0]), "the merge must give every rank the same bits"
@@ -68,7 +78,7 @@ def test_shards_equal_the_whole(ranks, size, vocab, dtype, valid):
         assert both == forward
     gradient = torch.cat([part for _, part, _ in results], dim=1)
     ulp = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float64: 1e-12}[dtype]
-    torch.testing.assert_close(gradient, want_gradient, rtol=ulp, atol=tolerance)
+    torch.testing.assert_close(gradient, want_gradient, rtol=ulp, atol=tolerance * (5 if operator == "reverse" else 1))
     assert (gradient[[4, 5, 7]] == 0).all() and (gradient[:, valid:] == 0).all()
 
 

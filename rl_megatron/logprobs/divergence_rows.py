@@ -1,0 +1,173 @@
+"""The arithmetic of `divergence.py` in plain torch: statistics of pairs of rows, their merge, and the gradients.
+
+As in `reference.py`: blocks of rows through fp32 scratch tiles, and a row's bits depend on no other row.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rl_megatron.logprobs.reference import exponentials, row_blocks, row_sums
+
+Divergence = Literal["cross_entropy", "forward", "reverse"]
+
+
+class Pairs(NamedTuple):
+    """N rows of a student and the teacher's row for each, with x = student / T and y = teacher / T.
+
+    Shapes: student [N, V_local]; teacher [M, V_local]; rows [N], in [0, M); temperature [N] or None for 1. Columns from
+    num_columns on are padding.
+    """
+
+    student: Tensor
+    teacher: Tensor
+    rows: Tensor
+    temperature: Tensor | None
+    num_columns: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.promote_types(torch.promote_types(self.student.dtype, self.teacher.dtype), torch.float32)
+
+    def load(self, block: slice, x: Tensor, y: Tensor) -> None:
+        """The block's x and y into two tiles."""
+        x.copy_(self.student[block, : self.num_columns])
+        y.copy_(self.teacher[:, : self.num_columns].index_select(0, self.rows[block]))
+        if self.temperature is not None:
+            x.div_(self.temperature[block, None])
+            y.div_(self.temperature[block, None])
+
+    def tiles(self, count: int, blocks: list[tuple[slice, bool]]) -> Tensor:
+        """Scratch memory, allocated once for all blocks; two rows at least, for `row_sums`."""
+        tallest = max((block.stop - block.start for block, skip in blocks if not skip), default=0)
+        return torch.empty(count, max(2, tallest), self.num_columns, dtype=self.dtype, device=self.student.device)
+
+
+def pair_stats(pairs: Pairs, of: Divergence, active: Tensor) -> Tensor:
+    """(m, s, m', s', u) of this rank's shard, [N, 5], with its own maxima:
+
+        m = max_v x_v,  s = Σ_v e^{x_v−m},  m' and s' likewise of y
+        u = Σ_v w_v·d_v:   cross_entropy w = e^{y−m'}, d = −(x−m);   forward w = e^{y−m'}, d = (y−m')−(x−m);
+                           reverse w = e^{x−m}, d = (x−m)−(y−m')
+
+    An empty or all −inf shard gives m = −inf and s = 0, and takes (x − 0) in d. Rows that are not active are skipped
+    where that is free, and garbage elsewhere.
+    """
+    num_columns, num_rows = pairs.num_columns, pairs.student.shape[0]
+    stats = pairs.student.new_zeros(num_rows, 5, dtype=pairs.dtype)
+    stats[:, [0, 2]] = -torch.inf
+    if num_columns == 0 or num_rows == 0:
+        return stats
+    blocks = row_blocks(active, num_columns)
+    tiles = pairs.tiles(3, blocks)
+    for block, skip in blocks:
+        if skip:
+            continue
+        height = block.stop - block.start
+        x, y, product = tiles[:, :height]
+        pairs.load(block, x, y)
+        row_max, teacher_max = _shift_by_max(x), _shift_by_max(y)
+        if of == "cross_entropy":
+            torch.neg(x, out=product)
+        else:
+            torch.sub(*((y, x) if of == "forward" else (x, y)), out=product)
+        exponentials(x, pairs.student.dtype, out=x)
+        exponentials(y, pairs.teacher.dtype, out=y)
+        weights = x if of == "reverse" else y
+        product.mul_(weights).masked_fill_(weights == 0, 0.0)  # 0 · ∞: impossible to the one that weighs
+        sums = (row_sums(tile, height) for tile in tiles)
+        for place, column in zip((0, 2, 1, 3, 4), (row_max, teacher_max, *sums), strict=True):
+            stats[block, place] = column
+    return stats
+
+
+def merge_pairs(parts: Tensor, of: Divergence) -> tuple[Tensor, ...]:
+    """(M, s, M', s', u) of the whole vocabulary, summed in rank order, hence bitwise the same on every rank:
+
+        M = max_r m_r,  s = Σ_r e^{m_r−M}·s_r,  likewise M' and s';  with a the side that weighs and b the other
+        u = Σ_r e^{a_r−A}·(u_r + ((a_r−A) − (b_r−B))·s_{a,r}),   for the cross-entropy without (a_r−A)
+
+    Shapes: parts [tp, N, 5]; each result [N], maxima of nothing but −inf being 0.
+    """
+    student, teacher = (parts[..., 0], parts[..., 1]), (parts[..., 2], parts[..., 3])
+    row_max, teacher_max = _finite(student[0].amax(dim=0)), _finite(teacher[0].amax(dim=0))
+    shifts = student[0] - row_max, teacher[0] - teacher_max
+    sums, teacher_sums = (
+        (shift.exp() * s).sum(dim=0) for shift, s in zip(shifts, (student[1], teacher[1]), strict=True)
+    )
+    if of == "reverse":
+        (shift, weighing), (other_shift, other) = (shifts[0], student[1]), (shifts[1], teacher[1])
+    else:
+        (shift, weighing), (other_shift, other) = (shifts[1], teacher[1]), (shifts[0], student[1])
+    moved = -other_shift.masked_fill(other == 0, 0.0)  # an all −inf shard took x − 0 already
+    if of != "cross_entropy":
+        moved = moved + shift
+    weights = shift.exp()
+    products = torch.where(weights > 0, weights * (parts[..., 4] + moved * weighing), 0.0)
+    return row_max, sums, teacher_max, teacher_sums, products.sum(dim=0)
+
+
+class Normalisers(NamedTuple):
+    """M, log s, M' and log s' [N]."""
+
+    row_max: Tensor
+    log_sum: Tensor
+    teacher_max: Tensor
+    teacher_log_sum: Tensor
+
+
+def write_pair_gradients(
+    out: Tensor,
+    pairs: Pairs,
+    normalisers: Normalisers,
+    kl: Tensor | None,
+    grad: Tensor,
+    active: Tensor,
+) -> None:
+    """g·∂/∂student into `out`, which may be the student itself, with ln q = (x−M)−log s and ln p = (y−M')−log s':
+
+        (1/T)·(q − p),  or with kl, the rows' reverse KL:  (1/T)·q·((ln q − ln p) − KL)
+
+    Rows not active, and columns from num_columns on, get exactly 0 and are never read.
+    """
+    num_columns = pairs.num_columns
+    out[:, num_columns:].zero_()
+    if num_columns == 0:
+        return
+    if pairs.temperature is not None:
+        grad = grad / pairs.temperature
+    blocks = row_blocks(active, num_columns)
+    tiles = pairs.tiles(2, blocks)
+    for block, skip in blocks:
+        target = out[block, :num_columns]
+        if skip:
+            target.zero_()
+            continue
+        x, y = tiles[:, : block.stop - block.start]
+        pairs.load(block, x, y)
+        row_max, log_sum, teacher_max, teacher_log_sum = (each[block, None] for each in normalisers)
+        x.sub_(row_max).sub_(log_sum)
+        y.sub_(teacher_max).sub_(teacher_log_sum)
+        if kl is None:
+            exponentials(x, pairs.student.dtype, out=x).sub_(exponentials(y, pairs.teacher.dtype, out=y))
+        else:
+            torch.sub(x, y, out=y).sub_(kl[block, None])
+            impossible = exponentials(x, pairs.student.dtype, out=x) == 0
+            x.mul_(y).masked_fill_(impossible, 0.0)
+        x.mul_(grad[block, None]).masked_fill_(~active[block, None], 0.0)
+        target.copy_(x)  # the only rounding to the student's dtype
+
+
+def _shift_by_max(x: Tensor) -> Tensor:
+    """Each row's maximum, subtracted from it in place where it is finite."""
+    row_max = x.amax(dim=-1)
+    x.sub_(_finite(row_max)[:, None])
+    return row_max
+
+
+def _finite(row_max: Tensor) -> Tensor:
+    """No shift makes an all −inf row finite; 0 leaves it at −inf and its sums at exactly 0."""
+    return row_max.masked_fill(row_max == -torch.inf, 0.0)

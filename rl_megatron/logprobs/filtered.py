@@ -1,0 +1,117 @@
+"""The differentiable core under a sampling filter: `VocabParallelStats` of what top-k and top-p leave."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rl_megatron.logprobs.reference import LOWEST_EXPONENT
+from rl_megatron.logprobs.sampling_filter import filter_thresholds
+from rl_megatron.logprobs.vocab_parallel import Kernels, Merged, Upstream, VocabShard, merge, own_logits, saved
+
+
+class FilteredStats(torch.autograd.Function):
+    """(logprobs [N], entropy [N] or None, gathered [N, K] or None) of the tokens that the filter leaves, renormalised.
+
+    The kernels leave out what is below the thresholds, which are constants to the gradient. What becomes of a target
+    below its threshold is decided here, by the rank that has it: it puts −inf in the target's place in its statistics,
+    or adds the target to them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, logits, targets, gather_ids, temperature, ignored, shard, entropy, kernels, overwrite, sampling_filter
+    ):
+        thresholds = filter_thresholds(logits, sampling_filter, shard, temperature, ~ignored)
+        columns, gather_columns, gathered = shard.columns(targets), None, None
+        stats = kernels.row_stats(logits, columns, shard.num_columns, temperature, entropy, ~ignored, thresholds)
+        below = _below(logits, columns[:, None], thresholds, shard, kernels)[:, 0]
+        kept = below if sampling_filter.outside == "keep" else None
+        if kept is None:
+            stats[:, 3].masked_fill_(below, -torch.inf)
+        else:
+            stats = torch.where(kept[:, None], _with_target(stats), stats)
+        if gather_ids is not None:
+            gather_columns = shard.columns(gather_ids)
+            lost = _below(logits, gather_columns, thresholds, shard, kernels)
+            if kept is not None:
+                lost &= gather_ids != targets[:, None]
+            gathered = own_logits(logits, gather_columns, temperature, shard, kernels).masked_fill(lost, -torch.inf)
+            if shard.is_parallel:
+                dist.all_reduce(gathered, group=shard.group)
+        found = merge(stats, gathered, targets, gather_ids, ignored, shard, entropy)
+
+        lost = torch.zeros_like(ignored) if kept is not None else found.logprobs == -torch.inf
+        if sampling_filter.outside == "ignore":
+            found = _without(found, lost & found.active)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(
+            logits, columns, gather_columns, temperature, thresholds, found.row_max, found.log_sum, found.entropy,
+            found.active, lost, None if gathered is None else found.gathered == -torch.inf, kept,
+            None if kept is None else found.logprobs.clone(),
+        )  # fmt: skip
+        ctx.shard, ctx.kernels, ctx.overwrite, ctx.consumed = shard, kernels, overwrite, False
+        return found.logprobs, found.entropy, found.gathered
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, target_grad, entropy_grad, gathered_grads):
+        unused = (None,) * 9
+        if target_grad is None and entropy_grad is None and gathered_grads is None:
+            return None, *unused
+        (
+            logits, columns, gather_columns, temperature, thresholds, row_max, log_sum, entropy,
+            active, lost, gathered_lost, kept, logprobs,
+        ) = saved(ctx, "vocab_parallel_logprobs")  # fmt: skip
+        target_grad = None if target_grad is None else target_grad.masked_fill(lost, 0.0)
+        gathered_grads = None if gathered_grads is None else gathered_grads.masked_fill(gathered_lost, 0.0)
+        upstream = Upstream.of(target_grad, entropy_grad, gathered_grads, columns, gather_columns, entropy, active)
+        if kept is not None:
+            upstream = _with_target_gradient(upstream, columns, logprobs, kept)
+        out = logits.detach() if ctx.overwrite else torch.empty_like(logits)
+        ctx.kernels.write_row_gradients(
+            out, logits.detach(), ctx.shard.num_columns, temperature, row_max, log_sum, *upstream, thresholds
+        )
+        ctx.consumed = ctx.overwrite
+        return out, *unused
+
+
+def _below(logits: Tensor, columns: Tensor, thresholds: Tensor, shard: VocabShard, kernels: Kernels) -> Tensor:
+    """Which of K local columns per row [N, K] the filter leaves out; false where another rank has the id."""
+    return (columns >= 0) & (own_logits(logits, columns, None, shard, kernels) < thresholds[:, None])
+
+
+def _with_target(stats: Tensor) -> Tensor:
+    """`row_stats` (m, s, t, x_y) [N, 4] as they are with x_y among the logits that make m, s and t."""
+    m, s, t, x = stats.unbind(-1)
+    row_max = torch.maximum(m, x)
+    finite = row_max.masked_fill(row_max == -torch.inf, 0.0)
+    moved, apart = (m - finite).masked_fill(s == 0, 0.0), x - finite
+    scale, weight = moved.exp(), apart.exp()
+    shifted = scale * (t + moved * s) + weight * apart.clamp(min=LOWEST_EXPONENT)
+    return torch.stack([row_max, scale * s + weight, shifted, x], dim=-1)
+
+
+def _with_target_gradient(upstream: Upstream, columns: Tensor, logprobs: Tensor, kept: Tensor) -> Upstream:
+    """The softmax's share of a kept target's gradient, p_y·(A − g_H·ℓ_y): the kernels take p_y for 0."""
+    share = upstream.base
+    if upstream.entropy_grad is not None:
+        share = share - upstream.entropy_grad * logprobs.clamp(min=LOWEST_EXPONENT)
+    share = torch.where(kept, logprobs.exp() * share, 0.0)
+    return upstream._replace(
+        columns=torch.cat([upstream.columns, columns[:, None]], dim=1),
+        column_grads=torch.cat([upstream.column_grads, share[:, None]], dim=1),
+    )
+
+
+def _without(found: Merged, lost: Tensor) -> Merged:
+    """The results with rows `lost` as if they had been ignored."""
+    entropy, gathered = found.entropy, found.gathered
+    return found._replace(
+        logprobs=found.logprobs.masked_fill(lost, 0.0),
+        entropy=None if entropy is None else entropy.masked_fill(lost, 0.0),
+        gathered=None if gathered is None else gathered.masked_fill(lost[:, None], 0.0),
+        active=found.active & ~lost,
+    )
