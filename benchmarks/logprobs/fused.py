@@ -24,8 +24,8 @@ def chunk_tokens(weight: Tensor) -> int:
 
 def fused_variants(device: torch.device) -> list[Variant]:
     """Ours first."""
-    variants = [
-        Variant("rl_megatron linear_logprobs", _linear, ("fused",), is_ours=True),
+    variants = [Variant("rl_megatron linear_logprobs", _linear, ("fused",), is_ours=True)] if linear_logprobs else []
+    variants += [
         Variant("its products alone", _products, ("fused",), is_products=True),
         Variant("matmul, rl_megatron", _matmul_ours, ("fused",)),
         Variant("matmul, torch log_softmax", _matmul_plain, ("fused",), any_tensor=False),
