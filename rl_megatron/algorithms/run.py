@@ -31,7 +31,7 @@ from rl_megatron.model.build import Head
 from rl_megatron.policy import checkpoint
 from rl_megatron.policy.batching import Batching
 from rl_megatron.policy.megatron_policy import MegatronPolicy
-from rl_megatron.schedule import NonFiniteLoss
+from rl_megatron.schedule import FusedHead, NonFiniteLoss
 from rl_megatron.topology import platform, topology
 from rl_megatron.topology.topology import Topology
 
@@ -164,6 +164,7 @@ def _model(
         global_batch_size=config.train.global_batch_size,
         batching=Batching(config.train.batching, config.train.micro_batch_size, config.train.micro_batch_tokens),
         head=head,
+        fused_head=FusedHead(config.train.fused_head_tokens) if config.train.fused_head else None,
     )
     if weights is not None:
         model.load_checkpoint(weights, weights_only=True)

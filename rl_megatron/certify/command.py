@@ -18,6 +18,7 @@ from rl_megatron.certify.measurement import Difference, Measurement, compare, fa
 from rl_megatron.certify.reference import Reference
 from rl_megatron.certify.workload import (
     NUM_ROWS,
+    SMALL_FUSED_HEAD,
     STANDARD_OBJECTIVES,
     VOCAB_SIZE,
     WIDTH,
@@ -58,10 +59,9 @@ def _certify(config: RunConfig) -> int:
     model, parallel = shrunk(first.model, first.parallel)
     layout = topology.build(parallel, where, first.train.seed)
     objectives, batching = _objectives(config)
-    optimizer = replace(
-        Workload.optimizer, distributed=first.optimizer.distributed, clip_grad=first.optimizer.clip_grad
-    )
-    workload = Workload(model, objectives, optimizer=optimizer)
+    taken = {key: getattr(first.optimizer, key) for key in ("distributed", "overlap", "clip_grad")}
+    fused_head = SMALL_FUSED_HEAD if first.train.fused_head else None
+    workload = Workload(model, objectives, optimizer=replace(Workload.optimizer, **taken), fused_head=fused_head)
 
     with tempfile.TemporaryDirectory(prefix="rl_megatron_certify_") as directory:
         reference = Reference(workload, Path(directory), first.device) if dist.get_rank() == 0 else None
@@ -80,7 +80,8 @@ def _certify(config: RunConfig) -> int:
         worst = next(fails(differences), None)
         told[0] = 0 if worst is None else 1
         console = Console(width=None if sys.stdout.isatty() else _WIDTH_IN_FILES)
-        console.print(f"{layout.describe()}, {where.device.type}; against one process, in fp32")
+        leaner = ", fused head" * first.train.fused_head + ", overlapped" * first.optimizer.overlap
+        console.print(f"{layout.describe()}{leaner}, {where.device.type}; against one process, in fp32")
         console.print(_table(differences, found, batching))
         console.print(_verdict(worst, time.perf_counter() - started))
     dist.broadcast_object_list(told)

@@ -78,6 +78,7 @@ def measure(workload: Workload, topology: Topology, batching: Mapping[str, Batch
         if name == last_of_head[head]:
             report = policy.train(batch, losses[name], gbs=batch.size)
             metrics |= {"grad_norm": report["grad_norm"]}
+            policy.finish_training()
             weights = gather_full(policy.chunks)
         found[name] = Measurement(metrics, len(planned.microbatches), planned.efficiency, stream, gradients, weights)
     for policy in policies.values():
@@ -88,7 +89,7 @@ def measure(workload: Workload, topology: Topology, batching: Mapping[str, Batch
 def _policy(workload: Workload, topology: Topology, head: Head) -> MegatronPolicy:
     return MegatronPolicy(
         workload.model, topology, vocab_size=workload.vocab_size, seed=workload.seed, optimizer=workload.optimizer,
-        head=head,
+        head=head, fused_head=workload.fused_head,
     )  # fmt: skip
 
 

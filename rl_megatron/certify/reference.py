@@ -31,10 +31,10 @@ _OF_A_RANK = (
 
 
 def measure_in_one_process(workload: Workload, device: str = "auto") -> dict[str, Measurement]:
-    """The workload in this process, which must be a world of one: one microbatch of padded rows."""
+    """The workload in this process, a world of one, plainly: one microbatch of padded rows, whole logits."""
     layout = topology.build(ParallelConfig(), platform.start(device), workload.seed)
     whole = {name: Batching("padded", NUM_ROWS) for name in workload.objectives}
-    return measure(workload, layout, whole)
+    return measure(workload.plainly(), layout, whole)
 
 
 class Reference:

@@ -16,8 +16,10 @@ from rl_megatron.losses import build_loss
 from rl_megatron.losses.interfaces import LossFunction, LossInputType
 from rl_megatron.model.build import Head
 from rl_megatron.policy.batching import Batching
+from rl_megatron.schedule import FusedHead
 from rl_megatron.topology.topology import sequence_multiple
 
+SMALL_FUSED_HEAD = FusedHead(chunk_tokens=10)  # several chunks to a microbatch
 WIDTH = 24  # tokens of the longest row
 NUM_ROWS = 12
 VOCAB_SIZE = 50  # no multiple of anything: the padded rows of the vocabulary must never matter
@@ -54,6 +56,11 @@ class Workload:
     # Adam's first step is the sign of the gradient where ε is small beside it: rounding of a gradient near zero would
     # become a whole step. This ε keeps small gradients' steps small.
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-2, epsilon=1e-3)
+    fused_head: FusedHead | None = None
+
+    def plainly(self) -> Workload:
+        """The same measured without what only makes it leaner."""
+        return replace(self, fused_head=None, optimizer=replace(self.optimizer, overlap=False))
 
     def batch(self) -> BatchedDataDict:
         return batch_of_all_kinds(self.vocab_size, self.seed)

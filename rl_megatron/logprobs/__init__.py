@@ -1,11 +1,13 @@
 """Per-token statistics of vocab-parallel logits: logprobs, entropy and gathered logprobs, read once, never gathered.
 
-`vocab_parallel_logprobs` is the operator; `next_token_stats` is the operator as losses need it: labels shifted, context
-parallelism and packing undone, `[B, S-1]` on every rank. `vocab_parallel_soft_cross_entropy` compares the logits of two
-models, and `vocab_subset` brings a large vocabulary's logits to a small one's.
+`vocab_parallel_logprobs` is the operator, and `linear_logprobs` the same with a model's head inside it;
+`next_token_stats` is either as losses need it: labels shifted, context parallelism and packing undone, `[B, S-1]` on
+every rank. `vocab_parallel_soft_cross_entropy` compares the logits of two models, and `vocab_subset` brings a large
+vocabulary's logits to a small one's.
 """
 
 from rl_megatron.logprobs.api import BACKENDS, IGNORE_INDEX, LogprobStats, vocab_parallel_logprobs
+from rl_megatron.logprobs.linear import DeferredLogits, linear_logprobs
 from rl_megatron.logprobs.next_token import Sharding, next_token_stats
 from rl_megatron.logprobs.soft_cross_entropy import vocab_parallel_soft_cross_entropy
 from rl_megatron.logprobs.vocab_subset import vocab_subset
@@ -13,8 +15,10 @@ from rl_megatron.logprobs.vocab_subset import vocab_subset
 __all__ = [
     "BACKENDS",
     "IGNORE_INDEX",
+    "DeferredLogits",
     "LogprobStats",
     "Sharding",
+    "linear_logprobs",
     "next_token_stats",
     "vocab_parallel_logprobs",
     "vocab_parallel_soft_cross_entropy",

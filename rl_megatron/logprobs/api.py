@@ -79,24 +79,24 @@ def vocab_parallel_logprobs(
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax" (arXiv:1805.02867); the entropy's
         shifted first moment t is merged across shards in the same way.
     """
-    _check_shapes(logits, targets, gather_ids)
-    shard = _shard(logits.shape[-1], tp_group, vocab_range, valid_vocab_size)
-    kernels = _kernels(backend)
+    check_shapes(logits.shape, targets, gather_ids)
+    shard = vocab_shard(logits.shape[-1], tp_group, vocab_range, valid_vocab_size)
+    kernels = choose_kernels(backend)
     order = memory_order(logits)
     rows, row_targets = to_rows(logits, order), to_rows(targets[..., None], order)[:, 0]
     row_ids = None if gather_ids is None else to_rows(gather_ids, order)
-    row_temperature = _row_temperature(temperature, targets, order, torch.promote_types(logits.dtype, torch.float32))
+    temperatures = row_temperature(temperature, targets, order, torch.promote_types(logits.dtype, torch.float32))
     outputs = VocabParallelStats.apply(
-        rows, row_targets, row_ids, row_temperature, row_targets == ignore_index, shard, entropy, kernels,
+        rows, row_targets, row_ids, temperatures, row_targets == ignore_index, shard, entropy, kernels,
         not belongs_to_a_leaf(rows),
     )  # fmt: skip
     return LogprobStats(*(None if output is None else from_rows(output, targets.shape, order) for output in outputs))
 
 
-def _check_shapes(logits: Tensor, targets: Tensor, gather_ids: Tensor | None) -> None:
-    if targets.shape != logits.shape[:-1]:
+def check_shapes(logits: torch.Size, targets: Tensor, gather_ids: Tensor | None) -> None:
+    if targets.shape != logits[:-1]:
         raise ValueError(
-            f"targets must have the logits' leading shape: targets {tuple(targets.shape)}, logits {tuple(logits.shape)}"
+            f"targets must have the logits' leading shape: targets {tuple(targets.shape)}, logits {tuple(logits)}"
         )
     if gather_ids is not None and gather_ids.shape[:-1] != targets.shape:
         raise ValueError(
@@ -105,14 +105,14 @@ def _check_shapes(logits: Tensor, targets: Tensor, gather_ids: Tensor | None) ->
         )
 
 
-def _kernels(backend: str) -> Kernels:
+def choose_kernels(backend: str) -> Kernels:
     name = "torch" if backend == "auto" else backend
     if name not in BACKENDS:
         raise ValueError(f"backend={backend!r} is not available here; use 'auto' or one of {sorted(BACKENDS)}")
     return BACKENDS[name]
 
 
-def _shard(
+def vocab_shard(
     num_local: int,
     group: dist.ProcessGroup | None,
     vocab_range: tuple[int, int] | None,
@@ -130,7 +130,7 @@ def _shard(
     return shard
 
 
-def _row_temperature(
+def row_temperature(
     temperature: float | Tensor, targets: Tensor, order: list[int], dtype: torch.dtype
 ) -> Tensor | None:
     """The temperature of each row, or None for 1 (the division is then skipped)."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rl_megatron.logprobs.api import IGNORE_INDEX, LogprobStats, vocab_parallel_logprobs
+from rl_megatron.logprobs.linear import DeferredLogits, linear_logprobs
 from rl_megatron.logprobs.vocab_parallel import check
 from rl_megatron.topology.token_layout import TokenLayout
 
@@ -31,7 +32,7 @@ class Sharding:
     cu_seqlens: Tensor | None = None
     cu_seqlens_padded: Tensor | None = None
 
-    def layout(self, output: Tensor, batch: tuple[int, int]) -> TokenLayout:
+    def layout(self, output: Tensor | DeferredLogits, batch: tuple[int, int]) -> TokenLayout:
         """Where the tokens of a [B, S] batch lie in `output` [R, L, …].  Raises: ValueError for shapes that do not fit,
         naming them."""
         num_rows, length = output.shape[:2]
@@ -51,7 +52,7 @@ class Sharding:
 
 
 def next_token_stats(
-    logits: Tensor,
+    logits: Tensor | DeferredLogits,
     input_ids: Tensor,
     sharding: Sharding = Sharding(),
     *,
@@ -75,6 +76,7 @@ def next_token_stats(
         with input_ids; temperature a number, [B], [B, 1] or [B, S] aligned with input_ids (entry t is the temperature
         at which token t was sampled); gather_ids [B, S-1, K], entry t for `logits[b, t]`. Returns [B, S-1].
     Args: mask: tokens with mask 0 are not evaluated; their logprob, entropy and gradient are exactly 0.
+        logits that are `DeferredLogits` are read by `linear_logprobs`.
     Raises: ValueError for shapes that do not fit, naming them.
     """
     batch, length = input_ids.shape
@@ -104,10 +106,13 @@ def next_token_stats(
     if gather_ids is not None:
         gather_ids = layout.scatter(pad(gather_ids, (0, 0, 0, 1)), 0)
 
-    stats = vocab_parallel_logprobs(
-        logits, labels, sharding.tp_group, valid_vocab_size=sharding.valid_vocab_size, temperature=temperature,
-        entropy=entropy, gather_ids=gather_ids, backend=backend,
-    )  # fmt: skip
+    options = {"valid_vocab_size": sharding.valid_vocab_size, "entropy": entropy, "backend": backend}
+    if isinstance(logits, DeferredLogits):
+        stats = _of_hidden(logits, labels, sharding.tp_group, temperature, gather_ids, options)
+    else:
+        stats = vocab_parallel_logprobs(
+            logits, labels, sharding.tp_group, temperature=temperature, gather_ids=gather_ids, **options
+        )
     streams = [stats.logprobs[..., None]]
     streams += [stats.entropy[..., None]] if entropy else []
     streams += [stats.gathered] if gather_ids is not None else []
@@ -117,6 +122,30 @@ def next_token_stats(
         whole[..., 1] if entropy else None,
         whole[..., 1 + entropy :] if gather_ids is not None else None,
     )
+
+
+def _of_hidden(
+    logits: DeferredLogits,
+    labels: Tensor,
+    tp_group: dist.ProcessGroup | None,
+    temperature: float | Tensor,
+    gather_ids: Tensor | None,
+    options: dict,
+) -> LogprobStats:
+    """`linear_logprobs` of hidden states, which have the sequence first, as [R, L, …]."""
+    per_token = isinstance(temperature, Tensor) and temperature.dim() > 0
+    stats = linear_logprobs(
+        logits.hidden,
+        logits.weight,
+        labels.transpose(0, 1),
+        tp_group,
+        temperature=temperature.transpose(0, 1) if per_token else temperature,
+        gather_ids=None if gather_ids is None else gather_ids.transpose(0, 1),
+        chunk_tokens=logits.chunk_tokens,
+        sequence_parallel=logits.sequence_shards > 1,
+        **options,
+    )
+    return LogprobStats(*(None if stream is None else stream.transpose(0, 1) for stream in stats))
 
 
 def _check_packing(output: Tensor, batch: tuple[int, int], lengths: Tensor, padded: Tensor, cp_size: int) -> None:

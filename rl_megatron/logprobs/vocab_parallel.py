@@ -60,41 +60,116 @@ class VocabParallelStats(torch.autograd.Function):
     def forward(ctx, logits, targets, gather_ids, temperature, ignored, shard, entropy, kernels, overwrite):
         columns = shard.columns(targets)
         stats = kernels.row_stats(logits, columns, shard.num_columns, temperature, entropy, ~ignored)
-        parts, ranges = _all_shards(stats, shard)
-        _check_ids(targets, gather_ids, ignored, ranges, shard)
-        row_max, sums, shifted_sums, target_x = _merge(parts)
-
-        empty = sums == 0  # every logit of the row is −inf: defined as logprob −inf, entropy 0, gradient 0
-        row_max = row_max.masked_fill(empty, 0.0)
-        log_sum = sums.masked_fill(empty, 1.0).log()
-        logprobs = ((target_x - row_max) - log_sum).masked_fill(empty, -torch.inf).masked_fill(ignored, 0.0)
-        row_entropy = gathered = gather_columns = None
-        if entropy:
-            row_entropy = (log_sum - shifted_sums / sums).masked_fill(empty | ignored, 0.0)
+        gather_columns = gathered = None
         if gather_ids is not None:
             gather_columns = shard.columns(gather_ids)
-            gathered = _gathered_logits(logits, gather_columns, temperature, shard, kernels)
-            gathered = ((gathered - row_max[:, None]) - log_sum[:, None]).masked_fill(empty[:, None], -torch.inf)
-            gathered = gathered.masked_fill(ignored[:, None], 0.0)
+            gathered = gathered_logits(logits, gather_columns, temperature, shard, kernels)
+        found = merge(stats, gathered, targets, gather_ids, ignored, shard, entropy)
 
         ctx.set_materialize_grads(False)
-        # M and log s are kept apart: their sum would lose log s under a large shift.
         ctx.save_for_backward(
-            logits, columns, gather_columns, temperature, row_max, log_sum, row_entropy, ~(ignored | empty)
+            logits, columns, gather_columns, temperature, found.row_max, found.log_sum, found.entropy, found.active
         )
         ctx.shard, ctx.kernels, ctx.overwrite, ctx.consumed = shard, kernels, overwrite, False
-        return logprobs, row_entropy, gathered
+        return found.logprobs, found.entropy, found.gathered
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, target_grad, entropy_grad, gathered_grads):
+    def backward(ctx, *grads):
         unused = (None,) * 8
-        if target_grad is None and entropy_grad is None and gathered_grads is None:
+        if all(grad is None for grad in grads):
             return None, *unused
         logits, columns, gather_columns, temperature, row_max, log_sum, entropy, active = saved(
             ctx, "vocab_parallel_logprobs"
         )
+        upstream = Upstream.of(*grads, columns, gather_columns, entropy, active)
+        out = logits.detach() if ctx.overwrite else torch.empty_like(logits)
+        ctx.kernels.write_row_gradients(
+            out, logits.detach(), ctx.shard.num_columns, temperature, row_max, log_sum, *upstream
+        )
+        ctx.consumed = ctx.overwrite
+        return out, *unused
 
+
+def gathered_logits(
+    logits: Tensor, columns: Tensor, temperature: Tensor | None, shard: VocabShard, kernels: Kernels
+) -> Tensor:
+    """x at K ids per row, [N, K]: each id has one owner, the other ranks add 0; one all-reduce."""
+    x = own_logits(logits, columns, temperature, shard, kernels)
+    if shard.is_parallel:
+        dist.all_reduce(x, group=shard.group)
+    return x
+
+
+def own_logits(
+    logits: Tensor, columns: Tensor, temperature: Tensor | None, shard: VocabShard, kernels: Kernels
+) -> Tensor:
+    """x at K local columns per row, 0 where another rank has the id."""
+    if shard.num_columns:
+        return kernels.gather_columns(logits, columns, temperature)
+    return logits.new_zeros(columns.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+class Merged(NamedTuple):
+    """Results of N rows, the same on every rank, and what their backward needs.
+
+    M and log s are kept apart: their sum would lose log s under a large shift.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    gathered: Tensor | None
+    row_max: Tensor  # M, 0 where it is −inf
+    log_sum: Tensor
+    active: Tensor  # rows that may have a gradient
+
+
+def merge(
+    stats: Tensor,
+    gathered: Tensor | None,
+    targets: Tensor,
+    gather_ids: Tensor | None,
+    ignored: Tensor,
+    shard: VocabShard,
+    entropy: bool,
+) -> Merged:
+    """This rank's `row_stats` [N, 4] and all ranks' `gathered_logits` [N, K] → the rows' results; one all-gather."""
+    parts, ranges = _all_shards(stats, shard)
+    _check_ids(targets, gather_ids, ignored, ranges, shard)
+    row_max, sums, shifted_sums, target_x = _merge(parts)
+
+    empty = sums == 0  # every logit of the row is −inf: defined as logprob −inf, entropy 0, gradient 0
+    row_max = row_max.masked_fill(empty, 0.0)
+    log_sum = sums.masked_fill(empty, 1.0).log()
+    logprobs = ((target_x - row_max) - log_sum).masked_fill(empty, -torch.inf).masked_fill(ignored, 0.0)
+    row_entropy = (log_sum - shifted_sums / sums).masked_fill(empty | ignored, 0.0) if entropy else None
+    if gathered is not None:
+        gathered = ((gathered - row_max[:, None]) - log_sum[:, None]).masked_fill(empty[:, None], -torch.inf)
+        gathered = gathered.masked_fill(ignored[:, None], 0.0)
+    return Merged(logprobs, row_entropy, gathered, row_max, log_sum, ~(ignored | empty))
+
+
+class Upstream(NamedTuple):
+    """The last arguments of `write_row_gradients`: what the gradients of the results say of the logits'."""
+
+    base: Tensor
+    entropy_grad: Tensor | None
+    columns: Tensor
+    column_grads: Tensor
+    active: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        target_grad: Tensor | None,
+        entropy_grad: Tensor | None,
+        gathered_grads: Tensor | None,
+        columns: Tensor,
+        gather_columns: Tensor | None,
+        entropy: Tensor | None,
+        active: Tensor,
+    ) -> Upstream:
+        """From the gradients of logprobs [N], entropy [N] and gathered [N, K], each None where nobody asks."""
         grads, all_columns = [], []
         if target_grad is not None:
             grads.append(target_grad[:, None])
@@ -102,21 +177,17 @@ class VocabParallelStats(torch.autograd.Function):
         if gathered_grads is not None:
             grads.append(gathered_grads)
             all_columns.append(gather_columns)
-        column_grads = torch.cat(grads, dim=1) if grads else row_max.new_zeros(row_max.shape[0], 0)
+        column_grads = torch.cat(grads, dim=1) if grads else entropy_grad.new_zeros(entropy_grad.shape[0], 0)
         all_columns = torch.cat(all_columns, dim=1) if grads else columns.new_zeros(columns.shape[0], 0)
         base = -column_grads.sum(dim=1)
         touched = (column_grads != 0).any(dim=1)  # rows nobody asks about are written as zeros without being read
         if entropy_grad is not None:
             base = base - entropy_grad * entropy
             touched |= entropy_grad != 0
+        return cls(base, entropy_grad, all_columns, column_grads, active & touched)
 
-        out = logits.detach() if ctx.overwrite else torch.empty_like(logits)
-        ctx.kernels.write_row_gradients(
-            out, logits.detach(), ctx.shard.num_columns, temperature, row_max, log_sum, base, entropy_grad,
-            all_columns, column_grads, active & touched,
-        )  # fmt: skip
-        ctx.consumed = ctx.overwrite
-        return out, *unused
+    def rows(self, rows: slice) -> Upstream:
+        return Upstream(*(None if tensor is None else tensor[rows] for tensor in self))
 
 
 def saved(ctx, operator: str) -> tuple[Tensor, ...]:
@@ -187,14 +258,3 @@ def _check_ids(targets: Tensor, gather_ids: Tensor | None, ignored: Tensor, rang
             f"[0, {vocab_size.item()}) nor ignored"
         ),
     )
-
-
-def _gathered_logits(logits, columns, temperature, shard: VocabShard, kernels: Kernels) -> Tensor:
-    """x at K ids per row: each id has one owner, the other ranks add 0."""
-    if shard.num_columns:
-        x = kernels.gather_columns(logits, columns, temperature)
-    else:
-        x = logits.new_zeros(columns.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
-    if shard.is_parallel:
-        dist.all_reduce(x, group=shard.group)
-    return x

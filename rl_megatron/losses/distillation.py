@@ -10,7 +10,7 @@ from typing import Any, NotRequired, TypedDict
 import torch
 from torch import Tensor
 
-from rl_megatron.logprobs import Sharding, next_token_stats
+from rl_megatron.logprobs import DeferredLogits, Sharding, next_token_stats
 from rl_megatron.losses.batch import TokenMask, TokenStreams, real, require, require_integers
 from rl_megatron.losses.functional import masked_mean
 from rl_megatron.losses.interfaces import Count, Loss, LossInputType, LossType, Reduction
@@ -91,6 +91,7 @@ class DistillationLossFn(Loss):
 
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.DISTILLATION
+    reads_deferred_logits = True
     input_names = ("student_topk_logprobs", "teacher_topk_logprobs")
     output_keys = ("teacher_topk_logits", "teacher_topk_indices")
     next_token_keys = frozenset(output_keys)
@@ -113,7 +114,9 @@ class DistillationLossFn(Loss):
         """Whether `evaluate` wants H_all."""
         return self.cfg.zero_outside_topk and "reverse_kl" in self._terms
 
-    def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
+    def read_output(
+        self, output: Tensor | DeferredLogits, data: Mapping[str, Any], sharding: Sharding
+    ) -> dict[str, Tensor]:
         input_ids = require_integers(data, "input_ids", self)
         teacher_logits, indices = self._teacher(data, input_ids)
         temperature = data["temperature"] if "temperature" in data else 1.0

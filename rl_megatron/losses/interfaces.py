@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_megatron.logprobs import Sharding, next_token_stats
+from rl_megatron.logprobs import DeferredLogits, Sharding, next_token_stats
 from rl_megatron.losses.batch import TokenMask, first_nan, require_integers
 
 Count = Tensor | float | int | None
@@ -88,6 +88,7 @@ class Loss(ABC):
     further_positional: ClassVar[tuple[str, ...]] = ()  # keywords of `evaluate` that form 1 takes by position too
     output_keys: ClassVar[tuple[str, ...]] = ()  # required keys that `read_output` alone reads, such as a teacher's
     rows_per_unit: ClassVar[int] = 1  # rows that no microbatch may separate: 2 for preference pairs
+    reads_deferred_logits: ClassVar[bool] = False  # `read_output` takes `DeferredLogits` as well as logits
     next_token_keys: ClassVar[frozenset[str]] = frozenset()  # data's [B, S] streams whose entry t speaks of token t+1
 
     @property
@@ -119,7 +120,7 @@ class Loss(ABC):
 
     def on_output(
         self,
-        output: Tensor,
+        output: Tensor | DeferredLogits,
         data: Mapping[str, Any],
         global_valid_seqs: Count,
         global_valid_toks: Count,
@@ -215,6 +216,7 @@ class LogprobLoss(Loss):
     """
 
     input_type = LossInputType.LOGPROB
+    reads_deferred_logits = True
     output_name = "next_token_logits"
     input_names = ("next_token_logprobs",)
 
@@ -226,7 +228,9 @@ class LogprobLoss(Loss):
         """Whether `evaluate` wants `next_token_entropy`; it costs next to nothing in the same pass over the logits."""
         return False
 
-    def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
+    def read_output(
+        self, output: Tensor | DeferredLogits, data: Mapping[str, Any], sharding: Sharding
+    ) -> dict[str, Tensor]:
         stats = next_token_stats(
             output,
             require_integers(data, "input_ids", self).to(output.device),

@@ -24,9 +24,9 @@ from rl_megatron.model.shards import SHARDING_METADATA
 from rl_megatron.policy import checkpoint
 from rl_megatron.policy.batching import Batching, Planned, row_lengths
 from rl_megatron.policy.interfaces import PolicyInterface
-from rl_megatron.policy.optimizer import build_optimizer, build_scheduler, wrap_for_gradients
+from rl_megatron.policy.optimizer import build_optimizer, build_scheduler, complete_parameters, wrap_for_gradients
 from rl_megatron.policy.optimizer_state import load_optimizer_state, sharded_optimizer_state
-from rl_megatron.schedule import Denominators, Microbatch, NonFiniteLoss, Runner, over_steps
+from rl_megatron.schedule import Denominators, FusedHead, Microbatch, NonFiniteLoss, Runner, over_steps
 from rl_megatron.topology.topology import Topology
 
 _HEAD = "output_layer."  # what the last stage's head is called in a model's state
@@ -54,6 +54,7 @@ class MegatronPolicy(PolicyInterface):
         global_batch_size: int = 32,
         batching: Batching = Batching(),
         head: Head = "lm",
+        fused_head: FusedHead | None = None,
     ):
         self.model_config = model
         self.head = head
@@ -63,6 +64,7 @@ class MegatronPolicy(PolicyInterface):
         self.seed = seed
         self.global_batch_size = global_batch_size
         self.batching = batching
+        self.fused_head = fused_head if head == "lm" else None
         self._cost = SequenceCost.of_model(model, vocab_size)
         self.chunks = build_model(model, topology, vocab_size=vocab_size, precision=precision, seed=seed, head=head)
         self.optimizer = self.scheduler = None
@@ -72,11 +74,13 @@ class MegatronPolicy(PolicyInterface):
             self.scheduler = build_scheduler(self.optimizer, optimizer, total_steps)
         self._runner = self._runner_of(self.chunks)
         self._reference: Runner | None = None
+        self._overlaps = optimizer is not None and optimizer.overlap and optimizer.distributed
+        self._weights_are_scattered = False  # a step left each rank with the weights it updated
         self.finish_training()
 
     def _runner_of(self, chunks: list[torch.nn.Module]) -> Runner:
         backend = choose_backend(self.model_config.backend, self.topology.platform)
-        return Runner(chunks, self.topology, self.vocab_size, backend)
+        return Runner(chunks, self.topology, self.vocab_size, backend, self.fused_head)
 
     # --- training ---
 
@@ -87,6 +91,13 @@ class MegatronPolicy(PolicyInterface):
             chunk.train()
 
     def finish_training(self) -> None:
+        """Collective where `optimizer.overlap` left the last step's weights to be gathered."""
+        if self._weights_are_scattered:
+            complete_parameters(self.chunks)
+            self._weights_are_scattered = False
+        self._leave_training()
+
+    def _leave_training(self) -> None:
         for chunk in self.chunks:
             chunk.eval()
 
@@ -128,7 +139,7 @@ class MegatronPolicy(PolicyInterface):
             batch = data.slice(rows.start, rows.stop)
             planned = batching.plan(batch, lengths[rows], self.topology, unit, self._cost)
             reports.append((self._evaluate if eval_mode else self._step)(batch, planned, loss_fn))
-        self.finish_training()
+        self._leave_training()  # the next step's forward gathers weights, or whoever wants them before
         result = over_steps(reports, loss_fn)
         return result | ({} if eval_mode else {"num_updates": int(sum(r["updated"] for r in reports))})
 
@@ -149,6 +160,7 @@ class MegatronPolicy(PolicyInterface):
             if not math.isfinite(grad_norm):  # step() would clip by it, and with it ruin every weight
                 raise NonFiniteLoss(f"the gradient norm is {grad_norm} at a finite loss of {report['loss']:.4g}")
             updated, _, _ = self.optimizer.step()
+            self._weights_are_scattered = self._overlaps
             self.scheduler.step(increment=1)
         moved = {"grad_norm": grad_norm, "lr": lr, "updated": float(updated)}
         return report | moved | {"packing_efficiency": planned.efficiency}
@@ -175,7 +187,9 @@ class MegatronPolicy(PolicyInterface):
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        return self._runner.train_step(planned.microbatches, loss_fn, denominators)
+        report = self._runner.train_step(planned.microbatches, loss_fn, denominators)
+        self._weights_are_scattered = False  # its forward gathered them
+        return report
 
     def _check(self, data: BatchedDataDict) -> list[int]:
         """The rows' lengths, of a batch that the model can take."""
@@ -225,6 +239,7 @@ class MegatronPolicy(PolicyInterface):
     def freeze_reference(self) -> None:
         """Copies the present weights into a frozen reference policy, kept beside the policy."""
         self.require_head("lm", "freeze_reference")
+        self.finish_training()
         chunks = build_model(
             self.model_config, self.topology, vocab_size=self.vocab_size, precision=self.precision, seed=self.seed
         )
@@ -252,6 +267,7 @@ class MegatronPolicy(PolicyInterface):
     ) -> Tensor:
         """[B, S] on every rank, from what `of` gives for this rank's microbatches on the last stage, which speaks of
         tokens `first_column` and on; 0 elsewhere and past the rows' ends."""
+        self.finish_training()
         topology, home = self.topology, data["input_ids"].device
         lengths = self._check(data)
         keys = [key for key in ("input_ids", "temperature") if key in data]
@@ -272,6 +288,7 @@ class MegatronPolicy(PolicyInterface):
 
     def save_checkpoint(self, directory: str | Path, step: int, **extra: Any) -> Path:
         """Writes `directory/step-<step>`: weights, moments, schedule; `extra` travels in its manifest. Collective."""
+        self.finish_training()
         kept = {"head": self.head, **extra}
         return checkpoint.save(Path(directory), step, self._sharded_state(loading=False), self.model_config, kept)
 
@@ -289,6 +306,7 @@ class MegatronPolicy(PolicyInterface):
             for index in range(len(self.chunks)):
                 model = state[f"model{index}"]
                 state[f"model{index}"] = {key: entry for key, entry in model.items() if not key.startswith(_HEAD)}
+        self._weights_are_scattered = False  # all are replaced
         loaded = checkpoint.load(path, state, partial=weights_only or self.optimizer is None)
         for index, chunk in enumerate(self.chunks):
             unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=not new_head)

@@ -26,7 +26,8 @@ def wrap_for_gradients(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=optimizer.distributed,
         average_in_collective=False,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=optimizer.overlap,
+        overlap_param_gather=optimizer.overlap and optimizer.distributed,
         check_for_nan_in_grad=False,  # the schedule checks the loss, the optimizer the gradient norm
     )
     wrapped = [
@@ -56,6 +57,14 @@ def complete_gradients(chunks: list[DistributedDataParallel]) -> None:
                 dist.all_gather(parts, parts[group.rank()].clone(), group=group)
 
 
+def complete_parameters(chunks: list[DistributedDataParallel]) -> None:
+    """Gathers, now, the weights that each rank has updated since the last step; collective. With `optimizer.overlap`
+    only a training forward does so by itself."""
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+
+
 def build_optimizer(
     chunks: list[DistributedDataParallel], config: OptimizerConfig, precision: str
 ) -> MegatronOptimizer:
@@ -74,6 +83,7 @@ def build_optimizer(
             bf16=bf16,
             params_dtype=torch.bfloat16 if bf16 else torch.float32,
             use_distributed_optimizer=config.distributed,
+            overlap_param_gather=config.overlap and config.distributed,
         ),
         chunks,
     )

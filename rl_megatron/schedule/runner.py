@@ -8,6 +8,7 @@ that were known before the first forward, each microbatch contributes its part, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,13 +19,23 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.logprobs import LogprobStats, Sharding, next_token_stats
+from rl_megatron.log import once
+from rl_megatron.logprobs import DeferredLogits, LogprobStats, Sharding, next_token_stats
 from rl_megatron.losses.interfaces import Loss, LossFunction, nan_left_to_caller
+from rl_megatron.model.deferred_head import DeferredHead
 from rl_megatron.model.router import balancing_loss, balancing_routers, begin_step, forget_graphs
 from rl_megatron.schedule.microbatch import Microbatch, ModelInput
 from rl_megatron.schedule.pipeline import PlannedCommunicator
 from rl_megatron.schedule.report import Denominators, reduce_metrics
 from rl_megatron.topology.topology import Topology
+
+
+@dataclass(frozen=True)
+class FusedHead:
+    """That losses read logits a chunk of tokens at a time (`linear_logprobs`), of so many tokens (None: its default).
+    Losses that read whole logits are given them."""
+
+    chunk_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -35,6 +46,7 @@ class Runner:
     topology: Topology
     vocab_size: int  # of the tokenizer; the padded rows past it never enter a softmax
     backend: str  # of the layers, as `choose_backend` says
+    fused_head: FusedHead | None = None
 
     def train_step(
         self,
@@ -54,7 +66,10 @@ class Runner:
         step = partial(self._loss_of, loss_fn=loss_fn, denominators=denominators)
         routers = [] if forward_only else balancing_routers(self.chunks)
         begin_step(routers, denominators.positions)
-        reports = self._run(microbatches, step, forward_only=forward_only)[: len(microbatches)]
+        defers = self.fused_head is not None and _reads_deferred_logits(loss_fn)
+        if self.fused_head is not None and not defers:
+            once(f"{type(loss_fn).__name__} reads whole logits: the fused head is off for it")
+        reports = self._run(microbatches, step, forward_only, defers)[: len(microbatches)]
         report = reduce_metrics(reports, loss_fn, [microbatch.batch for microbatch in microbatches], self.topology)
         if routers:
             report["router_aux_loss"] = balancing_loss(routers, dist.group.WORLD, self.topology.platform.device)
@@ -64,10 +79,10 @@ class Runner:
     def next_token_logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
         """[b, S−1] of each microbatch, on the last pipeline stage; nothing on others."""
 
-        def of(batch: BatchedDataDict, logits: Tensor, sharding: Sharding) -> Tensor:
+        def of(batch: BatchedDataDict, logits: Tensor | DeferredLogits, sharding: Sharding) -> Tensor:
             return _stats(batch, logits, sharding).logprobs
 
-        return self._collect(microbatches, of)
+        return self._collect(microbatches, of, defers=self.fused_head is not None)
 
     @torch.no_grad()
     def scores(self, microbatches: list[Microbatch]) -> list[Tensor]:
@@ -78,15 +93,16 @@ class Runner:
             scores = output.squeeze(-1).float()
             return sharding.layout(scores, tuple(batch["input_ids"].shape)).gather(scores)
 
-        return self._collect(microbatches, of)
+        return self._collect(microbatches, of, defers=False)
 
-    def _collect(self, microbatches: list[Microbatch], of: Callable) -> list[Tensor]:
-        return self._run(microbatches, of, forward_only=True, collect=True)[: len(microbatches)]
+    def _collect(self, microbatches: list[Microbatch], of: Callable, defers: bool) -> list[Tensor]:
+        return self._run(microbatches, of, forward_only=True, defers=defers, collect=True)[: len(microbatches)]
 
     def _run(
-        self, microbatches: list[Microbatch], on_output: Callable, forward_only: bool, collect: bool = False
-    ) -> list:
-        """`on_output(batch, output, sharding)` of every microbatch, on the last stage."""
+        self, microbatches: list[Microbatch], on_output: Callable, forward_only: bool, defers: bool,
+        collect: bool = False,
+    ) -> list:  # fmt: skip
+        """`on_output(batch, output, sharding)` of every microbatch, on the last stage; `defers`: of deferred logits."""
         topology, config = self.topology, get_model_config(self.chunks[0])
         microbatches = self._filled_up(microbatches)
         shapes = [microbatch.shape(topology) for microbatch in microbatches]
@@ -98,11 +114,15 @@ class Runner:
             for microbatch in microbatches
         ]
 
+        head = DeferredHead.of(self.chunks, self.fused_head.chunk_tokens) if defers else None
+
         def forward_step(iterator: Iterator[tuple[Microbatch, ModelInput]], chunk: torch.nn.Module):
             microbatch, given = next(iterator)
             masked = {} if given.padding is None else {"padding_mask": given.padding_of(chunk, topology)}
             output = chunk(given.tokens, None, None, packed_seq_params=given.packing, **masked)
-            return output, lambda output, non_loss_data=False: on_output(microbatch.batch, output, given.sharding)
+            return output, lambda output, non_loss_data=False: on_output(
+                microbatch.batch, output if head is None else head.logits(output), given.sharding
+            )
 
         pipelined = topology.pipeline > 1
         if topology.virtual_pipeline > 1:
@@ -111,7 +131,7 @@ class Runner:
             forward_backward = schedules.forward_backward_pipelining_without_interleaving
         else:
             forward_backward = schedules.forward_backward_no_pipelining
-        with torch.set_grad_enabled(not forward_only):
+        with torch.set_grad_enabled(not forward_only), nullcontext() if head is None else head.waiting():
             results = forward_backward(
                 forward_step_func=forward_step,
                 data_iterator=[iter(prepared) for _ in self.chunks],
@@ -139,7 +159,7 @@ class Runner:
     def _loss_of(
         self,
         batch: BatchedDataDict,
-        output: Tensor,
+        output: Tensor | DeferredLogits,
         sharding: Sharding,
         *,
         loss_fn: LossFunction,
@@ -159,7 +179,14 @@ class Runner:
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), report
 
 
-def _stats(batch: BatchedDataDict, logits: Tensor, sharding: Sharding) -> LogprobStats:
+def _reads_deferred_logits(loss_fn: LossFunction) -> bool:
+    """Built losses say so; a loss with a call of its own may do anything with logits; others are given logprobs."""
+    if isinstance(loss_fn, Loss):
+        return loss_fn.reads_deferred_logits and type(loss_fn).__call__ is Loss.__call__
+    return True
+
+
+def _stats(batch: BatchedDataDict, logits: Tensor | DeferredLogits, sharding: Sharding) -> LogprobStats:
     mask = batch["token_mask"] * batch["sample_mask"][:, None] if "token_mask" in batch else None
     temperature = batch.get("temperature", 1.0)
     return next_token_stats(logits, batch["input_ids"], sharding, temperature=temperature, mask=mask)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from rl_megatron.certify.measurement import Difference, Measurement, compare, measure
 from rl_megatron.certify.reference import measure_in_one_process
-from rl_megatron.certify.workload import STANDARD_OBJECTIVES, Workload, small_batching
+from rl_megatron.certify.workload import SMALL_FUSED_HEAD, STANDARD_OBJECTIVES, Workload, small_batching
 from rl_megatron.config.schema import ModelConfig, ParallelConfig
 from rl_megatron.topology import platform, topology
 from tests.worker_pool import WorkerPool
@@ -51,6 +51,8 @@ class Factors(NamedTuple):
     uneven: bool
     window: int | None
     distributed_optimizer: bool
+    overlap: bool
+    fused_head: bool
 
     @property
     def ranks(self) -> int:
@@ -72,6 +74,8 @@ VALUES: dict[str, list[Any]] = {
     "uneven": [False, True],
     "window": [None, 5],
     "distributed_optimizer": [True, False],
+    "overlap": [True, False],
+    "fused_head": [True, False],
 }
 # Factors whose values exclude values of others; every value of the rest goes with everything.
 _BOUND = ("tensor", "sequence", "pipeline", "virtual_pipeline", "context", "expert", "data", "uneven")
@@ -157,6 +161,8 @@ class Layout:
         parts += ["uneven"] if f.uneven else []
         parts += [f"window{f.window}"] if f.window else []
         parts += ["distopt"] if f.distributed_optimizer else []
+        parts += ["overlap"] if f.overlap else []
+        parts += ["fused"] if f.fused_head else []
         return " ".join(parts)
 
     @property
@@ -177,9 +183,10 @@ class Layout:
         )  # fmt: skip
 
     def workload(self) -> Workload:
-        workload = Workload(self.model, STANDARD_OBJECTIVES)
-        optimizer = replace(workload.optimizer, distributed=self.factors.distributed_optimizer)
-        return replace(workload, optimizer=optimizer)
+        f = self.factors
+        optimizer = replace(Workload.optimizer, distributed=f.distributed_optimizer, overlap=f.overlap)
+        fused_head = SMALL_FUSED_HEAD if f.fused_head else None
+        return Workload(self.model, STANDARD_OBJECTIVES, optimizer=optimizer, fused_head=fused_head)
 
     @cached_property
     def reference(self) -> Workload:

@@ -65,6 +65,7 @@ def gradients(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
 
 
 def weights(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
+    policy.finish_training()
     return gather_full(policy.chunks)
 
 

@@ -1,0 +1,158 @@
+"""Which rows of hidden states are worked on together, how they come together, and how their gradients part again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renamed both.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """The rows that count, in chunks.
+
+    order [n]: the row that stands at each place, −1 where none does; None: all rows in their own order. Over `shards`
+    sequence-parallel ranks a chunk has equally many places for each rank's rows, rank after rank.
+    """
+
+    order: Tensor | None
+    chunks: tuple[slice, ...]
+    shards: int
+    local_rows: int
+
+    @classmethod
+    def of(cls, counts: Tensor, shards: int, chunk_tokens: int) -> ChunkPlan:
+        """From which of N rows count, [N] bool, each of `shards` ranks having N/shards of them in a row. Chunks are
+        equally long, at most `chunk_tokens` where that is no less than `shards`."""
+        local_rows = len(counts) // shards
+        per_rank = counts.view(shards, local_rows).sum(dim=1)
+        longest = int(per_rank.max()) if len(counts) else 0  # on a GPU this waits, once
+        num_chunks = -(-longest * shards // max(shards, chunk_tokens))
+        length = -(-longest // max(1, num_chunks))
+        edges = [min(length * i, longest) for i in range(num_chunks + 1)]
+        chunks = tuple(slice(shards * a, shards * b) for a, b in zip(edges, edges[1:], strict=False))
+        if shards == 1 and longest == len(counts):
+            return cls(None, chunks, 1, local_rows)
+        # Rows that count first, in their order, on each rank; then −1.
+        ranked = torch.argsort(~counts.view(shards, local_rows), dim=1, stable=True)[:, :longest]
+        missing = torch.arange(longest, device=counts.device) >= per_rank[:, None]
+        rows = ranked + local_rows * torch.arange(shards, device=counts.device)[:, None]
+        rows = rows.masked_fill(missing, -1)
+        order = torch.cat([rows[:, a:b].flatten() for a, b in zip(edges, edges[1:], strict=False)] or [rows.flatten()])
+        return cls(order, chunks, shards, local_rows)
+
+    @property
+    def longest(self) -> int:
+        """Rows of the longest chunk."""
+        return max((chunk.stop - chunk.start for chunk in self.chunks), default=0)
+
+    def select(self, x: Tensor, fill: float) -> Tensor:
+        """[N, …] → [n, …] in the plan's order, `fill` where no row stands."""
+        if self.order is None:
+            return x
+        picked = x[self.order.clamp(min=0)]
+        return picked.masked_fill((self.order < 0).view(-1, *(1 for _ in x.shape[1:])), fill)
+
+    def restore(self, x: Tensor, num_rows: int) -> Tensor:
+        """[n, …] in the plan's order → [N, …], 0 in rows that do not count. Differentiable."""
+        if self.order is None:
+            return x
+        places = torch.where(self.order < 0, num_rows, self.order)  # the last entry takes what stands for no row
+        return x.new_zeros(num_rows + 1, *x.shape[1:]).index_copy(0, places, x)[:num_rows]
+
+    def local(self, chunk: slice, rank: int) -> Tensor | slice:
+        """Which of the rank's own rows stand in the chunk, −1 where none does; a slice where all do."""
+        if self.order is None:
+            return chunk
+        length = (chunk.stop - chunk.start) // self.shards
+        rows = self.order[chunk.start + rank * length : chunk.start + (rank + 1) * length]
+        return torch.where(rows < 0, -1, rows - rank * self.local_rows)
+
+
+@dataclass(frozen=True)
+class HiddenChunks:
+    """A plan's chunks of hidden states [N, H], which with `group` are cut over its ranks: [N/tp, H] on each."""
+
+    plan: ChunkPlan
+    group: dist.ProcessGroup | None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else self.group.rank()
+
+    def of(self, hidden: Tensor, reverse: bool = False) -> Iterator[tuple[slice, Tensor]]:
+        """(rows of the plan, their hidden states [n, H]) of each chunk. The next one is gathered meanwhile."""
+        chunks = self.plan.chunks[::-1] if reverse else self.plan.chunks
+        coming = [self._start(hidden, chunk) for chunk in chunks[:1]]
+        for index, chunk in enumerate(chunks):
+            states, handle = coming.pop()
+            if handle is not None:
+                handle.wait()
+            if index + 1 < len(chunks):
+                coming.append(self._start(hidden, chunks[index + 1]))
+            yield chunk, states
+
+    def _start(self, hidden: Tensor, chunk: slice) -> tuple[Tensor, dist.Work | None]:
+        rows = self.plan.local(chunk, self.rank)
+        if isinstance(rows, slice):
+            return hidden[rows], None
+        mine = hidden.index_select(0, rows.clamp(min=0))
+        if self.group is None:
+            return mine, None
+        mine.masked_fill_((rows < 0)[:, None], 0.0)  # a row that is left out may hold anything, and 0 · NaN is NaN
+        states = hidden.new_empty(chunk.stop - chunk.start, hidden.shape[1])
+        return states, _gather(states, mine, group=self.group, async_op=True)
+
+    def gradient(self, hidden: Tensor, tp_group: dist.ProcessGroup | None) -> HiddenGradient:
+        return HiddenGradient(self, hidden, tp_group)
+
+
+class HiddenGradient:
+    """dL/dhidden [N, H], from what each chunk's rows say on each rank of `tp_group` (None: on this one alone)."""
+
+    def __init__(self, chunks: HiddenChunks, hidden: Tensor, tp_group: dist.ProcessGroup | None):
+        self._plan, self._chunks, self._tp_group = chunks.plan, chunks, tp_group
+        self._pending: tuple[dist.Work | None, Tensor, Tensor | slice, Tensor] | None = None
+        num_rows = hidden.shape[0]
+        if self._plan.order is None:
+            self._whole = torch.empty_like(hidden)
+        else:
+            self._whole = hidden.new_zeros(num_rows + 1, hidden.shape[1])  # the last row takes what stands for no row
+        self._sum = self._whole[:num_rows]
+
+    def add(self, chunk: slice, dz: Tensor, weight: Tensor) -> None:
+        """Starts the sum over ranks of dz·W [n, H]; the one before is finished first."""
+        self._settle()
+        rows = self._plan.local(chunk, self._chunks.rank)
+        if isinstance(rows, slice):
+            part = torch.mm(dz, weight, out=self._sum[rows])
+        else:
+            part = torch.mm(dz, weight)
+        if self._chunks.group is not None:
+            mine = part.new_empty(len(rows), part.shape[1])
+            handle = _reduce_scatter(mine, part, group=self._chunks.group, async_op=True)
+        else:
+            mine = part
+            handle = None if self._tp_group is None else dist.all_reduce(mine, group=self._tp_group, async_op=True)
+        self._pending = (handle, mine, rows, part)  # what is under way must not be freed
+
+    def finish(self) -> Tensor:
+        self._settle()
+        return self._sum
+
+    def _settle(self) -> None:
+        if self._pending is None:
+            return
+        handle, mine, rows, _ = self._pending
+        self._pending = None
+        if handle is not None:
+            handle.wait()
+        if not isinstance(rows, slice):
+            self._whole.index_copy_(0, torch.where(rows < 0, len(self._whole) - 1, rows), mine)

@@ -1,0 +1,245 @@
+"""`linear_logprobs`: a language model's head and the logprob kernels in one operator, whose logits never all exist."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rl_megatron.logprobs.api import (
+    IGNORE_INDEX,
+    LogprobStats,
+    check_shapes,
+    choose_kernels,
+    row_temperature,
+    vocab_shard,
+)
+from rl_megatron.logprobs.chunks import ChunkPlan, HiddenChunks
+from rl_megatron.logprobs.vocab_parallel import Upstream, merge, own_logits
+
+# Logits of a chunk. On a GPU 512 MiB in bf16: thousands of rows, so that reading the weights for each chunk is nothing
+# beside the products. On a CPU 32 MiB: a hundred rows of the largest vocabularies are as good as more.
+CHUNK_ELEMENTS_CPU = 1 << 24
+CHUNK_ELEMENTS_CUDA = 1 << 28
+
+# fp32 copies of a chunk's gradient where a product cannot add 16-bit factors to an fp32 sum (CPU).
+_WIDENED_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True)
+class DeferredLogits:
+    """A language model's output whose logits have not been computed: what it says of them is read by `linear_logprobs`.
+
+    hidden [S, B, H], the head's input; under sequence parallelism this rank's part of its first dimension, of
+    `sequence_shards` parts. weight [V/tp, H], the head's. chunk_tokens: see `linear_logprobs`.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    sequence_shards: int
+    chunk_tokens: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """[B, S, V/tp], the logits'."""
+        return self.hidden.shape[1], self.hidden.shape[0] * self.sequence_shards, self.weight.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    tp_group: dist.ProcessGroup | None = None,
+    *,
+    vocab_range: tuple[int, int] | None = None,
+    valid_vocab_size: int | None = None,
+    temperature: float | Tensor = 1.0,
+    ignore_index: int = IGNORE_INDEX,
+    entropy: bool = False,
+    gather_ids: Tensor | None = None,
+    backend: str = "auto",
+    chunk_tokens: int | None = None,
+    sequence_parallel: bool = False,
+) -> LogprobStats:
+    """`vocab_parallel_logprobs(hidden · weightᵀ, targets, …)`, the logits living a chunk of tokens at a time.
+
+        forward, chunk by chunk:   z = h·Wᵀ → (m, s, t, z_y) of each row → forgotten
+        backward, chunk by chunk:  z = h·Wᵀ again → dz in its place → dh = dz·W,  dW += dzᵀ·h
+
+    The last chunk's logits are kept from forward to backward, which takes it first. Rows with target `ignore_index`
+    are left out of every product. Memory beyond the results, dh and dW: one chunk, and 64 bytes a token.
+
+    Collectives over `tp_group`: forward as `vocab_parallel_logprobs`, once and not per chunk. Backward sums each
+    chunk's dh over the ranks while dW's product runs. With `sequence_parallel` every chunk of hidden states is
+    gathered, both ways, and the sums are scattered: whole hidden states never exist.
+
+    dW is summed in fp32. Where megatron-core's DDP keeps a `main_grad` for the weight it is added there directly, and
+    autograd gets megatron-core's placeholder for it (`torch.autograd.grad` of such a weight is meaningless).
+
+    Shapes: hidden [..., H], with sequence_parallel [n/tp, ..., H] of [n, ..., H]; weight [V_local, H] of the same
+        dtype; targets [...], whole. Results as in `vocab_parallel_logprobs`.
+    Args: chunk_tokens: rows of a chunk (default: as many as make 512 MiB of bf16 logits, on a CPU 32 MiB).
+        backend: of the kernels; the products are torch's. The rest as in `vocab_parallel_logprobs`.
+    Raises: ValueError for shapes that do not fit, and as `vocab_parallel_logprobs`.
+    On a GPU, finding the rows to leave out waits once for the device.
+    Source: chunking as in Liger Kernel (Hsu et al. 2024, arXiv:2410.10989); the statistics' merge is our own.
+    """
+    shards = tp_group.size() if sequence_parallel and tp_group is not None else 1
+    _check_linear_shapes(hidden, weight, targets, shards)
+    check_shapes(torch.Size((*targets.shape, len(weight))), targets, gather_ids)
+    shard = vocab_shard(weight.shape[0], tp_group, vocab_range, valid_vocab_size)
+    kernels = choose_kernels(backend)
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1; None leaves the choice to the kernel")
+    width = torch.promote_types(hidden.dtype, torch.float32)
+    temperatures = row_temperature(temperature, targets, list(range(targets.dim())), width)
+    flat = targets.flatten()
+    plan = ChunkPlan.of(flat != ignore_index, shards, chunk_tokens or _chunk_tokens(weight))
+
+    selected = plan.select(flat, ignore_index)
+    outputs = _LinearStats.apply(
+        hidden.flatten(0, -2),
+        weight,
+        selected,
+        None if gather_ids is None else plan.select(gather_ids.flatten(0, -2), 0),
+        None if temperatures is None else plan.select(temperatures, 1.0),
+        selected == ignore_index,
+        HiddenChunks(plan, tp_group if shards > 1 else None),
+        shard,
+        entropy,
+        kernels,
+    )
+    whole = (None if output is None else plan.restore(output, flat.numel()) for output in outputs)
+    return LogprobStats(*(None if x is None else x.view(*targets.shape, *x.shape[1:]) for x in whole))
+
+
+def _check_linear_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, shards: int) -> None:
+    if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or hidden.dtype != weight.dtype:
+        raise ValueError(
+            f"weight must be [V_local, H] in the hidden states' dtype: hidden {tuple(hidden.shape)} {hidden.dtype}, "
+            f"weight {tuple(weight.shape)} {weight.dtype}"
+        )
+    leading = (hidden.shape[0] * shards, *hidden.shape[1:-1]) if hidden.dim() > 1 else ()
+    if hidden.dim() < 2 or tuple(targets.shape) != leading:
+        over = f" over {shards} sequence parallel ranks" if shards > 1 else ""
+        raise ValueError(
+            f"targets must have the hidden states' leading shape{over}: targets {tuple(targets.shape)}, "
+            f"hidden {tuple(hidden.shape)}"
+        )
+
+
+def _chunk_tokens(weight: Tensor) -> int:
+    on_cpu = weight.device.type == "cpu"
+    tokens = (CHUNK_ELEMENTS_CPU if on_cpu else CHUNK_ELEMENTS_CUDA) // max(1, weight.shape[0])
+    return max(1, tokens) if on_cpu else max(1024, tokens // 1024 * 1024)
+
+
+class _LinearStats(torch.autograd.Function):
+    """(logprobs [n], entropy [n] or None, gathered [n, K] or None) of the plan's n rows, in its order."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, gather_ids, temperature, ignored, chunks, shard, entropy, kernels):
+        columns = shard.columns(targets)
+        gather_columns = None if gather_ids is None else shard.columns(gather_ids)
+        width = torch.promote_types(hidden.dtype, torch.float32)
+        stats = hidden.new_empty(len(targets), 4, dtype=width)
+        gathered = None if gather_ids is None else hidden.new_empty(gather_ids.shape, dtype=width)
+        scratch = hidden.new_empty(chunks.plan.longest, weight.shape[0])
+        for rows, h in chunks.of(hidden):
+            logits = torch.mm(h, weight.t(), out=scratch[: len(h)])
+            rows_temperature = None if temperature is None else temperature[rows]
+            stats[rows] = kernels.row_stats(
+                logits, columns[rows], shard.num_columns, rows_temperature, entropy, ~ignored[rows]
+            )
+            if gathered is not None:
+                gathered[rows] = own_logits(logits, gather_columns[rows], rows_temperature, shard, kernels)
+        if gathered is not None and shard.is_parallel:
+            dist.all_reduce(gathered, group=shard.group)
+        found = merge(stats, gathered, targets, gather_ids, ignored, shard, entropy)
+
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(
+            hidden, weight, columns, gather_columns, temperature, found.row_max, found.log_sum, found.entropy,
+            found.active,
+        )  # fmt: skip
+        ctx.chunks, ctx.shard, ctx.kernels = chunks, shard, kernels
+        ctx.last_logits = scratch if any(ctx.needs_input_grad[:2]) else None
+        return found.logprobs, found.entropy, found.gathered
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        unused = (None,) * 8
+        if all(grad is None for grad in grads):
+            return None, None, *unused
+        hidden, weight, columns, gather_columns, temperature, row_max, log_sum, entropy, active = ctx.saved_tensors
+        upstream = Upstream.of(*grads, columns, gather_columns, entropy, active)
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        sum_group = ctx.shard.group if ctx.shard.is_parallel else None
+        hidden_grad = ctx.chunks.gradient(hidden, sum_group) if wants_hidden else None
+        weight_grad = _WeightGradient(weight) if wants_weight else None
+        last_logits, ctx.last_logits = ctx.last_logits, None
+        scratch = hidden.new_empty(ctx.chunks.plan.longest, len(weight)) if last_logits is None else last_logits
+        for rows, h in ctx.chunks.of(hidden, reverse=True):
+            logits = scratch[: len(h)]
+            if last_logits is None:
+                torch.mm(h, weight.t(), out=logits)
+            last_logits = None  # only the first chunk's are there
+            rows_temperature = None if temperature is None else temperature[rows]
+            ctx.kernels.write_row_gradients(
+                logits, logits, ctx.shard.num_columns, rows_temperature, row_max[rows], log_sum[rows],
+                *upstream.rows(rows),
+            )  # fmt: skip
+            if hidden_grad is not None:
+                hidden_grad.add(rows, logits, weight)  # its sum over ranks is under way while dW's product runs
+            if weight_grad is not None:
+                weight_grad.add(logits, h)
+        scratch = logits = None  # before the placeholder for dW, which is as large
+        return (
+            None if hidden_grad is None else hidden_grad.finish(),
+            None if weight_grad is None else weight_grad.finish(),
+            *unused,
+        )
+
+
+class _WeightGradient:
+    """dW, summed over chunks in fp32: into the weight's `main_grad` where megatron-core's DDP keeps one."""
+
+    def __init__(self, weight: Tensor):
+        self._weight = weight
+        self._in_main_grad = getattr(weight, "main_grad", None) is not None and hasattr(
+            weight, "grad_added_to_main_grad"
+        )
+        if self._in_main_grad:
+            self._sum = weight.main_grad
+        else:
+            self._sum = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+
+    def add(self, dz: Tensor, hidden: Tensor) -> None:
+        """dzᵀ·h, of [n, V_local] and [n, H]."""
+        if self._sum.dtype == dz.dtype:
+            self._sum.addmm_(dz.t(), hidden)
+        elif dz.device.type == "cuda":
+            torch.addmm(self._sum, dz.t(), hidden, out_dtype=self._sum.dtype, out=self._sum)
+        else:
+            hidden = hidden.to(self._sum.dtype)
+            step = max(1, _WIDENED_ELEMENTS // max(1, len(dz)))
+            for start in range(0, dz.shape[1], step):
+                columns = slice(start, start + step)
+                self._sum[columns].addmm_(dz[:, columns].to(self._sum.dtype).t(), hidden)
+
+    def finish(self) -> Tensor:
+        if not self._in_main_grad:
+            return self._sum.to(self._weight.dtype)
+        # As megatron-core's own linear layers: DDP's hook must run, and must not add a second time. Where the weight is
+        # the embedding too, the hook adds what autograd brings, which is then the embedding's gradient plus this.
+        self._weight.grad_added_to_main_grad = True
+        zero_out = getattr(self._weight, "zero_out_wgrad", False)
+        return torch.zeros_like(self._weight) if zero_out else torch.empty_like(self._weight)

@@ -1,0 +1,58 @@
+"""A language model whose head waits: the model gives the head's input, and the losses take the logits they need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from rl_megatron.logprobs import DeferredLogits
+from rl_megatron.model.build import unwrap
+from rl_megatron.model.score_head import ScoreHead
+
+
+@dataclass(frozen=True)
+class DeferredHead:
+    """The head of the model's last stage, where this rank has it and it is a language model's.
+
+    The head is still called as the module that it is: whatever hooks it has (megatron-core's DDP waits in one for
+    parameters that are being gathered) run in their place.
+    """
+
+    model: GPTModel
+    sequence_shards: int  # parts of its input's first dimension over sequence-parallel ranks
+    chunk_tokens: int | None
+
+    @classmethod
+    def of(cls, chunks: list[torch.nn.Module], chunk_tokens: int | None) -> DeferredHead | None:
+        """None where no chunk of this rank has a language model's head."""
+        for chunk in chunks:
+            model = unwrap(chunk)
+            if model.post_process and not isinstance(model.output_layer, ScoreHead):
+                shards = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
+                return cls(model, shards, chunk_tokens)
+        return None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within, the model gives the head's input [S, B, H] in the place of logits [B, S, V/tp]."""
+        head = self.model.output_layer
+
+        def forward(hidden: Tensor, weight: Tensor | None = None, **unused) -> tuple[Tensor, None]:
+            return hidden.transpose(0, 1), None  # the model transposes what the head gives: hidden again, uncopied
+
+        head.forward = forward  # on the instance, before the class's own
+        try:
+            yield
+        finally:
+            del head.forward
+
+    def logits(self, hidden: Tensor) -> DeferredLogits:
+        """Of what the waiting model gave."""
+        head, shared = self.model.output_layer, self.model.share_embeddings_and_output_weights
+        weight = self.model.shared_embedding_or_output_weight() if shared else head.weight
+        return DeferredLogits(hidden, weight, self.sequence_shards, self.chunk_tokens)

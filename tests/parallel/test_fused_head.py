@@ -1,0 +1,92 @@
+"""Policies with `train.fused_head` and `optimizer.overlap`: what the grid does not show of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from rl_megatron import log
+from rl_megatron.certify.workload import SMALL_FUSED_HEAD, batch_of_all_kinds
+from rl_megatron.generation.interfaces import Sampling
+from rl_megatron.generation.megatron import MegatronEngine
+from rl_megatron.losses import ClippedPGLossFn, NLLLoss
+from rl_megatron.model.build import unwrap
+from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, MODEL, OPTIMIZER, VOCAB_SIZE, build_policy, weights
+
+OVERLAPPED = replace(DISTRIBUTED_OPTIMIZER, overlap=True)
+
+
+class OwnCall(NLLLoss):
+    """A loss that looks at logits before its formula does."""
+
+    def __call__(self, output, *args, **kwargs):
+        assert output.dim() == 3
+        return super().__call__(output, *args, **kwargs)
+
+
+def without_whole_logits(parallel):
+    """Trains and asks for logprobs while the head's own product is forbidden; then generates, which needs it."""
+    policy = build_policy(parallel, fused_head=SMALL_FUSED_HEAD)
+    batch = batch_of_all_kinds(VOCAB_SIZE, seed=1)
+    head = unwrap(policy.chunks[-1]).output_layer
+    own_class = type(head)
+    head.__class__ = type("Forbidden", (own_class,), {"forward": mock.Mock(side_effect=AssertionError("whole logits"))})
+    policy.train(batch, ClippedPGLossFn({}), gbs=12)
+    policy.get_logprobs(batch)
+    head.__class__ = own_class
+    assert "forward" not in vars(head)
+    rollouts = MegatronEngine(policy).generate([[1, 2, 3]], Sampling(4, 1.0, 0, 1.0, ()), seed=0)
+    found = policy.get_logprobs(rollouts)["logprobs"]
+    torch.testing.assert_close(found * rollouts["token_mask"], rollouts["generation_logprobs"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("size", "parallel"), [(1, {}), (2, {"tensor": 2, "sequence": True})], ids=["one", "tp2-sp"])
+def test_whole_logits_never_exist(ranks, size, parallel):
+    ranks.run(size, without_whole_logits, parallel)
+
+
+def reading_whole_logits():
+    batch, messages = batch_of_all_kinds(VOCAB_SIZE, seed=1), []
+    with mock.patch.object(log.LOGGER, "warning", messages.append):
+        fused = build_policy({}, fused_head=SMALL_FUSED_HEAD)
+        reports = [policy.train(batch, OwnCall(), gbs=12) for policy in (fused, fused, build_policy({}))]
+    assert reports[0] == reports[2]
+    assert [message for message in messages if "OwnCall" in message] == [
+        "OwnCall reads whole logits: the fused head is off for it"
+    ]
+
+
+def test_a_loss_with_a_call_of_its_own_is_given_logits_and_that_is_said_once(ranks):
+    ranks.run(1, reading_whole_logits)
+
+
+def two_steps(parallel, optimizer, fused_head, precision):
+    """Logprobs right after two steps, and the weights then."""
+    policy = build_policy(parallel, MODEL, optimizer, precision=precision, fused_head=fused_head)
+    batch = batch_of_all_kinds(VOCAB_SIZE, seed=1)
+    reports = [policy.train(batch, NLLLoss(), gbs=6) for _ in range(2)]
+    logprobs = policy.get_logprobs(batch)["logprobs"]
+    return [report["loss"] for report in reports], logprobs, weights(policy)
+
+
+@pytest.mark.parametrize("fused_head", [None, SMALL_FUSED_HEAD], ids=["whole", "fused"])
+@pytest.mark.parametrize("optimizer", [OVERLAPPED, replace(OPTIMIZER, overlap=True)], ids=["distributed", "plain"])
+def test_overlapped_gathers_and_sums_change_nothing(ranks, optimizer, fused_head):
+    losses, logprobs, after = ranks.run(1, two_steps, {}, OPTIMIZER, None, "fp32")[0]
+    found = ranks.run(4, two_steps, {"tensor": 2}, optimizer, fused_head, "fp32")[0]
+    assert found[0] == pytest.approx(losses, rel=1e-5)
+    torch.testing.assert_close(found[1], logprobs, rtol=1e-5, atol=1e-5)
+    for name, weight in after.items():
+        torch.testing.assert_close(found[2][name], weight, rtol=1e-4, atol=1e-5)
+
+
+def test_in_bf16_it_is_as_near_to_fp32_as_whole_logits_are(ranks):
+    _, exact, _ = ranks.run(1, two_steps, {}, OPTIMIZER, None, "fp32")[0]
+    whole, fused = (
+        ranks.run(2, two_steps, {"tensor": 2}, OPTIMIZER, fused_head, "bf16")[0][1]
+        for fused_head in (None, SMALL_FUSED_HEAD)
+    )
+    assert (fused - exact).abs().mean() <= 1.2 * (whole - exact).abs().mean()
