@@ -191,7 +191,9 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--model", default="micro", help="a preset of configs/model")
     made.add_argument("--layout", nargs="*", default=[], metavar="KEY=VALUE", help="keys of parallel: tensor=2")
-    made.add_argument("--vocab-size", type=int, default=4096)
+    made.add_argument(
+        "--vocab-size", type=int, default=4096, help="a multiple of 64: bare megatron-core counts padding"
+    )
     made.add_argument("--tokens", type=int, default=8192, help="of a global batch, padding included")
     made.add_argument("--length", type=int, default=256, help="of the longest row")
     made.add_argument("--micro-batch-tokens", type=int, default=2048, help="of a microbatch, padding included")

@@ -9,10 +9,7 @@ from torch import Tensor
 
 from benchmarks.logprobs.cases import Problem
 from benchmarks.logprobs.variants import Outputs, Variant
-from rl_megatron import logprobs as _lp
-from rl_megatron.logprobs import vocab_parallel_logprobs
-
-linear_logprobs = getattr(_lp, "linear_logprobs", None)
+from rl_megatron.logprobs import linear_logprobs, vocab_parallel_logprobs
 
 _CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}  # 32 MiB and 512 MiB in bf16
 
@@ -24,8 +21,8 @@ def chunk_tokens(weight: Tensor) -> int:
 
 def fused_variants(device: torch.device) -> list[Variant]:
     """Ours first."""
-    variants = [Variant("rl_megatron linear_logprobs", _linear, ("fused",), is_ours=True)] if linear_logprobs else []
-    variants += [
+    variants = [
+        Variant("rl_megatron linear_logprobs", _linear, ("fused",), is_ours=True),
         Variant("its products alone", _products, ("fused",), is_products=True),
         Variant("matmul, rl_megatron", _matmul_ours, ("fused",)),
         Variant("matmul, torch log_softmax", _matmul_plain, ("fused",), any_tensor=False),
