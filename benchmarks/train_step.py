@@ -46,7 +46,7 @@ from rl_megatron.model.build import build_model
 from rl_megatron.policy.batching import Batching
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.policy.optimizer import build_optimizer, wrap_for_gradients
-from rl_megatron.schedule import Microbatch
+from rl_megatron.schedule import FusedHead, Microbatch
 from rl_megatron.schedule.microbatch import ModelInput
 from rl_megatron.topology import platform, topology
 from rl_megatron.topology.topology import Topology
@@ -153,12 +153,12 @@ class Figures:
 
 def measure(
     model: ModelConfig, layout: Topology, vocab_size: int, precision: str, batching: Batching, batch: BatchedDataDict,
-    steps: int,
+    steps: int, fused_head: FusedHead | None = None,
 ) -> Figures:  # fmt: skip
     """`steps` of each, in turn, after one that is not timed; collective."""
     policy = MegatronPolicy(
         model, layout, vocab_size=vocab_size, precision=precision, seed=_SEED, optimizer=_OPTIMIZER,
-        total_steps=steps + 1, global_batch_size=batch.size, batching=batching,
+        total_steps=steps + 1, global_batch_size=batch.size, batching=batching, fused_head=fused_head,
     )  # fmt: skip
     loss_fn = build_loss("clipped_pg", {"reference_policy_kl_penalty": 0.0})
     batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
@@ -198,6 +198,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--length", type=int, default=256, help="of the longest row")
     made.add_argument("--micro-batch-tokens", type=int, default=2048, help="of a microbatch, padding included")
     made.add_argument("--packed", action="store_true", help="pack the rows instead of padding them")
+    made.add_argument("--fused-head", action="store_true", help="of the GRPO step: train.fused_head")
     made.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     made.add_argument("--steps", type=int, default=15, help="timed steps of each")
@@ -218,7 +219,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         layout = topology.build(parallel, platform.start(options.device), _SEED)
         batching = Batching("packed" if options.packed else "padded", micro_rows, options.micro_batch_tokens)
         batch = rollouts(options.vocab_size, rows, options.length, prompt=options.length // 8)
-        figures = measure(config.model, layout, options.vocab_size, options.precision, batching, batch, options.steps)
+        figures = measure(
+            config.model, layout, options.vocab_size, options.precision, batching, batch, options.steps,
+            FusedHead() if options.fused_head else None,
+        )  # fmt: skip
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1
@@ -229,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report(figures: Figures, layout: Topology, options: argparse.Namespace) -> None:
-    kind = "packed" if options.packed else "padded"
+    kind = ("packed" if options.packed else "padded") + ", fused head" * options.fused_head
     made = Table(title=f"{options.model}, {options.precision}, {kind}, {layout.describe()}", title_justify="left")
     for name in ("", "median step", "gradient norm, first step"):
         made.add_column(name, justify="right" if name else "left")

@@ -195,7 +195,7 @@ def test_the_peak_is_what_was_alive_at_once():
     assert counters.peak == 2 * x.nbytes and counters.live == kept.untyped_storage().nbytes()
 
 
-@pytest.mark.parametrize("options", [[], ["--packed", "--precision", "bf16"]], ids=["padded", "packed"])
+@pytest.mark.parametrize("options", [[], ["--packed", "--precision", "bf16", "--fused-head"]], ids=["padded", "packed"])
 def test_a_grpo_step_has_the_gradient_of_the_bare_step(options, tmp_path):
     small = ["--model", "nano", "--vocab-size", "256", "--tokens", "256", "--length", "32", "--steps", "1"]
     command = [sys.executable, "benchmarks/train_step.py", "--device", "cpu", "--micro-batch-tokens", "128"]

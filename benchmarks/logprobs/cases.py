@@ -15,7 +15,7 @@ Mode = Literal["logprob", "entropy", "gather", "inference", "fused"]
 MODES: tuple[Mode, ...] = ("logprob", "entropy", "gather", "inference", "fused")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _CHECKED_ROWS = 16  # of which the gradient is compared with fp64
-_EXACT_ELEMENTS = 1 << 22  # of an fp64 block
+_EXACT_ELEMENTS = 1 << 24  # of an fp64 block
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ _CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}  # 32 MiB and 512 MiB in bf16
 
 
 def chunk_tokens(weight: Tensor) -> int:
-    """Rows of a chunk, the same for `linear_logprobs` and for the products alone."""
-    return max(1, _CHUNK_LOGITS[weight.device.type] // len(weight))
+    """Rows of a chunk: what `linear_logprobs` takes by itself, so that the products alone have the same."""
+    tokens = _CHUNK_LOGITS[weight.device.type] // len(weight)
+    return max(1, tokens) if weight.device.type == "cpu" else max(1024, tokens // 1024 * 1024)
 
 
 def fused_variants(device: torch.device) -> list[Variant]:
