@@ -164,7 +164,7 @@ def _model(
         global_batch_size=config.train.global_batch_size,
         batching=Batching(config.train.batching, config.train.micro_batch_size, config.train.micro_batch_tokens),
         head=head,
-        fused_head=FusedHead(config.train.fused_head_tokens) if config.train.fused_head else None,
+        fused_head=FusedHead() if config.train.fused_head else None,
     )
     if weights is not None:
         model.load_checkpoint(weights, weights_only=True)

@@ -105,10 +105,9 @@ class TrainConfig:
     batching: Literal["padded", "dynamic", "packed"] = "padded"
     micro_batch_size: Positive = 8  # rows per forward pass on one rank; dynamic and packed go by tokens
     micro_batch_tokens: Positive = 4096  # token budget of a dynamic or packed microbatch; every row, or pair, must fit
-    # Losses and logprobs read the logits a chunk of tokens at a time, out of the model's last hidden states: whole
-    # logits never exist, and are computed a second time in backward.
+    # Losses and logprobs read the logits a chunk of tokens at a time (512 MiB of bf16, on a CPU 32 MiB), out of the
+    # model's last hidden states: whole logits never exist, and are computed a second time in backward.
     fused_head: bool = False
-    fused_head_tokens: Positive | None = None  # tokens of a chunk; null: 512 MiB of bf16 logits, on a CPU 32 MiB
     seed: NonNegative = 0
     eval_every: NonNegative = 0  # steps between evaluations; 0: only before the first step and after the last
     save_every: NonNegative = 0  # steps between checkpoints; 0: only at the end

@@ -64,7 +64,7 @@ class MegatronPolicy(PolicyInterface):
         self.seed = seed
         self.global_batch_size = global_batch_size
         self.batching = batching
-        self.fused_head = fused_head if head == "lm" else None
+        self.fused_head = fused_head if head == "lm" else None  # a score head has no logits
         self._cost = SequenceCost.of_model(model, vocab_size)
         self.chunks = build_model(model, topology, vocab_size=vocab_size, precision=precision, seed=seed, head=head)
         self.optimizer = self.scheduler = None

@@ -49,8 +49,10 @@ def certify_with(tmp_path, breakage: str, *arguments: str) -> subprocess.Complet
 
 
 def test_a_layout_that_holds(tmp_path):
-    done = command(tmp_path, "certify", "experiment=quickstart", "parallel.tensor=2", "train.batching=packed", ranks=2)
+    leaner = ("train.batching=packed", "train.fused_head=true", "optimizer.overlap=true")
+    done = command(tmp_path, "certify", "experiment=quickstart", "parallel.tensor=2", *leaner, ranks=2)
     assert done.status == 0, done.err
+    assert "fused head, overlapped, cpu; against one process" in done.out
     assert "This layout gives what one process gives" in done.out and "DIFFERS" not in done.out
     for said in (
         "pretrain, sft",

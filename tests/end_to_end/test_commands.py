@@ -102,6 +102,17 @@ def test_two_ranks_give_the_numbers_of_one(tmp_path, forks):
         assert two == pytest.approx(one, rel=1e-4, abs=1e-6)
 
 
+def test_the_fused_head_and_overlap_give_the_numbers_of_whole_logits(tmp_path, forks):
+    leaner = ("train.fused_head=true", "optimizer.overlap=true")
+    for name, settings in {"whole": (), "fused": leaner}.items():
+        given = ("parallel.tensor=2", "parallel.sequence=true", *settings, f"output_dir={name}")
+        done = forks.run_ranks(tmp_path, "train", *GRPO, *given, ranks=4)
+        assert [rank.status for rank in done] == [0] * 4, done
+    for whole, fused in zip(metrics(tmp_path / "whole"), metrics(tmp_path / "fused"), strict=True):
+        assert (fused.pop("stage"), fused.pop("kind")) == (whole.pop("stage"), whole.pop("kind"))
+        assert fused == pytest.approx(whole, rel=1e-5, abs=1e-6)
+
+
 @pytest.mark.parametrize("settings", [TINY, GRPO], ids=["sft", "grpo"])
 def test_packed_and_dynamic_microbatches_give_the_numbers_of_padded_ones(tmp_path, forks, settings):
     found = {}
