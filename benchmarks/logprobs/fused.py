@@ -73,7 +73,8 @@ def _products(problem: Problem, hidden: Tensor, weight: Tensor) -> Outputs:
 
 class _Products(torch.autograd.Function):
     """The matrix products of `linear_logprobs` and nothing else: chunks of logits; in backward all but the last again,
-    and both gradients, the weight's added up in fp32 chunk by chunk."""
+    and both gradients, the weight's added up in fp32 chunk by chunk. On a CPU, which has no product of 16-bit factors
+    with an fp32 sum, of fp32 zeros in their place."""
 
     @staticmethod
     def forward(ctx, hidden, weight, rows):
@@ -89,11 +90,18 @@ class _Products(torch.autograd.Function):
         hidden, weight, logits = ctx.saved_tensors
         hidden_grad, chunks = torch.empty_like(hidden), hidden.split(ctx.rows)
         pairs = list(zip(chunks, hidden_grad.split(ctx.rows), strict=True))
-        weight_grad = None
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32)
+        zeros = None
+        if not hidden.is_cuda and weight.dtype != torch.float32:
+            zeros = weight_grad.new_zeros(ctx.rows, len(weight)), weight_grad.new_zeros(ctx.rows, weight.shape[1])
         for index, (chunk, chunk_grad) in enumerate(reversed(pairs)):
             if index:
                 logits = chunk @ weight.T
             torch.mm(logits, weight, out=chunk_grad)
-            part = logits.T @ chunk
-            weight_grad = part.float() if weight_grad is None else weight_grad.add_(part)
+            if zeros is not None:
+                weight_grad.addmm_(zeros[0][: len(chunk)].T, zeros[1][: len(chunk)])
+            elif weight.dtype != torch.float32:
+                torch.addmm(weight_grad, logits.T, chunk, out_dtype=torch.float32, out=weight_grad)
+            else:
+                weight_grad.addmm_(logits.T, chunk)
         return hidden_grad, weight_grad.to(weight.dtype), None
