@@ -1,4 +1,5 @@
-"""A language model whose head waits: the model gives the head's input, and the losses take the logits they need."""
+"""What a language model's head gives the losses: its input, from which they take the logits they need, or the logits
+as they are."""
 
 from __future__ import annotations
 
@@ -30,15 +31,14 @@ class DeferredHead:
     @classmethod
     def of(cls, chunks: list[torch.nn.Module], chunk_tokens: int | None) -> DeferredHead | None:
         """None where no chunk of this rank has a language model's head."""
-        for chunk in chunks:
-            model = unwrap(chunk)
-            if model.post_process and not isinstance(model.output_layer, ScoreHead):
-                shards = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
-                return cls(model, shards, chunk_tokens)
-        return None
+        model = _model_with_head(chunks)
+        if model is None:
+            return None
+        shards = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
+        return cls(model, shards, chunk_tokens)
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def in_use(self) -> Iterator[None]:
         """Within, the model gives the head's input [S, B, H] in the place of logits [B, S, V/tp]."""
         head = self.model.output_layer
 
@@ -52,7 +52,46 @@ class DeferredHead:
             del head.forward
 
     def logits(self, hidden: Tensor) -> DeferredLogits:
-        """Of what the waiting model gave."""
+        """Of what the model gave."""
         head, shared = self.model.output_layer, self.model.share_embeddings_and_output_weights
         weight = self.model.shared_embedding_or_output_weight() if shared else head.weight
         return DeferredLogits(hidden, weight, self.sequence_shards, self.chunk_tokens)
+
+
+@dataclass(frozen=True)
+class UncopiedHead:
+    """The head of the model's last stage, whose logits [S, B, V/tp] the losses see as [B, S, V/tp]. Left to itself the
+    model copies them into that order, and autograd copies their gradient back."""
+
+    model: GPTModel
+
+    @classmethod
+    def of(cls, chunks: list[torch.nn.Module]) -> UncopiedHead | None:
+        """None where no chunk of this rank has a language model's head."""
+        model = _model_with_head(chunks)
+        return None if model is None else cls(model)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Within, the model gives [S, B, V/tp]."""
+        head = self.model.output_layer
+        compute = head.forward
+
+        def forward(*args, **kwargs) -> tuple[Tensor, Tensor | None]:
+            logits, bias = compute(*args, **kwargs)
+            return logits.transpose(0, 1), bias  # the model transposes what the head gives: as it was, uncopied
+
+        head.forward = forward
+        try:
+            yield
+        finally:
+            del head.forward
+
+    def logits(self, output: Tensor) -> Tensor:
+        """[B, S, V/tp], a view of what the model gave."""
+        return output.transpose(0, 1)
+
+
+def _model_with_head(chunks: list[torch.nn.Module]) -> GPTModel | None:
+    models = map(unwrap, chunks)
+    return next((m for m in models if m.post_process and not isinstance(m.output_layer, ScoreHead)), None)

@@ -22,7 +22,7 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.log import once
 from rl_megatron.logprobs import DeferredLogits, LogprobStats, Sharding, next_token_stats, vocab_parallel_top_k
 from rl_megatron.losses.interfaces import Loss, LossFunction, nan_left_to_caller
-from rl_megatron.model.deferred_head import DeferredHead
+from rl_megatron.model.deferred_head import DeferredHead, UncopiedHead
 from rl_megatron.model.router import balancing_loss, balancing_routers, begin_step, forget_graphs
 from rl_megatron.schedule.microbatch import Microbatch, ModelInput
 from rl_megatron.schedule.pipeline import PlannedCommunicator
@@ -66,10 +66,10 @@ class Runner:
         step = partial(self._loss_of, loss_fn=loss_fn, denominators=denominators)
         routers = [] if forward_only else balancing_routers(self.chunks)
         begin_step(routers, denominators.positions)
-        defers = self.fused_head is not None and _reads_deferred_logits(loss_fn)
-        if self.fused_head is not None and not defers:
+        head = self._head() if _reads_deferred_logits(loss_fn) else None
+        if self.fused_head is not None and not _reads_deferred_logits(loss_fn):
             once(f"{type(loss_fn).__name__} reads whole logits: the fused head is off for it")
-        reports = self._run(microbatches, step, forward_only, defers)[: len(microbatches)]
+        reports = self._run(microbatches, step, forward_only, head)[: len(microbatches)]
         report = reduce_metrics(reports, loss_fn, [microbatch.batch for microbatch in microbatches], self.topology)
         if routers:
             report["router_aux_loss"] = balancing_loss(routers, dist.group.WORLD, self.topology.platform.device)
@@ -82,7 +82,7 @@ class Runner:
         def of(batch: BatchedDataDict, logits: Tensor | DeferredLogits, sharding: Sharding) -> Tensor:
             return _stats(batch, logits, sharding).logprobs
 
-        return self._collect(microbatches, of, defers=self.fused_head is not None)
+        return self._collect(microbatches, of, self._head())
 
     @torch.no_grad()
     def scores(self, microbatches: list[Microbatch]) -> list[Tensor]:
@@ -93,7 +93,7 @@ class Runner:
             scores = output.squeeze(-1).float()
             return sharding.layout(scores, tuple(batch["input_ids"].shape)).gather(scores)
 
-        return self._collect(microbatches, of, defers=False)
+        return self._collect(microbatches, of, head=None)
 
     @torch.no_grad()
     def topk_logits(self, microbatches: list[Microbatch], k: int) -> list[Tensor]:
@@ -105,16 +105,25 @@ class Runner:
             pairs = torch.stack([values.view(torch.int32), ids.int()], dim=-1)
             return sharding.layout(pairs, tuple(batch["input_ids"].shape)).gather(pairs)
 
-        return self._collect(microbatches, of, defers=False)
+        return self._collect(microbatches, of, head=UncopiedHead.of(self.chunks))
 
-    def _collect(self, microbatches: list[Microbatch], of: Callable, defers: bool) -> list[Tensor]:
-        return self._run(microbatches, of, forward_only=True, defers=defers, collect=True)[: len(microbatches)]
+    def _collect(
+        self, microbatches: list[Microbatch], of: Callable, head: DeferredHead | UncopiedHead | None
+    ) -> list[Tensor]:
+        return self._run(microbatches, of, forward_only=True, head=head, collect=True)[: len(microbatches)]
+
+    def _head(self) -> DeferredHead | UncopiedHead | None:
+        """How logits reach readers that take them in any memory layout, or deferred."""
+        if self.fused_head is None:
+            return UncopiedHead.of(self.chunks)
+        return DeferredHead.of(self.chunks, self.fused_head.chunk_tokens)
 
     def _run(
-        self, microbatches: list[Microbatch], on_output: Callable, forward_only: bool, defers: bool,
-        collect: bool = False,
+        self, microbatches: list[Microbatch], on_output: Callable, forward_only: bool,
+        head: DeferredHead | UncopiedHead | None, collect: bool = False,
     ) -> list:  # fmt: skip
-        """`on_output(batch, output, sharding)` of every microbatch, on the last stage; `defers`: of deferred logits."""
+        """`on_output(batch, output, sharding)` of every microbatch, on the last stage; the output is what `head` makes
+        of the model's, or without one contiguous logits or scores."""
         topology, config = self.topology, get_model_config(self.chunks[0])
         microbatches = self._filled_up(microbatches)
         shapes = [microbatch.shape(topology) for microbatch in microbatches]
@@ -125,8 +134,6 @@ class Runner:
             (microbatch, ModelInput.of(microbatch, topology, self.vocab_size, self.backend, balances_experts))
             for microbatch in microbatches
         ]
-
-        head = DeferredHead.of(self.chunks, self.fused_head.chunk_tokens) if defers else None
 
         def forward_step(iterator: Iterator[tuple[Microbatch, ModelInput]], chunk: torch.nn.Module):
             microbatch, given = next(iterator)
@@ -143,7 +150,7 @@ class Runner:
             forward_backward = schedules.forward_backward_pipelining_without_interleaving
         else:
             forward_backward = schedules.forward_backward_no_pipelining
-        with torch.set_grad_enabled(not forward_only), nullcontext() if head is None else head.waiting():
+        with torch.set_grad_enabled(not forward_only), nullcontext() if head is None else head.in_use():
             results = forward_backward(
                 forward_step_func=forward_step,
                 data_iterator=[iter(prepared) for _ in self.chunks],

@@ -2,7 +2,8 @@
 
 megatron-core is written for CUDA: it allocates with `device="cuda"`, asks for `torch.cuda.current_device()`, seeds
 CUDA generators and compares tensor type names. `start()` redirects exactly those calls to the CPU when the run uses no
-GPU, once per process, so that megatron-core itself stays unmodified. On a GPU nothing is redirected.
+GPU, once per process, so that megatron-core itself stays unmodified. On a GPU nothing is redirected; a name that
+megatron-core takes from Transformer Engine and misses without it is given there, too.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def start(device: str = "auto", timeout_minutes: float = 10.0) -> Platform:
         torch.cuda.set_device(platform.device)
     else:
         _redirect_cuda_to_cpu()
+    _do_without_transformer_engine()
     if not dist.is_initialized():
         timeout = timedelta(minutes=timeout_minutes)
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -57,6 +59,13 @@ def start(device: str = "auto", timeout_minutes: float = 10.0) -> Platform:
         else:
             dist.init_process_group(platform.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return platform
+
+
+def _do_without_transformer_engine() -> None:
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):  # imported from Transformer Engine only, yet compared with None
+        moe_utils.te_general_gemm = None
 
 
 def _choose(device: str) -> Platform:
@@ -107,11 +116,6 @@ def _redirect_cuda_to_cpu() -> None:
 
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-
-    import megatron.core.transformer.moe.moe_utils as moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):  # imported from Transformer Engine only, yet compared with None
-        moe_utils.te_general_gemm = None
 
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 

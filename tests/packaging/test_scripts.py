@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -9,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from rl_megatron.config.load import load
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted([*(REPO / "scripts").glob("*.sh"), *(REPO / "scripts").glob("*.slurm"), REPO / ".ci" / "run"])
@@ -176,3 +180,56 @@ def test_a_failed_installation_is_reported_and_tried_again(quickstart):
     assert failed.returncode != 0 and "the installation failed" in failed.stderr
     assert count("torch.distributed.run") == 0
     assert run().returncode == 0 and count("-m pip install") == 2
+
+
+@pytest.fixture
+def gpu_check(tmp_path):
+    """gpu_check.sh with a Python that only notes its calls and sees so many GPUs: run(gpus, …) → (finished, calls)."""
+    calls, python = tmp_path / "calls", tmp_path / "python"
+    python.write_text(
+        f"""#!/bin/sh
+        case "$2" in *device_count*) echo "$GPUS" 13.0; exit ;; esac
+        echo "$@" >>{calls}
+        case "$*" in *"$FAILING"*) exit 1 ;; esac
+        """
+    )
+    python.chmod(0o755)
+
+    def run(gpus, failing="nothing"):
+        environment = os.environ | {"PYTHON": str(python), "GPUS": str(gpus), "FAILING": failing}
+        command = [REPO / "scripts" / "gpu_check.sh", tmp_path / "out"]
+        finished = subprocess.run(command, env=environment, capture_output=True, text=True)
+        return finished, calls.read_text() if calls.exists() else ""
+
+    return run
+
+
+def test_gpu_check_without_a_gpu_says_so_and_checks_nothing(gpu_check, tmp_path):
+    finished, calls = gpu_check(gpus=0)
+    assert finished.returncode == 3 and "no GPU" in finished.stderr
+    assert calls == "" and not (tmp_path / "out").exists()
+
+
+def test_gpu_check_runs_every_step_and_sums_up(gpu_check, tmp_path):
+    finished, calls = gpu_check(gpus=1)
+    assert finished.returncode == 0, finished.stderr
+    assert "benchmarks.logprobs --device cuda" in calls and "benchmarks/train_step.py" in calls
+    assert "-m rl_megatron train experiment=quickstart precision=bf16 device=cuda" in calls
+    summary = (tmp_path / "out" / "summary.txt").read_text()
+    assert summary in finished.stdout
+    assert {"environment", "kernels", "train_step", "grpo"} <= {line.split()[0] for line in summary.splitlines()}
+    assert "FAILED" not in summary
+
+
+def test_gpu_check_goes_on_after_a_failure_and_reports_it(gpu_check, tmp_path):
+    finished, calls = gpu_check(gpus=1, failing="benchmarks.logprobs")
+    assert finished.returncode == 1 and "-m rl_megatron train" in calls
+    lines = (tmp_path / "out" / "summary.txt").read_text().splitlines()
+    assert [line.split()[0] for line in lines if "FAILED" in line] == ["kernels"]
+
+
+def test_the_short_run_of_gpu_check_composes():
+    script = (REPO / "scripts" / "gpu_check.sh").read_text()
+    (command,) = re.findall(r"-m rl_megatron train (.*?) &&\n", script, re.DOTALL)
+    overrides = shlex.split(command.replace("\\\n", " ").replace("$out", "out"))
+    assert load(overrides).stages["grpo"].train.steps == 8

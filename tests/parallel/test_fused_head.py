@@ -63,6 +63,25 @@ def test_a_loss_with_a_call_of_its_own_is_given_logits_and_that_is_said_once(ran
     ranks.run(1, reading_whole_logits)
 
 
+class LayoutOfLogits(NLLLoss):
+    """Notes whether logits [B, S, V] lie as the head made them, [S, B, V]."""
+
+    def read_output(self, output, data, sharding):
+        self.as_made = output.size(0) > 1 and output.transpose(0, 1).is_contiguous()
+        return super().read_output(output, data, sharding)
+
+
+def layouts_of_logits():
+    policy, batch, loss_fn = build_policy({}), batch_of_all_kinds(VOCAB_SIZE, seed=1), LayoutOfLogits()
+    policy.train(batch, loss_fn, gbs=12)
+    assert "forward" not in vars(unwrap(policy.chunks[-1]).output_layer)
+    return loss_fn.as_made
+
+
+def test_whole_logits_are_read_where_the_head_wrote_them(ranks):
+    assert ranks.run(1, layouts_of_logits) == [True]
+
+
 def two_steps(parallel, optimizer, fused_head, precision):
     """Logprobs right after two steps, and the weights then."""
     policy = build_policy(parallel, MODEL, optimizer, precision=precision, fused_head=fused_head)

@@ -1,0 +1,253 @@
+"""A GRPO step of the policy against a bare megatron-core language-model step:
+
+    python benchmarks/train_step.py
+    torchrun --nproc-per-node 2 benchmarks/train_step.py --layout tensor=2
+
+Both train a model of their own, built alike from the same seed, with the same optimizer, on the same microbatches, in
+turn, one step each. The GRPO step is all of `MegatronPolicy.train`: planning the microbatches, counting denominators,
+logprobs, the clipped loss against `prev_logprobs` and advantages, the metrics and their reduction, checks, clipping and
+Adam. The bare step is what megatron-core does for pretraining: its schedule, its model with `labels` (hence its
+`vocab_parallel_cross_entropy`), Σ losses · mask / tokens, and the optimizer; its microbatches are made beforehand.
+
+Advantages are 1 and `prev_logprobs` are the policy's own, so that the first step's gradient is that of the bare loss:
+the two gradient norms are printed, and must agree. The learning rate is small enough for ratios to stay at 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.load import load
+from rl_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.losses import build_loss
+from rl_megatron.losses.interfaces import LossFunction
+from rl_megatron.model.build import build_model
+from rl_megatron.policy.batching import Batching
+from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.policy.optimizer import build_optimizer, wrap_for_gradients
+from rl_megatron.schedule import FusedHead, Microbatch
+from rl_megatron.schedule.microbatch import ModelInput
+from rl_megatron.topology import platform, topology
+from rl_megatron.topology.topology import Topology
+
+_OPTIMIZER = OptimizerConfig(lr=1e-7, decay_style="constant")
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the bare step has ready for one microbatch: the model's inputs, and labels and mask laid out like them."""
+
+    model_input: ModelInput
+    labels: Tensor
+    mask: Tensor
+
+    @classmethod
+    def of(cls, microbatch: Microbatch, policy: MegatronPolicy) -> Given:
+        ids, backend = microbatch.batch["input_ids"], policy._runner.backend
+        made = ModelInput.of(microbatch, policy.topology, policy.vocab_size, backend, balances_experts=False)
+        layout = made.sharding.layout(made.tokens, tuple(ids.shape))
+        mask = microbatch.batch["token_mask"] * microbatch.batch["sample_mask"][:, None]
+        labels, mask = (layout.scatter(pad(x[:, 1:], (0, 1)), 0) for x in (ids, mask.float()))
+        return cls(made, labels, mask)
+
+
+class BareStep:
+    """megatron-core alone: model, DDP, optimizer and schedule, as for pretraining."""
+
+    def __init__(self, policy: MegatronPolicy, microbatches: list[Microbatch], num_tokens: Tensor):
+        self.topology, self.num_tokens = policy.topology, num_tokens
+        model = build_model(
+            policy.model_config, self.topology, vocab_size=policy.vocab_size, precision=policy.precision, seed=_SEED
+        )
+        self.chunks = wrap_for_gradients(model, self.topology, _OPTIMIZER)
+        self.optimizer = build_optimizer(self.chunks, _OPTIMIZER, policy.precision)
+        self.given = [Given.of(microbatch, policy) for microbatch in microbatches]
+        self.shapes = [microbatch.shape(self.topology) for microbatch in microbatches]
+        for chunk in self.chunks:
+            chunk.train()
+
+    def __call__(self) -> float:
+        """One step; returns its gradient norm."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        get_model_config(self.chunks[0]).variable_seq_lengths = len(set(self.shapes)) > 1
+        get_forward_backward_func()(
+            forward_step_func=self._forward,
+            data_iterator=[iter(self.given) for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=len(self.given),
+            seq_length=self.shapes[0][1],
+            micro_batch_size=self.shapes[0][0],
+            forward_only=False,
+            pg_collection=self.topology.groups,
+        )
+        _, grad_norm, _ = self.optimizer.step()
+        return float(grad_norm)
+
+    def _forward(self, iterator: Iterator[Given], chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
+        given = next(iterator)
+        packing = given.model_input.packing
+        output = chunk(given.model_input.tokens, None, None, labels=given.labels, packed_seq_params=packing)
+
+        def loss_of(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            loss = (losses * given.mask).sum() / self.num_tokens
+            return loss, torch.zeros((), dtype=torch.int, device=loss.device), {"loss": loss.detach()}
+
+        return output, loss_of
+
+
+def rollouts(vocab_size: int, rows: int, length: int, prompt: int) -> BatchedDataDict:
+    """Random rows, up to `length` tokens long (the first is, so that the width is the same for every seed), whose first
+    `prompt` tokens are the prompt."""
+    generator = torch.Generator().manual_seed(_SEED)
+    lengths = torch.randint(max(prompt + 1, length // 2), length + 1, (rows,), generator=generator)
+    lengths[0] = length
+    positions = torch.arange(length)
+    mask = ((positions >= prompt) & (positions < lengths[:, None])).float()
+    return BatchedDataDict(
+        input_ids=torch.randint(0, vocab_size, (rows, length), generator=generator) * (positions < lengths[:, None]),
+        input_lengths=lengths,
+        token_mask=mask,
+        sample_mask=torch.ones(rows),
+        temperature=torch.ones(rows),
+        advantages=mask.clone(),
+    )
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Medians in seconds, of the slowest rank; gradient norms of the first step."""
+
+    grpo: float
+    bare: float
+    grpo_grad_norm: float
+    bare_grad_norm: float
+
+    @property
+    def ratio(self) -> float:
+        return self.grpo / self.bare
+
+
+def measure(
+    model: ModelConfig, layout: Topology, vocab_size: int, precision: str, batching: Batching, batch: BatchedDataDict,
+    steps: int, fused_head: FusedHead | None = None,
+) -> Figures:  # fmt: skip
+    """`steps` of each, in turn, after one that is not timed; collective."""
+    policy = MegatronPolicy(
+        model, layout, vocab_size=vocab_size, precision=precision, seed=_SEED, optimizer=_OPTIMIZER,
+        total_steps=steps + 1, global_batch_size=batch.size, batching=batching, fused_head=fused_head,
+    )  # fmt: skip
+    loss_fn = build_loss("clipped_pg", {"reference_policy_kl_penalty": 0.0})
+    batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
+    on_device = batch.to(layout.platform.device)
+    num_tokens = on_device["token_mask"][:, 1:].sum()
+    bare = BareStep(policy, policy.plan(on_device, loss_fn).microbatches, num_tokens)
+    norms = policy.train(batch, loss_fn)["grad_norm"], bare()
+    seconds = [(_seconds(layout, _train, policy, batch, loss_fn), _seconds(layout, bare)) for _ in range(steps)]
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=layout.platform.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    grpo, bare_seconds = (statistics.median(column) for column in slowest.T.tolist())
+    policy.shutdown()
+    return Figures(grpo, bare_seconds, *norms)
+
+
+def _train(policy: MegatronPolicy, batch: BatchedDataDict, loss_fn: LossFunction) -> None:
+    policy.train(batch, loss_fn)
+
+
+def _seconds(layout: Topology, step: Callable, *args: object) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    step(*args)
+    if layout.platform.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--model", default="micro", help="a preset of configs/model")
+    made.add_argument("--layout", nargs="*", default=[], metavar="KEY=VALUE", help="keys of parallel: tensor=2")
+    made.add_argument(
+        "--vocab-size", type=int, default=4096, help="a multiple of 64: bare megatron-core counts padding"
+    )
+    made.add_argument("--tokens", type=int, default=8192, help="of a global batch, padding included")
+    made.add_argument("--length", type=int, default=256, help="of the longest row")
+    made.add_argument("--micro-batch-tokens", type=int, default=2048, help="of a microbatch, padding included")
+    made.add_argument("--packed", action="store_true", help="pack the rows instead of padding them")
+    made.add_argument("--fused-head", action="store_true", help="of the GRPO step: train.fused_head")
+    made.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    made.add_argument("--steps", type=int, default=15, help="timed steps of each")
+    made.add_argument("--output", type=Path, metavar="FILE", help="write the figures there, as JSON")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    warnings.filterwarnings("ignore", module="megatron.*|torch.distributed.*")  # what they say is for developers
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    rows = max(1, options.tokens // options.length)
+    micro_rows = max(1, options.micro_batch_tokens // options.length)
+    try:
+        overrides = [f"parallel.{key}" for key in options.layout]
+        config = load([f"model={options.model}", f"model.max_sequence_length={options.length}", *overrides]).first
+        parallel: ParallelConfig = config.parallel
+        layout = topology.build(parallel, platform.start(options.device), _SEED)
+        batching = Batching("packed" if options.packed else "padded", micro_rows, options.micro_batch_tokens)
+        batch = rollouts(options.vocab_size, rows, options.length, prompt=options.length // 8)
+        figures = measure(
+            config.model, layout, options.vocab_size, options.precision, batching, batch, options.steps,
+            FusedHead() if options.fused_head else None,
+        )  # fmt: skip
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if dist.get_rank() == 0:
+        report(figures, layout, options)
+    dist.destroy_process_group()
+    return 0
+
+
+def report(figures: Figures, layout: Topology, options: argparse.Namespace) -> None:
+    kind = ("packed" if options.packed else "padded") + ", fused head" * options.fused_head
+    made = Table(title=f"{options.model}, {options.precision}, {kind}, {layout.describe()}", title_justify="left")
+    for name in ("", "median step", "gradient norm, first step"):
+        made.add_column(name, justify="right" if name else "left")
+    made.add_row("GRPO, policy.train", f"{1000 * figures.grpo:.1f} ms", f"{figures.grpo_grad_norm:.6g}")
+    made.add_row("megatron-core alone", f"{1000 * figures.bare:.1f} ms", f"{figures.bare_grad_norm:.6g}")
+    made.add_row("ratio", f"{figures.ratio:.3f}", "")
+    Console().print(made)
+    if options.output:
+        settings = {key: value for key, value in vars(options).items() if key != "output"}
+        threads = {"threads": torch.get_num_threads(), "world_size": int(os.environ.get("WORLD_SIZE", "1"))}
+        content = {"settings": settings | threads, "figures": asdict(figures) | {"ratio": figures.ratio}}
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(content, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
