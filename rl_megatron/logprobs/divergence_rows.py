@@ -74,8 +74,8 @@ def pair_stats(pairs: Pairs, of: Divergence, active: Tensor) -> Tensor:
             torch.neg(x, out=product)
         else:
             torch.sub(*((y, x) if of == "forward" else (x, y)), out=product)
-        exponentials(x, pairs.student.dtype, out=x)
-        exponentials(y, pairs.teacher.dtype, out=y)
+        exponentials(x, out=x)
+        exponentials(y, out=y)
         weights = x if of == "reverse" else y
         product.mul_(weights).masked_fill_(weights == 0, 0.0)  # 0 · ∞: impossible to the one that weighs
         sums = (row_sums(tile, height) for tile in tiles)
@@ -152,10 +152,10 @@ def write_pair_gradients(
         x.sub_(row_max).sub_(log_sum)
         y.sub_(teacher_max).sub_(teacher_log_sum)
         if kl is None:
-            exponentials(x, pairs.student.dtype, out=x).sub_(exponentials(y, pairs.teacher.dtype, out=y))
+            exponentials(x, out=x).sub_(exponentials(y, out=y))
         else:
             torch.sub(x, y, out=y).sub_(kl[block, None])
-            impossible = exponentials(x, pairs.student.dtype, out=x) == 0
+            impossible = exponentials(x, out=x) == 0
             x.mul_(y).masked_fill_(impossible, 0.0)
         x.mul_(grad[block, None]).masked_fill_(~active[block, None], 0.0)
         target.copy_(x)  # the only rounding to the student's dtype
