@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from rl_megatron.logprobs.reference import exponentials, row_blocks, row_sums
+from rl_megatron.logprobs.tiles import exponentials, row_blocks, row_sums, scratch_tiles
 
 Divergence = Literal["cross_entropy", "forward", "reverse"]
 
@@ -40,11 +40,6 @@ class Pairs(NamedTuple):
             x.div_(self.temperature[block, None])
             y.div_(self.temperature[block, None])
 
-    def tiles(self, count: int, blocks: list[tuple[slice, bool]]) -> Tensor:
-        """Scratch memory, allocated once for all blocks; two rows at least, for `row_sums`."""
-        tallest = max((block.stop - block.start for block, skip in blocks if not skip), default=0)
-        return torch.empty(count, max(2, tallest), self.num_columns, dtype=self.dtype, device=self.student.device)
-
 
 def pair_stats(pairs: Pairs, of: Divergence, active: Tensor) -> Tensor:
     """(m, s, m', s', u) of this rank's shard, [N, 5], with its own maxima:
@@ -62,7 +57,7 @@ def pair_stats(pairs: Pairs, of: Divergence, active: Tensor) -> Tensor:
     if num_columns == 0 or num_rows == 0:
         return stats
     blocks = row_blocks(active, num_columns)
-    tiles = pairs.tiles(3, blocks)
+    tiles = scratch_tiles(3, blocks, num_columns, pairs.dtype, pairs.student.device)
     for block, skip in blocks:
         if skip:
             continue
@@ -140,7 +135,7 @@ def write_pair_gradients(
     if pairs.temperature is not None:
         grad = grad / pairs.temperature
     blocks = row_blocks(active, num_columns)
-    tiles = pairs.tiles(2, blocks)
+    tiles = scratch_tiles(2, blocks, num_columns, pairs.dtype, pairs.student.device)
     for block, skip in blocks:
         target = out[block, :num_columns]
         if skip:

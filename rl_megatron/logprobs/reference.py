@@ -7,19 +7,10 @@ fp64 logits keep fp64 throughout, which is what the gradient checks use.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-# Two tiles of this many elements are alive at a time: 4 MiB each in fp32 on a CPU (its last cache; smaller ones spend
-# their time on starting operations), 128 MiB on a GPU (full waves).
-TILE_ELEMENTS_CPU = 1 << 20
-TILE_ELEMENTS_CUDA = 1 << 25
-
-# Rows between two blocks are left out where they have this many elements, a sixteenth of a tile; fewer are cheaper to
-# compute along than to step around.
-SKIPPED_ELEMENTS = 1 << 16
+from rl_megatron.logprobs.tiles import exponentials, row_blocks, row_sums, scratch_tiles
 
 # e to this power is exactly 0 in fp32 and fp64. Log-probabilities are raised to it so that 0 · (−inf) never happens.
 LOWEST_EXPONENT = -1000.0
@@ -54,7 +45,7 @@ def row_stats(
         return stats
     stats[:, 3] = gather_columns(logits, columns[:, None], temperature)[:, 0]
     blocks = row_blocks(active, num_columns)
-    tile, spare = _two_tiles(logits, blocks, num_columns, dtype)
+    tile, spare = scratch_tiles(2, blocks, num_columns, dtype, logits.device)
     for rows, skip in blocks:
         if skip:
             continue
@@ -108,7 +99,7 @@ def write_row_gradients(
         entropy_grad = None if entropy_grad is None else entropy_grad / temperature
         column_grads = column_grads / temperature[:, None]
     blocks = row_blocks(active, num_columns)
-    tile, spare = _two_tiles(logits, blocks, num_columns, base.dtype)
+    tile, spare = scratch_tiles(2, blocks, num_columns, base.dtype, logits.device)
     for rows, skip in blocks:
         target = out[rows, :num_columns]
         if skip:
@@ -138,44 +129,6 @@ def gather_columns(logits: Tensor, columns: Tensor, temperature: Tensor | None) 
     return x.masked_fill(columns < 0, 0.0)
 
 
-def row_blocks(active: Tensor, num_columns: int) -> list[tuple[slice, bool]]:
-    """Slices of consecutive rows that fill a tile, each with whether all its rows are inactive.
-
-    On a GPU that question would cost a synchronisation, so there every block counts as active.
-    """
-    tile_elements = TILE_ELEMENTS_CPU if active.device.type == "cpu" else TILE_ELEMENTS_CUDA
-    size = max(1, tile_elements // num_columns)
-    blocks = []
-    for start, stop, skip in _stretches(active, num_columns):
-        step = stop - start if skip else size
-        blocks += [(slice(first, min(first + step, stop)), skip) for first in range(start, stop, step)]
-    return blocks
-
-
-def _stretches(active: Tensor, num_columns: int) -> list[tuple[int, int, bool]]:
-    """(start, stop, skip) of consecutive rows, cut at every run of inactive rows that is worth skipping."""
-    num_rows = active.shape[0]
-    if active.device.type != "cpu":
-        return [(0, num_rows, False)]
-    values, counts = torch.unique_consecutive(active, return_counts=True)
-    stretches, start = [], 0
-    for is_active, count in zip(values.tolist(), counts.tolist(), strict=True):
-        skip = not is_active and (count * num_columns >= SKIPPED_ELEMENTS or count == num_rows)
-        if stretches and not skip and not stretches[-1][2]:
-            stretches[-1] = (stretches[-1][0], start + count, False)
-        else:
-            stretches.append((start, start + count, skip))
-        start += count
-    return stretches
-
-
-def _two_tiles(logits: Tensor, blocks: list[tuple[slice, bool]], num_columns: int, dtype: torch.dtype) -> Tensor:
-    """Scratch memory for x and for its exponential, allocated once: page faults would double the time. Two rows at
-    least, for `row_sums`."""
-    tallest = max((rows.stop - rows.start for rows, skip in blocks if not skip), default=0)
-    return torch.empty(2, max(2, tallest), num_columns, dtype=dtype, device=logits.device)
-
-
 def _scaled(block: Tensor, temperature: Tensor | None, threshold: Tensor | None, rows: slice, tile: Tensor) -> Tensor:
     """The block in the tile's dtype, −inf below the threshold, divided by the temperature there (in the logits' dtype
     it would be rounded)."""
@@ -183,20 +136,6 @@ def _scaled(block: Tensor, temperature: Tensor | None, threshold: Tensor | None,
     if threshold is not None:
         x.masked_fill_(x < threshold[rows, None], -torch.inf)
     return x if temperature is None else x.div_(temperature[rows, None])
-
-
-def exponentials(x: Tensor, out: Tensor) -> Tensor:
-    """e^x into `out`, which may be x. In fp32 as 2^{x·log2 e}, three times as fast on some CPUs: x ≤ 0 is rounded once
-    more, by as much as when the row's maximum was taken from it. fp64 keeps its own."""
-    if x.dtype == torch.float64:
-        return torch.exp(x, out=out)
-    return torch.mul(x, 1 / math.log(2), out=out).exp2_()
-
-
-def row_sums(tile: Tensor, num_rows: int) -> Tensor:
-    """Sums of the tile's first rows. Torch splits the sum of one row alone between its threads, and so rounds it
-    otherwise than among others: then the tile's next row, whatever it holds, keeps it company."""
-    return tile[: max(2, num_rows)].sum(dim=-1)[:num_rows]
 
 
 def _zero_rows(gradient: Tensor, inactive: Tensor) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl_megatron.logprobs import reference, vocab_parallel_kl
+from rl_megatron.logprobs import tiles, vocab_parallel_kl
 
 DIRECTIONS = ["forward", "reverse"]
 
@@ -163,7 +163,7 @@ def test_bits_do_not_depend_on_the_block_or_the_batch(monkeypatch, direction):
     for part in (slice(10, 17), slice(5, 6)):
         found = run(student[part], teacher[part], upstream[part], direction, temperature=0.7)
         assert torch.equal(found[0], whole[0][part]) and torch.equal(found[1], whole[1][part])
-    monkeypatch.setattr(reference, "TILE_ELEMENTS_CPU", 3 * 1001)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS_CPU", 3 * 1001)
     for got, want in zip(run(student, teacher, upstream, direction, temperature=0.7), whole, strict=True):
         assert torch.equal(got, want)
 
@@ -183,7 +183,7 @@ def test_the_students_buffer_becomes_the_gradient_once(direction):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_nothing_of_the_logits_size_is_allocated(monkeypatch, direction):
     rows, vocab = 512, 1024
-    monkeypatch.setattr(reference, "TILE_ELEMENTS_CPU", 8 * vocab)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS_CPU", 8 * vocab)
     student, teacher, upstream = random_case(rows, vocab)
     buffer = student.requires_grad_() * 1
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from rl_megatron.logprobs import linear, linear_logprobs, reference, vocab_parallel_logprobs
+from rl_megatron.logprobs import linear, linear_logprobs, tiles, vocab_parallel_logprobs
 from tests.live_memory import LiveMemory
 
 OUTPUTS = ("logprobs", "entropy", "gathered")
@@ -156,7 +156,7 @@ class TestMemory:
         """Beyond dh and dW, which are as large as what they are the gradients of."""
         monkeypatch.setattr(linear, "CHUNK_ELEMENTS_CPU", 1 << 14)
         monkeypatch.setattr(linear, "_WIDENED_ELEMENTS", 1 << 12)
-        monkeypatch.setattr(reference, "TILE_ELEMENTS_CPU", 1 << 13)
+        monkeypatch.setattr(tiles, "TILE_ELEMENTS_CPU", 1 << 13)
         hidden, weight, targets, _, _ = random_case(rows=rows, vocab=vocab, ignored=10**6)
         with LiveMemory(hidden, weight, targets) as memory:
             stats = linear_logprobs(hidden, weight, targets, entropy=True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl_megatron.logprobs import SamplingFilter, reference
+from rl_megatron.logprobs import SamplingFilter, tiles
 from rl_megatron.logprobs.float_order import from_ordered_bits, ordered_bits
 from rl_megatron.logprobs.sampling_filter import filter_thresholds
 from rl_megatron.logprobs.vocab_parallel import VocabShard
@@ -93,7 +93,7 @@ def test_a_row_does_not_depend_on_its_block_or_batch(monkeypatch):
     logits, sampling_filter = torch.randn(30, 101).bfloat16(), SamplingFilter(top_k=40, top_p=0.8)
     whole = thresholds(logits, sampling_filter)
     assert torch.equal(thresholds(logits[7:9], sampling_filter), whole[7:9])
-    monkeypatch.setattr(reference, "TILE_ELEMENTS_CPU", 4 * 101)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS_CPU", 4 * 101)
     assert torch.equal(thresholds(logits, sampling_filter), whole)
 
 
@@ -109,7 +109,7 @@ def test_ordered_bits_grow_with_the_numbers_and_come_back(dtype):
 
 def test_nothing_of_the_logits_size_is_allocated(monkeypatch):
     rows, vocab = 64, 1 << 15
-    monkeypatch.setattr(reference, "TILE_ELEMENTS_CPU", 2 * vocab)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS_CPU", 2 * vocab)
     logits = torch.randn(rows, vocab)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         thresholds(logits, SamplingFilter(top_k=100, top_p=0.9))

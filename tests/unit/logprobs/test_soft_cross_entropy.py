@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rl_megatron.logprobs import reference, vocab_parallel_soft_cross_entropy, vocab_subset
+from rl_megatron.logprobs import tiles, vocab_parallel_soft_cross_entropy, vocab_subset
 
 
 def random_case(rows, vocab, dtype=torch.float32, scale=3.0, seed=0):
@@ -159,7 +159,7 @@ def test_bits_do_not_depend_on_the_block_or_the_batch(monkeypatch):
     part = slice(10, 17)
     for got, want in zip(run(student[part], teacher[part], upstream[part]), whole, strict=True):
         assert torch.equal(got, want[part])
-    monkeypatch.setattr(reference, "TILE_ELEMENTS_CPU", 3 * 1001)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS_CPU", 3 * 1001)
     for got, want in zip(run(student, teacher, upstream), whole, strict=True):
         assert torch.equal(got, want)
 
@@ -238,7 +238,7 @@ class TestTheStudentsBufferBecomesTheGradient:
 def test_nothing_of_the_logits_size_is_allocated(monkeypatch):
     """Beyond the two models' logits: scratch tiles, and a number or a few per row."""
     rows, vocab = 512, 1024
-    monkeypatch.setattr(reference, "TILE_ELEMENTS_CPU", 8 * vocab)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS_CPU", 8 * vocab)
     student, teacher, upstream = random_case(rows, vocab)
     buffer = student.requires_grad_() * 1
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl_megatron.logprobs import reference, vocab_parallel_top_k
+from rl_megatron.logprobs import tiles, vocab_parallel_top_k
 
 
 def by_sorting(logits, k):
@@ -71,7 +71,7 @@ def test_a_k_that_no_row_has_is_refused(k):
 
 def test_nothing_of_the_logits_size_is_allocated(monkeypatch):
     rows, vocab = 512, 1024
-    monkeypatch.setattr(reference, "TILE_ELEMENTS_CPU", 8 * vocab)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS_CPU", 8 * vocab)
     logits = torch.randn(rows, vocab)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         vocab_parallel_top_k(logits, 16)

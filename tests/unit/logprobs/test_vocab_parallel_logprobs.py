@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from rl_megatron.logprobs import reference, vocab_parallel_logprobs
+from rl_megatron.logprobs import tiles, vocab_parallel_logprobs
 from tests.unit.logprobs.logprob_cases import OUTPUTS, expected, expected_gradient, gradient, random_case, rounding
 
 
@@ -199,6 +199,26 @@ def test_bits_do_not_depend_on_the_block_or_the_batch(monkeypatch, logprobs_of):
         start = 10 if name == "other rows" else 12
         for a, b in zip(whole, result, strict=True):
             assert torch.equal(a[start : start + len(b)], b), name
-    monkeypatch.setattr(reference, "TILE_ELEMENTS_CPU", 3 * 1001)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS_CPU", 3 * 1001)
     for a, b in zip(whole, run(slice(None)), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("vocab", [101, 40_001])
+def test_nor_on_torchs_threads(threads, vocab):
+    logits, targets, ids, upstream = random_case(11, vocab, dtype=torch.bfloat16)
+
+    def run(rows):
+        leaf = logits[rows].clone().requires_grad_()
+        stats = vocab_parallel_logprobs(leaf, targets[rows], entropy=True, gather_ids=ids[rows])
+        return [*stats, gradient(stats, [g[rows] for g in upstream], leaf)]
+
+    alone, before = run(slice(None)), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for rows in (slice(None), slice(2, 9), slice(3, 4)):
+            for got, want in zip(run(rows), alone, strict=True):
+                assert torch.equal(got, want[rows])
+    finally:
+        torch.set_num_threads(before)
