@@ -194,14 +194,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--vocab-size", type=int, default=4096, help="a multiple of 64: bare megatron-core counts padding"
     )
-    made.add_argument("--tokens", type=int, default=8192, help="of a global batch, padding included")
+    made.add_argument("--tokens", type=int, default=2048, help="of a global batch, padding included")
     made.add_argument("--length", type=int, default=256, help="of the longest row")
     made.add_argument("--micro-batch-tokens", type=int, default=2048, help="of a microbatch, padding included")
     made.add_argument("--packed", action="store_true", help="pack the rows instead of padding them")
     made.add_argument("--fused-head", action="store_true", help="of the GRPO step: train.fused_head")
     made.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    made.add_argument("--steps", type=int, default=15, help="timed steps of each")
+    made.add_argument("--steps", type=int, default=7, help="timed steps of each")
     made.add_argument("--output", type=Path, metavar="FILE", help="write the figures there, as JSON")
     return made
 
