@@ -61,7 +61,8 @@ grpo() { # the quickstart's three stages, cut short, in bf16; then every metric 
   rm -rf "$out/grpo_run"
   "$python" -m rl_megatron train experiment=quickstart precision=bf16 device=cuda "output_dir=$out/grpo_run" \
     stages.pretrain.train.steps=100 stages.pretrain.train.eval_every=0 stages.pretrain.train.save_every=0 \
-    stages.sft.train.steps=8 stages.grpo.train.steps=8 stages.grpo.train.save_every=0 &&
+    stages.sft.train.steps=8 stages.grpo.train.steps=8 stages.grpo.train.save_every=0 \
+    stages.grpo.train.fused_head=true &&
     "$python" - "$out/grpo_run/metrics.jsonl" <<'PYTHON'
 import json
 import math
