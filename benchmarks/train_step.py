@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 import statistics
 import sys
@@ -53,6 +54,7 @@ from rl_megatron.topology.topology import Topology
 
 _OPTIMIZER = OptimizerConfig(lr=1e-7, decay_style="constant")
 _SEED = 0
+_NORMS_AGREE = {"fp32": 1e-4, "bf16": 1e-2}  # relative
 
 
 @dataclass(frozen=True)
@@ -229,6 +231,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if dist.get_rank() == 0:
         report(figures, layout, options)
     dist.destroy_process_group()
+    if not math.isclose(figures.grpo_grad_norm, figures.bare_grad_norm, rel_tol=_NORMS_AGREE[options.precision]):
+        print("the two gradient norms differ: the steps do not do the same work", file=sys.stderr)
+        return 1
     return 0
 
 

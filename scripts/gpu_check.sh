@@ -83,6 +83,9 @@ if [ -d tests/gpu ]; then step tests "$python" -m pytest tests/gpu; fi
 step kernels "$python" -m benchmarks.logprobs --device cuda --time-limit "${KERNEL_SECONDS:-180}" --output "$out"
 step train_step "$python" benchmarks/train_step.py --device cuda --precision bf16 --model qwen2_5_0_5b \
   --vocab-size 151936 --tokens 16384 --length 1024 --micro-batch-tokens 8192 --output "$out/train_step.json"
+step train_step_fused "$python" benchmarks/train_step.py --device cuda --precision bf16 --model qwen2_5_0_5b \
+  --vocab-size 151936 --tokens 16384 --length 1024 --micro-batch-tokens 8192 --fused-head \
+  --output "$out/train_step_fused.json"
 step grpo grpo
 
 printf '\n'

@@ -85,7 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"not begun within {options.time_limit:g} s: {len(left_out)} of {whole} cases")
     if options.output:
         report.write(options.output, measured, where)
-    return 0
+    ours = [result for _, results in measured for result in results if result.is_ours]
+    failed = [f"{result.variant}: {result.failed}" for result in ours if result.failed]
+    print(*failed, sep="\n", file=sys.stderr)
+    return 1 if failed or not measured else 0
 
 
 def _check(grid: Grid, device: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_megatron.logprobs.backends import choose_kernels
 from rl_megatron.logprobs.filtered import FilteredStats
-from rl_megatron.logprobs.rows import belongs_to_a_leaf, from_rows, memory_order, to_rows
+from rl_megatron.logprobs.rows import from_rows, may_be_overwritten, memory_order, to_rows
 from rl_megatron.logprobs.sampling_filter import SamplingFilter
 from rl_megatron.logprobs.vocab_parallel import VocabParallelStats, VocabShard, check
 
@@ -58,9 +58,11 @@ def vocab_parallel_logprobs(
     The backward pass turns the logits' buffer into their gradient. Whoever else saved the logits for backward must have
     run by then; autograd's version counter guards this in both directions, so misuse raises and never corrupts. A
     second backward raises. Leaf tensors (and views of one) are the caller's data: they keep their values, their
-    gradient gets its own memory, and they may be differentiated twice. Without grad mode the logits are only read.
-    Logits whose leading dimensions are merely permuted ([S, B, V] seen as [B, S, V]) are used in place; any other
-    strided view (a slice such as `logits[:, :-1]`) is copied first: mark positions to leave out with `ignore_index`.
+    gradient gets its own memory, and they may be differentiated twice. So may logits whose rows share memory, and all
+    logits under saved-tensor hooks, which switch that guard off (a non-reentrant activation checkpoint is one). Without
+    grad mode the logits are only read. Logits whose leading dimensions are merely permuted ([S, B, V] seen as
+    [B, S, V]) are used in place; any other strided view (a slice such as `logits[:, :-1]`) is copied first: mark
+    positions to leave out with `ignore_index`.
 
     Rows with target `ignore_index` have logprob 0, entropy 0 and gradient exactly 0, whatever their logits, NaN
     included. Rows that receive no upstream gradient are written as zeros without being read. Logits of −inf have
@@ -93,7 +95,7 @@ def vocab_parallel_logprobs(
     temperatures = row_temperature(temperature, targets, order, torch.promote_types(logits.dtype, torch.float32))
     given = (
         rows, row_targets, row_ids, temperatures, row_targets == ignore_index, shard, entropy, kernels,
-        not belongs_to_a_leaf(rows),
+        may_be_overwritten(rows),
     )  # fmt: skip
     if sampling_filter is None or sampling_filter.is_off:
         outputs = VocabParallelStats.apply(*given)
@@ -144,7 +146,10 @@ def row_temperature(
         return torch.full((targets.numel(),), temperature, dtype=dtype, device=targets.device)
     if temperature.requires_grad:
         raise ValueError("temperature must not require a gradient: none is computed for it")
-    check((temperature > 0).all(), lambda: f"temperature must be positive, got {temperature.min().item()}")
+    check(
+        ((temperature > 0) & temperature.isfinite()).all(),
+        lambda: f"temperature must be positive and finite, got {temperature.min().item()} … {temperature.max().item()}",
+    )
     try:
         temperature = torch.broadcast_to(temperature.to(targets.device, dtype), targets.shape)
     except RuntimeError as error:

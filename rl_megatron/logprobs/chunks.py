@@ -92,23 +92,24 @@ class HiddenChunks:
         chunks = self.plan.chunks[::-1] if reverse else self.plan.chunks
         coming = [self._start(hidden, chunk) for chunk in chunks[:1]]
         for index, chunk in enumerate(chunks):
-            states, handle = coming.pop()
+            states, handle, _ = coming.pop()
             if handle is not None:
                 handle.wait()
             if index + 1 < len(chunks):
                 coming.append(self._start(hidden, chunks[index + 1]))
             yield chunk, states
 
-    def _start(self, hidden: Tensor, chunk: slice) -> tuple[Tensor, dist.Work | None]:
+    def _start(self, hidden: Tensor, chunk: slice) -> tuple[Tensor, dist.Work | None, Tensor]:
+        """The chunk's states, once what gathers them is done, and what must not be freed until then."""
         rows = self.plan.local(chunk, self.rank)
         if isinstance(rows, slice):
-            return hidden[rows], None
+            return hidden[rows], None, hidden
         mine = hidden.index_select(0, rows.clamp(min=0))
         if self.group is None:
-            return mine, None
+            return mine, None, mine
         mine.masked_fill_((rows < 0)[:, None], 0.0)  # a row that is left out may hold anything, and 0 · NaN is NaN
         states = hidden.new_empty(chunk.stop - chunk.start, hidden.shape[1])
-        return states, _gather(states, mine, group=self.group, async_op=True)
+        return states, _gather(states, mine, group=self.group, async_op=True), mine
 
     def gradient(self, hidden: Tensor, tp_group: dist.ProcessGroup | None) -> HiddenGradient:
         return HiddenGradient(self, hidden, tp_group)

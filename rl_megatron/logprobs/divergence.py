@@ -18,7 +18,7 @@ from rl_megatron.logprobs.divergence_rows import (
     pair_stats,
     write_pair_gradients,
 )
-from rl_megatron.logprobs.rows import belongs_to_a_leaf, from_rows, memory_order, to_rows
+from rl_megatron.logprobs.rows import from_rows, may_be_overwritten, memory_order, to_rows
 from rl_megatron.logprobs.vocab_parallel import VocabShard, check, saved
 
 
@@ -121,7 +121,7 @@ def _compare(
         row_temperature(temperature, rows, order, dtype),
         vocab_shard(num_local, tp_group, None, valid_vocab_size),
         of,
-        not belongs_to_a_leaf(student),
+        may_be_overwritten(student),
     )
     return from_rows(result, leading, order)
 

@@ -68,7 +68,8 @@ def linear_logprobs(
         backward, chunk by chunk:  z = h·Wᵀ again → dz in its place → dh = dz·W,  dW += dzᵀ·h
 
     The last chunk's logits are kept from forward to backward, which takes it first. Rows with target `ignore_index`
-    are left out of every product. Memory beyond the results, dh and dW: one chunk, and 64 bytes a token.
+    are left out of every product. Memory beyond the results, dh and dW: one chunk of logits, up to four of hidden
+    states, and 60 bytes a token; for 16-bit weights without `main_grad` dW once more in fp32.
 
     Collectives over `tp_group`: forward as `vocab_parallel_logprobs`, once and not per chunk. Backward sums each
     chunk's dh over the ranks while dW's product runs. With `sequence_parallel` every chunk of hidden states is

@@ -26,6 +26,17 @@ def from_rows(x: Tensor, leading: torch.Size, order: list[int]) -> Tensor:
     return x.view([*(leading[dim] for dim in order), *x.shape[1:]]).permute([*inverse, *trailing])
 
 
-def belongs_to_a_leaf(tensor: Tensor) -> bool:
-    """Whether writing into the tensor would overwrite a leaf, that is, the caller's own data."""
-    return tensor.is_leaf or (tensor._base is not None and tensor._base.is_leaf)
+def may_be_overwritten(rows: Tensor) -> bool:
+    """Whether backward may turn these rows [N, V] into their gradient. Not where
+
+    - they are a leaf's memory, that is, the caller's own data;
+    - places in them share memory (an expanded tensor, sliding windows): each has a gradient of its own;
+    - hooks decide what is saved for backward, as inside a non-reentrant checkpoint: autograd then does not check
+      whether somebody else's saved tensor was overwritten.
+    """
+    if rows.is_leaf or (rows._base is not None and rows._base.is_leaf):
+        return False
+    num_rows, width = rows.shape
+    if (width > 1 and rows.stride(1) == 0) or (num_rows > 1 and rows.stride(0) < width * rows.stride(1)):
+        return False
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is None

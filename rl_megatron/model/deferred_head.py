@@ -3,7 +3,7 @@ as they are."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -45,11 +45,8 @@ class DeferredHead:
         def forward(hidden: Tensor, weight: Tensor | None = None, **unused) -> tuple[Tensor, None]:
             return hidden.transpose(0, 1), None  # the model transposes what the head gives: hidden again, uncopied
 
-        head.forward = forward  # on the instance, before the class's own
-        try:
+        with _forward_of(head, forward):
             yield
-        finally:
-            del head.forward
 
     def logits(self, hidden: Tensor) -> DeferredLogits:
         """Of what the model gave."""
@@ -81,11 +78,8 @@ class UncopiedHead:
             logits, bias = compute(*args, **kwargs)
             return logits.transpose(0, 1), bias  # the model transposes what the head gives: as it was, uncopied
 
-        head.forward = forward
-        try:
+        with _forward_of(head, forward):
             yield
-        finally:
-            del head.forward
 
     def logits(self, output: Tensor) -> Tensor:
         """[B, S, V/tp], a view of what the model gave."""
@@ -95,3 +89,16 @@ class UncopiedHead:
 def _model_with_head(chunks: list[torch.nn.Module]) -> GPTModel | None:
     models = map(unwrap, chunks)
     return next((m for m in models if m.post_process and not isinstance(m.output_layer, ScoreHead)), None)
+
+
+@contextmanager
+def _forward_of(head: torch.nn.Module, forward: Callable) -> Iterator[None]:
+    """Puts `forward` on the module itself, before its class's, and then back what was there."""
+    before = vars(head).get("forward")
+    head.forward = forward
+    try:
+        yield
+    finally:
+        del head.forward
+        if before is not None:
+            head.forward = before

@@ -316,6 +316,7 @@ class MegatronPolicy(PolicyInterface):
         Raises: ConfigError where the checkpoint is of another model, or has another head than it is needed for.
         """
         path = Path(path)
+        self.finish_training()  # should anything be wrong with the checkpoint, the weights are whole
         manifest = checkpoint.read_manifest(path, self.model_config)
         new_head = checkpoint.check_head(path, manifest, self.head, weights_only)
         state = self._sharded_state(loading=True, weights_only=weights_only)
@@ -323,7 +324,6 @@ class MegatronPolicy(PolicyInterface):
             for index in range(len(self.chunks)):
                 model = state[f"model{index}"]
                 state[f"model{index}"] = {key: entry for key, entry in model.items() if not key.startswith(_HEAD)}
-        self._weights_are_scattered = False  # all are replaced
         loaded = checkpoint.load(path, state, partial=weights_only or self.optimizer is None)
         for index, chunk in enumerate(self.chunks):
             unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=not new_head)

@@ -59,7 +59,7 @@ def complete_gradients(chunks: list[DistributedDataParallel]) -> None:
 
 def complete_parameters(chunks: list[DistributedDataParallel]) -> None:
     """Gathers, now, the weights that each rank has updated since the last step; collective. With `optimizer.overlap`
-    only a training forward does so by itself."""
+    a forward after the next backward does so by itself, module by module."""
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)

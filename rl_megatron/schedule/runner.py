@@ -199,10 +199,16 @@ class Runner:
 
 
 def _reads_deferred_logits(loss_fn: LossFunction) -> bool:
-    """Built losses say so; a loss with a call of its own may do anything with logits; others are given logprobs."""
-    if isinstance(loss_fn, Loss):
-        return loss_fn.reads_deferred_logits and type(loss_fn).__call__ is Loss.__call__
-    return True
+    """Built losses say so; a loss with a call of its own, or that reads the output in a way of its own and says nothing
+    about it, may do anything with logits; what is no `Loss` is given logprobs."""
+    if not isinstance(loss_fn, Loss):
+        return True
+    ancestry = type(loss_fn).__mro__
+    says, reads = (
+        next(i for i, each in enumerate(ancestry) if name in vars(each))
+        for name in ("reads_deferred_logits", "read_output")
+    )
+    return loss_fn.reads_deferred_logits and says <= reads and type(loss_fn).__call__ is Loss.__call__
 
 
 def _stats(batch: BatchedDataDict, logits: Tensor | DeferredLogits, sharding: Sharding) -> LogprobStats:

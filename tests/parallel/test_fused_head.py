@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
 
 from rl_megatron import log
 from rl_megatron.certify.workload import SMALL_FUSED_HEAD, batch_of_all_kinds
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.megatron import MegatronEngine
 from rl_megatron.losses import ClippedPGLossFn, NLLLoss
 from rl_megatron.model.build import unwrap
+from rl_megatron.policy import optimizer as optimizer_module
+from rl_megatron.schedule.runner import _reads_deferred_logits
 from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, MODEL, OPTIMIZER, VOCAB_SIZE, build_policy, weights
 
 OVERLAPPED = replace(DISTRIBUTED_OPTIMIZER, overlap=True)
@@ -66,6 +71,8 @@ def test_a_loss_with_a_call_of_its_own_is_given_logits_and_that_is_said_once(ran
 class LayoutOfLogits(NLLLoss):
     """Notes whether logits [B, S, V] lie as the head made them, [S, B, V]."""
 
+    reads_deferred_logits = True
+
     def read_output(self, output, data, sharding):
         self.as_made = output.size(0) > 1 and output.transpose(0, 1).is_contiguous()
         return super().read_output(output, data, sharding)
@@ -82,6 +89,46 @@ def test_whole_logits_are_read_where_the_head_wrote_them(ranks):
     assert ranks.run(1, layouts_of_logits) == [True]
 
 
+class OwnReading(NLLLoss):
+    """A loss that reads the output in a way of its own."""
+
+    def read_output(self, output, data, sharding):
+        return super().read_output(output * 1, data, sharding)
+
+
+class OwnReadingOfAny(OwnReading):
+    reads_deferred_logits = True
+
+
+def what_reads_deferred_logits():
+    return [_reads_deferred_logits(loss()) for loss in (NLLLoss, OwnCall, OwnReading, OwnReadingOfAny)]
+
+
+def test_a_subclass_that_reads_otherwise_has_to_say_that_it_takes_deferred_logits(ranks):
+    assert ranks.run(1, what_reads_deferred_logits) == [[True, False, False, True]]
+
+
+def refused_load(directory):
+    """The weights after a step that left them scattered, and a checkpoint that cannot be loaded."""
+    policy = build_policy({}, MODEL, OVERLAPPED)
+    policy.train(batch_of_all_kinds(VOCAB_SIZE, seed=1), NLLLoss(), gbs=12)
+    with pytest.raises(ConfigError):
+        policy.load_checkpoint(directory)
+    return {name: weight.detach().clone() for name, weight in unwrap(policy.chunks[0]).named_parameters()}
+
+
+def test_a_checkpoint_that_is_refused_leaves_the_ranks_with_one_model(ranks, tmp_path):
+    one, other = ranks.run(2, refused_load, str(tmp_path / "nowhere"))
+    for name, weight in one.items():
+        assert torch.equal(weight, other[name]), name
+
+
+def two_steps_in_small_buckets(*arguments):
+    small = partial(DistributedDataParallelConfig, bucket_size=2000)
+    with mock.patch.object(optimizer_module, "DistributedDataParallelConfig", small):
+        return two_steps(*arguments)
+
+
 def two_steps(parallel, optimizer, fused_head, precision):
     """Logprobs right after two steps, and the weights then."""
     policy = build_policy(parallel, MODEL, optimizer, precision=precision, fused_head=fused_head)
@@ -95,7 +142,7 @@ def two_steps(parallel, optimizer, fused_head, precision):
 @pytest.mark.parametrize("optimizer", [OVERLAPPED, replace(OPTIMIZER, overlap=True)], ids=["distributed", "plain"])
 def test_overlapped_gathers_and_sums_change_nothing(ranks, optimizer, fused_head):
     losses, logprobs, after = ranks.run(1, two_steps, {}, OPTIMIZER, None, "fp32")[0]
-    found = ranks.run(4, two_steps, {"tensor": 2}, optimizer, fused_head, "fp32")[0]
+    found = ranks.run(4, two_steps_in_small_buckets, {"tensor": 2}, optimizer, fused_head, "fp32")[0]
     assert found[0] == pytest.approx(losses, rel=1e-5)
     torch.testing.assert_close(found[1], logprobs, rtol=1e-5, atol=1e-5)
     for name, weight in after.items():

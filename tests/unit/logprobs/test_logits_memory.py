@@ -107,6 +107,42 @@ class TestTheBufferBecomesTheGradient:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
+    @pytest.mark.parametrize("kind", ["sliding windows", "one row for all", "one column for all"])
+    def test_rows_that_share_memory_have_gradients_of_their_own(self, logprobs_of, kind):
+        def rows(x):
+            if kind == "sliding windows":
+                return x.as_strided((3, 20), (10, 1))
+            return x[:20].expand(3, 20) if kind == "one row for all" else x[:3, None].expand(3, 20)
+
+        source, targets = torch.randn(40, dtype=torch.float32), torch.tensor([3, 19, 0])
+        found, wanted = [], []
+        for results, of in ((found, logprobs_of), (wanted, None)):
+            leaf = source.clone().requires_grad_()
+            logits = rows(leaf * 1)
+            log_p = of(logits, targets).logprobs if of else logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+            results.append(torch.autograd.grad((log_p * torch.tensor([1.0, 2.0, -3.0])).sum(), leaf)[0])
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize("how", ["checkpoint", "hooks"])
+    def test_another_consumer_where_autograd_does_not_check_what_it_saved(self, logprobs_of, how):
+        leaf, _, targets = self.make()
+
+        def total(x, of):
+            z = x * 1
+            return (z * z).sum() + of(z)
+
+        def ours(x):
+            return total(x, lambda z: logprobs_of(z, targets).logprobs.sum())
+
+        if how == "checkpoint":
+            loss = torch.utils.checkpoint.checkpoint(ours, leaf, use_reentrant=False)
+        else:
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+                loss = ours(leaf)
+        (got,) = torch.autograd.grad(loss, leaf)
+        want = total(leaf, lambda z: z.log_softmax(-1).gather(1, targets[:, None]).sum())
+        torch.testing.assert_close(got, torch.autograd.grad(want, leaf)[0], rtol=1e-5, atol=1e-5)
+
     def test_under_activation_checkpointing(self, logprobs_of):
         leaf, _, targets = self.make()
         loss = torch.utils.checkpoint.checkpoint(
