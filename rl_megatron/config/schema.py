@@ -43,6 +43,7 @@ class ModelConfig:
     num_query_groups: Positive = 4  # key/value heads; equal to num_attention_heads for plain multi-head attention
     head_dim: Positive | None = None  # null: hidden_size / num_attention_heads
     max_sequence_length: Positive = 256
+    vocab_size: Positive | None = None  # rows of the embedding; null: one for each of the tokenizer's tokens
     rope_base: PositiveFloat = 10_000.0
     norm_epsilon: PositiveFloat = 1e-5
     tie_embeddings: bool = True  # the output head is the embedding matrix

@@ -10,6 +10,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
 
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.attention import PortableRotaryEmbedding
 from rl_megatron.model.backend import block_spec, choose_backend
@@ -99,12 +100,15 @@ def build_model(
 
     `head`: "lm" gives logits, [B, S, V/tp]; "score" one number a token, [B, S, 1] in fp32 (see `ScoreHead`).
 
-    The embedding and head have `padded_vocab_size(vocab_size)` rows; the rows past `vocab_size` never enter a softmax.
+    `vocab_size`: of the tokenizer. The embedding and head have the rows that the model asks for (`model.vocab_size`),
+    padded; rows past the tokenizer's vocabulary never enter a softmax.
     Under bf16 each chunk is wrapped so that it runs in bf16 and gives bf16 logits.
 
-    Raises: ConfigError where a degree does not divide the model's shape.
+    Raises: ConfigError where a degree does not divide the model's shape, or the tokenizer has more tokens than the
+        embedding has rows.
     """
     validate_model(model, topology)
+    check_vocabulary(model, vocab_size)
     config = transformer_config(model, topology, precision)
     backend = choose_backend(model.backend, topology.platform)
     chunks = [
@@ -115,6 +119,15 @@ def build_model(
     if precision == "bf16":
         chunks = [_Bf16Module(config, chunk) for chunk in chunks]
     return chunks
+
+
+def check_vocabulary(model: ModelConfig, vocab_size: int) -> None:
+    """Raises: ConfigError where the tokenizer has tokens that the embedding has no row for."""
+    if model.vocab_size is not None and model.vocab_size < vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {vocab_size} tokens and model.vocab_size={model.vocab_size} rows of the embedding do "
+            "not hold them; use the model's own tokenizer (tokenizer.path), or raise model.vocab_size for a new model"
+        )
 
 
 def _build_chunk(
@@ -130,7 +143,7 @@ def _build_chunk(
     module = GPTModel(
         config=config,
         transformer_layer_spec=block_spec(config, backend, vp_stage),
-        vocab_size=padded_vocab_size(vocab_size, topology.tensor),
+        vocab_size=padded_vocab_size(model.vocab_size or vocab_size, topology.tensor),
         max_sequence_length=model.max_sequence_length,
         pre_process=topology.pipeline_rank == 0 and chunk == 0,
         post_process=topology.is_last_stage and chunk == topology.virtual_pipeline - 1,

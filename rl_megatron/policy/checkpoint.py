@@ -22,12 +22,11 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
+from rl_megatron.model.families import NOT_OF_THE_WEIGHTS
 
 MANIFEST = "manifest.json"
 _MESSAGE_LENGTH = 600  # megatron-core lists every key of the model
 _STEP = re.compile(r"step-(\d+)")
-# Model keys that do not change what the weights mean.
-_NOT_OF_THE_WEIGHTS = ("recompute", "backend", "init_std", "max_sequence_length", "router_aux_loss")
 
 
 def save(directory: Path, step: int, sharded_state: dict[str, Any], model: ModelConfig, extra: dict[str, Any]) -> Path:
@@ -44,16 +43,20 @@ def save(directory: Path, step: int, sharded_state: dict[str, Any], model: Model
     dist_checkpointing.save(sharded_state, str(partial))
     dist.barrier()
     if dist.get_rank() == 0:
-        files = {str(f.relative_to(partial)): f.stat().st_size for f in sorted(partial.rglob("*")) if f.is_file()}
-        manifest = {"step": step, "model": asdict(model), "files": files, **extra}
-        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        replaced = final.with_suffix(".replaced")
-        if final.exists():  # of a run that is being redone from earlier
-            final.rename(replaced)
-        partial.rename(final)
-        shutil.rmtree(replaced, ignore_errors=True)
+        publish(partial, final, {"step": step, "model": asdict(model), **extra})
     dist.barrier()
     return final
+
+
+def publish(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
+    """Makes of the finished directory `partial` the checkpoint `final`: its manifest, then its name."""
+    files = {str(f.relative_to(partial)): f.stat().st_size for f in sorted(partial.rglob("*")) if f.is_file()}
+    (partial / MANIFEST).write_text(json.dumps({**manifest, "files": files}, indent=1))
+    replaced = final.with_suffix(".replaced")
+    if final.exists():  # of a run that is being redone from earlier
+        final.rename(replaced)
+    partial.rename(final)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def load(checkpoint: Path, sharded_state: dict[str, Any], partial: bool = False) -> dict[str, Any]:
@@ -92,7 +95,7 @@ def read_manifest(checkpoint: Path, model: ModelConfig | None = None) -> dict[st
             raise ConfigError(f"checkpoint {checkpoint} is damaged: {name} {state}; use an older one")
     if model is not None:
         saved, wanted = asdict(ModelConfig()) | manifest["model"], asdict(model)  # keys since added had their default
-        differing = [k for k in wanted if k not in _NOT_OF_THE_WEIGHTS and saved[k] != wanted[k]]
+        differing = [k for k in wanted if k not in NOT_OF_THE_WEIGHTS and saved[k] != wanted[k]]
         if differing:
             listed = ", ".join(f"model.{k}: checkpoint {saved[k]}, run {wanted[k]}" for k in differing)
             raise ConfigError(f"checkpoint {checkpoint} is of another model ({listed}); set these keys alike")
