@@ -20,7 +20,17 @@ class Sampling:
 
 
 class RolloutEngine(Protocol):
-    """Draws completions; every rank calls it with the same prompts and gets the same rollouts."""
+    """Draws completions from a policy's weights; every rank of the policy calls every method with the same arguments
+    and gets the same answer. To add an engine is to write these three methods."""
+
+    def update_weights(self) -> dict[str, float]:
+        """Makes the engine serve the policy's present weights, and drop what it kept of older ones; does nothing where
+        it serves them already. Returns what the hand-over cost: nothing, or `refit_bytes`, `refit_seconds`,
+        `refit_gb_per_s` and the seconds of each phase.
+
+        Raises: WeightsRefused where what arrived is not what was sent. The engine then serves nothing.
+        """
+        ...
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> BatchedDataDict:
         """One completion for each prompt (token ids, each non-empty), in order.
@@ -30,6 +40,11 @@ class RolloutEngine(Protocol):
         stop token included); `token_mask` [B, S] fp32, 1 on sampled tokens; `sample_mask` [B] fp32 of ones;
         `generation_logprobs` [B, S] fp32, entry t of token t, 0 off the completion: log softmax(logits/temperature),
         *before* top-k and top-p, at temperature 1 where sampling is greedy; `temperature` [B], the one those logprobs
-        were taken at; `stopped` [B] bool, true where a stop token ended the row.
+        were taken at; `top_k` [B] int64 and `top_p` [B] fp32, as in `sampling`; `weight_version` [B] int64, of the
+        policy's weights that drew the row; `stopped` [B] bool, true where a stop token ended the row.
         """
+        ...
+
+    def shutdown(self) -> None:
+        """Ends what the engine started; it answers nothing afterwards."""
         ...
