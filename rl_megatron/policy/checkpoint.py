@@ -15,14 +15,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.families import NOT_OF_THE_WEIGHTS
+from rl_megatron.model.shards import SHARDING_METADATA
 
 MANIFEST = "manifest.json"
 _MESSAGE_LENGTH = 600  # megatron-core lists every key of the model
@@ -57,6 +60,26 @@ def publish(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
         final.rename(replaced)
     partial.rename(final)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def tensors_of_model(model: torch.nn.Module) -> dict[str, Any]:
+    """What `dist_checkpointing` saves, or is to fill, of a model chunk: its tensors and where they lie in the whole.
+
+    Without the "extra states" that its modules declare: they are for FP8, empty here, and others in each backend.
+    """
+    entries = model.sharded_state_dict(metadata=dict(SHARDING_METADATA))
+    return {key: entry for key, entry in entries.items() if isinstance(entry, ShardedTensor | ShardedTensorFactory)}
+
+
+def load_model(model: torch.nn.Module, loaded: dict[str, Any], without: str | None = None) -> None:
+    """Gives a model chunk all its tensors, those whose names begin with `without` excepted.
+
+    Raises: RuntimeError naming tensors that `loaded` lacks, or that the model does not have.
+    """
+    absent, unknown = model.load_state_dict(loaded, strict=False)
+    absent = [key for key in absent if not key.endswith("_extra_state") and not (without and key.startswith(without))]
+    if absent or unknown:
+        raise RuntimeError(f"the loaded state lacks {absent} and has {unknown}, which the model has not")
 
 
 def load(checkpoint: Path, sharded_state: dict[str, Any], partial: bool = False) -> dict[str, Any]:

@@ -326,7 +326,7 @@ class MegatronPolicy(PolicyInterface):
                 state[f"model{index}"] = {key: entry for key, entry in model.items() if not key.startswith(_HEAD)}
         loaded = checkpoint.load(path, state, partial=weights_only or self.optimizer is None)
         for index, chunk in enumerate(self.chunks):
-            unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=not new_head)
+            checkpoint.load_model(unwrap(chunk), loaded[f"model{index}"], without=_HEAD if new_head else None)
         if self.optimizer is not None:
             if weights_only:
                 self.optimizer.reload_model_params()
@@ -337,7 +337,7 @@ class MegatronPolicy(PolicyInterface):
         return manifest
 
     def _sharded_state(self, loading: bool, weights_only: bool = False) -> dict[str, Any]:
-        models = [unwrap(chunk).sharded_state_dict(metadata=dict(SHARDING_METADATA)) for chunk in self.chunks]
+        models = [checkpoint.tensors_of_model(unwrap(chunk)) for chunk in self.chunks]
         state: dict[str, Any] = {f"model{index}": model for index, model in enumerate(models)}
         if self.optimizer is not None and not weights_only:
             state["optimizer"] = sharded_optimizer_state(self.optimizer, models, SHARDING_METADATA, loading)
