@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 # Global names come one per layer ("decoder.layers.3.…") rather than stacked along a layer axis.
 SHARDING_METADATA = {"non_homogeneous_layers": True}
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _INIT_ROWS = 1024  # rows drawn from one generator: bounds the memory and time of drawing a rank's own part
 
 
@@ -60,6 +62,15 @@ def _piece(shard: ShardedTensor) -> Piece:
         tuple(shard.global_offset[stacked:]),
         all(index == 0 for index in _as_tuple(shard.replica_id)),
     )
+
+
+def stored_name(name: str) -> tuple[str, int | None]:
+    """The key under which a checkpoint has the tensor that `pieces` calls `name`, and, where experts are stacked under
+    one key, which of them it is."""
+    expert = _EXPERT.search(name)
+    if expert is None:
+        return name, None
+    return f"{name[: expert.start()]}.experts.experts.{name[expert.end() :]}", int(expert[1])
 
 
 def _holding(entry: ShardedTensor | ShardedTensorFactory, data: Tensor) -> ShardedTensor | ShardedTensorFactory:
