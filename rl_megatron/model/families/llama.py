@@ -1,4 +1,4 @@
-"""Llama 3 (and 2): RMSNorm, SwiGLU, RoPE, grouped queries, no biases."""
+"""Llama 3 (and 2): RMSNorm, SwiGLU, RoPE (from 3.1 on scaled), grouped queries, no biases."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.families.family import Family
+from rl_megatron.model.families.rope import read_rope, write_rope
 from rl_megatron.model.families.table import dense_decoder, head_size
 
 
@@ -19,7 +20,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
         num_query_groups=hf.get("num_key_value_heads") or hf["num_attention_heads"],
         head_dim=hf.get("head_dim"),
         max_sequence_length=hf["max_position_embeddings"],
-        rope_base=hf["rope_parameters"]["rope_theta"] if "rope_parameters" in hf else hf["rope_theta"],
+        **read_rope(hf),
         norm_epsilon=hf["rms_norm_eps"],
         tie_embeddings=hf.get("tie_word_embeddings", False),
         vocab_size=hf["vocab_size"],
@@ -37,7 +38,7 @@ def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
         "num_key_value_heads": model.num_query_groups,
         "head_dim": head_size(model),
         "max_position_embeddings": model.max_sequence_length,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_base},
+        **write_rope(model),
         "rms_norm_eps": model.norm_epsilon,
         "tie_word_embeddings": model.tie_embeddings,
         "hidden_act": "silu",
