@@ -33,6 +33,49 @@ NonNegativeFloat = Annotated[float, Field(ge=0.0), Number]
 
 
 @section
+class LinearRope:
+    """Positions divided by `factor` (Gemma 3)."""
+
+    kind: Literal["linear"] = "linear"
+    factor: PositiveFloat
+
+
+@section
+class Llama3Rope:
+    """Frequencies of waves longer than the context first trained on divided by `factor`, short waves as they are, and
+    in between what is in between (Llama 3.1 and later)."""
+
+    kind: Literal["llama3"] = "llama3"
+    factor: PositiveFloat
+    low_freq_factor: PositiveFloat = 1.0  # long: original_max_position_embeddings / low_freq_factor and more
+    high_freq_factor: PositiveFloat = 4.0  # short: original_max_position_embeddings / high_freq_factor and less
+    original_max_position_embeddings: Positive
+
+
+@section
+class YarnRope:
+    """YaRN: frequencies go by how often they turn within the context first trained on (DeepSeek, Qwen).
+
+    Source: Peng et al. 2023 (arXiv:2309.00071).
+    """
+
+    kind: Literal["yarn"] = "yarn"
+    factor: PositiveFloat
+    original_max_position_embeddings: Positive
+    beta_fast: PositiveFloat = 32.0  # turns from which a frequency stays as it is
+    beta_slow: PositiveFloat = 1.0  # turns up to which it is divided by factor
+    truncate: bool = True  # the bounds of the two are rounded to whole dimensions
+    # Rotated queries and keys grow by (0.1·mscale·ln factor + 1) / (0.1·mscale_all_dim·ln factor + 1), or, unless both
+    # are given, by 0.1·ln factor + 1; or by attention_factor.
+    mscale: PositiveFloat | None = None
+    mscale_all_dim: PositiveFloat | None = None
+    attention_factor: PositiveFloat | None = None
+
+
+RopeScaling = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator="kind")]
+
+
+@section
 class ModelConfig:
     """A LLaMA/Qwen-style decoder: RMSNorm, SwiGLU, RoPE, grouped-query attention; dense, or a mixture of experts."""
 
@@ -45,6 +88,7 @@ class ModelConfig:
     max_sequence_length: Positive = 256
     vocab_size: Positive | None = None  # rows of the embedding; null: one for each of the tokenizer's tokens
     rope_base: PositiveFloat = 10_000.0
+    rope_scaling: RopeScaling | None = None  # for contexts longer than first trained on: kind linear, llama3 or yarn
     norm_epsilon: PositiveFloat = 1e-5
     tie_embeddings: bool = True  # the output head is the embedding matrix
     qkv_bias: bool = False  # Qwen2 has one

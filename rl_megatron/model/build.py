@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -14,6 +15,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.attention import PortableRotaryEmbedding
 from rl_megatron.model.backend import block_spec, choose_backend
+from rl_megatron.model.rope import frequencies, rotary_scale
 from rl_megatron.model.score_head import ScoreHead
 from rl_megatron.model.shards import initialise_parameters
 from rl_megatron.topology.topology import Topology, padded_vocab_size, validate_model
@@ -30,7 +32,7 @@ def transformer_config(model: ModelConfig, topology: Topology, precision: str) -
         ffn_hidden_size=model.ffn_hidden_size,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
-        kv_channels=model.head_dim or model.hidden_size // model.num_attention_heads,
+        kv_channels=head_size(model),
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=True,
@@ -41,6 +43,7 @@ def transformer_config(model: ModelConfig, topology: Topology, precision: str) -
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=model.init_std,
+        softmax_scale=_softmax_scale(model),
         window_size=None if model.sliding_window is None else (model.sliding_window - 1, 0),
         tensor_model_parallel_size=topology.tensor,
         sequence_parallel=topology.sequence,
@@ -66,6 +69,13 @@ def transformer_config(model: ModelConfig, topology: Topology, precision: str) -
         **_experts(model),
         **_recompute(model.recompute),
     )
+
+
+def _softmax_scale(model: ModelConfig) -> float | None:
+    """What scores are multiplied with; None for megatron-core's own, 1/√head_dim. YaRN's growth of rotated queries and
+    of rotated keys comes in here: RoPE turns whole heads, so it is a factor of every score."""
+    growth = rotary_scale(model.rope_scaling)
+    return None if growth == 1.0 else growth**2 / math.sqrt(head_size(model))
 
 
 def _experts(model: ModelConfig) -> dict:
@@ -158,6 +168,9 @@ def _build_chunk(
         module.rotary_pos_emb = PortableRotaryEmbedding(
             config.kv_channels, rotary_percent=1.0, rotary_base=model.rope_base, cp_group=topology.groups.cp
         )
+    module.rotary_pos_emb.inv_freq = frequencies(config.kv_channels, model.rope_base, model.rope_scaling).to(
+        topology.platform.device
+    )
     for name, parameter in module.named_parameters():
         if ".experts." in name:
             # Summed over the ranks that hold the same experts. megatron-core 0.16 says so only where experts are spread

@@ -8,13 +8,14 @@ from typing import Any
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.families.hf_config import only
+from rl_megatron.model.families.rope import read_rope, write_rope
 from rl_megatron.model.families.table import head_size
 
 
 def read_decoder(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of the model section, from those that all these families have.
 
-    Raises: ConfigError for another activation than SwiGLU's, and for RoPE that is scaled.
+    Raises: ConfigError for another activation than SwiGLU's, and for RoPE scaled in a way that there is no maths for.
     """
     only(hf, hidden_act="silu")
     return {
@@ -28,7 +29,7 @@ def read_decoder(hf: Mapping[str, Any]) -> dict[str, Any]:
         "norm_epsilon": hf["rms_norm_eps"],
         "tie_embeddings": hf.get("tie_word_embeddings") or False,
         "vocab_size": hf["vocab_size"],
-        **_read_rope(hf),
+        **read_rope(hf),
     }
 
 
@@ -49,7 +50,7 @@ def write_decoder(architecture: str, model_type: str, model: ModelConfig, vocab_
         "tie_word_embeddings": model.tie_embeddings,
         "initializer_range": model.init_std,
         "vocab_size": vocab_size,
-        **_write_rope(model),
+        **write_rope(model),
     }
 
 
@@ -81,16 +82,3 @@ def write_window(model: ModelConfig) -> dict[str, Any]:
         "sliding_window": model.sliding_window,
         "max_window_layers": 0 if windowed else model.num_layers,
     }
-
-
-def _read_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
-    key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
-    parameters = hf.get(key) or {}
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind != "default":
-        raise ConfigError(f"config.json: {key}.rope_type={kind!r} is not supported; 'default' is")
-    return {"rope_base": float(parameters.get("rope_theta") or hf.get("rope_theta") or 10_000.0)}
-
-
-def _write_rope(model: ModelConfig) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": model.rope_base}, "rope_theta": model.rope_base}

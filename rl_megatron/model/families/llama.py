@@ -1,4 +1,4 @@
-"""Llama 3 (and 2): RMSNorm, SwiGLU, RoPE, grouped queries, no biases."""
+"""Llama 3 (and 2): RMSNorm, SwiGLU, RoPE (from 3.1 on scaled), grouped queries, no biases."""
 
 from __future__ import annotations
 
