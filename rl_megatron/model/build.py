@@ -15,6 +15,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.attention import PortableRotaryEmbedding
 from rl_megatron.model.backend import block_spec, choose_backend
+from rl_megatron.model.families.table import head_size
 from rl_megatron.model.rope import frequencies, rotary_scale
 from rl_megatron.model.score_head import ScoreHead
 from rl_megatron.model.shards import initialise_parameters
