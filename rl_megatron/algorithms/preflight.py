@@ -19,6 +19,7 @@ from rl_megatron.data.order import BatchSchedule
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.losses.interfaces import LossFunction, LossInputType
 from rl_megatron.losses.registry import configured_loss
+from rl_megatron.model.build import check_vocabulary
 from rl_megatron.policy import checkpoint
 from rl_megatron.topology.context_parallel import zigzag_chunks
 from rl_megatron.topology.topology import sequence_multiple
@@ -37,6 +38,7 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
     if output_dir.exists() and not output_dir.is_dir():
         raise ConfigError(f"output_dir={output_dir} is a file; choose a directory")
     tokenizer = _bad_input_named(lambda: inputs.run_tokenizer(config.first, output_dir))
+    check_vocabulary(config.first.model, tokenizer.vocab_size)
     for name, stage in config.stages.items():
         _bad_input_named(lambda stage=stage: _build_inputs(stage, tokenizer))
         saved = checkpoint.complete_checkpoints(output_dir / "checkpoints" / name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,6 +25,7 @@ from rl_megatron.algorithms.sft import sft
 from rl_megatron.algorithms.stage import Evaluation, Stage
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import to_yaml
+from rl_megatron.config.origin import HUGGING_FACE, hugging_face_files
 from rl_megatron.config.schema import OptimizerConfig, RunConfig, StageConfig
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.megatron import MegatronEngine
@@ -70,6 +72,7 @@ def _run(config: RunConfig) -> None:
     tokenizer = _on_all_or_none(lambda: preflight.check(config, output_dir))
     if dist.get_rank() == 0:
         inputs.save_tokenizer(tokenizer, output_dir)
+        _keep_hugging_face_files(config, output_dir)
         (output_dir / "config.yaml").write_text(to_yaml(config))
         log.LOGGER.info("%s, %s, vocabulary of %d", layout.describe(), where.device.type, tokenizer.vocab_size)
     recorder = Recorder(output_dir, enabled=dist.get_rank() == 0)
@@ -90,6 +93,13 @@ def _run(config: RunConfig) -> None:
         kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
         raise NonFiniteLoss(f"{error}; {kept}") from error
     recorder.finish(_summary(results, layout, time.perf_counter() - started))
+
+
+def _keep_hugging_face_files(config: RunConfig, output_dir: Path) -> None:
+    """What the model came with from Hugging Face, for an export of this run's checkpoints."""
+    carried = hugging_face_files(Path(config.init_from)) if config.init_from else None
+    if carried is not None:
+        shutil.copytree(carried, output_dir / HUGGING_FACE, dirs_exist_ok=True)
 
 
 def _on_all_or_none(check: Callable[[], _T]) -> _T:

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
-from rl_megatron.config import schema
+from rl_megatron.config import origin, schema
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.model_rules import check_model
 
@@ -50,6 +50,7 @@ def load(overrides: list[str], config_dir: str | None = None) -> schema.RunConfi
     """
     tree = _compose(overrides, config_dir)
     tree.pop("experiment", None)
+    _take_tokenizer(tree)
     _refuse_unknown(tree, _STAGE_KEYS | _RUN_KEYS, "")
     _refuse_missing(tree, _STAGE_KEYS)
     stages = _mapping(tree.pop("stages", None), "stages") or {_mapping(tree["algorithm"], "algorithm").get("name"): {}}
@@ -70,6 +71,14 @@ def load(overrides: list[str], config_dir: str | None = None) -> schema.RunConfi
                 "its own"
             )
     return config
+
+
+def _take_tokenizer(tree: dict[str, Any]) -> None:
+    """A run that begins with a checkpoint that carries a tokenizer uses it, unless it names another."""
+    begun, tokenizer = tree.get("init_from"), tree.get("tokenizer")
+    if isinstance(begun, str) and isinstance(tokenizer, dict) and tokenizer.get("path") is None:
+        carried = origin.carried_tokenizer(Path(begun))
+        tokenizer["path"] = None if carried is None else str(carried)
 
 
 def to_yaml(config: schema.RunConfig) -> str:
@@ -93,6 +102,7 @@ def _compose(overrides: list[str], config_dir: str | None) -> dict[str, Any]:
             raise ConfigError(f"--config-dir {config_dir} is not a directory")
         extra = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"]
     GlobalHydra.instance().clear()
+    OmegaConf.register_new_resolver("of_checkpoint", origin.model_key, replace=True)  # configs/model/init_from.yaml
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         try:
             _refuse_unknown_stages(overrides, extra)
@@ -101,7 +111,14 @@ def _compose(overrides: list[str], config_dir: str | None) -> dict[str, Any]:
         except ConfigError:
             raise
         except (HydraException, OmegaConfBaseException, ValueError) as error:
-            raise ConfigError(_explain(error, overrides)) from error
+            raise ConfigError(_of_resolver(error) or _explain(error, overrides)) from error
+
+
+def _of_resolver(error: BaseException | None) -> str | None:
+    """What a resolver said, whose ConfigError OmegaConf wrapped, perhaps more than once."""
+    while error is not None and not isinstance(error, ConfigError):
+        error = error.__cause__ or error.__context__
+    return None if error is None else str(error)
 
 
 def _adding(override: str) -> str:

@@ -44,13 +44,23 @@ def hugging_face_files(checkpoint: Path) -> Path | None:
     return _carried(checkpoint, HUGGING_FACE, "config.json")
 
 
-def tokenizer_files(checkpoint: Path) -> Path | None:
-    """The tokenizer directory of the checkpoint, or of its run."""
-    for name in _TOKENIZERS:
-        found = _carried(checkpoint, HUGGING_FACE, name) or _carried(checkpoint, "tokenizer", name)
-        if found is not None:
-            return found
-    return None
+def carried_tokenizer(checkpoint: Path) -> Path | None:
+    """The tokenizer directory among these files."""
+    return _first_tokenizer(checkpoint, HUGGING_FACE)
+
+
+def run_tokenizer(checkpoint: Path) -> Path | None:
+    """The tokenizer directory of the run whose checkpoint it is."""
+    return _first_tokenizer(checkpoint, "tokenizer")
+
+
+def has_tokenizer(directory: Path) -> bool:
+    return any((directory / name).is_file() for name in _TOKENIZERS)
+
+
+def _first_tokenizer(checkpoint: Path, directory: str) -> Path | None:
+    found = (_carried(checkpoint, directory, name) for name in _TOKENIZERS)
+    return next((path for path in found if path is not None), None)
 
 
 def _carried(checkpoint: Path, directory: str, file: str) -> Path | None:

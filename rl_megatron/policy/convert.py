@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.origin import HUGGING_FACE, hugging_face_files, tokenizer_files
+from rl_megatron.config.origin import HUGGING_FACE, carried_tokenizer, has_tokenizer, hugging_face_files, run_tokenizer
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from rl_megatron.model.build import check_vocabulary
@@ -104,7 +104,7 @@ def export_weights(
 
 def _tokenizer_of(source: Path, model: ModelConfig) -> Tokenizer | None:
     """The tokenizer of a Hugging Face directory, whose tokens all have a row in the embedding."""
-    if not any((source / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if not has_tokenizer(source):
         return None
     try:
         tokenizer = load_tokenizer(source)
@@ -169,7 +169,8 @@ def _described(checkpoint: Path, manifest: Mapping[str, Any]) -> tuple[ModelConf
                 "the run that made it"
             )
         return model, config, family.table(read, read.vocab_size)
-    tokenizer = _run_tokenizer(checkpoint)
+    directory = run_tokenizer(checkpoint)
+    tokenizer = None if directory is None else load_tokenizer(directory)
     if model.vocab_size is None and tokenizer is None:
         raise ConfigError(
             f"checkpoint {checkpoint} does not tell its vocabulary's size (model.vocab_size=null), and its run's "
@@ -181,11 +182,6 @@ def _described(checkpoint: Path, manifest: Mapping[str, Any]) -> tuple[ModelConf
     if tokenizer is not None:
         config |= {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
     return model, config, family.table(model, rows)
-
-
-def _run_tokenizer(checkpoint: Path) -> Tokenizer | None:
-    directory = tokenizer_files(checkpoint)
-    return None if directory is None else load_tokenizer(directory)
 
 
 def _checked(checkpoint: Path, table: WeightTable) -> dict[str, StoredTensor]:
@@ -238,8 +234,8 @@ def _write_part(writer: WeightWriter, table: WeightTable, name: str, offset: Sha
 
 
 def _write_side_files(checkpoint: Path, target: Path, config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    carried, tokenizer = hugging_face_files(checkpoint), tokenizer_files(checkpoint)
-    if tokenizer is not None and tokenizer != carried:
+    carried, tokenizer = hugging_face_files(checkpoint), run_tokenizer(checkpoint)
+    if tokenizer is not None and carried_tokenizer(checkpoint) is None:
         shutil.copytree(tokenizer, target, dirs_exist_ok=True)
     if carried is not None:
         shutil.copytree(carried, target, dirs_exist_ok=True)
