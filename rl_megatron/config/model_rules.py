@@ -19,6 +19,7 @@ def check_model(model: ModelConfig) -> None:
             f"model.num_attention_heads={model.num_attention_heads}; change one or set model.head_dim"
         )
     _check_rope(model)
+    _check_windows(model)
     _check_experts(model)
 
 
@@ -33,6 +34,25 @@ def _check_rope(model: ModelConfig) -> None:
         raise ConfigError(
             f"model.rope_scaling.beta_slow={scaling.beta_slow} must be less than "
             f"model.rope_scaling.beta_fast={scaling.beta_fast}"
+        )
+
+
+def _check_windows(model: ModelConfig) -> None:
+    every = model.global_attention_every
+    if every is not None and model.sliding_window is None:
+        raise ConfigError(
+            f"model.global_attention_every={every} does nothing: model.sliding_window=null is attention to all tokens "
+            "in every layer; set model.sliding_window, or leave model.global_attention_every out"
+        )
+    if every == 1:
+        raise ConfigError(
+            "model.global_attention_every=1 leaves no layer with the window of model.sliding_window="
+            f"{model.sliding_window}; set both to null, or global_attention_every to 2 or more"
+        )
+    if every is None and model.local_rope_base is not None:
+        raise ConfigError(
+            f"model.local_rope_base={model.local_rope_base} is of layers with a window beside layers without, and "
+            "model.global_attention_every=null has no such two; set it, or model.rope_base alone"
         )
 
 

@@ -77,7 +77,7 @@ RopeScaling = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator=
 
 @section
 class ModelConfig:
-    """A LLaMA/Qwen-style decoder: RMSNorm, SwiGLU, RoPE, grouped-query attention; dense, or a mixture of experts."""
+    """A decoder like LLaMA: RMSNorm, gated MLP, RoPE, grouped-query attention; dense, or a mixture of experts."""
 
     num_layers: Positive = 4
     hidden_size: Positive = 128
@@ -89,12 +89,19 @@ class ModelConfig:
     vocab_size: Positive | None = None  # rows of the embedding; null: one for each of the tokenizer's tokens
     rope_base: PositiveFloat = 10_000.0
     rope_scaling: RopeScaling | None = None  # for contexts longer than first trained on: kind linear, llama3 or yarn
+    local_rope_base: PositiveFloat | None = None  # of layers with a window, unscaled (Gemma 3); null: as the others'
     norm_epsilon: PositiveFloat = 1e-5
+    zero_centered_norm: bool = False  # norms multiply by 1 + weight (Gemma)
+    sandwich_norms: bool = False  # norms after attention and MLP too, before the residual is added (Gemma 2 and 3)
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the MLP's gate; gelu_tanh: Gemma's
+    scale_embeddings: bool = False  # embeddings are multiplied by the root of hidden_size (Gemma)
     tie_embeddings: bool = True  # the output head is the embedding matrix
     qkv_bias: bool = False  # Qwen2 has one
     qk_norm: bool = False  # Qwen3 has it
+    query_pre_attn_scalar: Positive | None = None  # scores are divided by its root (Gemma); null: the head's dimension
     init_std: PositiveFloat = 0.02
     sliding_window: Positive | None = None  # tokens a token may look at, itself included; null: all before it
+    global_attention_every: Positive | None = None  # each so-many-th layer is without the window (Gemma 3: 6)
     num_experts: Positive | None = None  # experts of each layer's MLP (Mixtral, Qwen-MoE); null: a dense MLP
     experts_per_token: Positive = 2
     expert_ffn_hidden_size: Positive | None = None  # null: ffn_hidden_size

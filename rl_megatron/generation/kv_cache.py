@@ -43,9 +43,10 @@ class Columns:
 class CachedAttention(torch.nn.Module):
     """Attention of the new columns over all columns so far; appends the new keys (RoPE applied) and values."""
 
-    def __init__(self, columns: Columns, config: TransformerConfig):
+    def __init__(self, columns: Columns, config: TransformerConfig, layer_number: int):
         super().__init__()
-        self.columns, self.softmax_scale, self.window = columns, config.softmax_scale, sliding_window(config)
+        self.columns, self.softmax_scale = columns, config.softmax_scale
+        self.window = sliding_window(config, layer_number)
         self.keys = self.values = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
@@ -75,7 +76,7 @@ def caching(models: list[GPTModel], columns: Columns) -> Iterator[None]:
     ]
     try:
         for attention in attentions:
-            attention.core_attention = CachedAttention(columns, attention.config)
+            attention.core_attention = CachedAttention(columns, attention.config, attention.layer_number)
         for holder, flag in switched:
             setattr(holder, flag, False)
         yield

@@ -12,7 +12,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -26,38 +26,48 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import ModelConfig
 from rl_megatron.log import once
-from rl_megatron.model.attention import PortableAttention, PortablePacking
+from rl_megatron.model.attention import PortableAttention, PortablePacking, PortableSelfAttention
+from rl_megatron.model.norms import NormedResidual, PortableRMSNorm
 from rl_megatron.model.packed_rows import PackedRows
 from rl_megatron.model.router import BalancedRouter
 from rl_megatron.topology.platform import Platform
 from rl_megatron.topology.topology import Topology
 
-
-class PortableRMSNorm(torch.nn.RMSNorm):
-    """y = x / sqrt(mean(x²) + ε) · w, accumulated in fp32; under sequence parallelism its gradient is marked for the
-    all-reduce over the tensor-parallel ranks, each of which saw its own part of the sequence."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object):
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
-        self.weight.sequence_parallel = config.sequence_parallel
+_PORTABLE_ONLY = ("local_rope_base", "sandwich_norms")
 
 
-def choose_backend(wanted: str, platform: Platform) -> str:
-    """ "transformer_engine" or "portable" for `model.backend`; "auto" prefers Transformer Engine where it can run."""
-    installed = importlib.util.find_spec("transformer_engine") is not None
-    if wanted == "transformer_engine" and not (platform.is_cuda and installed):
-        missing = "Transformer Engine is not installed" if platform.is_cuda else "it needs a GPU and this run uses none"
+def choose_backend(model: ModelConfig, platform: Platform) -> str:
+    """ "transformer_engine" or "portable" for `model.backend`; "auto" prefers Transformer Engine where it can run what
+    the model is made of.
+
+    Raises: ConfigError where `model.backend` asks for Transformer Engine, and it cannot run.
+    """
+    wanted, missing = model.backend, _why_not_transformer_engine(model, platform)
+    if wanted == "transformer_engine" and missing:
         raise ConfigError(f"model.backend=transformer_engine: {missing}; use model.backend=auto")
-    if wanted == "auto":
-        wanted = "transformer_engine" if platform.is_cuda and installed else "portable"
-        if wanted == "portable" and platform.is_cuda:
-            once("Transformer Engine is not installed: layers use the portable torch modules")
-    return wanted
+    if wanted != "auto":
+        return wanted
+    if missing and platform.is_cuda:
+        once(f"{missing[0].upper()}{missing[1:]}: layers use the portable torch modules")
+    return "portable" if missing else "transformer_engine"
+
+
+def _why_not_transformer_engine(model: ModelConfig, platform: Platform) -> str | None:
+    if not platform.is_cuda:
+        return "it needs a GPU and this run uses none"
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "Transformer Engine is not installed"
+    for key in _PORTABLE_ONLY:
+        value = getattr(model, key)
+        if value not in (None, False):
+            return f"megatron-core's layers of Transformer Engine have no model.{key}={str(value).lower()}"
+    return None
 
 
 def block_spec(
-    config: TransformerConfig, backend: str, vp_stage: int | None
+    model: ModelConfig, config: TransformerConfig, backend: str, vp_stage: int | None
 ) -> TransformerBlockSubmodules | ModuleSpec:
     """The megatron-core spec of the decoder layers of this pipeline stage (or model chunk `vp_stage` of it)."""
     if backend == "transformer_engine":
@@ -69,7 +79,9 @@ def block_spec(
             (mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules).router = BalancedRouter
         return layer
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[_portable_layer(config)] * num_layers, layer_norm=PortableRMSNorm)
+    return TransformerBlockSubmodules(
+        layer_specs=[_portable_layer(model, config)] * num_layers, layer_norm=PortableRMSNorm
+    )
 
 
 def _of_experts(module: type, submodules: object) -> Callable | ModuleSpec:
@@ -92,10 +104,10 @@ def packing_params(rooms: Sequence[int], topology: Topology, backend: str) -> Pa
     )
 
 
-def _portable_layer(config: TransformerConfig) -> ModuleSpec:
+def _portable_layer(model: ModelConfig, config: TransformerConfig) -> ModuleSpec:
     qk_norm = PortableRMSNorm if config.qk_layernorm else IdentityOp
     attention = ModuleSpec(
-        module=SelfAttention,
+        module=PortableSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
@@ -114,15 +126,19 @@ def _portable_layer(config: TransformerConfig) -> ModuleSpec:
     else:
         experts, shared = _of_experts(SequentialMLP, linears), _of_experts(SharedExpertMLP, linears)
         mlp = _of_experts(MoELayer, MoESubmodules(experts, shared, BalancedRouter))
+    residual = get_bias_dropout_add
+    if model.sandwich_norms:
+        residual = ModuleSpec(module=NormedResidual, params={"config": config})
+        names |= {"self_attn_bda.norm.": "post_self_attn_layernorm.", "mlp_bda.norm.": "post_mlp_layernorm."}
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=PortableRMSNorm,
             self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=residual,
             pre_mlp_layernorm=PortableRMSNorm,
             mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=residual,
             sharded_state_dict_keys_map=names,
         ),
     )

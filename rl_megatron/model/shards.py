@@ -104,17 +104,19 @@ def _any_nan(gathered: list, name: str) -> bool:
     return any(tensor.isnan().any() for rank in gathered for n, _, _, tensor in rank if n == name)
 
 
-def initialise_parameters(chunks: list[torch.nn.Module], *, seed: int, std: float, num_layers: int) -> None:
+def initialise_parameters(
+    chunks: list[torch.nn.Module], *, seed: int, std: float, num_layers: int, norm_weight: float = 1.0
+) -> None:
     """Fills every parameter from (seed, global name, row): the same model whatever the layout it is sharded over.
 
-    Weights ~ N(0, std²); those that write into the residual stream ~ N(0, std²/(2·num_layers)) (GPT-2); norms 1;
-    biases 0. Numbers are drawn on the CPU, so a GPU run starts from the same weights.
+    Weights ~ N(0, std²); those that write into the residual stream ~ N(0, std²/(2·num_layers)) (GPT-2); norms
+    `norm_weight`; biases 0. Numbers are drawn on the CPU, so a GPU run starts from the same weights.
     """
     filled = 0
     for piece in pieces(chunks):
         filled += piece.tensor.numel()
         if piece.name.endswith(("norm.weight", "norm_weight")):
-            piece.tensor.fill_(1.0)
+            piece.tensor.fill_(norm_weight)
         elif piece.name.endswith("bias"):
             piece.tensor.zero_()
         else:
