@@ -102,6 +102,14 @@ class ModelConfig:
     init_std: PositiveFloat = 0.02
     sliding_window: Positive | None = None  # tokens a token may look at, itself included; null: all before it
     global_attention_every: Positive | None = None  # each so-many-th layer is without the window (Gemma 3: 6)
+    # Multi-head latent attention (DeepSeek-V2 and -V3), with kv_lora_rank: keys and values of all heads come of one
+    # latent of that rank. A head's queries and keys have qk_nope_head_dim dimensions without RoPE and qk_rope_head_dim
+    # with it, its values v_head_dim.
+    kv_lora_rank: Positive | None = None
+    q_lora_rank: Positive | None = None  # queries come of a latent too; null: of the hidden state
+    qk_nope_head_dim: Positive | None = None
+    qk_rope_head_dim: Positive | None = None
+    v_head_dim: Positive | None = None
     num_experts: Positive | None = None  # experts of each layer's MLP (Mixtral, Qwen-MoE); null: a dense MLP
     experts_per_token: Positive = 2
     expert_ffn_hidden_size: Positive | None = None  # null: ffn_hidden_size
@@ -109,6 +117,16 @@ class ModelConfig:
     shared_expert_gate: bool = False  # the shared expert's output is weighed by a learned gate (Qwen2-MoE)
     normalize_expert_weights: bool = True  # weights of a token's experts add up to 1 (Qwen2-MoE: false)
     router_aux_loss: NonNegativeFloat = 0.0  # coefficient of the load-balancing loss; its value depends on microbatches
+    first_dense_layers: NonNegative = 0  # layers with a dense MLP before those with experts (DeepSeek-V3: 3)
+    router_score: Literal["softmax", "sigmoid"] = "softmax"  # of an expert (DeepSeek-V3: sigmoid)
+    # A number for each expert, added to its score where experts are chosen and not where they are weighed, as
+    # DeepSeek-V3 has it. It travels with the weights, and no training here moves it.
+    router_bias: bool = False
+    # Experts in so many groups, of which a token visits the router_groups_per_token whose best two experts score most
+    # (DeepSeek-V3); null: any expert.
+    router_groups: Positive | None = None
+    router_groups_per_token: Positive | None = None
+    routed_scaling_factor: PositiveFloat = 1.0  # what experts give is multiplied with it; shared experts' is not
     recompute: Literal["none", "selective", "full"] = "none"  # activations recomputed in backward
     backend: Literal["auto", "portable", "transformer_engine"] = "auto"  # auto: Transformer Engine on a GPU that has it
 

@@ -52,8 +52,7 @@ class CachedAttention(torch.nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
         start, stop = self.columns.filled, self.columns.filled + key.size(0)
         if self.keys is None:
-            shape = (self.columns.capacity, *key.shape[1:])
-            self.keys, self.values = key.new_zeros(shape), value.new_zeros(shape)
+            self.keys, self.values = (x.new_zeros(self.columns.capacity, *x.shape[1:]) for x in (key, value))
         self.keys[start:stop], self.values[start:stop] = key, value
         mask = self.columns.mask(key.size(0), self.window)
         return attend(query, self.keys[:stop], self.values[:stop], mask, self.softmax_scale)

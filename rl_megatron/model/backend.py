@@ -23,19 +23,24 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.log import once
 from rl_megatron.model.attention import PortableAttention, PortablePacking, PortableSelfAttention
+from rl_megatron.model.latent_attention import LatentAttention
 from rl_megatron.model.norms import NormedResidual, PortableRMSNorm
 from rl_megatron.model.packed_rows import PackedRows
 from rl_megatron.model.router import BalancedRouter
 from rl_megatron.topology.platform import Platform
 from rl_megatron.topology.topology import Topology
 
-_PORTABLE_ONLY = ("local_rope_base", "sandwich_norms")
+_PORTABLE_ONLY = ("local_rope_base", "sandwich_norms", "kv_lora_rank", "first_dense_layers")
 
 
 def choose_backend(model: ModelConfig, platform: Platform) -> str:
@@ -78,10 +83,12 @@ def block_spec(
             mlp = layer.submodules.mlp
             (mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules).router = BalancedRouter
         return layer
-    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(
-        layer_specs=[_portable_layer(model, config)] * num_layers, layer_norm=PortableRMSNorm
-    )
+    first = get_transformer_layer_offset(config, vp_stage)
+    layers = [
+        _portable_layer(model, config, has_experts=model.num_experts is not None and layer >= model.first_dense_layers)
+        for layer in range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    ]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=PortableRMSNorm)
 
 
 def _of_experts(module: type, submodules: object) -> Callable | ModuleSpec:
@@ -104,28 +111,16 @@ def packing_params(rooms: Sequence[int], topology: Topology, backend: str) -> Pa
     )
 
 
-def _portable_layer(model: ModelConfig, config: TransformerConfig) -> ModuleSpec:
-    qk_norm = PortableRMSNorm if config.qk_layernorm else IdentityOp
-    attention = ModuleSpec(
-        module=PortableSelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
-            core_attention=PortableAttention,
-            linear_proj=RowParallelLinear,
-            q_layernorm=qk_norm,
-            k_layernorm=qk_norm,
-        ),
-    )
+def _portable_layer(model: ModelConfig, config: TransformerConfig, has_experts: bool) -> ModuleSpec:
+    # Checkpoints carry Transformer Engine's names, where a norm is fused into the linear that follows it.
+    attention, names = _latent_attention(model) if model.kv_lora_rank is not None else _self_attention(config)
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    # Checkpoints carry Transformer Engine's names, where the norm is fused into the linear that follows it.
-    names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    if config.num_moe_experts is None:
-        mlp = ModuleSpec(module=MLP, submodules=linears)
-        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-    else:
+    if has_experts:
         experts, shared = _of_experts(SequentialMLP, linears), _of_experts(SharedExpertMLP, linears)
         mlp = _of_experts(MoELayer, MoESubmodules(experts, shared, BalancedRouter))
+    else:
+        mlp = ModuleSpec(module=MLP, submodules=linears)
+        names |= {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
     residual = get_bias_dropout_add
     if model.sandwich_norms:
         residual = ModuleSpec(module=NormedResidual, params={"config": config})
@@ -142,3 +137,27 @@ def _portable_layer(model: ModelConfig, config: TransformerConfig) -> ModuleSpec
             sharded_state_dict_keys_map=names,
         ),
     )
+
+
+def _self_attention(config: TransformerConfig) -> tuple[ModuleSpec, dict[str, str]]:
+    """The module, and its norms' names in checkpoints."""
+    qk_norm = PortableRMSNorm if config.qk_layernorm else IdentityOp
+    attention = ModuleSpec(
+        module=PortableSelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=PortableAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
+        ),
+    )
+    return attention, {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+
+
+def _latent_attention(model: ModelConfig) -> tuple[ModuleSpec, dict[str, str]]:
+    names = {
+        f"self_attention.{part}_layernorm.": f"self_attention.linear_{part}_up_proj.layer_norm_" for part in ("q", "kv")
+    }
+    return ModuleSpec(module=LatentAttention, params={"model": model}), names

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Gemma3TextConfig, LlamaConfig
 
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.generation.interfaces import Sampling
@@ -19,7 +19,7 @@ from tests.parallel.test_layouts import random_batch
 
 VOCAB_SIZE = 77  # padded to 128: the padding must never matter
 NEW_TOKENS = 6
-SMALL = {"vocab_size": VOCAB_SIZE, "hidden_size": 48, "num_attention_heads": 4, "max_position_embeddings": 256,
+SMALL = {"vocab_size": VOCAB_SIZE, "hidden_size": 48, "num_attention_heads": 4, "max_position_embeddings": 128,
          "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}  # fmt: skip
 
 CONFIGS = {
@@ -30,6 +30,19 @@ CONFIGS = {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        **SMALL, num_hidden_layers=4, intermediate_size=56, moe_intermediate_size=24, kv_lora_rank=11, q_lora_rank=13,
+        qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=14, num_key_value_heads=4, first_k_dense_replace=1,
+        n_routed_experts=8, num_experts_per_tok=5, n_group=4, topk_group=2, n_shared_experts=2,
+        routed_scaling_factor=1.7, num_nextn_predict_layers=0,
+        rope_parameters={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16,
+                         "rope_theta": 100.0, "mscale": 1.0, "mscale_all_dim": 0.6},
+    ),
+    "deepseek_v3 dense": DeepseekV3Config(
+        **SMALL, num_hidden_layers=2, intermediate_size=56, kv_lora_rank=11, q_lora_rank=None, qk_nope_head_dim=10,
+        qk_rope_head_dim=6, v_head_dim=14, num_key_value_heads=4, first_k_dense_replace=2, num_nextn_predict_layers=0,
+        n_routed_experts=1, n_group=1, topk_group=1,
     ),
     "llama yarn": LlamaConfig(
         **SMALL, num_hidden_layers=2, intermediate_size=56, num_key_value_heads=2, head_dim=20,
@@ -51,6 +64,13 @@ LAYOUTS = {
         "context 2": (2, {"context": 2}, Batching(rows=3)),
         "context 2 packed": (2, {"context": 2}, PACKED),
     },
+    "deepseek_v3": {
+        "tensor 2 sequence": (2, {"tensor": 2, "sequence": True}, Batching(rows=3)),
+        "pipeline 2 interleaved packed": (2, {"pipeline": 2, "virtual_pipeline": 2}, PACKED),
+        "context 2": (2, {"context": 2}, Batching(rows=3)),
+        "expert 2": (2, {"expert": 2}, PACKED),
+    },
+    "deepseek_v3 dense": {"tensor 2": (2, {"tensor": 2}, Batching(rows=3))},
     "llama yarn": {"context 2 packed": (2, {"context": 2}, PACKED)},
     "llama3": {},
 }
@@ -144,6 +164,7 @@ NEUTRAL = {
         "rope_scaling": None,
         "sliding_window": 6,
     },
+    "deepseek_v3": {"rope_scaling": None, "routed_scaling_factor": 1.0, "router_bias": False},
 }
 
 

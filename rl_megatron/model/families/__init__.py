@@ -8,11 +8,12 @@ from typing import Any
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
+from rl_megatron.model.families.deepseek_v3 import DEEPSEEK_V3
 from rl_megatron.model.families.family import Family
 from rl_megatron.model.families.gemma3 import GEMMA3
 from rl_megatron.model.families.llama import LLAMA
 
-FAMILIES: tuple[Family, ...] = (LLAMA, GEMMA3)
+FAMILIES: tuple[Family, ...] = (LLAMA, GEMMA3, DEEPSEEK_V3)
 # Model keys that change neither what the weights mean nor what comes of them.
 NOT_OF_THE_WEIGHTS = frozenset({"recompute", "backend", "init_std", "max_sequence_length", "router_aux_loss"})
 
