@@ -169,6 +169,11 @@ def _check_router(model: ModelConfig) -> None:
             f"model.router_groups_per_token={visited} of model.router_groups={groups} excludes nothing; lower it, or "
             "set both to null"
         )
+    if chosen > visited * (model.num_experts // groups):
+        raise ConfigError(
+            f"model.experts_per_token={chosen} exceeds the {visited * (model.num_experts // groups)} experts of "
+            f"model.router_groups_per_token={visited} groups of {model.num_experts // groups}; lower it"
+        )
     if chosen // visited != 2:
         raise ConfigError(
             f"model.experts_per_token={chosen} must be {2 * visited} to {3 * visited - 1} with "

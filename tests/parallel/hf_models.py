@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.families import family_of_config
 from rl_megatron.model.families.table import WeightTable
 from rl_megatron.model.shards import pieces
@@ -31,21 +30,20 @@ def save_random(config: PreTrainedConfig, directory: Path, std: float = 0.15) ->
     return model
 
 
-def read(directory: Path, **keys: Any) -> tuple[ModelConfig, WeightTable, dict[str, Tensor]]:
-    """The model section, with `keys` beside what the config says; its table; and the Hugging Face tensors."""
+def policy_of(directory: Path, parallel: dict, model_keys: dict | None = None, **policy_keys: Any) -> MegatronPolicy:
+    """A policy in the layout `parallel` with the weights of a Hugging Face directory, and `model_keys` set otherwise
+    than its config says."""
     hf = json.loads((directory / "config.json").read_text())
     family = family_of_config(hf, str(directory))
-    model = replace(family.read_config(hf), **keys)
+    model = family.read_config(hf)
+    table = family.table(model, hf["vocab_size"])
     tensors = {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    return model, family.table(model, hf["vocab_size"]), tensors
-
-
-def policy_of(directory: Path, parallel: dict, model_keys: dict | None = None, **policy_keys: Any) -> MegatronPolicy:
-    """A policy in the layout `parallel` with the weights of a Hugging Face directory."""
-    model, table, tensors = read(directory, **(model_keys or {}))
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == table.hf_shapes
+    model = replace(model, **(model_keys or {}))
     policy = build_policy(parallel, model=model, vocab_size=model.vocab_size, **policy_keys)
     fill(policy, table, tensors)
+    if not model_keys and policy.topology.world_size == 1:
+        assert {piece.name for piece in pieces(policy.chunks)} == table.shapes.keys()
     return policy
 
 

@@ -34,7 +34,7 @@ CONFIGS = {
     "deepseek_v3": DeepseekV3Config(
         **SMALL, num_hidden_layers=4, intermediate_size=56, moe_intermediate_size=24, kv_lora_rank=11, q_lora_rank=13,
         qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=14, num_key_value_heads=4, first_k_dense_replace=1,
-        n_routed_experts=8, num_experts_per_tok=5, n_group=4, topk_group=2, n_shared_experts=2,
+        n_routed_experts=12, num_experts_per_tok=5, n_group=3, topk_group=2, n_shared_experts=2,
         routed_scaling_factor=1.7, num_nextn_predict_layers=0,
         rope_parameters={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16,
                          "rope_theta": 100.0, "mscale": 1.0, "mscale_all_dim": 0.6},
@@ -62,13 +62,13 @@ LAYOUTS = {
         "tensor 2": (2, {"tensor": 2}, PACKED),
         "pipeline 2 interleaved": (2, {"pipeline": 2, "virtual_pipeline": 2}, Batching(rows=3)),
         "context 2": (2, {"context": 2}, Batching(rows=3)),
-        "context 2 packed": (2, {"context": 2}, PACKED),
+        "context 2 packed, recomputed": (2, {"context": 2}, PACKED, "full"),
     },
     "deepseek_v3": {
         "tensor 2 sequence": (2, {"tensor": 2, "sequence": True}, Batching(rows=3)),
-        "pipeline 2 interleaved packed": (2, {"pipeline": 2, "virtual_pipeline": 2}, PACKED),
+        "pipeline 2 interleaved packed": (2, {"pipeline": 2, "virtual_pipeline": 2}, PACKED, "full"),
         "context 2": (2, {"context": 2}, Batching(rows=3)),
-        "expert 2": (2, {"expert": 2}, PACKED),
+        "expert 2": (2, {"expert": 2}, PACKED, "selective"),
     },
     "deepseek_v3 dense": {"tensor 2": (2, {"tensor": 2}, Batching(rows=3))},
     "llama yarn": {"context 2 packed": (2, {"context": 2}, PACKED)},
@@ -96,9 +96,11 @@ def by_transformers(directory) -> tuple[torch.Tensor, list[list[int]]]:
     return logits, completed
 
 
-def by_us(directory, parallel: dict, batching: Batching) -> dict:
+def by_us(directory, parallel: dict, batching: Batching, recompute: str = "none") -> dict:
     """The same in a layout, and the gradients of an NLL step."""
-    policy = policy_of(directory, parallel, batching=batching)
+    policy = policy_of(
+        directory, parallel, {"recompute": recompute} if recompute != "none" else None, batching=batching
+    )
     rollouts = MegatronEngine(policy, batch_size=2).generate(
         prompts(), Sampling(max_new_tokens=NEW_TOKENS, temperature=0.0), seed=0
     )
@@ -143,9 +145,9 @@ def test_one_process_equals_transformers(saved, one_process, family):
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_every_layout_equals_transformers_and_one_process(ranks, saved, one_process, family, layout):
-    world_size, parallel, batching = LAYOUTS[family][layout]
+    world_size, *settings = LAYOUTS[family][layout]
     directory, wanted = saved[family]
-    found = ranks.run(world_size, by_us, directory, parallel, batching)[0]
+    found = ranks.run(world_size, by_us, directory, *settings)[0]
     assert_like_transformers(found, wanted)
     assert found["loss"] == pytest.approx(one_process[family]["loss"], rel=1e-5)
     error, name = worst_relative_error(found["gradients"], one_process[family]["gradients"])
@@ -164,12 +166,19 @@ NEUTRAL = {
         "rope_scaling": None,
         "sliding_window": 6,
     },
-    "deepseek_v3": {"rope_scaling": None, "routed_scaling_factor": 1.0, "router_bias": False},
+    "deepseek_v3": {
+        "rope_scaling": None,
+        "routed_scaling_factor": 1.0,
+        "router_bias": False,
+        "router_groups": {"router_groups": None, "router_groups_per_token": None},
+        "router_score": {"router_score": "softmax", "router_bias": False},
+    },
 }
 
 
 def logits_with(directory, changes: dict) -> dict[str, torch.Tensor]:
-    return {key: logits_of(policy_of(directory, {}, {key: value})) for key, value in changes.items()}
+    keys = {name: value if isinstance(value, dict) else {name: value} for name, value in changes.items()}
+    return {name: logits_of(policy_of(directory, {}, changed)) for name, changed in keys.items()}
 
 
 @pytest.mark.parametrize("family", NEUTRAL)
