@@ -77,7 +77,7 @@ RopeScaling = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator=
 
 @section
 class ModelConfig:
-    """A LLaMA/Qwen-style decoder: RMSNorm, SwiGLU, RoPE, grouped-query attention; dense, or a mixture of experts."""
+    """A decoder like LLaMA: RMSNorm, gated MLP, RoPE, grouped-query attention; dense, or a mixture of experts."""
 
     num_layers: Positive = 4
     hidden_size: Positive = 128
@@ -89,12 +89,27 @@ class ModelConfig:
     vocab_size: Positive | None = None  # rows of the embedding; null: one for each of the tokenizer's tokens
     rope_base: PositiveFloat = 10_000.0
     rope_scaling: RopeScaling | None = None  # for contexts longer than first trained on: kind linear, llama3 or yarn
+    local_rope_base: PositiveFloat | None = None  # of layers with a window, unscaled (Gemma 3); null: as the others'
     norm_epsilon: PositiveFloat = 1e-5
+    zero_centered_norm: bool = False  # norms multiply by 1 + weight (Gemma)
+    sandwich_norms: bool = False  # norms after attention and MLP too, before the residual is added (Gemma 2 and 3)
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the MLP's gate; gelu_tanh: Gemma's
+    scale_embeddings: bool = False  # embeddings are multiplied by the root of hidden_size (Gemma)
     tie_embeddings: bool = True  # the output head is the embedding matrix
     qkv_bias: bool = False  # Qwen2 has one
     qk_norm: bool = False  # Qwen3 has it
+    query_pre_attn_scalar: Positive | None = None  # scores are divided by its root (Gemma); null: the head's dimension
     init_std: PositiveFloat = 0.02
     sliding_window: Positive | None = None  # tokens a token may look at, itself included; null: all before it
+    global_attention_every: Positive | None = None  # each so-many-th layer is without the window (Gemma 3: 6)
+    # Multi-head latent attention (DeepSeek-V2 and -V3), with kv_lora_rank: keys and values of all heads come of one
+    # latent of that rank. A head's queries and keys have qk_nope_head_dim dimensions without RoPE and qk_rope_head_dim
+    # with it, its values v_head_dim.
+    kv_lora_rank: Positive | None = None
+    q_lora_rank: Positive | None = None  # queries come of a latent too; null: of the hidden state
+    qk_nope_head_dim: Positive | None = None
+    qk_rope_head_dim: Positive | None = None
+    v_head_dim: Positive | None = None
     num_experts: Positive | None = None  # experts of each layer's MLP (Mixtral, Qwen-MoE); null: a dense MLP
     experts_per_token: Positive = 2
     expert_ffn_hidden_size: Positive | None = None  # null: ffn_hidden_size
@@ -102,6 +117,16 @@ class ModelConfig:
     shared_expert_gate: bool = False  # the shared expert's output is weighed by a learned gate (Qwen2-MoE)
     normalize_expert_weights: bool = True  # weights of a token's experts add up to 1 (Qwen2-MoE: false)
     router_aux_loss: NonNegativeFloat = 0.0  # coefficient of the load-balancing loss; its value depends on microbatches
+    first_dense_layers: NonNegative = 0  # layers with a dense MLP before those with experts (DeepSeek-V3: 3)
+    router_score: Literal["softmax", "sigmoid"] = "softmax"  # of an expert (DeepSeek-V3: sigmoid)
+    # A number for each expert, added to its score where experts are chosen and not where they are weighed, as
+    # DeepSeek-V3 has it. It travels with the weights, and no training here moves it.
+    router_bias: bool = False
+    # Experts in so many groups, of which a token visits the router_groups_per_token whose best two experts score most
+    # (DeepSeek-V3); null: any expert.
+    router_groups: Positive | None = None
+    router_groups_per_token: Positive | None = None
+    routed_scaling_factor: PositiveFloat = 1.0  # what experts give is multiplied with it; shared experts' is not
     recompute: Literal["none", "selective", "full"] = "none"  # activations recomputed in backward
     backend: Literal["auto", "portable", "transformer_engine"] = "auto"  # auto: Transformer Engine on a GPU that has it
 

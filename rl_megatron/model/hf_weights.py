@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,18 +66,25 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def check_tensors(places: Mapping[str, Place], table: WeightTable, where: str) -> torch.dtype:
+def check_tensors(
+    places: Mapping[str, Place],
+    table: WeightTable,
+    where: str,
+    is_dropped: Callable[[str], bool] = lambda name: False,
+) -> torch.dtype:
     """The dtype that all tensors have, after each of `table` was found, with its shape, and no other.
+
+    Frequencies of RoPE, and what the family says is no part of the model (`is_dropped`), are left out with a notice.
 
     A model whose head is its embedding may carry the head all the same: it is the caller's to compare them.
 
     Raises: ConfigError naming tensors that are missing, unknown, of another shape or of another dtype.
     """
     extra = {name for name in places.keys() - table.hf_shapes.keys() if name != tied_head(places, table)}
-    buffers = {name for name in extra if name.endswith(_NO_WEIGHT)}
-    if buffers:
-        once(f"{where}: {len(buffers)} tensors *{_NO_WEIGHT} are left out: they are computed, not learned")
-    _refuse(extra - buffers, f"{where} has tensors that its config.json has no place for")
+    dropped = {name for name in extra if name.endswith(_NO_WEIGHT) or is_dropped(name)}
+    if dropped:
+        once(f"{where}: {len(dropped)} tensors are no part of the model and left out, such as {min(dropped)}")
+    _refuse(extra - dropped, f"{where} has tensors that its config.json has no place for")
     _refuse(table.hf_shapes.keys() - places.keys(), f"{where} lacks tensors that its config.json asks for")
     for name, shape in table.hf_shapes.items():
         if places[name].shape != shape:

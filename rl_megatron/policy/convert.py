@@ -51,7 +51,7 @@ def import_weights(source: Path, checkpoint: Path, progress: Progress = lambda d
     family, model = read_model(read_json(config_file), str(config_file))
     table = family.table(model, model.vocab_size)
     places = find_tensors(source)
-    check_tensors(places, table, str(source))
+    check_tensors(places, table, str(source), lambda name: family.is_dropped(name, model))
     tokenizer = _tokenizer_of(source, model)
     with WeightReader(places) as reader, _whole_or_not_at_all(checkpoint) as partial:
         if tied_head(places, table):

@@ -81,7 +81,7 @@ class MegatronPolicy(PolicyInterface):
         self.finish_training()
 
     def _runner_of(self, chunks: list[torch.nn.Module]) -> Runner:
-        backend = choose_backend(self.model_config.backend, self.topology.platform)
+        backend = choose_backend(self.model_config, self.topology.platform)
         return Runner(chunks, self.topology, self.vocab_size, backend, self.fused_head)
 
     # --- training ---

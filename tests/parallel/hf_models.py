@@ -1,108 +1,60 @@
-"""Small transformers models of every family, with random weights and the oddities of real ones."""
+"""Hugging Face models of random weights, and our policies with the same weights, in any layout."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from tokenizers import Tokenizer, models, pre_tokenizers
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-# Of all: heads together are wider than the hidden states, queries are grouped, no size is a power of two.
-SHAPE = {
-    "hidden_size": 20,
-    "intermediate_size": 44,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "vocab_size": 51,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.15,  # logits far from uniform, so that errors show
-    "tie_word_embeddings": False,
-}
-_TIED = {"tie_word_embeddings": True}
+from rl_megatron.model.families import family_of_config
+from rl_megatron.model.families.table import WeightTable
+from rl_megatron.model.shards import pieces
+from rl_megatron.policy.megatron_policy import MegatronPolicy
+from tests.parallel.layouts import build_policy
 
 
-def _rope(theta: float, **scaling: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta} | scaling}
-
-
-_LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-# By name: the class of transformers, and what its config has besides SHAPE.
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", _rope(50.0) | {"rms_norm_eps": 1e-3, "num_hidden_layers": 4}),
-    "llama tied, rope scaled": ("Llama", _rope(50.0, **_LLAMA3, original_max_position_embeddings=8) | _TIED),
-    "mistral": ("Mistral", _rope(100.0) | {"sliding_window": 5}),
-    "qwen2": ("Qwen2", _rope(1000.0) | {"hidden_size": 24, "head_dim": None} | _TIED),
-    "qwen3": ("Qwen3", _rope(1000.0) | {"hidden_size": 22}),  # 22 is no multiple of 4 heads
-    "mixtral": ("Mixtral", _rope(100.0) | {"num_local_experts": 6, "num_experts_per_tok": 2}),
-    "qwen3_moe": (
-        "Qwen3Moe",
-        _rope(100.0)
-        | {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "norm_topk_prob": False},
-    ),
-    "qwen3_moe normalised": (
-        "Qwen3Moe",
-        _rope(100.0)
-        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True}
-        | _TIED,
-    ),
-}
-
-
-def architecture(case: str) -> str:
-    return f"{CASES[case][0]}ForCausalLM"
-
-
-def hf_model(case: str, seed: int = 0) -> torch.nn.Module:
-    """The model, every vector of it (norms, biases) random as well."""
-    import transformers  # seconds, and ranks import this module without making models
-
-    name, keys = CASES[case]
-    keys = {key: value for key, value in {**SHAPE, **keys}.items() if value is not None}
-    torch.manual_seed(seed)
-    config: Callable = getattr(transformers, f"{name}Config")
-    model = getattr(transformers, f"{name}ForCausalLM")(config(**keys)).eval()
+def save_random(config: PreTrainedConfig, directory: Path, std: float = 0.15) -> AutoModelForCausalLM:
+    """A model of `config` with no weight at its initial value, norms and router biases included, saved in fp32."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter += torch.randn_like(parameter) * 0.2
+        for tensor in [*model.parameters(), *(b for name, b in model.named_buffers() if name.endswith("_bias"))]:
+            tensor.add_(std * torch.randn_like(tensor))
+    model.save_pretrained(directory)
     return model
 
 
-def save(model: torch.nn.Module, directory: Path, max_shard_size: str = "20KB") -> Path:
-    """`model` in the files that transformers makes of it, several where they are small."""
-    model.save_pretrained(directory, max_shard_size=max_shard_size)
-    return directory
+def policy_of(directory: Path, parallel: dict, model_keys: dict | None = None, **policy_keys: Any) -> MegatronPolicy:
+    """A policy in the layout `parallel` with the weights of a Hugging Face directory, and `model_keys` set otherwise
+    than its config says."""
+    hf = json.loads((directory / "config.json").read_text())
+    family = family_of_config(hf, str(directory))
+    model = family.read_config(hf)
+    table = family.table(model, hf["vocab_size"])
+    tensors = {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == table.hf_shapes
+    model = replace(model, **(model_keys or {}))
+    policy = build_policy(parallel, model=model, vocab_size=model.vocab_size, **policy_keys)
+    fill(policy, table, tensors)
+    if not model_keys and policy.topology.world_size == 1:
+        assert {piece.name for piece in pieces(policy.chunks)} == table.shapes.keys()
+    return policy
 
 
-def save_tokenizer(directory: Path, num_tokens: int) -> None:
-    """A tokenizer of words 0 … with a template and a side file."""
-    vocabulary = {"<eos>": 0} | {str(number): number for number in range(1, num_tokens)}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.add_special_tokens(["<eos>"])
-    backend.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "note": "kept"}))
-    (directory / "chat_template.jinja").write_text("{{ messages }}")
-
-
-def tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a directory, as the safetensors library reads it."""
-    found = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            found |= {name: opened.get_tensor(name) for name in opened.keys()}
-    return found
-
-
-def assert_same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    """Bit for bit."""
-    assert one.keys() == other.keys(), one.keys() ^ other.keys()
-    for name, tensor in one.items():
-        assert tensor.dtype == other[name].dtype and tensor.shape == other[name].shape, name
-        assert torch.equal(tensor.view(torch.uint8), other[name].view(torch.uint8)), name
+def fill(policy: MegatronPolicy, table: WeightTable, tensors: dict[str, Tensor]) -> None:
+    for piece in pieces(policy.chunks):
+        whole = torch.zeros(piece.global_shape)  # the padding of the vocabulary stays 0
+        wanted = table.shapes[piece.name]
+        assert piece.global_shape[1:] == wanted[1:] and piece.global_shape[0] >= wanted[0], piece.name
+        for rows in table.of_megatron[piece.name]:
+            whole[rows.row : rows.row + rows.count] = tensors[rows.hf_name][rows.hf_row : rows.hf_row + rows.count]
+        part = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.tensor.shape, strict=True))
+        piece.tensor.copy_(whole[part])
+    if policy.optimizer is not None:
+        policy.optimizer.reload_model_params()

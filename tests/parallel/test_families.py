@@ -16,7 +16,7 @@ from rl_megatron.model.shards import pieces
 from rl_megatron.policy.convert import export_weights, import_weights
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology import platform, topology
-from tests.parallel.hf_models import CASES, SHAPE, architecture, assert_same_tensors, hf_model, save, tensors
+from tests.parallel.family_cases import CASES, SHAPE, architecture, assert_same_tensors, hf_model, save, tensors
 
 VOCAB_SIZE = SHAPE["vocab_size"]
 WHOLE, TENSOR, PIPELINE = (1, {}), (2, {"tensor": 2}), (2, {"pipeline": 2})

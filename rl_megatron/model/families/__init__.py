@@ -10,7 +10,9 @@ from pydantic import ValidationError
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
+from rl_megatron.model.families.deepseek_v3 import DEEPSEEK_V3
 from rl_megatron.model.families.family import Family
+from rl_megatron.model.families.gemma3 import GEMMA3
 from rl_megatron.model.families.hf_config import HFConfig
 from rl_megatron.model.families.llama import LLAMA
 from rl_megatron.model.families.mistral import MISTRAL
@@ -19,7 +21,7 @@ from rl_megatron.model.families.qwen2 import QWEN2
 from rl_megatron.model.families.qwen3 import QWEN3
 from rl_megatron.model.families.qwen3_moe import QWEN3_MOE
 
-FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE)
+FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3)
 # Model keys that change neither what the weights mean nor what comes of them.
 NOT_OF_THE_WEIGHTS = frozenset({"recompute", "backend", "init_std", "max_sequence_length", "router_aux_loss"})
 
@@ -36,7 +38,7 @@ def read_model(hf_config: Mapping[str, Any], where: str) -> tuple[Family, ModelC
         wrong = error.errors()[0]
         name = ".".join(str(part) for part in wrong["loc"])
         raise ConfigError(f"{where}: {name}={wrong['input']!r}: {wrong['msg']}") from error
-    strict.refuse_unread()
+    strict.refuse_unread(family.ignored)
     return family, model
 
 
@@ -83,5 +85,6 @@ def _meaning(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     meaning["vocab_size"] = model.vocab_size or vocab_size
     if model.num_experts is not None:
         meaning["expert_ffn_hidden_size"] = model.expert_ffn_hidden_size or model.ffn_hidden_size
-        meaning["ffn_hidden_size"] = None  # of dense layers, and there is none
+        if model.first_dense_layers == 0:
+            meaning["ffn_hidden_size"] = None  # of dense layers, and there is none
     return meaning

@@ -48,10 +48,12 @@ class HFConfig(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._values)
 
-    def refuse_unread(self) -> None:
-        """Raises: ConfigError naming a key that nobody asked for, unless it is harmless, off (null, false, 0, empty), a
-        setting of generation, or at the default of transformers' class, which the family's maths is that of."""
-        unread = {key: value for key, value in self._values.items() if key not in self._read | _HARMLESS and value}
+    def refuse_unread(self, ignored: frozenset[str] = frozenset()) -> None:
+        """Raises: ConfigError naming a key that nobody asked for, unless it is harmless, here or in the family, which
+        `ignored` tells; off (null, false, 0, empty); a setting of generation; or at the default of transformers' class,
+        which the family's maths is that of."""
+        seen = self._read | _HARMLESS | ignored
+        unread = {key: value for key, value in self._values.items() if key not in seen and value}
         if not unread:
             return
         known = _known_to_transformers(str(self._values.get("model_type")))

@@ -1,4 +1,4 @@
-"""RoPE in a Hugging Face config: as transformers 5 writes it, `rope_parameters`, and as transformers 4 did, `rope_theta`
+"""RoPE in a Hugging Face config, in the words of transformers 5, `rope_parameters`, and of transformers 4, `rope_theta`
 and `rope_scaling`."""
 
 from __future__ import annotations
