@@ -51,7 +51,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True}
         | _TIED,
     ),
+    "gemma3": (
+        "Gemma3",
+        {"num_hidden_layers": 4, "sliding_window": 5, "sliding_window_pattern": 3, "query_pre_attn_scalar": 13} | _TIED,
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        _rope(100.0)
+        | {"num_hidden_layers": 2, "num_key_value_heads": 4, "head_dim": None, "kv_lora_rank": 11, "q_lora_rank": 13}
+        | {"qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14, "num_nextn_predict_layers": 0}
+        | {"moe_intermediate_size": 12, "first_k_dense_replace": 1, "n_routed_experts": 6, "num_experts_per_tok": 4}
+        | {"n_group": 3, "topk_group": 2, "n_shared_experts": 2, "routed_scaling_factor": 1.7},
+    ),
 }
+_CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # where it is not the model's name
 
 
 def architecture(case: str) -> str:
@@ -65,12 +78,13 @@ def hf_model(case: str, seed: int = 0) -> torch.nn.Module:
     name, keys = CASES[case]
     keys = {key: value for key, value in {**SHAPE, **keys}.items() if value is not None}
     torch.manual_seed(seed)
-    config: Callable = getattr(transformers, f"{name}Config")
+    config: Callable = getattr(transformers, _CONFIGS.get(name, f"{name}Config"))
     model = getattr(transformers, f"{name}ForCausalLM")(config(**keys)).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter += torch.randn_like(parameter) * 0.2
+        router_biases = (buffer for name, buffer in model.named_buffers() if name.endswith("_bias"))
+        for tensor in [*model.parameters(), *router_biases]:
+            if tensor.dim() == 1:
+                tensor += torch.randn_like(tensor) * 0.2
     return model
 
 

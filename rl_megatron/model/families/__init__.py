@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model_rules import check_model
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.families.deepseek_v3 import DEEPSEEK_V3
 from rl_megatron.model.families.family import Family
@@ -39,6 +40,7 @@ def read_model(hf_config: Mapping[str, Any], where: str) -> tuple[Family, ModelC
         name = ".".join(str(part) for part in wrong["loc"])
         raise ConfigError(f"{where}: {name}={wrong['input']!r}: {wrong['msg']}") from error
     strict.refuse_unread(family.ignored)
+    check_model(model)
     return family, model
 
 

@@ -160,6 +160,9 @@ def is_dropped(hf_name: str, model: ModelConfig) -> bool:
 
 # Of training, of other software, or said by other keys already.
 _IGNORED = frozenset(
-    {"aux_loss_alpha", "auto_map", "ep_size", "head_dim", "num_nextn_predict_layers", "qk_head_dim", "seq_aux"}
-)
+    {
+        "aux_loss_alpha", "auto_map", "ep_size", "head_dim", "num_key_value_heads", "num_nextn_predict_layers",
+        "qk_head_dim", "seq_aux",
+    }
+)  # fmt: skip
 DEEPSEEK_V3 = Family("DeepseekV3ForCausalLM", read_config, write_config, weight_table, _IGNORED, is_dropped)

@@ -135,4 +135,11 @@ def weight_table(model: ModelConfig, vocab_size: int) -> WeightTable:
     return table.build()
 
 
-GEMMA3 = Family("Gemma3ForCausalLM", read_config, write_config, weight_table)
+# Other names of what was read, what means nothing beside it, and a setting of generation.
+_IGNORED = frozenset(
+    {
+        "_sliding_window_pattern", "cache_implementation", "rope_local_base_freq", "sliding_window",
+        "sliding_window_pattern",
+    }
+)  # fmt: skip
+GEMMA3 = Family("Gemma3ForCausalLM", read_config, write_config, weight_table, _IGNORED)

@@ -22,6 +22,30 @@ MODELS = {
     "Qwen3ForCausalLM": replace(DENSE, qk_norm=True),
     "MixtralForCausalLM": replace(EXPERTS, sliding_window=8),
     "Qwen3MoeForCausalLM": replace(EXPERTS, qk_norm=True, normalize_expert_weights=False),
+    "Gemma3ForCausalLM": replace(
+        DENSE,
+        qk_norm=True,
+        zero_centered_norm=True,
+        sandwich_norms=True,
+        activation="gelu_tanh",
+        scale_embeddings=True,
+        query_pre_attn_scalar=24,
+        sliding_window=8,
+        global_attention_every=3,
+        local_rope_base=100.0,
+    ),
+    "DeepseekV3ForCausalLM": replace(
+        EXPERTS,
+        num_query_groups=4,
+        head_dim=None,
+        kv_lora_rank=8,
+        qk_nope_head_dim=6,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        first_dense_layers=1,
+        router_score="sigmoid",
+        router_bias=True,
+    ),
 }
 
 
