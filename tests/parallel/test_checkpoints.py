@@ -15,6 +15,7 @@ from rl_megatron.losses import NLLLoss
 from rl_megatron.model.build import unwrap
 from rl_megatron.model.shards import pieces
 from rl_megatron.policy import checkpoint
+from rl_megatron.policy.loading import load_model
 from tests.parallel.layouts import (
     DISTRIBUTED_OPTIMIZER,
     EXPERTS,
@@ -161,7 +162,7 @@ def names_of_a_checkpoint(directory: str) -> tuple[set[str], list[str]]:
     refusals = []
     for wrong in ({k: v for k, v in state.items() if k != dropped}, state | {"surplus.weight": torch.zeros(1)}):
         with pytest.raises(RuntimeError) as error:
-            checkpoint.load_model(model, wrong)
+            load_model(model, wrong)
         refusals.append(str(error.value))
     assert dropped in refusals[0] and "surplus.weight" in refusals[1]
     return held, [piece.name for piece in pieces(policy.chunks)]
