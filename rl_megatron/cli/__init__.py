@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from rl_megatron import __version__, log
 from rl_megatron.config.errors import ConfigError
@@ -17,6 +18,7 @@ _EXAMPLES = """examples:
   rl-megatron train experiment=quickstart
   torchrun --nproc-per-node 2 -m rl_megatron train experiment=quickstart parallel.tensor=2
   torchrun --nproc-per-node 4 -m rl_megatron certify experiment=quickstart parallel.tensor=2 parallel.context=2
+  rl-megatron inspect outputs/run/checkpoints/sft/step-000100
   rl-megatron train experiment=gsm8k_sft data.path=path/to/gsm8k train.seed=1 output_dir=outputs/mine
 """
 
@@ -35,6 +37,11 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("overrides", nargs="*", help="Hydra overrides, key=value; experiment=NAME picks one")
         command.add_argument("--config-dir", help="a directory of your own configs, searched beside the shipped ones")
         command.add_argument("--print-config", action="store_true", help="print the effective configuration and stop")
+    inspect = commands.add_parser("inspect", help="show what a checkpoint holds, or which checkpoints a run has")
+    inspect.add_argument("path", type=Path, help="a checkpoint, the directory of a stage's, or a run's output_dir")
+    inspect.add_argument("--tensors", action="store_true", help="list every tensor")
+    inspect.add_argument("--no-verify", action="store_true", help="leave the files' contents unread")
+    inspect.add_argument("--json", action="store_true", help="for programs")
     return parser
 
 
@@ -42,10 +49,15 @@ def main(arguments: list[str] | None = None) -> int:
     """The exit status: 0 when all went well, 2 for bad input (one readable message), 1 for a failed run."""
     parser = _parser()
     parsed, rest = parser.parse_known_args(arguments)  # overrides may stand on both sides of an option
-    if any(argument.startswith("-") for argument in rest):
+    if any(argument.startswith("-") for argument in rest) or (rest and parsed.command == "inspect"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    parsed.overrides += rest
     try:
+        if parsed.command == "inspect":
+            log.setup()
+            from rl_megatron.cli.inspect import inspect
+
+            return inspect(parsed.path, parsed.tensors, not parsed.no_verify, parsed.json)
+        parsed.overrides += rest
         from rl_megatron.config.load import load, to_yaml
 
         config = load(parsed.overrides, parsed.config_dir)
