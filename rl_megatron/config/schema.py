@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from rl_megatron.config.measures import HIGHER_IS_BETTER
+
 _STRICT = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
 section = dataclass(frozen=True, config=_STRICT, kw_only=True)
 
@@ -30,6 +32,7 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0), Number]
 ClosedFraction = Annotated[float, Field(ge=0.0, le=1.0), Number]
 PositiveFloat = Annotated[float, Field(gt=0.0), Number]
 NonNegativeFloat = Annotated[float, Field(ge=0.0), Number]
+Measure = Literal[tuple(HIGHER_IS_BETTER)]
 
 
 @section
@@ -181,7 +184,9 @@ class TrainConfig:
     seed: NonNegative = 0
     eval_every: NonNegative = 0  # steps between evaluations; 0: only before the first step and after the last
     save_every: NonNegative = 0  # steps between checkpoints; 0: only at the end
+    async_save: bool = True  # checkpoints are written from a copy while training goes on; the last is waited for
     keep_checkpoints: Positive = 2  # per stage; older ones are deleted
+    keep_best: Measure | None = None  # a held-out measure: the checkpoint that is best by it is kept, too
     collective_timeout_minutes: PositiveFloat = 10.0
 
 

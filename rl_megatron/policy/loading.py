@@ -95,15 +95,16 @@ def load(path: Path, manifest: dict[str, Any], into: TrainingState, weights_only
         restore_random_state((path / mine).read_bytes())
 
 
-def verify(path: Path, manifest: dict[str, Any]) -> None:
+def verify(path: Path) -> None:
     """Holds every file of a checkpoint against its digest, each rank its share; collective.
 
     Raises: Damaged, on every rank, naming the file that one of them found.
     """
     failure = None
     try:
+        manifest = checkpoint.read_manifest(path)
         checkpoint.check_digests(path, manifest, dist.get_rank(), dist.get_world_size())
-    except checkpoint.Damaged as error:
+    except ConfigError as error:
         failure = str(error)
     failure = agreed_failure(failure)
     if failure is not None:

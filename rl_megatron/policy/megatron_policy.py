@@ -335,7 +335,7 @@ class MegatronPolicy(PolicyInterface):
         manifest = checkpoint.read_manifest(path, self.model_config)
         new_head = checkpoint.check_head(path, manifest, self.head, weights_only)
         if verify:
-            loading.verify(path, manifest)
+            loading.verify(path)
         loading.load(path, manifest, self._state, weights_only, new_head)
         return manifest
 

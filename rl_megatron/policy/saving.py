@@ -113,9 +113,16 @@ class Save:
             failure = on_main_rank(lambda: self._publish(everyones))
         if failure is not None:
             message = _message(self.path, failure)
-            on_main_rank(lambda: shutil.rmtree(_partial(self.path), ignore_errors=True))
+            self.abandon()
             raise SaveFailed(message)
         return self.path
+
+    def abandon(self) -> None:
+        """Waits for what is being written and removes it."""
+        if self._thread.is_alive():
+            self._thread.join()
+        agreed_failure(None)  # no rank writes any more
+        on_main_rank(lambda: shutil.rmtree(_partial(self.path), ignore_errors=True))
 
     def _publish(self, everyones: list) -> None:
         entries = {name: entry for _, entries in everyones for name, entry in entries.items()}
