@@ -19,6 +19,7 @@ from rl_megatron.data.order import BatchSchedule
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.losses.interfaces import LossFunction, LossInputType
 from rl_megatron.losses.registry import configured_loss
+from rl_megatron.model.families import family_of_model
 from rl_megatron.policy import checkpoint
 from rl_megatron.topology.context_parallel import zigzag_chunks
 from rl_megatron.topology.topology import sequence_multiple
@@ -108,6 +109,7 @@ def _build_inputs(stage: StageConfig, tokenizer: Tokenizer) -> None:
     train = stage.train
     inputs.sampling(stage, tokenizer)
     task = inputs.stage_task(stage)
+    _check_engine(stage, tokenizer)
     check_loss(stage)
     if stage.algorithm.name in ("grpo", "ppo"):
         problems = inputs.training_problems(stage, task)
@@ -133,6 +135,16 @@ def _build_inputs(stage: StageConfig, tokenizer: Tokenizer) -> None:
         _check_budget(stage, inputs.heldout_pairs(stage, tokenizer).batch["input_lengths"].view(-1, 2).tolist())
     else:
         _check_budget(stage, inputs.heldout_text(stage, tokenizer).batch["input_lengths"].view(-1, 1).tolist())
+
+
+def _check_engine(stage: StageConfig, tokenizer: Tokenizer) -> None:
+    """A Hugging Face engine needs a model that Hugging Face knows."""
+    if stage.generation.engine != "transformers":
+        return
+    try:
+        family_of_model(stage.model, stage.model.vocab_size or tokenizer.vocab_size)
+    except ConfigError as error:
+        raise ConfigError(f"generation.engine=transformers: {error}; set generation.engine=megatron") from error
 
 
 def _check_budget(stage: StageConfig, items: Iterable[Sequence[int]]) -> None:

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
 from rl_megatron.config import schema
+from rl_megatron.config.engines import check_generation
 from rl_megatron.config.errors import ConfigError, nearest
 
 _STAGE_KEYS = {field.name for field in fields(schema.StageConfig)}
@@ -286,6 +287,7 @@ def _check_stage(name: str, stage: schema.StageConfig, first: schema.StageConfig
     if data.source == "task" and "name" not in data.task:
         raise ConfigError("data.source=task needs data.task.name (arithmetic, gsm8k)")
     _check_optimizer("optimizer", stage.optimizer)
+    check_generation(stage.generation)
     _check_algorithm(stage)
 
 

@@ -126,4 +126,3 @@ def _gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(parts, x, group=group)
     return torch.cat(parts)
-

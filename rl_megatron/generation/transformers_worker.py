@@ -20,7 +20,10 @@ import torch
 from rl_megatron.generation.completions import row_uniforms
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.transformers_model import build_model, complete
+from rl_megatron.generation.weight_receiver import WeightReceiver
 from rl_megatron.policy.weight_buckets import RefitPlan, WeightsRefused
+from rl_megatron.policy.weight_handles import WeightHandle, opened
+from rl_megatron.topology.standalone_group import StandaloneGroup
 
 _PR_SET_PDEATHSIG = 1
 
@@ -34,7 +37,29 @@ class TransformersWorker:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self.model = build_model(plan, self._device)
-        self.version: int | None = None
+        self.receiver = WeightReceiver(dict(self.model.named_parameters(remove_duplicate=False)), plan)
+
+    def join(self, ip: str, port: int, rank: int, world_size: int, timeout_seconds: float, kind: str) -> None:
+        """`kind` of device, and so of group, that the policy's ranks have."""
+        device = self._device if kind == self._device.type else torch.device(kind)
+        self._group = StandaloneGroup(ip, port, rank, world_size, device, timeout_seconds)
+
+    def receive(self, version: int) -> dict[str, float]:
+        """A refit over the group. Returns the seconds of its phases here."""
+        self.receiver.receive(self._group, version)
+        return self.receiver.seconds
+
+    def begin(self, version: int) -> None:
+        """A refit in shared memory: `begin`, `take` for each bucket, `finish`."""
+        self.receiver.begin(version)
+
+    def take(self, handle: WeightHandle) -> None:
+        with opened(handle) as words:
+            self.receiver.accept(handle.bucket_index, words)
+
+    def finish(self) -> dict[str, float]:
+        self.receiver.finish()
+        return self.receiver.seconds
 
     def generate(
         self, prompts: list[list[int]], first_row: int, num_rows: int, sampling: Sampling, seed: int
@@ -47,7 +72,7 @@ class TransformersWorker:
             complete(self.model, prompts[rows], uniforms[rows], sampling, self._plan.vocab_size).parts()
             for rows in batches
         ]
-        return self.version, tuple(torch.cat(part).cpu().numpy() for part in zip(*drawn, strict=True))
+        return self.receiver.version, tuple(torch.cat(part).cpu().numpy() for part in zip(*drawn, strict=True))
 
 
 def serve(connection: Connection, worker: TransformersWorker) -> None:
@@ -63,7 +88,8 @@ def serve(connection: Connection, worker: TransformersWorker) -> None:
         except WeightsRefused as error:
             result = ("refused", str(error))
         except Exception as error:  # whatever it is, the policy's process reports it and decides
-            result = ("failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+            traceback.print_exc()
+            result = ("failed", f"{type(error).__name__}: {error}")
         connection.send(result)
 
 
