@@ -105,16 +105,18 @@ class TransformersEngine:
 
     def _hand_over(self) -> dict[str, float]:
         """Processes where there are none, and the policy's present weights in them. Returns what the weights' way
-        cost."""
+        cost: the policy's `refit_metrics`, up to when the last engine serves them, and `verify` and `copy` there."""
         if not self._started:
             self._start()
         began, version = time.perf_counter(), self.policy.weight_version
         paths = {"collective": self._over_the_group, "shared_memory": self._in_shared_memory}
         at_engines = paths[self.settings.refit](version)
-        costs = self.policy.refit_metrics() | {"refit_seconds": time.perf_counter() - began}
-        costs |= {f"refit_{phase}_seconds": max(each[phase] for each in at_engines) for phase in at_engines[0]}
-        for name in [name for name in costs if name.endswith("seconds")]:
-            costs[name.replace("seconds", "gb_per_s")] = costs["refit_bytes"] / 1e9 / max(costs[name], 1e-9)
+        costs = self.policy.refit_metrics()
+        seconds = {"": time.perf_counter() - began}
+        seconds |= {f"{phase}_": max(each[phase] for each in at_engines) for phase in at_engines[0]}
+        for phase, spent in seconds.items():
+            costs[f"refit_{phase}seconds"] = spent
+            costs[f"refit_{phase}gb_per_s"] = costs["refit_bytes"] / 1e9 / spent if spent > 0 else 0.0
         self._serves = version
         return costs
 
@@ -227,9 +229,7 @@ def _devices(settings: GenerationConfig, policy: torch.device) -> list[str]:
 
 
 def _free_address() -> tuple[str, int]:
-    """Where the engines' group can meet: on this machine alone, unless the policy's ranks are on several."""
-    one_machine = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
+    """Where the engines can meet the policy's ranks, and so rank 0: the address that those met at."""
     with socket.socket() as probe:
         probe.bind(("", 0))
-        port = probe.getsockname()[1]
-    return "127.0.0.1" if one_machine else os.environ["MASTER_ADDR"], port
+        return os.environ.get("MASTER_ADDR", "127.0.0.1"), probe.getsockname()[1]
