@@ -63,8 +63,8 @@ class WeightExporter:
         hf_config = family.write_config(policy.model_config, rows) | {"dtype": dtype}
         self.plan = RefitPlan(hf_config, policy.vocab_size, plan_buckets(specs, max_bytes))
         self._device = policy.topology.platform.device
-        self._blocks = _blocks(policy.chunks, table)
-        self._check_coverage(specs)
+        unknown, self._blocks = _blocks(policy.chunks, table)
+        self._check_coverage(specs, unknown)
 
     @property
     def num_words(self) -> int:
@@ -106,21 +106,25 @@ class WeightExporter:
             for position, spec in enumerate(bucket.tensors):
                 yield spec.name, bucket.tensor(filled, position)
 
-    def _check_coverage(self, specs: Sequence[TensorSpec]) -> None:
-        """Every element of every tensor is held, and by one block. Counts alone could hide a gap behind an overlap, so
-        places are added up as well."""
+    def _check_coverage(self, specs: Sequence[TensorSpec], unknown: list[str]) -> None:
+        """Every element of every tensor is held, and by one block; no rank holds what the table does not know. Counts
+        alone could hide a gap behind an overlap, so places are added up as well."""
 
         def counted(shape: Sequence[int], origin: Sequence[int]) -> Tensor:
             return torch.stack([torch.tensor(math.prod(shape)), places(shape, origin, torch.device("cpu"))])
 
-        held = torch.zeros(len(specs), 2, dtype=torch.int64)
+        held = torch.zeros(len(specs) + 1, 2, dtype=torch.int64)
+        held[-1, 0] = len(unknown)
         for index, spec in enumerate(specs):
             for block in self._blocks.get(spec.name, ()):
                 held[index] += counted(block.source.shape, block.origin)
         held = held.to(self._device)
         if self._policy.topology.world_size > 1:
             dist.all_reduce(held)
-        for spec, found in zip(specs, held.cpu(), strict=True):
+        held = held.cpu()
+        if held[-1, 0]:
+            raise RuntimeError(f"the family's weight table lacks {', '.join(unknown) or 'what another rank holds'}")
+        for spec, found in zip(specs, held[:-1], strict=True):
             wanted = counted(spec.shape, (0, 0))
             if not torch.equal(found, wanted):
                 raise RuntimeError(
@@ -129,24 +133,27 @@ class WeightExporter:
                 )
 
 
-def _blocks(chunks: Sequence[torch.nn.Module], table: WeightTable) -> dict[str, list[_Block]]:
-    """This rank's rows of each Hugging Face tensor; of weights that several ranks hold, on the first of them alone."""
+def _blocks(chunks: Sequence[torch.nn.Module], table: WeightTable) -> tuple[list[str], dict[str, list[_Block]]]:
+    """(Tensors that the table does not know, this rank's rows of each Hugging Face tensor). Weights that several ranks
+    hold count on the first of them alone."""
+    unknown: list[str] = []
     blocks: dict[str, list[_Block]] = {}
     for piece in pieces(chunks):
-        _check_shape(piece, table)
-        if not piece.is_first_replica:
-            continue
-        first, last = piece.offset[0], piece.offset[0] + piece.tensor.size(0)
-        for rows in table.of_megatron[piece.name]:
-            low, high = max(first, rows.row), min(last, rows.row + rows.count)
-            if low < high:
-                origin = (rows.hf_row + low - rows.row, *piece.offset[1:])
-                blocks.setdefault(rows.hf_name, []).append(_Block(piece.tensor[low - first : high - first], origin))
-    return blocks
+        if not _is_known(piece, table):
+            unknown.append(f"{piece.name} {list(piece.global_shape)}")
+        elif piece.is_first_replica:
+            first, last = piece.offset[0], piece.offset[0] + piece.tensor.size(0)
+            for rows in table.of_megatron[piece.name]:
+                low, high = max(first, rows.row), min(last, rows.row + rows.count)
+                if low < high:
+                    origin = (rows.hf_row + low - rows.row, *piece.offset[1:])
+                    block = _Block(piece.tensor[low - first : high - first], origin)
+                    blocks.setdefault(rows.hf_name, []).append(block)
+    return unknown, blocks
 
 
-def _check_shape(piece: Piece, table: WeightTable) -> None:
+def _is_known(piece: Piece, table: WeightTable) -> bool:
     shape = table.shapes.get(piece.name)
-    padded = piece.name in _PADDED and shape is not None and piece.global_shape[0] > shape[0]
-    if shape is None or (padded * shape[0] or piece.global_shape[0], *piece.global_shape[1:]) != shape:
-        raise RuntimeError(f"{piece.name} {piece.global_shape}: the family's weight table has {shape or 'no such'}")
+    if shape is None or piece.global_shape[1:] != shape[1:]:
+        return False
+    return piece.global_shape[0] == shape[0] or (piece.name in _PADDED and piece.global_shape[0] > shape[0])

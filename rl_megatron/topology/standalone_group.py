@@ -74,9 +74,8 @@ class StandaloneGroup:
 
     def _failed(self, error: object) -> CollectiveFailed:
         self.close()
-        return CollectiveFailed(
-            f"{self._who}: a peer left or did not answer within {self._timeout_seconds:g} s: {error}"
-        )
+        within = f"within {self._timeout_seconds:g} s"
+        return CollectiveFailed(f"{self._who}: a peer left, or did not answer {within}: {error}")
 
 
 class _Work:

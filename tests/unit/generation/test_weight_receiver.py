@@ -91,7 +91,7 @@ def test_models_that_differ_from_what_comes_are_refused():
 
 def test_the_engine_side_imports_no_megatron():
     program = (
-        "import sys, rl_megatron.generation.weight_receiver\n"
+        "import sys, rl_megatron.generation.weight_receiver, rl_megatron.policy.weight_handles\n"
         "print(sorted(name for name in sys.modules if name.split('.')[0] in ('megatron', 'transformers', 'ray')))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
