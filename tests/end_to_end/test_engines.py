@@ -14,9 +14,11 @@ ENGINE = ("generation.engine=transformers", "generation.refit_bucket_mb=0.05")
 
 
 def learnt(directory: Path) -> list[dict]:
-    """What every step saw and did, without what a clock measured."""
-    lines = metrics(directory)
-    return [{key: value for key, value in line.items() if key == "refit_bytes" or "refit" not in key} for line in lines]
+    """What every step saw and did, and what the gate found."""
+    lines = metrics(directory, timed=True)
+    return [
+        {key: value for key, value in line.items() if "seconds" not in key and "per_s" not in key} for line in lines
+    ]
 
 
 WORKER = b"rl_megatron.generation.transformers_worker"

@@ -17,9 +17,12 @@ import torch.distributed as dist
 from rl_megatron.algorithms.gate import LIMITS, EngineMismatch, Gate
 from rl_megatron.config.schema import GenerationConfig
 from rl_megatron.generation import worker_process
+from rl_megatron.generation.completions import row_uniforms
 from rl_megatron.generation.interfaces import EngineFailed, Sampling
 from rl_megatron.generation.megatron import MegatronEngine
+from rl_megatron.generation.rollouts import rollouts
 from rl_megatron.generation.transformers_engine import TransformersEngine
+from rl_megatron.generation.transformers_model import build_model, complete
 from rl_megatron.generation.worker_process import EngineWorkers
 from rl_megatron.losses import build_loss
 from rl_megatron.policy.refit import WeightExporter
@@ -83,6 +86,7 @@ def life_of_an_engine(parallel: dict, settings: dict) -> dict:
         found["again"] = engine.update_weights()
         found["engines"] = drawn(engine)
         found["embedded"] = drawn(MegatronEngine(policy))
+        found["gate"] = gate_of(policy).check(engine, prompts())
         found["ratios"] = learn(policy, engine.generate(prompts(), COLD, seed=1))
         found["stale"] = refusal(EngineFailed, engine.generate, prompts(), COLD, 1)
         found["costs"] = engine.update_weights()
@@ -164,6 +168,11 @@ def test_at_temperature_0_7_the_on_policy_ratio_is_one(lives):
         before, after = life["ratios"]
         assert before <= 1e-4
         assert after > 1e-3, "the step moved the policy, so the ratio could have differed"
+
+
+def test_it_passes_the_gate(lives):
+    for life in lives:
+        assert life["gate"] == lives[0]["gate"] and life["gate"]["gate_max"] < LIMITS["fp32"] / 10
 
 
 def test_a_dropped_tensor_halts_before_generation(lives):
@@ -268,8 +277,8 @@ def death_in_a_refit() -> tuple[dict, dict, list[str], float]:
         with killed_while("receive"):
             engine.update_weights()
         seconds = time.monotonic() - began
-        for rollouts in (found := drawn(engine, {"cold": COLD})).values():
-            rollouts["weight_version"] -= 1
+        found = drawn(engine, {"cold": COLD})
+        found["cold"]["weight_version"] -= 1
     return found, undisturbed, list(lines), seconds
 
 
@@ -289,30 +298,49 @@ class Ids:
         return " ".join(map(str, ids))
 
 
-def gate_of(policy, precision="fp32") -> Gate:
-    return Gate(policy, Ids(), Sampling(max_new_tokens=12), num_prompts=4, limit=LIMITS[precision])
+def gate_of(policy) -> Gate:
+    return Gate(policy, Ids(), Sampling(max_new_tokens=12), num_prompts=4, limit=LIMITS[policy.precision])
 
 
-def gated(module: str, precision: str) -> dict | str:
+def perturbed() -> str:
     with (
-        patched(worker_process, "WORKER_MODULE", module),
-        serving({}, precision, refit="shared_memory") as (policy, engine),
+        patched(worker_process, "WORKER_MODULE", "tests.parallel.perturbing_worker"),
+        serving({}, refit="shared_memory") as (policy, engine),
     ):
-        try:
-            return gate_of(policy, precision).check(engine, prompts())
-        except EngineMismatch as mismatch:
-            return str(mismatch)
+        return refusal(EngineMismatch, gate_of(policy).check, engine, prompts())
 
 
 def test_a_weight_that_changed_after_it_was_verified_trips_the_gate(ranks):
-    message = ranks.run(1, gated, "tests.parallel.perturbing_worker", "fp32")[0]
+    message = ranks.run(1, perturbed)[0]
     assert "generation.gate_limit=0.001" in message and "worst: prompt" in message
     assert "row" in message and "trainer -" in message and "engine -" in message
 
 
+class InThisProcess:
+    """A Hugging Face model without a process, to see what precision alone does."""
+
+    def __init__(self, policy):
+        self.policy, self.model = policy, build_model(policy.refit_plan, torch.device("cpu"))
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        for name, tensor in policy.stream_weights():
+            parameters[name].copy_(tensor)
+
+    def generate(self, prompts, sampling, seed):
+        uniforms = row_uniforms(len(prompts), sampling, seed)
+        completions = complete(self.model, prompts, uniforms, sampling, VOCAB_SIZE)
+        return rollouts(prompts, completions.parts(), sampling, self.policy.weight_version)
+
+
+def passed() -> tuple[torch.dtype, dict]:
+    policy = build_policy({}, LLAMA, precision="bf16")
+    engine = InThisProcess(policy)
+    return engine.model.dtype, gate_of(policy).check(engine, prompts())
+
+
 def test_bf16_passes_the_gate(ranks):
-    figures = ranks.run(1, gated, worker_process.WORKER_MODULE, "bf16")[0]
-    assert 0 < figures["gate_mean"] <= figures["gate_p99"] <= figures["gate_max"] < LIMITS["bf16"] / 2
+    dtype, figures = ranks.run(1, passed)[0]
+    assert dtype == torch.bfloat16
+    assert 1e-4 < figures["gate_mean"] <= figures["gate_p99"] <= figures["gate_max"] < LIMITS["bf16"] / 2
 
 
 def test_the_vocabulary_is_the_tokenizers(lives):
