@@ -61,7 +61,7 @@ class HeldoutPairs:
         last token; a language model what is likelier (margin in nats). Where it has a reference policy also
         `reward_accuracy` and `reward_margin`, of log π − log π_ref, which is DPO's reward up to β."""
         if model.head == "score":
-            return _preferences("preference", model.get_rewards(self.batch)["rewards"])
+            return _preferences("preference", model.score(self.batch)["scores"])
         likelihood = self._of_answers(model.get_logprobs(self.batch)["logprobs"])
         measures = _preferences("preference", likelihood)
         if model.has_reference:

@@ -21,6 +21,7 @@ from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.losses.interfaces import LossFunction, LossInputType
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.model.build import check_vocabulary
+from rl_megatron.model.families import family_of_model
 from rl_megatron.policy import checkpoint
 from rl_megatron.topology.context_parallel import zigzag_chunks
 from rl_megatron.topology.topology import sequence_multiple
@@ -112,6 +113,7 @@ def _build_inputs(stage: StageConfig, tokenizer: Tokenizer) -> None:
     _check_keep_best(stage)
     inputs.sampling(stage, tokenizer)
     task = inputs.stage_task(stage)
+    _check_engine(stage, tokenizer)
     check_loss(stage)
     if stage.algorithm.name in ("grpo", "ppo"):
         problems = inputs.training_problems(stage, task)
@@ -154,6 +156,16 @@ def _check_keep_best(stage: StageConfig) -> None:
             f"train.keep_best={train.keep_best} needs an evaluation of every checkpoint, and train.save_every="
             f"{train.save_every} is no multiple of train.eval_every={train.eval_every}; set both alike"
         )
+
+
+def _check_engine(stage: StageConfig, tokenizer: Tokenizer) -> None:
+    """A Hugging Face engine needs a model that Hugging Face knows."""
+    if stage.generation.engine != "transformers":
+        return
+    try:
+        family_of_model(stage.model, stage.model.vocab_size or tokenizer.vocab_size)
+    except ConfigError as error:
+        raise ConfigError(f"generation.engine=transformers: {error}; set generation.engine=megatron") from error
 
 
 def _check_budget(stage: StageConfig, items: Iterable[Sequence[int]]) -> None:

@@ -26,6 +26,7 @@ class Recorder:
         self.output_dir, self.enabled = output_dir, enabled
         self.console = Console(quiet=not enabled)
         self._progress: Progress | None = None
+        self._noted: dict[str, float] = {}
         if enabled:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -56,8 +57,13 @@ class Recorder:
             self._progress.stop()
             self._progress = None
 
+    def note(self, figures: dict[str, float]) -> None:
+        """Keeps figures of what happens within a step for the next line that is recorded."""
+        self._noted |= figures
+
     def record(self, step: int, metrics: dict[str, float], kind: str = "train") -> None:
         """One line of metrics.jsonl, one TensorBoard point per metric, and the progress display."""
+        metrics, self._noted = metrics | self._noted, {}
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         if not self.enabled:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from rl_megatron import log
 from rl_megatron.algorithms import inputs, integrity, preflight
 from rl_megatron.algorithms.dpo import dpo
+from rl_megatron.algorithms.fresh_engine import FreshEngine
+from rl_megatron.algorithms.gate import LIMITS, EngineMismatch, Gate
 from rl_megatron.algorithms.grpo import grpo
 from rl_megatron.algorithms.ppo import ppo
 from rl_megatron.algorithms.pretrain import pretrain
@@ -28,13 +30,16 @@ from rl_megatron.config.load import to_yaml
 from rl_megatron.config.origin import HUGGING_FACE, hugging_face_files
 from rl_megatron.config.schema import OptimizerConfig, RunConfig, StageConfig
 from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.generation.interfaces import EngineFailed, RolloutEngine
 from rl_megatron.generation.megatron import MegatronEngine
+from rl_megatron.generation.transformers_engine import TransformersEngine
 from rl_megatron.model.build import Head
 from rl_megatron.policy import checkpoint
 from rl_megatron.policy.agreement import agreed_failure
 from rl_megatron.policy.batching import Batching
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.policy.saving import SaveFailed
+from rl_megatron.policy.weight_buckets import WeightsRefused
 from rl_megatron.schedule import FusedHead, NonFiniteLoss
 from rl_megatron.topology import platform, topology
 from rl_megatron.topology.topology import Topology
@@ -47,17 +52,19 @@ ALGORITHMS: dict[str, Callable[[Stage], None]] = {
     "grpo": grpo,
     "ppo": ppo,
 }
+# What ends a run that began well: exit status 1.
+FAILURES = (NonFiniteLoss, WeightsRefused, EngineFailed, EngineMismatch, SaveFailed)
 _PATIENCE = timedelta(seconds=30)
 _T = TypeVar("_T")
 
 
 def run(config: RunConfig) -> int:
     """Runs every stage and writes `output_dir`. The exit status, the same on all ranks: 0; 2 for bad input, found
-    before the first step; 1 where a loss turned NaN or the last checkpoint of a stage could not be written. Rank 0 says
-    in one line what was wrong."""
+    before the first step; 1 where a loss turned NaN, a rollout engine failed or the last checkpoint of a stage could
+    not be written. Rank 0 says in one line what was wrong."""
     try:
         _run(config)
-    except (ConfigError, NonFiniteLoss, SaveFailed) as error:
+    except (ConfigError, *FAILURES) as error:
         log.error(error)
         _leave_together()
         return 2 if isinstance(error, ConfigError) else 1
@@ -90,7 +97,7 @@ def _run(config: RunConfig) -> None:
                 weights_from = preflight.weights_source(config, output_dir, name)
                 results[name] = _run_stage(config, name, layout, tokenizer, recorder, directory, weights, weights_from)
             weights = checkpoint.complete_checkpoints(directory)[-1]
-    except (NonFiniteLoss, SaveFailed) as error:
+    except FAILURES as error:
         newest = [weights, *checkpoint.complete_checkpoints(directory)][-1]
         kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
         raise type(error)(f"{error}; {kept}") from error
@@ -142,7 +149,7 @@ def _run_stage(
     if config.algorithm.name == "ppo":
         steps = _optimizer_steps(config, of_critic=True)
         critic = _model(config, layout, tokenizer, weights, config.algorithm.critic_optimizer, steps, "score")
-    engine = MegatronEngine(policy, config.generation.batch_size)
+    engine = FreshEngine(_engine(config, policy), _gate(config, policy, tokenizer), recorder.note)
     evaluate = _evaluation(config, policy, engine, tokenizer)
     stage = Stage(
         name, config, policy, engine, tokenizer, recorder, directory, run_config.resume, evaluate, weights_from, critic,
@@ -150,13 +157,27 @@ def _run_stage(
     )  # fmt: skip
     try:
         ALGORITHMS[config.algorithm.name](stage)
-    except NonFiniteLoss:  # on every rank
+    except FAILURES:  # on every rank
         stage.saver.complete()
         raise
+    finally:
+        engine.shutdown()
     policy.shutdown()
     if critic is not None:
         critic.shutdown()
     return stage.results
+
+
+def _engine(config: StageConfig, policy: MegatronPolicy) -> RolloutEngine:
+    if config.generation.engine == "transformers":
+        return TransformersEngine(policy, config.generation, config.train.collective_timeout_minutes)
+    return MegatronEngine(policy, config.generation.batch_size)
+
+
+def _gate(config: StageConfig, policy: MegatronPolicy, tokenizer: Tokenizer) -> Gate:
+    generation = config.generation
+    limit = LIMITS[config.precision] if generation.gate_limit is None else generation.gate_limit
+    return Gate(policy, tokenizer, inputs.sampling(config, tokenizer), generation.gate_prompts, limit)
 
 
 def _model(
@@ -198,9 +219,7 @@ def _optimizer_steps(config: StageConfig, of_critic: bool = False) -> int:
     return steps * algorithm.updates_per_rollout * math.ceil(rows / config.train.global_batch_size)
 
 
-def _evaluation(
-    config: StageConfig, policy: MegatronPolicy, engine: MegatronEngine, tokenizer: Tokenizer
-) -> Evaluation:
+def _evaluation(config: StageConfig, policy: MegatronPolicy, engine: RolloutEngine, tokenizer: Tokenizer) -> Evaluation:
     """Held-out accuracy where the data has a verifier or pairs, held-out likelihood where it has text."""
     if config.data.source == "preference":
         pairs = inputs.heldout_pairs(config, tokenizer)

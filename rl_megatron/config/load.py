@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
 from rl_megatron.config import origin, schema
+from rl_megatron.config.engines import check_generation
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.model_rules import check_model
 
@@ -296,6 +297,7 @@ def _check_stage(name: str, stage: schema.StageConfig, first: schema.StageConfig
     if data.source == "task" and "name" not in data.task:
         raise ConfigError("data.source=task needs data.task.name (arithmetic, gsm8k)")
     _check_optimizer("optimizer", stage.optimizer)
+    check_generation(stage.generation)
     _check_algorithm(stage)
 
 

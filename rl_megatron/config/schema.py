@@ -221,7 +221,24 @@ class GenerationConfig:
     top_k: NonNegative = 0  # 0: off
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     stop_tokens: tuple[str, ...] = ()  # besides the end-of-sequence token; each must be one token
-    batch_size: Positive = 256  # rows decoded together on one data-parallel rank
+    batch_size: Positive = 256  # rows decoded together on one data-parallel rank, or in one engine's process
+    # megatron: the training model itself generates, sharded as it is. transformers: a Hugging Face model does, in
+    # processes of its own, which get the policy's weights whenever they changed.
+    engine: Literal["megatron", "transformers"] = "megatron"
+    num_engines: Positive = 1  # such processes; prompts are shared out
+    # auto: the CPU where the policy computes on it; else, for refit=collective, the GPUs after those of the machine's
+    # ranks, and for shared_memory rank 0's. cuda: GPUs from the machine's first on; cuda:N: from N on.
+    engine_device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    engine_timeout_minutes: PositiveFloat = 30.0  # an engine that takes longer over an answer counts as dead
+    max_engine_restarts: NonNegative = 3  # in a stage; a death beyond them ends the run
+    refit: Literal["collective", "shared_memory"] = "collective"  # how weights reach engines; the second: one machine
+    refit_bucket_mb: PositiveFloat = 256.0  # MiB of weights that travel together; each side holds two such buckets
+    # Before anything is learnt from an engine, and after every refit, it completes this many of the step's prompts
+    # and the trainer says how likely it finds them; 0: no such comparison.
+    gate_prompts: NonNegative = 4
+    # The run halts where the two logprobs of a token differ by more than this (99th percentile, nats); null: 1e-3 in
+    # fp32, 0.5 in bf16.
+    gate_limit: PositiveFloat | None = None
 
 
 @section

@@ -19,6 +19,10 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()
 
 
+class EngineFailed(RuntimeError):
+    """A rollout engine that cannot go on, or whose answer cannot be used; raised on every rank."""
+
+
 class RolloutEngine(Protocol):
     """Draws completions from a policy's weights; every rank of the policy calls every method with the same arguments
     and gets the same answer. To add an engine is to write these three methods."""

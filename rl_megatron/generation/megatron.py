@@ -7,14 +7,14 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.generation.completions import Completions, left_padded, row_uniforms
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.kv_cache import Columns, caching
+from rl_megatron.generation.rollouts import check_prompts, rollouts
 from rl_megatron.generation.sampling import sample
 from rl_megatron.model.build import unwrap
 from rl_megatron.policy.megatron_policy import MegatronPolicy
-from rl_megatron.schedule import NonFiniteLoss
 
 
 class MegatronEngine:
@@ -28,6 +28,13 @@ class MegatronEngine:
     def __init__(self, policy: MegatronPolicy, batch_size: int = 256):
         self.policy, self.batch_size = policy, batch_size
 
+    def update_weights(self) -> dict[str, float]:
+        """Nothing to hand over: the policy's weights are the engine's."""
+        return {}
+
+    def shutdown(self) -> None:
+        """Nothing was started."""
+
     @torch.no_grad()
     def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> BatchedDataDict:
         """See `RolloutEngine.generate`.
@@ -38,63 +45,25 @@ class MegatronEngine:
         self.policy.require_head("lm", "generate")
         topology = self.policy.topology
         device, group = topology.platform.device, topology.groups.dp_cp
-        longest = max(len(prompt) for prompt in prompts)
-        self._check(prompts, longest, sampling)
-        uniforms = torch.rand(
-            len(prompts), sampling.max_new_tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-        ).to(device)
-
+        check_prompts(prompts, sampling, self.policy.model_config.max_sequence_length)
+        uniforms = row_uniforms(len(prompts), sampling, seed).to(device)
         per_rank = -(-len(prompts) // group.size())
         mine = [min(i, len(prompts) - 1) for i in range(group.rank() * per_rank, (group.rank() + 1) * per_rank)]
-        completions = torch.zeros(per_rank, sampling.max_new_tokens, dtype=torch.long, device=device)
-        logprobs = torch.zeros(per_rank, sampling.max_new_tokens, dtype=torch.float32, device=device)
-        lengths = torch.zeros(per_rank, dtype=torch.long, device=device)
-        nan_at = torch.zeros(per_rank, dtype=torch.long, device=device)
         self.policy.finish_training()
-        for start in range(0, per_rank, self.batch_size):
-            rows = slice(start, min(start + self.batch_size, per_rank))
-            batch = mine[rows]
-            completions[rows], logprobs[rows], lengths[rows], nan_at[rows] = self._decode(
-                [prompts[i] for i in batch], uniforms[batch], sampling
-            )
-        nan_at = _gather_rows(nan_at, group)
-        if nan_at.any():  # only here: an error on one rank alone would leave the others waiting for its rows
-            first = nan_at[nan_at > 0].min().item()
-            raise NonFiniteLoss(f"the model's logits are NaN or infinite at token {first} of a completion")
-        completions, logprobs, lengths = (
-            _gather_rows(x, group)[: len(prompts)] for x in (completions, logprobs, lengths)
-        )
-        return _rollouts(prompts, completions, logprobs, lengths, sampling)
+        batches = [mine[start : start + self.batch_size] for start in range(0, per_rank, self.batch_size)]
+        decoded = [self._decode([prompts[i] for i in rows], uniforms[rows], sampling).parts() for rows in batches]
+        # Gathered before anything is refused: an error on one rank alone would leave the others waiting for its rows.
+        parts = tuple(_gather_rows(torch.cat(part), group)[: len(prompts)] for part in zip(*decoded, strict=True))
+        return rollouts(prompts, parts, sampling, self.policy.weight_version)
 
-    def _check(self, prompts: list[list[int]], longest: int, sampling: Sampling) -> None:
-        limit = self.policy.model_config.max_sequence_length
-        if not all(prompts):
-            raise ConfigError("a prompt is empty; every prompt needs at least one token")
-        if longest + sampling.max_new_tokens > limit:
-            raise ConfigError(
-                f"a prompt of {longest} tokens and generation.max_new_tokens={sampling.max_new_tokens} exceed "
-                f"model.max_sequence_length={limit}; lower max_new_tokens or raise the limit"
-            )
-
-    def _decode(
-        self, prompts: list[list[int]], uniforms: Tensor, sampling: Sampling
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Completions [b, max_new], their logprobs [b, max_new], lengths [b], and from 1 on the token [b] whose logits
-        are NaN, 0 where none are, on every rank of the model. Decoding ends at a NaN."""
+    def _decode(self, prompts: list[list[int]], uniforms: Tensor, sampling: Sampling) -> Completions:
+        """The completions of a batch of rows, on every rank of the model. Decoding ends at a NaN."""
         topology = self.policy.topology
         device, num_rows = topology.platform.device, len(prompts)
         models = [unwrap(chunk) for chunk in self.policy.chunks]
-        width = max(len(prompt) for prompt in prompts)
-        tokens = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)
-        first = torch.tensor([width - len(p) for p in prompts], device=device)
-        stops = torch.tensor(sampling.stop_ids, dtype=torch.long, device=device)
-
-        completions = torch.zeros(num_rows, sampling.max_new_tokens, dtype=torch.long, device=device)
-        logprobs = torch.zeros(num_rows, sampling.max_new_tokens, device=device)
-        lengths = torch.zeros(num_rows, dtype=torch.long, device=device)
-        nan_at = torch.zeros(num_rows, dtype=torch.long, device=device)
-        running = torch.ones(num_rows, dtype=torch.bool, device=device)
-        columns = Columns(first, capacity=width + sampling.max_new_tokens)
+        tokens, first = left_padded(prompts, device)
+        completions = Completions(num_rows, sampling, device)
+        columns = Columns(first, capacity=tokens.size(1) + sampling.max_new_tokens)
         with caching(models, columns):
             for step in range(sampling.max_new_tokens):
                 logits = self._forward(models, tokens, columns)
@@ -107,17 +76,10 @@ class MegatronEngine:
                     drawn[0], drawn[1] = chosen.double(), logprob.double()  # ids are exact in fp64
                 if topology.pipeline > 1:
                     dist.broadcast(drawn, src=topology.last_stage_rank, group=topology.groups.pp)
-                nan = running & drawn[1].isnan()
-                nan_at[nan] = step + 1
-                chosen = torch.where(running, drawn[0].long(), 0)
-                completions[:, step] = chosen
-                logprobs[:, step] = torch.where(running, drawn[1], 0.0).float()
-                lengths += running
-                running = running & ~torch.isin(chosen, stops)
-                if not self._goes_on(running, nan):
+                tokens = completions.add(step, drawn[0].long(), drawn[1])
+                if not self._goes_on(completions.running, completions.nan_at > 0):
                     break
-                tokens = chosen[:, None]
-        return completions, logprobs, lengths, nan_at
+        return completions
 
     def _goes_on(self, running: Tensor, nan: Tensor) -> bool:
         """While any row runs and none is NaN, on all the ranks whose experts the rows of others visit."""
@@ -164,33 +126,3 @@ def _gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(parts, x, group=group)
     return torch.cat(parts)
-
-
-def _rollouts(
-    prompts: list[list[int]], completions: Tensor, logprobs: Tensor, lengths: Tensor, sampling: Sampling
-) -> BatchedDataDict:
-    completions, logprobs, lengths = completions.cpu(), logprobs.cpu(), lengths.cpu()
-    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
-    width = int((prompt_lengths + lengths).max())
-    input_ids = torch.zeros(len(prompts), width, dtype=torch.long)
-    token_mask = torch.zeros(len(prompts), width)
-    generation_logprobs = torch.zeros(len(prompts), width)
-    for row, (prompt, length) in enumerate(zip(prompts, lengths.tolist(), strict=True)):
-        end = len(prompt) + length
-        input_ids[row, : len(prompt)] = torch.tensor(prompt)
-        input_ids[row, len(prompt) : end] = completions[row, :length]
-        token_mask[row, len(prompt) : end] = 1.0
-        generation_logprobs[row, len(prompt) : end] = logprobs[row, :length]
-    last = completions.gather(1, (lengths - 1)[:, None])[:, 0]
-    return BatchedDataDict(
-        {
-            "input_ids": input_ids,
-            "input_lengths": prompt_lengths + lengths,
-            "prompt_lengths": prompt_lengths,
-            "token_mask": token_mask,
-            "sample_mask": torch.ones(len(prompts)),
-            "generation_logprobs": generation_logprobs,
-            "temperature": torch.full((len(prompts),), sampling.temperature or 1.0),
-            "stopped": torch.isin(last, torch.tensor(sampling.stop_ids, dtype=torch.long)),
-        }
-    )

@@ -16,14 +16,14 @@ from rl_megatron.logprobs.vocab_parallel import VocabShard
 
 
 def sample(
-    logits: Tensor, uniforms: Tensor, sampling: Sampling, tp_group: dist.ProcessGroup, valid_vocab_size: int
+    logits: Tensor, uniforms: Tensor, sampling: Sampling, tp_group: dist.ProcessGroup | None, valid_vocab_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Token ids [B] and their logprobs [B], fp32, equal on all ranks of `tp_group`.
+    """Token ids [B] and their logprobs [B], fp32, equal on all ranks of `tp_group` (None: logits are whole).
 
     `logits` [B, V/tp], this rank's equal shard; `uniforms` [B] in [0, 1), equal on all ranks. The logprob is that of
     the whole distribution at the temperature, before top-k and top-p (`Sampling`).
     """
-    start = tp_group.rank() * logits.size(-1)
+    start = _rank(tp_group) * logits.size(-1)
     scores = logits.float() / (sampling.temperature or 1.0)
     ids = torch.arange(start, start + logits.size(-1), device=logits.device)
     scores = scores.masked_fill(ids >= valid_vocab_size, -torch.inf)
@@ -51,7 +51,7 @@ def sample(
     return chosen, (score - log_normaliser).float()
 
 
-def _greedy(scores: Tensor, start: int, group: dist.ProcessGroup) -> Tensor:
+def _greedy(scores: Tensor, start: int, group: dist.ProcessGroup | None) -> Tensor:
     """The lowest id among the best: ties break alike whatever the sharding."""
     best, index = scores.max(-1)
     candidates = torch.where(best == 0, index + start, torch.iinfo(torch.long).max)
@@ -59,7 +59,7 @@ def _greedy(scores: Tensor, start: int, group: dist.ProcessGroup) -> Tensor:
     return candidates
 
 
-def _invert(weights: Tensor, uniforms: Tensor, start: int, group: dist.ProcessGroup) -> Tensor:
+def _invert(weights: Tensor, uniforms: Tensor, start: int, group: dist.ProcessGroup | None) -> Tensor:
     """The id at which the cumulated weight first exceeds uniform · total, [B]."""
     cumulated = weights.cumsum(-1)
     masses = _gather(cumulated[:, -1].contiguous(), group)  # [tp, B]
@@ -67,26 +67,30 @@ def _invert(weights: Tensor, uniforms: Tensor, start: int, group: dist.ProcessGr
     target = uniforms * edges[-1]
     owner = (edges <= target).sum(0)
     # Rounding can put the target on the last edge: the last rank that has mass owns it then.
-    has_mass = torch.arange(group.size(), device=weights.device)[:, None] * (masses > 0)
+    has_mass = torch.arange(len(masses), device=weights.device)[:, None] * (masses > 0)
     owner = torch.minimum(owner, has_mass.amax(0))
     before = edges.gather(0, owner[None])[0] - masses.gather(0, owner[None])[0]
     inside = (target - before).clamp(min=0)
     index = (cumulated <= inside[:, None]).sum(-1)
     last = (weights > 0).long().mul(torch.arange(weights.size(-1), device=weights.device)).amax(-1)
-    token = torch.where(owner == group.rank(), torch.minimum(index, last) + start, 0)
+    token = torch.where(owner == _rank(group), torch.minimum(index, last) + start, 0)
     _all_reduce(token, dist.ReduceOp.SUM, group)
     return token
 
 
-def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _rank(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else group.rank()
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """[…] → [tp, …], in rank order."""
-    if group.size() == 1:
+    if group is None or group.size() == 1:
         return x[None]
     parts = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(parts, x, group=group)
     return torch.stack(parts)
 
 
-def _all_reduce(x: Tensor, op: dist.ReduceOp, group: dist.ProcessGroup) -> None:
-    if group.size() > 1:
+def _all_reduce(x: Tensor, op: dist.ReduceOp, group: dist.ProcessGroup | None) -> None:
+    if group is not None and group.size() > 1:
         dist.all_reduce(x, op=op, group=group)

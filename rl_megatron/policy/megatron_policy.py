@@ -23,10 +23,11 @@ from rl_megatron.model.backend import choose_backend
 from rl_megatron.model.build import Head, build_model, unwrap
 from rl_megatron.policy import checkpoint, loading
 from rl_megatron.policy.batching import Batching, Planned, row_lengths
-from rl_megatron.policy.interfaces import PolicyInterface
+from rl_megatron.policy.colocated import ColocatedPolicy
 from rl_megatron.policy.loading import TrainingState
 from rl_megatron.policy.optimizer import build_optimizer, build_scheduler, complete_parameters, wrap_for_gradients
 from rl_megatron.policy.random_state import random_state, random_state_file
+from rl_megatron.policy.reference import Reference, Residence
 from rl_megatron.policy.saving import Save, begin_save
 from rl_megatron.schedule import Denominators, FusedHead, Microbatch, NonFiniteLoss, Runner, over_steps
 from rl_megatron.topology.topology import Topology
@@ -34,7 +35,7 @@ from rl_megatron.topology.topology import Topology
 _NUMBER = torch.zeros(())  # of a token, where a stream has one
 
 
-class MegatronPolicy(PolicyInterface):
+class MegatronPolicy(ColocatedPolicy):
     """Every rank calls every method with the same global batch, and gets the same global result.
 
     Rows are spread over data-parallel ranks inside (with zero-weight filler rows where they do not divide), so what an
@@ -57,7 +58,9 @@ class MegatronPolicy(PolicyInterface):
         batching: Batching = Batching(),
         head: Head = "lm",
         fused_head: FusedHead | None = None,
+        reference: Residence = "resident",
     ):
+        super().__init__()
         self.model_config = model
         self.head = head
         self.topology = topology
@@ -75,7 +78,8 @@ class MegatronPolicy(PolicyInterface):
             self.optimizer = build_optimizer(self.chunks, optimizer, precision)
             self.scheduler = build_scheduler(self.optimizer, optimizer, total_steps)
         self._runner = self._runner_of(self.chunks)
-        self._reference: Runner | None = None
+        self._reference: Reference | None = None
+        self._reference_residence = reference
         self._overlaps = optimizer is not None and optimizer.overlap and optimizer.distributed
         self._weights_are_scattered = False  # a step left each rank with the weights it updated
         self.finish_training()
@@ -89,6 +93,8 @@ class MegatronPolicy(PolicyInterface):
     def prepare_for_training(self) -> None:
         if self.optimizer is None:
             raise RuntimeError("this policy was built without an optimizer; pass `optimizer` to train it")
+        self._hand_over.release()
+        self._bring_back()
         for chunk in self.chunks:
             chunk.train()
 
@@ -163,6 +169,7 @@ class MegatronPolicy(PolicyInterface):
                 raise NonFiniteLoss(f"the gradient norm is {grad_norm} at a finite loss of {report['loss']:.4g}")
             updated, _, _ = self.optimizer.step()
             self._weights_are_scattered = self._overlaps
+            self.weight_version += int(updated)
             self.scheduler.step(increment=1)
         moved = {"grad_norm": grad_norm, "lr": lr, "updated": float(updated)}
         return report | moved | {"packing_efficiency": planned.efficiency}
@@ -239,12 +246,12 @@ class MegatronPolicy(PolicyInterface):
 
         return BatchedDataDict({"values": self._token_stream(before_each_token, data, micro_batch_size)})
 
-    def get_rewards(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
-        """`rewards` [B] fp32 of a score head: the score read after each row's last token (`input_lengths`)."""
-        self.require_head("score", "get_rewards")
+    def score(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
+        """`scores` [B] fp32 of a score head: what it says after each row's last token (`input_lengths`)."""
+        self.require_head("score", "score")
         scores = self._token_stream(self._runner.scores, data, micro_batch_size, first_column=0)
         last = data["input_lengths"][:, None] - 1
-        return BatchedDataDict({"rewards": scores.gather(1, last.to(scores.device))[:, 0]})
+        return BatchedDataDict({"scores": scores.gather(1, last.to(scores.device))[:, 0]})
 
     @property
     def has_reference(self) -> bool:
@@ -257,10 +264,13 @@ class MegatronPolicy(PolicyInterface):
         chunks = build_model(
             self.model_config, self.topology, vocab_size=self.vocab_size, precision=self.precision, seed=self.seed
         )
-        for reference, chunk in zip(chunks, self.chunks, strict=True):
-            unwrap(reference).load_state_dict(unwrap(chunk).state_dict())
-            reference.eval().requires_grad_(False)
-        self._reference = self._runner_of(chunks)
+        runner, device = self._runner_of(chunks), self.topology.platform.device
+        self._reference = Reference(chunks, self.chunks, runner, self._reference_residence, device)
+
+    def drop_reference(self) -> None:
+        """Frees the reference policy."""
+        self._reference = None
+        gc.collect()
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict, micro_batch_size: int | None = None
@@ -315,6 +325,7 @@ class MegatronPolicy(PolicyInterface):
         self, directory: str | Path, step: int, *, background: bool = True, config: str | None = None, **extra: Any
     ) -> Save:
         """As `save_checkpoint`, written from a copy while training goes on: a checkpoint once it is finished."""
+        self._bring_back(gradients=False)
         self.finish_training()
         kept = {"head": self.head, "vocab_size": self.vocab_size, "precision": self.precision}
         kept |= {"model": asdict(self.model_config), "layout": self.topology.describe(), **extra}
@@ -331,12 +342,14 @@ class MegatronPolicy(PolicyInterface):
         Raises: ConfigError where the checkpoint is damaged, of another model, or has another head than is needed.
         """
         path = Path(path)
+        self._bring_back(gradients=False)
         self.finish_training()  # should anything be wrong with the checkpoint, the weights are whole
         manifest = checkpoint.read_manifest(path, self.model_config)
         new_head = checkpoint.check_head(path, manifest, self.head, weights_only)
         if verify:
             loading.verify(path)
         loading.load(path, manifest, self._state, weights_only, new_head)
+        self.weight_version += 1
         return manifest
 
     @property
@@ -347,6 +360,7 @@ class MegatronPolicy(PolicyInterface):
     def shutdown(self) -> bool:
         """Drops model, optimizer and reference; true when there was something to drop."""
         held = bool(self.chunks)
+        self._hand_over.close()
         self.chunks, self.optimizer, self.scheduler, self._reference = [], None, None, None
         self._runner = self._runner_of([])
         gc.collect()  # megatron-core's wrappers and hooks refer to each other

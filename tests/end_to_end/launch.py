@@ -208,11 +208,13 @@ def _free_port() -> int:
 
 
 def metrics(directory: Path, timed: bool = False) -> list[dict[str, Any]]:
-    """The complete lines of metrics.jsonl; without `timed`, without what a clock measured."""
+    """The complete lines of metrics.jsonl; without `timed`, without what a clock measured, or what belongs to the start
+    of an engine: a run that goes on starts one anew."""
     path = directory / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     objects = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [{key: value for key, value in line.items() if timed or key != "seconds"} for line in objects]
+    apart = ("seconds", "refit_", "gate_")
+    return [{key: value for key, value in line.items() if timed or not key.startswith(apart)} for line in objects]
 
 
 def checkpoints(output_dir: Path, stage: str) -> list[str]:

@@ -107,6 +107,10 @@ def test_a_directory_without_its_files(tmp_path, refused):
         ((*GRPO, "~loss.name"), ["loss.name is not set", "clipped_pg"]),
         ((*GRPO, "loss.name=cliped_pg"), ["loss", "'cliped_pg'", "'clipped_pg'"]),
         ((*GRPO, "generation.max_new_tokens=60"), ["generation.max_new_tokens=60", "model.max_sequence_length=48"]),
+        (
+            (*GRPO, "generation.engine=transformers", "model.num_experts=4", "model.shared_expert_ffn_hidden_size=32"),
+            ["generation.engine=transformers", "LlamaForCausalLM", "generation.engine=megatron"],
+        ),
         ((*GRPO, "generation.stop_tokens=[abc]"), ["generation.stop_tokens", "'abc'"]),
         (("data.task.name=arithmatic",), ["'arithmatic'", "'arithmetic'"]),
         (("data.task.max_operant=3",), ["'max_operant'", "'max_operand'"]),

@@ -83,7 +83,7 @@ def test_one_process_learns_something(one_process):
 def scores_of(parallel: dict) -> tuple[torch.Tensor, torch.Tensor]:
     model = build_policy(parallel, head="score", micro_batch_size=2)
     batch = random_batch(5, 19, 0)
-    return model.get_values(batch)["values"], model.get_rewards(batch)["rewards"]
+    return model.get_values(batch)["values"], model.score(batch)["scores"]
 
 
 @pytest.mark.parametrize("layout", ["tensor 2 sequence", "interleaved pipeline 2", "context 2", "pipeline 2 data 2"])
@@ -98,7 +98,7 @@ def test_values_and_rewards_equal_one_process(ranks, layout):
 def alignment() -> None:
     model = build_policy({}, head="score", micro_batch_size=4)
     batch = random_batch(4, 12, 0)
-    values, rewards = model.get_values(batch)["values"], model.get_rewards(batch)["rewards"]
+    values, rewards = model.get_values(batch)["values"], model.score(batch)["scores"]
     changed = BatchedDataDict(dict(batch))
     changed["input_ids"] = batch["input_ids"].clone()
     changed["input_ids"][:, 5] = (batch["input_ids"][:, 5] + 1) % 50
@@ -125,14 +125,14 @@ def calls_of_the_other_head() -> None:
     engine = MegatronEngine(scorer)
     calls = {
         "get_values": lambda: language.get_values(batch),
-        "get_rewards": lambda: language.get_rewards(batch),
+        "score": lambda: language.score(batch),
         "get_logprobs": lambda: scorer.get_logprobs(batch),
         "freeze_reference": scorer.freeze_reference,
         "get_reference_policy_logprobs": lambda: scorer.get_reference_policy_logprobs(batch),
         "generate": lambda: engine.generate([[5, 6]], Sampling(max_new_tokens=2), seed=0),
     }
     for name, call in calls.items():
-        needed, found = ("score", "lm") if name in ("get_values", "get_rewards") else ("lm", "score")
+        needed, found = ("score", "lm") if name in ("get_values", "score") else ("lm", "score")
         words = f"^{name} is for a policy built with head='{needed}'; this one has head='{found}'$"
         with pytest.raises(RuntimeError, match=words):
             call()

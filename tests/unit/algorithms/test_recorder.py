@@ -50,6 +50,17 @@ def test_one_object_a_step(recorder, tmp_path):
     ]
 
 
+def test_what_was_noted_goes_with_the_next_line_alone(recorder, tmp_path):
+    recorder.begin_stage("sft", 0, 2)
+    recorder.note({"refit_bytes": 8.0})
+    recorder.note({"gate_max": 0.5})
+    recorder.record(0, {"accuracy": 0.1}, kind="eval")
+    recorder.record(1, {"loss": 1.0})
+    first, second = lines_of(tmp_path)
+    assert (first["accuracy"], first["refit_bytes"], first["gate_max"]) == (0.1, 8.0, 0.5)
+    assert second.keys() == {"stage", "step", "kind", "loss", "seconds"}
+
+
 def test_numbers_are_written_with_every_digit(recorder, tmp_path):
     recorder.begin_stage("sft", 0, 1)
     recorder.record(1, {"loss": 0.1 + 0.2, "lr": 1e-300})

@@ -229,14 +229,15 @@ def test_batches_are_those_of_the_step_in_whole_pairs(make):
 
 
 class Judge:
-    """A model whose logprobs and rewards are laid ready."""
+    """A model whose logprobs and scores are laid ready."""
 
     def __init__(self, head, **answers):
         self.head, self.answers = head, answers
         self.has_reference = "reference_logprobs" in answers
 
     def __getattr__(self, name):
-        key = {"get_reference_policy_logprobs": "reference_logprobs"}.get(name, name.removeprefix("get_"))
+        renamed = {"get_reference_policy_logprobs": "reference_logprobs", "score": "scores"}
+        key = renamed.get(name, name.removeprefix("get_"))
         return lambda batch: {key: self.answers[key]}
 
 
@@ -265,7 +266,7 @@ def test_rewards_are_against_the_reference_and_ties_count_half():
 
 def test_a_reward_model_is_measured_by_its_scores():
     measured = HeldoutPairs(BatchedDataDict(token_mask=PAIR_MASK)).measure(
-        Judge("score", rewards=torch.tensor([2.0, 1.0, 0.0, 4.0]))
+        Judge("score", scores=torch.tensor([2.0, 1.0, 0.0, 4.0]))
     )
     assert measured == {"preference_accuracy": 0.5, "preference_margin": -1.5}
 

@@ -427,3 +427,27 @@ def test_rules_hold_in_every_stage(refused, three, override, words):
 def test_experts_and_batching_that_contradict_themselves(overrides, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
         load(overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("generation.num_engines=2", ["generation.num_engines=2 does nothing", "generation.engine=transformers"]),
+        ("generation.refit=shared_memory", ["generation.refit=shared_memory does nothing"]),
+        ("generation.engine_device=cpu", ["generation.engine_device=cpu does nothing"]),
+        ("generation.max_engine_restarts=0", ["generation.max_engine_restarts=0 does nothing"]),
+        ("generation.refit_bucket_mb=1", ["generation.refit_bucket_mb=1.0 does nothing"]),
+        ("generation.engine_timeout_minutes=1", ["generation.engine_timeout_minutes=1.0 does nothing"]),
+        ("generation.engine=vllm", ["generation.engine='vllm'", "'megatron' or 'transformers'"]),
+        ("generation.engine_device=gpu", ["generation.engine_device='gpu'", "cuda"]),
+        ("generation.gate_limit=0", ["generation.gate_limit=0", "greater than 0"]),
+    ],
+)
+def test_keys_of_rollout_engines(refused, override, words):
+    message = refused("algorithm=grpo", override)
+    assert all(word in message for word in words), message
+
+
+def test_a_limit_of_a_gate_that_is_off(refused):
+    message = refused("algorithm=grpo", "generation.gate_prompts=0", "generation.gate_limit=1")
+    assert "generation.gate_limit=1.0 does nothing" in message and "generation.gate_prompts=0" in message

@@ -1,0 +1,81 @@
+"""The mismatch gate: what an engine says its tokens' logprobs are, against what the trainer says, on a few prompts.
+
+A refit that went wrong, a model converted wrongly, a kernel that rounds otherwise: each shows in these numbers before
+anything is learnt from the engine's rollouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.generation.interfaces import RolloutEngine, Sampling
+from rl_megatron.policy.interfaces import PolicyInterface
+
+LIMITS = {"fp32": 1e-3, "bf16": 0.5}  # nats; well above the rounding of either, well below a wrong weight
+_MAX_TOKENS = 16  # of a completion
+_SEED = 0x6A7E
+_SHOWN = 3
+
+
+class EngineMismatch(RuntimeError):
+    """The engine draws from another distribution than the trainer would learn about."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """sampling: the run's; its completions are cut short here.  limit: of |difference|'s 99th percentile, in nats."""
+
+    policy: PolicyInterface
+    tokenizer: Tokenizer
+    sampling: Sampling
+    num_prompts: int
+    limit: float
+
+    def check(self, engine: RolloutEngine, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
+        """`gate_mean`, `gate_p99` and `gate_max` of |trainer's − engine's logprob| over the tokens that the engine adds
+        to the first different `prompts`; nothing where the gate is off.
+
+        Raises: EngineMismatch, on every rank, naming the worst tokens.
+        """
+        chosen = [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts))][: self.num_prompts]
+        if not chosen:
+            return {}
+        sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, _MAX_TOKENS))
+        rollouts = engine.generate(chosen, sampling, _SEED)
+        trainers = self.policy.get_logprobs(rollouts)["logprobs"]
+        difference = (trainers - rollouts["generation_logprobs"]).abs()
+        difference = difference.nan_to_num(nan=torch.inf).masked_fill(rollouts["token_mask"] == 0, -1.0)
+        values = difference[difference >= 0].double()
+        figures = {
+            "gate_mean": values.mean().item(),
+            "gate_p99": values.quantile(0.99, interpolation="higher").item(),
+            "gate_max": values.max().item(),
+        }
+        if not figures["gate_p99"] <= self.limit:
+            raise EngineMismatch(
+                f"the rollout engine's logprobs are not the trainer's: they differ by {figures['gate_mean']:.3g} on "
+                f"average, {figures['gate_p99']:.3g} at the 99th percentile (generation.gate_limit={self.limit:g}) and "
+                f"{figures['gate_max']:.3g} at most, over {len(values)} tokens; worst: "
+                + "; ".join(self._worst(rollouts, trainers, difference))
+            )
+        return figures
+
+    def _worst(self, rollouts: BatchedDataDict, trainers: Tensor, difference: Tensor) -> list[str]:
+        """The rows that differ most, each at its worst token."""
+        by_row, positions = difference.max(dim=1)
+        described = []
+        for row in by_row.argsort(descending=True)[:_SHOWN].tolist():
+            position, start = positions[row].item(), rollouts["prompt_lengths"][row].item()
+            ids = rollouts["input_ids"][row]
+            described.append(
+                f"prompt {self.tokenizer.decode(ids[:start].tolist())!r} (row {row}), token {position - start + 1} "
+                f"{self.tokenizer.decode(ids[position : position + 1].tolist())!r}: trainer "
+                f"{trainers[row, position]:.4f}, engine {rollouts['generation_logprobs'][row, position]:.4f}"
+            )
+        return described

@@ -1,0 +1,52 @@
+"""Building a Hugging Face model from a refit plan, and sampling from it. Runs in the engine's process: no Megatron."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from rl_megatron.generation.completions import Completions, left_padded
+from rl_megatron.generation.interfaces import Sampling
+from rl_megatron.generation.sampling import sample
+from rl_megatron.policy.weight_buckets import RefitPlan
+
+
+def build_model(plan: RefitPlan, device: torch.device) -> PreTrainedModel:
+    """The architecture alone; its weights mean nothing until the first refit has filled every one of them."""
+    settings = dict(plan.hf_config)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    with device:
+        # Eager attention is the one that every architecture computes as its paper has it (Gemma 2 caps its logits).
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return model.eval().requires_grad_(False)
+
+
+@torch.inference_mode()
+def complete(
+    model: PreTrainedModel, prompts: list[list[int]], uniforms: Tensor, sampling: Sampling, vocab_size: int
+) -> Completions:
+    """A batch of rows, decoded until all have ended or one's logits are NaN. `uniforms` [b, max_new_tokens]."""
+    tokens, first = left_padded(prompts, model.device)
+    completions = Completions(len(prompts), sampling, model.device)
+    uniforms = uniforms.to(model.device)
+    columns = torch.arange(tokens.size(1) + sampling.max_new_tokens, device=model.device)
+    mask = (columns >= first[:, None]).long()
+    positions = (columns - first[:, None]).clamp(min=0)
+    filled, cache = 0, None
+    for step in range(sampling.max_new_tokens):
+        end = filled + tokens.size(1)
+        output = model(
+            input_ids=tokens,
+            attention_mask=mask[:, :end],
+            position_ids=positions[:, filled:end],
+            past_key_values=cache,  # None: the model makes a DynamicCache of its own kind
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        filled, cache = end, output.past_key_values
+        chosen, logprobs = sample(output.logits[:, -1], uniforms[:, step], sampling, None, vocab_size)
+        tokens = completions.add(step, chosen, logprobs)
+        if completions.nan_at.any() or not completions.running.any():
+            break
+    return completions

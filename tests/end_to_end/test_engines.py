@@ -1,0 +1,93 @@
+"""GRPO with a rollout engine in a process of its own: killed in mid-run, shut by the gate, asked for by mistake."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launch import TINY, Command, metrics
+
+GRPO = (*TINY, "algorithm=grpo", "algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=4", "train.steps=4")
+ENGINE = ("generation.engine=transformers", "generation.refit_bucket_mb=0.05")
+
+
+def learnt(directory: Path) -> list[dict]:
+    """What every step saw and did, and what the gate found."""
+    lines = metrics(directory, timed=True)
+    return [
+        {key: value for key, value in line.items() if "seconds" not in key and "per_s" not in key} for line in lines
+    ]
+
+
+WORKER = b"rl_megatron.generation.transformers_worker"
+
+
+def engines() -> dict[int, int]:
+    """Every engine's process on this machine, and its parent."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and WORKER in (entry / "cmdline").read_bytes():
+                found[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            pass  # it ended meanwhile
+    return found
+
+
+def wait_until(condition, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, forks):
+    directory = tmp_path_factory.mktemp("undisturbed")
+    done = forks.run(directory, "train", *GRPO, *ENGINE)
+    assert done.status == 0, done.err
+    return directory / "out"
+
+
+def test_every_step_refits_and_passes_the_gate(undisturbed):
+    lines = metrics(undisturbed, timed=True)
+    # Weights change in every training step, and are asked for by what comes next: a step's prompts, or an evaluation.
+    assert [(line["kind"], line["step"]) for line in lines if "refit_bytes" in line] == [
+        ("eval", 0), ("train", 2), ("train", 3), ("train", 4), ("eval", 4),
+    ]  # fmt: skip
+    for line in lines:
+        if "refit_bytes" in line:
+            assert line["refit_seconds"] > 0 and line["refit_gb_per_s"] > 0
+            assert 0 <= line["gate_mean"] <= line["gate_p99"] <= line["gate_max"] < 1e-5
+    assert all(line["mismatch_max"] < 1e-5 for line in lines if line["kind"] == "train")
+
+
+def test_an_engine_killed_in_mid_run_is_survived_bitwise(tmp_path, undisturbed):
+    with Command(tmp_path, "train", *GRPO, *ENGINE) as running:
+        running.wait_until(lambda: any(line["kind"] == "train" for line in metrics(tmp_path / "out")), "first step")
+        (engine,) = (pid for pid, parent in engines().items() if parent == running._process.pid)
+        os.kill(engine, signal.SIGKILL)
+        done = running.finish()
+    assert done.status == 0, done.err
+    assert done.err.count("was killed by SIGKILL; starting again (1 of at most 3 times)") == 1, done.err
+    assert learnt(tmp_path / "out") == learnt(undisturbed)
+    assert not [pid for pid, parent in engines().items() if parent in (1, running._process.pid)]
+
+
+def test_an_engine_ends_with_a_run_that_is_killed(tmp_path):
+    with Command(tmp_path, "train", *GRPO, *ENGINE, "train.steps=1000") as running:
+        running.wait_until(lambda: len(metrics(tmp_path / "out")) > 1, "first step")
+        (engine,) = (pid for pid, parent in engines().items() if parent == running._process.pid)
+        os.kill(running._process.pid, signal.SIGKILL)
+        wait_until(lambda: engine not in engines(), seconds=10)
+
+
+def test_the_gate_halts_the_run_before_it_learns(tmp_path, forks):
+    done = forks.run(tmp_path, "train", *GRPO, *ENGINE, "generation.gate_limit=1e-12")
+    assert done.status == 1
+    line = done.err.splitlines()[-1]
+    assert line.startswith("error: the rollout engine's logprobs are not the trainer's")
+    assert "generation.gate_limit=1e-12" in line and "worst: prompt '" in line and "no checkpoint yet" in line
+    assert metrics(tmp_path / "out") == []

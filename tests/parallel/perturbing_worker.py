@@ -1,0 +1,16 @@
+"""An engine's process in which a weight changes after it was verified."""
+
+import sys
+
+from rl_megatron.generation.transformers_worker import TransformersWorker, main
+
+
+class PerturbingWorker(TransformersWorker):
+    def finish(self):
+        seconds = super().finish()
+        self.model.model.layers[1].mlp.up_proj.weight[3, 5] += 0.5
+        return seconds
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:], PerturbingWorker())

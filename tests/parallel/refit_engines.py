@@ -1,0 +1,71 @@
+"""Engines for tests of refit, in processes of their own, which start fast: no megatron-core is imported here."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from rl_megatron.generation.weight_receiver import WeightReceiver
+from rl_megatron.policy.weight_buckets import RefitPlan, WeightsRefused
+from rl_megatron.policy.weight_handles import opened
+from rl_megatron.topology.standalone_group import StandaloneGroup
+
+CPU = torch.device("cpu")
+
+
+def digests(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple]:
+    """Bits, shapes and dtypes, small enough to send between processes."""
+    return {
+        name: (hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest(), tensor.shape)
+        for name, tensor in named_tensors
+    }
+
+
+def empty_parameters(plan: RefitPlan) -> dict[str, torch.Tensor]:
+    return {s.name: torch.zeros(s.shape, dtype=s.torch_dtype) for bucket in plan.buckets for s in bucket.tensors}
+
+
+def engine_over_a_group(connection, port: int, world_size: int, lose_a_bucket: bool) -> None:
+    plan = connection.recv()
+    parameters = empty_parameters(plan)
+    receiver = WeightReceiver(parameters, plan)
+    group = StandaloneGroup("127.0.0.1", port, world_size - 1, world_size, CPU, timeout_seconds=60)
+    if lose_a_bucket:
+        accept = receiver.accept
+        receiver.accept = lambda index, buffer: None if index == 1 else accept(index, buffer)
+    for version in (3, 4):
+        try:
+            receiver.receive(group, version)
+        except WeightsRefused as error:
+            connection.send((None, str(error)))
+        else:
+            connection.send((receiver.version, digests(parameters.items())))
+    connection.recv()
+
+
+def engine_that_dies(connection, port: int) -> None:
+    plan = connection.recv()
+    group = StandaloneGroup("127.0.0.1", port, 1, 2, CPU, timeout_seconds=60)
+    group.all_reduce(torch.zeros(plan.buckets[0].num_words, dtype=torch.int64)).wait()
+    os._exit(9)
+
+
+def engine_of_shared_memory(connection) -> None:
+    plan = connection.recv()
+    parameters = empty_parameters(plan)
+    receiver = WeightReceiver(parameters, plan)
+    receiver.begin(1)
+    while (handle := connection.recv()) is not None:
+        with opened(handle) as words:
+            receiver.accept(handle.bucket_index, words)
+        connection.send("taken")
+    receiver.finish()
+    connection.send(digests(parameters.items()))
+    handle = connection.recv()
+    with opened(handle):
+        connection.send("open")
+        connection.recv()  # killed in here

@@ -1,0 +1,348 @@
+"""The engine in processes of its own: it draws what the embedded one draws, follows the policy, and survives."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import signal
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rl_megatron.algorithms.gate import LIMITS, EngineMismatch, Gate
+from rl_megatron.config.schema import GenerationConfig
+from rl_megatron.generation import worker_process
+from rl_megatron.generation.completions import row_uniforms
+from rl_megatron.generation.interfaces import EngineFailed, Sampling
+from rl_megatron.generation.megatron import MegatronEngine
+from rl_megatron.generation.rollouts import rollouts
+from rl_megatron.generation.transformers_engine import TransformersEngine
+from rl_megatron.generation.transformers_model import build_model, complete
+from rl_megatron.generation.worker_process import EngineWorkers
+from rl_megatron.losses import build_loss
+from rl_megatron.policy.refit import WeightExporter
+from rl_megatron.policy.weight_buckets import WeightsRefused
+from rl_megatron.schedule import NonFiniteLoss
+from tests.parallel.layouts import MODEL, VOCAB_SIZE, build_policy
+from tests.parallel.test_generation import SAMPLINGS, prompts
+
+LLAMA = dataclasses.replace(MODEL, qk_norm=False, qkv_bias=False)
+COLD = SAMPLINGS["temperature 0.7"]
+SETTINGS = GenerationConfig(engine="transformers", batch_size=4, refit_bucket_mb=0.05)  # several buckets and batches
+
+
+@contextmanager
+def serving(parallel: dict, precision: str = "fp32", **settings):
+    """A policy and its engine, which serves the policy's first weights."""
+    policy = build_policy(parallel, LLAMA, precision=precision)
+    engine = TransformersEngine(policy, dataclasses.replace(SETTINGS, **settings), collective_timeout_minutes=1)
+    try:
+        engine.update_weights()
+        yield policy, engine
+    finally:
+        engine.shutdown()
+
+
+def drawn(engine, samplings=SAMPLINGS) -> dict:
+    return {name: engine.generate(prompts(), sampling, seed=3).get_dict() for name, sampling in samplings.items()}
+
+
+def learn(policy, rollouts) -> tuple[float, float]:
+    """max|ratio − 1| against the engine's logprobs, before a step and after it."""
+    rollouts["prev_logprobs"] = rollouts["generation_logprobs"]
+    rollouts["advantages"] = torch.randn(rollouts["token_mask"].shape, generator=torch.Generator().manual_seed(0))
+    loss_fn = build_loss("clipped_pg", {"reference_policy_kl_penalty": 0.0})
+    first = policy.train(rollouts, loss_fn, gbs=rollouts.size)
+    second = policy.train(rollouts, loss_fn, eval_mode=True, gbs=rollouts.size)
+    return tuple(max(abs(r["probs_ratio_max"] - 1), abs(r["probs_ratio_min"] - 1)) for r in (first, second))
+
+
+def refusal(error: type[Exception], call, *arguments) -> str:
+    with pytest.raises(error) as refused:
+        call(*arguments)
+    return str(refused.value)
+
+
+@contextmanager
+def patched(holder, name: str, value):
+    """monkeypatch does not reach a rank."""
+    before = getattr(holder, name)
+    setattr(holder, name, value)
+    try:
+        yield before
+    finally:
+        setattr(holder, name, before)
+
+
+def life_of_an_engine(parallel: dict, settings: dict) -> dict:
+    """Everything that one start of the processes can show."""
+    found: dict = {}
+    with serving(parallel, **settings) as (policy, engine):
+        found["again"] = engine.update_weights()
+        found["engines"] = drawn(engine)
+        found["embedded"] = drawn(MegatronEngine(policy))
+        found["gate"] = gate_of(policy).check(engine, prompts())
+        found["ratios"] = learn(policy, engine.generate(prompts(), COLD, seed=1))
+        found["stale"] = refusal(EngineFailed, engine.generate, prompts(), COLD, 1)
+        found["costs"] = engine.update_weights()
+        found["engines after a step"] = drawn(engine)
+        found["embedded after a step"] = drawn(MegatronEngine(policy))
+
+        policy.weight_version += 1
+        with patched(WeightExporter, "fill", forgetting("model.layers.2.mlp.up_proj.weight")):
+            found["refused"] = refusal(WeightsRefused, engine.update_weights)
+        found["halted"] = refusal(EngineFailed, engine.generate, prompts(), COLD, 1)
+        engine.update_weights()
+        found["recovered"] = drawn(engine)
+
+        for chunk in policy.chunks:
+            for parameter in chunk.parameters():
+                parameter.data.fill_(torch.nan)
+        policy.weight_version += 1
+        engine.update_weights()
+        found["nan"] = refusal(NonFiniteLoss, engine.generate, prompts(), COLD, 1)
+    return found
+
+
+def forgetting(name: str):
+    """An exporter that leaves one tensor's rows at zero, on the way from the model to the wire."""
+    fill = WeightExporter.fill
+
+    def forgetful(self, bucket_index, buffer):
+        filled, bucket = fill(self, bucket_index, buffer), self.plan.buckets[bucket_index]
+        for index, spec in enumerate(bucket.tensors):
+            if spec.name == name:
+                bucket.tensor(filled, index).zero_()
+        return filled
+
+    return forgetful
+
+
+LAYOUTS = {
+    "one process, collective": (1, {}, {}),
+    "tensor 2, shared memory, 2 engines": (2, {"tensor": 2}, {"refit": "shared_memory", "num_engines": 2}),
+    "pipeline 2, collective": (2, {"pipeline": 2}, {}),
+}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def lives(request, ranks):
+    """What every rank of a layout saw."""
+    world_size, parallel, settings = LAYOUTS[request.param]
+    return ranks.run(world_size, life_of_an_engine, parallel, settings)
+
+
+def assert_same(found: dict, wanted: dict, atol: float) -> None:
+    for name, rollouts in wanted.items():
+        assert found[name].keys() == rollouts.keys()
+        for key, values in rollouts.items():
+            tolerance = atol if key == "generation_logprobs" else 0
+            torch.testing.assert_close(found[name][key], values, atol=tolerance, rtol=0, msg=f"{name}: {key}")
+
+
+def test_it_draws_what_the_embedded_engine_draws_on_every_rank(lives):
+    for life in lives:
+        assert_same(life["engines"], life["embedded"], atol=1e-5)
+        assert life["again"] == {}, "the same weights are not sent twice"
+
+
+def test_after_a_step_it_follows_and_stale_weights_are_refused(lives):
+    for life in lives:
+        assert_same(life["engines after a step"], life["embedded after a step"], atol=1e-5)
+        before, after = (life[key]["temperature 1"]["weight_version"] for key in ("engines", "engines after a step"))
+        assert (after == before + 1).all()
+        assert "version 0" in life["stale"] and "policy's is 1" in life["stale"] and "update_weights" in life["stale"]
+        costs = life["costs"]
+        assert costs["refit_bytes"] > 100_000 and costs["refit_seconds"] > 0
+        for phase in ("fill", "transfer", "verify", "copy"):
+            assert f"refit_{phase}_seconds" in costs and f"refit_{phase}_gb_per_s" in costs
+
+
+def test_at_temperature_0_7_the_on_policy_ratio_is_one(lives):
+    for life in lives:
+        before, after = life["ratios"]
+        assert before <= 1e-4
+        assert after > 1e-3, "the step moved the policy, so the ratio could have differed"
+
+
+def test_it_passes_the_gate(lives):
+    for life in lives:
+        assert life["gate"] == lives[0]["gate"] and life["gate"]["gate_max"] < LIMITS["fp32"] / 10
+
+
+def test_a_dropped_tensor_halts_before_generation(lives):
+    for life in lives:
+        assert "model.layers.2.mlp.up_proj.weight" in life["refused"]
+        assert "serves no weights" in life["halted"]
+        for name, rollouts in life["engines after a step"].items():  # whole weights are served again
+            assert torch.equal(life["recovered"][name]["generation_logprobs"], rollouts["generation_logprobs"])
+
+
+def test_nan_logits_are_refused_on_every_rank(lives):
+    for life in lives:
+        assert "logits are NaN" in life["nan"] and "token 1" in life["nan"]
+
+
+# --- engines that die ---
+
+
+class Messages(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+@contextmanager
+def logged():
+    handler, logger = Messages(), logging.getLogger("rl_megatron")
+    logger.addHandler(handler)
+    try:
+        yield handler.lines
+    finally:
+        logger.removeHandler(handler)
+
+
+def processes(engine) -> list[int]:
+    """On rank 0."""
+    return [worker.process.pid for worker in engine._workers._workers] if dist.get_rank() == 0 else []
+
+
+def kill(pids: list[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def killed_while(method: str):
+    """Every process is killed once, just after it was asked to do `method`."""
+    ask, done = EngineWorkers.ask, []
+
+    def deadly(self, asked, *arguments_of_each):
+        ask(self, asked, *arguments_of_each)
+        if asked == method and not done:
+            done.append(kill([worker.process.pid for worker in self._workers]))
+
+    with patched(EngineWorkers, "ask", deadly):
+        yield
+
+
+def is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def deaths() -> dict:
+    """At idle and while drawing, and one more than is allowed."""
+    found: dict = {}
+    with serving({}, max_engine_restarts=2) as (_, engine), logged() as lines:
+        found["undisturbed"] = drawn(engine)
+        kill(processes(engine))
+        found["killed at idle"] = drawn(engine)
+        with killed_while("generate"):
+            found["killed while drawing"] = drawn(engine)
+        (last,) = processes(engine)
+        kill([last])
+        found["once more"] = refusal(EngineFailed, engine.generate, prompts(), COLD, 3)
+        found["log"], found["left"] = list(lines), [pid for pid in [last, *processes_of_this()] if is_alive(pid)]
+    return found
+
+
+def processes_of_this() -> list[int]:
+    """Engines that are children of this process."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return [pid for pid in map(int, children) if b"transformers_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_an_engine_that_dies_is_started_again_and_says_the_same(ranks):
+    found = ranks.run(1, deaths)[0]
+    for when in ("killed at idle", "killed while drawing"):
+        assert_same(found[when], found["undisturbed"], atol=0)
+    assert [("SIGKILL" in line, "of at most 2" in line) for line in found["log"]] == [(True, True)] * 2, found["log"]
+    assert "SIGKILL" in found["once more"] and "max_engine_restarts=2" in found["once more"]
+    assert found["left"] == []
+
+
+def death_in_a_refit() -> tuple[dict, dict, list[str], float]:
+    with serving({"tensor": 2}) as (policy, engine), logged() as lines:
+        undisturbed = drawn(engine, {"cold": COLD})
+        policy.weight_version += 1
+        began = time.monotonic()
+        with killed_while("receive"):
+            engine.update_weights()
+        seconds = time.monotonic() - began
+        found = drawn(engine, {"cold": COLD})
+        found["cold"]["weight_version"] -= 1
+    return found, undisturbed, list(lines), seconds
+
+
+def test_a_death_in_a_refit_is_survived_by_all_ranks(ranks):
+    by_rank = ranks.run(2, death_in_a_refit)
+    for found, undisturbed, _, seconds in by_rank:
+        assert_same(found, undisturbed, atol=0)
+        assert seconds < 40, "nobody waited for the timeout"
+    assert len(by_rank[0][2]) == 1 and "SIGKILL" in by_rank[0][2][0]
+
+
+# --- the gate ---
+
+
+class Ids:
+    def decode(self, ids):
+        return " ".join(map(str, ids))
+
+
+def gate_of(policy) -> Gate:
+    return Gate(policy, Ids(), Sampling(max_new_tokens=12), num_prompts=4, limit=LIMITS[policy.precision])
+
+
+def perturbed() -> str:
+    with (
+        patched(worker_process, "WORKER_MODULE", "tests.parallel.perturbing_worker"),
+        serving({}, refit="shared_memory") as (policy, engine),
+    ):
+        return refusal(EngineMismatch, gate_of(policy).check, engine, prompts())
+
+
+def test_a_weight_that_changed_after_it_was_verified_trips_the_gate(ranks):
+    message = ranks.run(1, perturbed)[0]
+    assert "generation.gate_limit=0.001" in message and "worst: prompt" in message
+    assert "row" in message and "trainer -" in message and "engine -" in message
+
+
+class InThisProcess:
+    """A Hugging Face model without a process, to see what precision alone does."""
+
+    def __init__(self, policy):
+        self.policy, self.model = policy, build_model(policy.refit_plan, torch.device("cpu"))
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        for name, tensor in policy.stream_weights():
+            parameters[name].copy_(tensor)
+
+    def generate(self, prompts, sampling, seed):
+        uniforms = row_uniforms(len(prompts), sampling, seed)
+        completions = complete(self.model, prompts, uniforms, sampling, VOCAB_SIZE)
+        return rollouts(prompts, completions.parts(), sampling, self.policy.weight_version)
+
+
+def passed() -> tuple[torch.dtype, dict]:
+    policy = build_policy({}, LLAMA, precision="bf16")
+    engine = InThisProcess(policy)
+    return engine.model.dtype, gate_of(policy).check(engine, prompts())
+
+
+def test_bf16_passes_the_gate(ranks):
+    dtype, figures = ranks.run(1, passed)[0]
+    assert dtype == torch.bfloat16
+    assert 1e-4 < figures["gate_mean"] <= figures["gate_p99"] <= figures["gate_max"] < LIMITS["bf16"] / 2
+
+
+def test_the_vocabulary_is_the_tokenizers(lives):
+    for rollouts in lives[0]["engines"].values():
+        assert rollouts["input_ids"].max() < VOCAB_SIZE

@@ -1,0 +1,29 @@
+"""A process behind the same line as an engine's, ready at once: it imports nothing heavy."""
+
+import os
+import signal
+import sys
+import time
+from multiprocessing.connection import Connection
+
+
+def answer(method: str, arguments: tuple) -> tuple[str, object]:
+    if method == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if method == "leave":
+        sys.exit(3)
+    if method == "sleep":
+        time.sleep(arguments[0])
+    if method in ("refused", "failed"):
+        return method, "because"
+    return "answer", arguments
+
+
+if __name__ == "__main__":
+    connection = Connection(int(sys.argv[1]))
+    while True:
+        try:
+            question = connection.recv()
+        except EOFError:
+            break
+        connection.send(answer(*question))

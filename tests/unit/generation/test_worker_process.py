@@ -1,0 +1,102 @@
+"""Asking processes: who answered, who died, who took too long; and none is left over."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rl_megatron.generation import worker_process
+from rl_megatron.generation.worker_process import Answers, EngineWorkers
+
+SOON = 20.0  # seconds; the echo worker answers in milliseconds
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """`start(count, patience)`: echo workers, gone after the test."""
+    monkeypatch.setattr(worker_process, "WORKER_MODULE", "tests.unit.generation.echo_worker")
+    started = []
+
+    def run(count=1, patience=SOON):
+        started.append(EngineWorkers(count, patience))
+        return started[-1]
+
+    yield run
+    for workers in started:
+        workers.shutdown(at_once=True)
+
+
+def pids(workers):
+    return [worker.process.pid for worker in workers._workers]
+
+
+def test_answers_come_in_the_order_of_the_engines(start):
+    workers = start(2)
+    workers.ask("sleep", (0.2, "slow"), (0.0, "quick"))
+    assert workers.answers(0.01) is None, "not yet"
+    assert workers.answers(SOON) == Answers(values=((0.2, "slow"), (0.0, "quick")))
+    workers.ask("echo", ("for one alone",))
+    assert workers.answers(SOON) == Answers(values=(("for one alone",),))
+
+
+@pytest.mark.parametrize(("method", "how"), [("die", "was killed by SIGKILL"), ("leave", "exited with status 3")])
+def test_a_death_is_told_with_its_cause(start, method, how):
+    workers = start(2)
+    (_, second) = pids(workers)
+    workers._workers.reverse()
+    workers.ask(method, ())  # the second alone
+    assert workers.answers(SOON).died == f"rollout engine 1 (process {second}) {how}"
+
+
+def test_a_death_at_idle_is_found_by_the_next_question(start):
+    workers = start()
+    workers.ask("echo", ())
+    workers.answers(SOON)
+    os.kill(pids(workers)[0], signal.SIGKILL)
+    time.sleep(0.2)
+    workers.ask("echo", ())
+    assert "was killed by SIGKILL" in workers.answers(SOON).died
+
+
+def test_one_that_does_not_answer_counts_as_dead(start):
+    workers = start(patience=1.0)
+    began = time.monotonic()
+    workers.ask("sleep", (60.0,))
+    assert "did not answer within 0.0167 minutes" in workers.answers(SOON).died
+    assert time.monotonic() - began < 5
+
+
+def test_one_that_does_not_even_read_counts_as_dead(start):
+    workers = start(patience=1.0)
+    os.kill(pids(workers)[0], signal.SIGSTOP)
+    workers.ask("echo", ("x" * 10_000_000,))  # more than the line holds
+    assert "stopped answering" in workers.answers(SOON).died
+
+
+@pytest.mark.parametrize("kind", ["refused", "failed"])
+def test_what_an_engine_objects_to_is_told_with_its_name(start, kind):
+    workers = start()
+    workers.ask(kind, ())
+    assert getattr(workers.answers(SOON), kind) == f"rollout engine 0 (process {pids(workers)[0]}): because"
+
+
+def test_shutdown_leaves_no_process(start):
+    workers = start(2)
+    workers.ask("sleep", (0.0,), (60.0,))  # one has to be killed
+    started = pids(workers)
+    workers.shutdown(at_once=True)
+    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
+
+
+def test_an_engines_process_imports_no_megatron_and_ends_without_a_parent():
+    program = (
+        "import sys, rl_megatron.generation.transformers_worker as worker\n"
+        "assert not [name for name in sys.modules if name.startswith('megatron')]\n"
+        "worker.main(['0', '1'], None)\n"  # a parent that this process does not have
+        "sys.exit('still here')"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
