@@ -31,12 +31,16 @@ def model_key(key: str, init_from: str | None) -> Any:
 def _model_section(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / MANIFEST
     try:
-        section = json.loads(path.read_text("utf-8"))["model"]
+        section = dict(json.loads(path.read_text("utf-8"))["model"])
     except FileNotFoundError as error:
         raise ConfigError(f"init_from={checkpoint} is no checkpoint: it has no {MANIFEST}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"init_from={checkpoint}: {MANIFEST} has no model section that can be read") from error
-    return asdict(ModelConfig()) | section  # keys since added had their default
+    known = asdict(ModelConfig())
+    unknown = sorted(section.keys() - known.keys())
+    if unknown:
+        raise ConfigError(f"init_from={checkpoint}: {MANIFEST} has model.{unknown[0]}, which is not known here")
+    return known | section  # keys since added had their default
 
 
 def hugging_face_files(checkpoint: Path) -> Path | None:

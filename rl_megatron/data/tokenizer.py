@@ -150,8 +150,15 @@ def load_tokenizer(
     pad_token = pad_token or _token_text(declared.get("pad_token"))
     if eos_token is None:
         raise ValueError(f"{directory} declares no eos_token, which ends documents and answers: pass eos_token=….")
-    backend = Backend.from_file(str(file)) if file.is_file() else _converted_backend(directory)
+    backend = _read_backend(file) if file.is_file() else _converted_backend(directory)
     return Tokenizer(backend, eos_token, pad_token, config, side_files)
+
+
+def _read_backend(file: Path) -> Backend:
+    try:
+        return Backend.from_file(str(file))
+    except Exception as error:  # the library raises no narrower one
+        raise ValueError(f"{file} cannot be read as a tokenizer: {error}") from error
 
 
 def _token_text(declared: str | Mapping[str, Any] | None) -> str | None:

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.origin import MANIFEST
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.families import NOT_OF_THE_WEIGHTS
 
-MANIFEST = "manifest.json"
 CONFIG = "config.yaml"  # the effective configuration of the run that wrote the checkpoint
 FORMAT = 2  # manifests before had no "format", and no digests
 LEFTOVERS = (".incomplete", ".replaced", ".deleted")  # of a run killed while saving or deleting

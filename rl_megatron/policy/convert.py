@@ -83,6 +83,7 @@ def export_weights(
     manifest = checkpoints.read_manifest(checkpoint)
     if manifest.get("head", "lm") != "lm":
         raise ConfigError(f"checkpoint {checkpoint} has a score head, and only language models can be exported")
+    checkpoints.check_digests(checkpoint, manifest)
     model, config, table = _described(checkpoint, manifest)
     stored = _checked(checkpoint, table)
     dtypes = {rows.hf_name: stored[stored_name(rows.name)[0]].dtype for rows in table.rows}

@@ -71,13 +71,13 @@ def architecture(case: str) -> str:
     return f"{CASES[case][0]}ForCausalLM"
 
 
-def hf_model(case: str, seed: int = 0) -> torch.nn.Module:
-    """The model, every vector of it (norms, biases) random as well."""
+def hf_model(case: str, **changes: Any) -> torch.nn.Module:
+    """The model, keys of its config changed, every vector of it (norms, biases) random as well."""
     import transformers  # seconds, and ranks import this module without making models
 
     name, keys = CASES[case]
-    keys = {key: value for key, value in {**SHAPE, **keys}.items() if value is not None}
-    torch.manual_seed(seed)
+    keys = {key: value for key, value in {**SHAPE, **keys, **changes}.items() if value is not None}
+    torch.manual_seed(0)
     config: Callable = getattr(transformers, _CONFIGS.get(name, f"{name}Config"))
     model = getattr(transformers, f"{name}ForCausalLM")(config(**keys)).eval()
     with torch.no_grad():

@@ -1,0 +1,107 @@
+"""`rl-megatron convert`, and a run between an import and an export: the command line as people type it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from tests.end_to_end.launch import TINY, checkpoints, environment
+from tests.parallel.family_cases import hf_model, save, tensors
+
+# The keys of TINY that are not of the model: that one is imported.
+TRAINING = tuple(
+    override for override in TINY if not override.startswith(("model.", "tokenizer.", "train.steps", "output_dir"))
+)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    """A directory as the Hub has them: Qwen2, with the tokenizer that a run would train."""
+    from rl_megatron.data.tokenizer import train_bpe
+
+    directory = save(hf_model("qwen2", vocab_size=270, max_position_embeddings=48), tmp_path_factory.mktemp("qwen"))
+    train_bpe(["1+2=3\n" * 9], 260).save(directory)
+    return directory
+
+
+def test_help_names_both_directions_at_once(tmp_path):
+    began = time.perf_counter()
+    shown = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "rl_megatron", "convert", "export", "--help"],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert "--max-shard-size" in shown.stdout and "must not exist" in shown.stdout
+    assert "| torch\n" not in shown.stderr and time.perf_counter() - began < 30
+
+
+def test_import_train_export(tmp_path, forks, qwen):
+    imported = forks.run(tmp_path, "convert", "import", str(qwen), "imported")
+    assert imported.status == 0, imported.err
+    assert "model=init_from init_from=imported" in imported.out
+    begun = ("train", "model=init_from", "init_from=imported", "output_dir=run", *TRAINING)
+    trained = forks.run_ranks(tmp_path, *begun, "train.steps=2", "parallel.tensor=2", ranks=2)
+    assert all(rank.status == 0 for rank in trained), trained[0].err
+    assert (tmp_path / "run" / "tokenizer" / "tokenizer.json").is_file()
+    (step,) = checkpoints(tmp_path / "run", "sft")
+    arguments = ("export", f"run/checkpoints/sft/{step}", "exported", "--max-shard-size", "20KB")
+    exported = forks.run(tmp_path, "convert", *arguments)
+    assert exported.status == 0, exported.err
+    before, after = tensors(qwen), tensors(tmp_path / "exported")
+    assert before.keys() == after.keys() and len(list((tmp_path / "exported").glob("*.safetensors"))) > 1
+    moved = [name for name in before if not torch.equal(before[name], after[name])]
+    assert len(moved) == len(before), "two steps move every tensor"
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "exported" / name).read_bytes() == (qwen / name).read_bytes()
+    again = forks.run(tmp_path, *begun, "train.steps=3", "resume=true")  # where no file of the import is needed twice
+    assert again.status == 0, again.err
+
+
+def test_a_run_from_nothing_is_exported(tmp_path, forks):
+    trained = forks.run(tmp_path, "train", *TINY, "train.steps=1", "precision=bf16")
+    assert trained.status == 0, trained.err
+    exported = forks.run(tmp_path, "convert", "export", "out/checkpoints/sft/step-000001", "exported")
+    assert exported.status == 0, exported.err
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype="auto")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert model.dtype == torch.bfloat16 and model.config.eos_token_id == tokenizer.eos_token_id == 1
+    assert model.get_input_embeddings().num_embeddings == len(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("import", "absent", "there"), ["absent/config.json", "is missing"]),
+        (("export", "absent", "there"), ["checkpoint absent does not exist"]),
+        (("export", "absent", "there", "--max-shard-size", "5 bananas"), ["--max-shard-size 5 bananas", "5GB"]),
+        (("export", "absent", "there", "--max-shard-size", "0"), ["--max-shard-size 0"]),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path, forks, arguments, words):
+    refused = forks.run(tmp_path, "convert", *arguments)
+    assert refused.status == 2 and refused.err.count("\n") == 1, refused.err
+    assert refused.err.startswith("error: ") and all(word in refused.err for word in words), refused.err
+    assert not (tmp_path / "there").exists()
+
+
+def test_a_run_is_refused_where_the_tokenizer_is_not_the_models(tmp_path, forks, qwen):
+    """Before anything is written: another tokenizer, and one with more tokens than the embedding has rows."""
+    assert forks.run(tmp_path, "convert", "import", str(qwen), "imported").status == 0
+    begun = ("train", "model=init_from", "init_from=imported", "output_dir=run", *TRAINING)
+    from rl_megatron.data.tokenizer import train_bpe
+
+    for number, (size, words) in enumerate(
+        {258: "another tokenizer", 290: "290 tokens and model.vocab_size=270"}.items()
+    ):
+        text = "".join(f"{a}+{b}={a + b};" for a in range(40) for b in range(40))
+        train_bpe([text], size, digits=False).save(tmp_path / f"tokenizer{number}")
+        refused = forks.run(tmp_path, *begun, f"tokenizer.path=tokenizer{number}")
+        assert refused.status == 2 and words in refused.err, refused.err
+    assert not (tmp_path / "run").exists()
+    assert json.loads((tmp_path / "imported" / "manifest.json").read_text())["vocab_size"] <= 260
