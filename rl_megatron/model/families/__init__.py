@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model_rules import check_model
 from rl_megatron.config.schema import ModelConfig
-from rl_megatron.model.families.deepseek_v3 import DEEPSEEK_V3
+from rl_megatron.model.families.deepseek import DEEPSEEK_V3
 from rl_megatron.model.families.family import Family
 from rl_megatron.model.families.gemma3 import GEMMA3
 from rl_megatron.model.families.hf_config import HFConfig

@@ -1,0 +1,124 @@
+"""Configs of Gemma 3 and DeepSeek-V3: read, written, read again; what there is no maths for is refused by name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from transformers import AutoConfig, DeepseekV3Config, Gemma3TextConfig
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.load import load
+from rl_megatron.config.model_rules import check_model
+from rl_megatron.config.schema import LinearRope, ModelConfig
+from rl_megatron.model.families import family_of_config, family_of_model
+from rl_megatron.model.families.deepseek import DEEPSEEK_V3, is_dropped
+from rl_megatron.model.families.gemma3 import GEMMA3
+
+# As Google and DeepSeek published them, for transformers 4.
+GEMMA3_1B = {
+    "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attn_logit_softcapping": None,
+    "cache_implementation": "hybrid", "final_logit_softcapping": None, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "intermediate_size": 6912,
+    "max_position_embeddings": 32768, "model_type": "gemma3_text", "num_attention_heads": 4, "num_hidden_layers": 26,
+    "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6, "rope_local_base_freq": 10000,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}  # fmt: skip
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "first_k_dense_replace": 3,
+    "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
+    "max_position_embeddings": 4096, "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1,
+    "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000,
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+                     "original_max_position_embeddings": 4096, "type": "yarn"},
+    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 4,
+    "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
+PUBLISHED = {"gemma3_1b": GEMMA3_1B, "deepseek_v3": DEEPSEEK}
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_a_published_config_is_the_preset_of_its_name(preset):
+    hf = PUBLISHED[preset]
+    model = family_of_config(hf, "config.json").read_config(hf)
+    check_model(model)
+    ours = load([f"model={preset}"]).first.model
+    assert replace(model, vocab_size=None, max_sequence_length=4096) == ours
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_what_is_written_reads_back_and_says_the_same_through_transformers(preset, tmp_path):
+    hf = PUBLISHED[preset]
+    family = family_of_config(hf, "config.json")
+    model = family.read_config(hf)
+    written = family.write_config(model, hf["vocab_size"])
+    assert family.read_config(written) == model
+    assert family_of_model(model, hf["vocab_size"]) is family
+    config = (Gemma3TextConfig if family is GEMMA3 else DeepseekV3Config)(**written)
+    config.save_pretrained(tmp_path)
+    assert family.read_config(AutoConfig.from_pretrained(tmp_path).to_dict()) == model
+
+
+@pytest.mark.parametrize(
+    ("kinds", "every"),
+    [
+        (["sliding_attention", "full_attention"] * 2, 2),
+        (["sliding_attention"] * 4, 5),
+        (["full_attention"] * 4, None),
+    ],
+    ids=["every second", "all", "none"],
+)
+def test_layers_with_a_window(kinds, every):
+    hf = {key: value for key, value in GEMMA3_1B.items() if key != "sliding_window_pattern"}
+    hf |= {"layer_types": kinds, "num_hidden_layers": 4}
+    model = GEMMA3.read_config(hf)
+    check_model(model)
+    assert model.global_attention_every == every
+    assert (model.sliding_window, model.local_rope_base) == ((None, None) if every is None else (512, 1e4))
+    assert GEMMA3.read_config(GEMMA3.write_config(model, 7)) == replace(model, vocab_size=7)
+
+
+def test_ropes_of_both_kinds_of_layers():
+    scaled = GEMMA3_1B | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    model = GEMMA3.read_config(scaled)
+    assert (model.rope_base, model.local_rope_base, model.rope_scaling) == (1e6, 1e4, LinearRope(factor=8.0))
+    assert GEMMA3.read_config(Gemma3TextConfig(**scaled).to_dict()) == model
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        (GEMMA3, {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        (GEMMA3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        (GEMMA3, {"hidden_activation": "gelu"}, "hidden_activation=gelu"),
+        (GEMMA3, {"layer_types": ["full_attention", *["sliding_attention"] * 25]}, "layer_types="),
+        (DEEPSEEK_V3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
+        (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave=False"),
+        (DEEPSEEK_V3, {"attention_bias": True}, "attention_bias=True"),
+        (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func=softmax"),
+    ],
+)
+def test_what_there_is_no_maths_for_is_refused(family, changes, said):
+    hf = GEMMA3_1B if family is GEMMA3 else DEEPSEEK
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        family.read_config(hf | changes)
+
+
+def test_layers_that_predict_further_tokens_are_no_part_of_the_model():
+    model = DEEPSEEK_V3.read_config(DEEPSEEK)
+    assert is_dropped("model.layers.61.eh_proj.weight", model)
+    assert is_dropped("model.layers.61.mlp.experts.3.up_proj.weight", model)
+    assert not is_dropped("model.layers.60.mlp.gate.weight", model)
+    assert not is_dropped("model.norm.weight", model)
+    assert not any(is_dropped(name, model) for name in DEEPSEEK_V3.table(replace(model, num_experts=16), 7).hf_shapes)
+
+
+@pytest.mark.parametrize("model", [ModelConfig(activation="gelu_tanh"), ModelConfig(routed_scaling_factor=2.0)])
+def test_a_model_of_no_family_is_refused(model):
+    with pytest.raises(ConfigError, match="cannot be written for Hugging Face"):
+        family_of_model(model, 7)
