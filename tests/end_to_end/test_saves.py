@@ -1,7 +1,10 @@
 """Checkpoints as a run writes them: killed while it does, on a disk that fills, damaged afterwards."""
 
+import json
 import random
 import shutil
+import subprocess
+import sys
 import time
 
 from tests.end_to_end.launch import REPOSITORY, TINY, checkpoints, environment, metrics
@@ -115,10 +118,10 @@ def look_into(directory, forks):
     stage = directory / "out" / "checkpoints" / "sft"
     shown = forks.run(directory, "inspect", str(stage / "step-000008"))
     assert shown.status == 0, shown.err
-    for told in ("8 of stage sft", "language model", "20,576 parameters", "exp_avg", "verified", "nll_per_token"):
+    for told in ("8 of stage sft", "language model", "20,576 parameters", "exp_avg", "verified", "accuracy"):
         assert told in shown.out, shown.out
     listed = forks.run(directory, "inspect", "out")
-    assert "step-000006" in listed.out and "newest" in listed.out and "best nll_per_token" in listed.out
+    assert "step-000006" in listed.out and "newest" in listed.out and "best accuracy" in listed.out
     found = json.loads(forks.run(directory, "inspect", str(stage / "step-000008"), "--json", "--no-verify").out)
     assert found["step"] == 8 and found["num_parameters"] == 20576 and found["data"]["batches_taken"] == 8
     assert {file["state"] for file in found["files"].values()} == {"not read"}
