@@ -10,7 +10,6 @@ becomes of a save that fails on one of them.
 from __future__ import annotations
 
 import io
-import os
 import platform
 import queue
 import shutil
@@ -89,7 +88,7 @@ class Save:
         try:
             self._written = self._part.write()
         except Exception as error:  # whatever it is: another thread, on every rank, has to hear of it
-            self._failure = _described(error)
+            self._failure = _failure(error, self.path)
         self._part = None  # and with it the copy
 
     def is_written(self) -> bool:
@@ -110,11 +109,10 @@ class Save:
         if failure is None:
             everyones: list = [None] * dist.get_world_size()
             dist.gather_object(self._written, everyones if dist.get_rank() == 0 else None)
-            failure = on_main_rank(lambda: self._publish(everyones))
+            failure = on_main_rank(lambda: self._publish(everyones), lambda error: _failure(error, self.path))
         if failure is not None:
-            message = _message(self.path, failure)
             self.abandon()
-            raise SaveFailed(message)
+            raise SaveFailed(f"checkpoint {self.path} could not be saved: {failure}")
         return self.path
 
     def abandon(self) -> None:
@@ -144,9 +142,9 @@ def begin_save(
     """
     final = directory / checkpoint.name_of(step)
     partial = _partial(final)
-    failure = on_main_rank(lambda: _make_empty(partial))
+    failure = on_main_rank(lambda: _make_empty(partial), lambda error: _failure(error, final))
     if failure is not None:
-        raise SaveFailed(_message(final, failure))
+        raise SaveFailed(f"checkpoint {final} could not be saved: {failure}")
     tensors, common = save_preprocess(state)
     writer, metadata = _plan(tensors, partial)
     if dist.get_rank() == 0:
@@ -218,15 +216,13 @@ def _serialised(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _described(error: BaseException) -> str:
-    """The error, and the operating system's behind it: torch says of a full disk only that a position is unexpected."""
+def _failure(error: BaseException, final: Path) -> str:
+    """The error, or the operating system's behind it: torch says of a full disk only that a position is unexpected.
+    With the room that is left where it happened."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
-    return f"{type(error).__name__}: {error}" if cause is None else f"{type(cause).__name__}: {cause}"
-
-
-def _message(final: Path, failure: str) -> str:
-    status = os.statvfs(next(parent for parent in final.parents if parent.exists()))
-    free = f"{status.f_bavail * status.f_frsize:,} bytes free of {status.f_blocks * status.f_frsize:,}"
-    return f"checkpoint {final} could not be saved: {failure}; {free} on its file system"
+    told = error if cause is None else cause
+    disk = shutil.disk_usage(next(parent for parent in final.parents if parent.exists()))
+    free = f"{disk.free:,} bytes free of {disk.total:,} on its file system"
+    return f"{type(told).__name__}: {told}; {free}"
