@@ -26,6 +26,8 @@ from rl_megatron.topology.topology import sequence_multiple
 
 # Sections that a run may not change between its start and its end. Others may: layout, steps, learning rate, …
 _OF_THE_TRAINED = ("algorithm", "model", "tokenizer", "loss", "precision")
+# Of the algorithm's: the critic's optimizer, as the policy's may, and where reference logprobs come from.
+_MAY_CHANGE = ("critic_optimizer", "precompute_reference")
 _T = TypeVar("_T")
 
 
@@ -246,8 +248,7 @@ def _check_unchanged(config: RunConfig, output_dir: Path) -> None:
 
 def _of_the_trained(stage: Mapping[str, Any]) -> dict[str, Any]:
     sections = {section: stage.get(section) for section in _OF_THE_TRAINED}
-    # The critic's optimizer may change as the policy's may, which has a section of its own.
-    sections["algorithm"] = {k: v for k, v in (sections["algorithm"] or {}).items() if k != "critic_optimizer"}
+    sections["algorithm"] = {k: v for k, v in (sections["algorithm"] or {}).items() if k not in _MAY_CHANGE}
     return sections
 
 

@@ -188,6 +188,7 @@ def _model(
         batching=Batching(config.train.batching, config.train.micro_batch_size, config.train.micro_batch_tokens),
         head=head,
         fused_head=FusedHead() if config.train.fused_head else None,
+        reference=config.train.reference,
     )
     if weights is not None:
         model.load_checkpoint(weights, weights_only=True)

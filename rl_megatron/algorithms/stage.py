@@ -78,10 +78,29 @@ class Stage:
 
     def batches(self, dataset: Dataset) -> Iterator[tuple[int, BatchedDataDict]]:
         """Each step with its `train.global_batch_size` rows: shuffled epochs, the same after a resume."""
-        train = self.config.train
-        order = BatchSchedule(len(dataset), train.global_batch_size // dataset.rows_per_item, train.seed)
+        order = self._order(dataset)
         for step in self.steps():
             yield step, dataset.batch(order.rows_at(step - 1))
+
+    def distinct_batches(self, dataset: Dataset) -> Iterator[BatchedDataDict]:
+        """The items that the stage's steps read, each once, in the batches that they come in first."""
+        order, seen = self._order(dataset), set()
+        for step in range(self.config.train.steps):
+            fresh = [item for item in order.rows_at(step) if item not in seen]
+            if fresh:
+                yield dataset.batch(fresh)
+            seen.update(fresh)
+            if len(seen) == len(dataset):
+                return
+
+    def _order(self, dataset: Dataset) -> BatchSchedule:
+        train = self.config.train
+        return BatchSchedule(len(dataset), train.global_batch_size // dataset.rows_per_item, train.seed)
+
+    @property
+    def reference_logprobs(self) -> Path:
+        """Where recorded logprobs of the stage's reference policy are kept."""
+        return self.checkpoints.parent.parent / "reference_logprobs" / f"{self.name}.safetensors"
 
     def train(
         self, step: int, batch: BatchedDataDict, loss_fn: LossFunction, model: MegatronPolicy | None = None

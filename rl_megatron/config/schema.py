@@ -109,6 +109,9 @@ class TrainConfig:
     # Losses and logprobs read the logits a chunk of tokens at a time (512 MiB of bf16, on a CPU 32 MiB), out of the
     # model's last hidden states: whole logits never exist, and are computed a second time in backward.
     fused_head: bool = False
+    # The reference policy of dpo, grpo and ppo. resident: on the device beside the policy; offload: in the host's
+    # memory, on the device during a call.
+    reference: Literal["resident", "offload"] = "resident"
     seed: NonNegative = 0
     eval_every: NonNegative = 0  # steps between evaluations; 0: only before the first step and after the last
     save_every: NonNegative = 0  # steps between checkpoints; 0: only at the end
@@ -219,6 +222,9 @@ class DPOConfig:
     """Direct preference optimisation on pairs."""
 
     name: Literal["dpo"] = "dpo"
+    # The reference policy's logprobs of all pairs are computed before the first step and kept in output_dir; no second
+    # model is held beside the policy.
+    precompute_reference: bool = False
 
 
 @section

@@ -27,7 +27,7 @@ from rl_megatron.policy.batching import Batching, Planned, row_lengths
 from rl_megatron.policy.colocated import ColocatedPolicy
 from rl_megatron.policy.optimizer import build_optimizer, build_scheduler, complete_parameters, wrap_for_gradients
 from rl_megatron.policy.optimizer_state import load_optimizer_state, sharded_optimizer_state
-from rl_megatron.policy.reference import Reference, Residence
+from rl_megatron.policy.reference import ReferencedPolicy, Residence
 from rl_megatron.schedule import Denominators, FusedHead, Microbatch, NonFiniteLoss, Runner, over_steps
 from rl_megatron.topology.topology import Topology
 
@@ -35,7 +35,7 @@ _NUMBER = torch.zeros(())  # of a token, where a stream has one
 _HEAD = "output_layer."  # what the last stage's head is called in a model's state
 
 
-class MegatronPolicy(ColocatedPolicy):
+class MegatronPolicy(ColocatedPolicy, ReferencedPolicy):
     """Every rank calls every method with the same global batch, and gets the same global result.
 
     Rows are spread over data-parallel ranks inside (with zero-weight filler rows where they do not divide), so what an
@@ -60,7 +60,8 @@ class MegatronPolicy(ColocatedPolicy):
         fused_head: FusedHead | None = None,
         reference: Residence = "resident",
     ):
-        super().__init__()
+        ColocatedPolicy.__init__(self)
+        ReferencedPolicy.__init__(self, reference)
         self.model_config = model
         self.head = head
         self.topology = topology
@@ -71,18 +72,26 @@ class MegatronPolicy(ColocatedPolicy):
         self.batching = batching
         self.fused_head = fused_head if head == "lm" else None  # a score head has no logits
         self._cost = SequenceCost.of_model(model, vocab_size)
-        self.chunks = build_model(model, topology, vocab_size=vocab_size, precision=precision, seed=seed, head=head)
+        self.chunks = self._new_model()
         self.optimizer = self.scheduler = None
         if optimizer is not None:
             self.chunks = wrap_for_gradients(self.chunks, topology, optimizer)
             self.optimizer = build_optimizer(self.chunks, optimizer, precision)
             self.scheduler = build_scheduler(self.optimizer, optimizer, total_steps)
         self._runner = self._runner_of(self.chunks)
-        self._reference: Reference | None = None
-        self._reference_residence = reference
         self._overlaps = optimizer is not None and optimizer.overlap and optimizer.distributed
         self._weights_are_scattered = False  # a step left each rank with the weights it updated
         self.finish_training()
+
+    def _new_model(self) -> list[torch.nn.Module]:
+        return build_model(
+            self.model_config,
+            self.topology,
+            vocab_size=self.vocab_size,
+            precision=self.precision,
+            seed=self.seed,
+            head=self.head,
+        )
 
     def _runner_of(self, chunks: list[torch.nn.Module]) -> Runner:
         backend = choose_backend(self.model_config.backend, self.topology.platform)
@@ -253,35 +262,6 @@ class MegatronPolicy(ColocatedPolicy):
         last = data["input_lengths"][:, None] - 1
         return BatchedDataDict({"scores": scores.gather(1, last.to(scores.device))[:, 0]})
 
-    @property
-    def has_reference(self) -> bool:
-        return self._reference is not None
-
-    def freeze_reference(self) -> None:
-        """Copies the present weights into a frozen reference policy, kept beside the policy."""
-        self.require_head("lm", "freeze_reference")
-        self.finish_training()
-        chunks = build_model(
-            self.model_config, self.topology, vocab_size=self.vocab_size, precision=self.precision, seed=self.seed
-        )
-        runner, device = self._runner_of(chunks), self.topology.platform.device
-        self._reference = Reference(chunks, self.chunks, runner, self._reference_residence, device)
-
-    def drop_reference(self) -> None:
-        """Frees the reference policy."""
-        self._reference = None
-        gc.collect()
-
-    def get_reference_policy_logprobs(
-        self, data: BatchedDataDict, micro_batch_size: int | None = None
-    ) -> BatchedDataDict:
-        """`reference_logprobs` [B, S] of the policy that `freeze_reference` kept."""
-        self.require_head("lm", "get_reference_policy_logprobs")
-        if self._reference is None:
-            raise RuntimeError("there is no reference policy yet; call freeze_reference() first")
-        logprobs = self._token_stream(self._reference.next_token_logprobs, data, micro_batch_size)
-        return BatchedDataDict({"reference_logprobs": logprobs})
-
     def _token_stream(
         self,
         of: Callable[[list[Microbatch]], list[Tensor]],
@@ -361,7 +341,8 @@ class MegatronPolicy(ColocatedPolicy):
         """Drops model, optimizer and reference; true when there was something to drop."""
         held = bool(self.chunks)
         self._hand_over.close()
-        self.chunks, self.optimizer, self.scheduler, self._reference = [], None, None, None
+        self.chunks, self.optimizer, self.scheduler = [], None, None
+        self.drop_reference()
         self._runner = self._runner_of([])
         gc.collect()  # megatron-core's wrappers and hooks refer to each other
         if self.topology.platform.is_cuda:

@@ -1,19 +1,83 @@
-"""A frozen copy of a policy, beside it: never are the policy's own weights swapped out and back."""
+"""The policy that a policy is measured against: a frozen copy beside it, or what it said of the data, recorded.
+
+Never are the policy's own weights swapped out and back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from rl_megatron import log
-from rl_megatron.model.build import unwrap
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.model.build import Head, unwrap
+from rl_megatron.policy.interfaces import PolicyInterface
+from rl_megatron.policy.recorded_reference import RecordedReference
+from rl_megatron.policy.refit import weights_digest
 from rl_megatron.schedule import Microbatch, Runner
 
+if TYPE_CHECKING:
+    from rl_megatron.topology.topology import Topology
+
 Residence = Literal["resident", "offload"]
+
+
+class ReferencedPolicy(PolicyInterface):
+    """The part of a policy that keeps a reference. Every method is collective."""
+
+    chunks: list[torch.nn.Module]
+    topology: Topology
+    require_head: Callable[[Head, str], None]
+    _new_model: Callable[[], list[torch.nn.Module]]
+    _runner_of: Callable[[list[torch.nn.Module]], Runner]
+    _token_stream: Callable[..., Tensor]
+
+    def __init__(self, residence: Residence) -> None:
+        self._residence = residence
+        self._reference: Reference | RecordedReference | None = None
+
+    @property
+    def has_reference(self) -> bool:
+        return self._reference is not None
+
+    def freeze_reference(self) -> None:
+        """Copies the present weights into a frozen reference policy, kept beside the policy."""
+        self.require_head("lm", "freeze_reference")
+        self.finish_training()
+        chunks = self._new_model()
+        device = self.topology.platform.device
+        self._reference = Reference(chunks, self.chunks, self._runner_of(chunks), self._residence, device)
+
+    def record_reference(self, path: Path, batches: Iterable[BatchedDataDict]) -> None:
+        """Computes what the present weights say of the rows of `batches`, and keeps that, here and at `path`, in the
+        place of a reference policy: the reference of these rows, in whatever batches, and of no others. Rows that
+        `path` holds of the same weights are not computed again."""
+        self.require_head("lm", "record_reference")
+        self.finish_training()
+        self.drop_reference()
+        recorded = RecordedReference(path, weights_digest(self.chunks, self.topology))
+        recorded.complete(batches, lambda batch: self.get_logprobs(batch)["logprobs"])
+        self._reference = recorded
+
+    def drop_reference(self) -> None:
+        self._reference = None
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        """`reference_logprobs` [B, S] of the policy that `freeze_reference` kept, or `record_reference` recorded."""
+        self.require_head("lm", "get_reference_policy_logprobs")
+        if self._reference is None:
+            raise RuntimeError("there is no reference policy yet; call freeze_reference() first")
+        if isinstance(self._reference, RecordedReference):
+            return BatchedDataDict({"reference_logprobs": self._reference.logprobs(data)})
+        logprobs = self._token_stream(self._reference.next_token_logprobs, data, micro_batch_size)
+        return BatchedDataDict({"reference_logprobs": logprobs})
 
 
 class Reference:

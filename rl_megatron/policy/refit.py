@@ -5,6 +5,7 @@ One exporter feeds every way out: an engine's process group, shared memory, a ch
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from rl_megatron.policy.weight_buckets import RefitPlan, TensorSpec, fingerprint
 
 if TYPE_CHECKING:
     from rl_megatron.policy.megatron_policy import MegatronPolicy
+    from rl_megatron.topology.topology import Topology
 
 DEFAULT_BUCKET_BYTES = 256 << 20
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")  # Megatron's have rows beyond the vocabulary
@@ -50,7 +52,7 @@ class WeightExporter:
         Raises: ConfigError where no family says what the model is; RuntimeError naming a tensor of which an element is
             held by no rank or by several, on every rank.
         """
-        policy.require_head("lm", "WeightExporter")
+        policy.require_head("lm", "handing weights over")
         self._policy = policy
         rows = policy.model_config.vocab_size or policy.vocab_size
         family = family_of_model(policy.model_config, rows)
@@ -131,6 +133,19 @@ class WeightExporter:
                     f"{spec.name}: ranks hold {found[0]} elements of {wanted[0]}, and not each of them once; a module "
                     "is missing from the family's weight table, or its shards overlap"
                 )
+
+
+def weights_digest(chunks: Sequence[torch.nn.Module], topology: Topology) -> str:
+    """Of all weights of a model, whole on their ranks: the same for the same weights in any layout. Collective."""
+    total = torch.zeros((), dtype=torch.int64, device=topology.platform.device)
+    for piece in pieces(chunks):
+        if piece.is_first_replica:
+            of_name = hashlib.blake2b(piece.name.encode(), digest_size=8).digest()
+            odd = int.from_bytes(of_name, "big", signed=True) | 1
+            total += odd * fingerprint(piece.tensor, (*piece.offset, 0)[:2])
+    if topology.world_size > 1:
+        dist.all_reduce(total)
+    return f"{total.item() % 2**64:016x}"
 
 
 def _blocks(chunks: Sequence[torch.nn.Module], table: WeightTable) -> tuple[list[str], dict[str, list[_Block]]]:

@@ -42,6 +42,22 @@ def test_dpo_prefers_what_was_chosen(pairs, forks, loss):
     assert after["reward_margin"] == pytest.approx(after["preference_margin"] - before["preference_margin"], rel=1e-3)
 
 
+def test_a_precomputed_reference_changes_nothing_and_is_kept(pairs, forks):
+    """Ten steps read every pair and begin a second epoch; the run is resumed after six."""
+    plain = forks.run(pairs, *DPO, "train.steps=10", "output_dir=plain")
+    assert plain.status == 0, plain.err
+    recorded = pairs / "out" / "reference_logprobs" / "dpo.safetensors"
+    for steps, overrides in ((6, ["train.save_every=6", "optimizer.decay_steps=10"]), (10, [])):
+        done = forks.run(pairs, *DPO, "algorithm.precompute_reference=true", f"train.steps={steps}", *overrides)
+        assert done.status == 0, done.err
+        assert recorded.is_file()
+    found = {(line["kind"], line["step"]): line for line in metrics(pairs / "out")}
+    for line in metrics(pairs / "plain"):
+        again = found[line.pop("kind"), line["step"]]
+        line.pop("stage")
+        assert {key: again[key] for key in line} == pytest.approx(line, rel=1e-5, abs=1e-6)
+
+
 def test_a_reward_model_scores_what_was_chosen_higher_and_is_no_language_model(pairs, forks):
     done = forks.run(pairs, *REWARD_MODEL)
     assert done.status == 0, done.err

@@ -1,0 +1,114 @@
+"""The reference policy: on the host between calls, or recorded; what it says is the same."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_megatron import log
+from rl_megatron.losses import NLLLoss
+from rl_megatron.policy.reference import HostWeights
+from tests.parallel.layouts import build_policy
+from tests.parallel.test_layouts import random_batch
+
+CPU = torch.device("cpu")
+
+
+def on_the_host(parallel: dict) -> tuple[torch.Tensor, torch.Tensor, list[int], bool]:
+    """(Logprobs at the start, of the offloaded reference after a step, its parameters' sizes between calls, whether it
+    was said that a CPU has nowhere else)."""
+    log._said.clear()
+    policy = build_policy(parallel, reference="offload")
+    batch = random_batch(6, 14, 2)
+    start = policy.get_logprobs(batch)["logprobs"]
+    policy.freeze_reference()
+    said = any("train.reference=offload" in message for message in log._said)
+    modules = policy._reference._runner.chunks
+    policy._reference._host_weights = HostWeights(modules, CPU)  # what a GPU has: the host here is the device
+    policy.train(batch, NLLLoss(), gbs=6)
+    for _ in range(2):
+        reference = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
+    return start, reference, [p.numel() for module in modules for p in module.parameters()], said
+
+
+@pytest.mark.parametrize("layout", [(1, {}), (2, {"pipeline": 2})], ids=str)
+def test_a_reference_on_the_host_says_the_same_and_is_on_the_device_for_a_call_alone(ranks, layout):
+    for start, reference, sizes, said in ranks.run(layout[0], on_the_host, layout[1]):
+        assert torch.equal(reference, start) and reference.abs().max() > 0
+        assert sizes and not any(sizes)
+        assert said
+
+
+def recorded(parallel: dict, directory: str, seed: int = 1) -> dict:
+    """A reference that is recorded, and what is computed for it."""
+    policy, path = build_policy(parallel, seed=seed), Path(directory) / "reference.safetensors"
+    batches = [random_batch(4, 12, 0), random_batch(4, 14, 1)]
+    batches[1]["temperature"] = torch.full((4,), 0.7)
+    wanted = [policy.get_logprobs(batch)["logprobs"] for batch in batches]
+    rows, get_logprobs = [], policy.get_logprobs
+    policy.get_logprobs = lambda batch: rows.append(batch.size) or get_logprobs(batch)
+    policy.record_reference(path, batches)
+    policy.train(batches[0], NLLLoss(), gbs=4)
+    found = [policy.get_reference_policy_logprobs(batch)["reference_logprobs"] for batch in batches]
+    mixed = policy.get_reference_policy_logprobs(batches[0].select_indices([3, 1]))["reference_logprobs"]
+    with pytest.raises(RuntimeError, match="row 0 of the batch is none of the 8 whose reference is recorded"):
+        policy.get_reference_policy_logprobs(random_batch(3, 12, 5))
+    assert policy.has_reference
+    return {"wanted": wanted, "found": found, "mixed": mixed, "computed": rows}
+
+
+@pytest.mark.parametrize("layout", [(1, {}), (2, {"tensor": 2})], ids=str)
+def test_recorded_logprobs_are_those_of_the_reference(ranks, tmp_path, layout):
+    for answer in ranks.run(layout[0], recorded, layout[1], str(tmp_path)):
+        for wanted, found in zip(answer["wanted"], answer["found"], strict=True):
+            assert torch.equal(found, wanted)
+        assert torch.equal(answer["mixed"], answer["wanted"][0][[3, 1]])
+        assert answer["computed"] == [4, 4]
+
+
+def test_a_record_is_used_again_by_the_same_weights_in_any_layout_and_by_no_others(ranks, tmp_path):
+    first = ranks.run(1, recorded, {}, str(tmp_path))[0]
+    path = tmp_path / "reference.safetensors"
+    for answer in ranks.run(2, recorded, {"tensor": 2}, str(tmp_path)):
+        assert answer["computed"] == []
+        assert torch.equal(answer["found"][1], first["found"][1])
+    others = ranks.run(1, recorded, {}, str(tmp_path), 2)[0]
+    assert others["computed"] == [4, 4]
+    assert torch.equal(others["found"][0], others["wanted"][0])
+    path.write_bytes(path.read_bytes()[:-40])
+    assert ranks.run(1, recorded, {}, str(tmp_path), 2)[0]["computed"] == [4, 4]
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def rows_added(directory: str) -> list[int]:
+    policy, path, computed = build_policy({}), Path(directory) / "reference.safetensors", []
+    get_logprobs = policy.get_logprobs
+    policy.get_logprobs = lambda batch: computed.append(batch.size) or get_logprobs(batch)
+    batch = random_batch(6, 12, 0)
+    for rows in ([0, 1], [1, 2, 0], [2, 1], [5, 3]):
+        policy.record_reference(path, [batch.select_indices(rows)])
+    return computed
+
+
+def test_only_rows_that_are_not_known_yet_are_computed(ranks, tmp_path):
+    assert ranks.run(1, rows_added, str(tmp_path))[0] == [2, 1, 2]
+
+
+def models_held(directory: str) -> tuple[int, int]:
+    def parameters() -> int:
+        gc.collect()
+        return sum(type(found) is torch.nn.Parameter for found in gc.get_objects())
+
+    policy = build_policy({})
+    before = parameters()
+    policy.record_reference(Path(directory) / "reference.safetensors", [random_batch(3, 12, 0)])
+    recorded_with = parameters()
+    policy.freeze_reference()
+    return recorded_with / before, parameters() / before
+
+
+def test_a_recorded_reference_is_no_second_model(ranks, tmp_path):
+    assert ranks.run(1, models_held, str(tmp_path))[0] == (1, 2)
