@@ -163,4 +163,4 @@ def test_the_page_on_engines_has_every_key_and_its_links_lead_somewhere():
         assert f"generation.{key}" in page and hasattr(GenerationConfig(), key)
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", page):
         assert (ENGINES.parent / target).exists(), target
-    assert "1e-3 in fp32 and 0.5 in bf16" in page and LIMITS == {"fp32": 1e-3, "bf16": 0.5}
+    assert "1e-4 in fp32 and 0.1 in bf16" in page and LIMITS == {"fp32": 1e-4, "bf16": 0.1}
