@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import packing, train_step
+from benchmarks import packing, refit, train_step
 from benchmarks.logprobs import __main__ as logprobs_command
 from benchmarks.logprobs.cases import MODES
 from benchmarks.logprobs.counters import Counters
@@ -239,3 +239,27 @@ def test_the_peer_of_the_page_is_a_peer():
     exec(compile(code, "performance.md", "exec"), names)
     logits, targets = torch.randn(4, 8), torch.arange(4)
     torch.testing.assert_close(names["logprobs"](logits, targets), plain_peer(logits, targets))
+
+
+def test_refit_takes_one_collective_a_bucket_and_less_than_one_by_one(capsys):
+    tiny = [
+        "--layers",
+        "2",
+        "--hidden",
+        "64",
+        "--vocab",
+        "256",
+        "--repetitions",
+        "1",
+        "--bucket-mib",
+        "1",
+        "--markdown",
+    ]
+    assert refit.main(tiny) == 0
+    printed = capsys.readouterr().out
+    (bucketed,), (plain,) = lines_of(printed, "| bucketed"), lines_of(printed, "| one by one")
+    of_bucketed, of_plain = ([int(cell) for cell in re.findall(r"\| +(\d+) ", line)] for line in (bucketed, plain))
+    assert of_bucketed == [1, 0]
+    tensors = 9 * 2 + 3  # of a layer: seven projections and two norms; embedding, last norm and head
+    assert of_plain == [5 * 2 + 2, tensors]  # qkv, output, gate, up and down are sharded; embedding and head
+    assert all(float(line.split("|")[4]) > 0 for line in (bucketed, plain))

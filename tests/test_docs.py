@@ -1,4 +1,5 @@
-"""docs/losses.md and its plot are what their generator writes, leave nothing out, and name configurations that load."""
+"""docs/losses.md and its plot are what their generator writes, leave nothing out, and name configurations that load; so
+do the commands of docs/rollout_engines.md."""
 
 from __future__ import annotations
 
@@ -13,9 +14,12 @@ import pytest
 
 from docs import generate_losses
 from rl_megatron.algorithms import preflight
+from rl_megatron.algorithms.gate import LIMITS
 from rl_megatron.config.load import load
+from rl_megatron.config.schema import GenerationConfig
 from rl_megatron.losses import LOSSES, NLLLoss, build_loss
 from rl_megatron.losses.registry import configured_loss
+from rl_megatron.model.families import family_of_model
 
 PAGE = generate_losses.PAGE.read_text()
 REWRITE = "run `python docs/generate_losses.py`"
@@ -136,3 +140,27 @@ def test_a_recipe_loads_and_its_loss_suits_its_algorithm(name):
 def test_the_recipes_differ():
     assert len({recipe.overrides for recipe in RECIPES.values()}) == len(RECIPES)
     assert all(f"rl-megatron train {recipe.overrides}\n" in section("Recipes") for recipe in RECIPES.values())
+
+
+ENGINES = generate_losses.PAGE.with_name("rollout_engines.md")
+COMMANDS = [
+    line for block in re.findall(r"```bash\n(.*?)```", ENGINES.read_text(), re.DOTALL) for line in block.splitlines()
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_page_on_engines_loads_and_its_model_has_a_family(command):
+    words = command.split()
+    stage = load(words[words.index("train") + 1 :]).first
+    assert stage.generation.engine == "transformers"
+    family_of_model(stage.model, vocab_size=260)
+
+
+def test_the_page_on_engines_has_every_key_and_its_links_lead_somewhere():
+    page = ENGINES.read_text()
+    for key in ("engine", "num_engines", "engine_device", "engine_timeout_minutes", "max_engine_restarts", "refit",
+                "refit_bucket_mb", "gate_prompts", "gate_limit"):  # fmt: skip
+        assert f"generation.{key}" in page and hasattr(GenerationConfig(), key)
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", page):
+        assert (ENGINES.parent / target).exists(), target
+    assert "1e-4 in fp32 and 0.1 in bf16" in page and LIMITS == {"fp32": 1e-4, "bf16": 0.1}

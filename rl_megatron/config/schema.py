@@ -239,8 +239,8 @@ class GenerationConfig:
     # Before anything is learnt from an engine, and after every refit, it completes this many of the step's prompts
     # and the trainer says how likely it finds them; 0: no such comparison.
     gate_prompts: NonNegative = 4
-    # The run halts where the two logprobs of a token differ by more than this (99th percentile, nats); null: 1e-3 in
-    # fp32, 0.5 in bf16.
+    # The run halts where the two logprobs of a token differ by more than this on average (nats); null: 1e-4 in fp32,
+    # 0.1 in bf16.
     gate_limit: PositiveFloat | None = None
 
 

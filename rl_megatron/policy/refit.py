@@ -52,7 +52,7 @@ class WeightExporter:
         Raises: ConfigError where no family says what the model is; RuntimeError naming a tensor of which an element is
             held by no rank or by several, on every rank.
         """
-        policy.require_head("lm", "WeightExporter")
+        policy.require_head("lm", "handing weights over")
         self._policy = policy
         rows = policy.model_config.vocab_size or policy.vocab_size
         family = family_of_model(policy.model_config, rows)

@@ -24,13 +24,13 @@ def learnt(directory: Path) -> list[dict]:
 WORKER = b"rl_megatron.generation.transformers_worker"
 
 
-def engines() -> dict[int, int]:
-    """Every engine's process on this machine, and its parent."""
-    found = {}
+def engines(directory: Path) -> list[int]:
+    """The processes of the engines of the run in `directory`, whoever their parent is by now."""
+    found = []
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and WORKER in (entry / "cmdline").read_bytes():
-                found[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                found += [int(entry.name)] * (os.readlink(entry / "cwd") == str(directory))
         except (FileNotFoundError, ProcessLookupError):
             pass  # it ended meanwhile
     return found
@@ -67,21 +67,21 @@ def test_every_step_refits_and_passes_the_gate(undisturbed):
 def test_an_engine_killed_in_mid_run_is_survived_bitwise(tmp_path, undisturbed):
     with Command(tmp_path, "train", *GRPO, *ENGINE) as running:
         running.wait_until(lambda: any(line["kind"] == "train" for line in metrics(tmp_path / "out")), "first step")
-        (engine,) = (pid for pid, parent in engines().items() if parent == running._process.pid)
+        (engine,) = engines(tmp_path)
         os.kill(engine, signal.SIGKILL)
         done = running.finish()
     assert done.status == 0, done.err
     assert done.err.count("was killed by SIGKILL; starting again (1 of at most 3 times)") == 1, done.err
     assert learnt(tmp_path / "out") == learnt(undisturbed)
-    assert not [pid for pid, parent in engines().items() if parent in (1, running._process.pid)]
+    assert engines(tmp_path) == []
 
 
 def test_an_engine_ends_with_a_run_that_is_killed(tmp_path):
     with Command(tmp_path, "train", *GRPO, *ENGINE, "train.steps=1000") as running:
         running.wait_until(lambda: len(metrics(tmp_path / "out")) > 1, "first step")
-        (engine,) = (pid for pid, parent in engines().items() if parent == running._process.pid)
+        assert engines(tmp_path)
         os.kill(running._process.pid, signal.SIGKILL)
-        wait_until(lambda: engine not in engines(), seconds=10)
+        wait_until(lambda: engines(tmp_path) == [], seconds=10)
 
 
 def test_the_gate_halts_the_run_before_it_learns(tmp_path, forks):

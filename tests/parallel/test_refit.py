@@ -8,6 +8,7 @@ import inspect
 import multiprocessing
 import os
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rl_megatron.compat import nemo_rl
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.losses import NLLLoss
@@ -123,7 +125,7 @@ VARIANTS = {
 
 def of_a_family(name: str) -> bool:
     try:
-        family_of_model(VARIANTS[name], VOCAB_SIZE)
+        family_of_model(VARIANTS[name], VARIANTS[name].vocab_size or VOCAB_SIZE)
     except ConfigError:
         return False
     return True
@@ -443,12 +445,19 @@ def test_the_weight_version_changes_with_the_weights_alone(ranks, tmp_path):
 def conformance() -> dict[str, list[str]]:
     """What each method of the interface has to be given."""
     policy = llama({})
-    assert isinstance(policy, ColocatablePolicyInterface)
+    assert isinstance(policy, nemo_rl.MODULES["nemo_rl.models.policy.interfaces"]["ColocatablePolicyInterface"])
+    assert "ray" not in sys.modules
     assert list(policy.prepare_refit_info()) == [name for name, _ in policy.stream_weights()]
     needed = {}
     for name in ColocatablePolicyInterface.__abstractmethods__:
         parameters = inspect.signature(getattr(policy, name)).parameters.values()
         needed[name] = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    with pytest.raises(RuntimeError, match="call init_collective.. first"):
+        policy.broadcast_weights_for_collective()
+    with pytest.raises(ValueError, match="world_size=1 must count the policy's 1 ranks and at least one engine's"):
+        policy.init_collective("127.0.0.1", 1, world_size=1)
+    with pytest.raises(RuntimeError, match="handing weights over is for a policy built with head='lm'"):
+        llama({}, head="score").prepare_refit_info()
     return needed
 
 

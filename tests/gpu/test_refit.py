@@ -1,0 +1,142 @@
+"""On a GPU: weights by CUDA IPC into another process, and everything but them moved to the host and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+
+import pytest
+import torch
+
+from rl_megatron.config.schema import OptimizerConfig, ParallelConfig
+from rl_megatron.generation.weight_receiver import WeightReceiver
+from rl_megatron.policy.weight_handles import opened
+from tests.parallel.refit_engines import digests
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def in_a_fresh_process(function, *args):
+    """A test's own process may have been given to the CPU."""
+    ours, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=_answer, args=(theirs, function, args))
+    process.start()
+    theirs.close()
+    answer = ours.recv()
+    process.join()
+    return answer
+
+
+def _answer(connection, function, args):
+    connection.send(function(*args))
+
+
+def build_policy(precision: str, distributed: bool, reference: str = "resident"):
+    from rl_megatron.policy.megatron_policy import MegatronPolicy
+    from rl_megatron.topology import platform, topology
+    from tests.parallel.layouts import MODEL, VOCAB_SIZE
+
+    return MegatronPolicy(
+        dataclasses.replace(MODEL, qk_norm=False, qkv_bias=False),
+        topology.build(ParallelConfig(), platform.start("cuda"), 0),
+        vocab_size=VOCAB_SIZE,
+        precision=precision,
+        optimizer=OptimizerConfig(lr=1e-2, distributed=distributed),
+        total_steps=10,
+        reference=reference,
+    )
+
+
+def train(policy) -> None:
+    from rl_megatron.losses import NLLLoss
+    from tests.parallel.test_layouts import random_batch
+
+    policy.train(random_batch(4, 12, 0), NLLLoss(), gbs=4)
+
+
+def weights(policy) -> dict:
+    return digests((name, tensor.cpu()) for name, tensor in policy.stream_weights())
+
+
+def engine(connection) -> None:
+    plan = connection.recv()
+    parameters = {
+        s.name: torch.zeros(s.shape, dtype=s.torch_dtype, device="cuda") for b in plan.buckets for s in b.tensors
+    }
+    receiver = WeightReceiver(parameters, plan)
+    receiver.begin(1)
+    for handle in iter(connection.recv, None):
+        with opened(handle) as words:
+            receiver.accept(handle.bucket_index, words)
+        del words
+        connection.send("taken")
+    receiver.finish()
+    connection.send(digests((name, parameter.cpu()) for name, parameter in parameters.items()))
+
+
+def hand_over() -> tuple[dict, dict, int]:
+    policy = build_policy("bf16", distributed=True)
+    groups = policy.prepare_weights_for_ipc(20_000)
+    ours, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=engine, args=(theirs,))
+    process.start()
+    ours.send(policy.refit_plan)
+    before = torch.cuda.memory_allocated()
+    for keys in groups:
+        (handle,) = policy.get_weights_ipc_handles(keys).values()
+        ours.send(handle)
+        assert ours.recv() == "taken"
+    ours.send(None)
+    taken = ours.recv()
+    process.join()
+    policy.offload_before_refit()
+    policy._hand_over.release()
+    return taken, weights(policy), torch.cuda.memory_allocated() - before
+
+
+def test_an_engine_reads_the_weights_where_they_lie_and_the_memory_comes_back():
+    taken, wanted, kept = in_a_fresh_process(hand_over)
+    assert taken == wanted
+    assert kept <= 0
+
+
+def cycles(precision: str, distributed: bool, offload: bool) -> tuple[dict, list[int], list[str]]:
+    policy, allocated, moments = build_policy(precision, distributed), [], set()
+    for _ in range(20):
+        train(policy)
+        if offload:
+            policy.offload_before_refit()
+            policy.offload_after_refit()
+            for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
+                moments |= {state["exp_avg"].device.type for state in part.optimizer.state.values()}
+        allocated.append(torch.cuda.memory_allocated())
+    return weights(policy), allocated, sorted(moments)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_twenty_offloads_change_nothing_and_keep_nothing(precision, distributed):
+    wanted, resident, _ = in_a_fresh_process(cycles, precision, distributed, False)
+    found, offloaded, moments = in_a_fresh_process(cycles, precision, distributed, True)
+    assert found == wanted
+    assert moments == ["cpu"]
+    assert offloaded[2] == offloaded[-1] < resident[-1]
+
+
+def reference_on_the_host() -> tuple[torch.Tensor, torch.Tensor, int]:
+    from tests.parallel.test_layouts import random_batch
+
+    policy, batch = build_policy("bf16", True, reference="offload"), random_batch(4, 12, 0)
+    before = torch.cuda.memory_allocated()
+    start = policy.get_logprobs(batch)["logprobs"]
+    policy.freeze_reference()
+    held = torch.cuda.memory_allocated() - before
+    train(policy)
+    return start, policy.get_reference_policy_logprobs(batch)["reference_logprobs"], held
+
+
+def test_a_reference_on_the_host_takes_next_to_nothing_of_the_device():
+    start, reference, held = in_a_fresh_process(reference_on_the_host)
+    assert torch.equal(start, reference)
+    assert held < 20_000  # RoPE's tables; the weights are ten times that
