@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import packing, refit, train_step
+from benchmarks import convert_memory, packing, refit, train_step
 from benchmarks.logprobs import __main__ as logprobs_command
 from benchmarks.logprobs.cases import MODES
 from benchmarks.logprobs.counters import Counters
@@ -210,6 +210,14 @@ def test_a_grpo_step_has_the_gradient_of_the_bare_step(options, tmp_path):
     tolerance = 1e-2 if "bf16" in options else 1e-4
     assert figures["grpo_grad_norm"] == pytest.approx(figures["bare_grad_norm"], rel=tolerance)
     assert figures["ratio"] == figures["grpo"] / figures["bare"]
+
+
+def test_conversions_hold_a_part_of_a_file(tmp_path):
+    """Of three files: a conversion that held the whole model would have a peak of three times the largest. Smaller
+    ones would drown in what a process takes to start at all."""
+    measured = convert_memory.measure(tmp_path, num_bytes=250_000_000, num_files=3, with_whole_parts=False)
+    assert {row.name: row.ratio <= convert_memory.LIMIT for row in measured} == {"import": True, "export": True}
+    assert all(row.peak > 2**20 for row in measured), "measured nothing"
 
 
 PAGE = (REPOSITORY / "docs" / "performance.md").read_text()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 import time
@@ -10,7 +12,8 @@ import time
 import pytest
 import torch
 
-from tests.end_to_end.launch import TINY, checkpoints, environment
+from rl_megatron.model.families import FAMILIES
+from tests.end_to_end.launch import REPOSITORY, TINY, checkpoints, environment
 from tests.parallel.family_cases import hf_model, save, tensors
 
 # The keys of TINY that are not of the model: that one is imported.
@@ -57,8 +60,26 @@ def test_import_train_export(tmp_path, forks, qwen):
     assert len(moved) == len(before), "two steps move every tensor"
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "exported" / name).read_bytes() == (qwen / name).read_bytes()
-    again = forks.run(tmp_path, *begun, "train.steps=3", "resume=true")  # where no file of the import is needed twice
-    assert again.status == 0, again.err
+
+
+PAGE = (REPOSITORY / "docs" / "hugging_face.md").read_text()
+
+
+def test_the_commands_of_the_page_run_one_after_the_other(tmp_path, forks, qwen):
+    (commands,) = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "path" / "to").mkdir(parents=True)
+    (tmp_path / "path" / "to" / "Qwen2.5-0.5B").symlink_to(qwen)
+    for line in commands.splitlines():
+        program, *arguments = shlex.split(line)
+        done = forks.run(tmp_path, *arguments, *(TRAINING if arguments[0] == "train" else ()))
+        assert program == "rl-megatron" and done.status == 0, done.err
+    assert tensors(tmp_path / "exported" / "qwen").keys() == tensors(qwen).keys()
+
+
+def test_the_page_has_every_family_and_its_links_lead_somewhere():
+    assert set(re.findall(r"\| `(\w+ForCausalLM)` \|", PAGE)) == {family.architecture for family in FAMILIES}
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", PAGE):
+        assert (REPOSITORY / "docs" / target).exists(), target
 
 
 def test_a_run_from_nothing_is_exported(tmp_path, forks):
