@@ -1,8 +1,10 @@
 """GRPO with a rollout engine in a process of its own: killed in mid-run, shut by the gate, asked for by mistake."""
 
+import io
 import os
 import signal
 import time
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -90,4 +92,41 @@ def test_the_gate_halts_the_run_before_it_learns(tmp_path, forks):
     line = done.err.splitlines()[-1]
     assert line.startswith("error: the rollout engine's logprobs are not the trainer's")
     assert "generation.gate_limit=1e-12" in line and "worst: prompt '" in line and "no checkpoint yet" in line
+    assert metrics(tmp_path / "out") == []
+
+
+def run_that_loses(tensor: str, directory: Path) -> tuple[int, str, int]:
+    """On a rank: (exit status, what it said, how often completions were asked for) of a run whose refits drop a tensor
+    between the model and the wire."""
+    from rl_megatron.algorithms.run import run
+    from rl_megatron.config.load import load
+    from rl_megatron.generation.transformers_engine import TransformersEngine
+    from rl_megatron.policy.refit import WeightExporter
+
+    fill, draw, asked, said = WeightExporter.fill, TransformersEngine.generate, [], io.StringIO()
+
+    def forgetful(self, bucket_index, buffer):
+        filled, bucket = fill(self, bucket_index, buffer), self.plan.buckets[bucket_index]
+        for index, spec in enumerate(bucket.tensors):
+            if spec.name == tensor:
+                bucket.tensor(filled, index).zero_()
+        return filled
+
+    WeightExporter.fill = forgetful
+    TransformersEngine.generate = lambda *arguments: asked.append(arguments) or draw(*arguments)
+    try:
+        with redirect_stderr(said):
+            status = run(load([*GRPO, *ENGINE, "parallel.tensor=2", f"output_dir={directory}"]))
+    finally:
+        WeightExporter.fill, TransformersEngine.generate = fill, draw
+    return status, said.getvalue(), len(asked)
+
+
+def test_a_dropped_tensor_halts_the_run_before_anything_is_generated(tmp_path, ranks):
+    first, second = ranks.run(2, run_that_loses, "model.layers.0.mlp.down_proj.weight", tmp_path / "out")
+    for status, _, asked in (first, second):
+        assert (status, asked) == (1, 0)
+    (line,) = [line for line in first[1].splitlines() if line.startswith("error: ")]  # warnings of libraries aside
+    assert "rollout engine 0" in line and "model.layers.0.mlp.down_proj.weight" in line
+    assert "no checkpoint yet" in line and "error: " not in second[1]
     assert metrics(tmp_path / "out") == []
