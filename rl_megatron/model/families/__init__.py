@@ -15,7 +15,9 @@ from rl_megatron.model.families.llama import LLAMA
 
 FAMILIES: tuple[Family, ...] = (LLAMA, GEMMA3, DEEPSEEK_V3)
 # Model keys that change neither what the weights mean nor what comes of them.
-NOT_OF_THE_WEIGHTS = frozenset({"recompute", "backend", "init_std", "max_sequence_length", "router_aux_loss"})
+NOT_OF_THE_WEIGHTS = frozenset(
+    {"recompute", "backend", "init_std", "max_sequence_length", "router_aux_loss", "router_bias_update"}
+)
 
 
 def family_of_config(hf_config: Mapping[str, Any], where: str) -> Family:

@@ -158,4 +158,4 @@ def is_dropped(hf_name: str, model: ModelConfig) -> bool:
     return layer is not None and int(layer[1]) >= model.num_layers
 
 
-DEEPSEEK_V3 = Family("DeepseekV3ForCausalLM", read_config, write_config, weight_table)
+DEEPSEEK_V3 = Family("DeepseekV3ForCausalLM", read_config, write_config, weight_table, is_dropped)
