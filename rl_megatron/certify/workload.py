@@ -131,7 +131,7 @@ def batch_of_all_kinds(vocab_size: int, seed: int) -> BatchedDataDict:
 
 def shrunk(model: ModelConfig, parallel: ParallelConfig) -> tuple[ModelConfig, ParallelConfig]:
     """`model` as small as the degrees allow, of the same family: its ratio of heads to key/value heads, its biases,
-    norms, tying, window and experts; and `parallel` with an uneven pipeline's stages cut down alike.
+    norms, tying, windows, latents and experts; and `parallel` with an uneven pipeline's stages cut down alike.
 
     Without the experts' balancing loss: its value depends, by what it is, on which rows share a microbatch.
     """
@@ -149,24 +149,51 @@ def shrunk(model: ModelConfig, parallel: ParallelConfig) -> tuple[ModelConfig, P
         model,
         num_layers=num_layers,
         hidden_size=16 * heads if model.head_dim is None else 64,
-        head_dim=None if model.head_dim is None else 16,
         ffn_hidden_size=32 * parallel.tensor,
         num_attention_heads=heads,
         num_query_groups=groups,
         max_sequence_length=2 * WIDTH,
         init_std=0.15,  # logits far from uniform, so that errors show
-        sliding_window=None if model.sliding_window is None else min(model.sliding_window, 7),
+        **_where_set(
+            model,
+            head_dim=16,
+            sliding_window=min(model.sliding_window or 7, 7),
+            global_attention_every=2,
+            query_pre_attn_scalar=12,
+            q_lora_rank=10,
+            kv_lora_rank=14,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=4,
+            v_head_dim=6,
+        ),
     )
     if model.num_experts is not None:
-        fewest = -(-max(4, model.experts_per_token + 1) // parallel.expert) * parallel.expert
-        small = replace(
-            small,
-            num_experts=min(model.num_experts, fewest),
-            router_aux_loss=0.0,
-            expert_ffn_hidden_size=32,
-            shared_expert_ffn_hidden_size=None if model.shared_expert_ffn_hidden_size is None else 32 * parallel.tensor,
-        )
+        small = replace(small, **_few_experts(model, parallel))
     return small, replace(parallel, **uneven)
+
+
+def _where_set(model: ModelConfig, **values: int) -> dict[str, int]:
+    return {key: value for key, value in values.items() if getattr(model, key) is not None}
+
+
+def _few_experts(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
+    chosen, unit, fewest = model.experts_per_token, parallel.expert, max(4, model.experts_per_token + 1)
+    if model.router_groups is not None:
+        chosen, unit, fewest = 2, math.lcm(2, parallel.expert), 4  # of one group of two
+    num_experts = -(-fewest // unit) * unit
+    return {
+        "num_experts": num_experts if model.router_groups is not None else min(model.num_experts, num_experts),
+        "experts_per_token": chosen,
+        "first_dense_layers": min(model.first_dense_layers, 1),
+        "router_aux_loss": 0.0,
+        "expert_ffn_hidden_size": 32,
+        **_where_set(
+            model,
+            shared_expert_ffn_hidden_size=32 * parallel.tensor,
+            router_groups=2,
+            router_groups_per_token=1,
+        ),
+    }
 
 
 def check_keys(name: str, loss_fn: LossFunction, batch: BatchedDataDict) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._device
 
 from rl_megatron.config.errors import ConfigError
 
@@ -90,6 +91,9 @@ def _redirect_cuda_to_cpu() -> None:
     _redirected = True
     cpu = torch.device("cpu")
 
+    # `with torch.device(…)` knows factories by what they are when it first asks. Were they ours by then, it would leave
+    # tensors where they are, and transformers, which loads through it, models with RoPE frequencies of random memory.
+    torch.utils._device._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *args, **kwargs: self

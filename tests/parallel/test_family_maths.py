@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Gemma3TextConfig, LlamaConfig
 
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.megatron import MegatronEngine
 from rl_megatron.losses import NLLLoss
+from rl_megatron.model.build import unwrap
+from rl_megatron.model.shards import pieces
 from rl_megatron.policy.batching import Batching
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from tests.parallel.hf_models import policy_of, save_random
-from tests.parallel.layouts import gradients, worst_relative_error
+from tests.parallel.layouts import gradients, weights, worst_relative_error
 from tests.parallel.test_layouts import random_batch
 
 VOCAB_SIZE = 77  # padded to 128: the padding must never matter
@@ -187,3 +190,96 @@ def test_each_key_of_the_model_says_something(ranks, saved, one_process, family)
     found = ranks.run(1, logits_with, saved[family][0], NEUTRAL[family])[0]
     for key, logits in found.items():
         assert (logits - one_process[family]["logits"]).abs().max() > 1e-2, key
+
+
+def router_biases(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
+    return {name: bias for name, bias in weights(policy).items() if name.endswith("router.expert_bias")}
+
+
+def trained_saved_and_loaded(directory, checkpoints) -> list[dict[str, torch.Tensor]]:
+    """Routers' biases in bf16: as imported, after a step, and loaded from a checkpoint under another layout."""
+    policy = policy_of(directory, {"expert": 2}, precision="bf16")
+    found = [router_biases(policy)]
+    policy.train(batch(), NLLLoss(), gbs=7)
+    found.append(router_biases(policy))
+    path = policy.save_checkpoint(checkpoints, step=1)
+    resumed = policy_of(directory, {"pipeline": 2}, precision="bf16")
+    for piece in pieces(resumed.chunks):
+        piece.tensor.zero_()
+    resumed.load_checkpoint(path)
+    return [*found, router_biases(resumed)]
+
+
+def test_a_routers_bias_stays_in_fp32_and_as_it_is(ranks, saved, tmp_path):
+    directory = saved["deepseek_v3"][0]
+    tensors = load_file(directory / "model.safetensors")
+    wanted = {
+        f"decoder.layers.{n}.mlp.router.expert_bias": tensors[f"model.layers.{n}.mlp.gate.e_score_correction_bias"]
+        for n in (1, 2, 3)
+    }
+    for found in ranks.run(2, trained_saved_and_loaded, directory, tmp_path)[0]:
+        assert found.keys() == wanted.keys()
+        for name, bias in wanted.items():
+            assert not torch.equal(bias, bias.bfloat16().float()), "bf16 would not hold it"
+            assert torch.equal(found[name], bias), name
+
+
+RATE = 0.01
+
+
+def biases_after_a_step(directory, parallel: dict, batching: Batching) -> dict[str, torch.Tensor]:
+    policy = policy_of(directory, parallel, {"router_bias_update": RATE}, batching=batching)
+    policy.accumulate_gradients(batch(), NLLLoss())  # counts, and moves nothing
+    policy.train(batch(), NLLLoss(), gbs=7)
+    return router_biases(policy)
+
+
+def moved_by_hand(directory) -> dict[str, torch.Tensor]:
+    """Each token of a row visits its experts; padding visits none."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    within = (torch.arange(batch()["input_ids"].size(1)) < batch()["input_lengths"][:, None]).flatten()
+    moved = {}
+    for layer in (1, 2, 3):
+        gate = model.model.layers[layer].mlp.gate
+
+        def count(_, __, output, gate=gate, name=f"decoder.layers.{layer}.mlp.router.expert_bias"):
+            visits = torch.bincount(output[2][within].flatten(), minlength=12).float()
+            moved[name] = gate.e_score_correction_bias + RATE * (visits.mean() - visits).sign()
+
+        gate.register_forward_hook(count)
+    with torch.no_grad():
+        model(batch()["input_ids"])
+    return moved
+
+
+@pytest.mark.parametrize(
+    ("parallel", "batching"),
+    [({"expert": 2}, PACKED), ({"tensor": 2, "sequence": True}, Batching(rows=3)), ({"pipeline": 2}, Batching(rows=2))],
+    ids=["expert 2", "tensor 2 sequence", "pipeline 2"],
+)
+def test_a_routers_bias_moves_towards_an_even_load_where_it_is_asked_to(ranks, saved, parallel, batching):
+    directory = saved["deepseek_v3"][0]
+    found, wanted = ranks.run(2, biases_after_a_step, directory, parallel, batching)[0], moved_by_hand(directory)
+    assert found.keys() == wanted.keys()
+    for name, bias in wanted.items():
+        torch.testing.assert_close(found[name], bias, atol=1e-6, rtol=0)
+
+
+def long_row() -> torch.Tensor:
+    return torch.randint(0, VOCAB_SIZE, (1, 2500), generator=torch.Generator().manual_seed(2))
+
+
+def logits_of_long_row(directory) -> torch.Tensor:
+    policy = policy_of(directory, {}, {"max_sequence_length": 4096})
+    with torch.no_grad():
+        return unwrap(policy.chunks[0])(long_row(), None, None)[..., :VOCAB_SIZE]
+
+
+@pytest.mark.parametrize("family", ["llama3", "llama yarn"])
+def test_scaled_rope_far_from_the_start(ranks, saved, family):
+    directory = saved[family][0]
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        wanted = model(long_row()).logits
+    found = ranks.run(1, logits_of_long_row, directory)[0]
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)

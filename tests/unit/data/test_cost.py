@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -5,6 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from rl_megatron.config.load import load
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.data import SequenceCost
+from rl_megatron.model.families import family_of_model
 
 
 def test_by_hand():
@@ -50,3 +53,19 @@ def test_of_a_model_is_what_its_matmuls_count():
         (states @ embedding.T).sum().backward()
     cost = SequenceCost.of_model(model, vocab_size)
     assert counter.get_total_flops() == cost(length) + cost.per_pair * length**2
+
+
+@pytest.mark.parametrize(("preset", "heads"), [("gemma3_1b", 4 * 256), ("deepseek_v3", 128 * (192 + 128) / 2)])
+def test_of_a_model_is_what_its_weight_table_says(preset, heads):
+    """Six FLOPs for each element of the matrices that a token meets: of experts as many as it visits, of the embedding
+    none, of the head all."""
+    model = load([f"model={preset}"]).first.model
+    table = family_of_model(model, vocab_size=1000).table(model, 1000)
+    met = model.hidden_size * 1000 if model.tie_embeddings else 0
+    for name, shape in table.shapes.items():
+        if len(shape) == 2 and not name.startswith("embedding."):
+            visited = model.experts_per_token / model.num_experts if ".mlp.experts." in name else 1
+            met += math.prod(shape) * visited
+    cost = SequenceCost.of_model(model, vocab_size=1000)
+    assert cost.per_token == pytest.approx(6 * met, rel=1e-12)
+    assert cost.per_pair == 6 * model.num_layers * heads

@@ -204,3 +204,10 @@ def test_context_ranks_pad_to_zigzag_chunks(ranks):
     found = ranks.run(4, _places, {"context": 2})
     assert [place for _, place, *_ in found] == [(0, 0, 0, 0), (0, 1, 0, 0), (0, 0, 0, 1), (0, 1, 0, 1)]
     assert {multiple for *_, multiple in found} == {4}
+
+
+def test_first_layers_without_experts_divide_over_tensor_parallelism():
+    model = ModelConfig(num_experts=4, ffn_hidden_size=90, expert_ffn_hidden_size=33, first_dense_layers=1)
+    validate_model(model, ParallelConfig(tensor=2, sequence=True))
+    with pytest.raises(ConfigError, match="must divide model.ffn_hidden_size=90"):
+        validate_model(model, ParallelConfig(tensor=4, sequence=True))

@@ -1,0 +1,38 @@
+"""What certification measures in the place of a model keeps its family, and fits the degrees."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from rl_megatron.certify.workload import shrunk
+from rl_megatron.config.load import config_directory, load
+from rl_megatron.config.model_rules import check_model
+from rl_megatron.config.schema import ModelConfig, ParallelConfig
+from rl_megatron.topology.topology import validate_model
+
+PRESETS = sorted(path.stem for path in (config_directory() / "model").glob("*.yaml"))
+DEGREES = [
+    {},
+    {"tensor": 4, "sequence": True},
+    {"pipeline": 2, "virtual_pipeline": 2},
+    {"pipeline": 3, "first_stage_layers": 2},
+]
+
+
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_shrunk_model_is_of_its_family_and_fits(preset, degrees):
+    model = load([f"model={preset}"]).first.model
+    expert = 1 if model.num_experts is None else 2
+    small, parallel = shrunk(model, ParallelConfig(**degrees, expert=expert))
+    check_model(small)
+    validate_model(small, parallel)
+    for key in (field.name for field in fields(ModelConfig)):
+        value = getattr(model, key)
+        if value is None or isinstance(value, bool | str):
+            assert getattr(small, key) == value or key == "expert_ffn_hidden_size", key
+        elif key not in ("first_dense_layers", "router_aux_loss"):
+            assert getattr(small, key) is not None, key
+    assert bool(small.first_dense_layers) == bool(model.first_dense_layers)

@@ -1,0 +1,61 @@
+"""Keys of a model that contradict each other, or would do nothing, are refused by name; nested RoPE keys are strict."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.load import from_yaml, load, to_yaml
+from rl_megatron.config.schema import LinearRope, YarnRope
+
+LATENT = ["model=deepseek_v3"]
+LLAMA3 = "kind:llama3,factor:8,original_max_position_embeddings:512"
+YARN = "kind:yarn,factor:8,original_max_position_embeddings:512"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["model.rope_scaling={kind:liner,factor:2}"], "model.rope_scaling="),
+        (["model.rope_scaling={kind:linear,factr:2}"], "unknown key 'model.rope_scaling.factr'; did you mean"),
+        (["model.rope_scaling={kind:linear,factor:0}"], "model.rope_scaling.factor=0: input should be greater than 0"),
+        (["model.rope_scaling={kind:linear,factor:2,beta_fast:3}"], "unknown key 'model.rope_scaling.beta_fast'"),
+        ([f"model.rope_scaling={{{LLAMA3},high_freq_factor:1}}"], "low_freq_factor=1.0 must be less than"),
+        ([f"model.rope_scaling={{{YARN},beta_slow:40}}"], "beta_slow=40.0 must be less than"),
+        ([*LATENT, "model.rope_scaling.factr=2"], "unknown key 'model.rope_scaling.factr'"),
+        (["model.global_attention_every=2"], "does nothing: model.sliding_window=null"),
+        (["model.sliding_window=4", "model.global_attention_every=1"], "leaves no layer with the window"),
+        (["model.sliding_window=4", "model.local_rope_base=100"], "model.global_attention_every=null has no such two"),
+        (["model.activation=gelu"], "model.activation='gelu'"),
+        (["model.v_head_dim=4"], "model.v_head_dim=4 does nothing: model.kv_lora_rank=null"),
+        ([*LATENT, "model.v_head_dim=null"], "model.v_head_dim=null: model.kv_lora_rank=512 needs it"),
+        ([*LATENT, "model.qk_norm=true"], "model.qk_norm=true is not of latent attention"),
+        ([*LATENT, "model.sliding_window=4"], "model.sliding_window=4 is not of latent attention"),
+        ([*LATENT, "model.num_query_groups=64"], "set it to model.num_attention_heads=128"),
+        ([*LATENT, "model.qk_rope_head_dim=63"], "model.qk_rope_head_dim=63 must be even"),
+        (["model.router_bias=true"], "model.router_bias=true does nothing: model.num_experts=null"),
+        (["model=nano_moe", "model.router_bias=true"], "needs model.router_score=sigmoid"),
+        ([*LATENT, "model.router_bias=false", "model.router_bias_update=0.1"], "router_bias_update=0.1 moves nothing"),
+        (["model=nano_moe", "model.router_groups=2"], "set both or neither"),
+        ([*LATENT, "model.first_dense_layers=61"], "leaves none of model.num_layers=61 layers to the experts"),
+        ([*LATENT, "model.normalize_expert_weights=false"], "with model.router_score=sigmoid"),
+        ([*LATENT, "model.router_groups=7"], "model.router_groups=7 must divide model.num_experts=256"),
+        ([*LATENT, "model.router_groups_per_token=8"], "of model.router_groups=8 excludes nothing"),
+        ([*LATENT, "model.experts_per_token=12"], "must be 8 to 11 with model.router_groups_per_token=4"),
+        ([*LATENT, "model.num_experts=16", "model.experts_per_token=9"], "exceeds the 8 experts of"),
+    ],
+)
+def test_mistakes_are_named(overrides, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load(overrides)
+
+
+def test_a_nested_section_may_be_written_and_changed_key_by_key():
+    assert load(["model.rope_scaling={kind:linear,factor:8}"]).first.model.rope_scaling == LinearRope(factor=8.0)
+    config = load([*LATENT, "model.rope_scaling.factor=20"])
+    assert config.first.model.rope_scaling == YarnRope(
+        factor=20.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0
+    )
+    assert from_yaml(to_yaml(config), "here") == config

@@ -1,0 +1,26 @@
+"""The zero-centred norm is Gemma's own, to the bit."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+
+from rl_megatron.model.norms import PortableRMSNorm
+from rl_megatron.topology import platform
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_zero_centred_norm_is_gemmas(dtype):
+    platform.start("cpu")
+    torch.manual_seed(0)
+    config = SimpleNamespace(params_dtype=dtype, layernorm_zero_centered_gamma=True, sequence_parallel=False)
+    ours, theirs = PortableRMSNorm(config, 48, eps=1e-6), Gemma3RMSNorm(48, eps=1e-6).to(dtype)
+    weight, x = 0.3 * torch.randn(48), 3.0 * torch.randn(11, 48)
+    for norm in (ours, theirs):
+        norm.weight.data.copy_(weight)
+    found, wanted = ours(x.to(dtype)), theirs(x.to(dtype))
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, wanted, rtol=1e-6 if dtype is torch.float32 else 0, atol=0)
