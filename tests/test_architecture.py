@@ -123,7 +123,6 @@ def test_what_is_allowed_is_no_offence(source, module):
 def test_names_say_what_a_module_is_for():
     parts = {part for path in MODULES for part in path.relative_to(PACKAGE).with_suffix("").parts}
     assert not parts & FORBIDDEN_NAMES
-    parts -= {path.stem for path in MODULES if path.parent.name == "families"}  # models have versions in their names
     assert not [part for part in parts if part.rpartition("_v")[2].isdigit() and "_v" in part]
 
 

@@ -107,6 +107,7 @@ _OF_EXPERTS = (
     "first_dense_layers",
     "router_score",
     "router_bias",
+    "router_bias_update",
     "router_groups",
     "router_groups_per_token",
     "routed_scaling_factor",
@@ -153,6 +154,11 @@ def _check_router(model: ModelConfig) -> None:
         )
     if model.router_bias and model.router_score != "sigmoid":
         raise ConfigError("model.router_bias=true needs model.router_score=sigmoid; set it, or router_bias=false")
+    if model.router_bias_update and not model.router_bias and model.num_experts is not None:
+        raise ConfigError(
+            f"model.router_bias_update={model.router_bias_update} moves nothing: model.router_bias=false; set one of "
+            "them otherwise"
+        )
     if (groups is None) != (visited is None):
         raise ConfigError(
             f"model.router_groups={groups} and model.router_groups_per_token={visited}: one does nothing without the "

@@ -123,8 +123,11 @@ class ModelConfig:
     first_dense_layers: NonNegative = 0  # layers with a dense MLP before those with experts (DeepSeek-V3: 3)
     router_score: Literal["softmax", "sigmoid"] = "softmax"  # of an expert (DeepSeek-V3: sigmoid)
     # A number for each expert, added to its score where experts are chosen and not where they are weighed, as
-    # DeepSeek-V3 has it. It travels with the weights, and no training here moves it.
+    # DeepSeek-V3 has it. It travels with the weights, and has no gradient.
     router_bias: bool = False
+    # How far each optimizer step moves it, up for experts with fewer tokens than the mean, down for those with more
+    # (DeepSeek-V3's pretraining: 0.001); 0: it stays as it is.
+    router_bias_update: NonNegativeFloat = 0.0
     # Experts in so many groups, of which a token visits the router_groups_per_token whose best two experts score most
     # (DeepSeek-V3); null: any expert.
     router_groups: Positive | None = None

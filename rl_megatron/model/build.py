@@ -119,7 +119,7 @@ def _experts(model: ModelConfig) -> dict:
         "moe_layer_freq": [int(layer >= model.first_dense_layers) for layer in range(model.num_layers)],
         "moe_router_score_function": model.router_score,
         "moe_router_enable_expert_bias": model.router_bias,
-        "moe_router_bias_update_rate": 0.0,
+        "moe_router_bias_update_rate": model.router_bias_update,
         "moe_router_num_groups": model.router_groups,
         "moe_router_group_topk": model.router_groups_per_token,
         "moe_router_topk_scaling_factor": None if model.routed_scaling_factor == 1.0 else model.routed_scaling_factor,

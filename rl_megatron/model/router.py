@@ -30,6 +30,7 @@ class BalancedRouter(TopKRouter):
 
     step_tokens: Tensor | None = None  # T, of the step under way
     reported: Tensor | None = None  # this rank's part of L_aux in the step under way
+    visits: Tensor | None = None  # [experts] tokens of this rank in the step under way, where they move the bias
 
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
@@ -46,8 +47,13 @@ class BalancedRouter(TopKRouter):
         self.reported = self.reported + loss.detach()
         return _AlsoMinimised.apply(probs, loss)
 
-    def _apply_expert_bias(self, *_: object, **__: object) -> None:
-        """megatron-core counts tokens here, padding too, for its update of the bias; ours stays as it is loaded."""
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Counts the tokens of each expert for `move_biases`, as the balancing loss does: padding and rows without
+        weight are none. megatron-core's own count, which this leaves at 0, has padding in it, and moves the bias before
+        it is known whether the step is taken."""
+        if self.visits is not None and self.training and torch.is_grad_enabled():
+            tokens = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
+            self.visits += tokens.sum(dim=0)
 
 
 class _AlsoMinimised(torch.autograd.Function):
@@ -76,14 +82,37 @@ def forget_graphs(chunks: Iterable[torch.nn.Module]) -> None:
 
 def balancing_routers(chunks: Iterable[torch.nn.Module]) -> list[BalancedRouter]:
     """The routers whose balancing loss is on."""
-    routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, BalancedRouter)]
-    return [router for router in routers if router.is_aux_loss_enabled()]
+    return [router for router in _routers(chunks) if router.is_aux_loss_enabled()]
 
 
-def begin_step(routers: Iterable[BalancedRouter], tokens: Tensor) -> None:
+def moving_routers(chunks: Iterable[torch.nn.Module]) -> list[BalancedRouter]:
+    """The routers whose bias moves with each step."""
+    moves = [router for router in _routers(chunks) if router.enable_expert_bias]
+    return [router for router in moves if router.config.moe_router_bias_update_rate > 0]
+
+
+def _routers(chunks: Iterable[torch.nn.Module]) -> list[BalancedRouter]:
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, BalancedRouter)]
+
+
+def begin_step(chunks: Iterable[torch.nn.Module], tokens: Tensor) -> None:
     """Tells the routers how many tokens the global batch has, rows without weight left out."""
-    for router in routers:
+    chunks = list(chunks)
+    for router in balancing_routers(chunks):
         router.step_tokens, router.reported = tokens.clamp(min=1.0), torch.zeros_like(tokens)
+    for router in moving_routers(chunks):
+        router.visits = torch.zeros_like(router.expert_bias, dtype=torch.float32)
+
+
+def move_biases(routers: Iterable[BalancedRouter], group: dist.ProcessGroup) -> None:
+    """bᵢ += rate · sign(mean visits − visits of expert i), after a step; collective over `group`, the ranks of a
+    pipeline stage.
+
+    Source: Wang et al. 2024 (arXiv:2408.15664), algorithm 1.
+    """
+    for router in routers:
+        dist.all_reduce(router.visits, group=group)
+        router.expert_bias += router.config.moe_router_bias_update_rate * (router.visits.mean() - router.visits).sign()
 
 
 def balancing_loss(routers: list[BalancedRouter], group: dist.ProcessGroup, device: torch.device) -> float:

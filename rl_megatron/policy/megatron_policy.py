@@ -21,6 +21,7 @@ from rl_megatron.data.cost import SequenceCost
 from rl_megatron.losses.interfaces import Loss, LossFunction, LossInputType
 from rl_megatron.model.backend import choose_backend
 from rl_megatron.model.build import Head, build_model, unwrap
+from rl_megatron.model.router import move_biases, moving_routers
 from rl_megatron.policy import checkpoint, loading
 from rl_megatron.policy.batching import Batching, Planned, row_lengths
 from rl_megatron.policy.colocated import ColocatedPolicy
@@ -179,6 +180,8 @@ class MegatronPolicy(ColocatedPolicy, ReferencedPolicy):
             updated, _, _ = self.optimizer.step()
             self._weights_are_scattered = self._overlaps
             self.weight_version += int(updated)
+            if updated:
+                move_biases(moving_routers(self.chunks), self.topology.groups.tp_dp_cp)
             self.scheduler.step(increment=1)
         moved = {"grad_norm": grad_norm, "lr": lr, "updated": float(updated)}
         return report | moved | {"packing_efficiency": planned.efficiency}

@@ -23,7 +23,7 @@ from rl_megatron.log import once
 from rl_megatron.logprobs import DeferredLogits, LogprobStats, Sharding, next_token_stats, vocab_parallel_top_k
 from rl_megatron.losses.interfaces import Loss, LossFunction, nan_left_to_caller
 from rl_megatron.model.deferred_head import DeferredHead, UncopiedHead
-from rl_megatron.model.router import balancing_loss, balancing_routers, begin_step, forget_graphs
+from rl_megatron.model.router import balancing_loss, balancing_routers, begin_step, forget_graphs, moving_routers
 from rl_megatron.schedule.microbatch import Microbatch, ModelInput
 from rl_megatron.schedule.pipeline import PlannedCommunicator
 from rl_megatron.schedule.report import Denominators, reduce_metrics
@@ -65,7 +65,8 @@ class Runner:
         """
         step = partial(self._loss_of, loss_fn=loss_fn, denominators=denominators)
         routers = [] if forward_only else balancing_routers(self.chunks)
-        begin_step(routers, denominators.positions)
+        if not forward_only:
+            begin_step(self.chunks, denominators.positions)
         head = self._head() if _reads_deferred_logits(loss_fn) else None
         if self.fused_head is not None and not _reads_deferred_logits(loss_fn):
             once(f"{type(loss_fn).__name__} reads whole logits: the fused head is off for it")
@@ -128,7 +129,7 @@ class Runner:
         microbatches = self._filled_up(microbatches)
         shapes = [microbatch.shape(topology) for microbatch in microbatches]
         config.variable_seq_lengths = len(set(shapes)) > 1
-        balances_experts = not forward_only and bool(balancing_routers(self.chunks))
+        balances_experts = not forward_only and bool(balancing_routers(self.chunks) or moving_routers(self.chunks))
 
         prepared = [  # once for all chunks
             (microbatch, ModelInput.of(microbatch, topology, self.vocab_size, self.backend, balances_experts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,19 +131,26 @@ def test_every_family_has_a_case():
     assert {architecture(case) for case in CASES} == {family.architecture for family in FAMILIES}
 
 
-def bf16_round_trip(model: ModelConfig, checkpoint: str, directory: str) -> Path:
-    policy = build({"tensor": 2}, model, precision="bf16")
+def loaded_and_saved(model: ModelConfig, precision: str, checkpoint: str, directory: str) -> Path:
+    policy = build({"tensor": 2}, model, precision)
     policy.load_checkpoint(checkpoint, weights_only=True)
     return policy.save_checkpoint(directory, 1)
 
 
-@pytest.mark.parametrize("case", ["llama tied, rope scaled", "qwen2"])
-def test_bf16_comes_back_bit_for_bit(ranks, imported, tmp_path, case):
+@pytest.mark.parametrize(
+    ("case", "precision"), [("llama tied, rope scaled", "bf16"), ("qwen2", "bf16"), ("qwen2", "fp32")]
+)
+def test_bf16_stays_bf16_and_becomes_fp32_in_a_run_of_fp32(ranks, imported, tmp_path, case, precision):
+    """Bit for bit, from the import and from what a run saved, with a config.json that says so."""
     source, checkpoint = save(hf_model(case).bfloat16(), tmp_path / "bf16"), tmp_path / "checkpoint"
     import_weights(source, checkpoint)
-    saved = ranks.run(2, bf16_round_trip, imported(case).model, str(checkpoint), str(tmp_path / "run/checkpoints/a"))[0]
+    given = (imported(case).model, precision, str(checkpoint), str(tmp_path / "run/checkpoints/a"))
+    saved = ranks.run(2, loaded_and_saved, *given)[0]
     shutil.copytree(checkpoint / "hugging_face", tmp_path / "run" / "hugging_face")
-    for number, origin in enumerate((checkpoint, saved)):
-        export_weights(origin, tmp_path / f"hf{number}")
-        assert_same_tensors(tensors(tmp_path / f"hf{number}"), tensors(source))
-        assert (tmp_path / f"hf{number}" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    for origin, dtype in ((checkpoint, "bfloat16"), (saved, {"bf16": "bfloat16", "fp32": "float32"}[precision])):
+        exported = tmp_path / f"hf {origin.name}"
+        export_weights(origin, exported)
+        wanted = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors(source).items()}
+        assert_same_tensors(tensors(exported), wanted)
+        config = json.loads((source / "config.json").read_text())
+        assert json.loads((exported / "config.json").read_text()) == config | {"dtype": dtype}

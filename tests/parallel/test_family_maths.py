@@ -224,6 +224,47 @@ def test_a_routers_bias_stays_in_fp32_and_as_it_is(ranks, saved, tmp_path):
             assert torch.equal(found[name], bias), name
 
 
+RATE = 0.01
+
+
+def biases_after_a_step(directory, parallel: dict, batching: Batching) -> dict[str, torch.Tensor]:
+    policy = policy_of(directory, parallel, {"router_bias_update": RATE}, batching=batching)
+    policy.accumulate_gradients(batch(), NLLLoss())  # counts, and moves nothing
+    policy.train(batch(), NLLLoss(), gbs=7)
+    return router_biases(policy)
+
+
+def moved_by_hand(directory) -> dict[str, torch.Tensor]:
+    """Each token of a row visits its experts; padding visits none."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    within = (torch.arange(batch()["input_ids"].size(1)) < batch()["input_lengths"][:, None]).flatten()
+    moved = {}
+    for layer in (1, 2, 3):
+        gate = model.model.layers[layer].mlp.gate
+
+        def count(_, __, output, gate=gate, name=f"decoder.layers.{layer}.mlp.router.expert_bias"):
+            visits = torch.bincount(output[2][within].flatten(), minlength=12).float()
+            moved[name] = gate.e_score_correction_bias + RATE * (visits.mean() - visits).sign()
+
+        gate.register_forward_hook(count)
+    with torch.no_grad():
+        model(batch()["input_ids"])
+    return moved
+
+
+@pytest.mark.parametrize(
+    ("parallel", "batching"),
+    [({"expert": 2}, PACKED), ({"tensor": 2, "sequence": True}, Batching(rows=3)), ({"pipeline": 2}, Batching(rows=2))],
+    ids=["expert 2", "tensor 2 sequence", "pipeline 2"],
+)
+def test_a_routers_bias_moves_towards_an_even_load_where_it_is_asked_to(ranks, saved, parallel, batching):
+    directory = saved["deepseek_v3"][0]
+    found, wanted = ranks.run(2, biases_after_a_step, directory, parallel, batching)[0], moved_by_hand(directory)
+    assert found.keys() == wanted.keys()
+    for name, bias in wanted.items():
+        torch.testing.assert_close(found[name], bias, atol=1e-6, rtol=0)
+
+
 def long_row() -> torch.Tensor:
     return torch.randint(0, VOCAB_SIZE, (1, 2500), generator=torch.Generator().manual_seed(2))
 

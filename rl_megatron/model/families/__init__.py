@@ -24,7 +24,9 @@ from rl_megatron.model.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3)
 # Model keys that change neither what the weights mean nor what comes of them.
-NOT_OF_THE_WEIGHTS = frozenset({"recompute", "backend", "init_std", "max_sequence_length", "router_aux_loss"})
+NOT_OF_THE_WEIGHTS = frozenset(
+    {"recompute", "backend", "init_std", "max_sequence_length", "router_aux_loss", "router_bias_update"}
+)
 
 
 def read_model(hf_config: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig]:

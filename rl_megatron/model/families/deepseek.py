@@ -165,4 +165,4 @@ _IGNORED = frozenset(
         "qk_head_dim", "seq_aux",
     }
 )  # fmt: skip
-DEEPSEEK_V3 = Family("DeepseekV3ForCausalLM", read_config, write_config, weight_table, _IGNORED, is_dropped)
+DEEPSEEK_V3 = Family("DeepseekV3ForCausalLM", read_config, write_config, weight_table, is_dropped, _IGNORED)

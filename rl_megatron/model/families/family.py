@@ -10,6 +10,10 @@ from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.families.table import WeightTable
 
 
+def _none(hf_name: str, model: ModelConfig) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Family:
     """One Hugging Face architecture.
@@ -19,13 +23,14 @@ class Family:
     write_config: a model section and the rows of its embedding → a config.json that gives the section back, where the
         family can express it.
     table: a model section and the rows of its embedding → where every weight belongs.
+    is_dropped: which tensors a Hugging Face checkpoint may hold beside the table's, by name: no part of the model here,
+        nor of transformers', and left behind.
     ignored: keys of its config.json that change nothing, whatever their value.
-    is_dropped: whether a tensor of its files, by name, belongs to no part of the model; it is left out of an import.
     """
 
     architecture: str
     read_config: Callable[[Mapping[str, Any]], ModelConfig]
     write_config: Callable[[ModelConfig, int], dict[str, Any]]
     table: Callable[[ModelConfig, int], WeightTable]
+    is_dropped: Callable[[str, ModelConfig], bool] = _none
     ignored: frozenset[str] = frozenset()
-    is_dropped: Callable[[str, ModelConfig], bool] = lambda name, model: False

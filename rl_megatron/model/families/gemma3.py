@@ -142,4 +142,4 @@ _IGNORED = frozenset(
         "sliding_window_pattern",
     }
 )  # fmt: skip
-GEMMA3 = Family("Gemma3ForCausalLM", read_config, write_config, weight_table, _IGNORED)
+GEMMA3 = Family("Gemma3ForCausalLM", read_config, write_config, weight_table, ignored=_IGNORED)

@@ -37,6 +37,7 @@ YARN = "kind:yarn,factor:8,original_max_position_embeddings:512"
         ([*LATENT, "model.qk_rope_head_dim=63"], "model.qk_rope_head_dim=63 must be even"),
         (["model.router_bias=true"], "model.router_bias=true does nothing: model.num_experts=null"),
         (["model=nano_moe", "model.router_bias=true"], "needs model.router_score=sigmoid"),
+        ([*LATENT, "model.router_bias=false", "model.router_bias_update=0.1"], "router_bias_update=0.1 moves nothing"),
         (["model=nano_moe", "model.router_groups=2"], "set both or neither"),
         ([*LATENT, "model.first_dense_layers=61"], "leaves none of model.num_layers=61 layers to the experts"),
         ([*LATENT, "model.normalize_expert_weights=false"], "with model.router_score=sigmoid"),

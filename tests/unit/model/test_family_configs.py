@@ -1,177 +1,125 @@
-"""config.json → model section: both dialects, what is refused, and back."""
+"""Configs of Gemma 3 and DeepSeek-V3: read, written, read again; what there is no maths for is refused by name."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
+from transformers import AutoConfig, DeepseekV3Config, Gemma3TextConfig
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import config_directory, load
-from rl_megatron.config.schema import ModelConfig
-from rl_megatron.model.families import FAMILIES, family_of_model, read_model, same_weights
+from rl_megatron.config.load import load
+from rl_megatron.config.model_rules import check_model
+from rl_megatron.config.schema import LinearRope, ModelConfig
+from rl_megatron.model.families import family_of_config, family_of_model
+from rl_megatron.model.families.deepseek import DEEPSEEK_V3
+from rl_megatron.model.families.gemma3 import GEMMA3
 
-PRESETS = sorted(path.stem for path in (config_directory() / "model").glob("*.yaml") if path.stem != "init_from")
-DENSE = ModelConfig(vocab_size=77, max_sequence_length=64, head_dim=48, tie_embeddings=False)
-EXPERTS = replace(DENSE, num_experts=4, expert_ffn_hidden_size=96)
-# One that the family alone, or the first of its kin, can say.
-MODELS = {
-    "LlamaForCausalLM": DENSE,
-    "MistralForCausalLM": replace(DENSE, sliding_window=8),
-    "Qwen2ForCausalLM": replace(DENSE, qkv_bias=True),
-    "Qwen3ForCausalLM": replace(DENSE, qk_norm=True),
-    "MixtralForCausalLM": replace(EXPERTS, sliding_window=8),
-    "Qwen3MoeForCausalLM": replace(EXPERTS, qk_norm=True, normalize_expert_weights=False),
-    "Gemma3ForCausalLM": replace(
-        DENSE,
-        qk_norm=True,
-        zero_centered_norm=True,
-        sandwich_norms=True,
-        activation="gelu_tanh",
-        scale_embeddings=True,
-        query_pre_attn_scalar=24,
-        sliding_window=8,
-        global_attention_every=3,
-        local_rope_base=100.0,
-    ),
-    "DeepseekV3ForCausalLM": replace(
-        EXPERTS,
-        num_query_groups=4,
-        head_dim=None,
-        kv_lora_rank=8,
-        qk_nope_head_dim=6,
-        qk_rope_head_dim=4,
-        v_head_dim=8,
-        first_dense_layers=1,
-        router_score="sigmoid",
-        router_bias=True,
-    ),
-}
+# As Google and DeepSeek published them, for transformers 4.
+GEMMA3_1B = {
+    "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attn_logit_softcapping": None,
+    "cache_implementation": "hybrid", "final_logit_softcapping": None, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "intermediate_size": 6912,
+    "max_position_embeddings": 32768, "model_type": "gemma3_text", "num_attention_heads": 4, "num_hidden_layers": 26,
+    "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6, "rope_local_base_freq": 10000,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}  # fmt: skip
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "first_k_dense_replace": 3,
+    "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
+    "max_position_embeddings": 4096, "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1,
+    "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000,
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+                     "original_max_position_embeddings": 4096, "type": "yarn"},
+    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 4,
+    "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
+PUBLISHED = {"gemma3_1b": GEMMA3_1B, "deepseek_v3": DEEPSEEK}
 
 
-def config(architecture: str, **changes) -> dict:
-    """What the family writes for its model, with keys changed, or left out where `...`."""
-    (family,) = (family for family in FAMILIES if family.architecture == architecture)
-    written = family.write_config(MODELS[architecture], 77) | changes
-    return {key: value for key, value in written.items() if value is not ...}
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_a_published_config_is_the_preset_of_its_name(preset):
+    hf = PUBLISHED[preset]
+    model = family_of_config(hf, "config.json").read_config(hf)
+    check_model(model)
+    ours = load([f"model={preset}"]).first.model
+    assert replace(model, vocab_size=None, max_sequence_length=4096) == ours
 
 
-@pytest.mark.parametrize("architecture", MODELS)
-def test_a_family_reads_what_it_writes(architecture):
-    family, model = read_model(config(architecture), "there")
-    assert family.architecture == architecture
-    assert same_weights(model, MODELS[architecture])
-    assert family_of_model(MODELS[architecture], 77) is family
-
-
-@pytest.mark.parametrize("architecture", MODELS)
-def test_transformers_makes_nothing_else_of_what_a_family_writes(architecture):
-    """Its own config class reads the file, and writes one that is the same model; nothing is left that it ignores."""
-    from transformers import CONFIG_MAPPING
-
-    written = config(architecture)
-    theirs = CONFIG_MAPPING[written["model_type"]](**written).to_dict()
-    assert same_weights(read_model(theirs, "there")[1], MODELS[architecture])
-    renamed = {"num_experts", "rope_theta", "rope_scaling", "max_window_layers"}
-    assert {key for key in written if key not in theirs} <= renamed
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_has_a_family_or_is_known_not_to(preset):
-    model = load([f"model={preset}"]).first.model
-    if model.shared_expert_ffn_hidden_size is not None:  # Qwen2-MoE's, which is no family here
-        with pytest.raises(ConfigError, match="none of Llama.* cannot be written for Hugging Face"):
-            family_of_model(model, 300)
-    else:
-        family = family_of_model(model, 300)
-        read = read_model(family.write_config(model, 300), preset)[1]
-        assert same_weights(read, replace(model, vocab_size=300))
-
-
-def test_transformers_4_and_5_say_the_same():
-    five = config("LlamaForCausalLM", rope_parameters={"rope_type": "default", "rope_theta": 5e5}, rope_theta=...)
-    four = config("LlamaForCausalLM", rope_parameters=..., rope_theta=5e5, rope_scaling=None, torch_dtype="bfloat16")
-    assert read_model(five, "there")[1] == read_model(four, "there")[1]
-    assert read_model(four, "there")[1].rope_base == 5e5
-    four = config("Qwen3MoeForCausalLM")
-    five = config("Qwen3MoeForCausalLM", num_experts=..., num_local_experts=4)
-    assert read_model(five, "there")[1] == read_model(four, "there")[1]
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_what_is_written_reads_back_and_says_the_same_through_transformers(preset, tmp_path):
+    hf = PUBLISHED[preset]
+    family = family_of_config(hf, "config.json")
+    model = family.read_config(hf)
+    written = family.write_config(model, hf["vocab_size"])
+    assert family.read_config(written) == model
+    assert family_of_model(model, hf["vocab_size"]) is family
+    config = (Gemma3TextConfig if family is GEMMA3 else DeepseekV3Config)(**written)
+    config.save_pretrained(tmp_path)
+    assert family.read_config(AutoConfig.from_pretrained(tmp_path).to_dict()) == model
 
 
 @pytest.mark.parametrize(
-    ("architecture", "changes", "expected"),
+    ("kinds", "every"),
     [
-        ("MistralForCausalLM", {"sliding_window": None}, {"sliding_window": None}),
-        ("LlamaForCausalLM", {"num_key_value_heads": ...}, {"num_query_groups": 4}),
-        ("LlamaForCausalLM", {"head_dim": ...}, {"head_dim": None}),
-        ("LlamaForCausalLM", {"tie_word_embeddings": ...}, {"tie_embeddings": False}),
-        ("Qwen2ForCausalLM", {"use_sliding_window": False, "sliding_window": 4096}, {"sliding_window": None}),
-        (
-            "Qwen2ForCausalLM",
-            {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 4},
-            {"sliding_window": None},
-        ),
-        (
-            "Qwen3ForCausalLM",
-            {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0},
-            {"sliding_window": 9},
-        ),
-        ("Qwen3ForCausalLM", {"layer_types": ["full_attention"] * 4}, {"sliding_window": None}),
-        ("Qwen3MoeForCausalLM", {"mlp_only_layers": [], "sliding_window": 4096}, {"sliding_window": None}),
-        # harmless, off, a setting of generation, or as transformers has it anyway
-        ("LlamaForCausalLM", {"bos_token_id": 1, "use_cache": True, "_name_or_path": "x", "torch_dtype": "x"}, {}),
-        ("LlamaForCausalLM", {"attention_dropout": 0.1, "initializer_range": 0.5, "transformers_version": "4"}, {}),
-        ("Qwen2ForCausalLM", {"use_mrope": False, "unheard_of": None}, {}),
-        ("LlamaForCausalLM", {"max_length": 4096, "temperature": 0.6}, {}),
-        ("MixtralForCausalLM", {"output_router_logits": True, "router_aux_loss_coef": 0.02}, {}),
+        (["sliding_attention", "full_attention"] * 2, 2),
+        (["sliding_attention"] * 4, 5),
+        (["full_attention"] * 4, None),
     ],
+    ids=["every second", "all", "none"],
 )
-def test_what_is_accepted(architecture, changes, expected):
-    model = read_model(config(architecture, **changes), "there")[1]
-    for key, value in expected.items():
-        assert getattr(model, key) == value
-    if not expected:
-        assert model == read_model(config(architecture), "there")[1]
+def test_layers_with_a_window(kinds, every):
+    hf = {key: value for key, value in GEMMA3_1B.items() if key != "sliding_window_pattern"}
+    hf |= {"layer_types": kinds, "num_hidden_layers": 4}
+    model = GEMMA3.read_config(hf)
+    check_model(model)
+    assert model.global_attention_every == every
+    assert (model.sliding_window, model.local_rope_base) == ((None, None) if every is None else (512, 1e4))
+    assert GEMMA3.read_config(GEMMA3.write_config(model, 7)) == replace(model, vocab_size=7)
+
+
+def test_ropes_of_both_kinds_of_layers():
+    scaled = GEMMA3_1B | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    model = GEMMA3.read_config(scaled)
+    assert (model.rope_base, model.local_rope_base, model.rope_scaling) == (1e6, 1e4, LinearRope(factor=8.0))
+    assert GEMMA3.read_config(Gemma3TextConfig(**scaled).to_dict()) == model
 
 
 @pytest.mark.parametrize(
-    ("architecture", "changes", "message"),
+    ("family", "changes", "said"),
     [
-        (
-            "LlamaForCausalLM",
-            {"architectures": ["BertModel"]},
-            r"architectures=\['BertModel'\].*known are Llama.*Qwen3M",
-        ),
-        ("LlamaForCausalLM", {"architectures": ...}, r"architectures=\[\] has no family"),
-        ("LlamaForCausalLM", {"hidden_size": ...}, "there/config.json has no 'hidden_size'"),
-        ("LlamaForCausalLM", {"rms_norm_eps": ...}, "has no 'rms_norm_eps'"),
-        ("Qwen3ForCausalLM", {"head_dim": ...}, "has no 'head_dim'"),
-        ("MistralForCausalLM", {"sliding_window": ...}, "has no 'sliding_window'"),
-        ("MixtralForCausalLM", {"num_local_experts": ...}, "has no 'num_local_experts'"),
-        ("Qwen3MoeForCausalLM", {"num_experts": ...}, "has no 'num_experts'"),
-        ("Qwen3MoeForCausalLM", {"norm_topk_prob": ...}, "has no 'norm_topk_prob'"),
-        ("LlamaForCausalLM", {"hidden_size": "wide"}, "hidden_size='wide'"),
-        ("LlamaForCausalLM", {"num_hidden_layers": 0}, "num_layers=0"),
-        ("LlamaForCausalLM", {"attention_bias": True}, "attention_bias=True is not supported"),
-        ("LlamaForCausalLM", {"mlp_bias": True}, "mlp_bias=True is not supported"),
-        ("Qwen2ForCausalLM", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; hidden_act='silu' is"),
-        ("Qwen3ForCausalLM", {"attention_bias": True}, "attention_bias=True"),
-        ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type=.?dynamic"),
-        ("Qwen2ForCausalLM", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "in some layers only"),
-        (
-            "Qwen2ForCausalLM",
-            {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
-            "sliding_window=9 in some layers only",
-        ),
-        ("MixtralForCausalLM", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
-        ("Qwen3MoeForCausalLM", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
-        ("Qwen3MoeForCausalLM", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
-        ("Qwen3MoeForCausalLM", {"use_sliding_window": True}, "use_sliding_window=True"),
-        ("LlamaForCausalLM", {"quantization_config": {"bits": 4}}, "quantization_config=.* is not understood"),
-        ("LlamaForCausalLM", {"auto_map": {"AutoModel": "x.Y"}}, "auto_map=.* is not understood"),
-        ("LlamaForCausalLM", {"logit_scale": 0.5}, "logit_scale=0.5 is not understood here, and may change what"),
+        (GEMMA3, {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        (GEMMA3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        (GEMMA3, {"hidden_activation": "gelu"}, "hidden_activation=gelu"),
+        (GEMMA3, {"layer_types": ["full_attention", *["sliding_attention"] * 25]}, "layer_types="),
+        (DEEPSEEK_V3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
+        (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave=False"),
+        (DEEPSEEK_V3, {"attention_bias": True}, "attention_bias=True"),
+        (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func=softmax"),
     ],
 )
-def test_what_is_refused(architecture, changes, message):
-    with pytest.raises(ConfigError, match=message):
-        read_model(config(architecture, **changes), "there/config.json")
+def test_what_there_is_no_maths_for_is_refused(family, changes, said):
+    hf = GEMMA3_1B if family is GEMMA3 else DEEPSEEK
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        family.read_config(hf | changes)
+
+
+def test_layers_that_predict_further_tokens_are_no_part_of_the_model():
+    model = DEEPSEEK_V3.read_config(DEEPSEEK)
+    is_dropped = DEEPSEEK_V3.is_dropped
+    assert is_dropped("model.layers.61.eh_proj.weight", model)
+    assert is_dropped("model.layers.61.mlp.experts.3.up_proj.weight", model)
+    assert not is_dropped("model.layers.60.mlp.gate.weight", model)
+    assert not is_dropped("model.norm.weight", model)
+    assert not any(is_dropped(name, model) for name in DEEPSEEK_V3.table(replace(model, num_experts=16), 7).hf_shapes)
+
+
+@pytest.mark.parametrize("model", [ModelConfig(activation="gelu_tanh"), ModelConfig(routed_scaling_factor=2.0)])
+def test_a_model_of_no_family_is_refused(model):
+    with pytest.raises(ConfigError, match="cannot be written for Hugging Face"):
+        family_of_model(model, 7)
