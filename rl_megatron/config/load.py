@@ -258,7 +258,7 @@ def _describe(detail: Mapping[str, Any], section: type, where: str) -> str:
         member = location.pop(1)  # pydantic names the union's member; the key path does not
         known = _schema_paths(_algorithms()[member], "algorithm.")
     if location[:2] == ["model", "rope_scaling"] and len(location) > 3:
-        location.pop(2)
+        location.pop(2)  # likewise
     path = ".".join(location)
     if detail["type"] == "unexpected_keyword_argument":
         return f"unknown key {where + path!r}{nearest(path, known)}"

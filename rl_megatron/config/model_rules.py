@@ -76,6 +76,11 @@ def _check_rope(model: ModelConfig) -> None:
             f"model.rope_scaling.beta_slow={scaling.beta_slow} must be less than "
             f"model.rope_scaling.beta_fast={scaling.beta_fast}"
         )
+    if isinstance(scaling, YarnRope) and model.local_rope_base is not None:
+        raise ConfigError(
+            "model.rope_scaling.kind=yarn scales the scores of every layer, and layers with model.local_rope_base="
+            f"{model.local_rope_base} are not to be scaled; use linear or llama3, or set local_rope_base=null"
+        )
 
 
 def _check_windows(model: ModelConfig) -> None:

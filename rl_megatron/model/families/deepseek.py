@@ -60,7 +60,7 @@ def _read_experts(hf: Mapping[str, Any]) -> dict[str, Any]:
         "num_experts": hf["n_routed_experts"],
         "experts_per_token": hf["num_experts_per_tok"],
         "expert_ffn_hidden_size": hf["moe_intermediate_size"],
-        "shared_expert_ffn_hidden_size": hf["moe_intermediate_size"] * hf["n_shared_experts"] or None,
+        "shared_expert_ffn_hidden_size": hf["moe_intermediate_size"] * (hf.get("n_shared_experts") or 0) or None,
         "normalize_expert_weights": hf["norm_topk_prob"],
         "first_dense_layers": hf["first_k_dense_replace"],
         "router_score": "sigmoid",

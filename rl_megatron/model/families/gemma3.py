@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.schema import ModelConfig
+from rl_megatron.config.schema import ModelConfig, YarnRope
 from rl_megatron.model.families.family import Family
 from rl_megatron.model.families.rope import DEFAULT_BASE, read_scaling, write_scaling
 from rl_megatron.model.families.table import TableBuilder, WeightTable, attention, embeddings, gated_mlp, head_size
@@ -85,6 +85,8 @@ def _read_ropes(hf: Mapping[str, Any], with_local: bool) -> dict[str, Any]:
     else:
         base, local_base = hf.get("rope_theta", _GLOBAL_BASE), hf.get("rope_local_base_freq", DEFAULT_BASE)
         scaling = read_scaling(hf.get("rope_scaling") or {}, "rope_scaling", longest)
+    if with_local and isinstance(scaling, YarnRope):
+        raise ConfigError("RoPE scaling of type yarn: beside layers with a window, linear and llama3 are known here")
     return {
         "rope_base": float(base),
         "rope_scaling": scaling,

@@ -28,6 +28,10 @@ YARN = "kind:yarn,factor:8,original_max_position_embeddings:512"
         (["model.global_attention_every=2"], "does nothing: model.sliding_window=null"),
         (["model.sliding_window=4", "model.global_attention_every=1"], "leaves no layer with the window"),
         (["model.sliding_window=4", "model.local_rope_base=100"], "model.global_attention_every=null has no such two"),
+        (
+            ["model=gemma3_1b", f"model.rope_scaling={{{YARN}}}"],
+            "kind=yarn scales the scores of every layer",
+        ),
         (["model.activation=gelu"], "model.activation='gelu'"),
         (["model.v_head_dim=4"], "model.v_head_dim=4 does nothing: model.kv_lora_rank=null"),
         ([*LATENT, "model.v_head_dim=null"], "model.v_head_dim=null: model.kv_lora_rank=512 needs it"),

@@ -97,6 +97,7 @@ def test_ropes_of_both_kinds_of_layers():
         (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         (GEMMA3, {"hidden_activation": "gelu"}, "hidden_activation=gelu"),
         (GEMMA3, {"layer_types": ["full_attention", *["sliding_attention"] * 25]}, "layer_types="),
+        (GEMMA3, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "RoPE scaling of type yarn"),
         (DEEPSEEK_V3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
         (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave=False"),
         (DEEPSEEK_V3, {"attention_bias": True}, "attention_bias=True"),
