@@ -71,7 +71,10 @@ def step(policy: MegatronPolicy) -> float:
 def save(policy: MegatronPolicy, directory: Path, number: int, background: bool) -> Measured:
     dist.barrier()
     started = time.perf_counter()
-    under_way = policy.begin_checkpoint(directory, number, background=background)
+    under_way = policy.begin_checkpoint(directory, number)
+    if not background:
+        while not under_way.is_written():
+            time.sleep(0.005)
     begun = time.perf_counter() - started
     steps = []
     while not under_way.is_written():
