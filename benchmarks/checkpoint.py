@@ -71,7 +71,10 @@ def step(policy: MegatronPolicy) -> float:
 def save(policy: MegatronPolicy, directory: Path, number: int, background: bool) -> Measured:
     dist.barrier()
     started = time.perf_counter()
-    under_way = policy.begin_checkpoint(directory, number, background=background)
+    under_way = policy.begin_checkpoint(directory, number)
+    if not background:
+        while not under_way.is_written():
+            time.sleep(0.005)
     begun = time.perf_counter() - started
     steps = []
     while not under_way.is_written():
@@ -89,13 +92,17 @@ def slowest(seconds: list[float]) -> float:
     return max(found)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--directory", type=Path, help="where to write; default: the directory for temporary files")
-    parsed = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parsed = parser().parse_args(arguments)
     log.setup()
     policy = build(parsed.hidden, parsed.layers)
     scratch = tempfile.TemporaryDirectory(dir=parsed.directory)  # every rank has one; rank 0's is used

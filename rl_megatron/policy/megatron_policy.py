@@ -302,11 +302,9 @@ class MegatronPolicy(ColocatedPolicy, ReferencedPolicy):
 
         Raises: SaveFailed, on every rank, where one could not write; nothing of it stays, earlier checkpoints stand.
         """
-        return self.begin_checkpoint(directory, step, background=False, config=config, **extra).finish()
+        return self.begin_checkpoint(directory, step, config=config, **extra).finish()
 
-    def begin_checkpoint(
-        self, directory: str | Path, step: int, *, background: bool = True, config: str | None = None, **extra: Any
-    ) -> Save:
+    def begin_checkpoint(self, directory: str | Path, step: int, *, config: str | None = None, **extra: Any) -> Save:
         """As `save_checkpoint`, written from a copy while training goes on: a checkpoint once it is finished."""
         self._bring_back(gradients=False)
         self.finish_training()
@@ -315,7 +313,7 @@ class MegatronPolicy(ColocatedPolicy, ReferencedPolicy):
         files = {random_state_file(dist.get_rank()): random_state()}
         if config is not None and dist.get_rank() == 0:
             files[checkpoint.CONFIG] = config.encode()
-        return begin_save(Path(directory), step, self._state.sharded(loading=False), kept, files, background)
+        return begin_save(Path(directory), step, self._state.sharded(loading=False), kept, files)
 
     def load_checkpoint(self, path: str | Path, weights_only: bool = False, verify: bool = True) -> dict[str, Any]:
         """Restores a checkpoint saved under any layout and returns its manifest. `weights_only` starts a new training

@@ -14,6 +14,7 @@ import platform
 import queue
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -36,6 +37,7 @@ from rl_megatron import __version__
 from rl_megatron.policy import checkpoint
 from rl_megatron.policy.agreement import agreed_failure, on_main_rank
 
+_PAUSE = 0.005  # seconds between two questions whether all have written
 COMMON = "common.pt"  # what is no tensor of the model or its moments; its name is megatron-core's
 
 
@@ -72,17 +74,14 @@ class _Part:
 class Save:
     """A checkpoint on its way to the disk. Every rank calls every method."""
 
-    def __init__(self, final: Path, part: _Part, complete: Callable[[list, dict[str, Any]], None], background: bool):
+    def __init__(self, final: Path, part: _Part, complete: Callable[[list, dict[str, Any]], None]):
         """`complete`, on rank 0, makes the checkpoint of all ranks' results and entries."""
         self.path = final
         self._part, self._complete = part, complete
         self._written: tuple[list, dict[str, Any]] = ([], {})
         self._failure: str | None = None
         self._thread = threading.Thread(target=self._write, name=f"save {final.name}", daemon=True)
-        if background:
-            self._thread.start()
-        else:
-            self._thread.run()
+        self._thread.start()
 
     def _write(self) -> None:
         try:
@@ -103,8 +102,7 @@ class Save:
 
         Raises: SaveFailed, on every rank, where any could not write; what has been written is removed.
         """
-        if self._thread.is_alive():
-            self._thread.join()
+        self._wait()
         failure = agreed_failure(self._failure)
         if failure is None:
             everyones: list = [None] * dist.get_world_size()
@@ -117,10 +115,12 @@ class Save:
 
     def abandon(self) -> None:
         """Waits for what is being written and removes it."""
-        if self._thread.is_alive():
-            self._thread.join()
-        agreed_failure(None)  # no rank writes any more
+        self._wait()
         on_main_rank(lambda: shutil.rmtree(_partial(self.path), ignore_errors=True))
+
+    def _wait(self) -> None:
+        while not self.is_written():  # each question is answered at once: no rank waits until its patience is over
+            time.sleep(_PAUSE)
 
     def _publish(self, everyones: list) -> None:
         entries = {name: entry for _, entries in everyones for name, entry in entries.items()}
@@ -133,7 +133,6 @@ def begin_save(
     state: dict[str, Any],
     manifest: dict[str, Any],
     files: dict[str, bytes],
-    background: bool,
 ) -> Save:
     """Starts to write `directory/step-<step>` from every rank's sharded `state`, which may change as soon as this
     returns. `manifest` describes it; `files` are this rank's own, by name.
@@ -158,7 +157,7 @@ def begin_save(
         save_config(CheckpointingConfig("torch_dist", 1), str(partial))
         checkpoint.publish(partial, final, {"step": step, **manifest, "versions": versions()}, entries)
 
-    return Save(final, part, complete, background)
+    return Save(final, part, complete)
 
 
 def versions() -> dict[str, str]:

@@ -18,9 +18,9 @@ class Model:
     fails: set = field(default_factory=set)  # (what, step)
     written: bool = False
 
-    def begin_checkpoint(self, directory, step, background, **kept):
+    def begin_checkpoint(self, directory, step, **kept):
         self._do("begin", step)
-        self.log.append((self.name, "background" if background else "foreground", step))
+        self.log.append((self.name, "begin", step))
         return Saving(self, step)
 
     def _do(self, what, step):
@@ -65,7 +65,7 @@ def test_a_save_is_completed_when_both_have_been_written(make):
     saver.poll()
     critic.written = True
     saver.poll()
-    assert log == [("critic", "background", 1), ("policy", "background", 1)]
+    assert log == [("critic", "begin", 1), ("policy", "begin", 1)]
     policy.written = True
     saver.poll()
     saver.poll()
@@ -78,9 +78,9 @@ def test_one_save_at_a_time_and_the_last_is_waited_for(make):
     saver.save(1, last=False)
     saver.save(2, last=True)
     assert [entry for entry in log if entry[0] == "policy"] == [
-        ("policy", "background", 1), ("policy", "finish", 1), ("policy", "foreground", 2), ("policy", "finish", 2),
+        ("policy", "begin", 1), ("policy", "finish", 1), ("policy", "begin", 2), ("policy", "finish", 2),
     ]  # fmt: skip
-    assert log.index(("policy", "finish", 1)) < log.index(("critic", "foreground", 2))
+    assert log.index(("policy", "finish", 1)) < log.index(("critic", "begin", 2))
 
 
 def test_without_async_save_nothing_is_left_under_way(make):
@@ -88,7 +88,7 @@ def test_without_async_save_nothing_is_left_under_way(make):
     saver, _ = make(log, async_save=False)
     saver.save(1, last=False)
     assert log == [
-        ("critic", "foreground", 1), ("policy", "foreground", 1), ("critic", "finish", 1), ("policy", "finish", 1),
+        ("critic", "begin", 1), ("policy", "begin", 1), ("critic", "finish", 1), ("policy", "finish", 1),
         ("thin out", "ppo"),
     ]  # fmt: skip
 
@@ -112,7 +112,7 @@ def test_what_fails_for_one_is_not_kept_of_the_other_and_training_goes_on(make, 
         saver.complete()
     finally:
         logger.removeHandler(caplog.handler)
-    assert [entry for entry in log if entry[1] not in ("background", "foreground")] == expected
+    assert [entry for entry in log if entry[1] != "begin"] == expected
     assert "cannot" in caplog.text and "training goes on, and there is no checkpoint yet" in caplog.text
     saver.save(2, last=True)
     assert ("policy", "finish", 2) in log
