@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import convert_memory, packing, refit, train_step
+from benchmarks import checkpoint, convert_memory, packing, refit, train_step
 from benchmarks.logprobs import __main__ as logprobs_command
 from benchmarks.logprobs.cases import MODES
 from benchmarks.logprobs.counters import Counters
