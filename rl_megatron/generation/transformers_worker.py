@@ -16,7 +16,7 @@ import torch
 
 from rl_megatron.generation.completions import row_uniforms
 from rl_megatron.generation.interfaces import Sampling
-from rl_megatron.generation.transformers_model import build_model, complete
+from rl_megatron.generation.transformers_model import build_model, checkpoint_tensors, complete
 from rl_megatron.generation.weight_receiver import WeightReceiver
 from rl_megatron.generation.worker_process import die_with
 from rl_megatron.policy.weight_buckets import RefitPlan, WeightsRefused
@@ -33,7 +33,7 @@ class TransformersWorker:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self.model = build_model(plan, self._device)
-        self.receiver = WeightReceiver(dict(self.model.named_parameters(remove_duplicate=False)), plan)
+        self.receiver = WeightReceiver(checkpoint_tensors(self.model), plan)
 
     def join(self, ip: str, port: int, rank: int, world_size: int, timeout_seconds: float, kind: str) -> None:
         """`kind` of device, and so of group, that the policy's ranks have."""
