@@ -23,8 +23,9 @@ def build_model(plan: RefitPlan, device: torch.device) -> PreTrainedModel:
     settings = dict(plan.hf_config)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     with device:
-        # Eager attention is the one that every architecture computes as its paper has it (Gemma 2 caps its logits).
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        # Eager: what every architecture has, as its paper has it, whatever its sizes (grouped products of experts want
+        # rows of 16 bytes).
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
     dtypes = {spec.name: spec.torch_dtype for bucket in plan.buckets for spec in bucket.tensors}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))  # a router's bias is fp32 whatever the others are
