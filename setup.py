@@ -40,7 +40,7 @@ setup(
         # With 2.6, gloo process groups can hang when they are taken down. 2.15 adds strides to a checkpoint's metadata,
         # and megatron-core up to 0.19.2 hands them to torch.empty, which has no such argument.
         "torch>=2.10,<2.15",
-        "transformers>=4.46",
+        "transformers>=5",  # rollout engines: config.json as 5 writes it, experts in a stack
     ],
     extras_require={
         # Best taken from NVIDIA's PyTorch container image (see Dockerfile), which carries builds that match its torch.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -11,15 +13,43 @@ from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.sampling import sample
 from rl_megatron.policy.weight_buckets import RefitPlan
 
+# Of architectures whose checkpoints have other names than transformers' modules, by model_type.
+_RENAMED = {"mixtral": (".mlp.", ".block_sparse_moe.")}
+_EXPERT_PARTS = {"mixtral": ("w1", "w3", "w2")}  # gate, up, down
+
 
 def build_model(plan: RefitPlan, device: torch.device) -> PreTrainedModel:
     """The architecture alone; its weights mean nothing until the first refit has filled every one of them."""
     settings = dict(plan.hf_config)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     with device:
-        # Eager attention is the one that every architecture computes as its paper has it (Gemma 2 caps its logits).
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        # Eager: what every architecture has, as its paper has it, whatever its sizes (grouped products of experts want
+        # rows of 16 bytes).
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    dtypes = {spec.name: spec.torch_dtype for bucket in plan.buckets for spec in bucket.tensors}
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))  # a router's bias is fp32 whatever the others are
     return model.eval().requires_grad_(False)
+
+
+def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The model's own memory under the names of its checkpoints, in which each expert stands alone, though transformers
+    keeps them stacked: [experts, gate above up, hidden] and [experts, hidden, ffn]."""
+    kind = model.config.model_type
+    here, there = _RENAMED.get(kind, ("", ""))
+    gate, up, down = _EXPERT_PARTS.get(kind, ("gate_proj", "up_proj", "down_proj"))
+    found = {}
+    for name, tensor in model.state_dict().items():
+        name = name.replace(here, there)
+        prefix, _, part = name.rpartition(".")
+        if tensor.dim() < 3 or not prefix.endswith(".experts"):
+            found[name] = tensor
+            continue
+        for expert, weight in enumerate(tensor):
+            parts = {gate: weight[: len(weight) // 2], up: weight[len(weight) // 2 :]}
+            for each, rows in (parts if part == "gate_up_proj" else {down: weight}).items():
+                found[f"{prefix}.{expert}.{each}.weight"] = rows
+    return found
 
 
 @torch.inference_mode()

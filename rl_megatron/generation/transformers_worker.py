@@ -6,9 +6,6 @@ no Megatron: it has neither its parallelism nor its platform.
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -19,13 +16,12 @@ import torch
 
 from rl_megatron.generation.completions import row_uniforms
 from rl_megatron.generation.interfaces import Sampling
-from rl_megatron.generation.transformers_model import build_model, complete
+from rl_megatron.generation.transformers_model import build_model, checkpoint_tensors, complete
 from rl_megatron.generation.weight_receiver import WeightReceiver
+from rl_megatron.generation.worker_process import die_with
 from rl_megatron.policy.weight_buckets import RefitPlan, WeightsRefused
 from rl_megatron.policy.weight_handles import WeightHandle, opened
 from rl_megatron.topology.standalone_group import StandaloneGroup
-
-_PR_SET_PDEATHSIG = 1
 
 
 class TransformersWorker:
@@ -37,7 +33,7 @@ class TransformersWorker:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self.model = build_model(plan, self._device)
-        self.receiver = WeightReceiver(dict(self.model.named_parameters(remove_duplicate=False)), plan)
+        self.receiver = WeightReceiver(checkpoint_tensors(self.model), plan)
 
     def join(self, ip: str, port: int, rank: int, world_size: int, timeout_seconds: float, kind: str) -> None:
         """`kind` of device, and so of group, that the policy's ranks have."""
@@ -91,13 +87,6 @@ def serve(connection: Connection, worker: TransformersWorker) -> None:
             traceback.print_exc()
             result = ("failed", f"{type(error).__name__}: {error}")
         connection.send(result)
-
-
-def die_with(parent: int) -> None:
-    """This process ends with its parent, whatever it is doing then, and however the parent ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone already
-        sys.exit(0)
 
 
 def main(arguments: list[str], worker: TransformersWorker) -> None:

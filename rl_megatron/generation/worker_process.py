@@ -6,6 +6,7 @@ end of either process is the end of the line to the other.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ from typing import Any
 WORKER_MODULE = "rl_megatron.generation.transformers_worker"
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SECONDS_TO_LEAVE = 5.0
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 class EngineDied(RuntimeError):
@@ -158,3 +160,12 @@ def _environment() -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if key not in _OF_A_RANK}
     here = str(Path(__file__).resolve().parents[2])
     return kept | {"PYTHONPATH": os.pathsep.join([here, *filter(None, [kept.get("PYTHONPATH")])])}
+
+
+def die_with(parent: int) -> None:
+    """To be called by an engine's process: it ends with its parent, however that ends, whatever it is doing then (on
+    other systems than Linux: once it has answered)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone already
+        sys.exit(0)

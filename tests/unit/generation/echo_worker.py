@@ -6,6 +6,8 @@ import sys
 import time
 from multiprocessing.connection import Connection
 
+from rl_megatron.generation.worker_process import die_with
+
 
 def answer(method: str, arguments: tuple) -> tuple[str, object]:
     if method == "die":
@@ -20,6 +22,7 @@ def answer(method: str, arguments: tuple) -> tuple[str, object]:
 
 
 if __name__ == "__main__":
+    die_with(int(sys.argv[2]))
     connection = Connection(int(sys.argv[1]))
     while True:
         try:

@@ -92,6 +92,24 @@ def test_shutdown_leaves_no_process(start):
     assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
 
 
+def test_a_busy_process_ends_with_its_parent():
+    program = (
+        "import time\nfrom rl_megatron.generation import worker_process\n"
+        "worker_process.WORKER_MODULE = 'tests.unit.generation.echo_worker'\n"
+        "workers = worker_process.EngineWorkers(1, 60.0)\n"
+        "workers.ask('echo', ())\nworkers.answers(20.0)\nworkers.ask('sleep', (60.0,))\n"
+        "print(workers._workers[0].process.pid, flush=True)\ntime.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        child = Path(f"/proc/{int(parent.stdout.readline())}")
+        assert child.exists()
+        parent.kill()
+    deadline = time.monotonic() + SOON
+    while child.exists() and "\nState:\tZ" not in (child / "status").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_an_engines_process_imports_no_megatron_and_ends_without_a_parent():
     program = (
         "import sys, rl_megatron.generation.transformers_worker as worker\n"
