@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import convert_memory, packing, train_step
+from benchmarks import checkpoint, convert_memory, packing, train_step
 from benchmarks.logprobs import __main__ as logprobs_command
 from benchmarks.logprobs.cases import MODES
 from benchmarks.logprobs.counters import Counters
@@ -220,6 +220,20 @@ def test_conversions_hold_a_part_of_a_file(tmp_path):
     assert all(row.peak > 2**20 for row in measured), "measured nothing"
 
 
+def test_saves_are_raced(tmp_path):
+    small = ["--hidden", "32", "--layers", "1", "--repetitions", "1", "--directory", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "benchmarks/checkpoint.py", *small],
+        cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert lines_of(done.stdout, "background") and lines_of(done.stdout, "foreground")
+    (ratio,) = re.findall(r"pause, background / foreground: (\d+\.\d+)", done.stdout)
+    assert float(ratio) > 0
+    assert not list(tmp_path.iterdir()), "it cleans up"
+
+
 PAGE = (REPOSITORY / "docs" / "performance.md").read_text()
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
 
@@ -231,6 +245,8 @@ def test_a_command_of_the_page_is_right(command):
         assert logprobs_command.parser().parse_args(words[words.index("benchmarks.logprobs") + 1 :])
     elif "benchmarks/train_step.py" in words:
         assert train_step.parser().parse_args(words[words.index("benchmarks/train_step.py") + 1 :])
+    elif "benchmarks/checkpoint.py" in words:
+        assert checkpoint.parser().parse_args(words[words.index("benchmarks/checkpoint.py") + 1 :])
     else:
         script = next(word for word in words if word.startswith(("scripts/", "benchmarks/")))
         assert (REPOSITORY / script).is_file()

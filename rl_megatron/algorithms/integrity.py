@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ def refuse_damage(config: RunConfig, output_dir: Path) -> None:
         try:
             loading.verify(path)
         except checkpoint.Damaged as error:
-            raise checkpoint.Damaged(f"{error}: {_remedy(path, config)}") from error
+            raise with_remedy(error, path, config, loading.verify) from error
 
 
 def manifest_at_the_end(directory: Path, stage: StageConfig) -> dict[str, Any] | None:
@@ -52,10 +52,16 @@ def _to_be_read(config: RunConfig, output_dir: Path) -> Iterator[Path]:
             begins_with = saved[-1]
 
 
-def _remedy(damaged: Path, config: RunConfig) -> str:
-    """The newest checkpoint before `damaged` that is whole, and how to go on from there; collective."""
+def with_remedy(
+    error: checkpoint.Damaged, damaged: Path, config: RunConfig, check: Callable[[Path], object]
+) -> checkpoint.Damaged:
+    """The error with the newest checkpoint before `damaged` that `check` does not refuse, and how to go on from it."""
     before = [path for path in checkpoint.complete_checkpoints(damaged.parent) if path.name < damaged.name]
-    good = next((path for path in reversed(before) if _is_whole(path)), None)
+    good = next((path for path in reversed(before) if _is_whole(path, check)), None)
+    return checkpoint.Damaged(f"{error}: {_remedy(damaged, good, config)}")
+
+
+def _remedy(damaged: Path, good: Path | None, config: RunConfig) -> str:
     if config.init_from and damaged == Path(config.init_from):
         return "set init_from to another one" if good is None else f"init_from={good} is undamaged"
     stage = damaged.parent.name.removesuffix(".critic")
@@ -65,12 +71,12 @@ def _remedy(damaged: Path, config: RunConfig) -> str:
     return f"the newest undamaged one is {good}; {removed} go on from there"
 
 
-def _is_whole(path: Path) -> bool:
+def _is_whole(path: Path, check: Callable[[Path], object]) -> bool:
     critic = critic_checkpoints(path.parent) / path.name
     try:
-        loading.verify(path)
+        check(path)
         if critic.is_dir():
-            loading.verify(critic)
+            check(critic)
     except ConfigError:
         return False
     return True

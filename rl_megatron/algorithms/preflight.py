@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from rl_megatron.algorithms import inputs
+from rl_megatron.algorithms import inputs, integrity
 from rl_megatron.algorithms.evaluate import heldout_measures
 from rl_megatron.algorithms.rollout import ROLLOUT_KEYS, needs_reference
 from rl_megatron.algorithms.saver import critic_checkpoints
@@ -49,7 +49,10 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
                 "choose another output_dir, or resume=true to continue"
             )
         if saved:
-            _check_saved(saved[-1], stage, tokenizer, weights_source(config, output_dir, name))
+            try:
+                _check_saved(saved[-1], stage, tokenizer, weights_source(config, output_dir, name))
+            except checkpoint.Damaged as error:
+                raise integrity.with_remedy(error, saved[-1], config, checkpoint.read_manifest) from error
     _check_unchanged(config, output_dir)
     if config.init_from:
         path = Path(config.init_from)

@@ -40,10 +40,9 @@ class Saver:
         Raises: SaveFailed, on every rank, for the last. Others that fail are warned of, and training goes on.
         """
         self.complete()
-        background = self._train.async_save and not last
         try:
-            self._begin(step, background, kept)
-            if not background:
+            self._begin(step, kept)
+            if last or not self._train.async_save:
                 self._complete()
         except SaveFailed as error:
             if last:
@@ -62,10 +61,10 @@ class Saver:
         except SaveFailed as error:
             self._warn(error)
 
-    def _begin(self, step: int, background: bool, kept: dict[str, Any]) -> None:
+    def _begin(self, step: int, kept: dict[str, Any]) -> None:
         try:
             for model, directory in self._models:
-                self._under_way.append(model.begin_checkpoint(directory, step, background=background, **kept))
+                self._under_way.append(model.begin_checkpoint(directory, step, **kept))
         except SaveFailed:
             self._abandon()
             raise

@@ -12,6 +12,7 @@ from rich.table import Table
 from rl_megatron.policy import contents
 
 _TENSORS_SHOWN = 10
+_WIDTH = 160
 _HEADS = {"lm": "language model", "score": "reward model or critic (score head)"}
 
 
@@ -23,6 +24,8 @@ def inspect(path: Path, all_tensors: bool, verify: bool, as_json: bool) -> int:
         print(json.dumps(found, indent=1))
         return 0
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDTH  # a pipe has none, and names should not be cut
     if is_one:
         _show(console, found, all_tensors)
     else:
@@ -33,12 +36,13 @@ def inspect(path: Path, all_tensors: bool, verify: bool, as_json: bool) -> int:
 def _show(console: Console, found: dict[str, Any], all_tensors: bool) -> None:
     facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     facts.add_column(style="bold", no_wrap=True)
-    facts.add_column()
+    facts.add_column(overflow="fold")
     for name, value in _facts(found):
         facts.add_row(name, value)
     console.print(facts)
     shown = found["tensors"] if all_tensors else found["tensors"][:_TENSORS_SHOWN]
     tensors = Table("tensor", "shape", "dtype", box=None, padding=(0, 2, 0, 0))
+    tensors.columns[0].overflow = "fold"
     for tensor in shown:
         tensors.add_row(tensor["name"], " × ".join(map(str, tensor["shape"])), tensor["dtype"])
     console.print(tensors)

@@ -19,14 +19,18 @@ def agreed_failure(failure: str | None) -> str | None:
     return None
 
 
-def on_main_rank(action: Callable[[], object]) -> str | None:
+def in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def on_main_rank(action: Callable[[], object], describe: Callable[[Exception], str] = in_words) -> str | None:
     """Does `action` on rank 0; on every rank, what went wrong with it; collective, save without a process group."""
     outcome: list[str | None] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             action()
         except Exception as error:  # whatever it is: the other ranks wait to hear of it
-            outcome = [f"{type(error).__name__}: {error}"]
+            outcome = [describe(error)]
     if dist.is_initialized():
         dist.broadcast_object_list(outcome, src=0)
     return outcome[0]

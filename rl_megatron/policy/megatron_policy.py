@@ -312,11 +312,9 @@ class MegatronPolicy(PolicyInterface):
 
         Raises: SaveFailed, on every rank, where one could not write; nothing of it stays, earlier checkpoints stand.
         """
-        return self.begin_checkpoint(directory, step, background=False, config=config, **extra).finish()
+        return self.begin_checkpoint(directory, step, config=config, **extra).finish()
 
-    def begin_checkpoint(
-        self, directory: str | Path, step: int, *, background: bool = True, config: str | None = None, **extra: Any
-    ) -> Save:
+    def begin_checkpoint(self, directory: str | Path, step: int, *, config: str | None = None, **extra: Any) -> Save:
         """As `save_checkpoint`, written from a copy while training goes on: a checkpoint once it is finished."""
         self.finish_training()
         kept = {"head": self.head, "vocab_size": self.vocab_size, "precision": self.precision}
@@ -324,7 +322,7 @@ class MegatronPolicy(PolicyInterface):
         files = {random_state_file(dist.get_rank()): random_state()}
         if config is not None and dist.get_rank() == 0:
             files[checkpoint.CONFIG] = config.encode()
-        return begin_save(Path(directory), step, self._state.sharded(loading=False), kept, files, background)
+        return begin_save(Path(directory), step, self._state.sharded(loading=False), kept, files)
 
     def load_checkpoint(self, path: str | Path, weights_only: bool = False, verify: bool = True) -> dict[str, Any]:
         """Restores a checkpoint saved under any layout and returns its manifest. `weights_only` starts a new training

@@ -10,11 +10,11 @@ becomes of a save that fails on one of them.
 from __future__ import annotations
 
 import io
-import os
 import platform
 import queue
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -37,6 +37,7 @@ from rl_megatron import __version__
 from rl_megatron.policy import checkpoint
 from rl_megatron.policy.agreement import agreed_failure, on_main_rank
 
+_PAUSE = 0.005  # seconds between two questions whether all have written
 COMMON = "common.pt"  # what is no tensor of the model or its moments; its name is megatron-core's
 
 
@@ -73,23 +74,20 @@ class _Part:
 class Save:
     """A checkpoint on its way to the disk. Every rank calls every method."""
 
-    def __init__(self, final: Path, part: _Part, complete: Callable[[list, dict[str, Any]], None], background: bool):
+    def __init__(self, final: Path, part: _Part, complete: Callable[[list, dict[str, Any]], None]):
         """`complete`, on rank 0, makes the checkpoint of all ranks' results and entries."""
         self.path = final
         self._part, self._complete = part, complete
         self._written: tuple[list, dict[str, Any]] = ([], {})
         self._failure: str | None = None
         self._thread = threading.Thread(target=self._write, name=f"save {final.name}", daemon=True)
-        if background:
-            self._thread.start()
-        else:
-            self._thread.run()
+        self._thread.start()
 
     def _write(self) -> None:
         try:
             self._written = self._part.write()
         except Exception as error:  # whatever it is: another thread, on every rank, has to hear of it
-            self._failure = _described(error)
+            self._failure = _failure(error, self.path)
         self._part = None  # and with it the copy
 
     def is_written(self) -> bool:
@@ -104,25 +102,25 @@ class Save:
 
         Raises: SaveFailed, on every rank, where any could not write; what has been written is removed.
         """
-        if self._thread.is_alive():
-            self._thread.join()
+        self._wait()
         failure = agreed_failure(self._failure)
         if failure is None:
             everyones: list = [None] * dist.get_world_size()
             dist.gather_object(self._written, everyones if dist.get_rank() == 0 else None)
-            failure = on_main_rank(lambda: self._publish(everyones))
+            failure = on_main_rank(lambda: self._publish(everyones), lambda error: _failure(error, self.path))
         if failure is not None:
-            message = _message(self.path, failure)
             self.abandon()
-            raise SaveFailed(message)
+            raise SaveFailed(f"checkpoint {self.path} could not be saved: {failure}")
         return self.path
 
     def abandon(self) -> None:
         """Waits for what is being written and removes it."""
-        if self._thread.is_alive():
-            self._thread.join()
-        agreed_failure(None)  # no rank writes any more
+        self._wait()
         on_main_rank(lambda: shutil.rmtree(_partial(self.path), ignore_errors=True))
+
+    def _wait(self) -> None:
+        while not self.is_written():  # each question is answered at once: no rank waits until its patience is over
+            time.sleep(_PAUSE)
 
     def _publish(self, everyones: list) -> None:
         entries = {name: entry for _, entries in everyones for name, entry in entries.items()}
@@ -135,7 +133,6 @@ def begin_save(
     state: dict[str, Any],
     manifest: dict[str, Any],
     files: dict[str, bytes],
-    background: bool,
 ) -> Save:
     """Starts to write `directory/step-<step>` from every rank's sharded `state`, which may change as soon as this
     returns. `manifest` describes it; `files` are this rank's own, by name.
@@ -144,9 +141,9 @@ def begin_save(
     """
     final = directory / checkpoint.name_of(step)
     partial = _partial(final)
-    failure = on_main_rank(lambda: _make_empty(partial))
+    failure = on_main_rank(lambda: _make_empty(partial), lambda error: _failure(error, final))
     if failure is not None:
-        raise SaveFailed(_message(final, failure))
+        raise SaveFailed(f"checkpoint {final} could not be saved: {failure}")
     tensors, common = save_preprocess(state)
     writer, metadata = _plan(tensors, partial)
     if dist.get_rank() == 0:
@@ -160,7 +157,7 @@ def begin_save(
         save_config(CheckpointingConfig("torch_dist", 1), str(partial))
         checkpoint.publish(partial, final, {"step": step, **manifest, "versions": versions()}, entries)
 
-    return Save(final, part, complete, background)
+    return Save(final, part, complete)
 
 
 def versions() -> dict[str, str]:
@@ -218,15 +215,13 @@ def _serialised(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _described(error: BaseException) -> str:
-    """The error, and the operating system's behind it: torch says of a full disk only that a position is unexpected."""
+def _failure(error: BaseException, final: Path) -> str:
+    """The error, or the operating system's behind it: torch says of a full disk only that a position is unexpected.
+    With the room that is left where it happened."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
-    return f"{type(error).__name__}: {error}" if cause is None else f"{type(cause).__name__}: {cause}"
-
-
-def _message(final: Path, failure: str) -> str:
-    status = os.statvfs(next(parent for parent in final.parents if parent.exists()))
-    free = f"{status.f_bavail * status.f_frsize:,} bytes free of {status.f_blocks * status.f_frsize:,}"
-    return f"checkpoint {final} could not be saved: {failure}; {free} on its file system"
+    told = error if cause is None else cause
+    disk = shutil.disk_usage(next(parent for parent in final.parents if parent.exists()))
+    free = f"{disk.free:,} bytes free of {disk.total:,} on its file system"
+    return f"{type(told).__name__}: {told}; {free}"

@@ -8,7 +8,14 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from rl_megatron.algorithms.preflight import _check_budget, _check_saved, _check_unchanged, check_loss, weights_source
+from rl_megatron.algorithms.preflight import (
+    _check_budget,
+    _check_keep_best,
+    _check_saved,
+    _check_unchanged,
+    check_loss,
+    weights_source,
+)
 from rl_megatron.algorithms.rollout import needs_reference
 from rl_megatron.algorithms.run import _on_all_or_none
 from rl_megatron.config.errors import ConfigError
@@ -251,3 +258,26 @@ def test_a_run_from_before_a_key_was_there_goes_on(tmp_path):
     _check_unchanged(config, tmp_path)
     with pytest.raises(ConfigError, match="model: .*'num_experts': None.* → .*'num_experts': 4"):
         _check_unchanged(load(["model.num_experts=4"]), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["train.keep_best=accuracy"], None),
+        (["train.keep_best=accuracy", "train.save_every=4", "train.eval_every=2"], None),
+        (
+            ["train.keep_best=nll_per_token"],
+            "is not measured by grpo on data.source=task; .* accuracy, or",
+        ),
+        (["train.keep_best=accuracy", "train.save_every=4"], "train.save_every=4 is no multiple of train.eval_every=0"),
+        (["train.keep_best=accuracy", "train.save_every=4", "train.eval_every=3"], "no multiple of train.eval_every=3"),
+    ],
+)
+def test_the_best_is_known_where_every_checkpoint_is_measured(overrides, words):
+    with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
+        _check_keep_best(load(["algorithm=grpo", *overrides]).first)
+
+
+def test_an_unknown_measure_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match="train.keep_best='acuracy'.*'accuracy', 'nll_per_token'"):
+        load(["train.keep_best=acuracy"])

@@ -10,6 +10,7 @@ import pytest
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.policy import checkpoint
+from rl_megatron.policy.checkpoint import Damaged
 
 MODEL = ModelConfig(num_layers=3)
 
@@ -32,3 +33,66 @@ def test_weights_outlive_how_they_were_trained(tmp_path):
     checkpoint.read_manifest(path, replace(experts, router_aux_loss=0.0, recompute="full", max_sequence_length=999))
     with pytest.raises(ConfigError, match="model.num_experts: checkpoint 4, run 2"):
         checkpoint.read_manifest(path, replace(experts, num_experts=2))
+
+
+def published(directory, **manifest):
+    partial, final = directory / "step-000001.incomplete", directory / "step-000001"
+    partial.mkdir()
+    (partial / "weights").write_bytes(bytes(range(256)))
+    checkpoint.publish(partial, final, {"step": 1, "model": asdict(MODEL), **manifest})
+    return final
+
+
+def test_every_byte_counts(tmp_path):
+    path = published(tmp_path)
+    checkpoint.check_digests(path, checkpoint.read_manifest(path, MODEL))
+    (path / "weights").write_bytes(bytes(255) + b"\x01")
+    with pytest.raises(Damaged, match="is damaged: the contents of weights .*use an older one"):
+        checkpoint.check_digests(path, checkpoint.read_manifest(path))
+
+
+def test_each_reader_reads_a_share_and_together_they_read_all(tmp_path):
+    path = published(tmp_path)
+    manifest = checkpoint.read_manifest(path)
+    manifest["files"] |= {f"part{index}": {"bytes": 1, "sha256": ""} for index in range(5)}
+    missing = set()
+    for rank in range(3):
+        for name in list(manifest["files"]):
+            one = {**manifest, "files": {**manifest["files"]}}
+            one["files"] = {n: (e if n == name else 1) for n, e in one["files"].items()}
+            try:
+                checkpoint.check_digests(path, one, rank, 3)
+            except Damaged:
+                assert name not in missing, "read twice"
+                missing.add(name)
+    assert missing == {f"part{index}" for index in range(5)}
+
+
+@pytest.mark.parametrize(
+    ("was", "became"),
+    [('"step": 1', '"step": 2'), ('"num_layers": 3', '"num_layers": 4'), ('"format"', '"formax"'), ("{", "[")],
+)
+def test_a_changed_manifest_is_damage(tmp_path, was, became):
+    path = published(tmp_path)
+    text = (path / checkpoint.MANIFEST).read_text()
+    assert was in text
+    (path / checkpoint.MANIFEST).write_text(text.replace(was, became, 1))
+    with pytest.raises(Damaged, match=f"is damaged: .*{checkpoint.MANIFEST}"):
+        checkpoint.read_manifest(path)
+
+
+def test_checkpoints_from_before_digests_are_read(tmp_path):
+    path = saved_as(tmp_path, asdict(MODEL))
+    (path / "weights").write_text("12345")
+    (path / checkpoint.MANIFEST).write_text(json.dumps({"step": 1, "model": asdict(MODEL), "files": {"weights": 5}}))
+    checkpoint.check_digests(path, checkpoint.read_manifest(path, MODEL))
+    (path / "weights").write_text("1234")
+    with pytest.raises(Damaged, match="weights has 4 bytes instead of 5"):
+        checkpoint.read_manifest(path)
+
+
+def test_a_checkpoint_replaces_its_namesake(tmp_path):
+    path = published(tmp_path, note="first")
+    assert published(tmp_path, note="second") == path
+    assert checkpoint.read_manifest(path)["note"] == "second"
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]

@@ -1,0 +1,170 @@
+"""Saving: what is on the disk is the state at its step, whatever training did meanwhile; what fails, fails on all."""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_megatron.losses import NLLLoss
+from rl_megatron.policy import checkpoint, saving
+from rl_megatron.policy.checkpoint import Damaged
+from rl_megatron.policy.saving import SaveFailed
+from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, OPTIMIZER, build_policy, weights
+from tests.parallel.test_layouts import random_batch
+
+
+def train(policy, seed):
+    return policy.train(random_batch(8, 16, seed), NLLLoss(), gbs=8)
+
+
+def tensors_on_disk(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir() if file.suffix in (".distcp", ".pt")}
+
+
+def save_while_training(directory: str, distributed: bool, precision: str) -> None:
+    """One checkpoint in the foreground; one that is written only after two more steps have been taken."""
+    optimizer = DISTRIBUTED_OPTIMIZER if distributed else OPTIMIZER
+    policy = build_policy({}, optimizer=optimizer, precision=precision)
+    train(policy, 0)
+    foreground = policy.save_checkpoint(Path(directory) / "foreground", 1)
+    trained_on, write = threading.Event(), saving._Part.write
+    saving._Part.write = lambda part: trained_on.wait() and write(part)
+    try:
+        save = policy.begin_checkpoint(Path(directory) / "background", 1)
+        assert not save.is_written()
+        assert not checkpoint.complete_checkpoints(Path(directory) / "background")
+        train(policy, 1), train(policy, 2)
+        trained_on.set()
+        background = save.finish()
+    finally:
+        saving._Part.write = write
+    assert tensors_on_disk(background) == tensors_on_disk(foreground)
+    assert any(name.endswith(".distcp") for name in tensors_on_disk(background))
+    untouched = build_policy({}, optimizer=optimizer, precision=precision)
+    for seed in range(3):
+        train(untouched, seed)
+    expected, found = weights(untouched), weights(policy)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed optimizer", "plain optimizer"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_save_in_the_background_is_of_its_step_bit_for_bit(ranks, tmp_path, distributed, precision):
+    ranks.run(2, save_while_training, str(tmp_path), distributed, precision)
+
+
+def limit_files(largest: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, hard))
+
+
+def fill_the_disk(directory: str) -> list[str]:
+    """The messages of a save that fails in rank 1's part, and of one that fails in rank 0's metadata."""
+    policy, where, messages = build_policy({}, optimizer=DISTRIBUTED_OPTIMIZER), Path(directory), []
+    rank = torch.distributed.get_rank()
+    first = policy.save_checkpoint(where, 1)
+    train(policy, 0)
+    try:
+        limit_files(1000 if rank == 1 else resource.RLIM_INFINITY)
+        with pytest.raises(SaveFailed) as error:
+            policy.begin_checkpoint(where, 2).finish()
+        messages.append(str(error.value))
+        limit_files(resource.RLIM_INFINITY)
+        save = policy.begin_checkpoint(where, 2)
+        while not save.is_written():
+            pass
+        limit_files(1000 if rank == 0 else resource.RLIM_INFINITY)
+        with pytest.raises(SaveFailed) as error:
+            save.finish()
+        messages.append(str(error.value))
+    finally:
+        limit_files(resource.RLIM_INFINITY)
+    assert [path.name for path in where.iterdir()] == [first.name], "something of a failed save stayed"
+    policy.load_checkpoint(first)
+    train(policy, 0)
+    assert policy.load_checkpoint(policy.save_checkpoint(where, 2))["step"] == 2
+    return messages
+
+
+def test_a_disk_that_fills_fails_the_save_on_every_rank_and_leaves_the_checkpoint_before(ranks, tmp_path):
+    """Rank 1 writes no tensor here, as a replica: its random states alone are too much."""
+    everyones = ranks.run(2, fill_the_disk, str(tmp_path))
+    assert everyones[0] == everyones[1]
+    in_a_part, in_the_metadata = everyones[0]
+    for message in (in_a_part, in_the_metadata):
+        assert "step-000002 could not be saved: OSError: [Errno 27] File too large" in message
+        assert "bytes free of" in message
+    assert "(on rank 1)" in in_a_part and "(on rank" not in in_the_metadata
+
+
+def where_no_directory_can_be(directory: str) -> str:
+    policy = build_policy({})
+    with pytest.raises(SaveFailed) as error:
+        policy.save_checkpoint(directory, 1)
+    return str(error.value)
+
+
+def test_a_directory_that_cannot_be_made_is_named_on_every_rank(ranks, tmp_path):
+    (tmp_path / "file").write_text("")
+    messages = ranks.run(2, where_no_directory_can_be, str(tmp_path / "file" / "checkpoints"))
+    assert messages[0] == messages[1] and "NotADirectoryError" in messages[0]
+
+
+def flip_bytes(directory: str) -> dict[str, str]:
+    """For every file of a checkpoint, what is said when one bit of it is another."""
+    policy = build_policy({}, optimizer=DISTRIBUTED_OPTIMIZER)
+    path = policy.save_checkpoint(directory, 1, config="train: {}\n")
+    before, messages, moments = weights(policy), {}, random.Random(0)
+    for file in sorted(path.iterdir()):
+        whole, place, bit = file.read_bytes(), moments.randrange(file.stat().st_size), moments.randrange(8)
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << bit)]) + whole[place + 1 :])
+        torch.distributed.barrier()
+        with pytest.raises(Damaged) as error:
+            policy.load_checkpoint(path)
+        messages[file.name] = str(error.value)
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            file.write_bytes(whole)
+    torch.distributed.barrier()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(policy).items())
+    policy.load_checkpoint(path)
+    return messages
+
+
+def test_a_flipped_bit_is_found_and_its_file_named_whichever_it_is(ranks, tmp_path):
+    messages, others = ranks.run(2, flip_bytes, str(tmp_path))
+    assert messages == others
+    kinds = {".metadata", "common.pt", "config.yaml", "metadata.json", "random_00000.pt", "random_00001.pt"}
+    assert {name for name in messages if not name.endswith(".distcp")} == kinds | {checkpoint.MANIFEST}
+    for name, message in messages.items():
+        assert "is damaged" in message and name in message and "use an older one" in message
+
+
+def draws_after_loading(directory: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a rank draws after a checkpoint, and after loading it, under its layout and under another."""
+    policy = build_policy({}, optimizer=DISTRIBUTED_OPTIMIZER)
+    torch.manual_seed(torch.distributed.get_rank())
+    path = policy.save_checkpoint(directory, 1)
+    drawn = torch.rand(3)
+    policy.load_checkpoint(path)
+    again = torch.rand(3)
+    manifest = json.loads((path / checkpoint.MANIFEST).read_text())
+    assert manifest["layout"] == policy.topology.describe() and manifest["versions"]["torch"] == torch.__version__
+    other = build_policy({"tensor": 2}, optimizer=DISTRIBUTED_OPTIMIZER)
+    torch.manual_seed(99)
+    other.load_checkpoint(path)
+    return drawn, again, torch.rand(3)
+
+
+def test_random_states_come_back_under_the_layout_that_saved_them(ranks, tmp_path):
+    (first, again, other), (second, _, _) = ranks.run(2, draws_after_loading, str(tmp_path))
+    assert torch.equal(first, again) and not torch.equal(first, second)
+    assert torch.equal(other, torch.rand(3, generator=torch.Generator().manual_seed(99)))
