@@ -179,7 +179,9 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
         digested = any(not isinstance(entry, int) for entry in manifest["files"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:  # ValueError: of JSON or UTF-8
+    except ValueError as error:  # of JSON, or of UTF-8
+        raise _damaged(checkpoint, f"{MANIFEST} is not valid JSON ({error})") from error
+    except (OSError, KeyError, AttributeError, TypeError) as error:
         raise _damaged(checkpoint, f"{MANIFEST} is not a manifest ({error!r})") from error
     if digested or "format" in manifest:
         content = {key: value for key, value in manifest.items() if key != "sha256"}
