@@ -36,7 +36,7 @@ class TransformersEngine:
     def __init__(self, policy: MegatronPolicy, settings: GenerationConfig, collective_timeout_minutes: float = 10.0):
         self.policy, self.settings = policy, settings
         self._timeout = 60 * collective_timeout_minutes
-        self._leads = dist.get_rank() == 0
+        self._leads = policy.topology.rank == 0
         self._workers: EngineWorkers | None = None  # on rank 0
         self._started = False
         self._serves: int | None = None  # the version of the weights
