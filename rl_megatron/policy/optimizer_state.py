@@ -73,6 +73,10 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -
         else:
             for group, values in zip(state.get("optimizer", state)["param_groups"], configured, strict=True):
                 group.update(values)
+            moments = state.get("optimizer", state)["state"]
+            if isinstance(part.optimizer, torch.optim.Adam) and "common_step" not in moments:
+                for adam_state in moments.values():  # megatron-core leaves a count of 0 out
+                    adam_state["step"] = torch.zeros(())
             part.load_state_dict(state)
         for group, values in zip(part.optimizer.param_groups, configured, strict=True):
             group.update(values)

@@ -55,6 +55,22 @@ def load_and_continue(
     return logprobs, report, weights(policy), manifest
 
 
+def save_and_load_before_the_first_step(directory: str, distributed: bool) -> tuple[float, float]:
+    """The first step's gradient norm, and the same behind a checkpoint, as a critic's warm-up leaves its policy."""
+    optimizer = DISTRIBUTED_OPTIMIZER if distributed else OPTIMIZER
+    policy, taker = build_policy({}, optimizer=optimizer), build_policy({}, seed=99, optimizer=optimizer)
+    taker.load_checkpoint(policy.save_checkpoint(directory, 0))
+    reports = [each.train(random_batch(8, 16, 5), NLLLoss(), gbs=8) for each in (policy, taker)]
+    assert all(torch.equal(one, other) for one, other in zip(*(weights(p).values() for p in (policy, taker))))
+    return tuple(report["grad_norm"] for report in reports)
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed optimizer", "plain optimizer"])
+def test_an_optimizer_that_took_no_step_yet_continues(ranks, tmp_path, distributed):
+    ((saved, loaded),) = ranks.run(1, save_and_load_before_the_first_step, str(tmp_path), distributed)
+    assert saved == loaded
+
+
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed optimizer", "plain optimizer"])
 @pytest.mark.parametrize(
     "saved, loaded",
