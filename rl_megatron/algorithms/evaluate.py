@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from rl_megatron.algorithms.rewards import completions, score
+from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.tasks import Problem, Task
 from rl_megatron.data.tokenizer import Tokenizer
@@ -18,6 +19,17 @@ from rl_megatron.losses.functional import masked_mean, masked_sum
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 
 _NUM_SAMPLES_KEPT = 6
+
+
+def heldout_measures(stage: StageConfig) -> tuple[str, ...]:
+    """Which of the measures below the stage's evaluations give."""
+    source = stage.data.source
+    if source == "preference":
+        preference = ("preference_accuracy", "preference_margin")
+        return preference + (("reward_accuracy", "reward_margin") if stage.algorithm.name == "dpo" else ())
+    if source == "text":
+        return ("nll_per_token", "nll_per_character")
+    return ("accuracy",) if source == "task" else ("nll_per_token",)
 
 
 @dataclass(frozen=True)

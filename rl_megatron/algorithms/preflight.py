@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 import yaml
 
 from rl_megatron.algorithms import inputs
+from rl_megatron.algorithms.evaluate import heldout_measures
 from rl_megatron.algorithms.rollout import ROLLOUT_KEYS, needs_reference
-from rl_megatron.algorithms.stage import critic_checkpoints
+from rl_megatron.algorithms.saver import critic_checkpoints
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import from_yaml, to_yaml
 from rl_megatron.config.schema import RunConfig, StageConfig
@@ -19,6 +20,7 @@ from rl_megatron.data.order import BatchSchedule
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.losses.interfaces import LossFunction, LossInputType
 from rl_megatron.losses.registry import configured_loss
+from rl_megatron.model.build import check_vocabulary
 from rl_megatron.policy import checkpoint
 from rl_megatron.topology.context_parallel import zigzag_chunks
 from rl_megatron.topology.topology import sequence_multiple
@@ -39,6 +41,7 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
     if output_dir.exists() and not output_dir.is_dir():
         raise ConfigError(f"output_dir={output_dir} is a file; choose a directory")
     tokenizer = _bad_input_named(lambda: inputs.run_tokenizer(config.first, output_dir))
+    check_vocabulary(config.first.model, tokenizer.vocab_size)
     for name, stage in config.stages.items():
         _bad_input_named(lambda stage=stage: _build_inputs(stage, tokenizer))
         saved = checkpoint.complete_checkpoints(output_dir / "checkpoints" / name)
@@ -108,6 +111,7 @@ def _check_checkpoint(path: Path, stage: StageConfig, tokenizer: Tokenizer) -> d
 
 def _build_inputs(stage: StageConfig, tokenizer: Tokenizer) -> None:
     train = stage.train
+    _check_keep_best(stage)
     inputs.sampling(stage, tokenizer)
     task = inputs.stage_task(stage)
     check_loss(stage)
@@ -135,6 +139,23 @@ def _build_inputs(stage: StageConfig, tokenizer: Tokenizer) -> None:
         _check_budget(stage, inputs.heldout_pairs(stage, tokenizer).batch["input_lengths"].view(-1, 2).tolist())
     else:
         _check_budget(stage, inputs.heldout_text(stage, tokenizer).batch["input_lengths"].view(-1, 1).tolist())
+
+
+def _check_keep_best(stage: StageConfig) -> None:
+    """The best checkpoint is known where every checkpoint is measured, by a measure that its data gives."""
+    train, given = stage.train, heldout_measures(stage)
+    if train.keep_best is None:
+        return
+    if train.keep_best not in given:
+        raise ConfigError(
+            f"train.keep_best={train.keep_best} is not measured by {stage.algorithm.name} on "
+            f"data.source={stage.data.source}; set it to one of {', '.join(given)}, or to null"
+        )
+    if train.save_every and (not train.eval_every or train.save_every % train.eval_every):
+        raise ConfigError(
+            f"train.keep_best={train.keep_best} needs an evaluation of every checkpoint, and train.save_every="
+            f"{train.save_every} is no multiple of train.eval_every={train.eval_every}; set both alike"
+        )
 
 
 def _check_budget(stage: StageConfig, items: Iterable[Sequence[int]]) -> None:

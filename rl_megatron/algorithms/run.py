@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from rl_megatron import log
-from rl_megatron.algorithms import inputs, preflight
+from rl_megatron.algorithms import inputs, integrity, preflight
 from rl_megatron.algorithms.dpo import dpo
 from rl_megatron.algorithms.grpo import grpo
 from rl_megatron.algorithms.ppo import ppo
@@ -24,13 +25,16 @@ from rl_megatron.algorithms.sft import sft
 from rl_megatron.algorithms.stage import Evaluation, Stage
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import to_yaml
+from rl_megatron.config.origin import HUGGING_FACE, hugging_face_files
 from rl_megatron.config.schema import OptimizerConfig, RunConfig, StageConfig
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.megatron import MegatronEngine
 from rl_megatron.model.build import Head
 from rl_megatron.policy import checkpoint
+from rl_megatron.policy.agreement import agreed_failure
 from rl_megatron.policy.batching import Batching
 from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.policy.saving import SaveFailed
 from rl_megatron.schedule import FusedHead, NonFiniteLoss
 from rl_megatron.topology import platform, topology
 from rl_megatron.topology.topology import Topology
@@ -49,10 +53,11 @@ _T = TypeVar("_T")
 
 def run(config: RunConfig) -> int:
     """Runs every stage and writes `output_dir`. The exit status, the same on all ranks: 0; 2 for bad input, found
-    before the first step; 1 where a loss turned NaN. Rank 0 says in one line what was wrong."""
+    before the first step; 1 where a loss turned NaN or the last checkpoint of a stage could not be written. Rank 0 says
+    in one line what was wrong."""
     try:
         _run(config)
-    except (ConfigError, NonFiniteLoss) as error:
+    except (ConfigError, NonFiniteLoss, SaveFailed) as error:
         log.error(error)
         _leave_together()
         return 2 if isinstance(error, ConfigError) else 1
@@ -68,8 +73,10 @@ def _run(config: RunConfig) -> None:
     topology.validate_model(first.model, first.parallel)
     output_dir = Path(config.output_dir)
     tokenizer = _on_all_or_none(lambda: preflight.check(config, output_dir))
+    integrity.refuse_damage(config, output_dir)
     if dist.get_rank() == 0:
         inputs.save_tokenizer(tokenizer, output_dir)
+        _keep_hugging_face_files(config, output_dir)
         (output_dir / "config.yaml").write_text(to_yaml(config))
         log.LOGGER.info("%s, %s, vocabulary of %d", layout.describe(), where.device.type, tokenizer.vocab_size)
     recorder = Recorder(output_dir, enabled=dist.get_rank() == 0)
@@ -81,15 +88,20 @@ def _run(config: RunConfig) -> None:
             results[name] = _finished_results(directory, stage_config) if config.resume else None
             if results[name] is None:
                 weights_from = preflight.weights_source(config, output_dir, name)
-                results[name] = _run_stage(
-                    name, stage_config, layout, tokenizer, recorder, directory, weights, weights_from, config.resume
-                )
+                results[name] = _run_stage(config, name, layout, tokenizer, recorder, directory, weights, weights_from)
             weights = checkpoint.complete_checkpoints(directory)[-1]
-    except NonFiniteLoss as error:
+    except (NonFiniteLoss, SaveFailed) as error:
         newest = [weights, *checkpoint.complete_checkpoints(directory)][-1]
         kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
-        raise NonFiniteLoss(f"{error}; {kept}") from error
+        raise type(error)(f"{error}; {kept}") from error
     recorder.finish(_summary(results, layout, time.perf_counter() - started))
+
+
+def _keep_hugging_face_files(config: RunConfig, output_dir: Path) -> None:
+    """What the model came with from Hugging Face, for an export of this run's checkpoints."""
+    carried = hugging_face_files(Path(config.init_from)) if config.init_from else None
+    if carried is not None:
+        shutil.copytree(carried, output_dir / HUGGING_FACE, dirs_exist_ok=True)
 
 
 def _on_all_or_none(check: Callable[[], _T]) -> _T:
@@ -99,12 +111,9 @@ def _on_all_or_none(check: Callable[[], _T]) -> _T:
         result, failure = check(), None
     except ConfigError as error:
         result, failure = None, str(error)
-    failures: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
-    for rank, message in enumerate(failures):
-        if message is not None:
-            where = "" if all(failures) else f" (on rank {rank})"
-            raise ConfigError(message + where)
+    failure = agreed_failure(failure)
+    if failure is not None:
+        raise ConfigError(failure)
     return result
 
 
@@ -116,16 +125,16 @@ def _leave_together() -> None:
 
 
 def _run_stage(
+    run_config: RunConfig,
     name: str,
-    config: StageConfig,
     layout: Topology,
     tokenizer: Tokenizer,
     recorder: Recorder,
     directory: Path,
     weights: Path | None,
     weights_from: str,
-    resume: bool,
 ) -> dict[str, Any]:
+    config = run_config.stages[name]
     scores = config.algorithm.name == "reward_model"
     steps = _optimizer_steps(config)
     policy = _model(config, layout, tokenizer, weights, config.optimizer, steps, "score" if scores else "lm")
@@ -135,8 +144,15 @@ def _run_stage(
         critic = _model(config, layout, tokenizer, weights, config.algorithm.critic_optimizer, steps, "score")
     engine = MegatronEngine(policy, config.generation.batch_size)
     evaluate = _evaluation(config, policy, engine, tokenizer)
-    stage = Stage(name, config, policy, engine, tokenizer, recorder, directory, resume, evaluate, weights_from, critic)
-    ALGORITHMS[config.algorithm.name](stage)
+    stage = Stage(
+        name, config, policy, engine, tokenizer, recorder, directory, run_config.resume, evaluate, weights_from, critic,
+        to_yaml(run_config),
+    )  # fmt: skip
+    try:
+        ALGORITHMS[config.algorithm.name](stage)
+    except NonFiniteLoss:  # on every rank
+        stage.saver.complete()
+        raise
     policy.shutdown()
     if critic is not None:
         critic.shutdown()
@@ -168,7 +184,7 @@ def _model(
         reference=config.train.reference,
     )
     if weights is not None:
-        model.load_checkpoint(weights, weights_only=True)
+        model.load_checkpoint(weights, weights_only=True, verify=False)  # of this run, or verified before it began
     return model
 
 
@@ -200,11 +216,8 @@ def _evaluation(
 
 def _finished_results(directory: Path, config: StageConfig) -> dict[str, Any] | None:
     """The results of a stage that has its last checkpoint already."""
-    saved = checkpoint.complete_checkpoints(directory)
-    if not saved:
-        return None
-    manifest = checkpoint.read_manifest(saved[-1], config.model)
-    return manifest["results"] if manifest["step"] >= config.train.steps else None
+    manifest = integrity.manifest_at_the_end(directory, config)
+    return None if manifest is None else manifest["results"]
 
 
 def _summary(results: dict[str, Any], layout: Topology, seconds: float) -> dict[str, Any]:

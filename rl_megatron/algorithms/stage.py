@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rl_megatron.algorithms.recorder import Recorder
+from rl_megatron.algorithms.saver import Saver, critic_checkpoints
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.order import BatchSchedule
@@ -19,11 +20,6 @@ from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.schedule import NonFiniteLoss
 
 Evaluation = Callable[[], tuple[dict[str, float], list[dict[str, Any]]]]
-
-
-def critic_checkpoints(checkpoints: Path) -> Path:
-    """Where the critic's checkpoints stand, beside those of the stage's policy; a step has the same name in both."""
-    return checkpoints.with_name(f"{checkpoints.name}.critic")
 
 
 class Dataset(Protocol):
@@ -40,7 +36,7 @@ class Dataset(Protocol):
 class Stage:
     """What a story works with. `evaluate` gives held-out measures and samples to look at; `weights_from` tells in
     checkpoints where the stage began, and so what its reference policy is; `critic` is there for algorithms that have
-    one, saved and resumed with the policy."""
+    one, saved and resumed with the policy; `run_config` is the run's YAML, which checkpoints keep."""
 
     name: str
     config: StageConfig
@@ -53,7 +49,12 @@ class Stage:
     evaluate: Evaluation
     weights_from: str
     critic: MegatronPolicy | None = None
+    run_config: str | None = None
     results: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.saver = Saver(self.checkpoints, self.config.train, self.policy, self.critic)
+        self._evaluated_at: int | None = None
 
     def steps(self) -> Iterator[int]:
         """Step numbers 1 … train.steps, from where the newest checkpoint of this stage ends.
@@ -68,11 +69,12 @@ class Stage:
                 self._evaluate(0)
             for step in range(start + 1, train.steps + 1):
                 yield step
+                self.saver.poll()
                 last = step == train.steps
                 if last or (train.eval_every and step % train.eval_every == 0):
                     self._evaluate(step)
                 if last or (train.save_every and step % train.save_every == 0):
-                    self._save(step)
+                    self._save(step, last)
         finally:
             self.recorder.end_stage()
 
@@ -121,26 +123,29 @@ class Stage:
         saved = checkpoint.complete_checkpoints(self.checkpoints) if self.resume else []
         if not saved:
             return 0
-        manifest = self.policy.load_checkpoint(saved[-1])
+        manifest = self.policy.load_checkpoint(saved[-1], verify=False)  # the run has, before it began
         if self.critic is not None:
-            self.critic.load_checkpoint(critic_checkpoints(self.checkpoints) / saved[-1].name)
+            self.critic.load_checkpoint(critic_checkpoints(self.checkpoints) / saved[-1].name, verify=False)
         self.results = manifest["results"]
+        self._evaluated_at = manifest.get("evaluated_at")
         return manifest["step"]
 
     def _evaluate(self, step: int) -> None:
         measures, samples = self.evaluate()
-        self.results = {"measures": measures, "samples": samples}
+        self.results, self._evaluated_at = {"measures": measures, "samples": samples}, step
         self.recorder.record(step, measures, kind="eval")
 
-    def _save(self, step: int) -> None:
-        kept = {
-            "results": self.results,
-            "stage": self.name,
-            "tokenizer": self.tokenizer.digest,
-            "weights_from": self.weights_from,
-        }
-        if self.critic is not None:  # first, so that a policy's checkpoint always has its critic's
-            self.critic.save_checkpoint(critic_checkpoints(self.checkpoints), step, **kept)
-        self.policy.save_checkpoint(self.checkpoints, step, **kept)
-        companions = None if self.critic is None else critic_checkpoints(self.checkpoints)
-        checkpoint.delete_older(self.checkpoints, self.config.train.keep_checkpoints, companions)
+    def _save(self, step: int, last: bool) -> None:
+        train = self.config.train
+        self.saver.save(
+            step,
+            last,
+            config=self.run_config,
+            results=self.results,
+            evaluated_at=self._evaluated_at,
+            stage=self.name,
+            tokenizer=self.tokenizer.digest,
+            weights_from=self.weights_from,
+            # Which rows and prompts come next is a function of these (data/order.py).
+            data={"batches_taken": step, "seed": train.seed, "global_batch_size": train.global_batch_size},
+        )

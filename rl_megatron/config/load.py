@@ -16,8 +16,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
-from rl_megatron.config import schema
+from rl_megatron.config import origin, schema
 from rl_megatron.config.errors import ConfigError, nearest
+from rl_megatron.config.model_rules import check_model
 
 _STAGE_KEYS = {field.name for field in fields(schema.StageConfig)}
 _RUN_KEYS = {"stages", "output_dir", "init_from", "resume"}
@@ -49,6 +50,7 @@ def load(overrides: list[str], config_dir: str | None = None) -> schema.RunConfi
     """
     tree = _compose(overrides, config_dir)
     tree.pop("experiment", None)
+    _take_tokenizer(tree)
     _refuse_unknown(tree, _STAGE_KEYS | _RUN_KEYS, "")
     _refuse_missing(tree, _STAGE_KEYS)
     stages = _mapping(tree.pop("stages", None), "stages") or {_mapping(tree["algorithm"], "algorithm").get("name"): {}}
@@ -69,6 +71,14 @@ def load(overrides: list[str], config_dir: str | None = None) -> schema.RunConfi
                 "its own"
             )
     return config
+
+
+def _take_tokenizer(tree: dict[str, Any]) -> None:
+    """A run that begins with a checkpoint that carries a tokenizer uses it, unless it names another."""
+    begun, tokenizer = tree.get("init_from"), tree.get("tokenizer")
+    if isinstance(begun, str) and isinstance(tokenizer, dict) and tokenizer.get("path") is None:
+        carried = origin.carried_tokenizer(Path(begun))
+        tokenizer["path"] = None if carried is None else str(carried)
 
 
 def to_yaml(config: schema.RunConfig) -> str:
@@ -92,6 +102,7 @@ def _compose(overrides: list[str], config_dir: str | None) -> dict[str, Any]:
             raise ConfigError(f"--config-dir {config_dir} is not a directory")
         extra = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"]
     GlobalHydra.instance().clear()
+    OmegaConf.register_new_resolver("of_checkpoint", origin.model_key, replace=True)  # configs/model/init_from.yaml
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         try:
             _refuse_unknown_stages(overrides, extra)
@@ -100,7 +111,14 @@ def _compose(overrides: list[str], config_dir: str | None) -> dict[str, Any]:
         except ConfigError:
             raise
         except (HydraException, OmegaConfBaseException, ValueError) as error:
-            raise ConfigError(_explain(error, overrides)) from error
+            raise ConfigError(_of_resolver(error) or _explain(error, overrides)) from error
+
+
+def _of_resolver(error: BaseException | None) -> str | None:
+    """What a resolver said, whose ConfigError OmegaConf wrapped, perhaps more than once."""
+    while error is not None and not isinstance(error, ConfigError):
+        error = error.__cause__ or error.__context__
+    return None if error is None else str(error)
 
 
 def _adding(override: str) -> str:
@@ -238,6 +256,8 @@ def _describe(detail: Mapping[str, Any], section: type, where: str) -> str:
     if location[:1] == ["algorithm"] and len(location) > 2:
         member = location.pop(1)  # pydantic names the union's member; the key path does not
         known = _schema_paths(_algorithms()[member], "algorithm.")
+    if location[:2] == ["model", "rope_scaling"] and len(location) > 3:
+        location.pop(2)
     path = ".".join(location)
     if detail["type"] == "unexpected_keyword_argument":
         return f"unknown key {where + path!r}{nearest(path, known)}"
@@ -270,59 +290,13 @@ def _check_stage(name: str, stage: schema.StageConfig, first: schema.StageConfig
     for section in ("model", "parallel", "tokenizer", "precision", "device"):
         if getattr(stage, section) != getattr(first, section):
             raise ConfigError(f"stages.{name}.{section} differs from the first stage's; stages share one {section}")
-    if model.num_attention_heads % model.num_query_groups:
-        raise ConfigError(
-            f"model.num_query_groups={model.num_query_groups} must divide "
-            f"model.num_attention_heads={model.num_attention_heads}"
-        )
-    if model.head_dim is None and model.hidden_size % model.num_attention_heads:
-        raise ConfigError(
-            f"model.hidden_size={model.hidden_size} is not a multiple of "
-            f"model.num_attention_heads={model.num_attention_heads}; change one or set model.head_dim"
-        )
-    _check_experts(model)
+    check_model(model)
     if data.source != "task" and data.path is None:
         raise ConfigError(f"data.path is not set and data.source={data.source} reads it; add data.path=…")
     if data.source == "task" and "name" not in data.task:
         raise ConfigError("data.source=task needs data.task.name (arithmetic, gsm8k)")
     _check_optimizer("optimizer", stage.optimizer)
     _check_algorithm(stage)
-
-
-_OF_EXPERTS = (
-    "experts_per_token",
-    "expert_ffn_hidden_size",
-    "shared_expert_ffn_hidden_size",
-    "shared_expert_gate",
-    "normalize_expert_weights",
-    "router_aux_loss",
-)
-
-
-def _check_experts(model: schema.ModelConfig) -> None:
-    """Keys of a mixture of experts that contradict each other, or would do nothing."""
-    if model.num_experts is None:
-        default = schema.ModelConfig()
-        for key in _OF_EXPERTS:
-            value = getattr(model, key)
-            if value != getattr(default, key):
-                raise ConfigError(
-                    f"model.{key}={str(value).lower()} does nothing: model.num_experts=null is a dense model; set "
-                    f"model.num_experts, or leave model.{key} out"
-                )
-    elif model.experts_per_token > model.num_experts:
-        raise ConfigError(
-            f"model.experts_per_token={model.experts_per_token} exceeds model.num_experts={model.num_experts}; lower it"
-        )
-    elif model.experts_per_token == 1 and model.normalize_expert_weights:
-        raise ConfigError(
-            "model.experts_per_token=1 and model.normalize_expert_weights=true: every weight would be 1 and the router "
-            "would learn nothing; set normalize_expert_weights=false"
-        )
-    if model.shared_expert_gate and model.shared_expert_ffn_hidden_size is None:
-        raise ConfigError(
-            "model.shared_expert_gate=true: there is no shared expert; set model.shared_expert_ffn_hidden_size"
-        )
 
 
 def _check_algorithm(stage: schema.StageConfig) -> None:

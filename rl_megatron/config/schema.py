@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from rl_megatron.config.measures import HIGHER_IS_BETTER
+
 _STRICT = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
 section = dataclass(frozen=True, config=_STRICT, kw_only=True)
 
@@ -30,11 +32,55 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0), Number]
 ClosedFraction = Annotated[float, Field(ge=0.0, le=1.0), Number]
 PositiveFloat = Annotated[float, Field(gt=0.0), Number]
 NonNegativeFloat = Annotated[float, Field(ge=0.0), Number]
+Measure = Literal[tuple(HIGHER_IS_BETTER)]
+
+
+@section
+class LinearRope:
+    """Positions divided by `factor` (Gemma 3)."""
+
+    kind: Literal["linear"] = "linear"
+    factor: PositiveFloat
+
+
+@section
+class Llama3Rope:
+    """Frequencies of waves longer than the context first trained on divided by `factor`, short waves as they are, and
+    in between what is in between (Llama 3.1 and later)."""
+
+    kind: Literal["llama3"] = "llama3"
+    factor: PositiveFloat
+    low_freq_factor: PositiveFloat = 1.0  # long: original_max_position_embeddings / low_freq_factor and more
+    high_freq_factor: PositiveFloat = 4.0  # short: original_max_position_embeddings / high_freq_factor and less
+    original_max_position_embeddings: Positive
+
+
+@section
+class YarnRope:
+    """YaRN: frequencies go by how often they turn within the context first trained on (DeepSeek, Qwen).
+
+    Source: Peng et al. 2023 (arXiv:2309.00071).
+    """
+
+    kind: Literal["yarn"] = "yarn"
+    factor: PositiveFloat
+    original_max_position_embeddings: Positive
+    beta_fast: PositiveFloat = 32.0  # turns from which a frequency stays as it is
+    beta_slow: PositiveFloat = 1.0  # turns up to which it is divided by factor
+    truncate: bool = True  # the bounds of the two are rounded to whole dimensions
+    # Rotated queries and keys grow by (0.1·mscale·ln factor + 1) / (0.1·mscale_all_dim·ln factor + 1), or, unless both
+    # are given, by 0.1·ln factor + 1; or by attention_factor.
+    mscale: PositiveFloat | None = None
+    mscale_all_dim: PositiveFloat | None = None
+    attention_factor: PositiveFloat | None = None
+
+
+RopeScaling = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator="kind")]
 
 
 @section
 class ModelConfig:
-    """A LLaMA/Qwen-style decoder: RMSNorm, SwiGLU, RoPE, grouped-query attention; dense, or a mixture of experts."""
+    """A decoder like LLaMA: RMSNorm, gated MLP, RoPE, grouped-query attention; dense, or a mixture of experts."""
 
     num_layers: Positive = 4
     hidden_size: Positive = 128
@@ -45,12 +91,28 @@ class ModelConfig:
     max_sequence_length: Positive = 256
     vocab_size: Positive | None = None  # rows of the embedding; null: one for each of the tokenizer's tokens
     rope_base: PositiveFloat = 10_000.0
+    rope_scaling: RopeScaling | None = None  # for contexts longer than first trained on: kind linear, llama3 or yarn
+    local_rope_base: PositiveFloat | None = None  # of layers with a window, unscaled (Gemma 3); null: as the others'
     norm_epsilon: PositiveFloat = 1e-5
+    zero_centered_norm: bool = False  # norms multiply by 1 + weight (Gemma)
+    sandwich_norms: bool = False  # norms after attention and MLP too, before the residual is added (Gemma 2 and 3)
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the MLP's gate; gelu_tanh: Gemma's
+    scale_embeddings: bool = False  # embeddings are multiplied by the root of hidden_size (Gemma)
     tie_embeddings: bool = True  # the output head is the embedding matrix
     qkv_bias: bool = False  # Qwen2 has one
     qk_norm: bool = False  # Qwen3 has it
+    query_pre_attn_scalar: Positive | None = None  # scores are divided by its root (Gemma); null: the head's dimension
     init_std: PositiveFloat = 0.02
     sliding_window: Positive | None = None  # tokens a token may look at, itself included; null: all before it
+    global_attention_every: Positive | None = None  # each so-many-th layer is without the window (Gemma 3: 6)
+    # Multi-head latent attention (DeepSeek-V2 and -V3), with kv_lora_rank: keys and values of all heads come of one
+    # latent of that rank. A head's queries and keys have qk_nope_head_dim dimensions without RoPE and qk_rope_head_dim
+    # with it, its values v_head_dim.
+    kv_lora_rank: Positive | None = None
+    q_lora_rank: Positive | None = None  # queries come of a latent too; null: of the hidden state
+    qk_nope_head_dim: Positive | None = None
+    qk_rope_head_dim: Positive | None = None
+    v_head_dim: Positive | None = None
     num_experts: Positive | None = None  # experts of each layer's MLP (Mixtral, Qwen-MoE); null: a dense MLP
     experts_per_token: Positive = 2
     expert_ffn_hidden_size: Positive | None = None  # null: ffn_hidden_size
@@ -58,6 +120,16 @@ class ModelConfig:
     shared_expert_gate: bool = False  # the shared expert's output is weighed by a learned gate (Qwen2-MoE)
     normalize_expert_weights: bool = True  # weights of a token's experts add up to 1 (Qwen2-MoE: false)
     router_aux_loss: NonNegativeFloat = 0.0  # coefficient of the load-balancing loss; its value depends on microbatches
+    first_dense_layers: NonNegative = 0  # layers with a dense MLP before those with experts (DeepSeek-V3: 3)
+    router_score: Literal["softmax", "sigmoid"] = "softmax"  # of an expert (DeepSeek-V3: sigmoid)
+    # A number for each expert, added to its score where experts are chosen and not where they are weighed, as
+    # DeepSeek-V3 has it. It travels with the weights, and no training here moves it.
+    router_bias: bool = False
+    # Experts in so many groups, of which a token visits the router_groups_per_token whose best two experts score most
+    # (DeepSeek-V3); null: any expert.
+    router_groups: Positive | None = None
+    router_groups_per_token: Positive | None = None
+    routed_scaling_factor: PositiveFloat = 1.0  # what experts give is multiplied with it; shared experts' is not
     recompute: Literal["none", "selective", "full"] = "none"  # activations recomputed in backward
     backend: Literal["auto", "portable", "transformer_engine"] = "auto"  # auto: Transformer Engine on a GPU that has it
 
@@ -115,7 +187,9 @@ class TrainConfig:
     seed: NonNegative = 0
     eval_every: NonNegative = 0  # steps between evaluations; 0: only before the first step and after the last
     save_every: NonNegative = 0  # steps between checkpoints; 0: only at the end
+    async_save: bool = True  # checkpoints are written from a copy while training goes on; the last is waited for
     keep_checkpoints: Positive = 2  # per stage; older ones are deleted
+    keep_best: Measure | None = None  # a held-out measure: the checkpoint that is best by it is kept, too
     collective_timeout_minutes: PositiveFloat = 10.0
 
 

@@ -15,12 +15,11 @@ class SequenceCost:
     In FLOPs of one forward and backward pass:
 
         per_token = 6 · (matmul parameters that a token passes through)
-        per_pair  = 6 · layers · heads · head_dim
+        per_pair  = 6 · layers · heads · (head_dim of keys + head_dim of values) / 2
 
     A matmul parameter takes a multiplication and an addition in the forward pass, and as many again for either gradient
     in the backward pass: 2 + 4. Attention multiplies queries with keys and probabilities with values: per layer 2·l²
-    heads·head_dim each, of which a causal kernel computes half; so 2·l²·heads·head_dim, and three times that with the
-    backward pass.
+    heads·head_dim each, of which a causal kernel computes half; and three times that with the backward pass.
 
     Only the ratio of the two matters to a plan. The default counts tokens.
 
@@ -48,14 +47,29 @@ class SequenceCost:
         those of the experts that a token visits) and the output head, a matmul even where it is the embedding.
         Norms, biases and the embedding's look-up are not counted, nor what `model.recompute` computes again, nor what
         a sliding window spares."""
-        head_dim = model.head_dim or model.hidden_size // model.num_attention_heads
-        width = model.num_attention_heads * head_dim
-        attention = model.hidden_size * (2 * width + 2 * model.num_query_groups * head_dim)
-        if model.num_experts is None:
-            mlp = 3 * model.hidden_size * model.ffn_hidden_size
-        else:
+        attention, width = _attention(model)
+        mlp = 3 * model.hidden_size * model.ffn_hidden_size
+        dense_layers = model.num_layers if model.num_experts is None else model.first_dense_layers
+        layers = model.num_layers * attention + dense_layers * mlp
+        if model.num_experts is not None:
             visited = model.experts_per_token * (model.expert_ffn_hidden_size or model.ffn_hidden_size)
             visited += model.shared_expert_ffn_hidden_size or 0
-            mlp = model.hidden_size * (3 * visited + model.num_experts)
-        parameters = model.num_layers * (attention + mlp) + vocab_size * model.hidden_size
+            layers += (model.num_layers - dense_layers) * model.hidden_size * (3 * visited + model.num_experts)
+        parameters = layers + vocab_size * model.hidden_size
         return cls(per_token=6.0 * parameters, per_pair=6.0 * model.num_layers * width)
+
+
+def _attention(model: ModelConfig) -> tuple[int, float]:
+    """Parameters of a layer's projections; width of its heads, the mean of keys' and values'."""
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    if model.kv_lora_rank is None:
+        head_dim = model.head_dim or hidden // heads
+        return hidden * (2 * heads + 2 * model.num_query_groups) * head_dim, heads * head_dim
+    keys, values = model.qk_nope_head_dim + model.qk_rope_head_dim, model.v_head_dim
+    if model.q_lora_rank is None:
+        queries = hidden * heads * keys
+    else:
+        queries = model.q_lora_rank * (hidden + heads * keys)
+    down = hidden * (model.kv_lora_rank + model.qk_rope_head_dim)
+    up = model.kv_lora_rank * heads * (model.qk_nope_head_dim + values)
+    return queries + down + up + heads * values * hidden, heads * (keys + values) / 2

@@ -43,16 +43,16 @@ class Columns:
 class CachedAttention(torch.nn.Module):
     """Attention of the new columns over all columns so far; appends the new keys (RoPE applied) and values."""
 
-    def __init__(self, columns: Columns, config: TransformerConfig):
+    def __init__(self, columns: Columns, config: TransformerConfig, layer_number: int):
         super().__init__()
-        self.columns, self.softmax_scale, self.window = columns, config.softmax_scale, sliding_window(config)
+        self.columns, self.softmax_scale = columns, config.softmax_scale
+        self.window = sliding_window(config, layer_number)
         self.keys = self.values = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
         start, stop = self.columns.filled, self.columns.filled + key.size(0)
         if self.keys is None:
-            shape = (self.columns.capacity, *key.shape[1:])
-            self.keys, self.values = key.new_zeros(shape), value.new_zeros(shape)
+            self.keys, self.values = (x.new_zeros(self.columns.capacity, *x.shape[1:]) for x in (key, value))
         self.keys[start:stop], self.values[start:stop] = key, value
         mask = self.columns.mask(key.size(0), self.window)
         return attend(query, self.keys[:stop], self.values[:stop], mask, self.softmax_scale)
@@ -75,7 +75,7 @@ def caching(models: list[GPTModel], columns: Columns) -> Iterator[None]:
     ]
     try:
         for attention in attentions:
-            attention.core_attention = CachedAttention(columns, attention.config)
+            attention.core_attention = CachedAttention(columns, attention.config, attention.layer_number)
         for holder, flag in switched:
             setattr(holder, flag, False)
         yield

@@ -11,8 +11,10 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -31,7 +33,21 @@ class PortablePacking(PackedSeqParams):
 
 class PortableRotaryEmbedding(RotaryEmbedding):
     """megatron-core's RoPE, with each token of a packed row at its position in its own sequence: one lookup for the
-    whole pack, where megatron-core loops over sequences in every layer."""
+    whole pack, where megatron-core loops over sequences in every layer.
+
+    Where layers with a window have frequencies of their own (`local_frequencies` [D/2]), the angles of both kinds lie
+    side by side, [S, 2, 1, D], and `PortableSelfAttention` takes its own: megatron-core hands one tensor to all layers.
+    """
+
+    local_frequencies: Tensor | None = None
+
+    def get_emb(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        angles = super().get_emb(max_seq_len, offset)
+        if self.local_frequencies is None:
+            return angles
+        positions = torch.arange(max_seq_len, dtype=torch.float32, device=self.local_frequencies.device) + offset
+        local = torch.outer(positions, self.local_frequencies).repeat(1, 2)
+        return torch.cat([angles, local[:, None, None]], dim=1)
 
     def get_rotary_seq_len(
         self,
@@ -51,6 +67,16 @@ class PortableRotaryEmbedding(RotaryEmbedding):
         if isinstance(max_seq_len, PackedRows):
             return self.get_emb(max_seq_len.longest)[max_seq_len.positions]
         return super().forward(max_seq_len, *args, **kwargs)
+
+
+class PortableSelfAttention(SelfAttention):
+    """megatron-core's, with the layer's own RoPE where layers with and without a window differ in it."""
+
+    def forward(self, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        if rotary_pos_emb is not None and rotary_pos_emb.size(1) == 2:
+            own = 0 if sliding_window(self.config, self.layer_number) is None else 1
+            rotary_pos_emb = rotary_pos_emb[:, own : own + 1]
+        return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
 
 
 class PortableAttention(torch.nn.Module):
@@ -80,7 +106,7 @@ class PortableAttention(torch.nn.Module):
         if attn_mask_type is not AttnMaskType.causal:
             raise ValueError(f"PortableAttention is causal; got attn_mask_type={attn_mask_type}")
         self.softmax_scale = softmax_scale
-        self.window = sliding_window(config)
+        self.window = sliding_window(config, layer_number)
         self.cp_group = pg_collection.cp if pg_collection is not None else None
 
     def forward(
@@ -127,10 +153,12 @@ class PortableAttention(torch.nn.Module):
         return torch.cat([output.flatten(0, 1) for output in outputs]).index_select(0, rows.slots)[:, None]
 
 
-def sliding_window(config: TransformerConfig) -> int | None:
-    """How many tokens a token looks at, itself included, in megatron-core's terms (window_size: how many to each side);
-    None for all."""
-    return None if config.window_size is None else config.window_size[0] + 1
+def sliding_window(config: TransformerConfig, layer_number: int) -> int | None:
+    """How many tokens a token looks at in a layer (from 1), itself included, in megatron-core's terms (window_size: how
+    many to each side); None for all."""
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return None
+    return config.window_size[0] + 1
 
 
 @lru_cache(maxsize=4)

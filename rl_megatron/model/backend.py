@@ -12,7 +12,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -23,41 +23,56 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import ModelConfig
 from rl_megatron.log import once
-from rl_megatron.model.attention import PortableAttention, PortablePacking
+from rl_megatron.model.attention import PortableAttention, PortablePacking, PortableSelfAttention
+from rl_megatron.model.latent_attention import LatentAttention
+from rl_megatron.model.norms import NormedResidual, PortableRMSNorm
 from rl_megatron.model.packed_rows import PackedRows
 from rl_megatron.model.router import BalancedRouter
 from rl_megatron.topology.platform import Platform
 from rl_megatron.topology.topology import Topology
 
-
-class PortableRMSNorm(torch.nn.RMSNorm):
-    """y = x / sqrt(mean(x²) + ε) · w, accumulated in fp32; under sequence parallelism its gradient is marked for the
-    all-reduce over the tensor-parallel ranks, each of which saw its own part of the sequence."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object):
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
-        self.weight.sequence_parallel = config.sequence_parallel
+_PORTABLE_ONLY = ("local_rope_base", "sandwich_norms", "kv_lora_rank", "first_dense_layers")
 
 
-def choose_backend(wanted: str, platform: Platform) -> str:
-    """ "transformer_engine" or "portable" for `model.backend`; "auto" prefers Transformer Engine where it can run."""
-    installed = importlib.util.find_spec("transformer_engine") is not None
-    if wanted == "transformer_engine" and not (platform.is_cuda and installed):
-        missing = "Transformer Engine is not installed" if platform.is_cuda else "it needs a GPU and this run uses none"
+def choose_backend(model: ModelConfig, platform: Platform) -> str:
+    """ "transformer_engine" or "portable" for `model.backend`; "auto" prefers Transformer Engine where it can run what
+    the model is made of.
+
+    Raises: ConfigError where `model.backend` asks for Transformer Engine, and it cannot run.
+    """
+    wanted, missing = model.backend, _why_not_transformer_engine(model, platform)
+    if wanted == "transformer_engine" and missing:
         raise ConfigError(f"model.backend=transformer_engine: {missing}; use model.backend=auto")
-    if wanted == "auto":
-        wanted = "transformer_engine" if platform.is_cuda and installed else "portable"
-        if wanted == "portable" and platform.is_cuda:
-            once("Transformer Engine is not installed: layers use the portable torch modules")
-    return wanted
+    if wanted != "auto":
+        return wanted
+    if missing and platform.is_cuda:
+        once(f"{missing[0].upper()}{missing[1:]}: layers use the portable torch modules")
+    return "portable" if missing else "transformer_engine"
+
+
+def _why_not_transformer_engine(model: ModelConfig, platform: Platform) -> str | None:
+    if not platform.is_cuda:
+        return "it needs a GPU and this run uses none"
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "Transformer Engine is not installed"
+    for key in _PORTABLE_ONLY:
+        value = getattr(model, key)
+        if value not in (None, False):
+            return f"megatron-core's layers of Transformer Engine have no model.{key}={str(value).lower()}"
+    return None
 
 
 def block_spec(
-    config: TransformerConfig, backend: str, vp_stage: int | None
+    model: ModelConfig, config: TransformerConfig, backend: str, vp_stage: int | None
 ) -> TransformerBlockSubmodules | ModuleSpec:
     """The megatron-core spec of the decoder layers of this pipeline stage (or model chunk `vp_stage` of it)."""
     if backend == "transformer_engine":
@@ -68,8 +83,12 @@ def block_spec(
             mlp = layer.submodules.mlp
             (mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules).router = BalancedRouter
         return layer
-    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[_portable_layer(config)] * num_layers, layer_norm=PortableRMSNorm)
+    first = get_transformer_layer_offset(config, vp_stage)
+    layers = [
+        _portable_layer(model, config, has_experts=model.num_experts is not None and layer >= model.first_dense_layers)
+        for layer in range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    ]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=PortableRMSNorm)
 
 
 def _of_experts(module: type, submodules: object) -> Callable | ModuleSpec:
@@ -92,10 +111,39 @@ def packing_params(rooms: Sequence[int], topology: Topology, backend: str) -> Pa
     )
 
 
-def _portable_layer(config: TransformerConfig) -> ModuleSpec:
+def _portable_layer(model: ModelConfig, config: TransformerConfig, has_experts: bool) -> ModuleSpec:
+    # Checkpoints carry Transformer Engine's names, where a norm is fused into the linear that follows it.
+    attention, names = _latent_attention(model) if model.kv_lora_rank is not None else _self_attention(config)
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    if has_experts:
+        experts, shared = _of_experts(SequentialMLP, linears), _of_experts(SharedExpertMLP, linears)
+        mlp = _of_experts(MoELayer, MoESubmodules(experts, shared, BalancedRouter))
+    else:
+        mlp = ModuleSpec(module=MLP, submodules=linears)
+        names |= {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    residual = get_bias_dropout_add
+    if model.sandwich_norms:
+        residual = ModuleSpec(module=NormedResidual, params={"config": config})
+        names |= {"self_attn_bda.norm.": "post_self_attn_layernorm.", "mlp_bda.norm.": "post_mlp_layernorm."}
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=PortableRMSNorm,
+            self_attention=attention,
+            self_attn_bda=residual,
+            pre_mlp_layernorm=PortableRMSNorm,
+            mlp=mlp,
+            mlp_bda=residual,
+            sharded_state_dict_keys_map=names,
+        ),
+    )
+
+
+def _self_attention(config: TransformerConfig) -> tuple[ModuleSpec, dict[str, str]]:
+    """The module, and its norms' names in checkpoints."""
     qk_norm = PortableRMSNorm if config.qk_layernorm else IdentityOp
     attention = ModuleSpec(
-        module=SelfAttention,
+        module=PortableSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
@@ -105,24 +153,11 @@ def _portable_layer(config: TransformerConfig) -> ModuleSpec:
             k_layernorm=qk_norm,
         ),
     )
-    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    # Checkpoints carry Transformer Engine's names, where the norm is fused into the linear that follows it.
-    names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    if config.num_moe_experts is None:
-        mlp = ModuleSpec(module=MLP, submodules=linears)
-        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-    else:
-        experts, shared = _of_experts(SequentialMLP, linears), _of_experts(SharedExpertMLP, linears)
-        mlp = _of_experts(MoELayer, MoESubmodules(experts, shared, BalancedRouter))
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=PortableRMSNorm,
-            self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=PortableRMSNorm,
-            mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=names,
-        ),
-    )
+    return attention, {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+
+
+def _latent_attention(model: ModelConfig) -> tuple[ModuleSpec, dict[str, str]]:
+    names = {
+        f"self_attention.{part}_layernorm.": f"self_attention.linear_{part}_up_proj.layer_norm_" for part in ("q", "kv")
+    }
+    return ModuleSpec(module=LatentAttention, params={"model": model}), names

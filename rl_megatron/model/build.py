@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.nn.functional import silu
+from torch import Tensor
+from torch.nn.functional import gelu, silu
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.schema import ModelConfig
+from rl_megatron.config.schema import ModelConfig, YarnRope
 from rl_megatron.model.attention import PortableRotaryEmbedding
 from rl_megatron.model.backend import block_spec, choose_backend
+from rl_megatron.model.families.table import head_size
+from rl_megatron.model.rope import frequencies, rotary_scale, yarn_mscale
 from rl_megatron.model.score_head import ScoreHead
 from rl_megatron.model.shards import initialise_parameters
 from rl_megatron.topology.topology import Topology, padded_vocab_size, validate_model
 
 Head = Literal["lm", "score"]
+_ACTIVATIONS = {"silu": silu, "gelu_tanh": partial(gelu, approximate="tanh")}
 
 
 def transformer_config(model: ModelConfig, topology: Topology, precision: str) -> TransformerConfig:
@@ -30,18 +36,21 @@ def transformer_config(model: ModelConfig, topology: Topology, precision: str) -
         ffn_hidden_size=model.ffn_hidden_size,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
-        kv_channels=model.head_dim or model.hidden_size // model.num_attention_heads,
+        kv_channels=_query_size(model),
         normalization="RMSNorm",
+        layernorm_zero_centered_gamma=model.zero_centered_norm,
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=True,
-        activation_func=silu,
+        activation_func=_ACTIVATIONS[model.activation],
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
         qk_layernorm=model.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=model.init_std,
+        softmax_scale=_softmax_scale(model),
         window_size=None if model.sliding_window is None else (model.sliding_window - 1, 0),
+        window_attn_skip_freq=model.global_attention_every,
         tensor_model_parallel_size=topology.tensor,
         sequence_parallel=topology.sequence,
         pipeline_model_parallel_size=topology.pipeline,
@@ -68,6 +77,33 @@ def transformer_config(model: ModelConfig, topology: Topology, precision: str) -
     )
 
 
+def _softmax_scale(model: ModelConfig) -> float | None:
+    """What scores are multiplied with; None for megatron-core's own, 1/√head_dim.
+
+    Where RoPE turns whole heads, YaRN's growth of rotated queries and of rotated keys is a factor of every score. With
+    latents it turns a part: what grows there grows there, and DeepSeek scales scores besides.
+    """
+    if model.kv_lora_rank is None:
+        growth = rotary_scale(model.rope_scaling)
+    else:
+        scaling = model.rope_scaling
+        scales = isinstance(scaling, YarnRope) and scaling.mscale_all_dim is not None
+        growth = yarn_mscale(scaling.factor, scaling.mscale_all_dim) if scales else 1.0
+    if growth == 1.0 and model.query_pre_attn_scalar is None and model.kv_lora_rank is None:
+        return None
+    return growth**2 / math.sqrt(model.query_pre_attn_scalar or _query_size(model))
+
+
+def _query_size(model: ModelConfig) -> int:
+    """Dimensions of a head's queries."""
+    return head_size(model) if model.kv_lora_rank is None else model.qk_nope_head_dim + model.qk_rope_head_dim
+
+
+def _rotary_size(model: ModelConfig) -> int:
+    """Of these, the ones that RoPE turns."""
+    return model.qk_rope_head_dim or head_size(model)
+
+
 def _experts(model: ModelConfig) -> dict:
     if model.num_experts is None:
         return {}
@@ -80,6 +116,13 @@ def _experts(model: ModelConfig) -> dict:
         "moe_router_pre_softmax": not model.normalize_expert_weights,
         "moe_router_load_balancing_type": "aux_loss" if model.router_aux_loss > 0 else "none",
         "moe_aux_loss_coeff": model.router_aux_loss,
+        "moe_layer_freq": [int(layer >= model.first_dense_layers) for layer in range(model.num_layers)],
+        "moe_router_score_function": model.router_score,
+        "moe_router_enable_expert_bias": model.router_bias,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_num_groups": model.router_groups,
+        "moe_router_group_topk": model.router_groups_per_token,
+        "moe_router_topk_scaling_factor": None if model.routed_scaling_factor == 1.0 else model.routed_scaling_factor,
         "moe_router_dtype": "fp32",  # bf16 scores tie, and ties break differently on every rank
         "moe_token_dispatcher_type": "alltoall",  # microbatches may differ in length
     }
@@ -110,12 +153,18 @@ def build_model(
     validate_model(model, topology)
     check_vocabulary(model, vocab_size)
     config = transformer_config(model, topology, precision)
-    backend = choose_backend(model.backend, topology.platform)
+    backend = choose_backend(model, topology.platform)
     chunks = [
         _build_chunk(model, config, topology, backend, vocab_size, chunk, head)
         for chunk in range(topology.virtual_pipeline)
     ]
-    initialise_parameters(chunks, seed=seed, std=model.init_std, num_layers=model.num_layers)
+    initialise_parameters(
+        chunks,
+        seed=seed,
+        std=model.init_std,
+        num_layers=model.num_layers,
+        norm_weight=0.0 if model.zero_centered_norm else 1.0,
+    )
     if precision == "bf16":
         chunks = [_Bf16Module(config, chunk) for chunk in chunks]
     return chunks
@@ -142,7 +191,7 @@ def _build_chunk(
     vp_stage = chunk if topology.virtual_pipeline > 1 else None
     module = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(config, backend, vp_stage),
+        transformer_layer_spec=block_spec(model, config, backend, vp_stage),
         vocab_size=padded_vocab_size(model.vocab_size or vocab_size, topology.tensor),
         max_sequence_length=model.max_sequence_length,
         pre_process=topology.pipeline_rank == 0 and chunk == 0,
@@ -154,10 +203,9 @@ def _build_chunk(
         pg_collection=topology.groups,
         vp_stage=vp_stage,
     )
-    if backend == "portable":
-        module.rotary_pos_emb = PortableRotaryEmbedding(
-            config.kv_channels, rotary_percent=1.0, rotary_base=model.rope_base, cp_group=topology.groups.cp
-        )
+    _set_rope(module, model, topology, backend)
+    if model.scale_embeddings and module.pre_process:
+        module.embedding.register_forward_hook(partial(_multiplied, factor=math.sqrt(model.hidden_size)))
     for name, parameter in module.named_parameters():
         if ".experts." in name:
             # Summed over the ranks that hold the same experts. megatron-core 0.16 says so only where experts are spread
@@ -166,6 +214,22 @@ def _build_chunk(
     if head == "score" and module.post_process:
         module.output_layer = ScoreHead(config, topology)
     return module.to(topology.platform.device)
+
+
+def _set_rope(module: GPTModel, model: ModelConfig, topology: Topology, backend: str) -> None:
+    size, device = _rotary_size(model), topology.platform.device
+    if backend == "portable":
+        module.rotary_pos_emb = PortableRotaryEmbedding(
+            size, rotary_percent=1.0, rotary_base=model.rope_base, cp_group=topology.groups.cp
+        )
+        if model.local_rope_base is not None:
+            module.rotary_pos_emb.local_frequencies = frequencies(size, model.local_rope_base, None).to(device)
+    module.rotary_pos_emb.inv_freq = frequencies(size, model.rope_base, model.rope_scaling).to(device)
+
+
+def _multiplied(module: torch.nn.Module, inputs: tuple, output: Tensor, *, factor: float) -> Tensor:
+    """The factor is rounded to the model's dtype before, as Gemma was trained."""
+    return output * output.new_tensor(factor)
 
 
 class _Bf16Module(Float16Module):

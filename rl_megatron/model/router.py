@@ -46,6 +46,9 @@ class BalancedRouter(TopKRouter):
         self.reported = self.reported + loss.detach()
         return _AlsoMinimised.apply(probs, loss)
 
+    def _apply_expert_bias(self, *_: object, **__: object) -> None:
+        """megatron-core counts tokens here, padding too, for its update of the bias; ours stays as it is loaded."""
+
 
 class _AlsoMinimised(torch.autograd.Function):
     """`output` as it is; backward adds the gradient of `loss` to that of whatever comes of it."""

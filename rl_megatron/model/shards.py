@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 # Global names come one per layer ("decoder.layers.3.…") rather than stacked along a layer axis.
 SHARDING_METADATA = {"non_homogeneous_layers": True}
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _INIT_ROWS = 1024  # rows drawn from one generator: bounds the memory and time of drawing a rank's own part
 
 
@@ -33,15 +35,20 @@ class Piece:
     is_first_replica: bool
 
 
-def pieces(chunks: Iterable[torch.nn.Module], value: Callable[[Tensor], Tensor] = lambda p: p.data) -> Iterator[Piece]:
-    """The pieces of `value(parameter)` (weights by default; gradients, say, through `lambda p: p.main_grad`)."""
+def pieces(
+    chunks: Iterable[torch.nn.Module], value: Callable[[torch.nn.Parameter], Tensor] | None = None
+) -> Iterator[Piece]:
+    """The pieces of all weights, routers' biases included, which are buffers; or of `value(parameter)` of each
+    parameter (gradients, say, through `lambda p: p.main_grad`)."""
     for chunk in chunks:
         while not hasattr(chunk, "sharded_state_dict") or hasattr(chunk, "module"):
             chunk = chunk.module
         for entry in chunk.sharded_state_dict(metadata=dict(SHARDING_METADATA)).values():
             if not isinstance(entry, ShardedTensor | ShardedTensorFactory):
                 continue  # extra state of modules: no tensor of the model
-            for shard in _flatten(_holding(entry, value(entry.data))):
+            if value is not None and not isinstance(entry.data, torch.nn.Parameter):
+                continue
+            for shard in _flatten(_holding(entry, entry.data.data if value is None else value(entry.data))):
                 yield _piece(shard)
 
 
@@ -60,6 +67,15 @@ def _piece(shard: ShardedTensor) -> Piece:
         tuple(shard.global_offset[stacked:]),
         all(index == 0 for index in _as_tuple(shard.replica_id)),
     )
+
+
+def stored_name(name: str) -> tuple[str, int | None]:
+    """The key under which a checkpoint has the tensor that `pieces` calls `name`, and, where experts are stacked under
+    one key, which of them it is."""
+    expert = _EXPERT.search(name)
+    if expert is None:
+        return name, None
+    return f"{name[: expert.start()]}.experts.experts.{name[expert.end() :]}", int(expert[1])
 
 
 def _holding(entry: ShardedTensor | ShardedTensorFactory, data: Tensor) -> ShardedTensor | ShardedTensorFactory:
@@ -81,7 +97,7 @@ def _as_tuple(replica_id: int | tuple) -> tuple:
 
 
 def gather_full(
-    chunks: Iterable[torch.nn.Module], value: Callable[[Tensor], Tensor] = lambda p: p.data
+    chunks: Iterable[torch.nn.Module], value: Callable[[torch.nn.Parameter], Tensor] | None = None
 ) -> dict[str, Tensor]:
     """Every global tensor, whole, in fp32 on the CPU of rank 0 (empty on other ranks). For comparison and small models:
     it takes the whole model's memory on rank 0."""
@@ -104,25 +120,32 @@ def _any_nan(gathered: list, name: str) -> bool:
     return any(tensor.isnan().any() for rank in gathered for n, _, _, tensor in rank if n == name)
 
 
-def initialise_parameters(chunks: list[torch.nn.Module], *, seed: int, std: float, num_layers: int) -> None:
+def initialise_parameters(
+    chunks: list[torch.nn.Module], *, seed: int, std: float, num_layers: int, norm_weight: float = 1.0
+) -> None:
     """Fills every parameter from (seed, global name, row): the same model whatever the layout it is sharded over.
 
-    Weights ~ N(0, std²); those that write into the residual stream ~ N(0, std²/(2·num_layers)) (GPT-2); norms 1;
-    biases 0. Numbers are drawn on the CPU, so a GPU run starts from the same weights.
+    Weights ~ N(0, std²); those that write into the residual stream ~ N(0, std²/(2·num_layers)) (GPT-2); norms
+    `norm_weight`; biases 0. Numbers are drawn on the CPU, so a GPU run starts from the same weights.
     """
     filled = 0
     for piece in pieces(chunks):
         filled += piece.tensor.numel()
         if piece.name.endswith(("norm.weight", "norm_weight")):
-            piece.tensor.fill_(1.0)
+            piece.tensor.fill_(norm_weight)
         elif piece.name.endswith("bias"):
             piece.tensor.zero_()
         else:
             writes_residual = piece.name.endswith(("linear_proj.weight", "linear_fc2.weight"))
             _fill_normal(piece, seed, std / math.sqrt(2 * num_layers) if writes_residual else std)
-    built = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+    built = sum(tensor.numel() for chunk in chunks for tensor in (*chunk.parameters(), *_saved_buffers(chunk)))
     if filled != built:
         raise RuntimeError(f"initialised {filled} of {built} parameters: a module is missing from the sharding map")
+
+
+def _saved_buffers(chunk: torch.nn.Module) -> list[Tensor]:
+    saved = chunk.state_dict().keys()
+    return [buffer for name, buffer in chunk.named_buffers() if name in saved]
 
 
 def _fill_normal(piece: Piece, seed: int, std: float) -> None:

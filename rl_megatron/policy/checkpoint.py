@@ -1,75 +1,98 @@
-"""Checkpoints on megatron-core's `dist_checkpointing`: written whole or not at all, loadable under another layout.
+"""Checkpoints as directories: their names, their manifests, whether they are whole. No megatron-core is needed here.
 
 A checkpoint is a directory `step-000123`. It is written as `step-000123.incomplete` and renamed when every rank has
-written its part and `manifest.json` (step, model, file sizes) is there, so a run killed while saving leaves the
-previous checkpoint as the newest complete one.
+written its part and `manifest.json` is there: step, model, and the size and digest of every file. So a run killed while
+saving leaves the previous checkpoint as the newest complete one, and a byte that changed since is found and named.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import queue
+import os
 import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.families import NOT_OF_THE_WEIGHTS
 
 MANIFEST = "manifest.json"
-_MESSAGE_LENGTH = 600  # megatron-core lists every key of the model
+CONFIG = "config.yaml"  # the effective configuration of the run that wrote the checkpoint
+FORMAT = 2  # manifests before had no "format", and no digests
+LEFTOVERS = (".incomplete", ".replaced", ".deleted")  # of a run killed while saving or deleting
 _STEP = re.compile(r"step-(\d+)")
+_BLOCK = 1 << 20
 
 
-def save(directory: Path, step: int, sharded_state: dict[str, Any], model: ModelConfig, extra: dict[str, Any]) -> Path:
-    """Writes `directory/step-<step>` from every rank's `sharded_state`; collective. `extra` is kept in the manifest."""
-    final = directory / f"step-{step:06d}"
-    partial = final.with_suffix(".incomplete")
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)  # of an interrupted save
-        partial.mkdir(parents=True)
-    dist.barrier()
-    # Saving is synchronous, so a queue within the process takes its results. megatron-core's own is a server process on
-    # every rank that imports torch once more (seconds, hundreds of MB) and outlives a killed run.
-    filesystem_async._results_queue = queue.SimpleQueue()
-    dist_checkpointing.save(sharded_state, str(partial))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        publish(partial, final, {"step": step, "model": asdict(model), **extra})
-    dist.barrier()
-    return final
+class Damaged(ConfigError):
+    """A checkpoint that is not as it was written."""
 
 
-def publish(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
-    """Makes of the finished directory `partial` the checkpoint `final`: its manifest, then its name."""
-    files = {str(f.relative_to(partial)): f.stat().st_size for f in sorted(partial.rglob("*")) if f.is_file()}
-    (partial / MANIFEST).write_text(json.dumps({**manifest, "files": files}, indent=1))
+# --- writing ---
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def file_entry(path: Path) -> dict[str, Any]:
+    """What the manifest says of a file, once the file is on the disk and not only on its way there."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+        os.fsync(file.fileno())
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def publish(partial: Path, final: Path, manifest: dict[str, Any], entries: dict[str, Any] | None = None) -> None:
+    """Makes of the finished directory `partial` the checkpoint `final`: its manifest, then its name.
+
+    `entries` are the manifest's entries of files that have been read by those who wrote them; others are read here.
+    """
+    entries = dict(entries or {})
+    for path in sorted(partial.rglob("*")):
+        name = str(path.relative_to(partial))
+        if path.is_file() and name not in entries:
+            entries[name] = file_entry(path)
+    content = {"format": FORMAT, **manifest, "files": dict(sorted(entries.items()))}
+    with (partial / MANIFEST).open("w") as file:
+        file.write(json.dumps({**content, "sha256": _digest_of(content)}, indent=1))
+        file.flush()
+        os.fsync(file.fileno())
     replaced = final.with_suffix(".replaced")
     if final.exists():  # of a run that is being redone from earlier
+        shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
     partial.rename(final)
+    _sync_directory(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def load(checkpoint: Path, sharded_state: dict[str, Any], partial: bool = False) -> dict[str, Any]:
-    """Fills `sharded_state`, laid out for *this* topology, from `checkpoint`; collective.
+def _digest_of(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
-    Raises: ConfigError where `sharded_state` asks for what the checkpoint lacks, or, unless `partial`, the checkpoint
-    holds what `sharded_state` does not ask for.
-    """
-    strict = StrictHandling.RAISE_UNEXPECTED if partial else StrictHandling.RAISE_ALL
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        return dist_checkpointing.load(sharded_state, str(checkpoint), strict=strict)
-    except dist_checkpointing.core.CheckpointingException as error:
-        raise ConfigError(f"checkpoint {checkpoint} does not fit this run: {str(error)[:_MESSAGE_LENGTH]}") from error
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- reading ---
+
+
+def complete_checkpoints(directory: Path) -> list[Path]:
+    """Complete checkpoints in `directory`, oldest first."""
+    found = [p for p in directory.glob("step-*") if _STEP.fullmatch(p.name) and (p / MANIFEST).is_file()]
+    return sorted(found, key=lambda p: int(_STEP.fullmatch(p.name).group(1)))
 
 
 def read_manifest(checkpoint: Path, model: ModelConfig | None = None) -> dict[str, Any]:
@@ -81,18 +104,13 @@ def read_manifest(checkpoint: Path, model: ModelConfig | None = None) -> dict[st
         raise ConfigError(f"checkpoint {checkpoint} does not exist; existing: {_names_in(checkpoint.parent)}")
     if not (checkpoint / MANIFEST).is_file():
         raise ConfigError(f"checkpoint {checkpoint} has no {MANIFEST}: it is incomplete, or not a checkpoint directory")
-    try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text())
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"checkpoint {checkpoint}: {MANIFEST} is not valid JSON ({error}); use an older one"
-        ) from error
-    for name, size in manifest["files"].items():
-        path = checkpoint / name
+    manifest = manifest_of(checkpoint)
+    for name, entry in manifest["files"].items():
+        path, size = checkpoint / name, size_of(entry)
         found = path.stat().st_size if path.is_file() else None
         if found != size:
             state = "is missing" if found is None else f"has {found} bytes instead of {size}"
-            raise ConfigError(f"checkpoint {checkpoint} is damaged: {name} {state}; use an older one")
+            raise _damaged(checkpoint, f"{name} {state}")
     if model is not None:
         saved, wanted = asdict(ModelConfig()) | manifest["model"], asdict(model)  # keys since added had their default
         differing = [k for k in wanted if k not in NOT_OF_THE_WEIGHTS and saved[k] != wanted[k]]
@@ -100,6 +118,40 @@ def read_manifest(checkpoint: Path, model: ModelConfig | None = None) -> dict[st
             listed = ", ".join(f"model.{k}: checkpoint {saved[k]}, run {wanted[k]}" for k in differing)
             raise ConfigError(f"checkpoint {checkpoint} is of another model ({listed}); set these keys alike")
     return manifest
+
+
+def size_of(entry: dict[str, Any] | int) -> int:
+    """Bytes of a file, by its entry in the manifest."""
+    return entry if isinstance(entry, int) else entry["bytes"]
+
+
+def damage(checkpoint: Path, names: Iterable[str], manifest: dict[str, Any]) -> str | None:
+    """What is wrong with the contents of the files `names`, the first found; None when they are as they were written.
+
+    Files without a digest, of checkpoints older than digests, count as they are.
+    """
+    for name in names:
+        entry = manifest["files"][name]
+        if isinstance(entry, int):
+            continue
+        try:
+            found = file_entry(checkpoint / name)
+        except OSError as error:
+            return f"{name} cannot be read ({error})"
+        if found != entry:
+            return f"the contents of {name} are not those that were written (SHA-256 differs)"
+    return None
+
+
+def check_digests(checkpoint: Path, manifest: dict[str, Any], rank: int = 0, world_size: int = 1) -> None:
+    """Reads every file, or, of `world_size` readers, this one's share, and holds it against its digest.
+
+    Raises: Damaged naming the file.
+    """
+    largest_first = sorted(manifest["files"], key=lambda name: (-size_of(manifest["files"][name]), name))
+    found = damage(checkpoint, largest_first[rank::world_size], manifest)
+    if found is not None:
+        raise _damaged(checkpoint, found)
 
 
 def check_head(checkpoint: Path, manifest: dict[str, Any], head: str, weights_only: bool) -> bool:
@@ -119,27 +171,25 @@ def check_head(checkpoint: Path, manifest: dict[str, Any], head: str, weights_on
     )
 
 
-def complete_checkpoints(directory: Path) -> list[Path]:
-    """Complete checkpoints in `directory`, oldest first."""
-    found = [p for p in directory.glob("step-*") if _STEP.fullmatch(p.name) and (p / MANIFEST).is_file()]
-    return sorted(found, key=lambda p: int(_STEP.fullmatch(p.name).group(1)))
+def manifest_of(checkpoint: Path) -> dict[str, Any]:
+    """The manifest as it was written, whatever became of the other files.
+
+    Raises: Damaged.
+    """
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text())
+        digested = any(not isinstance(entry, int) for entry in manifest["files"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:  # ValueError: of JSON or UTF-8
+        raise _damaged(checkpoint, f"{MANIFEST} is not a manifest ({error!r})") from error
+    if digested or "format" in manifest:
+        content = {key: value for key, value in manifest.items() if key != "sha256"}
+        if manifest.get("sha256") != _digest_of(content):
+            raise _damaged(checkpoint, f"the contents of {MANIFEST} are not those that were written (SHA-256 differs)")
+    return manifest
 
 
-def delete_older(directory: Path, keep: int, companions: Path | None = None) -> None:
-    """Deletes all but the newest `keep` checkpoints, leftovers of interrupted saves, and in `companions` whatever has
-    no namesake left; rank 0 only."""
-    if dist.get_rank() == 0:
-        kept = {path.name for path in complete_checkpoints(directory)[-keep:]}
-        _delete_all_but(kept, directory)
-        if companions is not None:  # last: a checkpoint never stands without its companion
-            _delete_all_but(kept, companions)
-    dist.barrier()
-
-
-def _delete_all_but(names: set[str], directory: Path) -> None:
-    for path in complete_checkpoints(directory) + list(directory.glob("step-*.incomplete")):
-        if path.name not in names:
-            shutil.rmtree(path)
+def _damaged(checkpoint: Path, what: str) -> Damaged:
+    return Damaged(f"checkpoint {checkpoint} is damaged: {what}; use an older one")
 
 
 def _names_in(directory: Path) -> str:

@@ -21,18 +21,18 @@ from rl_megatron.data.cost import SequenceCost
 from rl_megatron.losses.interfaces import Loss, LossFunction, LossInputType
 from rl_megatron.model.backend import choose_backend
 from rl_megatron.model.build import Head, build_model, unwrap
-from rl_megatron.model.shards import SHARDING_METADATA
-from rl_megatron.policy import checkpoint
+from rl_megatron.policy import checkpoint, loading
 from rl_megatron.policy.batching import Batching, Planned, row_lengths
 from rl_megatron.policy.colocated import ColocatedPolicy
+from rl_megatron.policy.loading import TrainingState
 from rl_megatron.policy.optimizer import build_optimizer, build_scheduler, complete_parameters, wrap_for_gradients
-from rl_megatron.policy.optimizer_state import load_optimizer_state, sharded_optimizer_state
+from rl_megatron.policy.random_state import random_state, random_state_file
 from rl_megatron.policy.reference import ReferencedPolicy, Residence
+from rl_megatron.policy.saving import Save, begin_save
 from rl_megatron.schedule import Denominators, FusedHead, Microbatch, NonFiniteLoss, Runner, over_steps
 from rl_megatron.topology.topology import Topology
 
 _NUMBER = torch.zeros(())  # of a token, where a stream has one
-_HEAD = "output_layer."  # what the last stage's head is called in a model's state
 
 
 class MegatronPolicy(ColocatedPolicy, ReferencedPolicy):
@@ -94,7 +94,7 @@ class MegatronPolicy(ColocatedPolicy, ReferencedPolicy):
         )
 
     def _runner_of(self, chunks: list[torch.nn.Module]) -> Runner:
-        backend = choose_backend(self.model_config.backend, self.topology.platform)
+        backend = choose_backend(self.model_config, self.topology.platform)
         return Runner(chunks, self.topology, self.vocab_size, backend, self.fused_head)
 
     # --- training ---
@@ -293,49 +293,49 @@ class MegatronPolicy(ColocatedPolicy, ReferencedPolicy):
 
     # --- checkpoints ---
 
-    def save_checkpoint(self, directory: str | Path, step: int, **extra: Any) -> Path:
-        """Writes `directory/step-<step>`: weights, moments, schedule; `extra` travels in its manifest. Collective."""
+    def save_checkpoint(self, directory: str | Path, step: int, *, config: str | None = None, **extra: Any) -> Path:
+        """Writes `directory/step-<step>`: weights, moments, schedule and random states, and `config`, the run's YAML;
+        `extra` travels in its manifest. Collective.
+
+        Raises: SaveFailed, on every rank, where one could not write; nothing of it stays, earlier checkpoints stand.
+        """
+        return self.begin_checkpoint(directory, step, background=False, config=config, **extra).finish()
+
+    def begin_checkpoint(
+        self, directory: str | Path, step: int, *, background: bool = True, config: str | None = None, **extra: Any
+    ) -> Save:
+        """As `save_checkpoint`, written from a copy while training goes on: a checkpoint once it is finished."""
         self._bring_back(gradients=False)
         self.finish_training()
-        kept = {"head": self.head, **extra}
-        return checkpoint.save(Path(directory), step, self._sharded_state(loading=False), self.model_config, kept)
+        kept = {"head": self.head, "vocab_size": self.vocab_size, "precision": self.precision}
+        kept |= {"model": asdict(self.model_config), "layout": self.topology.describe(), **extra}
+        files = {random_state_file(dist.get_rank()): random_state()}
+        if config is not None and dist.get_rank() == 0:
+            files[checkpoint.CONFIG] = config.encode()
+        return begin_save(Path(directory), step, self._state.sharded(loading=False), kept, files, background)
 
-    def load_checkpoint(self, path: str | Path, weights_only: bool = False) -> dict[str, Any]:
+    def load_checkpoint(self, path: str | Path, weights_only: bool = False, verify: bool = True) -> dict[str, Any]:
         """Restores a checkpoint saved under any layout and returns its manifest. `weights_only` starts a new training
         from its weights: fresh moments and schedule, and, where a score head goes on a language model, a fresh head.
+        Every file is read and held against its digest first, unless `verify` is false: who has done so need not again.
 
-        Raises: ConfigError where the checkpoint is of another model, or has another head than it is needed for.
+        Raises: ConfigError where the checkpoint is damaged, of another model, or has another head than is needed.
         """
         path = Path(path)
         self._bring_back(gradients=False)
         self.finish_training()  # should anything be wrong with the checkpoint, the weights are whole
         manifest = checkpoint.read_manifest(path, self.model_config)
         new_head = checkpoint.check_head(path, manifest, self.head, weights_only)
-        state = self._sharded_state(loading=True, weights_only=weights_only)
-        if new_head:
-            for index in range(len(self.chunks)):
-                model = state[f"model{index}"]
-                state[f"model{index}"] = {key: entry for key, entry in model.items() if not key.startswith(_HEAD)}
-        loaded = checkpoint.load(path, state, partial=weights_only or self.optimizer is None)
-        for index, chunk in enumerate(self.chunks):
-            unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=not new_head)
+        if verify:
+            loading.verify(path)
         self.weight_version += 1
-        if self.optimizer is not None:
-            if weights_only:
-                self.optimizer.reload_model_params()
-            else:
-                load_optimizer_state(self.optimizer, loaded["optimizer"])
-                self.scheduler.num_steps = 0  # loading adds the checkpoint's steps
-                self.scheduler.load_state_dict(loaded["scheduler"])
+        loading.load(path, manifest, self._state, weights_only, new_head)
         return manifest
 
-    def _sharded_state(self, loading: bool, weights_only: bool = False) -> dict[str, Any]:
-        models = [unwrap(chunk).sharded_state_dict(metadata=dict(SHARDING_METADATA)) for chunk in self.chunks]
-        state: dict[str, Any] = {f"model{index}": model for index, model in enumerate(models)}
-        if self.optimizer is not None and not weights_only:
-            state["optimizer"] = sharded_optimizer_state(self.optimizer, models, SHARDING_METADATA, loading)
-            state["scheduler"] = self.scheduler.state_dict()
-        return state
+    @property
+    def _state(self) -> TrainingState:
+        chunks = [unwrap(chunk) for chunk in self.chunks]
+        return TrainingState(chunks, self.optimizer, self.scheduler, self.topology.describe())
 
     def shutdown(self) -> bool:
         """Drops model, optimizer and reference; true when there was something to drop."""

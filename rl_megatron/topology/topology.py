@@ -132,7 +132,7 @@ def validate_model(model: ModelConfig, parallel: ParallelConfig) -> None:
 
     divides("parallel.tensor", parallel.tensor, "model.num_attention_heads", model.num_attention_heads)
     divides("parallel.tensor", parallel.tensor, "model.num_query_groups", model.num_query_groups)
-    if model.num_experts is None:  # experts lie whole on their ranks
+    if model.num_experts is None or model.first_dense_layers:  # experts lie whole on their ranks
         divides("parallel.tensor", parallel.tensor, "model.ffn_hidden_size", model.ffn_hidden_size)
     _check_pipeline(model, parallel)
     if model.num_experts is None:

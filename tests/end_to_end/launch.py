@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
@@ -108,8 +110,9 @@ def _descendants(pid: int) -> list[int]:
     """torchrun starts its ranks in sessions of their own, so a process group does not hold them all."""
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            found += [child, *_descendants(child)]
+        with suppress(FileNotFoundError):  # threads come and go while one looks
+            for child in map(int, (task / "children").read_text().split()):
+                found += [child, *_descendants(child)]
     return found
 
 
@@ -132,27 +135,62 @@ class Forks:
     def run(self, directory: Path, *arguments: str) -> Finished:
         return self.run_ranks(directory, *arguments, ranks=1)[0]
 
-    def run_ranks(self, directory: Path, *arguments: str, ranks: int) -> list[Finished]:
+    def run_ranks(self, directory: Path, *arguments: str, ranks: int, **limits: int) -> list[Finished]:
         """Every rank's end, in order."""
+        with self.start(directory, *arguments, ranks=ranks, **limits) as running:
+            return running.finish()
+
+    def start(self, directory: Path, *arguments: str, ranks: int, largest_file: int | None = None) -> Forked:
+        """`largest_file`: bytes at which a file cannot grow any more, as on a full disk."""
         port = _free_port()
         processes = [
-            self._context.Process(target=_main, args=(directory, arguments, rank, ranks, port)) for rank in range(ranks)
+            self._context.Process(target=_main, args=(directory, arguments, rank, ranks, port, largest_file))
+            for rank in range(ranks)
         ]
-        try:
-            for process in processes:
-                process.start()
-            for process in processes:
-                process.join(TIMEOUT)
-                assert process.exitcode is not None, f"still running after {TIMEOUT} s: {' '.join(arguments)}"
-        finally:
-            for process in processes:
-                process.kill()
-        outputs = [[(directory / f"{name}{rank}.txt").read_text() for name in ("out", "err")] for rank in range(ranks)]
-        return [Finished(process.exitcode, *output) for process, output in zip(processes, outputs, strict=True)]
+        return Forked(directory, processes)
 
 
-def _main(directory: Path, arguments: tuple[str, ...], rank: int, ranks: int, port: int) -> None:
+class Forked:
+    """Running ranks that can be killed together."""
+
+    def __init__(self, directory: Path, processes: list[multiprocessing.Process]) -> None:
+        self._directory, self._processes = directory, processes
+        for process in processes:
+            process.start()
+
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def is_running(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join(TIMEOUT)
+
+    def finish(self) -> list[Finished]:
+        for process in self._processes:
+            process.join(TIMEOUT)
+            assert process.exitcode is not None, f"still running after {TIMEOUT} s in {self._directory}"
+        outputs = [
+            [(self._directory / f"{name}{rank}.txt").read_text() for name in ("out", "err")]
+            for rank in range(len(self._processes))
+        ]
+        return [Finished(process.exitcode, *output) for process, output in zip(self._processes, outputs, strict=True)]
+
+
+def _main(
+    directory: Path, arguments: tuple[str, ...], rank: int, ranks: int, port: int, largest_file: int | None
+) -> None:
     os.chdir(directory)
+    if largest_file is not None:  # Python ignores the signal, so that writing fails as it does on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{name}{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     if ranks > 1:

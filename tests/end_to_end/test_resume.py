@@ -61,12 +61,16 @@ def reached(out, stage, step):
 
 
 def kill_behind_a_checkpoint(directory, stage, ranks):
-    """Starts the command and kills it when `stage` has recorded a step behind its first checkpoint."""
-    out = directory / "out"
+    """Starts the command and kills it when `stage` has its first checkpoint and has recorded a step behind it."""
+    out, first = directory / "out", f"step-{SAVE_EVERY:06d}"
+
+    def is_behind():
+        return first in checkpoints(out, stage) and reached(out, stage, SAVE_EVERY + 1)
+
     with Command(directory, *ARGUMENTS, ranks=ranks) as running:
-        running.wait_until(lambda: reached(out, stage, SAVE_EVERY + 1), f"step {SAVE_EVERY + 1} of {stage}")
+        running.wait_until(is_behind, f"step {SAVE_EVERY + 1} of {stage} and {first}")
         running.kill()
-    assert f"step-{SAVE_EVERY:06d}" in checkpoints(out, stage)
+    assert first in checkpoints(out, stage)
     assert f"step-{STEPS:06d}" not in checkpoints(out, stage), "killed too late to tell anything"
 
 

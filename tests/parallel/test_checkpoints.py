@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.losses import NLLLoss
+from rl_megatron.model.build import unwrap
+from rl_megatron.model.shards import pieces
 from rl_megatron.policy import checkpoint
+from rl_megatron.policy.loading import load_model
 from tests.parallel.layouts import (
     DISTRIBUTED_OPTIMIZER,
     EXPERTS,
@@ -145,3 +149,28 @@ def test_unusable_checkpoints_are_named(ranks, tmp_path):
     assert "damaged" in truncated and "bytes instead of" in truncated
     assert "is missing" in missing
     assert checkpoint.MANIFEST in incomplete
+
+
+def names_of_a_checkpoint(directory: str) -> tuple[set[str], list[str]]:
+    """What it holds, and the model's parameters; and a loaded state with a tensor too few or too many is refused."""
+    policy = build_policy({}, optimizer=DISTRIBUTED_OPTIMIZER)
+    path = policy.save_checkpoint(directory, 1)
+    held = set(FileSystemReader(path).read_metadata().state_dict_metadata)
+    model = unwrap(policy.chunks[0])
+    state = dict(model.state_dict())
+    dropped = next(iter(state))
+    refusals = []
+    for wrong in ({k: v for k, v in state.items() if k != dropped}, state | {"surplus.weight": torch.zeros(1)}):
+        with pytest.raises(RuntimeError) as error:
+            load_model(model, wrong)
+        refusals.append(str(error.value))
+    assert dropped in refusals[0] and "surplus.weight" in refusals[1]
+    return held, [piece.name for piece in pieces(policy.chunks)]
+
+
+def test_a_checkpoint_holds_tensors_alone(ranks, tmp_path):
+    """Each parameter, under its name in every backend, and its optimizer state; no state of a backend's modules."""
+    held, parameters = ranks.run(1, names_of_a_checkpoint, str(tmp_path))[0]
+    held = {name for name in held if not name.startswith("common_state")}  # megatron-core 0.19 puts plain values there
+    states = {f"optimizer.{state}.{name}" for name in parameters for state in ("param", "exp_avg", "exp_avg_sq")}
+    assert held == set(parameters) | states

@@ -19,9 +19,13 @@ class Family:
     write_config: a model section and the rows of its embedding → a config.json that gives the section back, where the
         family can express it.
     table: a model section and the rows of its embedding → where every weight belongs.
+    ignored: keys of its config.json that change nothing, whatever their value.
+    is_dropped: whether a tensor of its files, by name, belongs to no part of the model; it is left out of an import.
     """
 
     architecture: str
     read_config: Callable[[Mapping[str, Any]], ModelConfig]
     write_config: Callable[[ModelConfig, int], dict[str, Any]]
     table: Callable[[ModelConfig, int], WeightTable]
+    ignored: frozenset[str] = frozenset()
+    is_dropped: Callable[[str, ModelConfig], bool] = lambda name, model: False

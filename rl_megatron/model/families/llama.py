@@ -1,4 +1,4 @@
-"""Llama 3 (and 2): RMSNorm, SwiGLU, RoPE, grouped queries, no biases."""
+"""Llama 3 (and 2): RMSNorm, SwiGLU, RoPE (from 3.1 on scaled), grouped queries, no biases."""
 
 from __future__ import annotations
 
@@ -6,45 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_megatron.config.schema import ModelConfig
+from rl_megatron.model.families.decoder import read_decoder, write_decoder
 from rl_megatron.model.families.family import Family
-from rl_megatron.model.families.table import dense_decoder, head_size
+from rl_megatron.model.families.hf_config import only
+from rl_megatron.model.families.table import dense_decoder
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    return ModelConfig(
-        num_layers=hf["num_hidden_layers"],
-        hidden_size=hf["hidden_size"],
-        ffn_hidden_size=hf["intermediate_size"],
-        num_attention_heads=hf["num_attention_heads"],
-        num_query_groups=hf.get("num_key_value_heads") or hf["num_attention_heads"],
-        head_dim=hf.get("head_dim"),
-        max_sequence_length=hf["max_position_embeddings"],
-        rope_base=hf["rope_parameters"]["rope_theta"] if "rope_parameters" in hf else hf["rope_theta"],
-        norm_epsilon=hf["rms_norm_eps"],
-        tie_embeddings=hf.get("tie_word_embeddings", False),
-        vocab_size=hf["vocab_size"],
-    )
+    only(hf, attention_bias=False, mlp_bias=False)
+    return ModelConfig(**read_decoder(hf))
 
 
 def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    return {
-        "architectures": [LLAMA.architecture],
-        "model_type": "llama",
-        "num_hidden_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_query_groups,
-        "head_dim": head_size(model),
-        "max_position_embeddings": model.max_sequence_length,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_base},
-        "rms_norm_eps": model.norm_epsilon,
-        "tie_word_embeddings": model.tie_embeddings,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "vocab_size": vocab_size,
-    }
+    decoder = write_decoder(LLAMA.architecture, "llama", model, vocab_size)
+    return decoder | {"attention_bias": False, "mlp_bias": False}
 
 
 LLAMA = Family("LlamaForCausalLM", read_config, write_config, dense_decoder)

@@ -164,5 +164,41 @@ def dense_decoder(model: ModelConfig, vocab_size: int) -> WeightTable:
     return table.build()
 
 
+@dataclass(frozen=True)
+class ExpertNames:
+    """What a family calls the parts of a mixture within a layer: router, experts, an expert's three linears."""
+
+    router: str
+    experts: str
+    gate: str
+    up: str
+    down: str
+
+
+def mixture_of_experts(table: TableBuilder, model: ModelConfig, names: ExpertNames, hf: str, megatron: str) -> None:
+    """The router, and each expert apart, as `model.shards.pieces` names them."""
+    hidden, ffn = model.hidden_size, model.expert_ffn_hidden_size or model.ffn_hidden_size
+    table.same(f"{hf}{names.router}.weight", f"{megatron}mlp.router.weight", model.num_experts, hidden)
+    for index in range(model.num_experts):
+        theirs, ours = f"{hf}{names.experts}.{index}.", f"{megatron}mlp.experts.{index}."
+        gate_and_up = {f"{theirs}{names.gate}.weight": ffn, f"{theirs}{names.up}.weight": ffn}
+        table.stacked(f"{ours}linear_fc1.weight", gate_and_up, hidden)
+        table.same(f"{theirs}{names.down}.weight", f"{ours}linear_fc2.weight", hidden, ffn)
+
+
+def mixture_decoder(model: ModelConfig, vocab_size: int, names: ExpertNames) -> WeightTable:
+    """A mixture of experts in every layer, the rest as LLaMA: of Mixtral and Qwen3-MoE."""
+    table, hidden = TableBuilder(), model.hidden_size
+    for layer in range(model.num_layers):
+        hf, megatron = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+        table.same(f"{hf}input_layernorm.weight", f"{megatron}self_attention.linear_qkv.layer_norm_weight", hidden)
+        attention(table, model, hf, megatron)
+        # No one linear follows this norm, so that it keeps its own name.
+        table.same(f"{hf}post_attention_layernorm.weight", f"{megatron}pre_mlp_layernorm.weight", hidden)
+        mixture_of_experts(table, model, names, hf, megatron)
+    embeddings(table, model, vocab_size)
+    return table.build()
+
+
 def head_size(model: ModelConfig) -> int:
     return model.head_dim or model.hidden_size // model.num_attention_heads

@@ -1,6 +1,7 @@
 """PPO's story on stand-ins: who learns what, when, and what is kept of the critic."""
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,13 +9,15 @@ import pytest
 import torch
 
 from rl_megatron.algorithms import ppo as story
+from rl_megatron.algorithms import saver
 from rl_megatron.algorithms import stage as stage_module
 from rl_megatron.algorithms.run import _optimizer_steps
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.config.load import load
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import ClippedPGLossFn, MSEValueLoss
-from rl_megatron.policy.checkpoint import MANIFEST, delete_older
+from rl_megatron.policy.checkpoint import MANIFEST
+from rl_megatron.policy.retention import delete_older
 
 OVERRIDES = ("algorithm=ppo", "algorithm.samples_per_prompt=2", "loss.reference_policy_kl_penalty=0")
 
@@ -41,12 +44,21 @@ class Model:
     def get_values(self, batch):
         return {"values": 0.5 * batch["token_mask"]}
 
-    def save_checkpoint(self, directory, step, **kept):
-        self.log.append(("save", self.name, Path(directory).name, step))
+    def begin_checkpoint(self, directory, step, **kept):
+        self.log.append(("begin", self.name, Path(directory).name, step))
+        return Written(lambda: self.log.append(("save", self.name, Path(directory).name, step)))
 
-    def load_checkpoint(self, path):
+    def load_checkpoint(self, path, verify):
         self.log.append(("load", self.name, str(path)))
         return {"step": 1, "results": {}}
+
+
+@dataclass
+class Written:
+    finish: Callable[[], None]
+
+    def is_written(self):
+        return True
 
 
 class Rollouts:
@@ -80,9 +92,9 @@ def run(monkeypatch):
         monkeypatch.setattr(story, "Sampler", Rollouts)
         monkeypatch.setattr(stage_module.checkpoint, "complete_checkpoints", lambda directory: list(saved))
         monkeypatch.setattr(
-            stage_module.checkpoint,
+            saver.retention,
             "delete_older",
-            lambda where, keep, companions: log.append(("delete", where.name, keep, companions.name)),
+            lambda where, keep, companions, best: log.append(("delete", where.name, keep, companions.name)),
         )
         tokenizer = SimpleNamespace(digest="t")
         where = Path("checkpoints/ppo")

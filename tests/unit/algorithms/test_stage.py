@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl_megatron.algorithms import inputs
+from rl_megatron.algorithms import inputs, saver
 from rl_megatron.algorithms import stage as stage_module
 from rl_megatron.algorithms.evaluate import HeldoutPairs, HeldoutProblems, HeldoutText
 from rl_megatron.algorithms.run import _finished_results, _optimizer_steps
@@ -33,12 +33,23 @@ class Policy:
         self.log.append(("train", options))
         return {"loss": 0.5}
 
-    def save_checkpoint(self, directory, step, results, stage, tokenizer, weights_from):
+    def begin_checkpoint(self, directory, step, results, **kept):
         self.log.append(("save", step, dict(results)))
+        return Written()
 
-    def load_checkpoint(self, path, **options):
-        self.log.append(("load", path, options))
+    def load_checkpoint(self, path, verify):
+        self.log.append(("load", path))
         return {"step": int(path), "results": {"measures": {"accuracy": 0.25}, "samples": []}}
+
+
+class Written:
+    """A save that is done before anyone asks."""
+
+    def is_written(self):
+        return True
+
+    def finish(self):
+        pass
 
 
 class Silent:
@@ -64,7 +75,7 @@ def make(monkeypatch):
     def build(log, saved=(), resume=True, nan_at=None, **train):
         monkeypatch.setattr(stage_module.checkpoint, "complete_checkpoints", lambda directory: list(saved))
         monkeypatch.setattr(
-            stage_module.checkpoint, "delete_older", lambda directory, keep, _: log.append(("delete older", keep))
+            saver.retention, "delete_older", lambda directory, keep, *_: log.append(("delete older", keep))
         )
         config = load([])
         config = replace(config.first, train=replace(config.first.train, **train))
@@ -113,7 +124,7 @@ def test_a_resumed_stage_goes_on_behind_the_newest_checkpoint(make):
     log = []
     stage = make(log, saved=["2", "4"], steps=6)
     walk(stage, log)
-    assert log[:2] == [("load", "4", {}), ("begin", 4)]
+    assert log[:2] == [("load", "4"), ("begin", 4)]
     assert happened(log, "step") == [("step", 5), ("step", 6)]
     assert happened(log, "eval") == [("eval", 6)], "the evaluation at the start was done by the run before"
 
@@ -122,7 +133,7 @@ def test_a_stage_resumed_at_its_end_takes_no_step_and_has_its_results(make):
     log = []
     stage = make(log, saved=["6"], steps=6)
     walk(stage, log)
-    assert log == [("load", "6", {}), ("begin", 6), ("end",)]
+    assert log == [("load", "6"), ("begin", 6), ("end",)]
     assert stage.results["measures"] == {"accuracy": 0.25}
 
 

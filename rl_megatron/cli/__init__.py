@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from rl_megatron import __version__, log
 from rl_megatron.config.errors import ConfigError
@@ -13,10 +14,17 @@ _COMMANDS = {
     "train": "run the stages of an experiment (alone or under torchrun)",
     "certify": "compare the layout of these ranks with one process: loss, every gradient, logprobs, metrics",
 }
+_CONVERSIONS = {
+    "import": ("HF_DIR", "CHECKPOINT", "make of a Hugging Face directory a checkpoint that any layout starts from"),
+    "export": ("CHECKPOINT", "HF_DIR", "make of a checkpoint a Hugging Face directory that transformers loads"),
+}
 _EXAMPLES = """examples:
   rl-megatron train experiment=quickstart
   torchrun --nproc-per-node 2 -m rl_megatron train experiment=quickstart parallel.tensor=2
   torchrun --nproc-per-node 4 -m rl_megatron certify experiment=quickstart parallel.tensor=2 parallel.context=2
+  rl-megatron convert import path/to/Qwen2.5-0.5B checkpoints/qwen
+  rl-megatron convert export outputs/run/checkpoints/sft/step-000100 exported
+  rl-megatron inspect outputs/run/checkpoints/sft/step-000100
   rl-megatron train experiment=gsm8k_sft data.path=path/to/gsm8k train.seed=1 output_dir=outputs/mine
 """
 
@@ -35,17 +43,50 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("overrides", nargs="*", help="Hydra overrides, key=value; experiment=NAME picks one")
         command.add_argument("--config-dir", help="a directory of your own configs, searched beside the shipped ones")
         command.add_argument("--print-config", action="store_true", help="print the effective configuration and stop")
+    inspect = commands.add_parser("inspect", help="show what a checkpoint holds, or which checkpoints a run has")
+    inspect.add_argument("path", type=Path, help="a checkpoint, the directory of a stage's, or a run's output_dir")
+    inspect.add_argument("--tensors", action="store_true", help="list every tensor")
+    inspect.add_argument("--no-verify", action="store_true", help="leave the files' contents unread")
+    inspect.add_argument("--json", action="store_true", help="for programs")
+    _add_convert(commands)
     return parser
+
+
+def _add_convert(commands: argparse._SubParsersAction) -> None:
+    convert = commands.add_parser("convert", help="Hugging Face directory to checkpoint and back, without a GPU")
+    directions = convert.add_subparsers(dest="direction", required=True, metavar="DIRECTION")
+    for name, (source, target, help_text) in _CONVERSIONS.items():
+        direction = directions.add_parser(name, help=help_text)
+        direction.add_argument("source", metavar=source)
+        direction.add_argument("target", metavar=target, help="must not exist")
+        if name == "export":
+            limit = "largest file of weights, such as 500MB or 5GB (the default)"
+            direction.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help=limit)
+
+
+def _convert(parsed: argparse.Namespace) -> int:
+    log.setup()
+    from rl_megatron.cli.convert import convert
+
+    convert(parsed.direction, parsed.source, parsed.target, getattr(parsed, "max_shard_size", None))
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit status: 0 when all went well, 2 for bad input (one readable message), 1 for a failed run."""
     parser = _parser()
     parsed, rest = parser.parse_known_args(arguments)  # overrides may stand on both sides of an option
-    if any(argument.startswith("-") for argument in rest):
+    if any(argument.startswith("-") for argument in rest) or (rest and parsed.command in ("inspect", "convert")):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    parsed.overrides += rest
     try:
+        if parsed.command == "convert":
+            return _convert(parsed)
+        if parsed.command == "inspect":
+            log.setup()
+            from rl_megatron.cli.inspect import inspect
+
+            return inspect(parsed.path, parsed.tensors, not parsed.no_verify, parsed.json)
+        parsed.overrides += rest
         from rl_megatron.config.load import load, to_yaml
 
         config = load(parsed.overrides, parsed.config_dir)

@@ -1,0 +1,150 @@
+"""How much memory a conversion takes, against its largest file of weights:
+
+    python benchmarks/convert_memory.py
+
+makes a Llama checkpoint of random bf16 weights in several files, converts it in and out, each in a process of its own,
+and ends with status 1 where a peak exceeds 1.5 times the largest file. Nothing is kept.
+
+A peak is the largest resident set of the process during the conversion, as the kernel counts it (VmHWM, set back when
+the conversion begins), less the resident set before, when every module was imported already. It has all that is in
+memory: torch's allocations, Python's, and pages of files that are mapped; not the kernel's own cache of files that are
+read and written, which belongs to no process.
+
+Rows:
+
+    import                  Hugging Face directory → checkpoint
+    export                  that checkpoint → Hugging Face directory
+    export of whole parts   the same from a checkpoint whose every part is a whole tensor, as a run on one rank saves it
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from rl_megatron.config.schema import ModelConfig
+from rl_megatron.model.families.llama import LLAMA
+from rl_megatron.model.safetensors_files import WeightWriter
+from rl_megatron.policy import convert
+
+LIMIT = 1.5
+_ROWS_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class Measured:
+    name: str
+    largest_file: int
+    peak: int
+    seconds: float
+
+    @property
+    def ratio(self) -> float:
+        return self.peak / self.largest_file
+
+
+def llama(num_bytes: int) -> ModelConfig:
+    """A model of about so many bytes in bf16, a quarter of them in its embedding and head."""
+    hidden = 2048 if num_bytes >= 5e8 else 256
+    vocab_size = max(64, int(num_bytes / 4 / 2 / 2 / hidden))
+    sizes = {"hidden_size": hidden, "ffn_hidden_size": 11 * hidden // 4, "vocab_size": vocab_size}
+    heads = {"num_attention_heads": hidden // 64, "num_query_groups": hidden // 256}
+    a_layer = hidden * hidden * (2 + 2 / 4 + 3 * 11 / 4)
+    num_layers = max(1, round(num_bytes * 0.75 / 2 / a_layer))
+    return ModelConfig(**sizes, **heads, num_layers=num_layers, tie_embeddings=False)
+
+
+def make(directory: Path, num_bytes: int, num_files: int) -> None:
+    model = llama(num_bytes)
+    table = LLAMA.table(model, model.vocab_size)
+    directory.mkdir(parents=True)
+    writer = WeightWriter(directory, table.hf_shapes, lambda name: torch.bfloat16, num_bytes // num_files)
+    for name, shape in table.hf_shapes.items():
+        for first in range(0, shape[0], _ROWS_AT_ONCE):
+            rows = min(_ROWS_AT_ONCE, shape[0] - first)
+            writer.write(name, first, 0, torch.randn(rows, *shape[1:]).bfloat16())
+    writer.finish()
+    config = LLAMA.write_config(model, model.vocab_size) | {"dtype": "bfloat16"}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def measured_here(direction: str, source: Path, target: Path, max_shard_bytes: int) -> dict[str, float]:
+    """Runs in a process of its own: the peak above what was resident before, and the time."""
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins at the present resident set
+    before, began = _status("VmRSS"), time.perf_counter()
+    if direction == "import":
+        convert.import_weights(source, target)
+    elif direction == "import whole":
+        convert.BLOCK_BYTES = 1 << 60
+        convert.import_weights(source, target)
+    else:
+        convert.export_weights(source, target, max_shard_bytes)
+    return {"peak": _status("VmHWM") - before, "seconds": time.perf_counter() - began}
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {key}: this benchmark needs Linux")
+
+
+def _measure(name: str, direction: str, source: Path, target: Path, max_shard_bytes: int) -> Measured:
+    command = [sys.executable, __file__, "--run", direction, str(source), str(target), str(max_shard_bytes)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    weights = source if direction.startswith("import") else target
+    largest = max(file.stat().st_size for file in weights.glob("*.safetensors"))
+    return Measured(name, largest, int(found["peak"]), found["seconds"])
+
+
+def measure(scratch: Path, num_bytes: int, num_files: int) -> list[Measured]:
+    source, checkpoint, whole = scratch / "hf", scratch / "checkpoint", scratch / "whole"
+    make(source, num_bytes, num_files)
+    shard = num_bytes // num_files
+    rows = [_measure("import", "import", source, checkpoint, shard)]
+    rows.append(_measure("export", "export", checkpoint, scratch / "hf_again", shard))
+    _measure("", "import whole", source, whole, shard)
+    rows.append(_measure("export of whole parts", "export", whole, scratch / "hf_whole", shard))
+    for copy in ("hf_again", "hf_whole"):
+        for file in source.glob("*.safetensors"):
+            if file.read_bytes() != (scratch / copy / file.name).read_bytes():
+                raise RuntimeError(f"{copy}/{file.name} is not what was imported")
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="of the checkpoint (default 1)")
+    parser.add_argument("--files", type=int, default=5, help="of weights, about (default 5)")
+    parser.add_argument("--scratch", help="a directory with room for four copies (default: the system's temporary one)")
+    parser.add_argument("--run", nargs=4, help=argparse.SUPPRESS)
+    parsed = parser.parse_args(arguments)
+    if parsed.run:
+        direction, source, target, shard = parsed.run
+        print(json.dumps(measured_here(direction, Path(source), Path(target), int(shard))))
+        return 0
+    with tempfile.TemporaryDirectory(dir=parsed.scratch) as scratch:
+        rows = measure(Path(scratch), int(parsed.gigabytes * 1e9), parsed.files)
+    table = Table(title=f"{parsed.gigabytes:g} GB of weights; the limit is {LIMIT}")
+    for column in ("conversion", "largest file", "peak", "peak / file", "seconds"):
+        table.add_column(column, justify="left" if column == "conversion" else "right")
+    for row in rows:
+        mib = (f"{size / 2**20:.0f} MiB" for size in (row.largest_file, row.peak))
+        table.add_row(row.name, *mib, f"{row.ratio:.2f}", f"{row.seconds:.1f}")
+    Console().print(table)
+    return 0 if all(row.ratio <= LIMIT for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""`rl-megatron convert`: the two conversions, with a progress bar."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.policy import convert as conversion
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+def convert(direction: str, source: str, target: str, max_shard_size: str | None) -> None:
+    """`direction`: import or export.  Raises: ConfigError."""
+    console = Console()
+    limit = conversion.MAX_SHARD_BYTES if max_shard_size is None else num_bytes(max_shard_size)
+    with _progress(console, f"{direction} {source}") as report:
+        if direction == "import":
+            manifest = conversion.import_weights(Path(source), Path(target), report)
+            then = f"start from it with: model=init_from init_from={target}"
+            console.print(f"{target}: {manifest['model']['num_layers']} layers; {then}", highlight=False)
+        else:
+            config = conversion.export_weights(Path(source), Path(target), limit, report)
+            console.print(f"{target}: {config['architectures'][0]}", highlight=False)
+
+
+def num_bytes(size: str) -> int:
+    """ "5GB" → 5,000,000,000; "2GiB" → 2,147,483,648."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", size.strip().upper())
+    if match is None or match[2] not in _UNITS or not float(match[1]) * _UNITS[match[2]] >= 1:
+        raise ConfigError(f"--max-shard-size {size}: give a size such as 500MB, 5GB or 2GiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+@contextmanager
+def _progress(console: Console, title: str) -> Iterator[conversion.Progress]:
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,95 @@
+"""`rl-megatron inspect`: what a checkpoint holds, or which checkpoints there are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rl_megatron.policy import contents
+
+_TENSORS_SHOWN = 10
+_HEADS = {"lm": "language model", "score": "reward model or critic (score head)"}
+
+
+def inspect(path: Path, all_tensors: bool, verify: bool, as_json: bool) -> int:
+    """Raises: ConfigError where `path` is no checkpoint and holds none, or one is damaged."""
+    is_one = path.name.startswith("step-") or (path / contents.checkpoint.MANIFEST).is_file()
+    found = contents.describe(path, verify) if is_one else contents.list_checkpoints(path)
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return 0
+    console = Console(highlight=False)
+    if is_one:
+        _show(console, found, all_tensors)
+    else:
+        _list(console, found)
+    return 0
+
+
+def _show(console: Console, found: dict[str, Any], all_tensors: bool) -> None:
+    facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column()
+    for name, value in _facts(found):
+        facts.add_row(name, value)
+    console.print(facts)
+    shown = found["tensors"] if all_tensors else found["tensors"][:_TENSORS_SHOWN]
+    tensors = Table("tensor", "shape", "dtype", box=None, padding=(0, 2, 0, 0))
+    for tensor in shown:
+        tensors.add_row(tensor["name"], " × ".join(map(str, tensor["shape"])), tensor["dtype"])
+    console.print(tensors)
+    if len(shown) < len(found["tensors"]):
+        console.print(f"… and {len(found['tensors']) - len(shown)} more: --tensors shows all")
+    files = Table("file", "bytes", "contents", box=None, padding=(0, 2, 0, 0))
+    files.columns[1].justify = "right"
+    for name, file in found["files"].items():
+        files.add_row(name, f"{file['bytes']:,}", file["state"])
+    console.print(files)
+
+
+def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """What is known, by name; manifests of before did not say all of it, and API users need not."""
+    stage = f" of stage {found['stage']}" if "stage" in found else ""
+    size = f"{found['num_parameters']:,} parameters, {found['parameter_bytes']:,} bytes"
+    states = f"{', '.join(found['optimizer_state'])}; {found['optimizer_bytes']:,} bytes"
+    facts = [
+        ("checkpoint", found["path"]),
+        ("step", f"{found['step']}{stage}"),
+        ("head", _HEADS[found.get("head", "lm")]),
+        ("size", size),
+        ("model", _listed({key: value for key, value in found["model"].items() if value is not None})),
+        ("optimizer", states if found["optimizer_state"] else "no state: weights alone"),
+    ]
+    measures = found.get("results", {}).get("measures", {})
+    if measures:
+        at = found.get("evaluated_at", found["step"])
+        facts.append(("held-out", _listed(measures) + ("" if at == found["step"] else f" (at step {at})")))
+    if "tokenizer" in found:
+        facts.append(("tokenizer", f"digest {found['tokenizer']}, vocabulary of {found.get('vocab_size', 'unknown')}"))
+    for name in ("precision", "layout", "weights_from", "data", "versions"):
+        if name in found:
+            facts.append((name, _listed(found[name]) if isinstance(found[name], dict) else str(found[name])))
+    facts.append(("config", "in the file config.yaml" if found["config"] else "not kept"))
+    return facts
+
+
+def _listed(values: dict[str, Any]) -> str:
+    written = {key: f"{value:.4g}" if isinstance(value, float) else str(value) for key, value in values.items()}
+    return ", ".join(f"{key} {value}" for key, value in written.items())
+
+
+def _list(console: Console, stages: dict[str, list[dict[str, Any]]]) -> None:
+    for stage, rows in stages.items():
+        table = Table("checkpoint", "bytes", "held-out", "", title=stage, title_justify="left", box=None)
+        table.columns[1].justify = "right"
+        for row in rows:
+            if "damaged" in row:
+                table.add_row(Path(row["path"]).name, "", row["damaged"], "damaged")
+                continue
+            marks = (["newest"] if row["newest"] else []) + [f"best {name}" for name in row["best"]]
+            table.add_row(Path(row["path"]).name, f"{row['bytes']:,}", _listed(row["measures"]), ", ".join(marks))
+        console.print(table)

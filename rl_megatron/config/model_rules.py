@@ -1,0 +1,181 @@
+"""Rules between keys of the model section."""
+
+from __future__ import annotations
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import Llama3Rope, ModelConfig, YarnRope
+
+
+def check_model(model: ModelConfig) -> None:
+    """Raises: ConfigError where keys contradict each other, or one would do nothing."""
+    _check_heads(model)
+    _check_latents(model)
+    _check_rope(model)
+    _check_windows(model)
+    _check_experts(model)
+    _check_router(model)
+
+
+def _check_heads(model: ModelConfig) -> None:
+    if model.num_attention_heads % model.num_query_groups:
+        raise ConfigError(
+            f"model.num_query_groups={model.num_query_groups} must divide "
+            f"model.num_attention_heads={model.num_attention_heads}"
+        )
+    derived = model.head_dim is None and model.kv_lora_rank is None
+    if derived and model.hidden_size % model.num_attention_heads:
+        raise ConfigError(
+            f"model.hidden_size={model.hidden_size} is not a multiple of "
+            f"model.num_attention_heads={model.num_attention_heads}; change one or set model.head_dim"
+        )
+
+
+_OF_LATENTS = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_NOT_WITH_LATENTS = (
+    "head_dim", "qkv_bias", "qk_norm", "query_pre_attn_scalar", "sliding_window", "local_rope_base",
+)  # fmt: skip
+
+
+def _check_latents(model: ModelConfig) -> None:
+    if model.kv_lora_rank is None:
+        for key in _OF_LATENTS:
+            if getattr(model, key) is not None:
+                raise ConfigError(
+                    f"model.{key}={getattr(model, key)} does nothing: model.kv_lora_rank=null is attention without "
+                    f"latents; set model.kv_lora_rank, or leave model.{key} out"
+                )
+        return
+    for key in _OF_LATENTS[1:]:
+        if getattr(model, key) is None:
+            raise ConfigError(f"model.{key}=null: model.kv_lora_rank={model.kv_lora_rank} needs it; set it")
+    for key in _NOT_WITH_LATENTS:
+        value = getattr(model, key)
+        if value not in (None, False):
+            raise ConfigError(
+                f"model.{key}={str(value).lower()} is not of latent attention, which "
+                f"model.kv_lora_rank={model.kv_lora_rank} asks for; leave one of them out"
+            )
+    if model.num_query_groups != model.num_attention_heads:
+        raise ConfigError(
+            f"model.num_query_groups={model.num_query_groups}: with model.kv_lora_rank every head has keys of its own; "
+            f"set it to model.num_attention_heads={model.num_attention_heads}"
+        )
+    if model.qk_rope_head_dim % 2:
+        raise ConfigError(f"model.qk_rope_head_dim={model.qk_rope_head_dim} must be even: RoPE turns pairs")
+
+
+def _check_rope(model: ModelConfig) -> None:
+    scaling = model.rope_scaling
+    if isinstance(scaling, Llama3Rope) and scaling.low_freq_factor >= scaling.high_freq_factor:
+        raise ConfigError(
+            f"model.rope_scaling.low_freq_factor={scaling.low_freq_factor} must be less than "
+            f"model.rope_scaling.high_freq_factor={scaling.high_freq_factor}"
+        )
+    if isinstance(scaling, YarnRope) and scaling.beta_slow >= scaling.beta_fast:
+        raise ConfigError(
+            f"model.rope_scaling.beta_slow={scaling.beta_slow} must be less than "
+            f"model.rope_scaling.beta_fast={scaling.beta_fast}"
+        )
+
+
+def _check_windows(model: ModelConfig) -> None:
+    every = model.global_attention_every
+    if every is not None and model.sliding_window is None:
+        raise ConfigError(
+            f"model.global_attention_every={every} does nothing: model.sliding_window=null is attention to all tokens "
+            "in every layer; set model.sliding_window, or leave model.global_attention_every out"
+        )
+    if every == 1:
+        raise ConfigError(
+            "model.global_attention_every=1 leaves no layer with the window of model.sliding_window="
+            f"{model.sliding_window}; set both to null, or global_attention_every to 2 or more"
+        )
+    if every is None and model.local_rope_base is not None:
+        raise ConfigError(
+            f"model.local_rope_base={model.local_rope_base} is of layers with a window beside layers without, and "
+            "model.global_attention_every=null has no such two; set it, or model.rope_base alone"
+        )
+
+
+_OF_EXPERTS = (
+    "experts_per_token",
+    "expert_ffn_hidden_size",
+    "shared_expert_ffn_hidden_size",
+    "shared_expert_gate",
+    "normalize_expert_weights",
+    "router_aux_loss",
+    "first_dense_layers",
+    "router_score",
+    "router_bias",
+    "router_groups",
+    "router_groups_per_token",
+    "routed_scaling_factor",
+)
+
+
+def _check_experts(model: ModelConfig) -> None:
+    """Keys of a mixture of experts that contradict each other, or would do nothing."""
+    if model.num_experts is None:
+        default = ModelConfig()
+        for key in _OF_EXPERTS:
+            value = getattr(model, key)
+            if value != getattr(default, key):
+                raise ConfigError(
+                    f"model.{key}={str(value).lower()} does nothing: model.num_experts=null is a dense model; set "
+                    f"model.num_experts, or leave model.{key} out"
+                )
+    elif model.experts_per_token > model.num_experts:
+        raise ConfigError(
+            f"model.experts_per_token={model.experts_per_token} exceeds model.num_experts={model.num_experts}; lower it"
+        )
+    elif model.experts_per_token == 1 and model.normalize_expert_weights:
+        raise ConfigError(
+            "model.experts_per_token=1 and model.normalize_expert_weights=true: every weight would be 1 and the router "
+            "would learn nothing; set normalize_expert_weights=false"
+        )
+    if model.shared_expert_gate and model.shared_expert_ffn_hidden_size is None:
+        raise ConfigError(
+            "model.shared_expert_gate=true: there is no shared expert; set model.shared_expert_ffn_hidden_size"
+        )
+    if model.first_dense_layers >= model.num_layers:
+        raise ConfigError(
+            f"model.first_dense_layers={model.first_dense_layers} leaves none of model.num_layers={model.num_layers} "
+            "layers to the experts; lower it, or set model.num_experts=null"
+        )
+
+
+def _check_router(model: ModelConfig) -> None:
+    groups, visited, chosen = model.router_groups, model.router_groups_per_token, model.experts_per_token
+    if model.router_score == "sigmoid" and chosen > 1 and not model.normalize_expert_weights:
+        raise ConfigError(
+            "model.normalize_expert_weights=false: with model.router_score=sigmoid the weights of several experts add "
+            "up to 1 (before routed_scaling_factor); set it to true, or model.router_score=softmax"
+        )
+    if model.router_bias and model.router_score != "sigmoid":
+        raise ConfigError("model.router_bias=true needs model.router_score=sigmoid; set it, or router_bias=false")
+    if (groups is None) != (visited is None):
+        raise ConfigError(
+            f"model.router_groups={groups} and model.router_groups_per_token={visited}: one does nothing without the "
+            "other; set both or neither"
+        )
+    if groups is None:
+        return
+    if model.num_experts % groups or model.num_experts // groups < 2:
+        raise ConfigError(
+            f"model.router_groups={groups} must divide model.num_experts={model.num_experts} into groups of two or more"
+        )
+    if visited >= groups:
+        raise ConfigError(
+            f"model.router_groups_per_token={visited} of model.router_groups={groups} excludes nothing; lower it, or "
+            "set both to null"
+        )
+    if chosen > visited * (model.num_experts // groups):
+        raise ConfigError(
+            f"model.experts_per_token={chosen} exceeds the {visited * (model.num_experts // groups)} experts of "
+            f"model.router_groups_per_token={visited} groups of {model.num_experts // groups}; lower it"
+        )
+    if chosen // visited != 2:
+        raise ConfigError(
+            f"model.experts_per_token={chosen} must be {2 * visited} to {3 * visited - 1} with "
+            f"model.router_groups_per_token={visited}: groups go by their best two experts"
+        )

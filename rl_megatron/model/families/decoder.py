@@ -1,0 +1,84 @@
+"""The keys of a config.json that Llama and its kin have in common, and what they mean here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import ModelConfig
+from rl_megatron.model.families.hf_config import only
+from rl_megatron.model.families.rope import read_rope, write_rope
+from rl_megatron.model.families.table import head_size
+
+
+def read_decoder(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of the model section, from those that all these families have.
+
+    Raises: ConfigError for another activation than SwiGLU's, and for RoPE scaled in a way that there is no maths for.
+    """
+    only(hf, hidden_act="silu")
+    return {
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": hf["hidden_size"],
+        "ffn_hidden_size": hf["intermediate_size"],
+        "num_attention_heads": hf["num_attention_heads"],
+        "num_query_groups": hf.get("num_key_value_heads") or hf["num_attention_heads"],
+        "head_dim": hf.get("head_dim"),
+        "max_sequence_length": hf["max_position_embeddings"],
+        "norm_epsilon": hf["rms_norm_eps"],
+        "tie_embeddings": hf.get("tie_word_embeddings") or False,
+        "vocab_size": hf["vocab_size"],
+        **read_rope(hf),
+    }
+
+
+def write_decoder(architecture: str, model_type: str, model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """The same keys of a config.json, from the model section."""
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_query_groups,
+        "head_dim": head_size(model),
+        "hidden_act": "silu",
+        "max_position_embeddings": model.max_sequence_length,
+        "rms_norm_eps": model.norm_epsilon,
+        "tie_word_embeddings": model.tie_embeddings,
+        "initializer_range": model.init_std,
+        "vocab_size": vocab_size,
+        **write_rope(model),
+    }
+
+
+def read_window(hf: Mapping[str, Any]) -> int | None:
+    """Qwen's sliding window, which counts where `use_sliding_window` says so, from layer `max_window_layers` on.
+
+    Raises: ConfigError where some layers have it and others have not.
+    """
+    window, layers = hf.get("sliding_window"), hf["num_hidden_layers"]
+    first = hf.get("max_window_layers", 28)
+    windowed = hf.get("use_sliding_window") and window is not None
+    kinds = hf.get("layer_types") or [
+        "sliding_attention" if windowed and layer >= first else "full_attention" for layer in range(layers)
+    ]
+    if set(kinds) == {"full_attention"}:
+        return None
+    if set(kinds) == {"sliding_attention"} and windowed:
+        return window
+    raise ConfigError(
+        f"config.json: sliding_window={window} in some layers only (layer_types, max_window_layers={first}) is not "
+        "supported; all layers or none may have it"
+    )
+
+
+def write_window(model: ModelConfig) -> dict[str, Any]:
+    windowed = model.sliding_window is not None
+    return {
+        "use_sliding_window": windowed,
+        "sliding_window": model.sliding_window,
+        "max_window_layers": 0 if windowed else model.num_layers,
+    }

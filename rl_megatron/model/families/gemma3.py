@@ -1,0 +1,145 @@
+"""Gemma 3, text: zero-centred norms before and after attention and MLP, GELU, queries and keys normed, layers with a
+window and a RoPE base of their own, every sixth without; embeddings tied, and scaled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import ModelConfig
+from rl_megatron.model.families.family import Family
+from rl_megatron.model.families.rope import DEFAULT_BASE, read_scaling, write_scaling
+from rl_megatron.model.families.table import TableBuilder, WeightTable, attention, embeddings, gated_mlp, head_size
+
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+_GLOBAL_BASE = 1_000_000.0  # where a config does not say
+_PATTERN = 6
+# What we have no maths for, and the values that mean its absence.
+_ABSENT: dict[str, tuple] = {
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "use_bidirectional_attention": (None, False),
+    "attention_bias": (None, False),
+    "hidden_activation": (None, "gelu_pytorch_tanh"),
+}
+
+
+def read_config(hf: Mapping[str, Any]) -> ModelConfig:
+    for key, absent in _ABSENT.items():
+        if hf.get(key) not in absent:
+            raise ConfigError(f"{key}={hf[key]}: Gemma 3 is known here with {key}={absent[-1]} alone")
+    every = _global_attention_every(hf)
+    windows = {}
+    if every is not None:
+        windows = {"sliding_window": hf["sliding_window"], "global_attention_every": every}
+    return ModelConfig(
+        num_layers=hf["num_hidden_layers"],
+        hidden_size=hf["hidden_size"],
+        ffn_hidden_size=hf["intermediate_size"],
+        num_attention_heads=hf["num_attention_heads"],
+        num_query_groups=hf["num_key_value_heads"],
+        head_dim=hf["head_dim"],
+        max_sequence_length=hf["max_position_embeddings"],
+        norm_epsilon=hf["rms_norm_eps"],
+        tie_embeddings=hf.get("tie_word_embeddings", True),
+        vocab_size=hf["vocab_size"],
+        query_pre_attn_scalar=hf["query_pre_attn_scalar"],
+        qk_norm=True,
+        zero_centered_norm=True,
+        sandwich_norms=True,
+        activation="gelu_tanh",
+        scale_embeddings=True,
+        **windows,
+        **_read_ropes(hf, with_local=every is not None),
+    )
+
+
+def _global_attention_every(hf: Mapping[str, Any]) -> int | None:
+    """The period of layers without a window; None where no layer has one."""
+    kinds, every = hf.get("layer_types"), hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern")
+    if kinds is None:
+        every = every or _PATTERN
+        return None if every == 1 else every
+    if _LOCAL not in kinds:
+        return None
+    if every is None or list(kinds) != _layer_types(len(kinds), every):
+        every = kinds.index(_GLOBAL) + 1 if _GLOBAL in kinds else len(kinds) + 1
+    if list(kinds) != _layer_types(len(kinds), every):
+        raise ConfigError(f"layer_types={list(kinds)}: {_GLOBAL} must be every so-many-th layer, and {_LOCAL} the rest")
+    return every
+
+
+def _layer_types(num_layers: int, every: int | None) -> list[str]:
+    return [_GLOBAL if every is None or layer % every == 0 else _LOCAL for layer in range(1, num_layers + 1)]
+
+
+def _read_ropes(hf: Mapping[str, Any], with_local: bool) -> dict[str, Any]:
+    longest = hf["max_position_embeddings"]
+    if hf.get("rope_parameters"):
+        whole, local = (hf["rope_parameters"].get(kind) or {} for kind in (_GLOBAL, _LOCAL))
+        base, local_base = whole.get("rope_theta", _GLOBAL_BASE), local.get("rope_theta", DEFAULT_BASE)
+        if with_local and read_scaling(local, f"rope_parameters.{_LOCAL}", longest) is not None:
+            raise ConfigError(f"rope_parameters.{_LOCAL}={local}: RoPE of layers with a window is known here unscaled")
+        scaling = read_scaling(whole, f"rope_parameters.{_GLOBAL}", longest)
+    else:
+        base, local_base = hf.get("rope_theta", _GLOBAL_BASE), hf.get("rope_local_base_freq", DEFAULT_BASE)
+        scaling = read_scaling(hf.get("rope_scaling") or {}, "rope_scaling", longest)
+    return {
+        "rope_base": float(base),
+        "rope_scaling": scaling,
+        "local_rope_base": float(local_base) if with_local else None,
+    }
+
+
+def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    scaling, every = write_scaling(model.rope_scaling), model.global_attention_every
+    local_base = DEFAULT_BASE if model.local_rope_base is None else model.local_rope_base
+    return {
+        "architectures": [GEMMA3.architecture],
+        "model_type": "gemma3_text",
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_query_groups,
+        "head_dim": head_size(model),
+        "max_position_embeddings": model.max_sequence_length,
+        "rope_parameters": {
+            _GLOBAL: {"rope_theta": model.rope_base, **(scaling or {"rope_type": "default"})},
+            _LOCAL: {"rope_theta": local_base, "rope_type": "default"},
+        },
+        "rms_norm_eps": model.norm_epsilon,
+        "tie_word_embeddings": model.tie_embeddings,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "query_pre_attn_scalar": model.query_pre_attn_scalar or head_size(model),
+        "sliding_window": model.sliding_window,
+        "sliding_window_pattern": every,
+        "layer_types": _layer_types(model.num_layers, every),
+        "vocab_size": vocab_size,
+    }
+
+
+def weight_table(model: ModelConfig, vocab_size: int) -> WeightTable:
+    table, hidden = TableBuilder(), model.hidden_size
+    for layer in range(model.num_layers):
+        hf, megatron = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+        table.same(f"{hf}input_layernorm.weight", f"{megatron}self_attention.linear_qkv.layer_norm_weight", hidden)
+        attention(table, model, hf, megatron)
+        table.same(f"{hf}post_attention_layernorm.weight", f"{megatron}post_self_attn_layernorm.weight", hidden)
+        table.same(f"{hf}pre_feedforward_layernorm.weight", f"{megatron}mlp.linear_fc1.layer_norm_weight", hidden)
+        gated_mlp(table, f"{hf}mlp.", f"{megatron}mlp.", hidden, model.ffn_hidden_size)
+        table.same(f"{hf}post_feedforward_layernorm.weight", f"{megatron}post_mlp_layernorm.weight", hidden)
+    embeddings(table, model, vocab_size)
+    return table.build()
+
+
+# Other names of what was read, what means nothing beside it, and a setting of generation.
+_IGNORED = frozenset(
+    {
+        "_sliding_window_pattern", "cache_implementation", "rope_local_base_freq", "sliding_window",
+        "sliding_window_pattern",
+    }
+)  # fmt: skip
+GEMMA3 = Family("Gemma3ForCausalLM", read_config, write_config, weight_table, _IGNORED)

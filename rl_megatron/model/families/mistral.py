@@ -1,0 +1,22 @@
+"""Mistral: Llama whose tokens may look back over a sliding window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl_megatron.config.schema import ModelConfig
+from rl_megatron.model.families.decoder import read_decoder, write_decoder
+from rl_megatron.model.families.family import Family
+from rl_megatron.model.families.table import dense_decoder
+
+
+def read_config(hf: Mapping[str, Any]) -> ModelConfig:
+    return ModelConfig(**read_decoder(hf), sliding_window=hf["sliding_window"])  # null: all before it
+
+
+def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    return write_decoder(MISTRAL.architecture, "mistral", model, vocab_size) | {"sliding_window": model.sliding_window}
+
+
+MISTRAL = Family("MistralForCausalLM", read_config, write_config, dense_decoder)

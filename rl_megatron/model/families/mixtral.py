@@ -1,0 +1,41 @@
+"""Mixtral: Mistral with a mixture of experts in every layer; the weights of a token's experts add up to 1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl_megatron.config.schema import ModelConfig
+from rl_megatron.model.families.decoder import read_decoder, write_decoder
+from rl_megatron.model.families.family import Family
+from rl_megatron.model.families.hf_config import only
+from rl_megatron.model.families.table import ExpertNames, WeightTable, mixture_decoder
+
+_NAMES = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2")
+
+
+def read_config(hf: Mapping[str, Any]) -> ModelConfig:
+    only(hf, router_jitter_noise=0.0)
+    return ModelConfig(
+        **read_decoder(hf),
+        sliding_window=hf.get("sliding_window"),
+        num_experts=hf["num_local_experts"],
+        experts_per_token=hf["num_experts_per_tok"],
+    )
+
+
+def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    return write_decoder(MIXTRAL.architecture, "mixtral", model, vocab_size) | {
+        "intermediate_size": model.expert_ffn_hidden_size or model.ffn_hidden_size,
+        "sliding_window": model.sliding_window,
+        "num_local_experts": model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "router_aux_loss_coef": model.router_aux_loss,
+    }
+
+
+def table(model: ModelConfig, vocab_size: int) -> WeightTable:
+    return mixture_decoder(model, vocab_size, _NAMES)
+
+
+MIXTRAL = Family("MixtralForCausalLM", read_config, write_config, table)

@@ -1,0 +1,26 @@
+"""Qwen3: Llama with RMSNorm on each head's queries and keys, and heads of a size of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl_megatron.config.schema import ModelConfig
+from rl_megatron.model.families.decoder import read_decoder, read_window, write_decoder, write_window
+from rl_megatron.model.families.family import Family
+from rl_megatron.model.families.hf_config import only
+from rl_megatron.model.families.table import dense_decoder
+
+
+def read_config(hf: Mapping[str, Any]) -> ModelConfig:
+    only(hf, attention_bias=False)
+    decoder = read_decoder(hf) | {"head_dim": hf["head_dim"]}  # transformers' default is no quotient: 128
+    return ModelConfig(**decoder, qk_norm=True, sliding_window=read_window(hf))
+
+
+def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    decoder = write_decoder(QWEN3.architecture, "qwen3", model, vocab_size)
+    return decoder | {"attention_bias": False} | write_window(model)
+
+
+QWEN3 = Family("Qwen3ForCausalLM", read_config, write_config, dense_decoder)

@@ -1,0 +1,42 @@
+"""RMSNorm on plain torch, and the residual connection of layers that norm what they add as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.functional import rms_norm
+
+
+class PortableRMSNorm(torch.nn.RMSNorm):
+    """y = x / sqrt(mean(x²) + ε) · w, or · (1 + w) where the config's norms are zero-centred, accumulated in fp32;
+    under sequence parallelism its gradient is marked for the all-reduce over the tensor-parallel ranks, each of which
+    saw its own part of the sequence."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object):
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.zero_centered:
+            return super().forward(x)
+        # 1 + w in bf16 would lose what w says: the sum and the product are fp32, as in Gemma's own code.
+        return rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).type_as(x)
+
+
+class NormedResidual(torch.nn.Module):
+    """residual + norm(x), in the place of megatron-core's bias-dropout-add: a norm after attention or MLP, within the
+    residual branch (Gemma 2 and 3)."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.norm = PortableRMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[[tuple[Tensor, None], Tensor, float], Tensor]:
+        def add(output_and_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
+            return residual + self.norm(output_and_bias[0])
+
+        return add

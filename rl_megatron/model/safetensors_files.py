@@ -1,0 +1,219 @@
+"""The safetensors format: files whose tensors are read and written a few rows at a time.
+
+A file is the length of its header (8 bytes), a JSON header (name → dtype, shape, begin and end in what follows), and
+the tensors' bytes. Rows lie one after the other, so any of them can be read or written alone, and memory goes by rows
+and not by files: the library maps whole files, whose pages count as the process's as long as they are mapped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.model.families.table import Shape
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_LONGEST_HEADER = 100 << 20
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies: `file`, its first byte there, its dtype and shape."""
+
+    file: Path
+    start: int
+    dtype: torch.dtype
+    shape: Shape
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+
+class _Files:
+    """Files by path, opened when first needed."""
+
+    def __init__(self, flags: int) -> None:
+        self._flags, self._descriptors = flags, {}
+
+    def __getitem__(self, path: Path) -> int:
+        if path not in self._descriptors:
+            self._descriptors[path] = os.open(path, self._flags)
+        return self._descriptors[path]
+
+    def close(self, sync: bool = False) -> None:
+        for descriptor in self._descriptors.values():
+            if sync:
+                os.fsync(descriptor)
+            os.close(descriptor)
+        self._descriptors = {}
+
+
+class WeightReader:
+    """The tensors of a Hugging Face directory, row by row."""
+
+    def __init__(self, places: Mapping[str, Place]) -> None:
+        self.places = dict(places)
+        self._files = _Files(os.O_RDONLY)
+
+    def __enter__(self) -> WeightReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def read_rows(self, name: str, first: int, into: Tensor) -> None:
+        """Fills `into`, contiguous and of the tensor's dtype, with the rows from `first` on.
+
+        Raises: OSError where the file ends early: it was cut since its header was read.
+        """
+        place = self.places[name]
+        unread, position = _bytes_of(into), place.start + first * place.row_bytes
+        while unread:
+            count = os.preadv(self._files[place.file], [unread], position)
+            if count == 0:
+                raise OSError(f"{place.file} ends within {name}")
+            unread, position = unread[count:], position + count
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.view(torch.uint8).reshape(-1).numpy()) if tensor.numel() else memoryview(b"")
+
+
+def read_header(path: Path) -> dict[str, Place]:
+    """The tensors of one safetensors file.
+
+    Raises: ConfigError where the file is cut, or is not in the format.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
+            raise ConfigError(f"{path} is cut, or no safetensors file: {size} bytes, of which a header of {length}")
+        try:
+            header = json.loads(file.read(length))
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            places = {name: _place(path, name, 8 + length, entry) for name, entry in entries.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"{path} is no safetensors file: its header cannot be read ({error})") from error
+    end = 8 + length
+    for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
+        if place.start != end:
+            raise ConfigError(f"{path}: {name} begins at byte {place.start}, and what is before it ends at {end}")
+        end += place.num_bytes
+    if end != size:
+        kind = "cut" if size < end else "too long"
+        raise ConfigError(f"{path} is {kind}: {size} bytes, and its header describes {end}; download it again")
+    return places
+
+
+def _place(path: Path, name: str, data: int, entry: Mapping[str, Any]) -> Place:
+    if entry["dtype"] not in _DTYPES:
+        raise ConfigError(f"{path}: {name} is {entry['dtype']}; read here are {', '.join(_DTYPES)}")
+    begin, end = entry["data_offsets"]
+    place = Place(path, data + begin, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
+    if end - begin != place.num_bytes:
+        raise ConfigError(f"{path}: {name} of shape {place.shape} has {end - begin} bytes, not {place.num_bytes}")
+    return place
+
+
+class WeightWriter:
+    """Safetensors files of a directory, whose tensors come in any order, a few rows, or a part of them, at a time.
+
+    shapes, dtype_of: all tensors in the order in which files are filled, each up to `max_shard_bytes` where it holds
+        more than one. Headers are written first, so the files have their full length from the start.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        shapes: Mapping[str, Shape],
+        dtype_of: Callable[[str], torch.dtype],
+        max_shard_bytes: int,
+    ) -> None:
+        self._directory = directory
+        self._files = _Files(os.O_WRONLY)
+        self._written = dict.fromkeys(shapes, 0)
+        self.places: dict[str, Place] = {}
+        sizes = {name: math.prod(shape) * dtype_of(name).itemsize for name, shape in shapes.items()}
+        shards = _shards(sizes, max_shard_bytes)
+        for number, names in enumerate(shards, start=1):
+            file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            # the widest first, so that each is aligned to its own width
+            names = sorted(names, key=lambda name: -dtype_of(name).itemsize)
+            self.places |= _begin_file(directory / file, {name: (dtype_of(name), shapes[name]) for name in names})
+
+    def write(self, name: str, row: int, column: int, block: Tensor) -> None:
+        """Puts `block` at (row, column) of the tensor; a vector's elements are its rows."""
+        place, data = self.places[name], block.contiguous()
+        start = place.start + row * place.row_bytes
+        if data.shape[1:] == place.shape[1:]:
+            self._put(place.file, data, start)
+        else:  # a part of each row
+            for offset, part in enumerate(data):
+                self._put(place.file, part, start + offset * place.row_bytes + column * place.dtype.itemsize)
+        self._written[name] += data.nbytes
+
+    def _put(self, file: Path, data: Tensor, position: int) -> None:
+        left = _bytes_of(data)
+        while left:
+            count = os.pwrite(self._files[file], left, position)
+            left, position = left[count:], position + count
+
+    def finish(self) -> None:
+        """Raises: RuntimeError naming a tensor that was not written once over; the files are then worth nothing."""
+        wrong = [name for name, count in self._written.items() if count != self.places[name].num_bytes]
+        if wrong:
+            raise RuntimeError(f"{len(wrong)} tensors were not written once over, such as {wrong[0]}")
+        self._files.close(sync=True)
+        if len({place.file for place in self.places.values()}) > 1:
+            index = {
+                "metadata": {"total_size": sum(place.num_bytes for place in self.places.values())},
+                "weight_map": {name: place.file.name for name, place in sorted(self.places.items())},
+            }
+            (self._directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def close(self) -> None:
+        self._files.close()
+
+
+def _shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
+    shards, room = [], -1
+    for name, size in sizes.items():
+        if size > room:
+            shards.append([])
+            room = most
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def _begin_file(path: Path, tensors: Mapping[str, tuple[torch.dtype, Shape]]) -> dict[str, Place]:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return read_header(path)

@@ -1,0 +1,114 @@
+"""The tensors of a checkpoint, written and read chunk by chunk in one process: what a converter needs of the format.
+
+megatron-core saves and loads through torch's distributed checkpoint: files of tensors one after the other, each in
+`torch.save`'s own format, and a `.metadata` that says which part of which tensor each of them is. A tensor may be in
+any number of parts, whatever layout it is loaded under. torch's writer keeps a tensor of every name until its file is
+closed, which is a whole model here, so files are written below it; its `finish` writes the metadata.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from rl_megatron.config.errors import ConfigError
+
+_FILE = "__0_0.distcp"
+_OF_OPTIMIZER = "optimizer."
+
+
+class TensorWriter:
+    """Writes the tensors of a checkpoint into an existing directory, in parts of any size and order."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._file = (directory / _FILE).open("wb")
+        self._tensors: dict[str, TensorStorageMetadata] = {}
+        self._written: list[WriteResult] = []
+
+    def write(self, name: str, global_shape: tuple[int, ...], offset: tuple[int, ...], part: Tensor) -> None:
+        """`part`, contiguous and with as many axes as the whole, is what lies at `offset` of the tensor `name`."""
+        if name not in self._tensors:
+            properties = TensorProperties(dtype=part.dtype)
+            self._tensors[name] = TensorStorageMetadata(properties, torch.Size(global_shape), [])
+        chunks, start = self._tensors[name].chunks, self._file.tell()
+        torch.save(part, self._file)
+        index = MetadataIndex(name, torch.Size(offset), len(chunks))
+        chunks.append(ChunkStorageMetadata(torch.Size(offset), part.shape))
+        length = self._file.tell() - start
+        self._written.append(WriteResult(index, length, _StorageInfo(_FILE, start, length)))
+
+    def finish(self) -> None:
+        """Makes of the directory what `dist_checkpointing` loads."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        FileSystemWriter(self._directory).finish(Metadata(dict(self._tensors)), [self._written])
+        torch.save({}, self._directory / "common.pt")  # what is no tensor: nothing
+        save_config(CheckpointingConfig("torch_dist", 1), str(self._directory))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class Part:
+    """What lies at `offset` of a tensor: so many elements along each axis, in so many bytes of a file."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def model_tensors(checkpoint: Path) -> dict[str, StoredTensor]:
+    """The model's tensors in a checkpoint; those of its optimizer are left out.
+
+    Raises: ConfigError where the metadata cannot be read.
+    """
+    try:
+        metadata = FileSystemReader(checkpoint).read_metadata()
+    except Exception as error:  # whatever unpickling a damaged file comes upon
+        raise ConfigError(f"checkpoint {checkpoint}: its .metadata cannot be read ({error}); use another") from error
+    tensors = {}
+    for name, stored in metadata.state_dict_metadata.items():
+        if isinstance(stored, TensorStorageMetadata) and not name.startswith(_OF_OPTIMIZER):
+            parts = []
+            for chunk in stored.chunks:
+                at = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+                place = (checkpoint / at.relative_path, at.offset, at.length)
+                parts.append(Part(tuple(chunk.offsets), tuple(chunk.sizes), *place))
+            tensors[name] = StoredTensor(stored.properties.dtype, tuple(stored.size), tuple(parts))
+    return tensors
+
+
+def read_parts(tensor: StoredTensor) -> Iterator[tuple[Part, Tensor]]:
+    """Each part of a tensor with what it holds; one of them is in memory."""
+    for part in tensor.parts:
+        with part.file.open("rb", buffering=0) as file:
+            view = _create_file_view(file, part.start, part.length)
+            yield part, torch.load(view, map_location="cpu", weights_only=True)

@@ -1,0 +1,232 @@
+"""Saving: a copy of the state is taken at once, written while training goes on, and becomes a checkpoint when all ranks
+have written their part.
+
+The format is megatron-core's `dist_checkpointing`, whose planning and file writing this uses. What megatron-core leaves
+to the caller is here: a copy that training does not write into, a thread to write it (its own writers are forks of a
+process with threads, or servers that import torch once more), the moment when ranks agree that it is complete, and what
+becomes of a save that fails on one of them.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import platform
+import queue
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
+from torch import Tensor
+
+from rl_megatron import __version__
+from rl_megatron.policy import checkpoint
+from rl_megatron.policy.agreement import agreed_failure, on_main_rank
+
+COMMON = "common.pt"  # what is no tensor of the model or its moments; its name is megatron-core's
+
+
+class SaveFailed(RuntimeError):
+    """A checkpoint that could not be written, on any rank; the ones before it stand."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank writes: `bucket` in megatron-core's terms, its tensors copied, and whole files beside it."""
+
+    directory: Path
+    bucket: Any | None  # (path, name, (objects, tensors)); None for a rank whose tensors others write
+    transforms: list
+    files: dict[str, bytes]
+
+    def write(self) -> tuple[list, dict[str, Any]]:
+        """Writes, and returns megatron-core's results and the manifest's entries of the files."""
+        results, names = [], list(self.files)
+        for name, content in self.files.items():
+            (self.directory / name).write_bytes(content)
+        if self.bucket is not None:
+            # Its queues are for processes; its garbage collection stands still meanwhile, which training can bear.
+            found, working = queue.Queue(), queue.Queue()
+            working.put(0)
+            FileSystemWriterAsync.write_preloaded_data(self.transforms, 0, self.bucket, found, working, True)
+            _, results = found.get_nowait()
+            if isinstance(results, Exception):
+                raise results
+            names.append(self.bucket[1])
+        return results, {name: checkpoint.file_entry(self.directory / name) for name in names}
+
+
+class Save:
+    """A checkpoint on its way to the disk. Every rank calls every method."""
+
+    def __init__(self, final: Path, part: _Part, complete: Callable[[list, dict[str, Any]], None], background: bool):
+        """`complete`, on rank 0, makes the checkpoint of all ranks' results and entries."""
+        self.path = final
+        self._part, self._complete = part, complete
+        self._written: tuple[list, dict[str, Any]] = ([], {})
+        self._failure: str | None = None
+        self._thread = threading.Thread(target=self._write, name=f"save {final.name}", daemon=True)
+        if background:
+            self._thread.start()
+        else:
+            self._thread.run()
+
+    def _write(self) -> None:
+        try:
+            self._written = self._part.write()
+        except Exception as error:  # whatever it is: another thread, on every rank, has to hear of it
+            self._failure = _described(error)
+        self._part = None  # and with it the copy
+
+    def is_written(self) -> bool:
+        """Whether `finish` would not have to wait, on any rank."""
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        writing = torch.tensor([int(self._thread.is_alive())], device=device)
+        dist.all_reduce(writing)
+        return not writing.item()
+
+    def finish(self) -> Path:
+        """Waits for every rank's part and makes the checkpoint of them.
+
+        Raises: SaveFailed, on every rank, where any could not write; what has been written is removed.
+        """
+        if self._thread.is_alive():
+            self._thread.join()
+        failure = agreed_failure(self._failure)
+        if failure is None:
+            everyones: list = [None] * dist.get_world_size()
+            dist.gather_object(self._written, everyones if dist.get_rank() == 0 else None)
+            failure = on_main_rank(lambda: self._publish(everyones))
+        if failure is not None:
+            message = _message(self.path, failure)
+            self.abandon()
+            raise SaveFailed(message)
+        return self.path
+
+    def abandon(self) -> None:
+        """Waits for what is being written and removes it."""
+        if self._thread.is_alive():
+            self._thread.join()
+        agreed_failure(None)  # no rank writes any more
+        on_main_rank(lambda: shutil.rmtree(_partial(self.path), ignore_errors=True))
+
+    def _publish(self, everyones: list) -> None:
+        entries = {name: entry for _, entries in everyones for name, entry in entries.items()}
+        self._complete([results for results, _ in everyones], entries)
+
+
+def begin_save(
+    directory: Path,
+    step: int,
+    state: dict[str, Any],
+    manifest: dict[str, Any],
+    files: dict[str, bytes],
+    background: bool,
+) -> Save:
+    """Starts to write `directory/step-<step>` from every rank's sharded `state`, which may change as soon as this
+    returns. `manifest` describes it; `files` are this rank's own, by name.
+
+    Raises: SaveFailed, on every rank, where the directory cannot be made.
+    """
+    final = directory / checkpoint.name_of(step)
+    partial = _partial(final)
+    failure = on_main_rank(lambda: _make_empty(partial))
+    if failure is not None:
+        raise SaveFailed(_message(final, failure))
+    tensors, common = save_preprocess(state)
+    writer, metadata = _plan(tensors, partial)
+    if dist.get_rank() == 0:
+        files = {**files, COMMON: _serialised(common)}
+    kept = [entry.data for entry in nested_values(tensors) if isinstance(entry, ShardedTensor)]
+    transforms = [writer.transforms] if hasattr(writer, "transforms") else []
+    part = _Part(partial, _copied(writer.write_buckets, kept), transforms, files)
+
+    def complete(results: list, entries: dict[str, Any]) -> None:
+        writer.finish(metadata, results)
+        save_config(CheckpointingConfig("torch_dist", 1), str(partial))
+        checkpoint.publish(partial, final, {"step": step, **manifest, "versions": versions()}, entries)
+
+    return Save(final, part, complete, background)
+
+
+def versions() -> dict[str, str]:
+    """Of what wrote the checkpoint."""
+    found = {"rl_megatron": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    for package in ("megatron-core", "transformer-engine"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _partial(final: Path) -> Path:
+    return final.with_suffix(".incomplete")
+
+
+def _make_empty(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)  # of an interrupted save
+    partial.mkdir(parents=True)
+
+
+def _plan(tensors: dict[str, Any], partial: Path) -> tuple[FileSystemWriterAsync, Any]:
+    """megatron-core's writer, who knows what this rank writes, and on rank 0 the metadata of the whole; collective."""
+    # A place for results, which here go another way. megatron-core's own is a server process on every rank.
+    filesystem_async._results_queue = queue.SimpleQueue()
+    shards: dict[str, list[ShardedTensor]] = {}
+    for entry in nested_values(tensors):
+        if is_main_replica(entry.replica_id):
+            shards.setdefault(entry.key, []).append(entry)
+    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    writer = FileSystemWriterAsync(str(partial), thread_count=1)  # one file a rank
+    planned, *_ = save_state_dict_async_plan(mcore_to_pyt_state_dict(shards), writer, planner=planner)
+    return writer, planned[1]
+
+
+def _copied(buckets: list, kept: list[Tensor]) -> Any | None:
+    """The bucket of this rank, its tensors on the CPU and its own: none shares memory with one of `kept`."""
+    if not buckets:
+        return None
+    ((path, name, (objects, tensors)),) = buckets
+    storages = {tensor.untyped_storage().data_ptr() for tensor in kept}
+
+    def own(tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in storages:
+            return tensor.detach().clone()  # .cpu() of a CPU tensor is that tensor
+        return tensor.detach().cpu()
+
+    return path, name, (objects, [(item, own(tensor)) for item, tensor in tensors])
+
+
+def _serialised(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _described(error: BaseException) -> str:
+    """The error, and the operating system's behind it: torch says of a full disk only that a position is unexpected."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return f"{type(error).__name__}: {error}" if cause is None else f"{type(cause).__name__}: {cause}"
+
+
+def _message(final: Path, failure: str) -> str:
+    status = os.statvfs(next(parent for parent in final.parents if parent.exists()))
+    free = f"{status.f_bavail * status.f_frsize:,} bytes free of {status.f_blocks * status.f_frsize:,}"
+    return f"checkpoint {final} could not be saved: {failure}; {free} on its file system"

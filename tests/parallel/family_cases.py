@@ -1,0 +1,122 @@
+"""Small transformers models of every family, with random weights and the oddities of real ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+# Of all: heads together are wider than the hidden states, queries are grouped, no size is a power of two.
+SHAPE = {
+    "hidden_size": 20,
+    "intermediate_size": 44,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "vocab_size": 51,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.15,  # logits far from uniform, so that errors show
+    "tie_word_embeddings": False,
+}
+_TIED = {"tie_word_embeddings": True}
+
+
+def _rope(theta: float, **scaling: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta} | scaling}
+
+
+_LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+# By name: the class of transformers, and what its config has besides SHAPE.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", _rope(50.0) | {"rms_norm_eps": 1e-3, "num_hidden_layers": 4}),
+    "llama tied, rope scaled": ("Llama", _rope(50.0, **_LLAMA3, original_max_position_embeddings=8) | _TIED),
+    "mistral": ("Mistral", _rope(100.0) | {"sliding_window": 5}),
+    "qwen2": ("Qwen2", _rope(1000.0) | {"hidden_size": 24, "head_dim": None} | _TIED),
+    "qwen3": ("Qwen3", _rope(1000.0) | {"hidden_size": 22}),  # 22 is no multiple of 4 heads
+    "mixtral": ("Mixtral", _rope(100.0) | {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        _rope(100.0)
+        | {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "norm_topk_prob": False},
+    ),
+    "qwen3_moe normalised": (
+        "Qwen3Moe",
+        _rope(100.0)
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True}
+        | _TIED,
+    ),
+    "gemma3": (
+        "Gemma3",
+        {"num_hidden_layers": 4, "sliding_window": 5, "sliding_window_pattern": 3, "query_pre_attn_scalar": 13} | _TIED,
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        _rope(100.0)
+        | {"num_hidden_layers": 2, "num_key_value_heads": 4, "head_dim": None, "kv_lora_rank": 11, "q_lora_rank": 13}
+        | {"qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14, "num_nextn_predict_layers": 0}
+        | {"moe_intermediate_size": 12, "first_k_dense_replace": 1, "n_routed_experts": 6, "num_experts_per_tok": 4}
+        | {"n_group": 3, "topk_group": 2, "n_shared_experts": 2, "routed_scaling_factor": 1.7},
+    ),
+}
+_CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # where it is not the model's name
+
+
+def architecture(case: str) -> str:
+    return f"{CASES[case][0]}ForCausalLM"
+
+
+def hf_model(case: str, seed: int = 0) -> torch.nn.Module:
+    """The model, every vector of it (norms, biases) random as well."""
+    import transformers  # seconds, and ranks import this module without making models
+
+    name, keys = CASES[case]
+    keys = {key: value for key, value in {**SHAPE, **keys}.items() if value is not None}
+    torch.manual_seed(seed)
+    config: Callable = getattr(transformers, _CONFIGS.get(name, f"{name}Config"))
+    model = getattr(transformers, f"{name}ForCausalLM")(config(**keys)).eval()
+    with torch.no_grad():
+        router_biases = (buffer for name, buffer in model.named_buffers() if name.endswith("_bias"))
+        for tensor in [*model.parameters(), *router_biases]:
+            if tensor.dim() == 1:
+                tensor += torch.randn_like(tensor) * 0.2
+    return model
+
+
+def save(model: torch.nn.Module, directory: Path, max_shard_size: str = "20KB") -> Path:
+    """`model` in the files that transformers makes of it, several where they are small."""
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return directory
+
+
+def save_tokenizer(directory: Path, num_tokens: int) -> None:
+    """A tokenizer of words 0 … with a template and a side file."""
+    vocabulary = {"<eos>": 0} | {str(number): number for number in range(1, num_tokens)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_special_tokens(["<eos>"])
+    backend.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "note": "kept"}))
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a directory, as the safetensors library reads it."""
+    found = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}
+    return found
+
+
+def assert_same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """Bit for bit."""
+    assert one.keys() == other.keys(), one.keys() ^ other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype and tensor.shape == other[name].shape, name
+        assert torch.equal(tensor.view(torch.uint8), other[name].view(torch.uint8)), name

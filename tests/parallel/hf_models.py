@@ -1,0 +1,60 @@
+"""Hugging Face models of random weights, and our policies with the same weights, in any layout."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from rl_megatron.model.families import family_of_config
+from rl_megatron.model.families.table import WeightTable
+from rl_megatron.model.shards import pieces
+from rl_megatron.policy.megatron_policy import MegatronPolicy
+from tests.parallel.layouts import build_policy
+
+
+def save_random(config: PreTrainedConfig, directory: Path, std: float = 0.15) -> AutoModelForCausalLM:
+    """A model of `config` with no weight at its initial value, norms and router biases included, saved in fp32."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *(b for name, b in model.named_buffers() if name.endswith("_bias"))]:
+            tensor.add_(std * torch.randn_like(tensor))
+    model.save_pretrained(directory)
+    return model
+
+
+def policy_of(directory: Path, parallel: dict, model_keys: dict | None = None, **policy_keys: Any) -> MegatronPolicy:
+    """A policy in the layout `parallel` with the weights of a Hugging Face directory, and `model_keys` set otherwise
+    than its config says."""
+    hf = json.loads((directory / "config.json").read_text())
+    family = family_of_config(hf, str(directory))
+    model = family.read_config(hf)
+    table = family.table(model, hf["vocab_size"])
+    tensors = {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == table.hf_shapes
+    model = replace(model, **(model_keys or {}))
+    policy = build_policy(parallel, model=model, vocab_size=model.vocab_size, **policy_keys)
+    fill(policy, table, tensors)
+    if not model_keys and policy.topology.world_size == 1:
+        assert {piece.name for piece in pieces(policy.chunks)} == table.shapes.keys()
+    return policy
+
+
+def fill(policy: MegatronPolicy, table: WeightTable, tensors: dict[str, Tensor]) -> None:
+    for piece in pieces(policy.chunks):
+        whole = torch.zeros(piece.global_shape)  # the padding of the vocabulary stays 0
+        wanted = table.shapes[piece.name]
+        assert piece.global_shape[1:] == wanted[1:] and piece.global_shape[0] >= wanted[0], piece.name
+        for rows in table.of_megatron[piece.name]:
+            whole[rows.row : rows.row + rows.count] = tensors[rows.hf_name][rows.hf_row : rows.hf_row + rows.count]
+        part = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.tensor.shape, strict=True))
+        piece.tensor.copy_(whole[part])
+    if policy.optimizer is not None:
+        policy.optimizer.reload_model_params()

@@ -1,0 +1,148 @@
+"""Every family: transformers' logits under every layout, and its tensors back, bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_megatron.config.schema import ModelConfig, ParallelConfig
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.model.families import FAMILIES, family_of_model, read_model
+from rl_megatron.model.shards import pieces
+from rl_megatron.policy.convert import export_weights, import_weights
+from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.topology import platform, topology
+from tests.parallel.family_cases import CASES, SHAPE, architecture, assert_same_tensors, hf_model, save, tensors
+
+VOCAB_SIZE = SHAPE["vocab_size"]
+WHOLE, TENSOR, PIPELINE = (1, {}), (2, {"tensor": 2}), (2, {"pipeline": 2})
+INTERLEAVED = (2, {"pipeline": 2, "virtual_pipeline": 2})
+SEQUENCE, EXPERT = (2, {"tensor": 2, "sequence": True}), (2, {"expert": 2})
+
+
+def layouts(case: str) -> list:
+    if "num_experts_per_tok" in CASES[case][1]:
+        return [WHOLE, SEQUENCE, PIPELINE, EXPERT]
+    return [WHOLE, TENSOR, PIPELINE] + ([INTERLEAVED] if case == "llama" else [])
+
+
+PAIRS = [(case, layout) for case in CASES for layout in layouts(case)]
+
+
+@dataclass
+class Imported:
+    """A case's Hugging Face directory, the checkpoint made of it, and what transformers computes."""
+
+    source: Path
+    checkpoint: Path
+    model: ModelConfig
+    batch: dict[str, torch.Tensor]
+    logits: torch.Tensor
+    generated: torch.Tensor
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    made: dict[str, Imported] = {}
+
+    def of(case: str) -> Imported:
+        if case not in made:
+            directory = tmp_path_factory.mktemp("family")
+            hf = hf_model(case)
+            source, checkpoint = save(hf, directory / "hf"), directory / "checkpoint"
+            import_weights(source, checkpoint)
+            ids = torch.randint(VOCAB_SIZE, (3, 11), generator=torch.Generator().manual_seed(0))
+            with torch.no_grad():
+                logits, generated = hf(ids).logits, hf.generate(ids[:1], max_new_tokens=4, do_sample=False)
+            batch = {"input_ids": ids, "input_lengths": torch.full((3,), 11)}
+            _, model = read_model(hf.config.to_dict() | {"architectures": [architecture(case)]}, case)
+            made[case] = Imported(source, checkpoint, model, batch, logits, generated)
+        return made[case]
+
+    return of
+
+
+def build(parallel: dict, model: ModelConfig, precision: str = "fp32") -> MegatronPolicy:
+    layout = topology.build(ParallelConfig(**parallel), platform.start("cpu"), 0)
+    return MegatronPolicy(model, layout, vocab_size=VOCAB_SIZE, precision=precision)
+
+
+def logits_and_checkpoint(parallel: dict, model: ModelConfig, checkpoint: str, batch: dict, directory: str):
+    """Every logit of the policy that began with `checkpoint`, and where it was saved under this layout."""
+    policy = build(parallel, model)
+    policy.load_checkpoint(checkpoint, weights_only=True)
+    top = policy.get_topk_logits(BatchedDataDict(batch), k=VOCAB_SIZE)
+    logits = torch.empty_like(top["topk_logits"]).scatter_(-1, top["topk_indices"], top["topk_logits"])
+    return logits, policy.save_checkpoint(directory, 1)
+
+
+@pytest.mark.parametrize(("case", "layout"), PAIRS, ids=lambda value: str(value))
+def test_logits_are_those_of_transformers_and_tensors_come_back(ranks, imported, tmp_path, case, layout):
+    """Imported, computed with under the layout, saved by it, exported."""
+    of, run = imported(case), tmp_path / "run"
+    given = (layout[1], of.model, str(of.checkpoint), of.batch, str(run / "checkpoints" / "sft"))
+    logits, saved = ranks.run(layout[0], logits_and_checkpoint, *given)[0]
+    assert (logits - of.logits).abs().max() <= 1e-4
+    assert of.logits.std() > 0.3, "logits that are all alike would hide errors"
+    shutil.copytree(of.checkpoint / "hugging_face", run / "hugging_face")  # as a run does
+    export_weights(saved, tmp_path / "hf", max_shard_bytes=20_000)
+    assert_same_tensors(tensors(tmp_path / "hf"), tensors(of.source))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_export_is_what_was_imported(imported, tmp_path, case):
+    """Straight from the imported checkpoint: each file but the weights as it was, and transformers generates alike."""
+    of, target = imported(case), tmp_path / "hf"
+    export_weights(of.checkpoint, target, max_shard_bytes=20_000)
+    assert_same_tensors(tensors(target), tensors(of.source))
+    for name in ("config.json", "generation_config.json"):
+        assert (target / name).read_bytes() == (of.source / name).read_bytes()
+    import transformers  # here, so that ranks do not take seconds to import it
+
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    assert not any(report.values()), report
+    generated = loaded.generate(of.batch["input_ids"][:1], max_new_tokens=4, do_sample=False)
+    assert torch.equal(generated, of.generated)
+
+
+def parameters(model: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
+    return sorted({(piece.name, piece.global_shape) for piece in pieces(build({}, model).chunks)})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_table_has_each_parameter_once(ranks, imported, case):
+    """Names and shapes are those of a built model, whose embedding is padded; a family writes what it reads."""
+    model = imported(case).model
+    family = family_of_model(model, VOCAB_SIZE)
+    assert family.architecture == architecture(case)
+    padded = {
+        name: ((64, *shape[1:]) if name in ("embedding.word_embeddings.weight", "output_layer.weight") else shape)
+        for name, shape in family.table(model, VOCAB_SIZE).shapes.items()
+    }
+    assert sorted(padded.items()) == ranks.run(1, parameters, model)[0]
+
+
+def test_every_family_has_a_case():
+    assert {architecture(case) for case in CASES} == {family.architecture for family in FAMILIES}
+
+
+def bf16_round_trip(model: ModelConfig, checkpoint: str, directory: str) -> Path:
+    policy = build({"tensor": 2}, model, precision="bf16")
+    policy.load_checkpoint(checkpoint, weights_only=True)
+    return policy.save_checkpoint(directory, 1)
+
+
+@pytest.mark.parametrize("case", ["llama tied, rope scaled", "qwen2"])
+def test_bf16_comes_back_bit_for_bit(ranks, imported, tmp_path, case):
+    source, checkpoint = save(hf_model(case).bfloat16(), tmp_path / "bf16"), tmp_path / "checkpoint"
+    import_weights(source, checkpoint)
+    saved = ranks.run(2, bf16_round_trip, imported(case).model, str(checkpoint), str(tmp_path / "run/checkpoints/a"))[0]
+    shutil.copytree(checkpoint / "hugging_face", tmp_path / "run" / "hugging_face")
+    for number, origin in enumerate((checkpoint, saved)):
+        export_weights(origin, tmp_path / f"hf{number}")
+        assert_same_tensors(tensors(tmp_path / f"hf{number}"), tensors(source))
+        assert (tmp_path / f"hf{number}" / "config.json").read_bytes() == (source / "config.json").read_bytes()

@@ -1,0 +1,189 @@
+"""Families whose maths goes beyond LLaMA's against transformers, in every kind of layout: logits and greedy tokens; and
+each gradient against one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Gemma3TextConfig, LlamaConfig
+
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.generation.interfaces import Sampling
+from rl_megatron.generation.megatron import MegatronEngine
+from rl_megatron.losses import NLLLoss
+from rl_megatron.policy.batching import Batching
+from rl_megatron.policy.megatron_policy import MegatronPolicy
+from tests.parallel.hf_models import policy_of, save_random
+from tests.parallel.layouts import gradients, worst_relative_error
+from tests.parallel.test_layouts import random_batch
+
+VOCAB_SIZE = 77  # padded to 128: the padding must never matter
+NEW_TOKENS = 6
+SMALL = {"vocab_size": VOCAB_SIZE, "hidden_size": 48, "num_attention_heads": 4, "max_position_embeddings": 128,
+         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}  # fmt: skip
+
+CONFIGS = {
+    "gemma3": Gemma3TextConfig(
+        **SMALL, num_hidden_layers=4, intermediate_size=56, num_key_value_heads=2, head_dim=20, sliding_window=5,
+        sliding_window_pattern=3, query_pre_attn_scalar=13,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        **SMALL, num_hidden_layers=4, intermediate_size=56, moe_intermediate_size=24, kv_lora_rank=11, q_lora_rank=13,
+        qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=14, num_key_value_heads=4, first_k_dense_replace=1,
+        n_routed_experts=12, num_experts_per_tok=5, n_group=3, topk_group=2, n_shared_experts=2,
+        routed_scaling_factor=1.7, num_nextn_predict_layers=0,
+        rope_parameters={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16,
+                         "rope_theta": 100.0, "mscale": 1.0, "mscale_all_dim": 0.6},
+    ),
+    "deepseek_v3 dense": DeepseekV3Config(
+        **SMALL, num_hidden_layers=2, intermediate_size=56, kv_lora_rank=11, q_lora_rank=None, qk_nope_head_dim=10,
+        qk_rope_head_dim=6, v_head_dim=14, num_key_value_heads=4, first_k_dense_replace=2, num_nextn_predict_layers=0,
+        n_routed_experts=1, n_group=1, topk_group=1,
+    ),
+    "llama yarn": LlamaConfig(
+        **SMALL, num_hidden_layers=2, intermediate_size=56, num_key_value_heads=2, head_dim=20,
+        rope_parameters={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16,
+                         "rope_theta": 100.0},
+    ),
+    "llama3": LlamaConfig(
+        **SMALL, num_hidden_layers=2, intermediate_size=56, num_key_value_heads=2, head_dim=20,
+        rope_parameters={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                         "original_max_position_embeddings": 16, "rope_theta": 100.0},
+    ),
+}  # fmt: skip
+PACKED = Batching("packed", tokens=64)
+LAYOUTS = {
+    "gemma3": {
+        "tensor 2 sequence": (2, {"tensor": 2, "sequence": True}, Batching(rows=3)),
+        "tensor 2": (2, {"tensor": 2}, PACKED),
+        "pipeline 2 interleaved": (2, {"pipeline": 2, "virtual_pipeline": 2}, Batching(rows=3)),
+        "context 2": (2, {"context": 2}, Batching(rows=3)),
+        "context 2 packed, recomputed": (2, {"context": 2}, PACKED, "full"),
+    },
+    "deepseek_v3": {
+        "tensor 2 sequence": (2, {"tensor": 2, "sequence": True}, Batching(rows=3)),
+        "pipeline 2 interleaved packed": (2, {"pipeline": 2, "virtual_pipeline": 2}, PACKED, "full"),
+        "context 2": (2, {"context": 2}, Batching(rows=3)),
+        "expert 2": (2, {"expert": 2}, PACKED, "selective"),
+    },
+    "deepseek_v3 dense": {"tensor 2": (2, {"tensor": 2}, Batching(rows=3))},
+    "llama yarn": {"context 2 packed": (2, {"context": 2}, PACKED)},
+    "llama3": {},
+}
+CASES = [(family, layout) for family, layouts in LAYOUTS.items() for layout in layouts]
+
+
+def batch() -> BatchedDataDict:
+    return random_batch(7, 40, seed=0, vocab_size=VOCAB_SIZE)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist() for length in (1, 9, 23)]
+
+
+def by_transformers(directory) -> tuple[torch.Tensor, list[list[int]]]:
+    """Logits [B, S, V] of the batch, and the prompts with greedy completions."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        logits = model(batch()["input_ids"]).logits
+        generate = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+        completed = [model.generate(torch.tensor([prompt]), **generate)[0].tolist() for prompt in prompts()]
+    return logits, completed
+
+
+def by_us(directory, parallel: dict, batching: Batching, recompute: str = "none") -> dict:
+    """The same in a layout, and the gradients of an NLL step."""
+    policy = policy_of(
+        directory, parallel, {"recompute": recompute} if recompute != "none" else None, batching=batching
+    )
+    rollouts = MegatronEngine(policy, batch_size=2).generate(
+        prompts(), Sampling(max_new_tokens=NEW_TOKENS, temperature=0.0), seed=0
+    )
+    lengths = rollouts["input_lengths"].tolist()
+    completed = [ids[:n] for ids, n in zip(rollouts["input_ids"].tolist(), lengths, strict=True)]
+    report = policy.accumulate_gradients(batch(), NLLLoss())
+    return {"logits": logits_of(policy), "completed": completed, "loss": report["loss"], "gradients": gradients(policy)}
+
+
+def logits_of(policy: MegatronPolicy) -> torch.Tensor:
+    """[B, S, V] of the batch."""
+    values = policy.get_topk_logits(batch(), k=VOCAB_SIZE)
+    return torch.zeros(values["topk_logits"].shape).scatter(-1, values["topk_indices"], values["topk_logits"])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Of each family: its directory, and what transformers makes of it."""
+    directories = {name: tmp_path_factory.mktemp(name.replace(" ", "_")) for name in CONFIGS}
+    for name, directory in directories.items():
+        save_random(CONFIGS[name], directory)
+    return {name: (directory, by_transformers(directory)) for name, directory in directories.items()}
+
+
+@pytest.fixture(scope="module")
+def one_process(ranks, saved):
+    return {name: ranks.run(1, by_us, saved[name][0], {}, Batching(rows=7))[0] for name in CONFIGS}
+
+
+def assert_like_transformers(found: dict, wanted: tuple[torch.Tensor, list[list[int]]]) -> None:
+    logits, completed = wanted
+    within = torch.arange(logits.size(1)) < batch()["input_lengths"][:, None]
+    assert logits[within].std() > 0.5, "logits far from uniform, so that errors show"
+    torch.testing.assert_close(found["logits"][within], logits[within], atol=1e-4, rtol=0)
+    assert found["completed"] == completed
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_one_process_equals_transformers(saved, one_process, family):
+    assert_like_transformers(one_process[family], saved[family][1])
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_every_layout_equals_transformers_and_one_process(ranks, saved, one_process, family, layout):
+    world_size, *settings = LAYOUTS[family][layout]
+    directory, wanted = saved[family]
+    found = ranks.run(world_size, by_us, directory, *settings)[0]
+    assert_like_transformers(found, wanted)
+    assert found["loss"] == pytest.approx(one_process[family]["loss"], rel=1e-5)
+    error, name = worst_relative_error(found["gradients"], one_process[family]["gradients"])
+    assert error <= 1e-4, (name, error)
+
+
+NEUTRAL = {
+    "gemma3": {
+        "zero_centered_norm": False,
+        "sandwich_norms": False,
+        "activation": "silu",
+        "scale_embeddings": False,
+        "query_pre_attn_scalar": None,
+        "global_attention_every": 4,
+        "local_rope_base": None,
+        "rope_scaling": None,
+        "sliding_window": 6,
+    },
+    "deepseek_v3": {
+        "rope_scaling": None,
+        "routed_scaling_factor": 1.0,
+        "router_bias": False,
+        "router_groups": {"router_groups": None, "router_groups_per_token": None},
+        "router_score": {"router_score": "softmax", "router_bias": False},
+    },
+}
+
+
+def logits_with(directory, changes: dict) -> dict[str, torch.Tensor]:
+    keys = {name: value if isinstance(value, dict) else {name: value} for name, value in changes.items()}
+    return {name: logits_of(policy_of(directory, {}, changed)) for name, changed in keys.items()}
+
+
+@pytest.mark.parametrize("family", NEUTRAL)
+def test_each_key_of_the_model_says_something(ranks, saved, one_process, family):
+    """The models above are such that none of their keys could be wrong unseen."""
+    found = ranks.run(1, logits_with, saved[family][0], NEUTRAL[family])[0]
+    for key, logits in found.items():
+        assert (logits - one_process[family]["logits"]).abs().max() > 1e-2, key
