@@ -317,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--vocab", type=int, default=32_000)
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--bucket-mib", type=int, default=64)
+    parser.add_argument("--bucket-mib", type=int, default=16)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args(arguments)

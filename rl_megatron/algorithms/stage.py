@@ -88,7 +88,7 @@ class Stage:
         """The items that the stage's steps read, each once, in the batches that they come in first."""
         order, seen = self._order(dataset), set()
         for step in range(self.config.train.steps):
-            fresh = [item for item in order.rows_at(step) if item not in seen]
+            fresh = [item for item in dict.fromkeys(order.rows_at(step)) if item not in seen]
             if fresh:
                 yield dataset.batch(fresh)
             seen.update(fresh)

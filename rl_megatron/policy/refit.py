@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rl_megatron.policy.megatron_policy import MegatronPolicy
     from rl_megatron.topology.topology import Topology
 
-DEFAULT_BUCKET_BYTES = 256 << 20
+DEFAULT_BUCKET_BYTES = 64 << 20
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")  # Megatron's have rows beyond the vocabulary
 
 

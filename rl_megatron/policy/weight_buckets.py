@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -160,18 +160,25 @@ def places(shape: Sequence[int], origin: Sequence[int], device: torch.device) ->
 
 def _row_hashes(start: int, count: int, device: torch.device) -> Tensor:
     """[2, count] int64: u, w of the rows from `start` on."""
-    mixed = _hashes(start, count, device)
-    return torch.stack([mixed | 1, (mixed ^ (mixed >> 17)) * _MIX & ~1])
+    return _hash_table(_size_of_table(start + count), device)[:2, start : start + count]
 
 
 def _column_hashes(start: int, count: int, device: torch.device) -> Tensor:
     """[2, count] int64: v, v' of the columns from `start` on."""
-    mixed, mask = _hashes(start, count, device), (1 << _COLUMN_BITS) - 1
-    return torch.stack([mixed & mask | 1, mixed >> _COLUMN_BITS & mask])
+    return _hash_table(_size_of_table(start + count), device)[2:, start : start + count]
 
 
-def _hashes(start: int, count: int, device: torch.device) -> Tensor:
-    """[count] int64, of the positions from `start` on. Integer overflow is arithmetic modulo 2⁶⁴."""
-    mixed = torch.arange(start, start + count, device=device) * _SPREAD
+def _size_of_table(positions: int) -> int:
+    return 1 << max(16, (positions - 1).bit_length())
+
+
+@lru_cache(maxsize=8)
+def _hash_table(size: int, device: torch.device) -> Tensor:
+    """[4, size] int64: u, w, v, v' of every position. Kept: blocks are many and small, their tables few. Integer
+    overflow is arithmetic modulo 2⁶⁴."""
+    mixed = torch.arange(size, device=device) * _SPREAD
     mixed = (mixed ^ (mixed >> 29)) * _MIX
-    return mixed ^ (mixed >> 32)
+    mixed = mixed ^ (mixed >> 32)
+    mask = (1 << _COLUMN_BITS) - 1
+    rows = mixed | 1, (mixed ^ (mixed >> 17)) * _MIX & ~1
+    return torch.stack([*rows, mixed & mask | 1, mixed >> _COLUMN_BITS & mask])

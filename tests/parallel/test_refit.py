@@ -234,7 +234,6 @@ def broadcast_twice(parallel: dict, port: int, lose_a_bucket: bool = False):
     joined.wait()
     results, counts = [], []
     for _ in range(2):
-        policy.finish_training()  # what it gathers is counted elsewhere
         with CountedCollectives() as collectives:
             handles = policy.broadcast_weights_for_collective()
             for handle in handles:
@@ -251,7 +250,7 @@ def broadcast_twice(parallel: dict, port: int, lose_a_bucket: bool = False):
     return results, counts, len(plan.buckets), metrics
 
 
-@pytest.mark.parametrize("layout", [(1, {}), (2, {"tensor": 2})], ids=str)
+@pytest.mark.parametrize("layout", [(1, {}), (2, {"tensor": 2}), (2, {})], ids=str)
 def test_one_collective_a_bucket_brings_an_engine_the_weights(ranks, layout):
     answers = ranks.run(layout[0], broadcast_twice, layout[1], free_port())
     (results, _, buckets, metrics) = answers[0]
@@ -304,13 +303,6 @@ def test_a_dead_engine_raises_within_the_timeout(ranks):
     assert "a peer left, or did not answer within 20 s" in message
     assert "a collective failed before" in again
     assert seconds < 40  # of which most is the engine's start
-
-
-def test_an_engine_that_never_comes_raises_within_the_timeout():
-    began = time.monotonic()
-    with pytest.raises(CollectiveFailed, match="rank 0 of the 2 around 127.0.0.1:.* could not join"):
-        StandaloneGroup("127.0.0.1", free_port(), 0, 2, CPU, timeout_seconds=0.5)
-    assert time.monotonic() - began < 10
 
 
 # --- shared memory ---
