@@ -329,8 +329,8 @@ class MegatronPolicy(ColocatedPolicy, ReferencedPolicy):
         new_head = checkpoint.check_head(path, manifest, self.head, weights_only)
         if verify:
             loading.verify(path)
+        self.weight_version += 1  # whatever comes of it
         loading.load(path, manifest, self._state, weights_only, new_head)
-        self.weight_version += 1
         return manifest
 
     @property

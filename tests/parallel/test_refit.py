@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 
 from rl_megatron.compat import nemo_rl
-from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.losses import NLLLoss
-from rl_megatron.model.families import family_of_model
+from rl_megatron.model.families import family_of_config
 from rl_megatron.policy.interfaces import ColocatablePolicyInterface
 from rl_megatron.policy.refit import WeightExporter
 from rl_megatron.policy.weight_buckets import WeightsRefused
 from rl_megatron.policy.weight_handles import opened
 from rl_megatron.topology.standalone_group import CollectiveFailed, StandaloneGroup
-from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, EXPERTS, MODEL, VOCAB_SIZE, build_policy
+from tests.parallel.family_cases import CASES, architecture, hf_model
+from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, MODEL, build_policy
 from tests.parallel.refit_engines import (
     digests,
     engine_of_shared_memory,
@@ -113,31 +113,18 @@ def test_a_sharded_export_is_one_processs_bitwise(ranks, whole, layout, model, p
         assert collectives == buckets
 
 
-VARIANTS = {
-    "llama": UNTIED,
-    "qkv_bias": dataclasses.replace(LLAMA, qkv_bias=True),
-    "qk_norm": dataclasses.replace(LLAMA, qk_norm=True),
-    "sliding_window": dataclasses.replace(LLAMA, sliding_window=8, tie_embeddings=False),
-    "experts": dataclasses.replace(LLAMA, num_experts=4, expert_ffn_hidden_size=32, tie_embeddings=False),
-    "experts, qk_norm": dataclasses.replace(EXPERTS, qkv_bias=False, tie_embeddings=False),
-}
+def model_of(case: str) -> ModelConfig:
+    hf = hf_model(case).config.to_dict() | {"architectures": [architecture(case)]}
+    return family_of_config(hf, case).read_config(hf)
 
 
-def of_a_family(name: str) -> bool:
-    try:
-        family_of_model(VARIANTS[name], VARIANTS[name].vocab_size or VOCAB_SIZE)
-    except ConfigError:
-        return False
-    return True
-
-
-@pytest.mark.parametrize("name", [name for name in VARIANTS if of_a_family(name)])
-def test_other_families_are_exported_bitwise(ranks, whole, name):
-    """Experts lie on ranks of their own; one layout serves dense models."""
-    model = VARIANTS[name]
+@pytest.mark.parametrize("case", CASES)
+def test_every_family_is_exported_bitwise(ranks, whole, case):
+    """Experts lie on ranks of their own, under tensor and sequence parallelism."""
+    model = model_of(case)
     layout = {"tensor": 2, "sequence": True} | ({"expert": 2} if model.num_experts else {})
-    for found, _, _ in ranks.run(2, streamed, layout, model, "fp32"):
-        assert found == whole(model, "fp32")[0]
+    for found, _, _ in ranks.run(2, streamed, layout, model, "bf16"):
+        assert found == whole(model, "bf16")[0]
 
 
 def after_a_step(parallel: dict, overlap: bool) -> dict:
