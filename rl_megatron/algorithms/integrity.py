@@ -56,7 +56,8 @@ def with_remedy(
     error: checkpoint.Damaged, damaged: Path, config: RunConfig, check: Callable[[Path], object]
 ) -> checkpoint.Damaged:
     """The error with the newest checkpoint before `damaged` that `check` does not refuse, and how to go on from it."""
-    before = [path for path in checkpoint.complete_checkpoints(damaged.parent) if path.name < damaged.name]
+    policys = damaged.parent.with_name(damaged.parent.name.removesuffix(".critic"))
+    before = [path for path in checkpoint.complete_checkpoints(policys) if path.name < damaged.name]
     good = next((path for path in reversed(before) if _is_whole(path, check)), None)
     return checkpoint.Damaged(f"{error}: {_remedy(damaged, good, config)}")
 

@@ -42,6 +42,8 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
     if output_dir.exists() and not output_dir.is_dir():
         raise ConfigError(f"output_dir={output_dir} is a file; choose a directory")
     tokenizer = _bad_input_named(lambda: inputs.run_tokenizer(config.first, output_dir))
+    if config.first.model.vocab_size is not None:
+        tokenizer.leave_out_special_tokens_from(config.first.model.vocab_size)
     check_vocabulary(config.first.model, tokenizer.vocab_size)
     for name, stage in config.stages.items():
         _bad_input_named(lambda stage=stage: _build_inputs(stage, tokenizer))

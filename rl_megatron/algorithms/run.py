@@ -35,7 +35,7 @@ from rl_megatron.generation.megatron import MegatronEngine
 from rl_megatron.generation.transformers_engine import TransformersEngine
 from rl_megatron.model.build import Head
 from rl_megatron.policy import checkpoint
-from rl_megatron.policy.agreement import agreed_failure
+from rl_megatron.policy.agreement import agreed_failure, on_main_rank
 from rl_megatron.policy.batching import Batching
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.policy.saving import SaveFailed
@@ -79,12 +79,11 @@ def _run(config: RunConfig) -> None:
     layout = topology.build(first.parallel, where, first.train.seed)
     topology.validate_model(first.model, first.parallel)
     output_dir = Path(config.output_dir)
+    _refuse_failure(on_main_rank(lambda: _put_back_checkpoints(output_dir)))
     tokenizer = _on_all_or_none(lambda: preflight.check(config, output_dir))
     integrity.refuse_damage(config, output_dir)
+    _refuse_failure(on_main_rank(lambda: _begin_output(config, output_dir, tokenizer)))
     if dist.get_rank() == 0:
-        inputs.save_tokenizer(tokenizer, output_dir)
-        _keep_hugging_face_files(config, output_dir)
-        (output_dir / "config.yaml").write_text(to_yaml(config))
         log.LOGGER.info("%s, %s, vocabulary of %d", layout.describe(), where.device.type, tokenizer.vocab_size)
     recorder = Recorder(output_dir, enabled=dist.get_rank() == 0)
     results: dict[str, Any] = {}
@@ -104,11 +103,27 @@ def _run(config: RunConfig) -> None:
     recorder.finish(_summary(results, layout, time.perf_counter() - started))
 
 
-def _keep_hugging_face_files(config: RunConfig, output_dir: Path) -> None:
-    """What the model came with from Hugging Face, for an export of this run's checkpoints."""
+def _put_back_checkpoints(output_dir: Path) -> None:
+    for stage in (output_dir / "checkpoints").glob("*/"):
+        checkpoint.put_back(stage)
+
+
+def _begin_output(config: RunConfig, output_dir: Path, tokenizer: Tokenizer) -> None:
+    """What a run's directory has from the start: tokenizer, effective configuration, and what the model came with from
+    Hugging Face, for an export of this run's checkpoints."""
+    inputs.save_tokenizer(tokenizer, output_dir)
+    (output_dir / "config.yaml").write_text(to_yaml(config))
     carried = hugging_face_files(Path(config.init_from)) if config.init_from else None
-    if carried is not None:
-        shutil.copytree(carried, output_dir / HUGGING_FACE, dirs_exist_ok=True)
+    kept = output_dir / HUGGING_FACE
+    if carried is not None and carried.resolve() != kept.resolve():
+        shutil.rmtree(kept, ignore_errors=True)
+        shutil.copytree(carried, kept)
+
+
+def _refuse_failure(failure: str | None) -> None:
+    """Raises: ConfigError, on every rank, for what went wrong on rank 0."""
+    if failure is not None:
+        raise ConfigError(f"output_dir cannot be written: {failure}")
 
 
 def _on_all_or_none(check: Callable[[], _T]) -> _T:

@@ -71,9 +71,9 @@ def _check_rope(model: ModelConfig) -> None:
             f"model.rope_scaling.low_freq_factor={scaling.low_freq_factor} must be less than "
             f"model.rope_scaling.high_freq_factor={scaling.high_freq_factor}"
         )
-    if isinstance(scaling, YarnRope) and scaling.beta_slow >= scaling.beta_fast:
+    if isinstance(scaling, YarnRope) and scaling.beta_slow > scaling.beta_fast:
         raise ConfigError(
-            f"model.rope_scaling.beta_slow={scaling.beta_slow} must be less than "
+            f"model.rope_scaling.beta_slow={scaling.beta_slow} must not exceed "
             f"model.rope_scaling.beta_fast={scaling.beta_fast}"
         )
     if isinstance(scaling, YarnRope) and model.local_rope_base is not None:

@@ -13,6 +13,8 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from rl_megatron.log import once
+
 PAD_TOKEN = "<pad>"
 EOS_TOKEN = "<eos>"
 MIN_BPE_VOCAB_SIZE = 258  # every byte, pad and eos
@@ -65,6 +67,17 @@ class Tokenizer:
         }
         self.prefix_ids = self._prefix_ids()
         self._backend.encode_special_tokens = True  # "<eos>" in a text is five characters
+
+    def leave_out_special_tokens_from(self, num_ids: int) -> None:
+        """Forgets special tokens with ids from `num_ids` on, where there are no others: markers that a model has no row
+        for and no text can hold, such as the image token of Gemma 3's text models. Their names become text."""
+        beyond = {token: token_id for token, token_id in self.special_tokens.items() if token_id >= num_ids}
+        needed = {self.eos_id, self.pad_id, *self.prefix_ids}
+        if not beyond or needed & set(beyond.values()) or self.vocab_size - num_ids != len(beyond):
+            return
+        once(f"the tokenizer's {', '.join(beyond)} are left out: the model has {num_ids} rows in its embedding")
+        self.special_tokens = {token: id_ for token, id_ in self.special_tokens.items() if token not in beyond}
+        self.vocab_size = num_ids
 
     @property
     def digest(self) -> str:

@@ -24,7 +24,8 @@ from rl_megatron.model.families import NOT_OF_THE_WEIGHTS
 
 CONFIG = "config.yaml"  # the effective configuration of the run that wrote the checkpoint
 FORMAT = 2  # manifests before had no "format", and no digests
-LEFTOVERS = (".incomplete", ".replaced", ".deleted")  # of a run killed while saving or deleting
+REPLACED = ".replaced"  # a checkpoint whose place another is about to take
+LEFTOVERS = (".incomplete", REPLACED, ".deleted")  # of a run killed while saving or deleting
 _STEP = re.compile(r"step-(\d+)")
 _BLOCK = 1 << 20
 
@@ -61,17 +62,37 @@ def publish(partial: Path, final: Path, manifest: dict[str, Any], entries: dict[
         if path.is_file() and name not in entries:
             entries[name] = file_entry(path)
     content = {"format": FORMAT, **manifest, "files": dict(sorted(entries.items()))}
+    content = json.loads(json.dumps(content))  # as it will be read: its keys are strings
     with (partial / MANIFEST).open("w") as file:
         file.write(json.dumps({**content, "sha256": _digest_of(content)}, indent=1))
         file.flush()
         os.fsync(file.fileno())
-    replaced = final.with_suffix(".replaced")
-    if final.exists():  # of a run that is being redone from earlier
+    _sync_directory(partial)
+    replaced = final.with_name(f"{final.name}{REPLACED}") if final.exists() else None
+    if replaced is not None:  # of a run that is being redone from earlier
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
     partial.rename(final)
     _sync_directory(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def system_error(error: BaseException) -> OSError | None:
+    """The operating system's error behind `error`, if there is one: torch says of a full disk only that a position is
+    unexpected."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return cause
+
+
+def put_back(directory: Path) -> None:
+    """Gives a checkpoint its name back that a run, killed while it put another in its place, left without one."""
+    for replaced in directory.glob(f"step-*{REPLACED}"):
+        final = replaced.with_name(replaced.name.removesuffix(REPLACED))
+        if (replaced / MANIFEST).is_file() and not final.exists():
+            replaced.rename(final)
 
 
 def _digest_of(content: dict[str, Any]) -> str:

@@ -111,6 +111,7 @@ def _tokenizer_of(source: Path, model: ModelConfig) -> Tokenizer | None:
         tokenizer = load_tokenizer(source)
     except (ValueError, OSError) as error:
         raise ConfigError(f"{source}: its tokenizer cannot be read: {error}") from error
+    tokenizer.leave_out_special_tokens_from(model.vocab_size)
     check_vocabulary(model, tokenizer.vocab_size)
     return tokenizer
 
@@ -172,12 +173,12 @@ def _described(checkpoint: Path, manifest: Mapping[str, Any]) -> tuple[ModelConf
         return model, config, family.table(read, read.vocab_size)
     directory = run_tokenizer(checkpoint)
     tokenizer = None if directory is None else load_tokenizer(directory)
-    if model.vocab_size is None and tokenizer is None:
+    rows = model.vocab_size or (manifest.get("vocab_size") if tokenizer is None else tokenizer.vocab_size)
+    if rows is None:
         raise ConfigError(
             f"checkpoint {checkpoint} does not tell its vocabulary's size (model.vocab_size=null), and its run's "
             "tokenizer is not there; leave the checkpoint in its run's output_dir, at checkpoints/STAGE"
         )
-    rows = model.vocab_size or tokenizer.vocab_size
     family = family_of_model(model, rows)
     config = family.write_config(model, rows)
     if tokenizer is not None:
@@ -275,7 +276,10 @@ def _whole_or_not_at_all(final: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was killed
         partial.mkdir(parents=True)
         yield partial
-    except OSError as error:
-        raise ConfigError(f"{final} was not written: {error}") from error
+    except (OSError, RuntimeError) as error:
+        cause = checkpoints.system_error(error)
+        if cause is None:
+            raise
+        raise ConfigError(f"{final} was not written: {cause}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

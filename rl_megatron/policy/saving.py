@@ -79,13 +79,14 @@ class Save:
         self.path = final
         self._part, self._complete = part, complete
         self._written: tuple[list, dict[str, Any]] = ([], {})
-        self._failure: str | None = None
+        self._failure: str | None = "its writer ended early"  # until it says otherwise
         self._thread = threading.Thread(target=self._write, name=f"save {final.name}", daemon=True)
         self._thread.start()
 
     def _write(self) -> None:
         try:
             self._written = self._part.write()
+            self._failure = None
         except Exception as error:  # whatever it is: another thread, on every rank, has to hear of it
             self._failure = _failure(error, self.path)
         self._part = None  # and with it the copy
@@ -216,12 +217,11 @@ def _serialised(value: Any) -> bytes:
 
 
 def _failure(error: BaseException, final: Path) -> str:
-    """The error, or the operating system's behind it: torch says of a full disk only that a position is unexpected.
-    With the room that is left where it happened."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    told = error if cause is None else cause
-    disk = shutil.disk_usage(next(parent for parent in final.parents if parent.exists()))
-    free = f"{disk.free:,} bytes free of {disk.total:,} on its file system"
+    """The error, or the operating system's behind it, with the room that is left where it happened."""
+    told = checkpoint.system_error(error) or error
+    try:
+        disk = shutil.disk_usage(next(parent for parent in final.parents if parent.exists()))
+        free = f"{disk.free:,} bytes free of {disk.total:,} on its file system"
+    except OSError:  # of the same file system: it may be gone
+        free = "its file system does not answer"
     return f"{type(told).__name__}: {told}; {free}"

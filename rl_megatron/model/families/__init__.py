@@ -14,7 +14,7 @@ from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.families.deepseek import DEEPSEEK_V3
 from rl_megatron.model.families.family import Family
 from rl_megatron.model.families.gemma3 import GEMMA3
-from rl_megatron.model.families.hf_config import HFConfig
+from rl_megatron.model.families.hf_config import HFConfig, only
 from rl_megatron.model.families.llama import LLAMA
 from rl_megatron.model.families.mistral import MISTRAL
 from rl_megatron.model.families.mixtral import MIXTRAL
@@ -35,12 +35,15 @@ def read_model(hf_config: Mapping[str, Any], where: str) -> tuple[Family, ModelC
     Raises: ConfigError naming an unknown architecture, a missing key, or a key and value that there is no maths for.
     """
     family, strict = family_of_config(hf_config, where), HFConfig(hf_config, where)
+    only(strict, is_causal=True)  # of encoders made of these decoders: false is not "off"
     try:
         model = family.read_config(strict)
     except ValidationError as error:
         wrong = error.errors()[0]
         name = ".".join(str(part) for part in wrong["loc"])
         raise ConfigError(f"{where}: {name}={wrong['input']!r}: {wrong['msg']}") from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: a value is of another type than its key has ({error})") from error
     strict.refuse_unread(family.ignored)
     check_model(model)
     return family, model

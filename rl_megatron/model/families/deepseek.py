@@ -55,7 +55,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def _read_experts(hf: Mapping[str, Any]) -> dict[str, Any]:
-    groups, visited = hf["n_group"], hf["topk_group"]
+    groups, visited = hf["n_group"] or 1, hf["topk_group"] or 1
     return {
         "num_experts": hf["n_routed_experts"],
         "experts_per_token": hf["num_experts_per_tok"],

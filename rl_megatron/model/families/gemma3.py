@@ -111,6 +111,9 @@ def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
             _GLOBAL: {"rope_theta": model.rope_base, **(scaling or {"rope_type": "default"})},
             _LOCAL: {"rope_theta": local_base, "rope_type": "default"},
         },
+        "rope_theta": model.rope_base,  # the same for what reads configs of transformers 4
+        "rope_local_base_freq": local_base,
+        "rope_scaling": scaling,
         "rms_norm_eps": model.norm_epsilon,
         "tie_word_embeddings": model.tie_embeddings,
         "hidden_activation": "gelu_pytorch_tanh",

@@ -7,13 +7,15 @@ from typing import Any
 
 from rl_megatron.config.errors import ConfigError
 
-# Of the file, of training, of generation, of tokenizers: none changes what the weights compute.
+# Of the file, of training, of generation, of tokenizers, of software: none changes what the weights compute.
 _HARMLESS = frozenset(
     {
-        "_name_or_path", "architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id",
-        "initializer_range", "max_window_layers", "model_type", "output_router_logits", "pad_token_id",
-        "pretraining_tp", "router_aux_loss_coef", "tokenizer_class", "torch_dtype", "transformers_version",
-        "unk_token_id", "use_cache",
+        "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures",
+        "attention_dropout", "attn_implementation", "bos_token_id", "dtype", "eos_token_id", "initializer_range",
+        "is_llama_config", "max_window_layers", "model_max_length", "model_type", "name_or_path",
+        "output_router_logits", "pad_token_id", "pretraining_tp", "router_aux_loss_coef", "tokenizer_class",
+        "tokenizer_padding_side", "torch_dtype", "transformers.js_config", "transformers_version", "unk_token_id",
+        "unsloth_fixed", "unsloth_version", "use_cache",
         # RoPE, which has two dialects: a family reads the one that it finds first.
         "rope_parameters", "rope_scaling", "rope_theta",
     }

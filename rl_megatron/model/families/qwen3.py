@@ -13,7 +13,7 @@ from rl_megatron.model.families.table import dense_decoder
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    only(hf, attention_bias=False)
+    only(hf, use_qk_norm=True, attention_bias=False)
     decoder = read_decoder(hf) | {"head_dim": hf["head_dim"]}  # transformers' default is no quotient: 128
     return ModelConfig(**decoder, qk_norm=True, sliding_window=read_window(hf))
 

@@ -16,7 +16,7 @@ _NAMES = ExpertNames("mlp.gate", "mlp.experts", gate="gate_proj", up="up_proj", 
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    only(hf, attention_bias=False, use_sliding_window=False, decoder_sparse_step=1)
+    only(hf, use_qk_norm=True, attention_bias=False, use_sliding_window=False, decoder_sparse_step=1)
     hf.get("sliding_window")  # means nothing without use_sliding_window
     if hf.get("mlp_only_layers"):
         raise ConfigError(
