@@ -18,9 +18,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_megatron import log
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.policy.agreement import on_main_rank
 
 _DIGEST_BYTES = 16
+_TENSORS = ("digests", "lengths", "logprobs")  # of the file: [rows, bytes] uint8, [rows] int64, all rows in one
+_File = tuple[Tensor, Tensor, Tensor]
+_EMPTY: _File = (torch.zeros(0, _DIGEST_BYTES, dtype=torch.uint8), torch.zeros(0, dtype=torch.long), torch.zeros(0))
 _Logprobs = Callable[[BatchedDataDict], Tensor]
 
 
@@ -31,10 +36,10 @@ class RecordedReference:
         """What `path` holds of the policy `reference` (a digest of its weights). Collective: rank 0 reads. A file of
         another policy, or one that cannot be read, is left aside and replaced by the next `complete`."""
         self._path, self._reference = path, reference
-        rows = [self._read() if dist.get_rank() == 0 else None]
+        read = [self._read() if dist.get_rank() == 0 else None]
         if dist.get_world_size() > 1:
-            dist.broadcast_object_list(rows)
-        self._rows: dict[bytes, Tensor] = rows[0]
+            dist.broadcast_object_list(read)  # three tensors: rows would be views, each sent with all of their storage
+        self._rows: dict[bytes, Tensor] = _rows(*read[0])
 
     def complete(self, batches: Iterable[BatchedDataDict], logprobs: _Logprobs) -> None:
         """Records the rows of `batches` that are not known yet, by `logprobs` [B, S] of a batch; collective. What is
@@ -47,8 +52,10 @@ class RecordedReference:
                 found = logprobs(batch if len(fresh) == batch.size else batch.select_indices(fresh)).cpu()
                 for row, values in zip(fresh, found, strict=True):
                     self._rows[digests[row]] = values[: int(batch["input_lengths"][row])].clone()
-        if len(self._rows) > known and dist.get_rank() == 0:
-            self._write()
+        if len(self._rows) > known:
+            failure = on_main_rank(self._write)
+            if failure is not None:
+                raise ConfigError(f"{self._path} cannot be written: {failure}; make room in output_dir")
 
     def logprobs(self, data: BatchedDataDict) -> Tensor:
         """[B, S] fp32, entry t of token t, 0 past a row's `input_lengths`.
@@ -65,32 +72,33 @@ class RecordedReference:
             whole[row, : len(values)] = values
         return whole.to(data["input_ids"].device)
 
-    def _read(self) -> dict[bytes, Tensor]:
+    def _read(self) -> _File:
         if not self._path.exists():
-            return {}
+            return _EMPTY
         try:
             with safe_open(self._path, "pt") as file:
                 found = (file.metadata() or {}).get("reference")
                 if found != self._reference:
                     log.once(f"{self._path} is of another reference policy: its logprobs are computed anew")
-                    return {}
-                digests, lengths = file.get_tensor("digests"), file.get_tensor("lengths").tolist()
-                rows = file.get_tensor("logprobs").split(lengths)
-        except SafetensorError as error:
+                    return _EMPTY
+                return tuple(file.get_tensor(name) for name in _TENSORS)
+        except (OSError, SafetensorError) as error:
             log.once(f"{self._path} cannot be read ({error}): its logprobs are computed anew")
-            return {}
-        return {bytes(digest): row for digest, row in zip(digests.tolist(), rows, strict=True)}
+            return _EMPTY
 
     def _write(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         partial = self._path.with_suffix(".incomplete")
-        tensors = {
-            "digests": torch.tensor([list(digest) for digest in self._rows], dtype=torch.uint8),
-            "lengths": torch.tensor([len(row) for row in self._rows.values()]),
-            "logprobs": torch.cat(list(self._rows.values())),
-        }
-        save_file(tensors, partial, metadata={"reference": self._reference})
+        digests = torch.tensor([list(digest) for digest in self._rows], dtype=torch.uint8)
+        lengths = torch.tensor([len(row) for row in self._rows.values()])
+        tensors = (digests, lengths, torch.cat(list(self._rows.values())))
+        save_file(dict(zip(_TENSORS, tensors, strict=True)), partial, metadata={"reference": self._reference})
         os.replace(partial, self._path)
+
+
+def _rows(digests: Tensor, lengths: Tensor, logprobs: Tensor) -> dict[bytes, Tensor]:
+    rows = logprobs.split(lengths.tolist()) if len(lengths) else ()
+    return {bytes(digest): row for digest, row in zip(digests.tolist(), rows, strict=True)}
 
 
 def _digests(batch: BatchedDataDict) -> list[bytes]:

@@ -10,9 +10,9 @@ The fingerprint of a tensor, read as a matrix of 16-bit integers x_ij (an fp32 e
                                                             whole tensor, of 64 bits (u, w) and 24 bits (v, v')
 
 is a sum too, so each rank fingerprints what it holds *before* it is sent, and the receiver what arrived. A dropped,
-altered or misplaced piece anywhere between shows; any change of a single element always does, because what it is
-multiplied by is odd. The sums over columns are products of matrices in fp64, which are exact up to 2⁵³: quick, and the
-same in whichever order they are added.
+altered or misplaced piece anywhere between shows; any change of one 16-bit number always does, because what it is
+multiplied by is odd (the two of an fp32 element make up for each other once in 2⁶⁴ changes). The sums over columns are
+products of matrices in fp64, which are exact up to 2⁵³: quick, and the same in whichever order they are added.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _size_of_table(positions: int) -> int:
 def _hash_table(size: int, device: torch.device) -> Tensor:
     """[4, size] int64: u, w, v, v' of every position. Kept: blocks are many and small, their tables few. Integer
     overflow is arithmetic modulo 2⁶⁴."""
-    mixed = torch.arange(size, device=device) * _SPREAD
+    mixed = torch.arange(1, size + 1, device=device) * _SPREAD  # 0 would mix to 0
     mixed = (mixed ^ (mixed >> 29)) * _MIX
     mixed = mixed ^ (mixed >> 32)
     mask = (1 << _COLUMN_BITS) - 1

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rl_megatron import log
 from rl_megatron.losses import NLLLoss
+from rl_megatron.policy.recorded_reference import RecordedReference
 from rl_megatron.policy.reference import HostWeights
 from tests.parallel.layouts import build_policy
 from tests.parallel.test_layouts import random_batch
@@ -80,6 +83,31 @@ def test_a_record_is_used_again_by_the_same_weights_in_any_layout_and_by_no_othe
     path.write_bytes(path.read_bytes()[:-40])
     assert ranks.run(1, recorded, {}, str(tmp_path), 2)[0]["computed"] == [4, 4]
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def bytes_of_a_resume(directory: str, rows: int, width: int) -> int:
+    """How much of a record of `rows` rows is sent to the other ranks."""
+    path, sent = Path(directory) / "reference.safetensors", []
+    batch = random_batch(rows, width, 0)
+    record = RecordedReference(path, "digest")
+    record.complete([batch], lambda each: each["input_ids"] / 7)
+    broadcast = dist.broadcast_object_list
+
+    def counted(objects, *args):
+        sent.append(len(pickle.dumps(objects)))
+        broadcast(objects, *args)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dist, "broadcast_object_list", counted)
+        again = RecordedReference(path, "digest")
+    assert torch.equal(again.logprobs(batch), record.logprobs(batch))
+    return max(sent)
+
+
+def test_a_resume_sends_a_record_once_and_not_once_a_row(ranks, tmp_path):
+    """Rows that are views would each be sent with the storage of all."""
+    sent = ranks.run(2, bytes_of_a_resume, str(tmp_path), 200, 30)[0]
+    assert sent < 2 * (tmp_path / "reference.safetensors").stat().st_size
 
 
 def rows_added(directory: str) -> list[int]:

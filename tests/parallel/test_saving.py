@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import resource
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -101,6 +103,25 @@ def test_a_disk_that_fills_fails_the_save_on_every_rank_and_leaves_the_checkpoin
         assert "step-000002 could not be saved: OSError: [Errno 27] File too large" in message
         assert "bytes free of" in message
     assert "(on rank 1)" in in_a_part and "(on rank" not in in_the_metadata
+
+
+def lose_the_file_system(directory: str) -> tuple[str, list[str]]:
+    """The message of a save whose file system is gone on rank 1, where not even its free space can be asked for."""
+    policy, gone = build_policy({}, optimizer=DISTRIBUTED_OPTIMIZER), OSError(errno.ESTALE, "Stale file handle")
+    policy.save_checkpoint(directory, 1)
+    with pytest.MonkeyPatch.context() as patched:
+        if torch.distributed.get_rank() == 1:
+            patched.setattr(saving._Part, "write", Mock(side_effect=gone))
+            patched.setattr(saving.shutil, "disk_usage", Mock(side_effect=gone))
+        with pytest.raises(SaveFailed) as error:
+            policy.save_checkpoint(directory, 2)
+    return str(error.value), sorted(path.name for path in Path(directory).iterdir())
+
+
+def test_a_file_system_that_is_gone_fails_the_save_on_every_rank(ranks, tmp_path):
+    for message, left in ranks.run(2, lose_the_file_system, str(tmp_path)):
+        assert "Stale file handle; its file system does not answer (on rank 1)" in message
+        assert left == ["step-000001"]
 
 
 def where_no_directory_can_be(directory: str) -> str:

@@ -23,7 +23,7 @@ YARN = "kind:yarn,factor:8,original_max_position_embeddings:512"
         (["model.rope_scaling={kind:linear,factor:0}"], "model.rope_scaling.factor=0: input should be greater than 0"),
         (["model.rope_scaling={kind:linear,factor:2,beta_fast:3}"], "unknown key 'model.rope_scaling.beta_fast'"),
         ([f"model.rope_scaling={{{LLAMA3},high_freq_factor:1}}"], "low_freq_factor=1.0 must be less than"),
-        ([f"model.rope_scaling={{{YARN},beta_slow:40}}"], "beta_slow=40.0 must be less than"),
+        ([f"model.rope_scaling={{{YARN},beta_slow:40}}"], "beta_slow=40.0 must not exceed"),
         ([*LATENT, "model.rope_scaling.factr=2"], "unknown key 'model.rope_scaling.factr'"),
         (["model.global_attention_every=2"], "does nothing: model.sliding_window=null"),
         (["model.sliding_window=4", "model.global_attention_every=1"], "leaves no layer with the window"),

@@ -72,7 +72,7 @@ def test_transformers_makes_nothing_else_of_what_a_family_writes(architecture):
     written = config(architecture)
     theirs = CONFIG_MAPPING[written["model_type"]](**written).to_dict()
     assert same_weights(read_model(theirs, "there")[1], MODELS[architecture])
-    renamed = {"num_experts", "rope_theta", "rope_scaling", "max_window_layers"}
+    renamed = {"num_experts", "rope_theta", "rope_local_base_freq", "rope_scaling", "max_window_layers"}
     assert {key for key in written if key not in theirs} <= renamed
 
 
@@ -124,6 +124,11 @@ def test_transformers_4_and_5_say_the_same():
         ("Qwen2ForCausalLM", {"use_mrope": False, "unheard_of": None}, {}),
         ("LlamaForCausalLM", {"max_length": 4096, "temperature": 0.6}, {}),
         ("MixtralForCausalLM", {"output_router_logits": True, "router_aux_loss_coef": 0.02}, {}),
+        # of other software
+        ("LlamaForCausalLM", {"is_llama_config": True, "transformers.js_config": {"dtype": "q4"}}, {}),
+        ("LlamaForCausalLM", {"unsloth_fixed": True, "unsloth_version": "2025.1", "model_max_length": 4096}, {}),
+        ("Qwen3MoeForCausalLM", {"use_qk_norm": True, "_attn_implementation_autoset": True}, {}),
+        ("DeepseekV3ForCausalLM", {"n_group": None, "topk_group": None}, {"router_groups": None}),
     ],
 )
 def test_what_is_accepted(architecture, changes, expected):
@@ -169,6 +174,9 @@ def test_what_is_accepted(architecture, changes, expected):
         ("Qwen3MoeForCausalLM", {"use_sliding_window": True}, "use_sliding_window=True"),
         ("LlamaForCausalLM", {"quantization_config": {"bits": 4}}, "quantization_config=.* is not understood"),
         ("LlamaForCausalLM", {"auto_map": {"AutoModel": "x.Y"}}, "auto_map=.* is not understood"),
+        ("Qwen2ForCausalLM", {"is_causal": False}, "is_causal=False is not supported"),
+        ("Qwen3ForCausalLM", {"use_qk_norm": False}, "use_qk_norm=False is not supported"),
+        ("LlamaForCausalLM", {"rope_parameters": "x"}, "a value is of another type than its key has"),
         ("LlamaForCausalLM", {"logit_scale": 0.5}, "logit_scale=0.5 is not understood here, and may change what"),
     ],
 )

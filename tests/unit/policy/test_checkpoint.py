@@ -91,6 +91,33 @@ def test_checkpoints_from_before_digests_are_read(tmp_path):
         checkpoint.read_manifest(path)
 
 
+def test_what_json_makes_of_the_manifest_is_what_is_digested(tmp_path):
+    path = published(tmp_path, counts={10: "a", 9: "b"})
+    assert checkpoint.read_manifest(path)["counts"] == {"10": "a", "9": "b"}
+
+
+def test_a_namesake_up_to_a_dot_is_left_alone(tmp_path):
+    (tmp_path / "qwen2.replaced").mkdir()
+    (tmp_path / "partial").mkdir()
+    for _ in range(2):  # the second in the place of the first
+        (tmp_path / "partial").mkdir(exist_ok=True)
+        checkpoint.publish(tmp_path / "partial", tmp_path / "qwen2.5", {"step": 0, "model": asdict(MODEL)})
+    assert {each.name for each in tmp_path.iterdir()} == {"qwen2.replaced", "qwen2.5"}
+
+
+def test_a_checkpoint_that_lost_its_place_to_none_gets_it_back(tmp_path):
+    path = published(tmp_path, note="first")
+    path.rename(tmp_path / f"{path.name}{checkpoint.REPLACED}")  # and then the run was killed
+    assert checkpoint.complete_checkpoints(tmp_path) == []
+    checkpoint.put_back(tmp_path)
+    assert checkpoint.complete_checkpoints(tmp_path) == [path]
+    older = tmp_path / f"{path.name}{checkpoint.REPLACED}"
+    older.mkdir()
+    (older / checkpoint.MANIFEST).write_text("{}")
+    checkpoint.put_back(tmp_path)  # killed a moment later: its place is taken
+    assert older.is_dir() and checkpoint.read_manifest(path)["note"] == "first"
+
+
 def test_a_checkpoint_replaces_its_namesake(tmp_path):
     path = published(tmp_path, note="first")
     assert published(tmp_path, note="second") == path

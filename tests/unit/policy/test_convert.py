@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -126,6 +127,32 @@ def test_a_model_without_a_tokenizer_can_be_converted(tmp_path, source):
     assert not (tmp_path / "again" / "tokenizer.json").exists()
 
 
+def test_special_tokens_without_a_row_are_left_out(tmp_path, source):
+    """As Gemma 3's text models have them: of images, which no text holds."""
+    save_tokenizer(source, 30)
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    marker = tokenizer["added_tokens"][0] | {"id": 30, "content": "<image>", "special": True}
+    tokenizer["added_tokens"].append(marker)
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert import_weights(source, tmp_path / "checkpoint")["vocab_size"] == 30
+    export_weights(tmp_path / "checkpoint", tmp_path / "again")
+    assert "<image>" in (tmp_path / "again" / "tokenizer.json").read_text()
+
+
+def test_a_disk_that_fills_within_a_tensor_is_told(tmp_path, source):
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    import_weights(source, tmp_path / "whole")
+    largest = max(file.stat().st_size for file in (tmp_path / "whole").glob("*.distcp"))
+    for limit in range(largest // 8, largest, largest // 8):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            with pytest.raises(ConfigError, match="File too large"):
+                import_weights(source, tmp_path / "checkpoint")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert left(tmp_path) == {"hf", "whole"}
+
+
 def test_what_exists_is_left_alone(tmp_path, source):
     (tmp_path / "there").mkdir()
     import_weights(source, tmp_path / "checkpoint")
@@ -224,7 +251,7 @@ def trained_from_nothing(run: Path, source: Path) -> Path:
     step = run / "checkpoints" / "sft" / "step-000001"
     import_weights(source, step)
     shutil.rmtree(step / "hugging_face")
-    republished(step, {"vocab_size": None})
+    republished(step, {"vocab_size": None}, vocab_size=None)
     return step
 
 
@@ -233,6 +260,8 @@ def test_a_model_trained_from_nothing_has_its_runs_tokenizer_and_a_familys_confi
     step = trained_from_nothing(run, directory_of(tmp_path / "hf"))
     with pytest.raises(ConfigError, match="does not tell its vocabulary's size.*leave the checkpoint in its run"):
         export_weights(step, tmp_path / "exported")
+    republished(step, vocab_size=30)  # as a run saves it
+    assert export_weights(step, tmp_path / "without tokenizer")["vocab_size"] == 30
     (run / "tokenizer").mkdir()
     save_tokenizer(run / "tokenizer", 30)
     config = export_weights(step, tmp_path / "exported")

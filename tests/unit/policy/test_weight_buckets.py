@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_megatron.policy.weight_buckets import Bucket, TensorSpec, WeightsRefused, fingerprint, places, plan_buckets
+from rl_megatron.policy.weight_buckets import (
+    Bucket,
+    TensorSpec,
+    WeightsRefused,
+    _column_hashes,
+    _row_hashes,
+    fingerprint,
+    places,
+    plan_buckets,
+)
 
 CPU = torch.device("cpu")
 
@@ -18,8 +27,6 @@ def random_bits(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0)
 
 def by_hand(tensor: torch.Tensor) -> int:
     """The formula, in Python's integers."""
-    from rl_megatron.policy.weight_buckets import _column_hashes, _row_hashes
-
     matrix = (tensor.unsqueeze(-1) if tensor.dim() < 2 else tensor).contiguous().view(torch.int16)
     rows, columns = _row_hashes(0, matrix.size(0), CPU).tolist(), _column_hashes(0, matrix.size(1), CPU).tolist()
     total = sum(
@@ -76,6 +83,14 @@ def test_rows_or_columns_that_changed_places_show():
         order = list(range(50))
         order[j], order[j - 1] = order[j - 1], order[j]
         assert fingerprint(tensor[:, order].contiguous()) != wanted
+
+
+def test_the_first_row_and_column_are_hashed_like_others():
+    tensor = random_bits(1, 7000)
+    swapped = tensor.clone()
+    swapped[0, 524], swapped[0, 6265] = tensor[0, 6265], tensor[0, 524]  # whose 24-bit hashes alone are one
+    assert fingerprint(swapped) != fingerprint(tensor)
+    assert (_row_hashes(0, 1, CPU).abs() > 1 << 32).all() and (_column_hashes(0, 1, CPU) > 1 << 8).all()
 
 
 def test_buckets_hold_what_fits_and_a_larger_tensor_alone():
