@@ -24,12 +24,22 @@ class FreshEngine:
         return costs
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> BatchedDataDict:
-        """See `RolloutEngine.generate`.  Raises: EngineMismatch, before anything is drawn."""
+        """See `RolloutEngine.generate`.  Raises: EngineMismatch, before anything that is returned is drawn."""
+        self._pass_gate(prompts)
+        while True:
+            rollouts = self._engine.generate(prompts, sampling, seed)
+            if not self._pass_gate(prompts):
+                return rollouts  # else another start of the engine drew them, which had not passed: it draws them again
+
+    def _pass_gate(self, prompts: list[list[int]]) -> bool:
+        """Whether it had to; again where the engine needed the weights anew on the way."""
+        had_to = False
         self.update_weights()
-        if not self._passed:
+        while not self._passed:
             self._note(self._gate.check(self._engine, prompts))
-            self._passed = True
-        return self._engine.generate(prompts, sampling, seed)
+            self._passed = had_to = True
+            self.update_weights()
+        return had_to
 
     def shutdown(self) -> None:
         self._engine.shutdown()

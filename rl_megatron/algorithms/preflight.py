@@ -18,11 +18,13 @@ from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.data.microbatches import round_up
 from rl_megatron.data.order import BatchSchedule
 from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.generation.transformers_engine import engine_devices
 from rl_megatron.losses.interfaces import LossFunction, LossInputType
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.model.build import check_vocabulary
 from rl_megatron.model.families import family_of_model
 from rl_megatron.policy import checkpoint
+from rl_megatron.topology import platform
 from rl_megatron.topology.context_parallel import zigzag_chunks
 from rl_megatron.topology.topology import sequence_multiple
 
@@ -166,9 +168,10 @@ def _check_keep_best(stage: StageConfig) -> None:
 
 
 def _check_engine(stage: StageConfig, tokenizer: Tokenizer) -> None:
-    """A Hugging Face engine needs a model that Hugging Face knows."""
+    """A Hugging Face engine needs devices that are there, and a model that Hugging Face knows."""
     if stage.generation.engine != "transformers":
         return
+    engine_devices(stage.generation, platform.choose(stage.device).device)
     try:
         family_of_model(stage.model, stage.model.vocab_size or tokenizer.vocab_size)
     except ConfigError as error:

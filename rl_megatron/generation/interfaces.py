@@ -29,8 +29,9 @@ class RolloutEngine(Protocol):
 
     def update_weights(self) -> dict[str, float]:
         """Makes the engine serve the policy's present weights, and drop what it kept of older ones; does nothing where
-        it serves them already. Returns what the hand-over cost: nothing, or `refit_bytes`, `refit_seconds`,
-        `refit_gb_per_s` and the seconds of each phase.
+        it serves them already. Returns what the last hand-over cost, if there was one since the last call (`generate`
+        may need one as well): nothing, or `refit_bytes`, `refit_seconds`, `refit_gb_per_s` and the seconds of each
+        phase.
 
         Raises: WeightsRefused where what arrived is not what was sent. The engine then serves nothing.
         """

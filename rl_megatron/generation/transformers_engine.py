@@ -18,11 +18,14 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.generation.interfaces import EngineFailed, Sampling
 from rl_megatron.generation.rollouts import check_prompts, rollouts
 from rl_megatron.generation.worker_process import Answers, EngineDied, EngineWorkers
+from rl_megatron.policy.hand_over import Joining
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.policy.weight_buckets import WeightsRefused
 from rl_megatron.topology.standalone_group import CollectiveFailed
 
 _T = TypeVar("_T")
+_JOINING_POLL_SECONDS = 0.1
+_SECONDS_AFTER_A_BREAK = 5.0  # for engines to say what they know of a collective that failed
 
 
 class TransformersEngine:
@@ -41,17 +44,19 @@ class TransformersEngine:
         self._started = False
         self._serves: int | None = None  # the version of the weights
         self._restarts = 0
-        self._devices = _devices(settings, policy.topology.platform.device)
+        self._costs: dict[str, float] = {}  # of a hand-over that was not told yet
+        self._devices = engine_devices(settings, policy.topology.platform.device)
 
     def update_weights(self) -> dict[str, float]:
         """See `RolloutEngine.update_weights`.
 
         Raises, on every rank: WeightsRefused; EngineFailed where engines die more often than they may.
         """
-        if self._serves == self.policy.weight_version:
-            return {}
-        self._serves = None
-        return self._surviving(self._hand_over)
+        if self._serves != self.policy.weight_version:
+            self._serves = None
+            self._surviving(self._hand_over)
+        costs, self._costs = self._costs, {}
+        return costs
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> BatchedDataDict:
         """See `RolloutEngine.generate`.
@@ -103,9 +108,9 @@ class TransformersEngine:
         rows = zip(edges, edges[1:], strict=False)
         return self._ask("generate", [(prompts[a:b], a, len(prompts), sampling, seed) for a, b in rows])
 
-    def _hand_over(self) -> dict[str, float]:
-        """Processes where there are none, and the policy's present weights in them. Returns what the weights' way
-        cost: the policy's `refit_metrics`, up to when the last engine serves them, and `verify` and `copy` there."""
+    def _hand_over(self) -> None:
+        """Processes where there are none, and the policy's present weights in them. Keeps what the weights' way cost:
+        the policy's `refit_metrics`, up to when the last engine serves them, and `verify` and `copy` there."""
         if not self._started:
             self._start()
         began, version = time.perf_counter(), self.policy.weight_version
@@ -117,8 +122,7 @@ class TransformersEngine:
         for phase, spent in seconds.items():
             costs[f"refit_{phase}seconds"] = spent
             costs[f"refit_{phase}gb_per_s"] = costs["refit_bytes"] / 1e9 / spent if spent > 0 else 0.0
-        self._serves = version
-        return costs
+        self._serves, self._costs = version, costs
 
     def _over_the_group(self, version: int) -> tuple[dict[str, float], ...]:
         def send() -> None:
@@ -152,8 +156,33 @@ class TransformersEngine:
         before = self.policy.topology.world_size
         address = self._from_rank_0(_free_address() if self._leads else None)
         common = (before + len(self._devices), self._timeout, self.policy.topology.platform.device.type)
-        self.policy.init_collective(*address, before + len(self._devices), self._timeout)
-        self._ask("join", [(*address, before + index, *common) for index in range(len(self._devices))])
+        handles = self.policy.init_collective(*address, before + len(self._devices), self._timeout)
+        questions = [(*address, before + index, *common) for index in range(len(self._devices))]
+        self._ask("join", questions, meanwhile=lambda: self._meet(handles))
+
+    def _meet(self, handles: Sequence[Joining]) -> None:
+        """Until all of the policy's ranks have joined. One that cannot (its port was taken), and an engine that ended,
+        leave nobody waiting for them: ranks tell each other how far they are.
+
+        Raises: CollectiveFailed, on every rank.
+        """
+        joined: tuple[bool, ...] = (False,)
+        while not all(joined):
+            over, failure = all(handle.is_over(_JOINING_POLL_SECONDS) for handle in handles), None
+            try:
+                if over:
+                    for handle in handles:
+                        handle.wait()
+                elif self._leads:
+                    heard = self._workers.answers(_JOINING_POLL_SECONDS)
+                    failure = heard and heard.failure
+            except CollectiveFailed as error:
+                failure = str(error)
+            states = self._of_every_rank((over, failure))
+            failures = [failure for _, failure in states if failure is not None]
+            if failures:
+                raise CollectiveFailed(failures[0])
+            joined = tuple(over for over, _ in states)
 
     def _leave(self, at_once: bool) -> None:
         self._serves, self._started = None, False
@@ -166,7 +195,8 @@ class TransformersEngine:
     ) -> tuple[Any, ...]:
         """The engines' answers, on every rank; all ranks do `meanwhile` while they work on them.
 
-        Raises, on every rank: EngineDied, WeightsRefused, EngineFailed.
+        Raises, on every rank: EngineDied, also where a collective failed and no engine says why; EngineFailed, for what
+            would come again: an engine raised; WeightsRefused.
         """
         if self._leads:
             self._workers.ask(method, *arguments_of_each)
@@ -176,14 +206,19 @@ class TransformersEngine:
                 meanwhile()
             except CollectiveFailed as error:
                 broken = str(error)
-            broken = self._of_any_rank(broken)
+            broken = next((each for each in self._of_every_rank(broken) if each is not None), None)
+        if broken is not None and self._leads:
+            self._workers.hurry(_SECONDS_AFTER_A_BREAK, "a collective failed")
         answers = self._answers()
-        if answers.died is not None or broken is not None:
-            raise EngineDied(answers.died or f"weights did not arrive: {broken}")
-        if answers.refused is not None:
-            raise WeightsRefused(answers.refused)
+        if answers.died is not None:
+            raise EngineDied(answers.died)
         if answers.failed is not None:
             raise EngineFailed(answers.failed)
+        broken = broken or answers.broken
+        if broken is not None:
+            raise EngineDied(f"policy and engines lost each other: {broken}")
+        if answers.refused is not None:
+            raise WeightsRefused(answers.refused)
         return answers.values
 
     def _answers(self) -> Answers:
@@ -200,17 +235,17 @@ class TransformersEngine:
             dist.broadcast_object_list(box, src=0, device=self.policy.topology.platform.device)
         return box[0]
 
-    def _of_any_rank(self, message: str | None) -> str | None:
-        messages = [message] * self.policy.topology.world_size
-        if len(messages) > 1:
-            dist.all_gather_object(messages, message)
-        return next((each for each in messages if each is not None), None)
+    def _of_every_rank(self, value: _T) -> list[_T]:
+        values = [value] * self.policy.topology.world_size
+        if len(values) > 1:
+            dist.all_gather_object(values, value)
+        return values
 
 
-def _devices(settings: GenerationConfig, policy: torch.device) -> list[str]:
+def engine_devices(settings: GenerationConfig, policy: torch.device) -> list[str]:
     """Each engine's, where the policy's rank 0 computes on `policy`.
 
-    Raises: ConfigError where weights cannot reach it.
+    Raises: ConfigError where weights cannot reach it, or this machine has no such device.
     """
     kind, _, first = settings.engine_device.partition(":")
     count = settings.num_engines
@@ -225,7 +260,14 @@ def _devices(settings: GenerationConfig, policy: torch.device) -> list[str]:
         return [str(policy)] * count
     if kind == "auto":
         first = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return [f"cuda:{int(first or 0) + index}" for index in range(count)]
+    last, there = int(first or 0) + count - 1, torch.cuda.device_count()
+    if last >= there:
+        raise ConfigError(
+            f"generation.engine_device={settings.engine_device} and generation.num_engines={count}: the last engine "
+            f"would compute on cuda:{last}, and this machine has {there} GPUs; set a lower cuda:N or num_engines, "
+            "leave GPUs to the engines by starting fewer ranks, or set engine_device=cpu with refit=shared_memory"
+        )
+    return [f"cuda:{last - count + 1 + index}" for index in range(count)]
 
 
 def _free_address() -> tuple[str, int]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import chain
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rl_megatron.generation.completions import Completions, left_padded
@@ -15,6 +17,9 @@ from rl_megatron.policy.weight_buckets import RefitPlan
 
 # Of architectures whose checkpoints have other names than transformers' modules, by model_type.
 _RENAMED = {"mixtral": (".mlp.", ".block_sparse_moe.")}
+# Routers that compute in the weights' dtype. The trainer's computes in fp32: bf16 scores tie, and another choice of
+# experts is another model.
+_ROUTERS = ("MixtralTopKRouter", "Qwen3MoeTopKRouter")
 _EXPERT_PARTS = {"mixtral": ("w1", "w3", "w2")}  # gate, up, down
 
 
@@ -29,7 +34,20 @@ def build_model(plan: RefitPlan, device: torch.device) -> PreTrainedModel:
     dtypes = {spec.name: spec.torch_dtype for bucket in plan.buckets for spec in bucket.tensors}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))  # a router's bias is fp32 whatever the others are
+    for module in model.modules():
+        if type(module).__name__ in _ROUTERS:
+            _route_in_fp32(module)
     return model.eval().requires_grad_(False)
+
+
+def _route_in_fp32(router: torch.nn.Module) -> None:
+    """Its own code on the same weights, which stay what they are."""
+    as_it_was = copy.copy(router)  # it shares the parameters
+
+    def forward(hidden_states: Tensor) -> tuple[Tensor, ...]:
+        return functional_call(as_it_was, {"weight": router.weight.float()}, (hidden_states.float(),))
+
+    router.forward = forward
 
 
 def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

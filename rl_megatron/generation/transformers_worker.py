@@ -21,7 +21,7 @@ from rl_megatron.generation.weight_receiver import WeightReceiver
 from rl_megatron.generation.worker_process import die_with
 from rl_megatron.policy.weight_buckets import RefitPlan, WeightsRefused
 from rl_megatron.policy.weight_handles import WeightHandle, opened
-from rl_megatron.topology.standalone_group import StandaloneGroup
+from rl_megatron.topology.standalone_group import CollectiveFailed, StandaloneGroup
 
 
 class TransformersWorker:
@@ -42,7 +42,13 @@ class TransformersWorker:
 
     def receive(self, version: int) -> dict[str, float]:
         """A refit over the group. Returns the seconds of its phases here."""
-        self.receiver.receive(self._group, version)
+        try:
+            self.receiver.receive(self._group, version)
+        except WeightsRefused:  # after all of it was taken off the wire
+            raise
+        except Exception:
+            self._group.close()  # the policy's ranks would wait for this one's part until the collective times out
+            raise
         return self.receiver.seconds
 
     def begin(self, version: int) -> None:
@@ -83,6 +89,8 @@ def serve(connection: Connection, worker: TransformersWorker) -> None:
             result = ("answer", answer(*arguments))
         except WeightsRefused as error:
             result = ("refused", str(error))
+        except CollectiveFailed as error:  # what somebody else's failure looks like from here
+            result = ("broken", str(error))
         except Exception as error:  # whatever it is, the policy's process reports it and decides
             traceback.print_exc()
             result = ("failed", f"{type(error).__name__}: {error}")

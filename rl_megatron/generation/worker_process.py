@@ -2,6 +2,9 @@
 
 Questions and answers travel over a socket pair that only the two processes have: nothing listens on a network, and the
 end of either process is the end of the line to the other.
+
+On Linux an engine also ends while it is busy: PR_SET_PDEATHSIG. That follows the *thread* that started it, so engines
+are to be started from a thread that lives as long as they are needed: the main one.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ WORKER_MODULE = "rl_megatron.generation.transformers_worker"
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SECONDS_TO_LEAVE = 5.0
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
+_GRAVEST_FIRST = ("died", "failed", "refused", "broken")
 
 
 class EngineDied(RuntimeError):
@@ -31,16 +35,22 @@ class EngineDied(RuntimeError):
 
 @dataclass(frozen=True)
 class Answers:
-    """Of all engines that were asked. Of the three ways to fail at most one message is there.
+    """Of all engines that were asked. Of the four ways to fail at most one message is there.
 
     values: in the engines' order; only where nothing failed.
-    died: a process ended, or its time was up.  refused: what it got was not what was sent.  failed: it raised.
+    died: a process ended, or its time was up.  failed: it raised.  refused: what it got was not what was sent.
+    broken: a collective failed there, which somebody else's failure does.
     """
 
     values: tuple[Any, ...] = ()
     died: str | None = None
-    refused: str | None = None
     failed: str | None = None
+    refused: str | None = None
+    broken: str | None = None
+
+    @property
+    def failure(self) -> str | None:
+        return next((message for kind in _GRAVEST_FIRST if (message := getattr(self, kind)) is not None), None)
 
 
 class _Worker:
@@ -101,6 +111,7 @@ class EngineWorkers:
     def ask(self, method: str, *arguments_of_each: tuple[Any, ...]) -> None:
         """Sends each of the first engines its question; `answers` has what became of it."""
         self._deadline = time.monotonic() + self._patience
+        self._allowed = f"{self._patience / 60:.3g} minutes"
         self._waiting, self._values, self._answers = {}, {}, Answers()
         for worker, arguments in zip(self._workers, arguments_of_each, strict=False):
             try:
@@ -109,14 +120,22 @@ class EngineWorkers:
             except OSError:
                 self._note_death(worker)
 
+    def hurry(self, seconds: float, why: str) -> None:
+        """What was asked last may take so long from now and no longer: an engine that is silent then counts as dead."""
+        hurried = time.monotonic() + seconds
+        if hurried < self._deadline:
+            self._deadline, self._allowed = hurried, f"{seconds:g} seconds after {why}"
+
     def answers(self, seconds: float) -> Answers | None:
         """Once every engine that was asked has answered or died; None where that takes longer than `seconds`."""
         until = time.monotonic() + seconds
         while self._waiting and self._answers.died is None:
             now = time.monotonic()
             if now >= self._deadline:
+                if self._answers.failed is not None:
+                    break  # what it said tells more than another's silence
                 worker = next(iter(self._waiting.values()))
-                self._note(died=f"{worker.name} did not answer within {self._patience / 60:.3g} minutes")
+                self._note(died=f"{worker.name} did not answer within {self._allowed}")
                 break
             if now >= until:
                 return None
@@ -144,7 +163,9 @@ class EngineWorkers:
 
     def _note(self, **failure: str) -> None:
         """The first of the gravest: a death explains what the others then found wrong."""
-        if self._answers == Answers() or ("died" in failure and self._answers.died is None):
+        (kind,) = failure
+        as_grave = _GRAVEST_FIRST[: _GRAVEST_FIRST.index(kind) + 1]
+        if all(getattr(self._answers, each) is None for each in as_grave):
             self._answers = Answers(**failure)
 
     def shutdown(self, at_once: bool = False) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rl_megatron.policy.hand_over import HandOver
+from rl_megatron.policy.hand_over import HandOver, Joining
 from rl_megatron.policy.interfaces import ColocatablePolicyInterface
 from rl_megatron.policy.residency import allocate_gradients, free_gradients, move_optimizer_state
 from rl_megatron.policy.weight_buckets import RefitPlan
@@ -81,7 +81,7 @@ class ColocatedPolicy(ColocatablePolicyInterface):
         asked for. Collective."""
         return self._hand_over.exporter().stream()
 
-    def init_collective(self, ip: str, port: int, world_size: int, timeout_seconds: float = 600.0) -> list[Handle]:
+    def init_collective(self, ip: str, port: int, world_size: int, timeout_seconds: float = 600.0) -> list[Joining]:
         """Begins to join a process group of `world_size`, this policy's ranks first and engines after them, around
         `ip`:`port`, where the policy's rank 0 listens; a group joined before is left. Wait for the handles after the
         engines were told to join. `timeout_seconds`: for joining and for each collective.

@@ -54,7 +54,7 @@ class HandOver:
         self._policy = policy
         self._exporter: WeightExporter | None = None
         self._max_bytes = DEFAULT_BUCKET_BYTES
-        self._joining: _Joining | None = None
+        self._joining: Joining | None = None
         self._shared: SharedBuffer | None = None
 
     def exporter(self, max_bytes: int | None = None) -> WeightExporter:
@@ -71,7 +71,7 @@ class HandOver:
 
     # --- over a process group ---
 
-    def join(self, ip: str, port: int, world_size: int, timeout_seconds: float) -> Handle:
+    def join(self, ip: str, port: int, world_size: int, timeout_seconds: float) -> Joining:
         """Begins to join, as the first ranks of `world_size`; leaves the group joined before."""
         self.leave()
         topology = self._policy.topology
@@ -79,7 +79,7 @@ class HandOver:
             raise ValueError(
                 f"world_size={world_size} must count the policy's {topology.world_size} ranks and at least one engine's"
             )
-        self._joining = _Joining(ip, port, topology.rank, world_size, topology.platform.device, timeout_seconds)
+        self._joining = Joining(ip, port, topology.rank, world_size, topology.platform.device, timeout_seconds)
         return self._joining
 
     def broadcast(self) -> list[Handle]:
@@ -150,7 +150,7 @@ class HandOver:
         return filled
 
 
-class _Joining:
+class Joining:
     """A group that is being joined: the call returns while engines, told by the same caller, still come."""
 
     def __init__(self, *arguments):
@@ -176,6 +176,11 @@ class _Joining:
 
     def wait(self) -> None:
         self.group()
+
+    def is_over(self, seconds: float) -> bool:
+        """Whether `wait` would return or raise at once; it may take `seconds` to say no."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def leave(self) -> None:
         """Does not wait for those who have not come."""

@@ -45,7 +45,7 @@ def start(device: str = "auto", timeout_minutes: float = 10.0) -> Platform:
     process is a world of one. A process group that exists already is used as it is. Calling twice is harmless; asking
     for CUDA after the process was redirected to the CPU is an error.
     """
-    platform = _choose(device)
+    platform = choose(device)
     if platform.is_cuda:
         if _redirected:
             raise ConfigError("device=cuda: this process was started on the CPU; start a new process to use the GPU")
@@ -69,7 +69,8 @@ def _do_without_transformer_engine() -> None:
         moe_utils.te_general_gemm = None
 
 
-def _choose(device: str) -> Platform:
+def choose(device: str) -> Platform:
+    """This rank's, of `device` as `start` takes it.  Raises: ConfigError."""
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device={device!r}: must be one of auto, cpu, cuda")
     if device == "cuda" and not torch.cuda.is_available():

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import signal
+import socket
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from rl_megatron.algorithms.gate import LIMITS, EngineMismatch, Gate
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import GenerationConfig, ModelConfig
-from rl_megatron.generation import worker_process
+from rl_megatron.generation import transformers_engine, worker_process
 from rl_megatron.generation.completions import row_uniforms
 from rl_megatron.generation.interfaces import EngineFailed, Sampling
 from rl_megatron.generation.megatron import MegatronEngine
@@ -39,10 +40,10 @@ SETTINGS = GenerationConfig(engine="transformers", batch_size=4, refit_bucket_mb
 
 
 @contextmanager
-def serving(parallel: dict, precision: str = "fp32", **settings):
+def serving(parallel: dict, precision: str = "fp32", patience_minutes: float = 10, **settings):
     """A policy and its engine, which serves the policy's first weights."""
     policy = build_policy(parallel, LLAMA, precision=precision)
-    engine = TransformersEngine(policy, dataclasses.replace(SETTINGS, **settings), collective_timeout_minutes=10)
+    engine = TransformersEngine(policy, dataclasses.replace(SETTINGS, **settings), patience_minutes)
     try:
         engine.update_weights()
         yield policy, engine
@@ -292,6 +293,52 @@ def test_a_death_in_a_refit_is_survived_by_all_ranks(ranks):
     assert len(by_rank[0][2]) == 1 and "SIGKILL" in by_rank[0][2][0]
 
 
+@contextmanager
+def first_port_taken():
+    """What the policy's rank 0 would listen at first is taken by somebody who says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        free_address, given = transformers_engine._free_address, []
+
+        def address():
+            given.append(taken.getsockname() if not given else free_address())
+            return given[-1]
+
+        with (
+            patched(transformers_engine, "_free_address", address),
+            patched(transformers_engine, "_SECONDS_AFTER_A_BREAK", 1.0),
+        ):
+            yield
+
+
+def troubles() -> dict:
+    """A group that nobody can meet in; then an engine that raises while the policy's ranks send."""
+    found, began = {}, time.monotonic()
+    with (
+        patched(worker_process, "WORKER_MODULE", "tests.parallel.failing_worker"),
+        logged() as lines,
+        first_port_taken(),
+        serving({"tensor": 2}, patience_minutes=2) as (policy, engine),
+    ):
+        found["seconds to join"] = time.monotonic() - began
+        found["joined"] = drawn(engine, {"cold": COLD})["cold"]["weight_version"].tolist()
+        policy.weight_version += 1
+        began = time.monotonic()
+        found["failed"] = refusal(EngineFailed, engine.update_weights)
+        found["seconds to fail"] = time.monotonic() - began
+        found["log"] = list(lines)
+    return found
+
+
+def test_a_port_that_is_taken_is_left_for_another_and_what_an_engine_raises_ends_the_refit(ranks):
+    first, second = ranks.run(2, troubles)
+    for found in (first, second):
+        assert set(found["joined"]) == {0} and found["seconds to join"] < 100, "nobody waited for the timeout"
+        assert "rollout engine 0" in found["failed"] and "RuntimeError: no memory for bucket 0" in found["failed"]
+        assert found["seconds to fail"] < 20, "nobody waited for the timeout"
+    (line,) = first["log"]  # what an engine raised is not tried again
+    assert "starting again (1 of at most 3 times)" in line
+
+
 # --- the gate ---
 
 
@@ -354,6 +401,19 @@ VARIANTS = {
     "experts": dataclasses.replace(EXPERTS, qk_norm=False, qkv_bias=False, tie_embeddings=False),
     "experts, qk_norm": dataclasses.replace(EXPERTS, qkv_bias=False, normalize_expert_weights=False),
 }
+
+
+def compared_in_bf16(model: ModelConfig) -> tuple[float, float]:
+    """`gate_mean` of the Hugging Face model, and of the embedded engine."""
+    policy = build_policy({}, model, precision="bf16")
+    gate = dataclasses.replace(gate_of(policy), limit=1e9)
+    return tuple(gate.check(each, prompts())["gate_mean"] for each in (InThisProcess(policy), MegatronEngine(policy)))
+
+
+@pytest.mark.parametrize("variant", ["experts", "experts, qk_norm"])
+def test_experts_are_chosen_as_the_trainer_does_in_bf16(ranks, variant):
+    found, embedded = ranks.run(1, compared_in_bf16, VARIANTS[variant])[0]
+    assert found < 2 * embedded
 
 
 def has_a_family(model: ModelConfig) -> bool:

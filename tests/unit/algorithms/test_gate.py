@@ -98,6 +98,21 @@ def test_a_fresh_engine_is_gated_after_every_refit_and_draws_the_present_weights
     assert noted == [{"refit_bytes": 8.0}, figures] * 2
 
 
+def test_an_engine_that_was_started_again_while_drawing_passes_the_gate_before_its_rollouts_are_used():
+    class Restarted(Engine):
+        def generate(self, prompts, sampling, seed):
+            self.fresh |= len(self.calls) in restarts
+            return super().generate(prompts, sampling, seed)
+
+    for restarts, wanted in (([1], "gdgd"), ([0], "ggd"), ([1, 2], "gdggd"), ([1, 3], "gdgdgd")):
+        engine, noted = Restarted({"a": list("123456")}), []
+        rollouts = FreshEngine(engine, gate(Trainer()), noted.append).generate([[97]], RUN, seed=5)
+        drawn = "".join("d" if seed == 5 else "g" for _, seed in engine.calls)
+        assert drawn == wanted, "the gate's own, and the rollouts"
+        assert rollouts["input_ids"][0, 1].item() == ord("123456"[len(wanted) - 1]), "the last that were drawn"
+        assert [("refit_bytes" in figures) for figures in noted].count(True) == 1 + len(restarts)
+
+
 def test_an_engine_without_refits_is_gated_once():
     engine, noted = Engine({"a": list("123")}, fresh=False), []
     fresh = FreshEngine(engine, gate(Trainer()), noted.append)

@@ -6,10 +6,12 @@ from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
 from rl_megatron.algorithms.preflight import (
     _check_budget,
+    _check_engine,
     _check_keep_best,
     _check_saved,
     _check_unchanged,
@@ -20,6 +22,7 @@ from rl_megatron.algorithms.rollout import needs_reference
 from rl_megatron.algorithms.run import _on_all_or_none
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load, to_yaml
+from rl_megatron.generation.transformers_engine import engine_devices
 from rl_megatron.losses import LOSSES, ClippedPGLossFn, LossFunction, LossInputType, LossType
 
 PAIRS = ["data=gsm8k_pairs", "data.path=x"]
@@ -276,6 +279,31 @@ def test_a_run_from_before_a_key_was_there_goes_on(tmp_path):
 def test_the_best_is_known_where_every_checkpoint_is_measured(overrides, words):
     with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
         _check_keep_best(load(["algorithm=grpo", *overrides]).first)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "words"),
+    [
+        (["engine_device=cuda"], 0, "generation.engine_device=cuda .*would compute on cuda:0, .* has 0 GPUs; set"),
+        (["engine_device=cuda:1", "num_engines=2"], 2, "num_engines=2: .* on cuda:2, and this machine has 2 GPUs; set"),
+        (["engine_device=cuda:1", "num_engines=2"], 3, None),
+        (["engine_device=auto"], 0, None),
+    ],
+)
+def test_engines_have_devices_before_anything_begins(monkeypatch, overrides, gpus, words):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    given = ["generation.engine=transformers", *(f"generation.{override}" for override in overrides)]
+    stage = load(["algorithm=grpo", "device=cpu", *given]).first
+    with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
+        _check_engine(stage, SimpleNamespace(vocab_size=50))
+
+
+def test_an_engine_on_the_cpu_needs_shared_memory_beside_gpus():
+    settings = load(
+        ["algorithm=grpo", "generation.engine=transformers", "generation.engine_device=cpu"]
+    ).first.generation
+    with pytest.raises(ConfigError, match="engine_device=cpu and generation.refit=collective.*set generation.refit="):
+        engine_devices(settings, torch.device("cuda", 0))
 
 
 def test_an_unknown_measure_is_refused_with_the_known_ones():

@@ -16,7 +16,7 @@ def answer(method: str, arguments: tuple) -> tuple[str, object]:
         sys.exit(3)
     if method == "sleep":
         time.sleep(arguments[0])
-    if method in ("refused", "failed"):
+    if method in ("refused", "failed", "broken"):
         return method, "because"
     return "answer", arguments
 

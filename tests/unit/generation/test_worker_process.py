@@ -70,6 +70,22 @@ def test_one_that_does_not_answer_counts_as_dead(start):
     assert time.monotonic() - began < 5
 
 
+def test_hurried_engines_have_less_time_and_what_one_raised_tells_more_than_another_silence(start):
+    workers = start()
+    began = time.monotonic()
+    workers.ask("sleep", (60.0,))
+    workers.hurry(0.2, "a collective failed")
+    workers.hurry(50.0, "that")  # not longer again
+    assert "did not answer within 0.2 seconds after a collective failed" in workers.answers(SOON).died
+    two = start(2)
+    two._workers[0].connection.send(("failed", ()))  # it raised; the other is busy
+    two.ask("sleep", (0.0,), (60.0,))
+    two.hurry(1.0, "a collective failed")
+    answers = two.answers(SOON)
+    assert answers.died is None and "because" in answers.failed == answers.failure
+    assert time.monotonic() - began < 15
+
+
 def test_one_that_does_not_even_read_counts_as_dead(start):
     workers = start(patience=1.0)
     os.kill(pids(workers)[0], signal.SIGSTOP)
@@ -77,7 +93,7 @@ def test_one_that_does_not_even_read_counts_as_dead(start):
     assert "stopped answering" in workers.answers(SOON).died
 
 
-@pytest.mark.parametrize("kind", ["refused", "failed"])
+@pytest.mark.parametrize("kind", ["refused", "failed", "broken"])
 def test_what_an_engine_objects_to_is_told_with_its_name(start, kind):
     workers = start()
     workers.ask(kind, ())
