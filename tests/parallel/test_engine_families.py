@@ -1,0 +1,102 @@
+"""Every family as the engine's Hugging Face model draws from it, without a process: what the embedded engine draws."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from rl_megatron.algorithms.gate import LIMITS
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import ModelConfig
+from rl_megatron.generation.completions import row_uniforms
+from rl_megatron.generation.megatron import MegatronEngine
+from rl_megatron.generation.rollouts import rollouts
+from rl_megatron.generation.transformers_model import build_model, checkpoint_tensors, complete
+from rl_megatron.model.families import family_of_config, family_of_model
+from tests.parallel.family_cases import architecture, hf_model
+from tests.parallel.layouts import EXPERTS, VOCAB_SIZE, build_policy
+from tests.parallel.test_generation import prompts
+from tests.parallel.test_transformers_engine import LLAMA, assert_same, drawn, gate_of
+
+
+class InThisProcess:
+    """A Hugging Face model without a process, to see what precision alone does."""
+
+    def __init__(self, policy):
+        self.policy, self.model = policy, build_model(policy.refit_plan, torch.device("cpu"))
+        memory = checkpoint_tensors(self.model)
+        for name, tensor in policy.stream_weights():
+            memory[name].copy_(tensor)
+
+    def generate(self, prompts, sampling, seed):
+        uniforms = row_uniforms(len(prompts), sampling, seed)
+        completions = complete(self.model, prompts, uniforms, sampling, VOCAB_SIZE)
+        return rollouts(prompts, completions.parts(), sampling, self.policy.weight_version)
+
+
+def passed() -> tuple[torch.dtype, dict]:
+    policy = build_policy({}, LLAMA, precision="bf16")
+    engine = InThisProcess(policy)
+    return engine.model.dtype, gate_of(policy).check(engine, prompts())
+
+
+def test_bf16_passes_the_gate(ranks):
+    dtype, figures = ranks.run(1, passed)[0]
+    assert dtype == torch.bfloat16
+    assert 1e-4 < figures["gate_mean"] < LIMITS["bf16"] / 2
+    assert figures["gate_mean"] <= figures["gate_p99"] <= figures["gate_max"]
+
+
+VARIANTS = {
+    "untied, more rows than tokens": dataclasses.replace(LLAMA, tie_embeddings=False, vocab_size=56),
+    "qkv_bias": dataclasses.replace(LLAMA, qkv_bias=True),
+    "qk_norm": dataclasses.replace(LLAMA, qk_norm=True),
+    "sliding_window": dataclasses.replace(LLAMA, sliding_window=4, tie_embeddings=False),
+    "experts": dataclasses.replace(EXPERTS, qk_norm=False, qkv_bias=False, tie_embeddings=False),
+    "experts, qk_norm": dataclasses.replace(EXPERTS, qkv_bias=False, normalize_expert_weights=False),
+}
+
+
+def compared_in_bf16(model: ModelConfig) -> tuple[float, float]:
+    """`gate_mean` of the Hugging Face model, and of the embedded engine."""
+    policy = build_policy({}, model, precision="bf16")
+    gate = dataclasses.replace(gate_of(policy), limit=1e9)
+    return tuple(gate.check(each, prompts())["gate_mean"] for each in (InThisProcess(policy), MegatronEngine(policy)))
+
+
+@pytest.mark.parametrize("variant", ["experts", "experts, qk_norm"])
+def test_experts_are_chosen_as_the_trainer_does_in_bf16(ranks, variant):
+    found, embedded = ranks.run(1, compared_in_bf16, VARIANTS[variant])[0]
+    assert found < 2 * embedded
+
+
+def has_a_family(model: ModelConfig) -> bool:
+    try:
+        family_of_model(model, model.vocab_size or VOCAB_SIZE)
+    except ConfigError:
+        return False
+    return True
+
+
+def model_of(case: str) -> ModelConfig:
+    hf = hf_model(case).config.to_dict() | {"architectures": [architecture(case)]}
+    return dataclasses.replace(family_of_config(hf, case).read_config(hf), init_std=0.1)
+
+
+def both(model: ModelConfig) -> tuple[dict, dict]:
+    policy = build_policy({}, model)
+    return drawn(InThisProcess(policy)), drawn(MegatronEngine(policy))
+
+
+@pytest.mark.parametrize("variant", [name for name, model in VARIANTS.items() if has_a_family(model)])
+def test_every_family_draws_what_the_embedded_engine_draws(ranks, variant):
+    found, wanted = ranks.run(1, both, VARIANTS[variant])[0]
+    assert_same(found, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["gemma3", "deepseek_v3"])
+def test_families_of_their_own_shapes_draw_what_the_embedded_engine_draws(ranks, case):
+    found, wanted = ranks.run(1, both, model_of(case))[0]
+    assert_same(found, wanted, atol=1e-5)
