@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TIMEOUT = 240  # seconds; far more than any run here takes, on a machine that does much else
+TIMEOUT = 600  # seconds; far more than any run here takes, on a machine that does much else
 
 # One layer, 200 rows: a step takes milliseconds.
 TINY = (

@@ -12,7 +12,7 @@ from rl_megatron.config.model_rules import check_model
 from rl_megatron.config.schema import ModelConfig, ParallelConfig
 from rl_megatron.topology.topology import validate_model
 
-PRESETS = sorted(path.stem for path in (config_directory() / "model").glob("*.yaml"))
+PRESETS = sorted(path.stem for path in (config_directory() / "model").glob("*.yaml") if path.stem != "init_from")
 DEGREES = [
     {},
     {"tensor": 4, "sequence": True},
