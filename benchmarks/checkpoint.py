@@ -29,12 +29,13 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_megatron import log
+from rl_megatron.checkpoint.directory import read_manifest, size_of
 from rl_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import NLLLoss
-from rl_megatron.policy.checkpoint import read_manifest, size_of
 from rl_megatron.policy.megatron_policy import MegatronPolicy
-from rl_megatron.topology import platform, topology
+from rl_megatron.topology import topology
+from rl_megatron.topology.device import start_device
 
 _VOCABULARY, _ROWS, _LENGTH = 8192, 4, 64
 
@@ -51,7 +52,7 @@ class Measured:
 
 def build(hidden: int, layers: int) -> MegatronPolicy:
     model = ModelConfig(num_layers=layers, hidden_size=hidden, ffn_hidden_size=3 * hidden, max_sequence_length=_LENGTH)
-    layout = topology.build(ParallelConfig(), platform.start(), seed=0)
+    layout = topology.build(ParallelConfig(), start_device(), seed=0)
     return MegatronPolicy(
         model, layout, vocab_size=_VOCABULARY, optimizer=OptimizerConfig(), total_steps=1000, global_batch_size=_ROWS
     )

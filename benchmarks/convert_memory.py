@@ -33,10 +33,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from rl_megatron.checkpoint import hf_convert
+from rl_megatron.checkpoint.safetensors_files import WeightWriter
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.families.llama import LLAMA
-from rl_megatron.model.safetensors_files import WeightWriter
-from rl_megatron.policy import convert
 
 LIMIT = 1.5
 _ROWS_AT_ONCE = 1024
@@ -85,12 +85,12 @@ def measured_here(direction: str, source: Path, target: Path, max_shard_bytes: i
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins at the present resident set
     before, began = _status("VmRSS"), time.perf_counter()
     if direction == "import":
-        convert.import_weights(source, target)
+        hf_convert.import_weights(source, target)
     elif direction == "import whole":
-        convert.BLOCK_BYTES = 1 << 60
-        convert.import_weights(source, target)
+        hf_convert.BLOCK_BYTES = 1 << 60
+        hf_convert.import_weights(source, target)
     else:
-        convert.export_weights(source, target, max_shard_bytes)
+        hf_convert.export_weights(source, target, max_shard_bytes)
     return {"before": before, "peak": _status("VmHWM") - before, "seconds": time.perf_counter() - began}
 
 

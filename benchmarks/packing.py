@@ -41,9 +41,9 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_megatron.algorithms.inputs import answer_rows, build_tokenizer
+from rl_megatron.batching.plan import MicrobatchPlan, plan_dynamic_batching, plan_sequence_packing
 from rl_megatron.config.load import load
 from rl_megatron.data import DynamicBatchingArgs, SequenceCost, SequencePackingArgs, epoch_order
-from rl_megatron.data.microbatches import MicrobatchPlan, plan_dynamic_batching, plan_sequence_packing
 
 _REPETITIONS = 5
 Planner = Callable[[Sequence[int], int, int, SequenceCost], MicrobatchPlan]

@@ -40,10 +40,10 @@ from rich.table import Table
 from torch import Tensor
 
 from rl_megatron.config.schema import ModelConfig, ParallelConfig
-from rl_megatron.generation.weight_receiver import WeightReceiver
-from rl_megatron.policy.weight_buckets import RefitPlan, TensorSpec
-from rl_megatron.policy.weight_handles import opened
-from rl_megatron.topology.standalone_group import StandaloneGroup
+from rl_megatron.weight_sync.ipc import opened
+from rl_megatron.weight_sync.plan import RefitPlan, TensorSpec
+from rl_megatron.weight_sync.process_group import StandaloneGroup
+from rl_megatron.weight_sync.receiver import WeightReceiver
 
 RANKS = 2
 WAYS = ("bucketed", "one by one", "shared memory")
@@ -120,10 +120,11 @@ def policy_rank(rank: int, case: Case, connection: Connection | None, results: C
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     from rl_megatron.policy.megatron_policy import MegatronPolicy
-    from rl_megatron.topology import platform, topology
+    from rl_megatron.topology import topology
+    from rl_megatron.topology.device import start_device
 
     dist.init_process_group("gloo", store=dist.FileStore(case.store, RANKS), rank=rank, world_size=RANKS)
-    layout = topology.build(ParallelConfig(tensor=RANKS), platform.start("cpu"), seed=0)
+    layout = topology.build(ParallelConfig(tensor=RANKS), start_device("cpu"), seed=0)
     policy = MegatronPolicy(case.model, layout, vocab_size=case.model.vocab_size, precision=case.precision)
     policy.prepare_weights_for_ipc(case.bucket_bytes)
     if connection is not None:

@@ -37,19 +37,20 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rl_megatron.batching.config import Batching
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load
 from rl_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.execution import FusedHead, Microbatch
+from rl_megatron.execution.microbatch import ModelInput
 from rl_megatron.losses import build_loss
 from rl_megatron.losses.interfaces import LossFunction
 from rl_megatron.model.build import build_model
-from rl_megatron.policy.batching import Batching
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.policy.optimizer import build_optimizer, wrap_for_gradients
-from rl_megatron.schedule import FusedHead, Microbatch
-from rl_megatron.schedule.microbatch import ModelInput
-from rl_megatron.topology import platform, topology
+from rl_megatron.topology import topology
+from rl_megatron.topology.device import start_device
 from rl_megatron.topology.topology import Topology
 
 _OPTIMIZER = OptimizerConfig(lr=1e-7, decay_style="constant")
@@ -164,12 +165,12 @@ def measure(
     )  # fmt: skip
     loss_fn = build_loss("clipped_pg", {"reference_policy_kl_penalty": 0.0})
     batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
-    on_device = batch.to(layout.platform.device)
+    on_device = batch.to(layout.device)
     num_tokens = on_device["token_mask"][:, 1:].sum()
     bare = BareStep(policy, policy.plan(on_device, loss_fn).microbatches, num_tokens)
     norms = policy.train(batch, loss_fn)["grad_norm"], bare()
     seconds = [(_seconds(layout, _train, policy, batch, loss_fn), _seconds(layout, bare)) for _ in range(steps)]
-    slowest = torch.tensor(seconds, dtype=torch.float64, device=layout.platform.device)
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=layout.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     grpo, bare_seconds = (statistics.median(column) for column in slowest.T.tolist())
     policy.shutdown()
@@ -184,7 +185,7 @@ def _seconds(layout: Topology, step: Callable, *args: object) -> float:
     dist.barrier()
     began = time.perf_counter()
     step(*args)
-    if layout.platform.is_cuda:
+    if layout.is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - began
 
@@ -218,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         overrides = [f"parallel.{key}" for key in options.layout]
         config = load([f"model={options.model}", f"model.max_sequence_length={options.length}", *overrides]).first
         parallel: ParallelConfig = config.parallel
-        layout = topology.build(parallel, platform.start(options.device), _SEED)
+        layout = topology.build(parallel, start_device(options.device), _SEED)
         batching = Batching("packed" if options.packed else "padded", micro_rows, options.micro_batch_tokens)
         batch = rollouts(options.vocab_size, rows, options.length, prompt=options.length // 8)
         figures = measure(

@@ -14,7 +14,7 @@ import pytest
 
 from docs import generate_losses
 from rl_megatron.algorithms import preflight
-from rl_megatron.algorithms.gate import LIMITS
+from rl_megatron.algorithms.logprob_check import LIMITS
 from rl_megatron.config.load import load
 from rl_megatron.config.schema import GenerationConfig
 from rl_megatron.losses import LOSSES, NLLLoss, build_loss

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rl_megatron.cli import _parser
+from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.load import load
-from rl_megatron.config.origin import MANIFEST
 from rl_megatron.config.schema import ModelConfig
 
 REPOSITORY = Path(__file__).resolve().parents[1]

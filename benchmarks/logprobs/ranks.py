@@ -75,11 +75,12 @@ def _rank(
     from benchmarks.logprobs.race import Machine, race
     from benchmarks.logprobs.variants import logits_variants, peer_variant
     from rl_megatron.config.schema import ParallelConfig
-    from rl_megatron.topology import platform, topology
+    from rl_megatron.topology import topology
+    from rl_megatron.topology.device import start_device
 
     # megatron-core's cross entropy asks its own globals for the group.
-    layout = topology.build(ParallelConfig(tensor=size), platform.start(plan.device), seed=0)
-    device = layout.platform.device
+    layout = topology.build(ParallelConfig(tensor=size), start_device(plan.device), seed=0)
+    device = layout.device
     variants = logits_variants(device) + fused_variants(device)
     variants += [peer_variant(peer, device) for peer in plan.peers]
     machine = Machine.measure(device, layout.groups.tp)

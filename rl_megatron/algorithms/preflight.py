@@ -8,24 +8,24 @@ from typing import Any, TypeVar
 
 import yaml
 
-from rl_megatron.algorithms import inputs, integrity
+from rl_megatron.algorithms import inputs, verify
+from rl_megatron.algorithms.checkpointer import critic_checkpoints
 from rl_megatron.algorithms.evaluate import heldout_measures
 from rl_megatron.algorithms.rollout import ROLLOUT_KEYS, needs_reference
-from rl_megatron.algorithms.saver import critic_checkpoints
+from rl_megatron.batching.plan import round_up
+from rl_megatron.checkpoint import directory as checkpoint
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import from_yaml, to_yaml
 from rl_megatron.config.schema import RunConfig, StageConfig
-from rl_megatron.data.microbatches import round_up
 from rl_megatron.data.order import BatchSchedule
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.generation.transformers_engine import engine_devices
+from rl_megatron.generation.transformers.engine import engine_devices
 from rl_megatron.losses.interfaces import LossFunction, LossInputType
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.model.build import check_vocabulary
 from rl_megatron.model.families import family_of_model
-from rl_megatron.policy import checkpoint
-from rl_megatron.topology import platform
 from rl_megatron.topology.context_parallel import zigzag_chunks
+from rl_megatron.topology.device import choose_device
 from rl_megatron.topology.topology import sequence_multiple
 
 # Sections that a run may not change between its start and its end. Others may: layout, steps, learning rate, …
@@ -59,7 +59,7 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
             try:
                 _check_saved(saved[-1], stage, tokenizer, weights_source(config, output_dir, name))
             except checkpoint.Damaged as error:
-                raise integrity.with_remedy(error, saved[-1], config, checkpoint.read_manifest) from error
+                raise verify.with_remedy(error, saved[-1], config, checkpoint.read_manifest) from error
     _check_unchanged(config, output_dir)
     if config.init_from:
         path = Path(config.init_from)
@@ -171,7 +171,7 @@ def _check_engine(stage: StageConfig, tokenizer: Tokenizer) -> None:
     """A Hugging Face engine needs devices that are there, and a model that Hugging Face knows."""
     if stage.generation.engine != "transformers":
         return
-    engine_devices(stage.generation, platform.choose(stage.device).device)
+    engine_devices(stage.generation, choose_device(stage.device))
     try:
         family_of_model(stage.model, stage.model.vocab_size or tokenizer.vocab_size)
     except ConfigError as error:

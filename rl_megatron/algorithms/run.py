@@ -14,35 +14,36 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from rl_megatron import log
-from rl_megatron.algorithms import inputs, integrity, preflight
+from rl_megatron.algorithms import inputs, preflight, verify
 from rl_megatron.algorithms.dpo import dpo
-from rl_megatron.algorithms.fresh_engine import FreshEngine
-from rl_megatron.algorithms.gate import LIMITS, EngineMismatch, Gate
 from rl_megatron.algorithms.grpo import grpo
+from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, Gate
 from rl_megatron.algorithms.ppo import ppo
 from rl_megatron.algorithms.pretrain import pretrain
-from rl_megatron.algorithms.recorder import Recorder
 from rl_megatron.algorithms.reward_model import reward_model
 from rl_megatron.algorithms.sft import sft
 from rl_megatron.algorithms.stage import Evaluation, Stage
+from rl_megatron.algorithms.synced_engine import FreshEngine
+from rl_megatron.batching.config import Batching
+from rl_megatron.checkpoint import directory as checkpoint
+from rl_megatron.checkpoint.save import SaveFailed
+from rl_megatron.config.checkpoint_metadata import HUGGING_FACE, hugging_face_files
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import to_yaml
-from rl_megatron.config.origin import HUGGING_FACE, hugging_face_files
 from rl_megatron.config.schema import OptimizerConfig, RunConfig, StageConfig
 from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.execution import FusedHead, NonFiniteLoss
 from rl_megatron.generation.interfaces import EngineFailed, RolloutEngine
 from rl_megatron.generation.megatron import MegatronEngine
-from rl_megatron.generation.transformers_engine import TransformersEngine
+from rl_megatron.generation.transformers.engine import TransformersEngine
 from rl_megatron.model.build import Head
-from rl_megatron.policy import checkpoint
-from rl_megatron.policy.agreement import agreed_failure, on_main_rank
-from rl_megatron.policy.batching import Batching
+from rl_megatron.observability.metrics_logger import Recorder
 from rl_megatron.policy.megatron_policy import MegatronPolicy
-from rl_megatron.policy.saving import SaveFailed
-from rl_megatron.policy.weight_buckets import WeightsRefused
-from rl_megatron.schedule import FusedHead, NonFiniteLoss
-from rl_megatron.topology import platform, topology
+from rl_megatron.topology import topology
+from rl_megatron.topology.collective_errors import agreed_failure, on_main_rank
+from rl_megatron.topology.device import start_device
 from rl_megatron.topology.topology import Topology
+from rl_megatron.weight_sync.plan import WeightsRefused
 
 ALGORITHMS: dict[str, Callable[[Stage], None]] = {
     "pretrain": pretrain,
@@ -75,16 +76,16 @@ def run(config: RunConfig) -> int:
 def _run(config: RunConfig) -> None:
     started = time.perf_counter()
     first = config.first
-    where = platform.start(first.device, first.train.collective_timeout_minutes)
-    layout = topology.build(first.parallel, where, first.train.seed)
+    device = start_device(first.device, first.train.collective_timeout_minutes)
+    layout = topology.build(first.parallel, device, first.train.seed)
     topology.validate_model(first.model, first.parallel)
     output_dir = Path(config.output_dir)
     _refuse_failure(on_main_rank(lambda: _put_back_checkpoints(output_dir)))
     tokenizer = _on_all_or_none(lambda: preflight.check(config, output_dir))
-    integrity.refuse_damage(config, output_dir)
+    verify.refuse_damage(config, output_dir)
     _refuse_failure(on_main_rank(lambda: _begin_output(config, output_dir, tokenizer)))
     if dist.get_rank() == 0:
-        log.LOGGER.info("%s, %s, vocabulary of %d", layout.describe(), where.device.type, tokenizer.vocab_size)
+        log.LOGGER.info("%s, %s, vocabulary of %d", layout.describe(), device.type, tokenizer.vocab_size)
     recorder = Recorder(output_dir, enabled=dist.get_rank() == 0)
     results: dict[str, Any] = {}
     weights = Path(config.init_from) if config.init_from else None
@@ -250,7 +251,7 @@ def _evaluation(config: StageConfig, policy: MegatronPolicy, engine: RolloutEngi
 
 def _finished_results(directory: Path, config: StageConfig) -> dict[str, Any] | None:
     """The results of a stage that has its last checkpoint already."""
-    manifest = integrity.manifest_at_the_end(directory, config)
+    manifest = verify.manifest_at_the_end(directory, config)
     return None if manifest is None else manifest["results"]
 
 

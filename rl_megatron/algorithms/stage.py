@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rl_megatron.algorithms.recorder import Recorder
-from rl_megatron.algorithms.saver import Saver, critic_checkpoints
+from rl_megatron.algorithms.checkpointer import Saver, critic_checkpoints
+from rl_megatron.checkpoint import directory as checkpoint
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.order import BatchSchedule
 from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.generation.interfaces import RolloutEngine
 from rl_megatron.losses.interfaces import LossFunction
-from rl_megatron.policy import checkpoint
+from rl_megatron.observability.metrics_logger import Recorder
 from rl_megatron.policy.megatron_policy import MegatronPolicy
-from rl_megatron.schedule import NonFiniteLoss
 
 Evaluation = Callable[[], tuple[dict[str, float], list[dict[str, Any]]]]
 

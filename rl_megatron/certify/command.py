@@ -14,8 +14,9 @@ from rich.table import Table
 
 from rl_megatron import log
 from rl_megatron.algorithms.preflight import check_loss
+from rl_megatron.batching.config import Batching
 from rl_megatron.certify.measurement import Difference, Measurement, compare, fails, measure
-from rl_megatron.certify.reference import Reference
+from rl_megatron.certify.single_process import Reference
 from rl_megatron.certify.workload import (
     NUM_ROWS,
     SMALL_FUSED_HEAD,
@@ -29,8 +30,8 @@ from rl_megatron.certify.workload import (
 )
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import RunConfig, StageConfig
-from rl_megatron.policy.batching import Batching
-from rl_megatron.topology import platform, topology
+from rl_megatron.topology import topology
+from rl_megatron.topology.device import start_device
 
 _WIDTH_IN_FILES = 120  # a parameter's name on one line
 
@@ -51,13 +52,13 @@ def certify(config: RunConfig) -> int:
 
 def _certify(config: RunConfig) -> int:
     started, first = time.perf_counter(), config.first
-    where = platform.start(first.device, first.train.collective_timeout_minutes)
+    device = start_device(first.device, first.train.collective_timeout_minutes)
     for stage in config.stages.values():
         check_loss(stage)
     topology.validate(first.parallel, dist.get_world_size())
     topology.validate_model(first.model, first.parallel)  # what the user runs, before what is measured
     model, parallel = shrunk(first.model, first.parallel)
-    layout = topology.build(parallel, where, first.train.seed)
+    layout = topology.build(parallel, device, first.train.seed)
     objectives, batching = _objectives(config)
     taken = {key: getattr(first.optimizer, key) for key in ("distributed", "overlap", "clip_grad")}
     fused_head = SMALL_FUSED_HEAD if first.train.fused_head else None
@@ -81,7 +82,7 @@ def _certify(config: RunConfig) -> int:
         told[0] = 0 if worst is None else 1
         console = Console(width=None if sys.stdout.isatty() else _WIDTH_IN_FILES)
         leaner = ", fused head" * first.train.fused_head + ", overlapped" * first.optimizer.overlap
-        console.print(f"{layout.describe()}{leaner}, {where.device.type}; against one process, in fp32")
+        console.print(f"{layout.describe()}{leaner}, {device.type}; against one process, in fp32")
         console.print(_table(differences, found, batching))
         console.print(_verdict(worst, time.perf_counter() - started))
     dist.broadcast_object_list(told)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from rl_megatron.batching.config import Batching
 from rl_megatron.certify.workload import Workload, check_keys
 from rl_megatron.model.build import Head
 from rl_megatron.model.shards import gather_full
-from rl_megatron.policy.batching import Batching
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.policy.optimizer import complete_gradients
 from rl_megatron.topology.topology import Topology

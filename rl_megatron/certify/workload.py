@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
+from rl_megatron.batching.config import Batching
+from rl_megatron.batching.plan import round_up
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.data.microbatches import round_up
+from rl_megatron.execution import FusedHead
 from rl_megatron.losses import build_loss
 from rl_megatron.losses.interfaces import LossFunction, LossInputType
 from rl_megatron.model.build import Head
-from rl_megatron.policy.batching import Batching
-from rl_megatron.schedule import FusedHead
 from rl_megatron.topology.topology import sequence_multiple
 
 SMALL_FUSED_HEAD = FusedHead(chunk_tokens=10)  # several chunks to a microbatch

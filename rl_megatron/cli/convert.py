@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
+from rl_megatron.checkpoint import hf_convert
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.policy import convert as conversion
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
@@ -19,14 +19,14 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1
 def convert(direction: str, source: str, target: str, max_shard_size: str | None) -> None:
     """`direction`: import or export.  Raises: ConfigError."""
     console = Console()
-    limit = conversion.MAX_SHARD_BYTES if max_shard_size is None else num_bytes(max_shard_size)
+    limit = hf_convert.MAX_SHARD_BYTES if max_shard_size is None else num_bytes(max_shard_size)
     with _progress(console, f"{direction} {source}") as report:
         if direction == "import":
-            manifest = conversion.import_weights(Path(source), Path(target), report)
+            manifest = hf_convert.import_weights(Path(source), Path(target), report)
             then = f"start from it with: model=init_from init_from={target}"
             console.print(f"{target}: {manifest['model']['num_layers']} layers; {then}", highlight=False)
         else:
-            config = conversion.export_weights(Path(source), Path(target), limit, report)
+            config = hf_convert.export_weights(Path(source), Path(target), limit, report)
             console.print(f"{target}: {config['architectures'][0]}", highlight=False)
 
 
@@ -39,7 +39,7 @@ def num_bytes(size: str) -> int:
 
 
 @contextmanager
-def _progress(console: Console, title: str) -> Iterator[conversion.Progress]:
+def _progress(console: Console, title: str) -> Iterator[hf_convert.Progress]:
     columns = (
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn(),
     )  # fmt: skip

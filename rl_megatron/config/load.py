@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
-from rl_megatron.config import origin, schema
+from rl_megatron.config import checkpoint_metadata, schema
 from rl_megatron.config.engines import check_generation
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.model_rules import check_model
@@ -78,7 +78,7 @@ def _take_tokenizer(tree: dict[str, Any]) -> None:
     """A run that begins with a checkpoint that carries a tokenizer uses it, unless it names another."""
     begun, tokenizer = tree.get("init_from"), tree.get("tokenizer")
     if isinstance(begun, str) and isinstance(tokenizer, dict) and tokenizer.get("path") is None:
-        carried = origin.carried_tokenizer(Path(begun))
+        carried = checkpoint_metadata.carried_tokenizer(Path(begun))
         tokenizer["path"] = None if carried is None else str(carried)
 
 
@@ -103,7 +103,8 @@ def _compose(overrides: list[str], config_dir: str | None) -> dict[str, Any]:
             raise ConfigError(f"--config-dir {config_dir} is not a directory")
         extra = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"]
     GlobalHydra.instance().clear()
-    OmegaConf.register_new_resolver("of_checkpoint", origin.model_key, replace=True)  # configs/model/init_from.yaml
+    # For configs/model/init_from.yaml.
+    OmegaConf.register_new_resolver("of_checkpoint", checkpoint_metadata.model_key, replace=True)
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         try:
             _refuse_unknown_stages(overrides, extra)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from rl_megatron.config.measures import HIGHER_IS_BETTER
+from rl_megatron.config.eval_metrics import HIGHER_IS_BETTER
 
 _STRICT = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
 section = dataclass(frozen=True, config=_STRICT, kw_only=True)

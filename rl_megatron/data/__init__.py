@@ -1,11 +1,11 @@
 """Data: from files and generated tasks to batches, shards and microbatches."""
 
+from rl_megatron.batching.cost import SequenceCost
+from rl_megatron.batching.packing import pack_sequences
+from rl_megatron.batching.plan import DynamicBatchingArgs, SequencePackingArgs
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.data.cost import SequenceCost
 from rl_megatron.data.datasets import PromptAnswerDataset, PromptDataset, TextDataset
-from rl_megatron.data.microbatches import DynamicBatchingArgs, SequencePackingArgs
 from rl_megatron.data.order import BatchSchedule, epoch_order
-from rl_megatron.data.packing import pack_sequences
 from rl_megatron.data.preferences import PreferenceDataset, load_preferences
 from rl_megatron.data.sources import Record, load_records, load_text, read_jsonl, split_heldout
 from rl_megatron.data.tasks import TASKS, Demonstration, GeneratedTask, Problem, Task, build_task

@@ -7,7 +7,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import torch
 
-from rl_megatron.data.microbatches import (
+from rl_megatron.batching.plan import (
     DynamicBatchingArgs,
     MicrobatchPlan,
     SequencePackingArgs,

@@ -11,8 +11,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from rl_megatron.model.attention import attend, sliding_window
-from rl_megatron.model.packed_rows import causal_mask
+from rl_megatron.model.layers.attention import attend, sliding_window
+from rl_megatron.model.layers.packed import causal_mask
 
 _SEQUENCE_PARALLEL_FLAGS = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
 

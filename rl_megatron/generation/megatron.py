@@ -8,10 +8,10 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.generation.completion_batch import check_prompts, rollouts
 from rl_megatron.generation.completions import Completions, left_padded, row_uniforms
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.kv_cache import Columns, caching
-from rl_megatron.generation.rollouts import check_prompts, rollouts
 from rl_megatron.generation.sampling import sample
 from rl_megatron.model.build import unwrap
 from rl_megatron.policy.megatron_policy import MegatronPolicy
@@ -44,7 +44,7 @@ class MegatronEngine:
         """
         self.policy.require_head("lm", "generate")
         topology = self.policy.topology
-        device, group = topology.platform.device, topology.groups.dp_cp
+        device, group = topology.device, topology.groups.dp_cp
         check_prompts(prompts, sampling, self.policy.model_config.max_sequence_length)
         uniforms = row_uniforms(len(prompts), sampling, seed).to(device)
         per_rank = -(-len(prompts) // group.size())
@@ -59,7 +59,7 @@ class MegatronEngine:
     def _decode(self, prompts: list[list[int]], uniforms: Tensor, sampling: Sampling) -> Completions:
         """The completions of a batch of rows, on every rank of the model. Decoding ends at a NaN."""
         topology = self.policy.topology
-        device, num_rows = topology.platform.device, len(prompts)
+        device, num_rows = topology.device, len(prompts)
         models = [unwrap(chunk) for chunk in self.policy.chunks]
         tokens, first = left_padded(prompts, device)
         completions = Completions(num_rows, sampling, device)

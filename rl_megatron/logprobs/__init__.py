@@ -7,8 +7,8 @@ every rank. `vocab_parallel_soft_cross_entropy` and `vocab_parallel_kl` compare 
 """
 
 from rl_megatron.logprobs.api import IGNORE_INDEX, LogprobStats, vocab_parallel_logprobs
-from rl_megatron.logprobs.backends import BACKENDS
 from rl_megatron.logprobs.divergence import vocab_parallel_kl, vocab_parallel_soft_cross_entropy
+from rl_megatron.logprobs.kernels.backends import BACKENDS
 from rl_megatron.logprobs.linear import DeferredLogits, linear_logprobs
 from rl_megatron.logprobs.next_token import Sharding, next_token_stats
 from rl_megatron.logprobs.sampling_filter import SamplingFilter

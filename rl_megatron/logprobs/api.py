@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_megatron.logprobs.backends import choose_kernels
 from rl_megatron.logprobs.filtered import FilteredStats
-from rl_megatron.logprobs.rows import from_rows, may_be_overwritten, memory_order, to_rows
+from rl_megatron.logprobs.flatten import from_rows, may_be_overwritten, memory_order, to_rows
+from rl_megatron.logprobs.kernels.backends import choose_kernels
 from rl_megatron.logprobs.sampling_filter import SamplingFilter
 from rl_megatron.logprobs.vocab_parallel import VocabParallelStats, VocabShard, check
 

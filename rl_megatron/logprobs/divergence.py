@@ -18,7 +18,7 @@ from rl_megatron.logprobs.divergence_rows import (
     pair_stats,
     write_pair_gradients,
 )
-from rl_megatron.logprobs.rows import from_rows, may_be_overwritten, memory_order, to_rows
+from rl_megatron.logprobs.flatten import from_rows, may_be_overwritten, memory_order, to_rows
 from rl_megatron.logprobs.vocab_parallel import VocabShard, check, saved
 
 

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from rl_megatron.logprobs.tiles import exponentials, row_blocks, row_sums, scratch_tiles
+from rl_megatron.logprobs.kernels.tiles import exponentials, row_blocks, row_sums, scratch_tiles
 
 Divergence = Literal["cross_entropy", "forward", "reverse"]
 

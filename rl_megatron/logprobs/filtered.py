@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_megatron.logprobs.reference import LOWEST_EXPONENT
+from rl_megatron.logprobs.kernels.torch import LOWEST_EXPONENT
 from rl_megatron.logprobs.sampling_filter import filter_thresholds
 from rl_megatron.logprobs.vocab_parallel import Kernels, Merged, Upstream, VocabShard, merge, own_logits, saved
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_megatron.logprobs.api import IGNORE_INDEX, LogprobStats, check_shapes, row_temperature, vocab_shard
-from rl_megatron.logprobs.backends import choose_kernels
 from rl_megatron.logprobs.chunks import ChunkPlan, HiddenChunks
+from rl_megatron.logprobs.kernels.backends import choose_kernels
 from rl_megatron.logprobs.vocab_parallel import Upstream, merge, own_logits
 
 # Logits of a chunk. On a GPU 512 MiB in bf16: thousands of rows, so that reading the weights for each chunk is nothing

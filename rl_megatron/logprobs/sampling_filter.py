@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_megatron.logprobs.float_order import from_ordered_bits, ordered_bits
-from rl_megatron.logprobs.tiles import row_blocks
+from rl_megatron.logprobs.kernels.float_order import from_ordered_bits, ordered_bits
+from rl_megatron.logprobs.kernels.tiles import row_blocks
 from rl_megatron.logprobs.vocab_parallel import VocabShard
 
 Outside = Literal["minus_infinity", "keep", "ignore"]

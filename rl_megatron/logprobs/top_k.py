@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_megatron.logprobs.float_order import from_ordered_bits, ordered_bits
-from rl_megatron.logprobs.rows import from_rows, memory_order, to_rows
-from rl_megatron.logprobs.tiles import row_blocks
+from rl_megatron.logprobs.flatten import from_rows, memory_order, to_rows
+from rl_megatron.logprobs.kernels.float_order import from_ordered_bits, ordered_bits
+from rl_megatron.logprobs.kernels.tiles import row_blocks
 
 _COPIES = 4  # of a tile's size in fp32 that a block of rows is worked on with: int64 keys and their making
 _ID_BITS = 0xFFFFFFFF

@@ -32,36 +32,35 @@ from megatron.core.transformer.transformer_layer import (
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.log import once
-from rl_megatron.model.attention import PortableAttention, PortablePacking, PortableSelfAttention
-from rl_megatron.model.latent_attention import LatentAttention
-from rl_megatron.model.norms import NormedResidual, PortableRMSNorm
-from rl_megatron.model.packed_rows import PackedRows
-from rl_megatron.model.router import BalancedRouter
-from rl_megatron.topology.platform import Platform
+from rl_megatron.model.layers.attention import PortableAttention, PortablePacking, PortableSelfAttention
+from rl_megatron.model.layers.latent_attention import LatentAttention
+from rl_megatron.model.layers.norms import NormedResidual, PortableRMSNorm
+from rl_megatron.model.layers.packed import PackedRows
+from rl_megatron.model.layers.router import BalancedRouter
 from rl_megatron.topology.topology import Topology
 
 # megatron-core has no layers of Transformer Engine with the first two; with the others it has, untried here.
 _PORTABLE_ONLY = ("local_rope_base", "sandwich_norms", "kv_lora_rank", "first_dense_layers")
 
 
-def choose_backend(model: ModelConfig, platform: Platform) -> str:
+def choose_backend(model: ModelConfig, device: torch.device) -> str:
     """ "transformer_engine" or "portable" for `model.backend`; "auto" prefers Transformer Engine where it can run what
     the model is made of.
 
     Raises: ConfigError where `model.backend` asks for Transformer Engine, and it cannot run.
     """
-    wanted, missing = model.backend, _why_not_transformer_engine(model, platform)
+    wanted, missing = model.backend, _why_not_transformer_engine(model, device)
     if wanted == "transformer_engine" and missing:
         raise ConfigError(f"model.backend=transformer_engine: {missing}; use model.backend=auto")
     if wanted != "auto":
         return wanted
-    if missing and platform.is_cuda:
+    if missing and device.type == "cuda":
         once(f"{missing[0].upper()}{missing[1:]}: layers use the portable torch modules")
     return "portable" if missing else "transformer_engine"
 
 
-def _why_not_transformer_engine(model: ModelConfig, platform: Platform) -> str | None:
-    if not platform.is_cuda:
+def _why_not_transformer_engine(model: ModelConfig, device: torch.device) -> str | None:
+    if device.type != "cuda":
         return "it needs a GPU and this run uses none"
     if importlib.util.find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed"
@@ -101,7 +100,7 @@ def _of_experts(module: type, submodules: object) -> Callable | ModuleSpec:
 
 def packing_params(rooms: Sequence[int], topology: Topology, backend: str) -> PackedSeqParams:
     """What layers need to know of a packed row whose sequences occupy `rooms` tokens each, over all ranks."""
-    device, longest = topology.platform.device, max(rooms)
+    device, longest = topology.device, max(rooms)
     if backend == "portable":
         return PortablePacking(rows=PackedRows.of(rooms, topology.groups.cp, device))
     # Padding comes after its sequence and attention is causal, so it may count as part of it. megatron-core takes RoPE

@@ -15,11 +15,11 @@ from torch.nn.functional import gelu, silu
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig, YarnRope
-from rl_megatron.model.attention import PortableRotaryEmbedding
 from rl_megatron.model.backend import block_spec, choose_backend
 from rl_megatron.model.families.table import head_size
-from rl_megatron.model.rope import frequencies, rotary_scale, yarn_mscale
-from rl_megatron.model.score_head import ScoreHead
+from rl_megatron.model.heads.score import ScoreHead
+from rl_megatron.model.layers.attention import PortableRotaryEmbedding
+from rl_megatron.model.layers.rope import frequencies, rotary_scale, yarn_mscale
 from rl_megatron.model.shards import initialise_parameters
 from rl_megatron.topology.topology import Topology, padded_vocab_size, validate_model
 
@@ -153,7 +153,7 @@ def build_model(
     validate_model(model, topology)
     check_vocabulary(model, vocab_size)
     config = transformer_config(model, topology, precision)
-    backend = choose_backend(model, topology.platform)
+    backend = choose_backend(model, topology.device)
     chunks = [
         _build_chunk(model, config, topology, backend, vocab_size, chunk, head)
         for chunk in range(topology.virtual_pipeline)
@@ -213,11 +213,11 @@ def _build_chunk(
             parameter.allreduce = False
     if head == "score" and module.post_process:
         module.output_layer = ScoreHead(config, topology)
-    return module.to(topology.platform.device)
+    return module.to(topology.device)
 
 
 def _set_rope(module: GPTModel, model: ModelConfig, topology: Topology, backend: str) -> None:
-    size, device = _rotary_size(model), topology.platform.device
+    size, device = _rotary_size(model), topology.device
     if backend == "portable":
         module.rotary_pos_emb = PortableRotaryEmbedding(
             size, rotary_percent=1.0, rotary_base=model.rope_base, cp_group=topology.groups.cp

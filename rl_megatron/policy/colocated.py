@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rl_megatron.policy.hand_over import HandOver, Joining
 from rl_megatron.policy.interfaces import ColocatablePolicyInterface
-from rl_megatron.policy.residency import allocate_gradients, free_gradients, move_optimizer_state
-from rl_megatron.policy.weight_buckets import RefitPlan
-from rl_megatron.policy.weight_handles import WeightHandle
-from rl_megatron.topology.standalone_group import Handle
+from rl_megatron.policy.training_memory import allocate_gradients, free_gradients, move_optimizer_state
+from rl_megatron.weight_sync.ipc import WeightHandle
+from rl_megatron.weight_sync.plan import RefitPlan
+from rl_megatron.weight_sync.process_group import Handle
+from rl_megatron.weight_sync.sender import HandOver, Joining
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -39,14 +39,14 @@ class ColocatedPolicy(ColocatablePolicyInterface):
     def offload_before_refit(self) -> None:
         """Frees the gradient buffers, until `prepare_for_training`: buckets take their place."""
         self.finish_training()
-        free_gradients(self.chunks, self.topology.platform.is_cuda)
+        free_gradients(self.chunks, self.topology.is_cuda)
 
     def offload_after_refit(self) -> None:
         """Frees shared memory and gradient buffers and, on a GPU, moves the optimizer's state to the host, until
         `prepare_for_training`. The weights stay: logprobs need them. A CPU has nowhere else to put the state."""
         self.offload_before_refit()
         self._hand_over.release()
-        if self.topology.platform.is_cuda:
+        if self.topology.is_cuda:
             if self.optimizer is not None and not self._state_is_away:
                 move_optimizer_state(self.optimizer, self.chunks, torch.device("cpu"))
                 self._state_is_away = True
@@ -55,10 +55,10 @@ class ColocatedPolicy(ColocatablePolicyInterface):
     def _bring_back(self, gradients: bool = True) -> None:
         """Undoes both."""
         if self._state_is_away:
-            move_optimizer_state(self.optimizer, self.chunks, self.topology.platform.device)
+            move_optimizer_state(self.optimizer, self.chunks, self.topology.device)
             self._state_is_away = False
         if gradients:
-            allocate_gradients(self.chunks, self.topology.platform.is_cuda)
+            allocate_gradients(self.chunks, self.topology.is_cuda)
 
     # --- weights ---
 

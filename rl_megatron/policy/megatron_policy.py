@@ -14,23 +14,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rl_megatron.batching.config import Batching, Planned, row_lengths
+from rl_megatron.batching.cost import SequenceCost
+from rl_megatron.checkpoint import directory as checkpoint
+from rl_megatron.checkpoint import load as loading
+from rl_megatron.checkpoint.load import TrainingState
+from rl_megatron.checkpoint.rng_state import random_state, random_state_file
+from rl_megatron.checkpoint.save import Save, begin_save
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig, OptimizerConfig
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.data.cost import SequenceCost
+from rl_megatron.execution import Denominators, FusedHead, Microbatch, NonFiniteLoss, Runner, over_steps
 from rl_megatron.losses.interfaces import Loss, LossFunction, LossInputType
 from rl_megatron.model.backend import choose_backend
 from rl_megatron.model.build import Head, build_model, unwrap
-from rl_megatron.model.router import move_biases, moving_routers
-from rl_megatron.policy import checkpoint, loading
-from rl_megatron.policy.batching import Batching, Planned, row_lengths
+from rl_megatron.model.layers.router import move_biases, moving_routers
 from rl_megatron.policy.colocated import ColocatedPolicy
-from rl_megatron.policy.loading import TrainingState
 from rl_megatron.policy.optimizer import build_optimizer, build_scheduler, complete_parameters, wrap_for_gradients
-from rl_megatron.policy.random_state import random_state, random_state_file
 from rl_megatron.policy.reference import ReferencedPolicy, Residence
-from rl_megatron.policy.saving import Save, begin_save
-from rl_megatron.schedule import Denominators, FusedHead, Microbatch, NonFiniteLoss, Runner, over_steps
 from rl_megatron.topology.topology import Topology
 
 _NUMBER = torch.zeros(())  # of a token, where a stream has one
@@ -95,7 +96,7 @@ class MegatronPolicy(ColocatedPolicy, ReferencedPolicy):
         )
 
     def _runner_of(self, chunks: list[torch.nn.Module]) -> Runner:
-        backend = choose_backend(self.model_config, self.topology.platform)
+        backend = choose_backend(self.model_config, self.topology.device)
         return Runner(chunks, self.topology, self.vocab_size, backend, self.fused_head)
 
     # --- training ---
@@ -146,7 +147,7 @@ class MegatronPolicy(ColocatedPolicy, ReferencedPolicy):
             if rows % unit:
                 raise ValueError(f"{type(loss_fn).__name__} needs {unit} rows together, and {name} has {rows} rows")
         lengths = self._check(data)
-        data = data.to(self.topology.platform.device)
+        data = data.to(self.topology.device)
         if eval_mode:
             self.finish_training()
         else:
@@ -190,7 +191,7 @@ class MegatronPolicy(ColocatedPolicy, ReferencedPolicy):
         self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None
     ) -> dict[str, float]:
         """The loss's metrics on one global batch; its gradient is left in the parameters' `main_grad`."""
-        batch = batch.to(self.topology.platform.device)
+        batch = batch.to(self.topology.device)
         planned = self.plan(batch, loss_fn, mbs)
         self.prepare_for_training()
         report = self._accumulate_gradients(planned, loss_fn, Denominators.count(batch))
@@ -282,10 +283,10 @@ class MegatronPolicy(ColocatedPolicy, ReferencedPolicy):
         keys = [key for key in ("input_ids", "temperature") if key in data]
         data = BatchedDataDict({key: data[key] for key in keys})  # without token_mask: every token is asked for
         data["sample_mask"] = torch.ones(data.size)
-        data = data.to(topology.platform.device)
+        data = data.to(topology.device)
         width = data["input_ids"].size(1)
         planned = self._batching(micro_batch_size).plan(data, lengths, topology, cost=self._cost)
-        entry = entry.to(topology.platform.device)
+        entry = entry.to(topology.device)
         whole = planned.spread(of(planned.microbatches), width, first_column, entry)
         if topology.pipeline > 1:
             dist.broadcast(whole, src=topology.last_stage_rank, group=topology.groups.pp)
@@ -346,7 +347,7 @@ class MegatronPolicy(ColocatedPolicy, ReferencedPolicy):
         self.drop_reference()
         self._runner = self._runner_of([])
         gc.collect()  # megatron-core's wrappers and hooks refer to each other
-        if self.topology.platform.is_cuda:
+        if self.topology.is_cuda:
             torch.cuda.empty_cache()
         return held
 

@@ -10,9 +10,9 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
+from rl_megatron.checkpoint.optimizer_state import allocate_moments
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import OptimizerConfig
-from rl_megatron.policy.optimizer_state import allocate_moments
 from rl_megatron.topology.topology import Topology
 
 
@@ -37,7 +37,7 @@ def wrap_for_gradients(
     config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
 
     def finalize(model, num_tokens=None, **kwargs):
-        finalize_model_grads(model, None, **kwargs)  # no division by tokens: see schedule/runner.py
+        finalize_model_grads(model, None, **kwargs)  # no division by tokens: see execution/runner.py
 
     config.finalize_model_grads_func = finalize
     return wrapped

@@ -20,7 +20,7 @@ from torch import Tensor
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.policy.agreement import on_main_rank
+from rl_megatron.topology.collective_errors import on_main_rank
 
 _DIGEST_BYTES = 16
 _TENSORS = ("digests", "lengths", "logprobs")  # of the file: [rows, bytes] uint8, [rows] int64, all rows in one

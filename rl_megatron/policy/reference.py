@@ -15,11 +15,11 @@ from torch import Tensor
 
 from rl_megatron import log
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.execution import Microbatch, Runner
 from rl_megatron.model.build import Head, unwrap
 from rl_megatron.policy.interfaces import PolicyInterface
 from rl_megatron.policy.recorded_reference import RecordedReference
-from rl_megatron.policy.refit import weights_digest
-from rl_megatron.schedule import Microbatch, Runner
+from rl_megatron.weight_sync.exporter import weights_digest
 
 if TYPE_CHECKING:
     from rl_megatron.topology.topology import Topology
@@ -50,7 +50,7 @@ class ReferencedPolicy(PolicyInterface):
         self.require_head("lm", "freeze_reference")
         self.finish_training()
         chunks = self._new_model()
-        device = self.topology.platform.device
+        device = self.topology.device
         self._reference = Reference(chunks, self.chunks, self._runner_of(chunks), self._residence, device)
 
     def record_reference(self, path: Path, batches: Iterable[BatchedDataDict]) -> None:

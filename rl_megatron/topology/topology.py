@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -13,7 +14,6 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig, ParallelConfig
 from rl_megatron.topology.context_parallel import zigzag_chunks
-from rl_megatron.topology.platform import Platform
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Topology:
     chunks. `expert` divides the ranks that hold one pipeline stage.
     """
 
-    platform: Platform
+    device: torch.device
     world_size: int
     rank: int
     tensor: int
@@ -37,6 +37,10 @@ class Topology:
     first_stage_layers: int | None
     last_stage_layers: int | None
     groups: ProcessGroupCollection = field(repr=False)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
 
     # This rank's coordinates.
     @property
@@ -203,7 +207,7 @@ def _pipelines_that_fit(num_layers: int, stages: int, chunks: int) -> str:
     return " or ".join(fits) or f"parallel.virtual_pipeline=1 and parallel.pipeline in {divisors(num_layers)}"
 
 
-def build(parallel: ParallelConfig, platform: Platform, seed: int) -> Topology:
+def build(parallel: ParallelConfig, device: torch.device, seed: int) -> Topology:
     """Validates the degrees, initialises megatron-core's groups, seeds its generators, and returns the topology."""
     world_size = dist.get_world_size()
     data = validate(parallel, world_size)
@@ -219,7 +223,7 @@ def build(parallel: ParallelConfig, platform: Platform, seed: int) -> Topology:
     )
     model_parallel_cuda_manual_seed(seed)
     return Topology(
-        platform=platform,
+        device=device,
         world_size=world_size,
         rank=dist.get_rank(),
         tensor=parallel.tensor,

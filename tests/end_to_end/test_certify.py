@@ -13,7 +13,7 @@ from tests.end_to_end.launch import REPOSITORY, TIMEOUT, command, environment
 WRONG = {
     "the loss": (
         "loss of sft",
-        "from rl_megatron.schedule.runner import Runner\n"
+        "from rl_megatron.execution.runner import Runner\n"
         "right = Runner._loss_of\n"
         "def wrong(self, *args, **kwargs):\n"
         "    loss, count, report = right(self, *args, **kwargs)\n"
@@ -22,7 +22,7 @@ WRONG = {
     ),
     "the gradient alone": (
         "gradient of sft",
-        "from rl_megatron.schedule.runner import Runner\n"
+        "from rl_megatron.execution.runner import Runner\n"
         "right = Runner._loss_of\n"
         "def wrong(self, *args, **kwargs):\n"
         "    loss, count, report = right(self, *args, **kwargs)\n"

@@ -26,7 +26,7 @@ def learnt(directory: Path) -> list[dict]:
     ]
 
 
-WORKER = b"rl_megatron.generation.transformers_worker"
+WORKER = b"rl_megatron.generation.transformers.worker"
 
 
 def engines(directory: Path) -> list[int]:
@@ -102,8 +102,8 @@ def run_that_loses(tensor: str, directory: Path) -> tuple[int, str, int]:
     between the model and the wire."""
     from rl_megatron.algorithms.run import run
     from rl_megatron.config.load import load
-    from rl_megatron.generation.transformers_engine import TransformersEngine
-    from rl_megatron.policy.refit import WeightExporter
+    from rl_megatron.generation.transformers.engine import TransformersEngine
+    from rl_megatron.weight_sync.exporter import WeightExporter
 
     fill, draw, asked, said = WeightExporter.fill, TransformersEngine.generate, [], io.StringIO()
 

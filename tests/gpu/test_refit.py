@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rl_megatron.config.schema import OptimizerConfig, ParallelConfig
-from rl_megatron.generation.weight_receiver import WeightReceiver
-from rl_megatron.policy.weight_handles import opened
+from rl_megatron.weight_sync.ipc import opened
+from rl_megatron.weight_sync.receiver import WeightReceiver
 from tests.parallel.refit_engines import digests
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -34,12 +34,13 @@ def _answer(connection, function, args):
 
 def build_policy(precision: str, distributed: bool, reference: str = "resident"):
     from rl_megatron.policy.megatron_policy import MegatronPolicy
-    from rl_megatron.topology import platform, topology
+    from rl_megatron.topology import topology
+    from rl_megatron.topology.device import start_device
     from tests.parallel.layouts import MODEL, VOCAB_SIZE
 
     return MegatronPolicy(
         dataclasses.replace(MODEL, qk_norm=False, qkv_bias=False),
-        topology.build(ParallelConfig(), platform.start("cuda"), 0),
+        topology.build(ParallelConfig(), start_device("cuda"), 0),
         vocab_size=VOCAB_SIZE,
         precision=precision,
         optimizer=OptimizerConfig(lr=1e-2, distributed=distributed),

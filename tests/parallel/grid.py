@@ -11,10 +11,11 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from rl_megatron.certify.measurement import Difference, Measurement, compare, measure
-from rl_megatron.certify.reference import measure_in_one_process
+from rl_megatron.certify.single_process import measure_in_one_process
 from rl_megatron.certify.workload import SMALL_FUSED_HEAD, STANDARD_OBJECTIVES, Workload, small_batching
 from rl_megatron.config.schema import ModelConfig, ParallelConfig
-from rl_megatron.topology import platform, topology
+from rl_megatron.topology import topology
+from rl_megatron.topology.device import start_device
 from tests.worker_pool import WorkerPool
 
 MAX_RANKS = 8
@@ -233,7 +234,7 @@ class Grid:
 
 def _measure(layout: Layout) -> dict[str, Measurement]:
     workload = layout.workload()
-    where = topology.build(layout.parallel, platform.start("cpu"), workload.seed)
+    where = topology.build(layout.parallel, start_device("cpu"), workload.seed)
     batching = {
         name: small_batching(layout.factors.batching, layout.factors.rows, objective.rows_per_unit, layout.parallel)
         for name, objective in workload.objectives.items()

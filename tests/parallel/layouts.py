@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from rl_megatron.batching.config import Batching
 from rl_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from rl_megatron.model.shards import gather_full
-from rl_megatron.policy.batching import Batching
 from rl_megatron.policy.megatron_policy import MegatronPolicy
-from rl_megatron.topology import platform, topology
+from rl_megatron.topology import topology
+from rl_megatron.topology.device import start_device
 
 VOCAB_SIZE = 50  # padded to 64: the padding must never matter
 
@@ -45,8 +46,8 @@ def build_policy(
     micro_batch_size: int = 8,
     **kwargs: Any,
 ) -> MegatronPolicy:
-    where = platform.start("cpu")
-    layout = topology.build(ParallelConfig(**parallel), where, seed)
+    device = start_device("cpu")
+    layout = topology.build(ParallelConfig(**parallel), device, seed)
     return MegatronPolicy(
         model,
         layout,

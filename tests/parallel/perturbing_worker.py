@@ -2,7 +2,7 @@
 
 import sys
 
-from rl_megatron.generation.transformers_worker import TransformersWorker, main
+from rl_megatron.generation.transformers.worker import TransformersWorker, main
 
 
 class PerturbingWorker(TransformersWorker):

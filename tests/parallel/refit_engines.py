@@ -9,10 +9,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from rl_megatron.generation.weight_receiver import WeightReceiver
-from rl_megatron.policy.weight_buckets import RefitPlan, WeightsRefused
-from rl_megatron.policy.weight_handles import opened
-from rl_megatron.topology.standalone_group import StandaloneGroup
+from rl_megatron.weight_sync.ipc import opened
+from rl_megatron.weight_sync.plan import RefitPlan, WeightsRefused
+from rl_megatron.weight_sync.process_group import StandaloneGroup
+from rl_megatron.weight_sync.receiver import WeightReceiver
 
 CPU = torch.device("cpu")
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
+from rl_megatron.checkpoint import directory as checkpoint
+from rl_megatron.checkpoint.load import load_model
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.losses import NLLLoss
 from rl_megatron.model.build import unwrap
 from rl_megatron.model.shards import pieces
-from rl_megatron.policy import checkpoint
-from rl_megatron.policy.loading import load_model
 from tests.parallel.layouts import (
     DISTRIBUTED_OPTIMIZER,
     EXPERTS,

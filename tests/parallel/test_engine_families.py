@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 import torch
 
-from rl_megatron.algorithms.gate import LIMITS
+from rl_megatron.algorithms.logprob_check import LIMITS
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
+from rl_megatron.generation.completion_batch import rollouts
 from rl_megatron.generation.completions import row_uniforms
 from rl_megatron.generation.megatron import MegatronEngine
-from rl_megatron.generation.rollouts import rollouts
-from rl_megatron.generation.transformers_model import build_model, checkpoint_tensors, complete
+from rl_megatron.generation.transformers.model import build_model, checkpoint_tensors, complete
 from rl_megatron.model.families import family_of_config, family_of_model
 from tests.parallel.family_cases import architecture, hf_model
 from tests.parallel.layouts import EXPERTS, VOCAB_SIZE, build_policy

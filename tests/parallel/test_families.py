@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from rl_megatron.checkpoint.hf_convert import export_weights, import_weights
 from rl_megatron.config.schema import ModelConfig, ParallelConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.model.families import FAMILIES, family_of_model, read_model
 from rl_megatron.model.shards import pieces
-from rl_megatron.policy.convert import export_weights, import_weights
 from rl_megatron.policy.megatron_policy import MegatronPolicy
-from rl_megatron.topology import platform, topology
+from rl_megatron.topology import topology
+from rl_megatron.topology.device import start_device
 from tests.parallel.family_cases import CASES, SHAPE, architecture, assert_same_tensors, hf_model, save, tensors
 
 VOCAB_SIZE = SHAPE["vocab_size"]
@@ -68,7 +69,7 @@ def imported(tmp_path_factory):
 
 
 def build(parallel: dict, model: ModelConfig, precision: str = "fp32") -> MegatronPolicy:
-    layout = topology.build(ParallelConfig(**parallel), platform.start("cpu"), 0)
+    layout = topology.build(ParallelConfig(**parallel), start_device("cpu"), 0)
     return MegatronPolicy(model, layout, vocab_size=VOCAB_SIZE, precision=precision)
 
 

@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Gemma3TextConfig, LlamaConfig
 
+from rl_megatron.batching.config import Batching
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.megatron import MegatronEngine
 from rl_megatron.losses import NLLLoss
 from rl_megatron.model.build import unwrap
 from rl_megatron.model.shards import pieces
-from rl_megatron.policy.batching import Batching
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from tests.parallel.hf_models import policy_of, save_random
 from tests.parallel.layouts import gradients, weights, worst_relative_error

@@ -13,12 +13,12 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from rl_megatron import log
 from rl_megatron.certify.workload import SMALL_FUSED_HEAD, batch_of_all_kinds
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.execution.runner import _reads_deferred_logits
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.megatron import MegatronEngine
 from rl_megatron.losses import ClippedPGLossFn, NLLLoss
 from rl_megatron.model.build import unwrap
 from rl_megatron.policy import optimizer as optimizer_module
-from rl_megatron.schedule.runner import _reads_deferred_logits
 from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, MODEL, OPTIMIZER, VOCAB_SIZE, build_policy, weights
 
 OVERLAPPED = replace(DISTRIBUTED_OPTIMIZER, overlap=True)

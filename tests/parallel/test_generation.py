@@ -9,9 +9,9 @@ import torch
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
+from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.megatron import MegatronEngine
-from rl_megatron.schedule import NonFiniteLoss
 from tests.parallel.layouts import EXPERTS, MODEL, VOCAB_SIZE, build_policy
 
 STOP = 7

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rl_megatron.batching.config import Batching
+from rl_megatron.batching.packing import pack_sequences
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.data.packing import pack_sequences
 from rl_megatron.losses import NLLLoss
-from rl_megatron.policy.batching import Batching
 from tests.parallel.layouts import VOCAB_SIZE, build_policy, gradients, worst_relative_error
 
 BUDGET = 64

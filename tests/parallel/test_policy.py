@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rl_megatron.config.schema import ModelConfig
+from rl_megatron.execution import NonFiniteLoss, over_steps
 from rl_megatron.losses import NLLLoss
 from rl_megatron.losses.interfaces import LogprobLoss, LossInputType, LossType, Reduction
-from rl_megatron.schedule import NonFiniteLoss, over_steps
 from tests.parallel.layouts import (
     DISTRIBUTED_OPTIMIZER,
     EXPERTS,

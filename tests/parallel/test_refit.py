@@ -11,9 +11,9 @@ import torch.distributed as dist
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.losses import NLLLoss
 from rl_megatron.model.families import family_of_config
-from rl_megatron.policy.refit import WeightExporter
-from rl_megatron.policy.weight_buckets import WeightsRefused
-from rl_megatron.topology.standalone_group import StandaloneGroup
+from rl_megatron.weight_sync.exporter import WeightExporter
+from rl_megatron.weight_sync.plan import WeightsRefused
+from rl_megatron.weight_sync.process_group import StandaloneGroup
 from tests.parallel.family_cases import CASES, architecture, hf_model
 from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, MODEL, build_policy
 from tests.parallel.refit_engines import (
@@ -128,9 +128,9 @@ def test_weights_that_the_last_step_left_scattered_are_gathered_first(ranks):
 
 
 def refusal(parallel: dict, change: str) -> str:
-    from rl_megatron.policy import refit
+    from rl_megatron.weight_sync import exporter
 
-    policy, pieces = llama(parallel), refit.pieces
+    policy, pieces = llama(parallel), exporter.pieces
     name = "decoder.layers.1.mlp.linear_fc2.weight"
 
     def changed(chunks):
@@ -148,13 +148,13 @@ def refusal(parallel: dict, change: str) -> str:
                     piece = dataclasses.replace(piece, global_shape=(32, 65))
             yield piece
 
-    refit.pieces = changed
+    exporter.pieces = changed
     try:
         WeightExporter(policy)
     except RuntimeError as error:
         return str(error)
     finally:
-        refit.pieces = pieces
+        exporter.pieces = pieces
     return "nothing"
 
 

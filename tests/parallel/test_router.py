@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
+from rl_megatron.batching.config import Batching
 from rl_megatron.certify.workload import NUM_ROWS, batch_of_all_kinds
 from rl_megatron.losses import NLLLoss
-from rl_megatron.policy.batching import Batching
 from tests.parallel.layouts import MODEL, VOCAB_SIZE, build_policy, gradients, worst_relative_error
 
 EXPERTS = dataclasses.replace(MODEL, num_experts=4, expert_ffn_hidden_size=32, router_aux_loss=0.5)

@@ -13,10 +13,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from rl_megatron.checkpoint import directory as checkpoint
+from rl_megatron.checkpoint import save as saving
+from rl_megatron.checkpoint.directory import Damaged
+from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.losses import NLLLoss
-from rl_megatron.policy import checkpoint, saving
-from rl_megatron.policy.checkpoint import Damaged
-from rl_megatron.policy.saving import SaveFailed
 from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, OPTIMIZER, build_policy, weights
 from tests.parallel.test_layouts import random_batch
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rl_megatron.batching.config import Batching
 from rl_megatron.logprobs import vocab_parallel_top_k
 from rl_megatron.losses import DistillationLossFn
-from rl_megatron.policy.batching import Batching
 from tests.parallel.layouts import VOCAB_SIZE, build_policy
 from tests.parallel.test_layouts import random_batch
 

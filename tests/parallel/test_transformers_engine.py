@@ -15,17 +15,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_megatron.algorithms.gate import LIMITS, EngineMismatch, Gate
+from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, Gate
 from rl_megatron.config.schema import GenerationConfig
-from rl_megatron.generation import transformers_engine, worker_process
+from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.generation.interfaces import EngineFailed, Sampling
 from rl_megatron.generation.megatron import MegatronEngine
-from rl_megatron.generation.transformers_engine import TransformersEngine
-from rl_megatron.generation.worker_process import EngineWorkers
+from rl_megatron.generation.transformers import engine as transformers_engine
+from rl_megatron.generation.transformers import process as worker_process
+from rl_megatron.generation.transformers.engine import TransformersEngine
+from rl_megatron.generation.transformers.process import EngineWorkers
 from rl_megatron.losses import build_loss
-from rl_megatron.policy.refit import WeightExporter
-from rl_megatron.policy.weight_buckets import WeightsRefused
-from rl_megatron.schedule import NonFiniteLoss
+from rl_megatron.weight_sync.exporter import WeightExporter
+from rl_megatron.weight_sync.plan import WeightsRefused
 from tests.parallel.layouts import MODEL, VOCAB_SIZE, build_policy
 from tests.parallel.test_generation import SAMPLINGS, prompts
 

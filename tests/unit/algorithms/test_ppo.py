@@ -8,16 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rl_megatron.algorithms import checkpointer
 from rl_megatron.algorithms import ppo as story
-from rl_megatron.algorithms import saver
 from rl_megatron.algorithms import stage as stage_module
 from rl_megatron.algorithms.run import _optimizer_steps
 from rl_megatron.algorithms.stage import Stage
+from rl_megatron.checkpoint.directory import MANIFEST
+from rl_megatron.checkpoint.retention import delete_older
 from rl_megatron.config.load import load
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import ClippedPGLossFn, MSEValueLoss
-from rl_megatron.policy.checkpoint import MANIFEST
-from rl_megatron.policy.retention import delete_older
 
 OVERRIDES = ("algorithm=ppo", "algorithm.samples_per_prompt=2", "loss.reference_policy_kl_penalty=0")
 
@@ -92,7 +92,7 @@ def run(monkeypatch):
         monkeypatch.setattr(story, "Sampler", Rollouts)
         monkeypatch.setattr(stage_module.checkpoint, "complete_checkpoints", lambda directory: list(saved))
         monkeypatch.setattr(
-            saver.retention,
+            checkpointer.retention,
             "delete_older",
             lambda where, keep, companions, best: log.append(("delete", where.name, keep, companions.name)),
         )

@@ -22,7 +22,7 @@ from rl_megatron.algorithms.rollout import needs_reference
 from rl_megatron.algorithms.run import _on_all_or_none
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load, to_yaml
-from rl_megatron.generation.transformers_engine import engine_devices
+from rl_megatron.generation.transformers.engine import engine_devices
 from rl_megatron.losses import LOSSES, ClippedPGLossFn, LossFunction, LossInputType, LossType
 
 PAIRS = ["data=gsm8k_pairs", "data.path=x"]

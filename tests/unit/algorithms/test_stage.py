@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl_megatron.algorithms import inputs, saver
+from rl_megatron.algorithms import checkpointer, inputs
 from rl_megatron.algorithms import stage as stage_module
 from rl_megatron.algorithms.evaluate import HeldoutPairs, HeldoutProblems, HeldoutText
 from rl_megatron.algorithms.run import _finished_results, _optimizer_steps
@@ -14,9 +14,9 @@ from rl_megatron.config.load import load
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.order import BatchSchedule
 from rl_megatron.data.tasks import Problem
+from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.losses import NLLLoss
-from rl_megatron.schedule import NonFiniteLoss
 from tests.unit.algorithms.fakes import Characters, Echo, Scripted
 
 
@@ -75,7 +75,7 @@ def make(monkeypatch):
     def build(log, saved=(), resume=True, nan_at=None, **train):
         monkeypatch.setattr(stage_module.checkpoint, "complete_checkpoints", lambda directory: list(saved))
         monkeypatch.setattr(
-            saver.retention, "delete_older", lambda directory, keep, *_: log.append(("delete older", keep))
+            checkpointer.retention, "delete_older", lambda directory, keep, *_: log.append(("delete older", keep))
         )
         config = load([])
         config = replace(config.first, train=replace(config.first.train, **train))
@@ -162,12 +162,12 @@ def test_a_nan_names_stage_and_step_and_keeps_the_cause(make):
 def test_a_finished_stage_is_known_by_its_last_step(monkeypatch, tmp_path):
     config = load(["train.steps=6"]).first
     manifest = {"step": 6, "results": {"measures": {}}}
-    monkeypatch.setattr("rl_megatron.policy.checkpoint.complete_checkpoints", lambda directory: [tmp_path])
-    monkeypatch.setattr("rl_megatron.policy.checkpoint.read_manifest", lambda path, model: manifest)
+    monkeypatch.setattr("rl_megatron.checkpoint.directory.complete_checkpoints", lambda directory: [tmp_path])
+    monkeypatch.setattr("rl_megatron.checkpoint.directory.read_manifest", lambda path, model: manifest)
     assert _finished_results(tmp_path, config) == {"measures": {}}
     manifest["step"] = 5
     assert _finished_results(tmp_path, config) is None
-    monkeypatch.setattr("rl_megatron.policy.checkpoint.complete_checkpoints", lambda directory: [])
+    monkeypatch.setattr("rl_megatron.checkpoint.directory.complete_checkpoints", lambda directory: [])
     assert _finished_results(tmp_path, config) is None
 
 

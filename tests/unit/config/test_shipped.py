@@ -68,7 +68,7 @@ def test_every_experiment_loads(name):
     assert config.stages and config.output_dir != "outputs/run", "an experiment writes to a directory of its own"
 
 
-# model=init_from has its values from a checkpoint: tests/unit/config/test_origin.py
+# model=init_from has its values from a checkpoint: tests/unit/config/test_checkpoint_metadata.py
 @pytest.mark.parametrize(("group", "option"), [pair for pair in OPTIONS if pair != ("model", "init_from")])
 def test_every_option_of_every_group_loads(group, option):
     stage = load([f"{group}={option}", *ALSO.get((group, option), [])]).first

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_megatron.generation import worker_process
-from rl_megatron.generation.worker_process import Answers, EngineWorkers
+from rl_megatron.generation.transformers import process
+from rl_megatron.generation.transformers.process import Answers, EngineWorkers
 
 SOON = 20.0  # seconds; the echo worker answers in milliseconds
 
@@ -18,7 +18,7 @@ SOON = 20.0  # seconds; the echo worker answers in milliseconds
 @pytest.fixture
 def start(monkeypatch):
     """`start(count, patience)`: echo workers, gone after the test."""
-    monkeypatch.setattr(worker_process, "WORKER_MODULE", "tests.unit.generation.echo_worker")
+    monkeypatch.setattr(process, "WORKER_MODULE", "tests.unit.generation.echo_worker")
     started = []
 
     def run(count=1, patience=SOON):
@@ -110,9 +110,9 @@ def test_shutdown_leaves_no_process(start):
 
 def test_a_busy_process_ends_with_its_parent():
     program = (
-        "import time\nfrom rl_megatron.generation import worker_process\n"
-        "worker_process.WORKER_MODULE = 'tests.unit.generation.echo_worker'\n"
-        "workers = worker_process.EngineWorkers(1, 60.0)\n"
+        "import time\nfrom rl_megatron.generation.transformers import process\n"
+        "process.WORKER_MODULE = 'tests.unit.generation.echo_worker'\n"
+        "workers = process.EngineWorkers(1, 60.0)\n"
         "workers.ask('echo', ())\nworkers.answers(20.0)\nworkers.ask('sleep', (60.0,))\n"
         "print(workers._workers[0].process.pid, flush=True)\ntime.sleep(60)"
     )
@@ -128,7 +128,7 @@ def test_a_busy_process_ends_with_its_parent():
 
 def test_an_engines_process_imports_no_megatron_and_ends_without_a_parent():
     program = (
-        "import sys, rl_megatron.generation.transformers_worker as worker\n"
+        "import sys, rl_megatron.generation.transformers.worker as worker\n"
         "assert not [name for name in sys.modules if name.startswith('megatron')]\n"
         "worker.main(['0', '1'], None)\n"  # a parent that this process does not have
         "sys.exit('still here')"

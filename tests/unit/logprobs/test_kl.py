@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from rl_megatron.logprobs import tiles, vocab_parallel_kl
+from rl_megatron.logprobs import vocab_parallel_kl
+from rl_megatron.logprobs.kernels import tiles
 
 DIRECTIONS = ["forward", "reverse"]
 

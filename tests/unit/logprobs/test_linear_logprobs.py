@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from rl_megatron.logprobs import linear, linear_logprobs, tiles, vocab_parallel_logprobs
+from rl_megatron.logprobs import linear, linear_logprobs, vocab_parallel_logprobs
+from rl_megatron.logprobs.kernels import tiles
 from tests.live_memory import LiveMemory
 
 OUTPUTS = ("logprobs", "entropy", "gathered")

@@ -9,9 +9,10 @@ import sys
 import pytest
 import torch
 
-from rl_megatron import log, logprobs
-from rl_megatron.logprobs import backends, vocab_parallel_logprobs
-from rl_megatron.logprobs.backends import TORCH, choose_kernels
+from rl_megatron import log
+from rl_megatron.logprobs import kernels, vocab_parallel_logprobs
+from rl_megatron.logprobs.kernels import backends
+from rl_megatron.logprobs.kernels.backends import TORCH, choose_kernels
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")  # to choose kernels for one, nobody needs to have it
 
@@ -72,11 +73,11 @@ class TestTheBackendThatIsChosen:
     @pytest.fixture
     def without_triton(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "triton", None)
-        monkeypatch.delitem(sys.modules, "rl_megatron.logprobs.triton_kernels", raising=False)
-        monkeypatch.delattr(logprobs, "triton_kernels", raising=False)
+        monkeypatch.delitem(sys.modules, "rl_megatron.logprobs.kernels.triton", raising=False)
+        monkeypatch.delattr(kernels, "triton", raising=False)
 
     def test_auto_is_triton_on_a_gpu_and_torch_elsewhere(self):
-        triton_kernels = pytest.importorskip("rl_megatron.logprobs.triton_kernels")
+        triton_kernels = pytest.importorskip("rl_megatron.logprobs.kernels.triton")
         assert choose_kernels("auto", GPU).row_stats is triton_kernels.row_stats
         assert choose_kernels("auto", CPU) == choose_kernels("torch", GPU) == TORCH
 
@@ -93,7 +94,7 @@ class TestTheBackendThatIsChosen:
             choose_kernels("triton", GPU)
 
     def test_triton_on_a_cpu_names_the_interpreter(self, monkeypatch):
-        triton_kernels = pytest.importorskip("rl_megatron.logprobs.triton_kernels")
+        triton_kernels = pytest.importorskip("rl_megatron.logprobs.kernels.triton")
         monkeypatch.setattr(triton_kernels, "INTERPRETED", False)
         with pytest.raises(ValueError, match="TRITON_INTERPRET=1 before"):
             vocab_parallel_logprobs(torch.zeros(4, 10), torch.zeros(4, dtype=torch.long), backend="triton")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl_megatron.logprobs.backends import choose_kernels
+from rl_megatron.logprobs.kernels.backends import choose_kernels
 from tests.unit.logprobs.logprob_cases import random_case
 
 
@@ -16,7 +16,7 @@ def kernels(backend):
 def small_blocks(backend, monkeypatch):
     """Rows of a few dozen columns take several steps."""
     if backend == "triton":
-        from rl_megatron.logprobs import triton_kernels
+        from rl_megatron.logprobs.kernels import triton as triton_kernels
 
         monkeypatch.setattr(triton_kernels, "block_of", lambda num_columns: (16, 1))
 

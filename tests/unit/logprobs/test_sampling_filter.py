@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from rl_megatron.logprobs import SamplingFilter, tiles
-from rl_megatron.logprobs.float_order import from_ordered_bits, ordered_bits
+from rl_megatron.logprobs import SamplingFilter
+from rl_megatron.logprobs.kernels import tiles
+from rl_megatron.logprobs.kernels.float_order import from_ordered_bits, ordered_bits
 from rl_megatron.logprobs.sampling_filter import filter_thresholds
 from rl_megatron.logprobs.vocab_parallel import VocabShard
 

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from rl_megatron.logprobs import tiles, vocab_parallel_soft_cross_entropy, vocab_subset
+from rl_megatron.logprobs import vocab_parallel_soft_cross_entropy, vocab_subset
+from rl_megatron.logprobs.kernels import tiles
 
 
 def random_case(rows, vocab, dtype=torch.float32, scale=3.0, seed=0):

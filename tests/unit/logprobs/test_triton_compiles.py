@@ -29,7 +29,7 @@ def compiled(kernel, dtype, num_warps, **constants):
 
 
 def check_kernels():
-    from rl_megatron.logprobs import triton_kernels
+    from rl_megatron.logprobs.kernels import triton as triton_kernels
 
     assert not triton_kernels.INTERPRETED
     for num_columns, dtype, optional in (

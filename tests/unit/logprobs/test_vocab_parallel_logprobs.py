@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from rl_megatron.logprobs import tiles, vocab_parallel_logprobs
+from rl_megatron.logprobs import vocab_parallel_logprobs
+from rl_megatron.logprobs.kernels import tiles
 from tests.unit.logprobs.logprob_cases import OUTPUTS, expected, expected_gradient, gradient, random_case, rounding
 
 

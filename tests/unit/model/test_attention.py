@@ -8,9 +8,9 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 
-from rl_megatron.model.attention import PortableAttention, PortablePacking, PortableRotaryEmbedding
-from rl_megatron.model.packed_rows import PackedRows
-from rl_megatron.topology import platform
+from rl_megatron.model.layers.attention import PortableAttention, PortablePacking, PortableRotaryEmbedding
+from rl_megatron.model.layers.packed import PackedRows
+from rl_megatron.topology.device import start_device
 
 HEADS, GROUPS, DIM = 4, 2, 8
 ROOMS = [5, 1, 40, 3, 6, 2, 17]
@@ -77,7 +77,7 @@ def test_sequences_of_like_length_share_a_bucket():
 
 def frequencies() -> tuple[torch.Tensor, torch.Tensor]:
     """Of the packed tokens, and of each sequence by itself."""
-    platform.start("cpu")
+    start_device("cpu")
     rope = PortableRotaryEmbedding(DIM, rotary_percent=1.0)
     packing = PortablePacking(rows=PackedRows.of(ROOMS, None, torch.device("cpu")))
     packed = rope(rope.get_rotary_seq_len(None, None, None, None, packing), packed_seq=False, cp_group=None)

@@ -11,9 +11,8 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load
 from rl_megatron.model import backend
 from rl_megatron.model.backend import choose_backend
-from rl_megatron.topology.platform import Platform
 
-CPU, CUDA = Platform(torch.device("cpu"), "gloo"), Platform(torch.device("cuda", 0), "nccl")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.fixture

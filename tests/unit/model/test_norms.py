@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
-from rl_megatron.model.norms import PortableRMSNorm
-from rl_megatron.topology import platform
+from rl_megatron.model.layers.norms import PortableRMSNorm
+from rl_megatron.topology.device import start_device
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_zero_centred_norm_is_gemmas(dtype):
-    platform.start("cpu")
+    start_device("cpu")
     torch.manual_seed(0)
     config = SimpleNamespace(params_dtype=dtype, layernorm_zero_centered_gamma=True, sequence_parallel=False)
     ours, theirs = PortableRMSNorm(config, 48, eps=1e-6), Gemma3RMSNorm(48, eps=1e-6).to(dtype)

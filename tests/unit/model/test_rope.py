@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import LinearRope, Llama3Rope, YarnRope
 from rl_megatron.model.families.llama import read_config, write_config
-from rl_megatron.model.rope import frequencies, rotary_scale
+from rl_megatron.model.layers.rope import frequencies, rotary_scale
 
 OLD = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
        "original_max_position_embeddings": 512}  # fmt: skip

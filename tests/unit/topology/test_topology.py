@@ -7,7 +7,8 @@ import pytest
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig, ParallelConfig
-from rl_megatron.topology import platform, topology
+from rl_megatron.topology import topology
+from rl_megatron.topology.device import start_device
 from rl_megatron.topology.topology import padded_vocab_size, validate, validate_model
 
 
@@ -185,8 +186,8 @@ def test_the_padded_vocabulary_is_the_same_at_every_usual_degree():
 
 
 def _places(degrees):
-    where = platform.start("cpu")
-    layout = topology.build(ParallelConfig(**degrees), where, seed=1)
+    device = start_device("cpu")
+    layout = topology.build(ParallelConfig(**degrees), device, seed=1)
     place = (layout.tensor_rank, layout.context_rank, layout.pipeline_rank, layout.data_rank)
     return layout.describe(), place, layout.is_last_stage, layout.last_stage_rank, layout.sequence_multiple
 

@@ -1,0 +1,84 @@
+"""Whether the checkpoints that a run will read are as they were written: known before its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rl_megatron.algorithms.checkpointer import critic_checkpoints
+from rl_megatron.checkpoint import directory as checkpoint
+from rl_megatron.checkpoint import load as loading
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import RunConfig, StageConfig
+
+
+def refuse_damage(config: RunConfig, output_dir: Path) -> None:
+    """Reads every byte of the checkpoints that the run would load; collective, each rank its share.
+
+    Raises: Damaged, on every rank, naming the file and the newest checkpoint that is as it was written.
+    """
+    for path in _to_be_read(config, output_dir):
+        try:
+            loading.verify(path)
+        except checkpoint.Damaged as error:
+            raise with_remedy(error, path, config, loading.verify) from error
+
+
+def manifest_at_the_end(directory: Path, stage: StageConfig) -> dict[str, Any] | None:
+    """The manifest of the checkpoint of a stage's last step, where there is one."""
+    saved = checkpoint.complete_checkpoints(directory)
+    if not saved:
+        return None
+    manifest = checkpoint.read_manifest(saved[-1], stage.model)
+    return manifest if manifest["step"] >= stage.train.steps else None
+
+
+def _to_be_read(config: RunConfig, output_dir: Path) -> Iterator[Path]:
+    """Where the first stage that is not at its end begins, and what it and the stages after it go on from."""
+    begins_with = Path(config.init_from) if config.init_from else None
+    reads = False
+    for name, stage in config.stages.items():
+        directory = output_dir / "checkpoints" / name
+        saved = checkpoint.complete_checkpoints(directory) if config.resume else []
+        finished = saved and manifest_at_the_end(directory, stage) is not None
+        if not finished and not reads and begins_with is not None:
+            yield begins_with
+        reads = reads or not finished
+        if saved:
+            if reads:
+                yield saved[-1]
+            if not finished and stage.algorithm.name == "ppo":
+                yield critic_checkpoints(directory) / saved[-1].name
+            begins_with = saved[-1]
+
+
+def with_remedy(
+    error: checkpoint.Damaged, damaged: Path, config: RunConfig, check: Callable[[Path], object]
+) -> checkpoint.Damaged:
+    """The error with the newest checkpoint before `damaged` that `check` does not refuse, and how to go on from it."""
+    policys = damaged.parent.with_name(damaged.parent.name.removesuffix(".critic"))
+    before = [path for path in checkpoint.complete_checkpoints(policys) if path.name < damaged.name]
+    good = next((path for path in reversed(before) if _is_whole(path, check)), None)
+    return checkpoint.Damaged(f"{error}: {_remedy(damaged, good, config)}")
+
+
+def _remedy(damaged: Path, good: Path | None, config: RunConfig) -> str:
+    if config.init_from and damaged == Path(config.init_from):
+        return "set init_from to another one" if good is None else f"init_from={good} is undamaged"
+    stage = damaged.parent.name.removesuffix(".critic")
+    removed = f"remove {damaged.parent.with_name(stage) / damaged.name} to"
+    if good is None:
+        return f"there is no undamaged one of stage {stage!r}; {removed} begin the stage anew"
+    return f"the newest undamaged one is {good}; {removed} go on from there"
+
+
+def _is_whole(path: Path, check: Callable[[Path], object]) -> bool:
+    critic = critic_checkpoints(path.parent) / path.name
+    try:
+        check(path)
+        if critic.is_dir():
+            check(critic)
+    except ConfigError:
+        return False
+    return True

@@ -1,0 +1,75 @@
+"""One process, the measure of all layouts: the workload on one rank, all rows at once, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rl_megatron import log
+from rl_megatron.batching.config import Batching
+from rl_megatron.certify.measurement import Measurement, measure
+from rl_megatron.certify.workload import NUM_ROWS, Workload
+from rl_megatron.config.schema import ParallelConfig
+from rl_megatron.topology import topology
+from rl_megatron.topology.device import start_device
+
+# What torchrun gives a rank; the reference is a world of its own.
+_OF_A_RANK = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+def measure_in_one_process(workload: Workload, device: str = "auto") -> dict[str, Measurement]:
+    """The workload in this process, a world of one, plainly: one microbatch of padded rows, whole logits."""
+    layout = topology.build(ParallelConfig(), start_device(device), workload.seed)
+    whole = {name: Batching("padded", NUM_ROWS) for name in workload.objectives}
+    return measure(workload.plainly(), layout, whole)
+
+
+class Reference:
+    """`measure_in_one_process` in a new process, which runs beside the layout that it is compared with."""
+
+    def __init__(self, workload: Workload, directory: Path, device: str):
+        self._result = directory / "reference.pt"
+        torch.save((workload, device), directory / "workload.pt")
+        environment = {
+            key: value
+            for key, value in os.environ.items()
+            if key not in _OF_A_RANK and not key.startswith("TORCHELASTIC")
+        }
+        command = [sys.executable, "-m", __name__, str(directory / "workload.pt"), str(self._result)]
+        self._process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+    def finish(self) -> dict[str, Measurement] | str:
+        """What it measured, or what it said last where it failed."""
+        _, said = self._process.communicate()
+        if self._process.returncode:
+            return f"the reference process failed: {said[-2000:]}"
+        return torch.load(self._result, weights_only=False)
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def _main(workload_path: str, result_path: str) -> None:
+    log.setup()
+    workload, device = torch.load(workload_path, weights_only=False)
+    torch.save(measure_in_one_process(workload, device), result_path)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

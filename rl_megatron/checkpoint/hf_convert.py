@@ -1,0 +1,291 @@
+"""Hugging Face directory → checkpoint, and back: in one process, without a GPU or a model, a few rows at a time.
+
+Both ways the weights only change places, as the family's table says, so a tensor that comes back is the one that went
+in, bit for bit. Everything that can be wrong is looked for first, and what is written takes its name when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from rl_megatron.checkpoint import directory as checkpoints
+from rl_megatron.checkpoint.hf_weights import BLOCK_BYTES, check_tensors, check_tied, find_tensors, read_json, tied_head
+from rl_megatron.checkpoint.safetensors_files import INDEX, WeightReader, WeightWriter
+from rl_megatron.checkpoint.tensors import StoredTensor, TensorWriter, model_tensors, read_parts
+from rl_megatron.config.checkpoint_metadata import (
+    HUGGING_FACE,
+    carried_tokenizer,
+    has_tokenizer,
+    hugging_face_files,
+    run_tokenizer,
+)
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import ModelConfig
+from rl_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rl_megatron.model.build import check_vocabulary
+from rl_megatron.model.families import family_of_model, read_model, same_weights
+from rl_megatron.model.families.table import Shape, WeightTable
+from rl_megatron.model.shards import stored_name
+
+MAX_SHARD_BYTES = 5 * 10**9
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # of a config.json, by transformers 5 and 4
+# What travels along: configuration, tokenizer, templates, licence.
+_SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*")
+_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")  # have more rows than the vocabulary
+
+
+def import_weights(source: Path, checkpoint: Path, progress: Progress = lambda done, total: None) -> dict[str, Any]:
+    """Makes of the Hugging Face directory `source` a checkpoint that any layout loads, and returns its manifest.
+
+    Weights keep their dtype. The checkpoint carries the rest of the directory, which an export gives back.
+
+    Raises: ConfigError naming what is wrong with the input, before anything is written, or with writing.
+    """
+    config_file = source / "config.json"
+    family, model = read_model(read_json(config_file), str(config_file))
+    table = family.table(model, model.vocab_size)
+    places = find_tensors(source)
+    check_tensors(places, table, str(source), lambda name: family.is_dropped(name, model))
+    tokenizer = _tokenizer_of(source, model)
+    with WeightReader(places) as reader, _whole_or_not_at_all(checkpoint) as partial:
+        if tied_head(places, table):
+            check_tied(reader, str(source))
+        _write_checkpoint(reader, table, model, partial, progress)
+        _copy_side_files(source, partial / HUGGING_FACE)
+        manifest = {"step": 0, "model": asdict(model), "head": "lm", "source": str(source.resolve())}
+        manifest["vocab_size"] = model.vocab_size if tokenizer is None else tokenizer.vocab_size
+        if tokenizer is not None:
+            manifest["tokenizer"] = tokenizer.digest
+        checkpoints.publish(partial, checkpoint, manifest)
+    return manifest
+
+
+def export_weights(
+    checkpoint: Path,
+    target: Path,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress = lambda done, total: None,
+) -> dict[str, Any]:
+    """Makes of a language model's checkpoint a Hugging Face directory, and returns its config.json.
+
+    Weights keep the checkpoint's dtype. Configuration and tokenizer are those that the checkpoint, or its run, was
+    imported with; a model trained from nothing has its run's tokenizer, and the configuration of a family that can say
+    what it is.
+
+    Raises: ConfigError naming what is wrong with the checkpoint, before anything is written, or with writing.
+    """
+    manifest = checkpoints.read_manifest(checkpoint)
+    if manifest.get("head", "lm") != "lm":
+        raise ConfigError(f"checkpoint {checkpoint} has a score head, and only language models can be exported")
+    checkpoints.check_digests(checkpoint, manifest)
+    model, config, table = _described(checkpoint, manifest)
+    stored = _checked(checkpoint, table)
+    dtypes = {rows.hf_name: stored[stored_name(rows.name)[0]].dtype for rows in table.rows}
+    dtype = next(dtype for name, dtype in dtypes.items() if name not in table.fp32)
+    with _whole_or_not_at_all(target) as partial:
+        writer = WeightWriter(partial, table.hf_shapes, dtypes.__getitem__, max_shard_bytes)
+        try:
+            _write_hugging_face(writer, table, stored, progress)
+            writer.finish()
+        finally:
+            writer.close()
+        config = _write_side_files(checkpoint, partial, config, dtype)
+        partial.rename(target)
+    return config
+
+
+# --- import ---
+
+
+def _tokenizer_of(source: Path, model: ModelConfig) -> Tokenizer | None:
+    """The tokenizer of a Hugging Face directory, whose tokens all have a row in the embedding."""
+    if not has_tokenizer(source):
+        return None
+    try:
+        tokenizer = load_tokenizer(source)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{source}: its tokenizer cannot be read: {error}") from error
+    tokenizer.leave_out_special_tokens_from(model.vocab_size)
+    check_vocabulary(model, tokenizer.vocab_size)
+    return tokenizer
+
+
+def _write_checkpoint(
+    reader: WeightReader, table: WeightTable, model: ModelConfig, directory: Path, progress: Progress
+) -> None:
+    writer, done = TensorWriter(directory), 0
+    total = sum(reader.places[name].num_bytes for name in table.hf_shapes)
+    try:
+        for name, shape in table.shapes.items():
+            key, expert = stored_name(name)
+            for first, block in _blocks(reader, table, name, shape):
+                offset = (first, *(0 for _ in shape[1:]))
+                if expert is None:
+                    writer.write(key, shape, offset, block)
+                else:  # megatron-core stacks them
+                    writer.write(key, (model.num_experts, *shape), (expert, *offset), block[None])
+                done += block.nbytes
+                progress(done, total)
+        writer.finish()
+    finally:
+        writer.close()
+
+
+def _blocks(reader: WeightReader, table: WeightTable, name: str, shape: Shape) -> Iterator[tuple[int, Tensor]]:
+    """A Megatron tensor as blocks of rows, each with the number of its first."""
+    sources = table.of_megatron[name]
+    place = reader.places[sources[0].hf_name]
+    height = max(1, BLOCK_BYTES // max(1, place.row_bytes))
+    for first in range(0, shape[0], height):
+        last = min(first + height, shape[0])
+        block = torch.empty(last - first, *shape[1:], dtype=place.dtype)
+        for rows in sources:
+            start, end = max(rows.row, first), min(rows.row + rows.count, last)
+            if start < end:
+                reader.read_rows(rows.hf_name, rows.hf_row + start - rows.row, block[start - first : end - first])
+        yield first, block
+
+
+# --- export ---
+
+
+def _described(checkpoint: Path, manifest: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any], WeightTable]:
+    """The checkpoint's model, its config.json, and its table."""
+    try:
+        model = TypeAdapter(ModelConfig).validate_python(manifest["model"])
+    except ValidationError as error:
+        raise ConfigError(f"checkpoint {checkpoint}: its model section is not understood: {error}") from error
+    carried = hugging_face_files(checkpoint)
+    if carried is not None:
+        config = read_json(carried / "config.json")
+        family, read = read_model(config, str(carried / "config.json"))
+        if not same_weights(read, model):
+            raise ConfigError(
+                f"checkpoint {checkpoint} is of another model than {carried / 'config.json'} describes; export it from "
+                "the run that made it"
+            )
+        return model, config, family.table(read, read.vocab_size)
+    directory = run_tokenizer(checkpoint)
+    tokenizer = None if directory is None else load_tokenizer(directory)
+    rows = model.vocab_size or (manifest.get("vocab_size") if tokenizer is None else tokenizer.vocab_size)
+    if rows is None:
+        raise ConfigError(
+            f"checkpoint {checkpoint} does not tell its vocabulary's size (model.vocab_size=null), and its run's "
+            "tokenizer is not there; leave the checkpoint in its run's output_dir, at checkpoints/STAGE"
+        )
+    family = family_of_model(model, rows)
+    config = family.write_config(model, rows)
+    if tokenizer is not None:
+        config |= {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
+    return model, config, family.table(model, rows)
+
+
+def _checked(checkpoint: Path, table: WeightTable) -> dict[str, StoredTensor]:
+    """The checkpoint's tensors, each of the table's with its shape, and no other.
+
+    Raises: ConfigError naming the first that is not so.
+    """
+    stored = model_tensors(checkpoint)
+    names = {stored_name(name)[0] for name in table.shapes}
+    for what, wrong in (("lacks", names - stored.keys()), ("has", stored.keys() - names)):
+        if wrong:
+            raise ConfigError(f"checkpoint {checkpoint} {what} {sorted(wrong)[0]}, unlike the model of its manifest")
+    for name, shape in table.shapes.items():
+        key, expert = stored_name(name)
+        found = stored[key].shape if expert is None else stored[key].shape[1:]
+        padded = key in _PADDED and found[0] >= shape[0] and found[1:] == shape[1:]
+        if found != shape and not padded:
+            raise ConfigError(
+                f"checkpoint {checkpoint}: {name} has shape {found}; the model of its manifest has {shape}"
+            )
+    return stored
+
+
+def _write_hugging_face(
+    writer: WeightWriter, table: WeightTable, stored: Mapping[str, StoredTensor], progress: Progress
+) -> None:
+    names: dict[str, dict[int | None, str]] = {}
+    for name in table.shapes:
+        key, expert = stored_name(name)
+        names.setdefault(key, {})[expert] = name
+    done, total = 0, sum(stored[key].num_bytes for key in names)
+    for key, name_of in names.items():
+        for part, data in read_parts(stored[key]):
+            if None in name_of:
+                _write_part(writer, table, name_of[None], part.offset, data)
+            else:
+                for number, of_expert in enumerate(data, start=part.offset[0]):
+                    _write_part(writer, table, name_of[number], part.offset[1:], of_expert)
+            done += data.nbytes
+            progress(done, total)
+
+
+def _write_part(writer: WeightWriter, table: WeightTable, name: str, offset: Shape, data: Tensor) -> None:
+    first, column = offset[0], offset[1] if len(offset) > 1 else 0
+    for rows in table.of_megatron[name]:
+        start, end = max(rows.row, first), min(rows.row + rows.count, first + data.size(0))
+        if start < end:
+            block = data[start - first : end - first]
+            writer.write(rows.hf_name, rows.hf_row + start - rows.row, column, block)
+
+
+def _write_side_files(checkpoint: Path, target: Path, config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    carried, tokenizer = hugging_face_files(checkpoint), run_tokenizer(checkpoint)
+    if tokenizer is not None and carried_tokenizer(checkpoint) is None:
+        shutil.copytree(tokenizer, target, dirs_exist_ok=True)
+    if carried is not None:
+        shutil.copytree(carried, target, dirs_exist_ok=True)
+    else:
+        ids = {key: config[key] for key in ("eos_token_id", "pad_token_id") if key in config}
+        (target / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
+    name = str(dtype).removeprefix("torch.")
+    keys = [key for key in _DTYPE_KEYS if key in config] or _DTYPE_KEYS
+    if any(config.get(key) != name for key in keys):  # else the file is left as it came
+        config = config | dict.fromkeys(keys, name)
+        (target / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    return config
+
+
+# --- both ---
+
+
+def _copy_side_files(source: Path, target: Path) -> None:
+    target.mkdir()
+    for pattern in _SIDE_FILES:
+        for file in source.glob(pattern):
+            if file.is_file() and not file.name.endswith(INDEX.removeprefix("model.safetensors")):
+                shutil.copyfile(file, target / file.name)
+
+
+@contextmanager
+def _whole_or_not_at_all(final: Path) -> Iterator[Path]:
+    """A directory beside `final` to write into, which the caller renames; gone where that fails.
+
+    Raises: ConfigError where `final` exists, or the disk is full or not to be written to.
+    """
+    if final.exists():
+        raise ConfigError(f"{final} exists already; choose another directory, or delete it")
+    partial = final.absolute().with_name(f"{final.name}.incomplete")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was killed
+        partial.mkdir(parents=True)
+        yield partial
+    except (OSError, RuntimeError) as error:
+        cause = checkpoints.system_error(error)
+        if cause is None:
+            raise
+        raise ConfigError(f"{final} was not written: {cause}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

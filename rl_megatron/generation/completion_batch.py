@@ -1,0 +1,64 @@
+"""Prompts and completions → the record that algorithms learn from; the checks before and after that engines share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.execution import NonFiniteLoss
+from rl_megatron.generation.interfaces import Sampling
+
+
+def check_prompts(prompts: list[list[int]], sampling: Sampling, max_sequence_length: int) -> None:
+    """Raises: ConfigError where a prompt is empty, or leaves no room for `max_new_tokens`."""
+    if not all(prompts):
+        raise ConfigError("a prompt is empty; every prompt needs at least one token")
+    longest = max(len(prompt) for prompt in prompts)
+    if longest + sampling.max_new_tokens > max_sequence_length:
+        raise ConfigError(
+            f"a prompt of {longest} tokens and generation.max_new_tokens={sampling.max_new_tokens} exceed "
+            f"model.max_sequence_length={max_sequence_length}; lower max_new_tokens or raise the limit"
+        )
+
+
+def rollouts(
+    prompts: list[list[int]], parts: tuple[Tensor, Tensor, Tensor, Tensor], sampling: Sampling, weight_version: int
+) -> BatchedDataDict:
+    """The record that `RolloutEngine.generate` promises, on the CPU. `parts`: those of `Completions`, of all rows.
+
+    Raises: NonFiniteLoss where a row's logits were NaN.
+    """
+    completions, logprobs, lengths, nan_at = (part.cpu() for part in parts)
+    if nan_at.any():
+        first = nan_at[nan_at > 0].min().item()
+        raise NonFiniteLoss(f"the model's logits are NaN or infinite at token {first} of a completion")
+    num_rows = len(prompts)
+    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
+    width = int((prompt_lengths + lengths).max())
+    input_ids = torch.zeros(num_rows, width, dtype=torch.long)
+    token_mask = torch.zeros(num_rows, width)
+    generation_logprobs = torch.zeros(num_rows, width)
+    for row, (prompt, length) in enumerate(zip(prompts, lengths.tolist(), strict=True)):
+        end = len(prompt) + length
+        input_ids[row, : len(prompt)] = torch.tensor(prompt)
+        input_ids[row, len(prompt) : end] = completions[row, :length]
+        token_mask[row, len(prompt) : end] = 1.0
+        generation_logprobs[row, len(prompt) : end] = logprobs[row, :length]
+    last = completions.gather(1, (lengths - 1)[:, None])[:, 0]
+    return BatchedDataDict(
+        {
+            "input_ids": input_ids,
+            "input_lengths": prompt_lengths + lengths,
+            "prompt_lengths": prompt_lengths,
+            "token_mask": token_mask,
+            "sample_mask": torch.ones(num_rows),
+            "generation_logprobs": generation_logprobs,
+            "temperature": torch.full((num_rows,), sampling.temperature or 1.0),
+            "top_k": torch.full((num_rows,), sampling.top_k),
+            "top_p": torch.full((num_rows,), float(sampling.top_p)),
+            "weight_version": torch.full((num_rows,), weight_version),
+            "stopped": torch.isin(last, torch.tensor(sampling.stop_ids, dtype=torch.long)),
+        }
+    )

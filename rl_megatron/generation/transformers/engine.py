@@ -1,0 +1,277 @@
+"""A rollout engine of Hugging Face models in processes of their own, fed by refit. Nothing is read from a disk."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from rl_megatron import log
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import GenerationConfig
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.generation.completion_batch import check_prompts, rollouts
+from rl_megatron.generation.interfaces import EngineFailed, Sampling
+from rl_megatron.generation.transformers.process import Answers, EngineDied, EngineWorkers
+from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.weight_sync.plan import WeightsRefused
+from rl_megatron.weight_sync.process_group import CollectiveFailed
+from rl_megatron.weight_sync.sender import Joining
+
+_T = TypeVar("_T")
+_JOINING_POLL_SECONDS = 0.1
+_SECONDS_AFTER_A_BREAK = 5.0  # for engines to say what they know of a collective that failed
+
+
+class TransformersEngine:
+    """A `RolloutEngine` in `generation.num_engines` processes, started by the policy's rank 0 at the first refit.
+
+    Rank 0 alone talks to them; what it hears, every rank hears from it and decides alike. All ranks take part in the
+    weights' way over a collective. Processes that share a group end with any of its members: after a death all are
+    started again, get the same weights, and are asked the same question, whose answer depends on nothing else.
+    """
+
+    def __init__(self, policy: MegatronPolicy, settings: GenerationConfig, collective_timeout_minutes: float = 10.0):
+        self.policy, self.settings = policy, settings
+        self._timeout = 60 * collective_timeout_minutes
+        self._leads = policy.topology.rank == 0
+        self._workers: EngineWorkers | None = None  # on rank 0
+        self._started = False
+        self._serves: int | None = None  # the version of the weights
+        self._restarts = 0
+        self._costs: dict[str, float] = {}  # of a hand-over that was not told yet
+        self._devices = engine_devices(settings, policy.topology.device)
+
+    def update_weights(self) -> dict[str, float]:
+        """See `RolloutEngine.update_weights`.
+
+        Raises, on every rank: WeightsRefused; EngineFailed where engines die more often than they may.
+        """
+        if self._serves != self.policy.weight_version:
+            self._serves = None
+            self._surviving(self._hand_over)
+        costs, self._costs = self._costs, {}
+        return costs
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> BatchedDataDict:
+        """See `RolloutEngine.generate`.
+
+        Raises, on every rank: ConfigError where a prompt leaves no room for `max_new_tokens`; NonFiniteLoss where
+            logits are NaN or infinite; EngineFailed where what was drawn is of other weights than the policy's, or
+            engines die more often than they may.
+        """
+        self.policy.require_head("lm", "generate")
+        check_prompts(prompts, sampling, self.policy.model_config.max_sequence_length)
+        if self._serves is None:
+            raise EngineFailed("the rollout engine serves no weights; call update_weights() first")
+        drawn = self._surviving(lambda: self._draw(prompts, sampling, seed))
+        for version, _ in drawn:
+            if version != self.policy.weight_version:
+                raise EngineFailed(
+                    f"the rollout engine answered with version {version} of the weights, and the policy's is "
+                    f"{self.policy.weight_version}; call update_weights() before generate()"
+                )
+        columns = zip(*(parts for _, parts in drawn), strict=True)
+        parts = tuple(torch.cat([torch.from_numpy(part) for part in column]) for column in columns)
+        return rollouts(prompts, parts, sampling, self.policy.weight_version)
+
+    def shutdown(self) -> None:
+        self._leave(at_once=False)
+
+    # --- what may have to be done again ---
+
+    def _surviving(self, attempt: Callable[[], _T]) -> _T:
+        while True:
+            try:
+                return attempt()
+            except EngineDied as death:
+                self._leave(at_once=True)
+                self._restarts += 1
+                allowed = self.settings.max_engine_restarts
+                if self._restarts > allowed:
+                    raise EngineFailed(
+                        f"{death}; generation.max_engine_restarts={allowed} allows no more of it"
+                    ) from death
+                log.LOGGER.warning("%s; starting again (%d of at most %d times)", death, self._restarts, allowed)
+
+    def _draw(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> tuple[Any, ...]:
+        """What each engine that had rows answered."""
+        if self._serves is None:  # started again
+            self._hand_over()
+        parts = min(self.settings.num_engines, len(prompts))
+        edges = [len(prompts) * part // parts for part in range(parts + 1)]
+        rows = zip(edges, edges[1:], strict=False)
+        return self._ask("generate", [(prompts[a:b], a, len(prompts), sampling, seed) for a, b in rows])
+
+    def _hand_over(self) -> None:
+        """Processes where there are none, and the policy's present weights in them. Keeps what the weights' way cost:
+        the policy's `refit_metrics`, up to when the last engine serves them, and `verify` and `copy` there."""
+        if not self._started:
+            self._start()
+        began, version = time.perf_counter(), self.policy.weight_version
+        paths = {"collective": self._over_the_group, "shared_memory": self._in_shared_memory}
+        at_engines = paths[self.settings.refit](version)
+        costs = self.policy.refit_metrics()
+        seconds = {"": time.perf_counter() - began}
+        seconds |= {f"{phase}_": max(each[phase] for each in at_engines) for phase in at_engines[0]}
+        for phase, spent in seconds.items():
+            costs[f"refit_{phase}seconds"] = spent
+            costs[f"refit_{phase}gb_per_s"] = costs["refit_bytes"] / 1e9 / spent if spent > 0 else 0.0
+        self._serves, self._costs = version, costs
+
+    def _over_the_group(self, version: int) -> tuple[dict[str, float], ...]:
+        def send() -> None:
+            for handle in self.policy.broadcast_weights_for_collective():
+                handle.wait()
+
+        return self._ask("receive", [(version,)] * self.settings.num_engines, meanwhile=send)
+
+    def _in_shared_memory(self, version: int) -> tuple[dict[str, float], ...]:
+        everyone = self.settings.num_engines
+        self._ask("begin", [(version,)] * everyone)
+        for keys in self.policy.prepare_weights_for_ipc():
+            (handle,) = self.policy.get_weights_ipc_handles(keys).values()  # engines open rank 0's
+            self._ask("take", [(handle,)] * everyone)
+        return self._ask("finish", [()] * everyone)
+
+    # --- processes ---
+
+    def _start(self) -> None:
+        self.policy.prepare_weights_for_ipc(int(self.settings.refit_bucket_mb * (1 << 20)))
+        plan, batch_size = self.policy.refit_plan, self.settings.batch_size
+        self._started = True
+        if self._leads:
+            self._workers = EngineWorkers(self.settings.num_engines, 60 * self.settings.engine_timeout_minutes)
+        self._ask("build", [(plan, device, batch_size) for device in self._devices])
+        if self.settings.refit == "collective":
+            self._join()
+
+    def _join(self) -> None:
+        """Policy and engines in one group, the policy's ranks first."""
+        before = self.policy.topology.world_size
+        address = self._from_rank_0(_free_address() if self._leads else None)
+        common = (before + len(self._devices), self._timeout, self.policy.topology.device.type)
+        handles = self.policy.init_collective(*address, before + len(self._devices), self._timeout)
+        questions = [(*address, before + index, *common) for index in range(len(self._devices))]
+        self._ask("join", questions, meanwhile=lambda: self._meet(handles))
+
+    def _meet(self, handles: Sequence[Joining]) -> None:
+        """Until all of the policy's ranks have joined. One that cannot (its port was taken), and an engine that ended,
+        leave nobody waiting for them: ranks tell each other how far they are.
+
+        Raises: CollectiveFailed, on every rank.
+        """
+        joined: tuple[bool, ...] = (False,)
+        while not all(joined):
+            over, failure = all(handle.is_over(_JOINING_POLL_SECONDS) for handle in handles), None
+            try:
+                if over:
+                    for handle in handles:
+                        handle.wait()
+                elif self._leads:
+                    heard = self._workers.answers(_JOINING_POLL_SECONDS)
+                    failure = heard and heard.failure
+            except CollectiveFailed as error:
+                failure = str(error)
+            states = self._of_every_rank((over, failure))
+            failures = [failure for _, failure in states if failure is not None]
+            if failures:
+                raise CollectiveFailed(failures[0])
+            joined = tuple(over for over, _ in states)
+
+    def _leave(self, at_once: bool) -> None:
+        self._serves, self._started = None, False
+        if self._workers is not None:
+            self._workers.shutdown(at_once)
+            self._workers = None
+
+    def _ask(
+        self, method: str, arguments_of_each: Sequence[tuple[Any, ...]], meanwhile: Callable[[], None] | None = None
+    ) -> tuple[Any, ...]:
+        """The engines' answers, on every rank; all ranks do `meanwhile` while they work on them.
+
+        Raises, on every rank: EngineDied, also where a collective failed and no engine says why; EngineFailed, for what
+            would come again: an engine raised; WeightsRefused.
+        """
+        if self._leads:
+            self._workers.ask(method, *arguments_of_each)
+        broken = None
+        if meanwhile is not None:
+            try:
+                meanwhile()
+            except CollectiveFailed as error:
+                broken = str(error)
+            broken = next((each for each in self._of_every_rank(broken) if each is not None), None)
+        if broken is not None and self._leads:
+            self._workers.hurry(_SECONDS_AFTER_A_BREAK, "a collective failed")
+        answers = self._answers()
+        if answers.died is not None:
+            raise EngineDied(answers.died)
+        if answers.failed is not None:
+            raise EngineFailed(answers.failed)
+        broken = broken or answers.broken
+        if broken is not None:
+            raise EngineDied(f"policy and engines lost each other: {broken}")
+        if answers.refused is not None:
+            raise WeightsRefused(answers.refused)
+        return answers.values
+
+    def _answers(self) -> Answers:
+        """What rank 0 hears. The others wait in collectives, which have less patience than an engine may need: rank 0
+        ends each in time, to begin another."""
+        answers = None
+        while answers is None:
+            answers = self._from_rank_0(self._workers.answers(self._timeout / 4) if self._leads else None)
+        return answers
+
+    def _from_rank_0(self, value: _T) -> _T:
+        box = [value]
+        if self.policy.topology.world_size > 1:
+            dist.broadcast_object_list(box, src=0, device=self.policy.topology.device)
+        return box[0]
+
+    def _of_every_rank(self, value: _T) -> list[_T]:
+        values = [value] * self.policy.topology.world_size
+        if len(values) > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+
+def engine_devices(settings: GenerationConfig, policy: torch.device) -> list[str]:
+    """Each engine's, where the policy's rank 0 computes on `policy`.
+
+    Raises: ConfigError where weights cannot reach it, or this machine has no such device.
+    """
+    kind, _, first = settings.engine_device.partition(":")
+    count = settings.num_engines
+    if kind == "cpu" or (kind == "auto" and policy.type == "cpu"):
+        if policy.type == "cuda" and settings.refit == "collective":
+            raise ConfigError(
+                "generation.engine_device=cpu and generation.refit=collective: the policy's GPUs share no process "
+                "group with a CPU; set generation.refit=shared_memory, or another engine_device"
+            )
+        return ["cpu"] * count
+    if kind == "auto" and settings.refit == "shared_memory":
+        return [str(policy)] * count
+    if kind == "auto":
+        first = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    last, there = int(first or 0) + count - 1, torch.cuda.device_count()
+    if last >= there:
+        raise ConfigError(
+            f"generation.engine_device={settings.engine_device} and generation.num_engines={count}: the last engine "
+            f"would compute on cuda:{last}, and this machine has {there} GPUs; set a lower cuda:N or num_engines, "
+            "leave GPUs to the engines by starting fewer ranks, or set engine_device=cpu with refit=shared_memory"
+        )
+    return [f"cuda:{last - count + 1 + index}" for index in range(count)]
+
+
+def _free_address() -> tuple[str, int]:
+    """Where the engines can meet the policy's ranks, and so rank 0: the address that those met at."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return os.environ.get("MASTER_ADDR", "127.0.0.1"), probe.getsockname()[1]

@@ -1,0 +1,51 @@
+"""Which kernels compute the statistics of given logits: plain torch, which runs everywhere, or Triton on a GPU."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from rl_megatron import log
+from rl_megatron.logprobs.kernels import torch as torch_kernels
+from rl_megatron.logprobs.vocab_parallel import Kernels
+
+BACKENDS = ("torch", "triton")
+TORCH = Kernels(torch_kernels.row_stats, torch_kernels.write_row_gradients, torch_kernels.gather_columns)
+
+
+def choose_kernels(backend: str, device: torch.device) -> Kernels:
+    """The kernels for logits on that device. "auto" is "triton" on a GPU where triton is installed, else "torch".
+
+    Triton is imported here and nowhere else, and only where it is to be used.
+
+    Raises: ValueError for an unknown backend, and for "triton" where it cannot run, naming the remedy.
+    """
+    if backend not in ("auto", *BACKENDS):
+        raise ValueError(f"backend={backend!r} is not available here; use 'auto' or one of {list(BACKENDS)}")
+    on_gpu = device.type == "cuda"
+    if backend == "torch" or (backend == "auto" and not on_gpu):
+        return TORCH
+    triton = _triton()
+    if triton is None:
+        if backend == "triton":
+            raise ValueError("backend='triton' needs triton, which is not installed: `pip install triton`")
+        log.once("logprobs: triton is not installed, so torch computes them in more passes; `pip install triton`")
+        return TORCH
+    kernels, interpreted = triton
+    if not (on_gpu or interpreted):
+        raise ValueError(
+            "backend='triton' runs on a CPU only in Triton's interpreter, which is for tests: set TRITON_INTERPRET=1 "
+            "before triton is imported, or use backend='auto'"
+        )
+    return kernels
+
+
+@cache
+def _triton() -> tuple[Kernels, bool] | None:
+    """The Triton kernels, and whether the interpreter runs them; None where triton is not installed."""
+    try:
+        from rl_megatron.logprobs.kernels import triton as module
+    except ModuleNotFoundError:
+        return None
+    return Kernels(module.row_stats, module.write_row_gradients, module.gather_columns), module.INTERPRETED

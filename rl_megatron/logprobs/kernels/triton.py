@@ -1,0 +1,277 @@
+"""The two kernels in Triton: one program per row, one read of the logits forward, one read and one write backward.
+
+`kernels/torch.py` states the contract; these functions keep it. x is z · (1/T), one multiplication per logit; the
+rounding of 1/T is shared by a row's every x and cancels between them. Nothing is tuned at run time and there are no
+atomics: a row's bits depend on its own logits and on how many columns there are. Products and sums are fused where `fma` says so
+and nowhere else: x − M must be exactly 0 for the likeliest column, which a product left unrounded would spoil.
+
+Import this module only where triton is wanted. On a CPU it runs in Triton's interpreter, if TRITON_INTERPRET=1 was set
+before the first import of triton.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rl_megatron.logprobs.kernels import torch as torch_kernels
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+# e and 2 to this power are exactly 0 in fp32. Exponents are raised to it where they are factors: no 0 · (−inf).
+LOWEST_EXPONENT = tl.constexpr(-1000.0)
+
+ELEMENTS_PER_THREAD = 16  # two to four 128-bit loads in flight
+
+
+def row_stats(
+    logits: Tensor,
+    columns: Tensor,
+    num_columns: int,
+    temperature: Tensor | None,
+    entropy: bool,
+    active: Tensor,
+    threshold: Tensor | None = None,
+) -> Tensor:
+    """(m, s, t, x_y) of each row; formulas, shapes and units in `torch_kernels.row_stats`.
+
+    Online over blocks: where a block raises m to m', δ = m − m',  t ← e^δ·(t + δ·s),  s ← e^δ·s.
+    """
+    if _left_to_torch(logits):
+        return torch_kernels.row_stats(logits, columns, num_columns, temperature, entropy, active, threshold)
+    num_rows = logits.shape[0]
+    if num_columns == 0 or num_rows == 0:
+        return logits.new_tensor([-torch.inf, 0, 0, 0], dtype=torch.float32).repeat(num_rows, 1)
+    stats = logits.new_empty(num_rows, 4, dtype=torch.float32)
+    block, num_warps = block_of(num_columns)
+    with _on_device_of(logits):
+        _row_stats_kernel[(num_rows,)](
+            stats, logits, *_packed(columns, active, temperature, threshold), _row_stride(logits), num_columns,
+            ENTROPY=entropy, BLOCK=block, num_warps=num_warps, enable_fp_fusion=False,
+        )  # fmt: skip
+    return stats
+
+
+def write_row_gradients(
+    out: Tensor,
+    logits: Tensor,
+    num_columns: int,
+    temperature: Tensor | None,
+    row_max: Tensor,
+    log_sum: Tensor,
+    base: Tensor,
+    entropy_grad: Tensor | None,
+    columns: Tensor,
+    column_grads: Tensor,
+    active: Tensor,
+    threshold: Tensor | None = None,
+) -> None:
+    """dL/dlogits into `out`, which may be `logits`; formula and shapes in `torch_kernels.write_row_gradients`.
+
+    One target column is met on the way. The values of several are computed before the first write and stored after the
+    last: a column is then right however often it is named, and its gradients are summed in the order given.
+    """
+    if _left_to_torch(logits):
+        torch_kernels.write_row_gradients(
+            out, logits, num_columns, temperature, row_max, log_sum, base, entropy_grad, columns, column_grads, active,
+            threshold,
+        )  # fmt: skip
+        return
+    out[:, num_columns:].zero_()
+    num_rows, num_targets = columns.shape
+    if num_columns == 0 or num_rows == 0:
+        return
+    block, num_warps = block_of(num_columns)
+    with _on_device_of(logits):
+        _row_gradients_kernel[(num_rows,)](
+            out, logits,
+            *_packed(temperature, row_max, log_sum, base, entropy_grad, columns, column_grads, active, threshold),
+            _row_stride(out), _row_stride(logits), num_columns, num_targets,
+            TARGETS=triton.next_power_of_2(num_targets) if num_targets else 0, BLOCK=block, num_warps=num_warps,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def gather_columns(logits: Tensor, columns: Tensor, temperature: Tensor | None) -> Tensor:
+    """`torch_kernels.gather_columns`, x rounded as the kernels round it."""
+    if _left_to_torch(logits):
+        return torch_kernels.gather_columns(logits, columns, temperature)
+    x = torch_kernels.gather_columns(logits, columns, None)
+    return x if temperature is None else x * temperature.reciprocal()[:, None]
+
+
+def block_of(num_columns: int) -> tuple[int, int]:
+    """(columns per step, warps) of a program. Each step ends in a reduction over the program's warps: four keep that
+    short and leave room for several programs on a multiprocessor, eight are for rows long enough to be few."""
+    block = min(triton.next_power_of_2(num_columns), 4096 if num_columns >= 1 << 16 else 2048)
+    return block, max(1, block // (32 * ELEMENTS_PER_THREAD))
+
+
+def _left_to_torch(logits: Tensor) -> bool:
+    """fp64 logits, since the arithmetic here is fp32, and those whose columns are not adjacent in memory."""
+    return logits.dtype == torch.float64 or (logits.shape[1] > 1 and logits.stride(1) != 1)
+
+
+def _on_device_of(tensor: Tensor) -> AbstractContextManager:
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def _packed(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Per-row arguments with their rows next to each other: a broadcast temperature has stride 0."""
+    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
+
+
+def _row_stride(rows: Tensor) -> int:
+    """A row alone may have any stride. What the compiler makes of it decides the order of sums, so it takes the one
+    that it would have among others."""
+    return rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]
+
+
+@triton.jit
+def _row_stats_kernel(
+    stats, logits, columns, active, temperature, threshold, row_stride, num_columns,
+    ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)  # N · V_local does not fit 32 bits
+    logits += row * row_stride
+    inverse = 1.0
+    if temperature is not None:
+        inverse = tl.div_rn(1.0, tl.load(temperature + row))
+    lowest = None
+    if threshold is not None:
+        lowest = tl.load(threshold + row)
+
+    # m is of the raw logits; s and t are of powers of 2, y = (z − m)·(log2 e / T).
+    m = -float("inf")
+    s = 0.0
+    t = 0.0
+    target_x = 0.0
+    if tl.load(active + row):
+        scale = inverse * LOG2_E
+        offsets = tl.arange(0, BLOCK)
+        weights = tl.zeros([BLOCK], tl.float32)
+        moments = tl.zeros([BLOCK], tl.float32)
+        whole = num_columns // BLOCK * BLOCK
+        for start in range(0, whole, BLOCK):
+            z = tl.load(logits + start + offsets)
+            m, weights, moments = _accumulated(z, lowest, scale, m, weights, moments, ENTROPY)
+        if whole < num_columns:
+            z = tl.load(logits + whole + offsets, mask=whole + offsets < num_columns, other=-float("inf"))
+            m, weights, moments = _accumulated(z, lowest, scale, m, weights, moments, ENTROPY)
+        s = tl.sum(weights, axis=0)
+        t = tl.sum(moments, axis=0) * LN_2
+        column = tl.load(columns + row)
+        if column >= 0:
+            target_x = tl.load(logits + column).to(tl.float32) * inverse
+        m *= inverse  # rounded as x_y is: their difference is exactly 0 where the target is the likeliest
+    if not ENTROPY:
+        t = 0.0
+    stats += 4 * row
+    tl.store(stats, m)
+    tl.store(stats + 1, s)
+    tl.store(stats + 2, t)
+    tl.store(stats + 3, target_x)
+
+
+@triton.jit
+def _accumulated(z, lowest, scale, m, weights, moments, ENTROPY: tl.constexpr):
+    """(m, s, t) with one more block, s and t still one sum per lane."""
+    z = z.to(tl.float32)
+    if lowest is not None:
+        z = tl.where(z < lowest, -float("inf"), z)
+    block_max = tl.max(z, axis=0)
+    if block_max > m:
+        shift = tl.where(m == -float("inf"), 0.0, (m - block_max) * scale)  # the sums are still 0 then
+        decay = tl.exp2(shift)
+        if ENTROPY:
+            moments = tl.fma(shift, weights, moments) * decay
+        weights *= decay
+        m = block_max
+    # As long as all is −inf there is no shift that makes it finite; 0 leaves it at −inf and its sums at exactly 0.
+    y = (z - tl.where(m == -float("inf"), 0.0, m)) * scale
+    weight = tl.exp2(y)
+    if ENTROPY:
+        moments = tl.fma(weight, tl.maximum(y, LOWEST_EXPONENT), moments)
+    return m, weights + weight, moments
+
+
+@triton.jit
+def _row_gradients_kernel(
+    out, logits, temperature, row_max, log_sum, base, entropy_grad, columns, column_grads, active, threshold,
+    out_stride, row_stride, num_columns, num_targets, TARGETS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    out += row * out_stride
+    logits += row * row_stride
+    columns += row * num_targets
+    column_grads += row * num_targets
+    offsets = tl.arange(0, BLOCK)
+    whole = num_columns // BLOCK * BLOCK
+    if tl.load(active + row):
+        inverse = 1.0
+        if temperature is not None:
+            inverse = tl.div_rn(1.0, tl.load(temperature + row))
+        m = tl.load(row_max + row)
+        log_s = tl.load(log_sum + row)
+        slope = tl.load(base + row) * inverse
+        bend = None
+        if entropy_grad is not None:
+            bend = tl.load(entropy_grad + row) * inverse
+        lowest = None
+        if threshold is not None:
+            lowest = tl.load(threshold + row)
+
+        if TARGETS == 1:
+            target = tl.load(columns)
+            target_grad = tl.load(column_grads) * inverse
+        elif TARGETS > 1:
+            slots = tl.arange(0, TARGETS)
+            targets = tl.load(columns + slots, mask=slots < num_targets, other=-1)
+            grads = tl.zeros([TARGETS], tl.float32)
+            for index in range(num_targets):  # duplicates: each of them gets the sum
+                grads += tl.where(targets == tl.load(columns + index), tl.load(column_grads + index), 0.0)
+            target_z = tl.load(logits + targets, mask=targets >= 0, other=-float("inf"))
+            values = _gradient(target_z, lowest, inverse, m, log_s, slope, bend) + grads * inverse
+            tl.debug_barrier()  # all are read before another lane overwrites them
+
+        for start in range(0, whole, BLOCK):
+            at = start + offsets
+            dz = _gradient(tl.load(logits + at), lowest, inverse, m, log_s, slope, bend)
+            if TARGETS == 1:
+                dz += tl.where(at == target, target_grad, 0.0)
+            tl.store(out + at, dz.to(out.dtype.element_ty))
+        if whole < num_columns:
+            at = whole + offsets
+            z = tl.load(logits + at, mask=at < num_columns, other=-float("inf"))
+            dz = _gradient(z, lowest, inverse, m, log_s, slope, bend)
+            if TARGETS == 1:
+                dz += tl.where(at == target, target_grad, 0.0)
+            tl.store(out + at, dz.to(out.dtype.element_ty), mask=at < num_columns)
+
+        if TARGETS > 1:
+            tl.debug_barrier()  # another lane may have written the same column: this write comes last
+            tl.store(out + targets, values.to(out.dtype.element_ty), mask=targets >= 0)
+    else:
+        zeros = tl.zeros([BLOCK], out.dtype.element_ty)
+        for start in range(0, num_columns, BLOCK):
+            tl.store(out + start + offsets, zeros, mask=start + offsets < num_columns)
+
+
+@triton.jit
+def _gradient(z, lowest, inverse, m, log_s, slope, bend):
+    """(1/T)·p·(A − g_H·ℓ), with slope = A/T and bend = g_H/T."""
+    z = z.to(tl.float32)
+    if lowest is not None:
+        z = tl.where(z < lowest, -float("inf"), z)
+    log_p = (z * inverse - m) - log_s
+    p = tl.exp2(log_p * LOG2_E)
+    if bend is not None:
+        slope = tl.fma(-bend, tl.maximum(log_p, LOWEST_EXPONENT), slope)
+    return p * slope
+
+
+INTERPRETED = not isinstance(_row_stats_kernel, triton.runtime.JITFunction)

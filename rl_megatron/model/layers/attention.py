@@ -1,0 +1,187 @@
+"""Causal attention on torch's scaled_dot_product_attention, for the CPU and for GPUs without Transformer Engine: padded
+or packed rows, whole or cut over context-parallel ranks, grouped queries, sliding window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from rl_megatron.model.layers.packed import PackedRows, causal_mask
+from rl_megatron.topology.context_parallel import gather_and_reduce, zigzag_gather_and_reduce, zigzag_positions
+
+
+@dataclass
+class PortablePacking(PackedSeqParams):
+    """Packed rows as they travel through megatron-core's layers to `PortableRotaryEmbedding` and `PortableAttention`.
+    To the modules in between, a packed row is a batch of one long row."""
+
+    rows: PackedRows | None = None
+    qkv_format: str = field(default="sbhd", init=False)
+
+
+class PortableRotaryEmbedding(RotaryEmbedding):
+    """megatron-core's RoPE, with each token of a packed row at its position in its own sequence: one lookup for the
+    whole pack, where megatron-core loops over sequences in every layer.
+
+    Where layers with a window have frequencies of their own (`local_frequencies` [D/2]), the angles of both kinds lie
+    side by side, [S, 2, 1, D], and `PortableSelfAttention` takes its own: megatron-core hands one tensor to all layers.
+    """
+
+    local_frequencies: Tensor | None = None
+
+    def get_emb(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        angles = super().get_emb(max_seq_len, offset)
+        if self.local_frequencies is None:
+            return angles
+        positions = torch.arange(max_seq_len, dtype=torch.float32, device=self.local_frequencies.device) + offset
+        local = torch.outer(positions, self.local_frequencies).repeat(1, 2)
+        return torch.cat([angles, local[:, None, None]], dim=1)
+
+    def get_rotary_seq_len(
+        self,
+        inference_context: Any,
+        transformer: Any,
+        transformer_input: Tensor,
+        transformer_config: TransformerConfig,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> int | PackedRows:
+        if isinstance(packed_seq_params, PortablePacking):
+            return packed_seq_params.rows
+        return super().get_rotary_seq_len(
+            inference_context, transformer, transformer_input, transformer_config, packed_seq_params
+        )
+
+    def forward(self, max_seq_len: int | PackedRows, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(max_seq_len, PackedRows):
+            return self.get_emb(max_seq_len.longest)[max_seq_len.positions]
+        return super().forward(max_seq_len, *args, **kwargs)
+
+
+class PortableSelfAttention(SelfAttention):
+    """megatron-core's, with the layer's own RoPE where layers with and without a window differ in it."""
+
+    def forward(self, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        if rotary_pos_emb is not None and rotary_pos_emb.size(1) == 2:
+            own = 0 if sliding_window(self.config, self.layer_number) is None else 1
+            rotary_pos_emb = rotary_pos_emb[:, own : own + 1]
+        return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+
+
+class PortableAttention(torch.nn.Module):
+    """softmax(QKᵀ·scale + mask)·V per head, each token looking at itself and at the `sliding_window − 1` tokens before
+    it (all before it without a window); grouped queries; no parameters.
+
+    Under context parallelism the queries stay on their rank, and keys and values are gathered over the group, together
+    and once, with a reduce-scatter in backward.
+
+    Shapes (positions S of the rank, batch B, heads N, key/value heads G, head dim D): query [S, B, N, D]; key, value
+    [S, B, G, D]; result [S, B, N·D]. Packed rows: B = 1.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_: object,  # later megatron-core versions pass more; this attention needs none of it
+    ):
+        super().__init__()
+        if attn_mask_type is not AttnMaskType.causal:
+            raise ValueError(f"PortableAttention is causal; got attn_mask_type={attn_mask_type}")
+        self.softmax_scale = softmax_scale
+        self.window = sliding_window(config, layer_number)
+        self.cp_group = pg_collection.cp if pg_collection is not None else None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: object,
+    ) -> Tensor:
+        if packed_seq_params is None:
+            return self._padded(query, key, value)
+        if not isinstance(packed_seq_params, PortablePacking):
+            raise TypeError(f"PortableAttention takes a PortablePacking, got {type(packed_seq_params).__name__}")
+        return self._packed(query, key, value, packed_seq_params.rows)
+
+    def _padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        whole = zigzag_gather_and_reduce(torch.cat([key, value], dim=-1), self.cp_group, dim=0)
+        key, value = whole.split([key.size(-1), value.size(-1)], dim=-1)
+        mask, length, device = None, key.size(0), query.device
+        if length > query.size(0):
+            mask = _zigzag_mask(length, self.cp_group.rank(), self.cp_group.size(), self.window, device)
+        elif self.window is not None and self.window < length:
+            mask = causal_mask(torch.arange(length, device=device), length, self.window)
+        return attend(query, key, value, mask, self.softmax_scale)
+
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
+        """Rows of like length are unpacked and attend together: no work on pairs of different sequences."""
+        whole = gather_and_reduce(torch.cat([key, value], dim=-1)[:, 0], self.cp_group)
+        outputs = []
+        for bucket in rows.buckets:
+            key, value = (
+                whole.index_select(0, bucket.keys)
+                .view(*bucket.key_shape, *whole.shape[1:])
+                .transpose(0, 1)
+                .split([key.size(-1), value.size(-1)], dim=-1)
+            )
+            queries = query[:, 0].index_select(0, bucket.queries).view(*bucket.query_shape, *query.shape[2:])
+            mask = bucket.mask(self.window)
+            outputs.append(attend(queries.transpose(0, 1), key, value, mask, self.softmax_scale).transpose(0, 1))
+        return torch.cat([output.flatten(0, 1) for output in outputs]).index_select(0, rows.slots)[:, None]
+
+
+def sliding_window(config: TransformerConfig, layer_number: int) -> int | None:
+    """How many tokens a token looks at in a layer (from 1), itself included, in megatron-core's terms (window_size: how
+    many to each side); None for all."""
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return None
+    return config.window_size[0] + 1
+
+
+@lru_cache(maxsize=4)
+def _zigzag_mask(length: int, cp_rank: int, cp_size: int, window: int | None, device: torch.device) -> Tensor:
+    """The same for every layer, and mostly for every microbatch."""
+    return causal_mask(zigzag_positions(length, cp_rank, cp_size, device), length, window)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Scaled dot-product attention in megatron-core's [S, B, heads, D] layout, causal unless a mask is given.
+
+    `mask`: boolean, broadcastable to [B, N, S_q, S_k], true where a query may look.
+    """
+    if mask is not None and key.size(2) != query.size(2):
+        # On a GPU only the kernel that keeps all scores takes both a mask and grouped queries.
+        key, value = (x.repeat_interleave(query.size(2) // x.size(2), dim=2) for x in (key, value))
+    output = scaled_dot_product_attention(
+        query.permute(1, 2, 0, 3),
+        key.permute(1, 2, 0, 3),
+        value.permute(1, 2, 0, 3),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=query.size(2) != key.size(2),
+    )
+    return output.permute(2, 0, 1, 3).flatten(2)

@@ -1,0 +1,134 @@
+"""Multi-head latent attention (DeepSeek-V2 and -V3): keys and values of all heads come of one small latent a token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from rl_megatron.config.schema import ModelConfig
+from rl_megatron.model.layers.attention import PortableAttention
+from rl_megatron.model.layers.norms import PortableRMSNorm
+from rl_megatron.model.layers.rope import rotary_scale
+
+LATENT_NORM_EPSILON = 1e-6  # of DeepSeek's models, whatever the ε of their other norms
+
+
+class ReplicatedLinear(torch.nn.Linear):
+    """x·Wᵀ, whole on every tensor-parallel rank: of each rank's own tokens under sequence parallelism, where its
+    gradient is marked for the all-reduce, and of all of them without."""
+
+    def __init__(self, config: TransformerConfig, inputs: int, outputs: int):
+        super().__init__(inputs, outputs, bias=False, dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class LatentAttention(MegatronModule):
+    """Stands where megatron-core's self-attention does, on its linears, with the modules' names of its own
+    MLASelfAttention. That one refuses to be given RoPE's angles, has no packed rows but Transformer Engine's, and
+    leaves each tensor-parallel rank with its own heads' part of the gradient of the key that all heads share.
+
+        c_q = norm(W_dq·h)          q = W_uq·c_q       [nope + rope] per head; without `q_lora_rank`, q = W_q·h
+        c_kv, k_r = W_dkv·h         k, v = W_ukv·norm(c_kv)   [nope + v] per head
+        scores = [q_nope, rope(q_rope)] · [k, rope(k_r)]
+
+    RoPE turns neighbours (x₀, x₁), (x₂, x₃), …: they are sorted into halves first.
+
+    Shapes: hidden [S, B, H] or, sequence-parallel, [S/tp, B, H]; result alike.
+
+    Source: DeepSeek-AI 2024 (arXiv:2405.04434), §2.1.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        model: ModelConfig,
+        pg_collection: ProcessGroupCollection,
+        **_: object,  # what megatron-core passes to any attention
+    ):
+        super().__init__(config)
+        self.layer_number, self.tp_group = layer_number, pg_collection.tp
+        self.nope, self.rope, self.value = model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim
+        self.latent, self.rotary_scale = model.kv_lora_rank, rotary_scale(model.rope_scaling)
+        self.recomputes = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        hidden, heads = model.hidden_size, model.num_attention_heads
+        of_head = self.nope + self.rope
+        if model.q_lora_rank is None:
+            self.linear_q_proj = self._up(hidden, heads * of_head)
+        else:
+            self.linear_q_down_proj = ReplicatedLinear(config, hidden, model.q_lora_rank)
+            self.q_layernorm = PortableRMSNorm(config, model.q_lora_rank, eps=LATENT_NORM_EPSILON)
+            self.linear_q_up_proj = self._up(model.q_lora_rank, heads * of_head)
+        self.linear_kv_down_proj = ReplicatedLinear(config, hidden, self.latent + self.rope)
+        self.kv_layernorm = PortableRMSNorm(config, self.latent, eps=LATENT_NORM_EPSILON)
+        self.linear_kv_up_proj = self._up(self.latent, heads * (self.nope + self.value))
+        self.core_attention = PortableAttention(
+            config, layer_number, AttnMaskType.causal, "self", softmax_scale=config.softmax_scale,
+            pg_collection=pg_collection,
+        )  # fmt: skip
+        self.linear_proj = RowParallelLinear(
+            heads * self.value, hidden, config=config, init_method=config.output_layer_init_method, bias=False,
+            input_is_parallel=True, skip_bias_add=True, is_expert=False, tp_group=self.tp_group,
+        )  # fmt: skip
+
+    def _up(self, inputs: int, outputs: int) -> ColumnParallelLinear:
+        return ColumnParallelLinear(
+            inputs, outputs, config=self.config, init_method=self.config.init_method, bias=False, gather_output=False,
+            skip_bias_add=False, is_expert=False, tp_group=self.tp_group,
+        )  # fmt: skip
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        rotary_pos_emb: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        query = self._query(hidden_states, rotary_pos_emb)
+        key, value = self._key_and_value(hidden_states, rotary_pos_emb)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return self.core_attention(query, key, value, packed_seq_params=packed_seq_params)
+
+        if self.recomputes and self.training:
+            return self.linear_proj(checkpoint(attend, False, query, key, value))
+        return self.linear_proj(attend(query, key, value))
+
+    def _query(self, hidden: Tensor, angles: Tensor) -> Tensor:
+        if hasattr(self, "linear_q_proj"):
+            query, _ = self.linear_q_proj(hidden)
+        else:
+            query, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))
+        plain, turned = query.unflatten(-1, (-1, self.nope + self.rope)).split([self.nope, self.rope], dim=-1)
+        return torch.cat([plain, self._turn(turned, angles)], dim=-1)
+
+    def _key_and_value(self, hidden: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        latent, shared = self.linear_kv_down_proj(hidden).split([self.latent, self.rope], dim=-1)
+        if self.config.sequence_parallel:
+            shared = gather_from_sequence_parallel_region(shared, group=self.tp_group)  # backward adds up all heads'
+        else:
+            shared = copy_to_tensor_model_parallel_region(shared, group=self.tp_group)  # so does this one's
+        both, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
+        key, value = both.unflatten(-1, (-1, self.nope + self.value)).split([self.nope, self.value], dim=-1)
+        shared = self._turn(shared[:, :, None], angles).expand(*key.shape[:-1], self.rope)
+        return torch.cat([key, shared], dim=-1), value.contiguous()
+
+    def _turn(self, x: Tensor, angles: Tensor) -> Tensor:
+        """RoPE of [S, B, heads, rope]."""
+        sorted_ = torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
+        return apply_rotary_pos_emb(sorted_, angles, self.config, mscale=self.rotary_scale, cp_group=self.tp_group)

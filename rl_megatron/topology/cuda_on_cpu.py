@@ -1,0 +1,121 @@
+"""Redirect megatron-core's CUDA calls to the CPU, for runs that use no GPU.
+
+megatron-core is written for CUDA: it allocates with `device="cuda"`, asks for `torch.cuda.current_device()`, seeds
+CUDA generators and compares tensor type names. `redirect_cuda_to_cpu()` replaces exactly those calls of torch, once per
+process, so that megatron-core itself stays unmodified. Nothing here runs on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.utils._device
+
+# Factories that megatron-core calls with device="cuda" (counters, norms, buffers, RoPE tables, p2p receive buffers).
+_FACTORIES = ("arange", "empty", "empty_like", "eye", "full", "ones", "rand", "randn", "tensor", "zeros", "zeros_like")
+
+_redirected = False
+
+
+def is_redirected() -> bool:
+    """Return whether this process's CUDA calls go to the CPU."""
+    return _redirected
+
+
+def redirect_cuda_to_cpu() -> None:
+    """Replace torch's CUDA calls that megatron-core makes; a second call does nothing."""
+    global _redirected
+    if _redirected:
+        return
+    _redirected = True
+    cpu = torch.device("cpu")
+
+    # `with torch.device(…)` knows factories by what they are when it first asks. Were they ours by then, it would leave
+    # tensors where they are, and transformers, which loads through it, models with RoPE frequencies of random memory.
+    torch.utils._device._device_constructors()
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+    torch.Tensor.to = _on_cpu(torch.Tensor.to)
+    torch.Tensor.type = _type_named_as_on_cuda(torch.Tensor.type)
+
+    torch.cuda.current_device = lambda: cpu
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.synchronize = lambda *args, **kwargs: None
+    torch.cuda.empty_cache = lambda: None
+    torch.cuda.Stream = torch.cuda.Event = _Inert
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda *args, **kwargs: _Inert()
+    torch.cuda.stream = lambda stream: nullcontext()
+
+    torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed) and None
+    torch.cuda.manual_seed_all = lambda seed: None  # torch.manual_seed has seeded the CPU generator by then
+    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    torch.cuda.set_rng_state = torch.cuda.random.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(
+        state
+    )
+
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    # Moves from the GPU only, and counts that were on the CPU all along stay tensors where all-to-all wants numbers.
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    )
+
+
+def _names_cuda(device: Any) -> bool:
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
+
+
+def _on_cpu(call: Callable) -> Callable:
+    @functools.wraps(call)
+    def redirected(*args, **kwargs):
+        if kwargs:
+            if _names_cuda(kwargs.get("device")):
+                kwargs["device"] = "cpu"
+            kwargs.pop("pin_memory", None)  # pinning is a CUDA driver's service
+        if len(args) > 1 and any(_names_cuda(arg) for arg in args):
+            args = tuple("cpu" if _names_cuda(arg) else arg for arg in args)
+        return call(*args, **kwargs)
+
+    return redirected
+
+
+def _type_named_as_on_cuda(type_of: Callable) -> Callable:
+    """megatron-core's optimizers tell fp32 from bf16 parameters by names such as "torch.cuda.FloatTensor"."""
+
+    @functools.wraps(type_of)
+    def redirected(self, *args, **kwargs):
+        result = type_of(self, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+
+    return redirected
+
+
+class _Inert:
+    """Stands for a CUDA stream or event: on the CPU every call has finished when it returns."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def record_event(self, *args):
+        return _Inert()
+
+    def record(self, *args):
+        return None
+
+    wait_stream = wait_event = wait = synchronize = record
+
+    def query(self):
+        return True

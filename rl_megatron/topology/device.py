@@ -1,0 +1,65 @@
+"""Choose the device that this rank computes on, and join the process group: NCCL on a GPU, gloo on the CPU."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.topology.cuda_on_cpu import is_redirected, redirect_cuda_to_cpu
+
+
+def start_device(name: str = "auto", timeout_minutes: float = 10.0) -> torch.device:
+    """Choose this rank's device, prepare megatron-core for it, and join the process group.
+
+    Ranks come from torchrun's environment; without it the process is a world of one. A process group that exists
+    already is used as it is. A second call is harmless.
+
+    Args:
+        name: "auto" (a GPU if there is one), "cpu" or "cuda".
+        timeout_minutes: how long a collective may wait for its peers.
+
+    Raises:
+        ConfigError: `name` is unknown, no GPU is there, or this process has been redirected to the CPU already.
+    """
+    device = choose_device(name)
+    if device.type == "cuda":
+        if is_redirected():
+            raise ConfigError("device=cuda: this process was started on the CPU; start a new process to use the GPU")
+        torch.cuda.set_device(device)
+    else:
+        redirect_cuda_to_cpu()
+    _define_transformer_engine_names()
+    if not dist.is_initialized():
+        backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(minutes=timeout_minutes)
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    return device
+
+
+def choose_device(name: str) -> torch.device:
+    """Return this rank's device for `name`, as `start_device` takes it.
+
+    Raises:
+        ConfigError: `name` is unknown, or asks for a GPU that is not there.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device={name!r}: must be one of auto, cpu, cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda: torch sees no CUDA device; use device=cpu, or install a CUDA build of torch")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _define_transformer_engine_names() -> None:
+    """Define what megatron-core imports from Transformer Engine alone, yet compares with None without it."""
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None

@@ -1,0 +1,72 @@
+"""Which checkpoints a run would read, and what is said when one of them is damaged."""
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from rl_megatron.algorithms.verify import _to_be_read, with_remedy
+from rl_megatron.checkpoint import directory as checkpoint
+from rl_megatron.checkpoint.directory import Damaged
+from rl_megatron.config.load import load
+
+
+def save(directory, step, model):
+    partial = directory / f"step-{step:06d}.incomplete"
+    partial.mkdir(parents=True)
+    (partial / "weights").write_text("12345")
+    final = directory / checkpoint.name_of(step)
+    checkpoint.publish(partial, final, {"step": step, "model": asdict(model)})
+    return final
+
+
+@pytest.fixture
+def config():
+    """Two stages of four steps each, the second with a critic."""
+    sft, ppo = (load([f"algorithm={name}", "train.steps=4"]).first for name in ("sft", "ppo"))
+    return replace(load([]), stages={"sft": sft, "ppo": ppo})
+
+
+def test_only_what_a_run_goes_on_from_is_read(tmp_path, config):
+    def read(config=config):
+        return [f"{path.parent.name}/{path.name}" for path in _to_be_read(config, tmp_path)]
+
+    sft, ppo = tmp_path / "checkpoints" / "sft", tmp_path / "checkpoints" / "ppo"
+    model = config.first.model
+    start = replace(config, init_from="before/step-000009")
+    assert read() == [] and read(start) == ["before/step-000009"]
+    save(sft, 2, model)
+    assert read(start) == ["before/step-000009", "sft/step-000002"]
+    save(sft, 4, model)
+    assert read(start) == ["sft/step-000004"]
+    save(ppo, 2, model), save(ppo.with_name("ppo.critic"), 2, model)
+    assert read(start) == ["sft/step-000004", "ppo/step-000002", "ppo.critic/step-000002"]
+    save(ppo, 4, model), save(ppo.with_name("ppo.critic"), 4, model)
+    assert read(start) == []
+    assert read(replace(config, resume=False)) == []
+
+
+def test_the_newest_that_is_whole_is_named(tmp_path, config):
+    stage = tmp_path / "ppo"
+    for step in (1, 2, 3, 4):
+        save(stage, step, config.first.model)
+    for step in (1, 2, 3):
+        save(stage.with_name("ppo.critic"), step, config.first.model)
+
+    def said(damaged, config=config):
+        return str(with_remedy(Damaged("damaged"), damaged, config, checkpoint.read_manifest))
+
+    newest = stage / "step-000004"
+    assert (
+        said(newest) == f"damaged: the newest undamaged one is {stage}/step-000003; remove {newest} to go on from there"
+    )
+    (stage.with_name("ppo.critic") / "step-000003" / "weights").write_text("1")
+    (stage / "step-000002" / checkpoint.MANIFEST).write_text("{")
+    assert f"the newest undamaged one is {stage}/step-000001; remove" in said(newest)
+    assert said(stage.with_name("ppo.critic") / "step-000003").endswith(
+        f"remove {stage}/step-000003 to go on from there"
+    )
+    assert said(stage / "step-000001") == (
+        f"damaged: there is no undamaged one of stage 'ppo'; remove {stage}/step-000001 to begin the stage anew"
+    )
+    start = replace(config, init_from=str(newest))
+    assert said(newest, start) == f"damaged: init_from={stage}/step-000001 is undamaged"

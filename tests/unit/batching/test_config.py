@@ -1,0 +1,155 @@
+"""Plans of microbatches: every row once, equally many on every rank, units whole, fillers without weight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rl_megatron.batching.config import Batching, row_lengths
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.data.batch import BatchedDataDict
+
+LENGTHS = [9, 3, 12, 1, 7, 7, 2]
+WIDTH = 12
+
+
+def topology(data_rank: int = 0, data: int = 1, context: int = 1, tensor: int = 1):
+    multiple = (2 * context if context > 1 else 1) * tensor
+    return SimpleNamespace(
+        data=data, data_rank=data_rank, context=context, sequence=tensor > 1, sequence_multiple=multiple
+    )
+
+
+def batch(lengths=LENGTHS) -> BatchedDataDict:
+    rows = torch.arange(len(lengths))
+    mask = (torch.arange(WIDTH) < torch.tensor(lengths)[:, None]).float()
+    return BatchedDataDict(
+        input_ids=rows[:, None] * 100 + torch.arange(WIDTH), input_lengths=torch.tensor(lengths), token_mask=mask,
+        sample_mask=torch.ones(len(lengths)),
+    )  # fmt: skip
+
+
+def plans(batching: Batching, data: int = 1, unit: int = 1, lengths=LENGTHS, **degrees):
+    whole = batch(lengths)
+    return [batching.plan(whole, list(lengths), topology(rank, data, **degrees), unit) for rank in range(data)]
+
+
+KINDS = [Batching("padded", rows=2), Batching("dynamic", tokens=16), Batching("packed", tokens=16)]
+
+
+@pytest.mark.parametrize("data", [1, 2, 3])
+@pytest.mark.parametrize("batching", KINDS, ids=lambda b: b.kind)
+def test_every_row_is_in_one_microbatch_and_every_rank_has_equally_many(batching, data):
+    found = plans(batching, data)
+    assert len({len(planned.microbatches) for planned in found}) == 1
+    rows = sorted(row for planned in found for row in planned.rows)
+    assert rows == list(range(found[0].num_padded)) and found[0].num_rows == len(LENGTHS)
+    weighing = 0
+    for planned in found:
+        start = 0
+        for microbatch in planned.microbatches:
+            size = microbatch.batch.size
+            for place, row in enumerate(planned.rows[start : start + size]):
+                weight = microbatch.batch["sample_mask"][place].item()
+                assert weight == (row < len(LENGTHS))
+                weighing += weight
+                if weight:
+                    length = LENGTHS[row]
+                    assert (
+                        microbatch.batch["input_ids"][place, :length].tolist()
+                        == batch()["input_ids"][row, :length].tolist()
+                    )
+                    assert microbatch.lengths is None or microbatch.lengths[place] == length
+            start += size
+    assert weighing == len(LENGTHS)
+
+
+@pytest.mark.parametrize("degrees", [{}, {"context": 2}, {"tensor": 3}, {"context": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("kind", ["dynamic", "packed"])
+def test_no_microbatch_exceeds_the_budget_as_the_layout_pads_it(kind, degrees):
+    for tokens in (25, 31, 98):
+        for planned in plans(Batching(kind, tokens=tokens), data=2, **degrees):
+            for microbatch in planned.microbatches:
+                rows, length = microbatch.shape(topology(**degrees))
+                assert rows * length <= tokens
+
+
+@pytest.mark.parametrize("batching", KINDS, ids=lambda b: b.kind)
+@pytest.mark.parametrize("degrees", [{}, {"context": 2, "tensor": 2}], ids=str)
+def test_efficiency_is_tokens_per_slot_over_all_ranks_fillers_included(batching, degrees):
+    batching = replace(batching, tokens=40)
+    found = plans(batching, data=4, **degrees)
+    slots = sum(
+        rows * length
+        for planned in found
+        for rows, length in (microbatch.shape(topology(**degrees)) for microbatch in planned.microbatches)
+    )
+    assert {planned.efficiency for planned in found} == {sum(LENGTHS) / slots}
+
+
+def test_fillers_have_one_token():
+    for planned in plans(Batching("packed", tokens=40), data=4):
+        for microbatch in planned.microbatches:
+            found = microbatch.batch
+            assert (found["input_lengths"] <= found["input_ids"].size(1)).all()
+            assert (found["input_lengths"][found["sample_mask"] == 0] == 1).all()
+
+
+OF_PAIRS = [Batching("padded", rows=2), Batching("dynamic", tokens=48), Batching("packed", tokens=24)]
+
+
+@pytest.mark.parametrize("batching", OF_PAIRS, ids=lambda b: b.kind)
+@pytest.mark.parametrize("data", [1, 2])
+def test_pairs_stay_together_in_order(batching, data):
+    lengths = LENGTHS + [5]
+    for planned in plans(batching, data, unit=2, lengths=lengths):
+        assert all(row % 2 == place % 2 for place, row in enumerate(planned.rows))
+        assert all(planned.rows[i] + 1 == planned.rows[i + 1] for i in range(0, len(planned.rows), 2))
+        assert all(microbatch.batch.size % 2 == 0 for microbatch in planned.microbatches)
+
+
+@pytest.mark.parametrize("batching", KINDS[1:], ids=lambda b: b.kind)
+def test_only_streams_of_tokens_are_cut(batching):
+    wide = batch() | {"per_row": torch.arange(7 * 30).view(7, 30), "once": torch.ones(7, 1), "names": list("abcdefg")}
+    for microbatch in batching.plan(BatchedDataDict(wide), LENGTHS, topology()).microbatches:
+        found = microbatch.batch
+        assert found["per_row"].size(1) == 30 and found["once"].size(1) == 1
+        assert found["token_mask"].shape == found["input_ids"].shape == (found.size, found["input_ids"].size(1))
+
+
+def test_rooms_are_padded_only_where_a_degree_asks_for_it():
+    (plain,) = plans(Batching("packed", tokens=100))
+    (microbatch,) = plain.microbatches
+    assert microbatch.shape(topology()) == (1, sum(LENGTHS)) and plain.efficiency == 1.0
+    (cut,) = plans(Batching("packed", tokens=100), context=2)
+    (microbatch,) = cut.microbatches
+    assert microbatch.shape(topology(context=2)) == (1, 12 + 4 + 12 + 4 + 8 + 8 + 4)
+    # Sequence parallelism divides the pack, not each sequence: only the last room grows.
+    (both,) = plans(Batching("packed", tokens=100), context=2, tensor=2)
+    assert both.microbatches[0].shape(topology(context=2, tensor=2)) == (1, 56)
+
+
+@pytest.mark.parametrize(
+    ("batching", "unit", "said"),
+    [
+        (Batching("packed", tokens=11), 1, r"train.batching=packed, train.micro_batch_tokens=11: .* has 12 tokens"),
+        (Batching("dynamic", tokens=11), 1, r"train.micro_batch_tokens=11: row \d needs 1 x 12"),
+        (Batching("packed", tokens=12), 2, r"train.micro_batch_tokens=12: sequence \d has 13 tokens"),
+        (Batching("dynamic", tokens=12), 2, r"train.micro_batch_tokens=12: row \d needs 2 x 7 tokens"),
+    ],
+)  # fmt: skip
+def test_a_row_or_pair_over_the_budget_is_refused(batching, unit, said):
+    with pytest.raises(ConfigError, match=said):
+        plans(batching, unit=unit, lengths=LENGTHS + [5])
+
+
+def test_lengths_must_fit_the_rows_and_hold_all_that_counts():
+    assert row_lengths(batch()) == LENGTHS
+    assert row_lengths({"input_ids": torch.zeros(2, 5)}) == [5, 5]
+    with pytest.raises(ValueError, match=r"input_lengths\[2\]=13 does not fit rows of 12 tokens"):
+        row_lengths(batch() | {"input_lengths": torch.tensor([9, 3, 13, 1, 7, 7, 2])})
+    with pytest.raises(ValueError, match=r"token_mask\[1, 3\] counts a token past the row's end: input_lengths\[1\]=3"):
+        row_lengths(batch() | {"token_mask": torch.ones(7, WIDTH)[:, :] * (torch.arange(WIDTH) < 9)})

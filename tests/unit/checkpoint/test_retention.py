@@ -1,0 +1,61 @@
+"""Which checkpoints stay: the newest, and the best by a held-out measure."""
+
+import pytest
+
+from rl_megatron.checkpoint import directory as checkpoint
+from rl_megatron.checkpoint.retention import best_checkpoint, delete_older
+from rl_megatron.config.eval_metrics import HIGHER_IS_BETTER, better
+
+
+def save(directory, step, evaluated_at=None, **measures):
+    partial = directory / f"step-{step:06d}.incomplete"
+    partial.mkdir(parents=True)
+    (partial / "weights").write_text(str(step))
+    results = {"results": {"measures": measures}, "evaluated_at": evaluated_at or step}
+    checkpoint.publish(partial, directory / checkpoint.name_of(step), {"step": step, "model": {}, **results})
+
+
+def names(directory):
+    return sorted(int(path.name.removeprefix("step-")) for path in directory.iterdir())
+
+
+def test_every_measure_has_a_direction():
+    assert better("accuracy", 0.6, 0.5) and not better("accuracy", 0.5, 0.5)
+    assert better("nll_per_token", 0.4, 0.5) and not better("nll_per_token", 0.6, 0.5)
+    nan = float("nan")
+    assert all(better(name, 0.0, nan) and not better(name, nan, 0.0) for name in HIGHER_IS_BETTER)
+
+
+@pytest.mark.parametrize(("measure", "best"), [("accuracy", 2), ("nll_per_token", 1)])
+def test_the_best_so_far_is_never_deleted(tmp_path, measure, best):
+    for step, value in enumerate((0.1, 0.9, 0.5, 0.2, 0.3), start=1):
+        save(tmp_path, step, **{measure: value})
+        delete_older(tmp_path, keep=1, keep_best=measure)
+        assert names(tmp_path) == sorted({step, min(step, best)})
+    delete_older(tmp_path, keep=1)
+    assert names(tmp_path) == [5]
+
+
+def test_of_equals_the_newest_is_best_and_an_old_evaluation_counts_for_nothing(tmp_path):
+    save(tmp_path, 1, accuracy=0.5)
+    save(tmp_path, 2, accuracy=0.5)
+    save(tmp_path, 3, evaluated_at=2, accuracy=0.9)
+    save(tmp_path, 4)
+    assert best_checkpoint(checkpoint.complete_checkpoints(tmp_path), "accuracy").name == "step-000002"
+    assert best_checkpoint(checkpoint.complete_checkpoints(tmp_path), "nll_per_token") is None
+
+
+def test_a_manifest_that_cannot_be_read_does_not_stop_a_run(tmp_path):
+    save(tmp_path, 1, accuracy=0.9)
+    save(tmp_path, 2, accuracy=0.5)
+    (tmp_path / "step-000001" / checkpoint.MANIFEST).write_text("{")
+    assert best_checkpoint(checkpoint.complete_checkpoints(tmp_path), "accuracy").name == "step-000002"
+
+
+def test_what_interrupted_saves_and_deletions_left_goes(tmp_path):
+    save(tmp_path, 1)
+    for suffix in (".incomplete", ".replaced", ".deleted"):
+        (tmp_path / f"step-000002{suffix}").mkdir()
+        (tmp_path / f"step-000002{suffix}" / "file").write_text("")
+    delete_older(tmp_path, keep=1)
+    assert names(tmp_path) == [1]

@@ -1,0 +1,146 @@
+"""What a run writes and shows."""
+
+import json
+
+import pytest
+
+from rl_megatron.observability.metrics_logger import Recorder, plot_curves
+
+PNG = b"\x89PNG\r\n\x1a\n"
+SUMMARY = {
+    "accuracy": {"sft": 0.5},
+    "stages": {"sft": {"accuracy": 0.5}},
+    "seconds": 1.0,
+    "layout": "1 rank(s)",
+}
+
+
+def lines_of(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps_of(directory):
+    return [(line["stage"], line["step"], line["kind"]) for line in lines_of(directory)]
+
+
+@pytest.fixture
+def recorder(tmp_path):
+    return Recorder(tmp_path, enabled=True)
+
+
+def fill(recorder, stage="sft", steps=4):
+    recorder.begin_stage(stage, 0, steps)
+    recorder.record(0, {"accuracy": 0.0}, kind="eval")
+    for step in range(1, steps + 1):
+        recorder.record(step, {"loss": 1.0 / step})
+        if step % 2 == 0:
+            recorder.record(step, {"accuracy": step / 10}, kind="eval")
+    recorder.end_stage()
+
+
+def test_one_object_a_step(recorder, tmp_path):
+    fill(recorder, steps=2)
+    lines = lines_of(tmp_path)
+    assert [line.pop("seconds") >= 0 for line in lines] == [True] * 4
+    assert lines == [
+        {"stage": "sft", "step": 0, "kind": "eval", "accuracy": 0.0},
+        {"stage": "sft", "step": 1, "kind": "train", "loss": 1.0},
+        {"stage": "sft", "step": 2, "kind": "train", "loss": 0.5},
+        {"stage": "sft", "step": 2, "kind": "eval", "accuracy": 0.2},
+    ]
+
+
+def test_what_was_noted_goes_with_the_next_line_alone(recorder, tmp_path):
+    recorder.begin_stage("sft", 0, 2)
+    recorder.note({"refit_bytes": 8.0})
+    recorder.note({"gate_max": 0.5})
+    recorder.record(0, {"accuracy": 0.1}, kind="eval")
+    recorder.record(1, {"loss": 1.0})
+    first, second = lines_of(tmp_path)
+    assert (first["accuracy"], first["refit_bytes"], first["gate_max"]) == (0.1, 8.0, 0.5)
+    assert second.keys() == {"stage", "step", "kind", "loss", "seconds"}
+
+
+def test_numbers_are_written_with_every_digit(recorder, tmp_path):
+    recorder.begin_stage("sft", 0, 1)
+    recorder.record(1, {"loss": 0.1 + 0.2, "lr": 1e-300})
+    assert lines_of(tmp_path)[0]["loss"] == 0.1 + 0.2
+    assert lines_of(tmp_path)[0]["lr"] == 1e-300
+
+
+def test_steps_after_the_checkpoint_are_forgotten_when_a_stage_resumes(recorder, tmp_path):
+    fill(recorder, "pretrain")
+    fill(recorder)
+    again = Recorder(tmp_path, enabled=True)
+    again.begin_stage("sft", 2, 4)
+    kept = [("sft", 0, "eval"), ("sft", 1, "train"), ("sft", 2, "train"), ("sft", 2, "eval")]
+    assert steps_of(tmp_path)[-4:] == kept
+    assert ("pretrain", 4, "train") in steps_of(tmp_path), "other stages are not touched"
+    again.record(3, {"loss": 0.0})
+    assert steps_of(tmp_path)[-1] == ("sft", 3, "train")
+
+
+def test_a_stage_that_starts_anew_forgets_all_its_steps(recorder, tmp_path):
+    fill(recorder, "pretrain", steps=1)
+    fill(recorder)
+    Recorder(tmp_path, enabled=True).begin_stage("sft", 0, 4)
+    assert steps_of(tmp_path) == [("pretrain", 0, "eval"), ("pretrain", 1, "train")]
+
+
+def test_half_a_line_of_a_killed_run_is_dropped(recorder, tmp_path):
+    fill(recorder, steps=2)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"stage": "sft", "step": 3, "kind": "tr')
+    again = Recorder(tmp_path, enabled=True)
+    again.begin_stage("sft", 2, 4)
+    again.record(3, {"loss": 0.25})
+    assert steps_of(tmp_path)[-2:] == [("sft", 2, "eval"), ("sft", 3, "train")]
+
+
+def test_forgetting_leaves_no_file_behind(recorder, tmp_path):
+    fill(recorder)
+    recorder.begin_stage("sft", 1, 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "tensorboard"]
+
+
+def test_the_end_leaves_a_summary_and_a_picture(recorder, tmp_path, capsys):
+    fill(recorder)
+    recorder.finish(SUMMARY)
+    assert json.loads((tmp_path / "summary.json").read_text()) == SUMMARY
+    picture = (tmp_path / "curves.png").read_bytes()
+    assert picture.startswith(PNG) and len(picture) > 5_000
+    shown = capsys.readouterr().out
+    assert "sft" in shown and "0.5000" in shown and "1 rank(s)" in shown
+    assert list((tmp_path / "tensorboard").glob("events.*"))
+
+
+def test_curves_of_several_stages(tmp_path):
+    lines = [
+        {"stage": "sft", "step": 1, "kind": "train", "loss": 2.0},
+        {"stage": "sft", "step": 1, "kind": "eval", "nll_per_token": 2.0},
+        {"stage": "grpo", "step": 1, "kind": "train", "loss": 0.0, "reward": 0.5},
+        {"stage": "grpo", "step": 1, "kind": "eval", "accuracy": 0.5},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
+    from matplotlib.image import imread
+
+    height, width, _ = imread(tmp_path / "curves.png").shape
+    assert width > height, "one column a stage"
+
+
+def test_ranks_that_are_not_enabled_write_and_show_nothing(tmp_path, capsys):
+    quiet = Recorder(tmp_path / "nothing", enabled=False)
+    fill(quiet)
+    quiet.finish(SUMMARY)
+    assert not (tmp_path / "nothing").exists()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_progress_without_a_terminal_is_a_few_lines(recorder, capsys):
+    recorder.begin_stage("sft", 0, 200)
+    for step in range(1, 201):
+        recorder.record(step, {"loss": 1.0})
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 20
+    assert "sft step 200/200: loss 1" in shown[-1]

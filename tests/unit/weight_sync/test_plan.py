@@ -1,0 +1,112 @@
+"""Buckets and fingerprints: exact, additive, and changed by whatever changes a tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rl_megatron.weight_sync.plan import (
+    Bucket,
+    TensorSpec,
+    WeightsRefused,
+    _column_hashes,
+    _row_hashes,
+    fingerprint,
+    places,
+    plan_buckets,
+)
+
+CPU = torch.device("cpu")
+
+
+def random_bits(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    size = dtype.itemsize
+    return torch.randint(-128, 128, (*shape[:-1], shape[-1] * size), dtype=torch.int8, generator=generator).view(dtype)
+
+
+def by_hand(tensor: torch.Tensor) -> int:
+    """The formula, in Python's integers."""
+    matrix = (tensor.unsqueeze(-1) if tensor.dim() < 2 else tensor).contiguous().view(torch.int16)
+    rows, columns = _row_hashes(0, matrix.size(0), CPU).tolist(), _column_hashes(0, matrix.size(1), CPU).tolist()
+    total = sum(
+        x * (rows[0][i] * columns[0][j] + rows[1][i] * columns[1][j])
+        for i, row in enumerate(matrix.tolist())
+        for j, x in enumerate(row)
+    )
+    return (total + 2**63) % 2**64 - 2**63
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(7, 5), (9,), (1, 1)], ids=str)
+def test_the_fingerprint_is_its_formula(shape, dtype):
+    tensor = random_bits(*shape, dtype=dtype)
+    assert fingerprint(tensor).item() == by_hand(tensor)
+
+
+def test_sums_over_columns_are_exact_where_every_bit_counts(monkeypatch):
+    tensor = torch.full((2, 40_000), -(2**15), dtype=torch.int16)  # the largest integers, all of one sign
+    whole = fingerprint(tensor)
+    monkeypatch.setattr("rl_megatron.weight_sync.plan._COLUMNS_AT_ONCE", 97)
+    monkeypatch.setattr("rl_megatron.weight_sync.plan._ELEMENTS_AT_ONCE", 97)
+    assert torch.equal(fingerprint(tensor), whole)
+    assert whole == -(2**15) * places(tensor.shape, (0, 0), CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_blocks_add_up_to_the_whole(dtype):
+    tensor = random_bits(12, 10, dtype=dtype)
+    blocks = {(0, 0): tensor[:5], (5, 0): tensor[5:, :3], (5, 3): tensor[5:, 3:]}
+    assert sum(fingerprint(block, origin) for origin, block in blocks.items()) == fingerprint(tensor)
+    assert sum(places(block.shape, origin, CPU) for origin, block in blocks.items()) == places((12, 10), (0, 0), CPU)
+    vector = random_bits(11, dtype=dtype)
+    assert fingerprint(vector[:4]) + fingerprint(vector[4:], (4, 0)) == fingerprint(vector)
+
+
+def test_every_flipped_bit_shows():
+    tensor = random_bits(4, 6)
+    bits, wanted = tensor.view(torch.int16), fingerprint(tensor)
+    for i in range(4):
+        for j in range(6):
+            for bit in range(16):
+                flipped = bits.clone()
+                flipped[i, j] ^= torch.tensor(1 << bit if bit < 15 else -(1 << 15), dtype=torch.int16)
+                assert fingerprint(flipped.view(torch.bfloat16)) != wanted
+
+
+def test_rows_or_columns_that_changed_places_show():
+    tensor = random_bits(40, 50)
+    wanted = fingerprint(tensor)
+    for i in range(40):
+        assert fingerprint(tensor.roll(i + 1, 0)) != wanted or i == 39
+    for j in range(50):
+        order = list(range(50))
+        order[j], order[j - 1] = order[j - 1], order[j]
+        assert fingerprint(tensor[:, order].contiguous()) != wanted
+
+
+def test_the_first_row_and_column_are_hashed_like_others():
+    tensor = random_bits(1, 7000)
+    swapped = tensor.clone()
+    swapped[0, 524], swapped[0, 6265] = tensor[0, 6265], tensor[0, 524]  # whose 24-bit hashes alone are one
+    assert fingerprint(swapped) != fingerprint(tensor)
+    assert (_row_hashes(0, 1, CPU).abs() > 1 << 32).all() and (_column_hashes(0, 1, CPU) > 1 << 8).all()
+
+
+def test_buckets_hold_what_fits_and_a_larger_tensor_alone():
+    specs = [TensorSpec(f"t{i}", (rows, 3), "bfloat16") for i, rows in enumerate((4, 4, 100, 1))]
+    buckets = plan_buckets(specs, max_bytes=48)
+    assert [[spec.name for spec in bucket.tensors] for bucket in buckets] == [["t0", "t1"], ["t2"], ["t3"]]
+    assert buckets[2].num_words == 1 + 1  # 6 bytes take a word, and the fingerprint another
+
+
+def test_a_bucket_names_the_tensor_that_was_altered():
+    bucket = Bucket((TensorSpec("first", (3, 3), "bfloat16"), TensorSpec("second", (5,), "float32")))
+    buffer = torch.zeros(bucket.num_words, dtype=torch.int64)
+    bucket.tensor(buffer, 0).copy_(random_bits(3, 3))
+    bucket.tensor(buffer, 1).copy_(torch.arange(5.0))
+    bucket.fingerprints(buffer).copy_(torch.stack([fingerprint(bucket.tensor(buffer, i)) for i in range(2)]))
+    bucket.verify(buffer)
+    bucket.tensor(buffer, 1)[2] = 7
+    with pytest.raises(WeightsRefused, match="second arrived altered"):
+        bucket.verify(buffer)

@@ -1,0 +1,58 @@
+"""A group beside the default one: what it adds up, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+import torch
+
+from rl_megatron.weight_sync.process_group import CollectiveFailed, StandaloneGroup
+
+CPU = torch.device("cpu")
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+def two_ranks(timeout_seconds: float) -> list[StandaloneGroup]:
+    """Both in this process, which has no default group."""
+    port, groups = free_port(), {}
+
+    def join(rank: int) -> None:
+        groups[rank] = StandaloneGroup("127.0.0.1", port, rank, 2, CPU, timeout_seconds)
+
+    other = threading.Thread(target=join, args=(1,))
+    other.start()
+    join(0)
+    other.join()
+    return [groups[0], groups[1]]
+
+
+def test_words_of_all_ranks_are_added_up_as_integers():
+    groups, largest = two_ranks(20), 2**63 - 1
+    words = [torch.tensor([largest, 5, 0]), torch.tensor([1, 0, -7])]
+    for work in [group.all_reduce(mine) for group, mine in zip(groups, words, strict=True)]:
+        work.wait()
+    assert words[0].tolist() == words[1].tolist() == [-(2**63), 5, -7]
+
+
+def test_a_peer_that_does_not_answer_raises_within_the_timeout_and_ends_the_group():
+    groups, began = two_ranks(2), time.monotonic()
+    with pytest.raises(CollectiveFailed, match="rank 0 of the 2 .* a peer left, or did not answer within 2 s"):
+        groups[0].all_reduce(torch.zeros(3, dtype=torch.int64)).wait()
+    assert time.monotonic() - began < 15
+    with pytest.raises(CollectiveFailed, match="a collective failed before"):
+        groups[0].all_reduce(torch.zeros(3, dtype=torch.int64))
+
+
+def test_a_peer_that_never_comes_raises_within_the_timeout():
+    began = time.monotonic()
+    with pytest.raises(CollectiveFailed, match="rank 0 of the 2 around 127.0.0.1:.* could not join"):
+        StandaloneGroup("127.0.0.1", free_port(), 0, 2, CPU, timeout_seconds=0.5)
+    assert time.monotonic() - began < 10
