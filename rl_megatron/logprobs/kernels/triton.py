@@ -2,7 +2,8 @@
 
 `kernels/torch.py` states the contract; these functions keep it. x is z · (1/T), one multiplication per logit; the
 rounding of 1/T is shared by a row's every x and cancels between them. Nothing is tuned at run time and there are no
-atomics: a row's bits depend on its own logits and on how many columns there are. Products and sums are fused where `fma` says so
+atomics: a row's bits depend on its own logits and on how many columns there are. Products and sums are fused where
+`fma` says so
 and nowhere else: x − M must be exactly 0 for the likeliest column, which a product left unrounded would spoil.
 
 Import this module only where triton is wanted. On a CPU it runs in Triton's interpreter, if TRITON_INTERPRET=1 was set

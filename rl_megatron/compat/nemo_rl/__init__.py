@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron import data, losses
-from rl_megatron.compat import import_table
+from rl_megatron.compat.nemo_rl import import_table
 from rl_megatron.logprobs import Sharding, next_token_stats
 from rl_megatron.losses.functional import kl_penalty, masked_mean
 from rl_megatron.losses.interfaces import token_scores

@@ -1,0 +1,71 @@
+"""Name the objects that a configuration can choose: losses, tasks, data sources, engines, algorithms, and more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Generic, TypeVar
+
+from rl_megatron.config.errors import nearest
+
+T = TypeVar("T")
+
+
+class Registry(Mapping[str, T], Generic[T]):
+    """Objects of one kind by name. It fills as modules are imported: ours by the package, users' as plugins."""
+
+    def __init__(self, kind: str):
+        """`kind` is what an error message calls an entry, for example "loss"."""
+        self._kind = kind
+        self._entries: dict[str, T] = {}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Return a decorator that adds an object under `name` and returns the object.
+
+        Raises:
+            ValueError: another object has this name already.
+        """
+
+        def add(entry: T) -> T:
+            if name in self._entries and not _is_same(self._entries[name], entry):
+                raise ValueError(f"{self._kind} {name!r} is registered already, as {_describe(self._entries[name])}")
+            self._entries[name] = entry
+            return entry
+
+        return add
+
+    def __getitem__(self, name: str) -> T:
+        """Return the entry `name`.
+
+        Raises:
+            UnknownName: no entry has this name; the message gives the nearest one.
+        """
+        if name not in self._entries:
+            raise UnknownName(f"there is no {self._kind} {name!r}{nearest(name, self._entries)}")
+        return self._entries[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+class UnknownName(KeyError, ValueError):
+    """A name that a registry does not have."""
+
+    def __str__(self) -> str:
+        return self.args[0]  # KeyError would show the quoted repr
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Return whether both are one definition, imported twice (a plugin by path and by name)."""
+    places = [(getattr(each, "__module__", None), getattr(each, "__qualname__", None)) for each in (one, other)]
+    return one is other or (None not in places[0] and places[0] == places[1])
+
+
+def _describe(entry: object) -> str:
+    name = getattr(entry, "__qualname__", None)
+    return f"{entry.__module__}.{name}" if name else repr(entry)
