@@ -7,7 +7,7 @@ need two sections live in `load.py`; checks that need the world size live in `to
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -15,7 +15,13 @@ from pydantic.dataclasses import dataclass
 from rl_megatron.config.eval_metrics import HIGHER_IS_BETTER
 
 _STRICT = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
-section = dataclass(frozen=True, config=_STRICT, kw_only=True)
+Section = TypeVar("Section")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+def section(cls: type[Section]) -> type[Section]:
+    """Make `cls` a section of the configuration: a frozen dataclass whose keys, types and ranges pydantic checks."""
+    return dataclass(frozen=True, config=_STRICT, kw_only=True)(cls)
 
 
 def _no_switch(value: Any) -> Any:
