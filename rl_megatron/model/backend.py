@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
+from typing import Any, cast
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -74,13 +75,13 @@ def _why_not_transformer_engine(model: ModelConfig, device: torch.device) -> str
 def block_spec(
     model: ModelConfig, config: TransformerConfig, backend: str, vp_stage: int | None
 ) -> TransformerBlockSubmodules | ModuleSpec:
-    """The megatron-core spec of the decoder layers of this pipeline stage (or model chunk `vp_stage` of it)."""
+    """Return the megatron-core spec of the decoder layers of this pipeline stage (or model chunk `vp_stage` of it)."""
     if backend == "transformer_engine":
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
         )
         if config.num_moe_experts is not None:
-            mlp = layer.submodules.mlp
+            mlp: Any = cast(TransformerLayerSubmodules, layer.submodules).mlp  # of either form of `_of_experts`
             (mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules).router = BalancedRouter
         return layer
     first = get_transformer_layer_offset(config, vp_stage)
@@ -88,11 +89,12 @@ def block_spec(
         _portable_layer(model, config, has_experts=model.num_experts is not None and layer >= model.first_dense_layers)
         for layer in range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     ]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=PortableRMSNorm)
+    norm: Any = PortableRMSNorm  # a class, as megatron-core's own; its annotation says an instance
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def _of_experts(module: type, submodules: object) -> Callable | ModuleSpec:
-    """How megatron-core wants to be told of a module of a mixture: as a spec in 0.16, to be called since."""
+def _of_experts(module: type, submodules: object) -> Any:
+    """Return what builds a module of a mixture, in the form megatron-core takes: a spec in 0.16, a callable since."""
     if hasattr(moe_layer, "ExpertsBuilder"):
         return partial(module, submodules=submodules)
     return ModuleSpec(module=module, submodules=submodules)
@@ -121,7 +123,7 @@ def _portable_layer(model: ModelConfig, config: TransformerConfig, has_experts: 
     else:
         mlp = ModuleSpec(module=MLP, submodules=linears)
         names |= {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
-    residual = get_bias_dropout_add
+    residual: Any = get_bias_dropout_add  # a function, as in megatron-core's own specs; its annotation says a class
     if model.sandwich_norms:
         residual = ModuleSpec(module=NormedResidual, params={"config": config})
         names |= {"self_attn_bda.norm.": "post_self_attn_layernorm.", "mlp_bda.norm.": "post_mlp_layernorm."}

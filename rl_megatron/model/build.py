@@ -16,10 +16,10 @@ from torch.nn.functional import gelu, silu
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig, YarnRope
 from rl_megatron.model.backend import block_spec, choose_backend
-from rl_megatron.model.families.table import head_size
 from rl_megatron.model.heads.score import ScoreHead
 from rl_megatron.model.layers.attention import PortableRotaryEmbedding
 from rl_megatron.model.layers.rope import frequencies, rotary_scale, yarn_mscale
+from rl_megatron.model.shape import query_size, rotary_size
 from rl_megatron.model.shards import initialise_parameters
 from rl_megatron.topology.topology import Topology, padded_vocab_size, validate_model
 
@@ -36,7 +36,7 @@ def transformer_config(model: ModelConfig, topology: Topology, precision: str) -
         ffn_hidden_size=model.ffn_hidden_size,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
-        kv_channels=_query_size(model),
+        kv_channels=query_size(model),
         normalization="RMSNorm",
         layernorm_zero_centered_gamma=model.zero_centered_norm,
         layernorm_epsilon=model.norm_epsilon,
@@ -78,30 +78,19 @@ def transformer_config(model: ModelConfig, topology: Topology, precision: str) -
 
 
 def _softmax_scale(model: ModelConfig) -> float | None:
-    """What scores are multiplied with; None for megatron-core's own, 1/√head_dim.
+    """Return the factor of attention scores, or None for megatron-core's own, 1/√head_dim.
 
-    Where RoPE turns whole heads, YaRN's growth of rotated queries and of rotated keys is a factor of every score. With
-    latents it turns a part: what grows there grows there, and DeepSeek scales scores besides.
+    If RoPE turns whole heads, YaRN's growth of rotated queries and keys is a factor of every score. With latents RoPE
+    turns a part of each head, which grows by itself; DeepSeek scales the scores in addition.
     """
+    growth, scaling = 1.0, model.rope_scaling
     if model.kv_lora_rank is None:
-        growth = rotary_scale(model.rope_scaling)
-    else:
-        scaling = model.rope_scaling
-        scales = isinstance(scaling, YarnRope) and scaling.mscale_all_dim is not None
-        growth = yarn_mscale(scaling.factor, scaling.mscale_all_dim) if scales else 1.0
+        growth = rotary_scale(scaling)
+    elif isinstance(scaling, YarnRope) and scaling.mscale_all_dim is not None:
+        growth = yarn_mscale(scaling.factor, scaling.mscale_all_dim)
     if growth == 1.0 and model.query_pre_attn_scalar is None and model.kv_lora_rank is None:
         return None
-    return growth**2 / math.sqrt(model.query_pre_attn_scalar or _query_size(model))
-
-
-def _query_size(model: ModelConfig) -> int:
-    """Dimensions of a head's queries."""
-    return head_size(model) if model.kv_lora_rank is None else model.qk_nope_head_dim + model.qk_rope_head_dim
-
-
-def _rotary_size(model: ModelConfig) -> int:
-    """Of these, the ones that RoPE turns."""
-    return model.qk_rope_head_dim or head_size(model)
+    return growth**2 / math.sqrt(model.query_pre_attn_scalar or query_size(model))
 
 
 def _experts(model: ModelConfig) -> dict:
@@ -154,7 +143,7 @@ def build_model(
     check_vocabulary(model, vocab_size)
     config = transformer_config(model, topology, precision)
     backend = choose_backend(model, topology.device)
-    chunks = [
+    chunks: list[torch.nn.Module] = [
         _build_chunk(model, config, topology, backend, vocab_size, chunk, head)
         for chunk in range(topology.virtual_pipeline)
     ]
@@ -191,7 +180,8 @@ def _build_chunk(
     vp_stage = chunk if topology.virtual_pipeline > 1 else None
     module = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(model, config, backend, vp_stage),
+        # The annotation leaves out a block's submodules, which the decoder takes.
+        transformer_layer_spec=block_spec(model, config, backend, vp_stage),  # pyright: ignore[reportArgumentType]
         vocab_size=padded_vocab_size(model.vocab_size or vocab_size, topology.tensor),
         max_sequence_length=model.max_sequence_length,
         pre_process=topology.pipeline_rank == 0 and chunk == 0,
@@ -199,7 +189,7 @@ def _build_chunk(
         parallel_output=True,
         share_embeddings_and_output_weights=model.tie_embeddings and head == "lm",
         position_embedding_type="rope",
-        rotary_base=model.rope_base,
+        rotary_base=model.rope_base,  # pyright: ignore[reportArgumentType]  # annotated int; any number works
         pg_collection=topology.groups,
         vp_stage=vp_stage,
     )
@@ -210,17 +200,20 @@ def _build_chunk(
         if ".experts." in name:
             # Summed over the ranks that hold the same experts. megatron-core 0.16 says so only where experts are spread
             # over ranks, and sums the others' gradients over too few (NVIDIA/Megatron-LM pull request 5916).
-            parameter.allreduce = False
+            parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]  # a mark that DDP reads
     if head == "score" and module.post_process:
-        module.output_layer = ScoreHead(config, topology)
+        module.register_module("output_layer", ScoreHead(config, topology))
     return module.to(topology.device)
 
 
 def _set_rope(module: GPTModel, model: ModelConfig, topology: Topology, backend: str) -> None:
-    size, device = _rotary_size(model), topology.device
+    size, device = rotary_size(model), topology.device
     if backend == "portable":
         module.rotary_pos_emb = PortableRotaryEmbedding(
-            size, rotary_percent=1.0, rotary_base=model.rope_base, cp_group=topology.groups.cp
+            size,
+            rotary_percent=1.0,
+            rotary_base=model.rope_base,  # pyright: ignore[reportArgumentType]  # annotated int; any number works
+            cp_group=topology.groups.cp,
         )
         if model.local_rope_base is not None:
             module.rotary_pos_emb.local_frequencies = frequencies(size, model.local_rope_base, None).to(device)
@@ -241,7 +234,7 @@ class _Bf16Module(Float16Module):
 
 
 def unwrap(chunk: torch.nn.Module) -> GPTModel:
-    """The GPTModel inside DDP and precision wrappers."""
+    """Return the GPTModel inside DDP and precision wrappers."""
     while not isinstance(chunk, GPTModel):
-        chunk = chunk.module
+        chunk = chunk.get_submodule("module")
     return chunk

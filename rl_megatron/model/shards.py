@@ -11,11 +11,12 @@ import dataclasses
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 # Global names come one per layer ("decoder.layers.3.…") rather than stacked along a layer axis.
@@ -38,18 +39,39 @@ class Piece:
 def pieces(
     chunks: Iterable[torch.nn.Module], value: Callable[[torch.nn.Parameter], Tensor] | None = None
 ) -> Iterator[Piece]:
-    """The pieces of all weights, routers' biases included, which are buffers; or of `value(parameter)` of each
-    parameter (gradients, say, through `lambda p: p.main_grad`)."""
+    """Yield the pieces of all weights, routers' biases (which are buffers) included.
+
+    Args:
+        chunks: this rank's model chunks, with or without wrappers.
+        value: what to yield the pieces of in place of each parameter, for example `lambda p: p.main_grad` for the
+            gradients. Buffers are then left out.
+    """
     for chunk in chunks:
-        while not hasattr(chunk, "sharded_state_dict") or hasattr(chunk, "module"):
-            chunk = chunk.module
-        for entry in chunk.sharded_state_dict(metadata=dict(SHARDING_METADATA)).values():
+        for entry in _innermost(chunk).sharded_state_dict(metadata=dict(SHARDING_METADATA)).values():
             if not isinstance(entry, ShardedTensor | ShardedTensorFactory):
-                continue  # extra state of modules: no tensor of the model
-            if value is not None and not isinstance(entry.data, torch.nn.Parameter):
+                continue  # extra state of modules: not a tensor of the model
+            tensor = _tensor_of(entry)
+            if value is None:
+                held = tensor.data
+            elif isinstance(tensor, torch.nn.Parameter):
+                held = value(tensor)
+            else:
                 continue
-            for shard in _flatten(_holding(entry, entry.data.data if value is None else value(entry.data))):
+            for shard in _flatten(_holding(entry, held)):
                 yield _piece(shard)
+
+
+def _innermost(chunk: torch.nn.Module) -> MegatronModule:
+    """Return the model inside DDP and precision wrappers."""
+    while not isinstance(chunk, MegatronModule) or hasattr(chunk, "module"):
+        chunk = chunk.get_submodule("module")
+    return chunk
+
+
+def _tensor_of(entry: ShardedTensor | ShardedTensorFactory) -> Tensor:
+    if entry.data is None:
+        raise RuntimeError(f"{entry.key} has metadata and no tensor")
+    return entry.data
 
 
 def _piece(shard: ShardedTensor) -> Piece:
@@ -62,7 +84,7 @@ def _piece(shard: ShardedTensor) -> Piece:
             raise RuntimeError(f"{shard.key} is stacked along {stacked} axes, which only experts are, along one")
     return Piece(
         name,
-        shard.data,
+        _tensor_of(shard),
         tuple(shard.global_shape[stacked:]),
         tuple(shard.global_offset[stacked:]),
         all(index == 0 for index in _as_tuple(shard.replica_id)),
@@ -121,9 +143,9 @@ def _any_nan(gathered: list, name: str) -> bool:
 
 
 def initialise_parameters(
-    chunks: list[torch.nn.Module], *, seed: int, std: float, num_layers: int, norm_weight: float = 1.0
+    chunks: Sequence[torch.nn.Module], *, seed: int, std: float, num_layers: int, norm_weight: float = 1.0
 ) -> None:
-    """Fills every parameter from (seed, global name, row): the same model whatever the layout it is sharded over.
+    """Fill every parameter from (seed, global name, row): the same model whatever the layout it is sharded over.
 
     Weights ~ N(0, std²); those that write into the residual stream ~ N(0, std²/(2·num_layers)) (GPT-2); norms
     `norm_weight`; biases 0. Numbers are drawn on the CPU, so a GPU run starts from the same weights.

@@ -38,7 +38,8 @@ def start_device(name: str = "auto", timeout_minutes: float = 10.0) -> torch.dev
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # documented, not re-exported
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     return device
 
 

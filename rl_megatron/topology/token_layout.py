@@ -82,7 +82,7 @@ class TokenLayout:
         a sequence is cut over ranks it is a copy with the rows at the cuts appended. Takes part in no gradient.
         """
         following = torch.nn.functional.pad(self.place[:, 1:], (0, 1), value=-1)
-        if _size(self.cp_group) == 1:
+        if self.cp_group is None or self.cp_group.size() == 1:
             return x.detach(), self.scatter(following, -1)
         num_local, rank, num_cuts = math.prod(self.rows), self.cp_group.rank(), 2 * (self.cp_group.size() - 1)
         is_cut = (following >= 0) & (following // num_local != self.place // num_local)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,27 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig, ParallelConfig
 from rl_megatron.topology.context_parallel import zigzag_chunks
+
+
+class ParallelDegrees(Protocol):
+    """The degrees that a model and its sequences have to fit: a configuration's, or those of a running topology."""
+
+    @property
+    def tensor(self) -> int: ...
+    @property
+    def sequence(self) -> bool: ...
+    @property
+    def pipeline(self) -> int: ...
+    @property
+    def virtual_pipeline(self) -> int: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def expert(self) -> int: ...
+    @property
+    def first_stage_layers(self) -> int | None: ...
+    @property
+    def last_stage_layers(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -81,8 +103,11 @@ class Topology:
         return f"{self.world_size} rank(s): {shape}" + (f" ({', '.join(extras)})" if extras else "")
 
 
-def sequence_multiple(parallel: ParallelConfig | Topology) -> int:
-    """Rows are padded to a multiple of this: zigzag chunks of context parallelism, shards of sequence parallelism."""
+def sequence_multiple(parallel: ParallelDegrees) -> int:
+    """Return the number that padded lengths are a multiple of.
+
+    Context parallelism cuts a sequence into zigzag slices of equal length, and sequence parallelism into shards.
+    """
     return zigzag_chunks(parallel.context) * (parallel.tensor if parallel.sequence else 1)
 
 
@@ -126,7 +151,7 @@ def _world_sizes_that_fit(parallel: ParallelConfig, world_size: int) -> str:
     return (f"with the other degrees as they are, {' or '.join(fits)} would fit, " if fits else "") + start_with
 
 
-def validate_model(model: ModelConfig, parallel: ParallelConfig) -> None:
+def validate_model(model: ModelConfig, parallel: ParallelDegrees) -> None:
     """Degrees against the model's shape, before anything is built."""
 
     def divides(degree_key: str, degree: int, size_key: str, size: int) -> None:
@@ -158,7 +183,7 @@ def validate_model(model: ModelConfig, parallel: ParallelConfig) -> None:
         )
 
 
-def _check_pipeline(model: ModelConfig, parallel: ParallelConfig) -> None:
+def _check_pipeline(model: ModelConfig, parallel: ParallelDegrees) -> None:
     """Every layer lies in exactly one chunk, and every chunk has one at least."""
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     ends = {"first": parallel.first_stage_layers, "last": parallel.last_stage_layers}

@@ -15,6 +15,7 @@ from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.families.family import Family
 from rl_megatron.model.families.rope import read_rope, write_rope
 from rl_megatron.model.families.table import TableBuilder, WeightTable, embeddings, gated_mlp
+from rl_megatron.model.shape import LatentShape, num_experts
 
 # What we have no maths for, and the values that mean its absence.
 _ABSENT: dict[str, tuple] = {
@@ -124,8 +125,8 @@ def weight_table(model: ModelConfig, vocab_size: int) -> WeightTable:
 
 
 def _latent_attention(table: TableBuilder, model: ModelConfig, hf: str, megatron: str) -> None:
-    hidden, heads, latent = model.hidden_size, model.num_attention_heads, model.kv_lora_rank
-    queries = heads * (model.qk_nope_head_dim + model.qk_rope_head_dim)
+    hidden, heads, shape = model.hidden_size, model.num_attention_heads, LatentShape.of(model)
+    queries = heads * shape.query
     if model.q_lora_rank is None:
         table.same(f"{hf}q_proj.weight", f"{megatron}linear_q_proj.weight", queries, hidden)
     else:
@@ -133,19 +134,20 @@ def _latent_attention(table: TableBuilder, model: ModelConfig, hf: str, megatron
         table.same(f"{hf}q_a_proj.weight", f"{megatron}linear_q_down_proj.weight", rank, hidden)
         table.same(f"{hf}q_a_layernorm.weight", f"{megatron}linear_q_up_proj.layer_norm_weight", rank)
         table.same(f"{hf}q_b_proj.weight", f"{megatron}linear_q_up_proj.weight", queries, rank)
-    down, up = latent + model.qk_rope_head_dim, heads * (model.qk_nope_head_dim + model.v_head_dim)
+    down, up = shape.latent + shape.rope, heads * shape.key_and_value
     table.same(f"{hf}kv_a_proj_with_mqa.weight", f"{megatron}linear_kv_down_proj.weight", down, hidden)
-    table.same(f"{hf}kv_a_layernorm.weight", f"{megatron}linear_kv_up_proj.layer_norm_weight", latent)
-    table.same(f"{hf}kv_b_proj.weight", f"{megatron}linear_kv_up_proj.weight", up, latent)
-    table.same(f"{hf}o_proj.weight", f"{megatron}linear_proj.weight", hidden, heads * model.v_head_dim)
+    table.same(f"{hf}kv_a_layernorm.weight", f"{megatron}linear_kv_up_proj.layer_norm_weight", shape.latent)
+    table.same(f"{hf}kv_b_proj.weight", f"{megatron}linear_kv_up_proj.weight", up, shape.latent)
+    table.same(f"{hf}o_proj.weight", f"{megatron}linear_proj.weight", hidden, heads * shape.value)
 
 
 def _experts(table: TableBuilder, model: ModelConfig, hf: str, megatron: str) -> None:
     hidden, ffn = model.hidden_size, model.expert_ffn_hidden_size or model.ffn_hidden_size
-    table.same(f"{hf}gate.weight", f"{megatron}router.weight", model.num_experts, hidden)
+    experts = num_experts(model)
+    table.same(f"{hf}gate.weight", f"{megatron}router.weight", experts, hidden)
     if model.router_bias:
-        table.same(f"{hf}gate.e_score_correction_bias", f"{megatron}router.expert_bias", model.num_experts, fp32=True)
-    for expert in range(model.num_experts):
+        table.same(f"{hf}gate.e_score_correction_bias", f"{megatron}router.expert_bias", experts, fp32=True)
+    for expert in range(experts):
         gated_mlp(table, f"{hf}experts.{expert}.", f"{megatron}experts.{expert}.", hidden, ffn)
     if model.shared_expert_ffn_hidden_size is not None:
         shared = model.shared_expert_ffn_hidden_size

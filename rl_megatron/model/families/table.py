@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from rl_megatron.config.schema import ModelConfig
+from rl_megatron.model.shape import head_size, num_experts
 
 Shape = tuple[int, ...]
 
@@ -176,10 +177,11 @@ class ExpertNames:
 
 
 def mixture_of_experts(table: TableBuilder, model: ModelConfig, names: ExpertNames, hf: str, megatron: str) -> None:
-    """The router, and each expert apart, as `model.shards.pieces` names them."""
+    """Add the router, and each expert on its own, as `model.shards.pieces` names them."""
     hidden, ffn = model.hidden_size, model.expert_ffn_hidden_size or model.ffn_hidden_size
-    table.same(f"{hf}{names.router}.weight", f"{megatron}mlp.router.weight", model.num_experts, hidden)
-    for index in range(model.num_experts):
+    experts = num_experts(model)
+    table.same(f"{hf}{names.router}.weight", f"{megatron}mlp.router.weight", experts, hidden)
+    for index in range(experts):
         theirs, ours = f"{hf}{names.experts}.{index}.", f"{megatron}mlp.experts.{index}."
         gate_and_up = {f"{theirs}{names.gate}.weight": ffn, f"{theirs}{names.up}.weight": ffn}
         table.stacked(f"{ours}linear_fc1.weight", gate_and_up, hidden)
@@ -198,7 +200,3 @@ def mixture_decoder(model: ModelConfig, vocab_size: int, names: ExpertNames) -> 
         mixture_of_experts(table, model, names, hf, megatron)
     embeddings(table, model, vocab_size)
     return table.build()
-
-
-def head_size(model: ModelConfig) -> int:
-    return model.head_dim or model.hidden_size // model.num_attention_heads

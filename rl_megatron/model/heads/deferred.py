@@ -49,9 +49,11 @@ class DeferredHead:
             yield
 
     def logits(self, hidden: Tensor) -> DeferredLogits:
-        """Of what the model gave."""
+        """Return the logits of `hidden`, the model's output while `in_use`, computed when they are read."""
         head, shared = self.model.output_layer, self.model.share_embeddings_and_output_weights
         weight = self.model.shared_embedding_or_output_weight() if shared else head.weight
+        if weight is None:
+            raise RuntimeError("the head has no weight of its own, and the model shares none with it")
         return DeferredLogits(hidden, weight, self.sequence_shards, self.chunk_tokens)
 
 

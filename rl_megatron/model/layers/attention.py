@@ -27,7 +27,7 @@ class PortablePacking(PackedSeqParams):
     """Packed rows as they travel through megatron-core's layers to `PortableRotaryEmbedding` and `PortableAttention`.
     To the modules in between, a packed row is a batch of one long row."""
 
-    rows: PackedRows | None = None
+    rows: PackedRows = field(kw_only=True)
     qkv_format: str = field(default="sbhd", init=False)
 
 
@@ -130,7 +130,7 @@ class PortableAttention(torch.nn.Module):
         whole = zigzag_gather_and_reduce(torch.cat([key, value], dim=-1), self.cp_group, dim=0)
         key, value = whole.split([key.size(-1), value.size(-1)], dim=-1)
         mask, length, device = None, key.size(0), query.device
-        if length > query.size(0):
+        if self.cp_group is not None and self.cp_group.size() > 1:
             mask = _zigzag_mask(length, self.cp_group.rank(), self.cp_group.size(), self.window, device)
         elif self.window is not None and self.window < length:
             mask = causal_mask(torch.arange(length, device=device), length, self.window)
@@ -154,11 +154,18 @@ class PortableAttention(torch.nn.Module):
 
 
 def sliding_window(config: TransformerConfig, layer_number: int) -> int | None:
-    """How many tokens a token looks at in a layer (from 1), itself included, in megatron-core's terms (window_size: how
-    many to each side); None for all."""
-    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+    """Return how many tokens a token looks at in a layer, itself included, or None for all.
+
+    Args:
+        config: its `window_size` counts the tokens to each side, without the token itself.
+        layer_number: counted from 1.
+    """
+    window, skips = config.window_size, config.window_attn_skip_freq
+    if window is None:
         return None
-    return config.window_size[0] + 1
+    # The function takes None too, which its annotation leaves out.
+    has_window = is_layer_window_attention(window, skips, layer_number)  # pyright: ignore[reportArgumentType]
+    return window[0] + 1 if has_window else None
 
 
 @lru_cache(maxsize=4)

@@ -23,6 +23,7 @@ from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.layers.attention import PortableAttention
 from rl_megatron.model.layers.norms import PortableRMSNorm
 from rl_megatron.model.layers.rope import rotary_scale
+from rl_megatron.model.shape import LatentShape
 
 LATENT_NORM_EPSILON = 1e-6  # of DeepSeek's models, whatever the ε of their other norms
 
@@ -33,7 +34,8 @@ class ReplicatedLinear(torch.nn.Linear):
 
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int):
         super().__init__(inputs, outputs, bias=False, dtype=config.params_dtype, device=torch.cuda.current_device())
-        self.weight.sequence_parallel = config.sequence_parallel
+        # megatron-core reads this mark from the parameter.
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class LatentAttention(MegatronModule):
@@ -62,30 +64,31 @@ class LatentAttention(MegatronModule):
     ):
         super().__init__(config)
         self.layer_number, self.tp_group = layer_number, pg_collection.tp
-        self.nope, self.rope, self.value = model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim
-        self.latent, self.rotary_scale = model.kv_lora_rank, rotary_scale(model.rope_scaling)
-        self.recomputes = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
-        hidden, heads = model.hidden_size, model.num_attention_heads
-        of_head = self.nope + self.rope
+        self.shape, self.rotary_scale = LatentShape.of(model), rotary_scale(model.rope_scaling)
+        recomputed = config.recompute_modules or ()
+        self.recomputes = config.recompute_granularity == "selective" and "core_attn" in recomputed
+        hidden, heads, shape = model.hidden_size, model.num_attention_heads, self.shape
         if model.q_lora_rank is None:
-            self.linear_q_proj = self._up(hidden, heads * of_head)
+            self.linear_q_proj = self._up(hidden, heads * shape.query)
         else:
             self.linear_q_down_proj = ReplicatedLinear(config, hidden, model.q_lora_rank)
             self.q_layernorm = PortableRMSNorm(config, model.q_lora_rank, eps=LATENT_NORM_EPSILON)
-            self.linear_q_up_proj = self._up(model.q_lora_rank, heads * of_head)
-        self.linear_kv_down_proj = ReplicatedLinear(config, hidden, self.latent + self.rope)
-        self.kv_layernorm = PortableRMSNorm(config, self.latent, eps=LATENT_NORM_EPSILON)
-        self.linear_kv_up_proj = self._up(self.latent, heads * (self.nope + self.value))
+            self.linear_q_up_proj = self._up(model.q_lora_rank, heads * shape.query)
+        self.linear_kv_down_proj = ReplicatedLinear(config, hidden, shape.latent + shape.rope)
+        self.kv_layernorm = PortableRMSNorm(config, shape.latent, eps=LATENT_NORM_EPSILON)
+        self.linear_kv_up_proj = self._up(shape.latent, heads * shape.key_and_value)
         self.core_attention = PortableAttention(
             config, layer_number, AttnMaskType.causal, "self", softmax_scale=config.softmax_scale,
             pg_collection=pg_collection,
         )  # fmt: skip
+        assert config.output_layer_init_method is not None, "TransformerConfig fills it in"
         self.linear_proj = RowParallelLinear(
-            heads * self.value, hidden, config=config, init_method=config.output_layer_init_method, bias=False,
+            heads * shape.value, hidden, config=config, init_method=config.output_layer_init_method, bias=False,
             input_is_parallel=True, skip_bias_add=True, is_expert=False, tp_group=self.tp_group,
         )  # fmt: skip
 
     def _up(self, inputs: int, outputs: int) -> ColumnParallelLinear:
+        assert self.config.init_method is not None, "TransformerConfig fills it in"
         return ColumnParallelLinear(
             inputs, outputs, config=self.config, init_method=self.config.init_method, bias=False, gather_output=False,
             skip_bias_add=False, is_expert=False, tp_group=self.tp_group,
@@ -95,7 +98,8 @@ class LatentAttention(MegatronModule):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        rotary_pos_emb: Tensor | None = None,
+        *,
+        rotary_pos_emb: Tensor,
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
@@ -114,18 +118,19 @@ class LatentAttention(MegatronModule):
             query, _ = self.linear_q_proj(hidden)
         else:
             query, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))
-        plain, turned = query.unflatten(-1, (-1, self.nope + self.rope)).split([self.nope, self.rope], dim=-1)
+        plain, turned = query.unflatten(-1, (-1, self.shape.query)).split([self.shape.nope, self.shape.rope], dim=-1)
         return torch.cat([plain, self._turn(turned, angles)], dim=-1)
 
     def _key_and_value(self, hidden: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-        latent, shared = self.linear_kv_down_proj(hidden).split([self.latent, self.rope], dim=-1)
+        latent, shared = self.linear_kv_down_proj(hidden).split([self.shape.latent, self.shape.rope], dim=-1)
         if self.config.sequence_parallel:
             shared = gather_from_sequence_parallel_region(shared, group=self.tp_group)  # backward adds up all heads'
         else:
             shared = copy_to_tensor_model_parallel_region(shared, group=self.tp_group)  # so does this one's
         both, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
-        key, value = both.unflatten(-1, (-1, self.nope + self.value)).split([self.nope, self.value], dim=-1)
-        shared = self._turn(shared[:, :, None], angles).expand(*key.shape[:-1], self.rope)
+        of_heads = both.unflatten(-1, (-1, self.shape.key_and_value))
+        key, value = of_heads.split([self.shape.nope, self.shape.value], dim=-1)
+        shared = self._turn(shared[:, :, None], angles).expand(*key.shape[:-1], self.shape.rope)
         return torch.cat([key, shared], dim=-1), value.contiguous()
 
     def _turn(self, x: Tensor, angles: Tensor) -> Tensor:

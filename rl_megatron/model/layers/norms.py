@@ -18,7 +18,8 @@ class PortableRMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
         self.zero_centered = config.layernorm_zero_centered_gamma
-        self.weight.sequence_parallel = config.sequence_parallel
+        # megatron-core reads this mark from the parameter.
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.zero_centered:

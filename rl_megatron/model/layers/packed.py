@@ -34,7 +34,8 @@ class Bucket:
 
     @property
     def query_shape(self) -> tuple[int, int]:
-        return tuple(self.positions.shape)
+        rows, length = self.positions.shape
+        return rows, length
 
     def mask(self, window: int | None) -> Tensor | None:
         """[b, 1, L/cp, L], which keys a query looks at; None where plain causal attention says it. Made once for all

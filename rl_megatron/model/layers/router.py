@@ -30,19 +30,20 @@ class BalancedRouter(TopKRouter):
 
     step_tokens: Tensor | None = None  # T, of the step under way
     reported: Tensor | None = None  # this rank's part of L_aux in the step under way
+    expert_bias: Tensor | None  # megatron-core's buffer; None where the router has no bias
     visits: Tensor | None = None  # [experts] tokens of this rank in the step under way, where they move the bias
 
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
-        if self.step_tokens is None:
+        if self.step_tokens is None or self.reported is None:
             raise RuntimeError("the router's balancing loss needs the step's number of tokens: see begin_step")
         counts = routing_map.sum(dim=0).to(scores_for_aux_loss.dtype)
         dist.all_reduce(counts, group=self.tp_cp_group)
         tokens = (counts.sum() / self.topk).clamp(min=1.0)
         # This rank's tokens' part; f has no gradient. T_m·f_i = counts, T_m·P_i = Σ scores.
         balance = (counts * scores_for_aux_loss.sum(dim=0)).sum() / tokens
-        coefficient = self.config.moe_aux_loss_coeff * self.config.num_moe_experts / self.topk
+        coefficient = self.get_aux_loss_coeff("aux_loss") * routing_map.size(1) / self.topk
         loss = coefficient * balance / self.step_tokens
         self.reported = self.reported + loss.detach()
         return _AlsoMinimised.apply(probs, loss)
@@ -96,29 +97,41 @@ def _routers(chunks: Iterable[torch.nn.Module]) -> list[BalancedRouter]:
 
 
 def begin_step(chunks: Iterable[torch.nn.Module], tokens: Tensor) -> None:
-    """Tells the routers how many tokens the global batch has, rows without weight left out."""
+    """Tell the routers how many tokens the global batch has, without sequences of zero loss weight."""
     chunks = list(chunks)
     for router in balancing_routers(chunks):
         router.step_tokens, router.reported = tokens.clamp(min=1.0), torch.zeros_like(tokens)
     for router in moving_routers(chunks):
-        router.visits = torch.zeros_like(router.expert_bias, dtype=torch.float32)
+        router.visits = torch.zeros_like(_bias(router), dtype=torch.float32)
 
 
 def move_biases(routers: Iterable[BalancedRouter], group: dist.ProcessGroup) -> None:
-    """bᵢ += rate · sign(mean visits − visits of expert i), after a step; collective over `group`, the ranks of a
-    pipeline stage.
+    """Move each expert's bias after a step: bᵢ += rate · sign(mean visits − visits of expert i).
+
+    The call is collective over `group`, the ranks of a pipeline stage.
 
     Source: Wang et al. 2024 (arXiv:2408.15664), algorithm 1.
     """
     for router in routers:
-        dist.all_reduce(router.visits, group=group)
-        router.expert_bias += router.config.moe_router_bias_update_rate * (router.visits.mean() - router.visits).sign()
+        bias, visits = _bias(router), router.visits
+        if visits is None:
+            raise RuntimeError("the router has counted no tokens in this step: see begin_step")
+        dist.all_reduce(visits, group=group)
+        bias += router.config.moe_router_bias_update_rate * (visits.mean() - visits).sign()
+
+
+def _bias(router: BalancedRouter) -> Tensor:
+    if router.expert_bias is None:
+        raise RuntimeError("the router has no bias: model.router_bias=false")
+    return router.expert_bias
 
 
 def balancing_loss(routers: list[BalancedRouter], group: dist.ProcessGroup, device: torch.device) -> float:
-    """L_aux of the step that ends, over all ranks of `group`, every layer's on one pipeline stage; collective."""
+    """Return L_aux of the step that ends, over a pipeline stage's layers and all ranks of `group`; collective."""
     total = torch.zeros((), device=device)
     for router in routers:
+        if router.reported is None:
+            raise RuntimeError("the router has no balancing loss of this step: see begin_step")
         total += router.reported
     dist.all_reduce(total, group=group)
     return total.item()

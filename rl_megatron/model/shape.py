@@ -1,0 +1,74 @@
+"""Sizes of a model's parts that follow from several keys of its configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rl_megatron.config.schema import ModelConfig
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """The dimensions of multi-head latent attention, all of which a model with `kv_lora_rank` has.
+
+    latent: of the latent that the keys and values of all heads are computed from.
+    nope, rope: of a head's queries and keys, without RoPE and with it.
+    value: of a head's values.
+    """
+
+    latent: int
+    nope: int
+    rope: int
+    value: int
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> LatentShape:
+        """Return the dimensions that `model` names.
+
+        Raises:
+            ValueError: one of them is null.
+        """
+        latent, value = model.kv_lora_rank, model.v_head_dim
+        nope, rope = model.qk_nope_head_dim, model.qk_rope_head_dim
+        if latent is None or nope is None or rope is None or value is None:
+            raise ValueError(
+                f"latent attention needs all of model.kv_lora_rank={latent}, model.qk_nope_head_dim={nope}, "
+                f"model.qk_rope_head_dim={rope} and model.v_head_dim={value}"
+            )
+        return cls(latent, nope, rope, value)
+
+    @property
+    def query(self) -> int:
+        """Dimensions of a head's queries, and of its keys."""
+        return self.nope + self.rope
+
+    @property
+    def key_and_value(self) -> int:
+        """Dimensions of a head's keys and values that are computed from the latent."""
+        return self.nope + self.value
+
+
+def head_size(model: ModelConfig) -> int:
+    """Return the dimensions of a head without latents: of its queries, its keys and its values alike."""
+    return model.head_dim or model.hidden_size // model.num_attention_heads
+
+
+def query_size(model: ModelConfig) -> int:
+    """Return the dimensions of a head's queries."""
+    return head_size(model) if model.kv_lora_rank is None else LatentShape.of(model).query
+
+
+def rotary_size(model: ModelConfig) -> int:
+    """Return how many dimensions of a head's queries RoPE turns."""
+    return model.qk_rope_head_dim or head_size(model)
+
+
+def num_experts(model: ModelConfig) -> int:
+    """Return the number of experts of a mixture.
+
+    Raises:
+        ValueError: the model is dense.
+    """
+    if model.num_experts is None:
+        raise ValueError("model.num_experts=null: a dense model has no experts")
+    return model.num_experts
