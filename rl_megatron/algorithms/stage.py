@@ -82,13 +82,13 @@ class Stage:
         """Each step with its `train.global_batch_size` rows: shuffled epochs, the same after a resume."""
         order = self._order(dataset)
         for step in self.steps():
-            yield step, dataset.batch(order.rows_at(step - 1))
+            yield step, dataset.batch(order.items_at(step - 1))
 
     def distinct_batches(self, dataset: Dataset) -> Iterator[BatchedDataDict]:
         """The items that the stage's steps read, each once, in the batches that they come in first."""
         order, seen = self._order(dataset), set()
         for step in range(self.config.train.steps):
-            fresh = [item for item in dict.fromkeys(order.rows_at(step)) if item not in seen]
+            fresh = [item for item in dict.fromkeys(order.items_at(step)) if item not in seen]
             if fresh:
                 yield dataset.batch(fresh)
             seen.update(fresh)
