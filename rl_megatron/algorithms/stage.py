@@ -23,9 +23,9 @@ Evaluation = Callable[[], tuple[dict[str, float], list[dict[str, Any]]]]
 
 
 class Dataset(Protocol):
-    """Items that become rows; `rows_per_item` is 2 for preference pairs."""
+    """Items that become sequences; `group_size` of them stay together: 2 for preference pairs."""
 
-    rows_per_item: int
+    group_size: int
 
     def __len__(self) -> int: ...
 
@@ -97,7 +97,7 @@ class Stage:
 
     def _order(self, dataset: Dataset) -> BatchSchedule:
         train = self.config.train
-        return BatchSchedule(len(dataset), train.global_batch_size // dataset.rows_per_item, train.seed)
+        return BatchSchedule(len(dataset), train.global_batch_size // dataset.group_size, train.seed)
 
     @property
     def reference_logprobs(self) -> Path:

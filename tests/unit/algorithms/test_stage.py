@@ -210,7 +210,7 @@ def test_heldout_text_is_measured_whole_without_training():
 class Pairs:
     """Ten pairs that remember which of them were asked for."""
 
-    rows_per_item = 2
+    group_size = 2
 
     def __len__(self):
         return 10
