@@ -41,9 +41,11 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_megatron.algorithms.inputs import answer_rows, build_tokenizer
+from rl_megatron.batching.config import DynamicPlanArgs, PackingPlanArgs
+from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.plan import MicrobatchPlan, plan_dynamic_batching, plan_sequence_packing
 from rl_megatron.config.load import load
-from rl_megatron.data import DynamicBatchingArgs, SequenceCost, SequencePackingArgs, epoch_order
+from rl_megatron.data import epoch_order
 
 _REPETITIONS = 5
 Planner = Callable[[Sequence[int], int, int, SequenceCost], MicrobatchPlan]
@@ -61,33 +63,33 @@ def read_lengths(path: str, pack_size: int) -> tuple[list[int], SequenceCost]:
 
 
 def plan_padding(lengths: Sequence[int], num_ranks: int, pack_size: int, cost: SequenceCost) -> MicrobatchPlan:
-    """Every row as wide as the longest of the batch, as many rows per microbatch as fit the pack size."""
+    """Plan sequences as wide as the longest of the batch, as many per microbatch as fit the pack size."""
     width = max(lengths)
-    share, rows_per_microbatch = len(lengths) // num_ranks, pack_size // width
-    rows = [
+    share, per_microbatch = len(lengths) // num_ranks, pack_size // width
+    sequences = [
         [
-            list(range(first, min(first + rows_per_microbatch, (rank + 1) * share)))
-            for first in range(rank * share, (rank + 1) * share, rows_per_microbatch)
+            list(range(first, min(first + per_microbatch, (rank + 1) * share)))
+            for first in range(rank * share, (rank + 1) * share, per_microbatch)
         ]
         for rank in range(num_ranks)
     ]
     return MicrobatchPlan(
-        rows,
-        lengths=[[width] * len(shard) for shard in rows],
-        tokens=[[sum(lengths[row] for row in microbatch) for microbatch in shard] for shard in rows],
-        slots=[[len(microbatch) * width for microbatch in shard] for shard in rows],
-        costs=[[len(microbatch) * cost(width) for microbatch in shard] for shard in rows],
+        sequences,
+        lengths=[[width] * len(shard) for shard in sequences],
+        tokens=[[sum(lengths[sequence] for sequence in microbatch) for microbatch in shard] for shard in sequences],
+        slots=[[len(microbatch) * width for microbatch in shard] for shard in sequences],
+        costs=[[len(microbatch) * cost(width) for microbatch in shard] for shard in sequences],
     )
 
 
 def plan_dynamic(lengths: Sequence[int], num_ranks: int, pack_size: int, cost: SequenceCost) -> MicrobatchPlan:
-    return plan_dynamic_batching(lengths, max(lengths), num_ranks, DynamicBatchingArgs(pack_size, cost=cost))
+    return plan_dynamic_batching(lengths, max(lengths), num_ranks, DynamicPlanArgs(pack_size, cost=cost))
 
 
 def plan_packing(
     lengths: Sequence[int], num_ranks: int, pack_size: int, cost: SequenceCost, algorithm: str
 ) -> MicrobatchPlan:
-    return plan_sequence_packing(lengths, num_ranks, SequencePackingArgs(pack_size, cost=cost, algorithm=algorithm))
+    return plan_sequence_packing(lengths, num_ranks, PackingPlanArgs(pack_size, cost=cost, algorithm=algorithm))
 
 
 _ALGORITHMS = ("concatenative", "first_fit_decreasing", "modified_first_fit_decreasing", "balanced")
@@ -123,7 +125,7 @@ def measure(
         plans.append(plan)
     tokens = sum(chain.from_iterable(chain.from_iterable(plan.tokens for plan in plans)))
     slots = sum(chain.from_iterable(chain.from_iterable(plan.slots for plan in plans)))
-    num_packs = sum(len(shard) for plan in plans for shard in plan.rows)
+    num_packs = sum(len(shard) for plan in plans for shard in plan.sequences)
     return Figures(
         packs_per_rank=num_packs / len(plans) / num_ranks,
         waste_of_full_packs=1 - tokens / (num_packs * pack_size),

@@ -12,7 +12,7 @@ from rl_megatron.algorithms import inputs, verify
 from rl_megatron.algorithms.checkpointer import critic_checkpoints
 from rl_megatron.algorithms.evaluate import heldout_measures
 from rl_megatron.algorithms.rollout import ROLLOUT_KEYS, needs_reference
-from rl_megatron.batching.plan import round_up
+from rl_megatron.batching.packing import round_up
 from rl_megatron.checkpoint import directory as checkpoint
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import from_yaml, to_yaml

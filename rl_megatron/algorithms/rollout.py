@@ -40,7 +40,7 @@ class Sampler:
 
     def draw(self, step: int, round_: int = 0) -> BatchedDataDict:
         """`samples_per_prompt` completions of each of the round's prompts, groups contiguous, with `rewards` [B]."""
-        chosen = [self._problems[row] for row in self._order.rows_at((step - 1) * self._rounds + round_)]
+        chosen = [self._problems[row] for row in self._order.items_at((step - 1) * self._rounds + round_)]
         repeated = [problem for problem in chosen for _ in range(self._per_prompt)]
         prompts = {problem.prompt: self._tokenizer.encode(problem.prompt) for problem in chosen}
         seed = (self._seed * 1_000_003 + step) * _ROUNDS_PER_SEED + round_

@@ -23,9 +23,9 @@ Evaluation = Callable[[], tuple[dict[str, float], list[dict[str, Any]]]]
 
 
 class Dataset(Protocol):
-    """Items that become rows; `rows_per_item` is 2 for preference pairs."""
+    """Items that become sequences; `group_size` of them stay together: 2 for preference pairs."""
 
-    rows_per_item: int
+    group_size: int
 
     def __len__(self) -> int: ...
 
@@ -82,13 +82,13 @@ class Stage:
         """Each step with its `train.global_batch_size` rows: shuffled epochs, the same after a resume."""
         order = self._order(dataset)
         for step in self.steps():
-            yield step, dataset.batch(order.rows_at(step - 1))
+            yield step, dataset.batch(order.items_at(step - 1))
 
     def distinct_batches(self, dataset: Dataset) -> Iterator[BatchedDataDict]:
         """The items that the stage's steps read, each once, in the batches that they come in first."""
         order, seen = self._order(dataset), set()
         for step in range(self.config.train.steps):
-            fresh = [item for item in dict.fromkeys(order.rows_at(step)) if item not in seen]
+            fresh = [item for item in dict.fromkeys(order.items_at(step)) if item not in seen]
             if fresh:
                 yield dataset.batch(fresh)
             seen.update(fresh)
@@ -97,7 +97,7 @@ class Stage:
 
     def _order(self, dataset: Dataset) -> BatchSchedule:
         train = self.config.train
-        return BatchSchedule(len(dataset), train.global_batch_size // dataset.rows_per_item, train.seed)
+        return BatchSchedule(len(dataset), train.global_batch_size // dataset.group_size, train.seed)
 
     @property
     def reference_logprobs(self) -> Path:

@@ -1,158 +1,84 @@
-"""Which rows form which microbatch on which data-parallel rank: one plan for all ranks, made before any of them starts.
-
-Every rank plans for every rank, from the whole global batch, so all agree on how many microbatches there are: ranks
-that chose their own would wait for each other for ever.
-"""
+"""How sequences form microbatches: the user's choice, and the arguments of the planner that carries it out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, fields
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from rl_megatron.batching.cost import SequenceCost
-from rl_megatron.batching.plan import (
-    DynamicBatchingArgs,
-    SequencePackingArgs,
-    plan_dynamic_batching,
-    plan_padded,
-    plan_sequence_packing,
-    round_up,
-)
-from rl_megatron.config.errors import ConfigError
-from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.execution import Microbatch
-from rl_megatron.topology.context_parallel import zigzag_chunks
-from rl_megatron.topology.topology import Topology
+from rl_megatron.batching.packing import ALGORITHMS
+from rl_megatron.config.errors import unknown_name
+
+BatchingKind = Literal["padded", "dynamic", "packed"]
+
+_PACKING = ("balanced", *ALGORITHMS)
 
 
 @dataclass(frozen=True)
 class Batching:
-    """How rows form microbatches, in `kind`'s way:
+    """How sequences form microbatches.
 
-    padded: `rows` rows at a time, each as wide as the global batch.
-    dynamic: rows of like length, each as wide as their longest, `tokens` at most.
-    packed: rows one after the other in one, `tokens` at most.
+    Attributes:
+        kind: "padded": `sequences` at a time, each as wide as the global batch. "dynamic": sequences of similar length,
+            each as wide as their longest, `tokens` at most. "packed": sequences one after the other in one row of the
+            model, `tokens` at most.
+        sequences: Sequences of a padded microbatch.
+        tokens: Tokens of a dynamic or packed microbatch, at most, padding included.
     """
 
-    kind: Literal["padded", "dynamic", "packed"] = "padded"
-    rows: int = 8
+    kind: BatchingKind = "padded"
+    sequences: int = 8
     tokens: int = 4096
-
-    def plan(
-        self,
-        batch: BatchedDataDict,
-        lengths: list[int],
-        topology: Topology,
-        unit: int = 1,
-        cost: SequenceCost = SequenceCost(),
-    ) -> Planned:
-        """Of a global batch whose rows have so many tokens; `unit` rows in a row stay together. Packs are balanced by
-        the `cost` of their sequences.
-
-        Raises: ConfigError where a unit alone exceeds `tokens`.
-        """
-        num_rows, shards, multiple = batch.size, topology.data, topology.sequence_multiple
-        per_rank = -(-num_rows // (shards * unit)) * unit
-        rows = min(self.rows, per_rank)
-        batch = batch.pad_to_multiple(shards * (rows if self.kind == "padded" else unit))
-        if batch.size > num_rows and "input_lengths" in batch:
-            batch["input_lengths"][num_rows:] = 1  # a token is enough of a filler
-        tokens = sum(lengths)
-        lengths = [max(length, 1) for length in lengths] + [1] * (batch.size - num_rows)
-        width = round_up(batch["input_ids"].size(1), multiple)
-        budget = self.tokens // multiple * multiple  # what a microbatch is padded to stays within
-        try:
-            if self.kind == "padded":
-                plan = plan_padded(lengths, width, shards, rows, cost)
-            elif self.kind == "dynamic":
-                args = DynamicBatchingArgs(budget, unit_size=unit, cost=cost, sequence_length_round=multiple)
-                plan = plan_dynamic_batching(lengths, width, shards, args)
-            else:
-                chunks = zigzag_chunks(topology.context)
-                args = SequencePackingArgs(budget, unit_size=unit, cost=cost, sequence_length_pad_multiple=chunks)
-                plan = plan_sequence_packing(lengths, shards, args)
-        except ValueError as error:
-            raise ConfigError(f"train.batching={self.kind}, train.micro_batch_tokens={self.tokens}: {error}") from error
-        mine = plan.rows[topology.data_rank]
-        microbatches = [
-            self._microbatch(batch, chosen, lengths, cut)
-            for chosen, cut in zip(mine, plan.lengths[topology.data_rank], strict=True)
-        ]
-        slots = sum(round_up(slots, multiple) for slots in chain.from_iterable(plan.slots))
-        return Planned(microbatches, tuple(chain.from_iterable(mine)), num_rows, batch.size, tokens / slots)
-
-    def _microbatch(self, batch: BatchedDataDict, rows: list[int], lengths: list[int], width: int) -> Microbatch:
-        if self.kind == "padded":
-            return Microbatch(batch.select_indices(rows))
-        if self.kind == "dynamic":
-            return Microbatch(_cut(batch, width).select_indices(rows))
-        mine = tuple(lengths[row] for row in rows)
-        return Microbatch(_cut(batch, max(mine)).select_indices(rows), mine)
 
 
 @dataclass(frozen=True)
-class Planned:
-    """This data-parallel rank's microbatches, equally many on every rank.
+class _TokenBudgetArgs:
+    max_tokens_per_microbatch: int
+    group_size: int = 1
+    cost: SequenceCost = SequenceCost()
 
-    rows: where their rows, one microbatch after the other, lie in the global batch of `num_rows` rows; numbers from
-        there to `num_padded` are fillers without weight.
-    efficiency: tokens of the global batch per token slot that the model computes, over all ranks; the microbatches
-        without weight that an interleaved pipeline may add are left out.
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and value < 1:
+                raise ValueError(f"{field.name} must be at least 1, got {value}.")
+
+
+@dataclass(frozen=True)
+class DynamicPlanArgs(_TokenBudgetArgs):
+    """Arguments of `plan_dynamic_batching`: microbatches of sequences of similar length, each cut to its longest.
+
+    Attributes:
+        max_tokens_per_microbatch: Sequences times padded length of one microbatch, at most.
+        group_size: Sequences that stay together, in order: 2 for preference pairs.
+        cost: The cost of a sequence as wide as its microbatch, for the figures of the plan.
+        sequence_length_round: A microbatch's length is a multiple of this, but never wider than the batch.
     """
 
-    microbatches: list[Microbatch]
-    rows: tuple[int, ...]
-    num_rows: int
-    num_padded: int
-    efficiency: float
-
-    def spread(self, streams: list[Tensor], width: int, first_column: int, entry: Tensor) -> Tensor:
-        """[num_rows, width, …], `entry` […] of zeros where this rank has nothing to say, from [b, ·, …] of each
-        microbatch, whose column 0 is column `first_column` of the whole."""
-        whole, start = entry.expand(self.num_padded, width, *entry.shape).clone(), 0
-        for stream in streams:
-            rows = torch.tensor(self.rows[start : start + stream.size(0)], device=entry.device)
-            whole[rows, first_column : first_column + stream.size(1)] = stream
-            start += stream.size(0)
-        return whole[: self.num_rows]
+    sequence_length_round: int = 1
 
 
-def _cut(batch: BatchedDataDict, width: int) -> BatchedDataDict:
-    """The first `width` tokens: of every tensor as wide as the tokens, and of no other."""
-    whole = batch["input_ids"].size(1)
-    return BatchedDataDict(
-        {
-            key: value[:, :width] if isinstance(value, Tensor) and value.dim() > 1 and value.size(1) == whole else value
-            for key, value in batch.items()
-        }
-    )
+@dataclass(frozen=True)
+class PackingPlanArgs(_TokenBudgetArgs):
+    """Arguments of `plan_sequence_packing`: microbatches whose sequences fit one packed row of the model.
 
+    Attributes:
+        max_tokens_per_microbatch: Tokens of one pack, at most, each sequence rounded up to its multiple.
+        group_size: Sequences that stay together, in order: 2 for preference pairs.
+        cost: The cost of a sequence, which "balanced" makes equal over packs and shards.
+        algorithm: "balanced" (few packs of equal cost, see `rl_megatron.batching.balance`), or a key of
+            `rl_megatron.batching.packing.ALGORITHMS` (few packs).
+        sequence_length_pad_multiple: Each sequence's length in the pack is a multiple of this (2·cp, times tp under
+            sequence parallelism).
 
-def row_lengths(batch: Mapping[str, Tensor]) -> list[int]:
-    """Tokens of each row: its `input_lengths`, or all of its width.
-
-    Raises: ValueError where a length does not fit the width, or a token that counts lies past its row's end.
+    Raises:
+        ValueError: A number is below 1, or no algorithm has this name.
     """
-    rows, width = batch["input_ids"].shape
-    if "input_lengths" not in batch:
-        return [width] * rows
-    lengths = batch["input_lengths"].cpu()
-    wrong = ((lengths < 0) | (lengths > width)).nonzero()
-    if len(wrong):
-        row = wrong[0].item()
-        raise ValueError(f"input_lengths[{row}]={lengths[row].item()} does not fit rows of {width} tokens")
-    if "token_mask" in batch:
-        mask = batch["token_mask"].cpu()
-        lost = ((mask != 0) & (torch.arange(width) >= lengths[:, None])).nonzero()
-        if len(lost):
-            row, position = lost[0].tolist()
-            raise ValueError(
-                f"token_mask[{row}, {position}] counts a token past the row's end: input_lengths[{row}]="
-                f"{lengths[row].item()}"
-            )
-    return lengths.tolist()
+
+    algorithm: str = "balanced"
+    sequence_length_pad_multiple: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.algorithm not in _PACKING:
+            raise unknown_name("packing algorithm", self.algorithm, _PACKING)

@@ -1,4 +1,4 @@
-"""What a sequence costs to train on."""
+"""The cost of training on a sequence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rl_megatron.config.schema import ModelConfig
 
 @dataclass(frozen=True)
 class SequenceCost:
-    """cost(l) = per_token · l + per_pair · l², for a sequence of l tokens on its own in causal attention.
+    """The cost of a sequence of l tokens on its own in causal attention: cost(l) = per_token · l + per_pair · l².
 
     In FLOPs of one forward and backward pass:
 
@@ -24,8 +24,8 @@ class SequenceCost:
     Only the ratio of the two matters to a plan. The default counts tokens.
 
     Attributes:
-        per_token: ≥ 0.
-        per_pair: ≥ 0; not both are 0.
+        per_token: At least 0.
+        per_pair: At least 0; one of the two is above 0.
     """
 
     per_token: float = 1.0
@@ -39,14 +39,18 @@ class SequenceCost:
             )
 
     def __call__(self, length: int) -> float:
+        """Return the cost of a sequence of `length` tokens."""
         return (self.per_token + self.per_pair * length) * length
 
     @classmethod
     def of_model(cls, model: ModelConfig, vocab_size: int) -> Self:
-        """FLOPs of a decoder: attention's projections, the three matrices of SwiGLU (of a mixture: the router's and
-        those of the experts that a token visits) and the output head, a matmul even where it is the embedding.
-        Norms, biases and the embedding's look-up are not counted, nor what `model.recompute` computes again, nor what
-        a sliding window spares."""
+        """Return the cost in FLOPs of a decoder.
+
+        Counted are attention's projections, the three matrices of SwiGLU (of a mixture of experts: the router's and
+        those of the experts that a token visits) and the output head, which is a matmul even if it is the embedding.
+        Not counted are norms, biases, the embedding's look-up, what `model.recompute` computes again, and what a
+        sliding window saves.
+        """
         attention, width = _attention(model)
         mlp = 3 * model.hidden_size * model.ffn_hidden_size
         dense_layers = model.num_layers if model.num_experts is None else model.first_dense_layers
@@ -60,7 +64,7 @@ class SequenceCost:
 
 
 def _attention(model: ModelConfig) -> tuple[int, float]:
-    """Parameters of a layer's projections; width of its heads, the mean of keys' and values'."""
+    """Return (parameters of a layer's projections, width of its heads: the mean of keys' and values')."""
     hidden, heads = model.hidden_size, model.num_attention_heads
     if model.kv_lora_rank is None:
         head_dim = model.head_dim or hidden // heads

@@ -15,21 +15,26 @@ from rl_megatron.config.errors import unknown_name
 Packs = list[list[int]]
 
 
+def round_up(value: int, multiple: int) -> int:
+    """Return the least multiple of `multiple` that is no less than `value`."""
+    return -(-value // multiple) * multiple
+
+
 def pack_sequences(
     lengths: Sequence[int], capacity: int, algorithm: str = "modified_first_fit_decreasing"
 ) -> list[list[int]]:
     """Split the sequences over packs so that the lengths of each pack add up to at most `capacity`.
 
     Args:
-        lengths: tokens of each sequence, already rounded up to whatever multiple each must have inside a pack.
-        capacity: tokens a pack holds.
-        algorithm: a key of `ALGORITHMS`.
+        lengths: Tokens of each sequence, already rounded up to whatever multiple each must have inside a pack.
+        capacity: Tokens a pack holds.
+        algorithm: A key of `ALGORITHMS`.
 
     Returns:
         Packs of indices into `lengths`: every index exactly once, ascending inside a pack, no pack empty.
 
     Raises:
-        ValueError: unknown algorithm, a negative length, or a sequence longer than `capacity`.
+        ValueError: The algorithm is unknown, a length is negative, or a sequence is longer than `capacity`.
     """
     if algorithm not in ALGORITHMS:
         raise unknown_name("packing algorithm", algorithm, ALGORITHMS)
@@ -38,7 +43,11 @@ def pack_sequences(
 
 
 def require_fitting(lengths: Sequence[int], capacity: int) -> None:
-    """Raises: ValueError for a negative length, or a sequence that no pack of `capacity` tokens holds."""
+    """Check that a pack of `capacity` tokens holds each of the sequences.
+
+    Raises:
+        ValueError: A length is negative, or exceeds `capacity`.
+    """
     for index, length in enumerate(lengths):
         if length < 0:
             raise ValueError(f"sequence {index} has length {length}: lengths must not be negative.")
@@ -53,12 +62,12 @@ def split_packs(packs: Packs, lengths: Sequence[int], num_packs: int) -> Packs:
     """Split the heaviest packs in two until there are `num_packs`, so that every rank gets the same number of them.
 
     Raises:
-        ValueError: fewer sequences than `num_packs`, since no pack may be empty.
+        ValueError: There are fewer sequences than `num_packs`, and no pack may be empty.
     """
     num_sequences = sum(map(len, packs))
     if num_sequences < num_packs:
         raise ValueError(
-            f"{num_sequences} sequences cannot fill {num_packs} packs: append zero-weight rows with "
+            f"{num_sequences} sequences cannot fill {num_packs} packs: append padding sequences with "
             f"`BatchedDataDict.pad_to_multiple`, or shard over fewer ranks."
         )
 
@@ -74,7 +83,7 @@ def split_packs(packs: Packs, lengths: Sequence[int], num_packs: int) -> Packs:
 
 
 def _halves(pack: list[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Two packs of nearly equal weight: each sequence, longest first, joins the lighter one."""
+    """Return two packs of nearly equal weight: each sequence, longest first, joins the lighter one."""
     first: list[int] = []
     second: list[int] = []
     weights = [0, 0]
@@ -90,43 +99,49 @@ def _longest_first(indices: Sequence[int], lengths: Sequence[int]) -> list[int]:
 
 
 def _first_fit(indices: Sequence[int], lengths: Sequence[int], capacity: int) -> Packs:
-    """Each sequence, in the order given, joins the first pack with room."""
+    """Return packs in which each sequence, in the order given, joined the first pack with space for it."""
     packs: Packs = [[] for _ in indices]
-    # A tournament: leaf `first_leaf + pack` is the pack's room, every node above the larger of its two, 2n and 2n + 1.
+    # A tournament tree: leaf `first_leaf + pack` is the pack's space, every node above is the larger of its children,
+    # 2n and 2n + 1.
     first_leaf = 1 << max(len(packs) - 1, 0).bit_length()
-    room = [capacity] * (2 * first_leaf)
+    space = [capacity] * (2 * first_leaf)
     for index in indices:
         node = 1
         while node < first_leaf:
-            node = 2 * node + (room[2 * node] < lengths[index])
+            node = 2 * node + (space[2 * node] < lengths[index])
         packs[node - first_leaf].append(index)
-        room[node] -= lengths[index]
+        space[node] -= lengths[index]
         while node > 1:
             node //= 2
-            room[node] = max(room[2 * node], room[2 * node + 1])
+            space[node] = max(space[2 * node], space[2 * node + 1])
     return [pack for pack in packs if pack]
 
 
 def concatenative(lengths: Sequence[int], capacity: int) -> Packs:
-    """Neighbours share a pack; a new one starts where the next sequence does not fit. Keeps the order of the rows."""
+    """Return packs of neighbours; a new one starts if the next sequence does not fit. The order is kept."""
     packs: Packs = []
-    room = -1
+    space = -1
     for index, length in enumerate(lengths):
-        if length > room:
+        if length > space:
             packs.append([])
-            room = capacity
+            space = capacity
         packs[-1].append(index)
-        room -= length
+        space -= length
     return packs
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Packs:
-    """Longest first, each into the first pack with room: at most 11/9 of the least number of packs, plus one."""
+    """Return packs filled longest first, each sequence into the first pack with space for it.
+
+    There are at most 11/9 of the least number of packs, plus one.
+    """
     return _first_fit(_longest_first(range(len(lengths)), lengths), lengths, capacity)
 
 
 def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Packs:
-    """First fit decreasing, with the packs of long sequences filled on purpose: at most 71/60 of the least, plus one.
+    """Return packs as first fit decreasing does, with those of long sequences filled on purpose.
+
+    There are at most 71/60 of the least number of packs, plus one.
 
     Sequences are long (> 1/2 of the capacity), medium (> 1/3), small (> 1/6) or tiny. Every long one opens a pack.
       1. From the fullest of these packs on, each takes the longest medium that fits.
@@ -143,14 +158,14 @@ def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Pack
     small = [index for index in order if 3 * lengths[index] <= capacity < 6 * lengths[index]]
     tiny = [index for index in order if 6 * lengths[index] <= capacity]
     packs = [[index] for index in long]
-    room = [capacity - lengths[index] for index in long]
+    space = [capacity - lengths[index] for index in long]
 
     def add(pack: int, index: int) -> None:
         packs[pack].append(index)
-        room[pack] -= lengths[index]
+        space[pack] -= lengths[index]
 
     def add_longest_that_fits(pack: int, source: list[int]) -> bool:
-        place = bisect_left(source, -room[pack], key=lambda index: -lengths[index])
+        place = bisect_left(source, -space[pack], key=lambda index: -lengths[index])
         if place < len(source):
             add(pack, source.pop(place))
             return True
@@ -159,7 +174,7 @@ def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Pack
     for pack in range(len(packs)):
         add_longest_that_fits(pack, medium)
     for pack in reversed(range(len(packs))):
-        if len(packs[pack]) == 1 and len(small) >= 2 and lengths[small[-1]] + lengths[small[-2]] <= room[pack]:
+        if len(packs[pack]) == 1 and len(small) >= 2 and lengths[small[-1]] + lengths[small[-2]] <= space[pack]:
             add(pack, small.pop())
             add_longest_that_fits(pack, small)
     rest = _longest_first(medium + small + tiny, lengths)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from rl_megatron.batching.config import Batching
-from rl_megatron.batching.plan import round_up
+from rl_megatron.batching.config import Batching, BatchingKind
+from rl_megatron.batching.packing import round_up
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from rl_megatron.data.batch import BatchedDataDict
@@ -205,7 +205,7 @@ def check_keys(name: str, loss_fn: LossFunction, batch: BatchedDataDict) -> None
         )
 
 
-def small_batching(kind: str, rows: int, unit: int, parallel: ParallelConfig) -> Batching:
-    """Microbatches of up to four units of `unit` rows, or of as many tokens as the longest rows would have."""
-    rows = min(-(-rows // unit), 4) * unit
-    return Batching(kind, rows, tokens=rows * round_up(WIDTH, sequence_multiple(parallel)))
+def small_batching(kind: BatchingKind, sequences: int, group_size: int, parallel: ParallelConfig) -> Batching:
+    """Return microbatches of up to four groups of sequences, or of as many tokens as the longest of these have."""
+    sequences = min(-(-sequences // group_size), 4) * group_size
+    return Batching(kind, sequences, tokens=sequences * round_up(WIDTH, sequence_multiple(parallel)))

@@ -1,8 +1,5 @@
-"""Data: from files and generated tasks to batches, shards and microbatches."""
+"""Data: from files and generated tasks to batches."""
 
-from rl_megatron.batching.cost import SequenceCost
-from rl_megatron.batching.packing import pack_sequences
-from rl_megatron.batching.plan import DynamicBatchingArgs, SequencePackingArgs
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.datasets import PromptAnswerDataset, PromptDataset, TextDataset
 from rl_megatron.data.order import BatchSchedule, epoch_order
@@ -16,15 +13,12 @@ __all__ = [
     "BatchSchedule",
     "BatchedDataDict",
     "Demonstration",
-    "DynamicBatchingArgs",
     "GeneratedTask",
     "PreferenceDataset",
     "Problem",
     "PromptAnswerDataset",
     "PromptDataset",
     "Record",
-    "SequenceCost",
-    "SequencePackingArgs",
     "Task",
     "TextDataset",
     "Tokenizer",
@@ -34,7 +28,6 @@ __all__ = [
     "load_records",
     "load_text",
     "load_tokenizer",
-    "pack_sequences",
     "read_jsonl",
     "split_heldout",
     "train_bpe",

@@ -1,4 +1,4 @@
-"""Rows of tokens to tensors: padding on the right, and masks that are 1 over a span."""
+"""Lists of token ids to tensors: padding on the right, and masks that are 1 over a span."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_megatron.data.batch import BatchedDataDict
 
 @dataclass(frozen=True)
 class Padding:
-    """Rows of tokens to `[B, S]`, S the longest row rounded up to `multiple`."""
+    """How lists of token ids become `[B, S]`: S is the longest one's length rounded up to `multiple`."""
 
     pad_id: int
     multiple: int
@@ -20,17 +20,18 @@ class Padding:
         if self.multiple < 1:
             raise ValueError(f"pad_to_multiple_of must be at least 1, got {self.multiple}.")
 
-    def collate(self, rows: list[list[int]]) -> BatchedDataDict:
-        lengths = torch.tensor([len(row) for row in rows], dtype=torch.long)
+    def collate(self, sequences: list[list[int]]) -> BatchedDataDict:
+        """Return `input_ids` `[B, S]`, `input_lengths` `[B]` and a `sample_mask` `[B]` of ones."""
+        lengths = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.long)
         width = -(-int(lengths.max()) // self.multiple) * self.multiple
         return BatchedDataDict(
-            input_ids=torch.tensor([row + [self.pad_id] * (width - len(row)) for row in rows]),
+            input_ids=torch.tensor([sequence + [self.pad_id] * (width - len(sequence)) for sequence in sequences]),
             input_lengths=lengths,
-            sample_mask=torch.ones(len(rows)),
+            sample_mask=torch.ones(len(sequences)),
         )
 
 
 def span_mask(starts: torch.Tensor, ends: torch.Tensor, width: int) -> torch.Tensor:
-    """`[B, width]` fp32: 1 from `starts[b]` to `ends[b] - 1`."""
+    """Return `[B, width]` fp32: 1 from `starts[b]` to `ends[b] - 1`, 0 elsewhere."""
     positions = torch.arange(width)
     return ((positions >= starts[:, None]) & (positions < ends[:, None])).float()

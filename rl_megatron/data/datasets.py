@@ -41,7 +41,7 @@ class TextDataset:
         ValueError: no text, or a `sequence_length` below 2 (such a window predicts nothing).
     """
 
-    rows_per_item = 1
+    group_size = 1
 
     def __init__(self, documents: Sequence[str], tokenizer: Tokenizer, sequence_length: int) -> None:
         if sequence_length < 2:
@@ -103,7 +103,7 @@ class PromptAnswerDataset:
             policy, or no row left.
     """
 
-    rows_per_item = 1
+    group_size = 1
 
     def __init__(
         self,

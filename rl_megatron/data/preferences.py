@@ -71,7 +71,7 @@ class PreferenceDataset:
             "error", an unknown policy, or no pair left.
     """
 
-    rows_per_item = 2
+    group_size = 2
 
     def __init__(
         self,

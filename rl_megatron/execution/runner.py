@@ -18,9 +18,10 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from rl_megatron.batching.microbatch import Microbatch
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution.metrics import Denominators, reduce_metrics
-from rl_megatron.execution.microbatch import Microbatch, ModelInput
+from rl_megatron.execution.microbatch import ModelInput
 from rl_megatron.execution.p2p import PlannedCommunicator
 from rl_megatron.log import once
 from rl_megatron.logprobs import DeferredLogits, LogprobStats, Sharding, next_token_stats, vocab_parallel_top_k
@@ -132,7 +133,7 @@ class Runner:
         balances_experts = not forward_only and bool(balancing_routers(self.chunks) or moving_routers(self.chunks))
 
         prepared = [  # once for all chunks
-            (microbatch, ModelInput.of(microbatch, topology, self.vocab_size, self.backend, balances_experts))
+            (microbatch, ModelInput.build(microbatch, topology, self.vocab_size, self.backend, balances_experts))
             for microbatch in microbatches
         ]
 
@@ -174,7 +175,7 @@ class Runner:
         if not missing:
             return microbatches
         shortest = min(microbatches, key=lambda microbatch: microbatch.shape(self.topology))
-        return microbatches + [shortest.weighing_nothing()] * missing
+        return microbatches + [shortest.with_zero_weight()] * missing
 
     def _loss_of(
         self,

@@ -158,13 +158,13 @@ def _check_packing(output: Tensor, batch: tuple[int, int], lengths: Tensor, padd
         raise ValueError(f"packed logits have one row, got {tuple(output.shape)}")
     if lengths.device.type != "cpu" or padded.device.type != "cpu":
         return  # reading them would make the device wait
-    spans, rooms = lengths.diff(), padded.diff()
-    if (spans < 0).any() or (spans > rooms).any() or (spans > batch[1]).any():
+    spans, padded_lengths = lengths.diff(), padded.diff()
+    if (spans < 0).any() or (spans > padded_lengths).any() or (spans > batch[1]).any():
         raise ValueError(
             f"cu_seqlens {lengths.tolist()} must increase, fit cu_seqlens_padded {padded.tolist()}, and no sequence "
             f"may exceed the batch's width {batch[1]}"
         )
-    if cp_size > 1 and (rooms % (2 * cp_size)).any():
+    if cp_size > 1 and (padded_lengths % (2 * cp_size)).any():
         raise ValueError(
             f"cu_seqlens_padded {padded.tolist()}: over {cp_size} context parallel ranks every sequence's padded "
             f"length must be a multiple of {2 * cp_size}"

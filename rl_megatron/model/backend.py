@@ -100,14 +100,20 @@ def _of_experts(module: type, submodules: object) -> Any:
     return ModuleSpec(module=module, submodules=submodules)
 
 
-def packing_params(rooms: Sequence[int], topology: Topology, backend: str) -> PackedSeqParams:
-    """What layers need to know of a packed row whose sequences occupy `rooms` tokens each, over all ranks."""
-    device, longest = topology.device, max(rooms)
+def packing_params(padded_lengths: Sequence[int], topology: Topology, backend: str) -> PackedSeqParams:
+    """Return what layers need to know of a packed row.
+
+    Args:
+        padded_lengths: Tokens that each sequence occupies, padding included, over all ranks.
+        topology: The layout.
+        backend: Of the layers, as `choose_backend` returns it.
+    """
+    device, longest = topology.device, max(padded_lengths)
     if backend == "portable":
-        return PortablePacking(rows=PackedRows.of(rooms, topology.groups.cp, device))
+        return PortablePacking(rows=PackedRows.of(padded_lengths, topology.groups.cp, device))
     # Padding comes after its sequence and attention is causal, so it may count as part of it. megatron-core takes RoPE
-    # positions of the whole pack, wrongly, where max_seqlen is the pack's length: it must be the longest room's.
-    starts = torch.tensor([0, *accumulate(rooms)], dtype=torch.int32, device=device)
+    # positions of the whole pack, wrongly, where max_seqlen is the pack's length: it must be the longest padded length.
+    starts = torch.tensor([0, *accumulate(padded_lengths)], dtype=torch.int32, device=device)
     return PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest
     )

@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_megatron.batching.config import Batching, Planned, row_lengths
+from rl_megatron.batching.config import Batching
 from rl_megatron.batching.cost import SequenceCost
+from rl_megatron.batching.microbatch import Microbatch
+from rl_megatron.batching.plan import RankPlan, plan_microbatches, sequence_lengths
 from rl_megatron.checkpoint import directory as checkpoint
 from rl_megatron.checkpoint import load as loading
 from rl_megatron.checkpoint.load import TrainingState
@@ -24,7 +26,7 @@ from rl_megatron.checkpoint.save import Save, begin_save
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig, OptimizerConfig
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.execution import Denominators, FusedHead, Microbatch, NonFiniteLoss, Runner, over_steps
+from rl_megatron.execution import Denominators, FusedHead, NonFiniteLoss, Runner, over_steps
 from rl_megatron.losses.interfaces import Loss, LossFunction, LossInputType
 from rl_megatron.model.backend import choose_backend
 from rl_megatron.model.build import Head, build_model, unwrap
@@ -142,7 +144,7 @@ class MegatronPolicy(ColocatedPolicy, ReferencedPolicy):
         batching = self._batching(mbs)
         counts = {"the batch": data.size, "gbs": gbs}
         if batching.kind == "padded":
-            counts["mbs"] = batching.rows
+            counts["mbs"] = batching.sequences
         for name, rows in counts.items():
             if rows % unit:
                 raise ValueError(f"{type(loss_fn).__name__} needs {unit} rows together, and {name} has {rows} rows")
@@ -156,20 +158,20 @@ class MegatronPolicy(ColocatedPolicy, ReferencedPolicy):
         for start in range(0, data.size, gbs):
             rows = slice(start, min(start + gbs, data.size))
             batch = data.slice(rows.start, rows.stop)
-            planned = batching.plan(batch, lengths[rows], self.topology, unit, self._cost)
+            planned = plan_microbatches(batch, lengths[rows], batching, self.topology, unit, self._cost)
             reports.append((self._evaluate if eval_mode else self._step)(batch, planned, loss_fn))
         self._leave_training()  # the next step's forward gathers weights, or whoever wants them before
         result = over_steps(reports, loss_fn)
         return result | ({} if eval_mode else {"num_updates": int(sum(r["updated"] for r in reports))})
 
     def _batching(self, mbs: int | None) -> Batching:
-        return self.batching if mbs is None else replace(self.batching, rows=mbs)
+        return self.batching if mbs is None else replace(self.batching, sequences=mbs)
 
-    def _evaluate(self, batch: BatchedDataDict, planned: Planned, loss_fn: LossFunction) -> dict[str, float]:
+    def _evaluate(self, batch: BatchedDataDict, planned: RankPlan, loss_fn: LossFunction) -> dict[str, float]:
         report = self._runner.train_step(planned.microbatches, loss_fn, Denominators.count(batch), forward_only=True)
         return report | {"packing_efficiency": planned.efficiency}
 
-    def _step(self, batch: BatchedDataDict, planned: Planned, loss_fn: LossFunction) -> dict[str, float]:
+    def _step(self, batch: BatchedDataDict, planned: RankPlan, loss_fn: LossFunction) -> dict[str, float]:
         denominators = Denominators.count(batch)
         report = self._accumulate_gradients(planned, loss_fn, denominators)
         updated, grad_norm, lr = False, 0.0, self.optimizer.param_groups[0]["lr"]
@@ -198,13 +200,13 @@ class MegatronPolicy(ColocatedPolicy, ReferencedPolicy):
         self.finish_training()
         return report
 
-    def plan(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None) -> Planned:
+    def plan(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None) -> RankPlan:
         """This rank's microbatches of one global batch."""
         unit = _rows_per_unit(loss_fn)
-        return self._batching(mbs).plan(batch, self._check(batch), self.topology, unit, self._cost)
+        return plan_microbatches(batch, self._check(batch), self._batching(mbs), self.topology, unit, self._cost)
 
     def _accumulate_gradients(
-        self, planned: Planned, loss_fn: LossFunction, denominators: Denominators
+        self, planned: RankPlan, loss_fn: LossFunction, denominators: Denominators
     ) -> dict[str, float]:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -221,7 +223,7 @@ class MegatronPolicy(ColocatedPolicy, ReferencedPolicy):
                 f"a row has {longest} tokens and model.max_sequence_length is {self.model_config.max_sequence_length}; "
                 "shorten the rows (data.too_long=truncate) or raise the limit"
             )
-        return row_lengths(data)
+        return sequence_lengths(data)
 
     # --- logprobs and scores ---
 
@@ -285,7 +287,7 @@ class MegatronPolicy(ColocatedPolicy, ReferencedPolicy):
         data["sample_mask"] = torch.ones(data.size)
         data = data.to(topology.device)
         width = data["input_ids"].size(1)
-        planned = self._batching(micro_batch_size).plan(data, lengths, topology, cost=self._cost)
+        planned = plan_microbatches(data, lengths, self._batching(micro_batch_size), topology, cost=self._cost)
         entry = entry.to(topology.device)
         whole = planned.spread(of(planned.microbatches), width, first_column, entry)
         if topology.pipeline > 1:

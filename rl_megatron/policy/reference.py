@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from rl_megatron import log
+from rl_megatron.batching.microbatch import Microbatch
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.execution import Microbatch, Runner
+from rl_megatron.execution import Runner
 from rl_megatron.model.build import Head, unwrap
 from rl_megatron.policy.interfaces import PolicyInterface
 from rl_megatron.policy.recorded_reference import RecordedReference

@@ -13,49 +13,40 @@ from torch.autograd.function import once_differentiable
 
 
 def zigzag_chunks(cp_size: int) -> int:
-    """Into how many equal chunks a sequence is cut, and so of what its length is a multiple."""
+    """Return into how many equal chunks a sequence is cut, of which its length is therefore a multiple."""
     return 1 if cp_size == 1 else 2 * cp_size
 
 
 def zigzag_positions(sequence_length: int, cp_rank: int, cp_size: int, device: torch.device | None = None) -> Tensor:
-    """The positions, [S/cp], in the whole sequence of the tokens that `cp_rank` holds."""
-    chunk = _chunk_length(sequence_length, cp_size)
+    """Return the positions `[S/cp]` in the whole sequence of the tokens that `cp_rank` holds.
+
+    Raises:
+        ValueError: 2·cp_size does not divide the sequence.
+    """
+    if sequence_length % (2 * cp_size):
+        raise ValueError(
+            f"context parallelism over {cp_size} ranks cuts a sequence into {2 * cp_size} equal chunks, and "
+            f"{sequence_length} positions do not divide; pad the sequences to a multiple of {2 * cp_size}"
+        )
+    chunk = sequence_length // (2 * cp_size)
     head, tail = cp_rank * chunk, (2 * cp_size - 1 - cp_rank) * chunk
     within = torch.arange(chunk, device=device)
     return torch.cat([head + within, tail + within])
 
 
-def _chunk_length(sequence_length: int, cp_size: int) -> int:
-    if sequence_length % (2 * cp_size):
-        raise ValueError(
-            f"context parallelism over {cp_size} ranks cuts a sequence into {2 * cp_size} equal chunks, and "
-            f"{sequence_length} positions do not divide; pad the rows to a multiple of {2 * cp_size}"
-        )
-    return sequence_length // (2 * cp_size)
-
-
-def zigzag_shard(x: Tensor, cp_rank: int, cp_size: int, dim: int) -> Tensor:
-    """This rank's chunks of a tensor that is whole along `dim`; the tensor itself where cp_size is 1. Differentiable.
-
-    Shapes: [..., S, ...] → [..., S/cp_size, ...]. Raises: ValueError where 2·cp_size does not divide S.
-    """
-    if cp_size == 1:
-        return x
-    chunk = _chunk_length(x.size(dim), cp_size)
-    head, tail = cp_rank * chunk, (2 * cp_size - 1 - cp_rank) * chunk
-    return torch.cat([x.narrow(dim, head, chunk), x.narrow(dim, tail, chunk)], dim)
-
-
 def gather_and_reduce(x: Tensor, cp_group: dist.ProcessGroup | None) -> Tensor:
-    """Every rank's [n, …] → [cp·n, …] in rank order, where each rank then computes *its own part* from it (keys and
-    values, read by every rank's queries): backward sums the ranks' gradients and hands each rank its slice."""
+    """Return every rank's `[n, …]` as `[cp·n, …]` in rank order, of which each rank then computes *its own part*.
+
+    It is for keys and values, which every rank's queries read: backward sums the ranks' gradients and gives each rank
+    its slice.
+    """
     if cp_group is None or cp_group.size() == 1:
         return x
     return _GatherAndReduce.apply(x, cp_group)
 
 
 def zigzag_gather_and_reduce(x: Tensor, cp_group: dist.ProcessGroup | None, dim: int) -> Tensor:
-    """`gather_and_reduce` of a sequence that is cut zigzag along `dim`, put together in order."""
+    """Return the whole sequence in order of one that is cut zigzag along `dim`; backward as `gather_and_reduce`."""
     if cp_group is None or cp_group.size() == 1:
         return x
     parts = gather_and_reduce(x[None], cp_group).unbind(0)

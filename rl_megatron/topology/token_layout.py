@@ -102,11 +102,21 @@ def _size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
 
 
-def zigzag_places(lengths: Tensor, starts: Tensor, rooms: Tensor, width: int, num_local: int, cp_size: int) -> Tensor:
-    """`place` [B, width] of sequences of `lengths` that occupy `rooms` tokens from `starts` [B] on, of a row that all
-    ranks share, `num_local` tokens on each."""
+def zigzag_places(
+    lengths: Tensor, starts: Tensor, padded_lengths: Tensor, width: int, num_local: int, cp_size: int
+) -> Tensor:
+    """Return `place` `[B, width]` (see `TokenLayout`) of sequences in a row that all ranks share.
+
+    Args:
+        lengths: `[B]` tokens of each sequence.
+        starts: `[B]` where each sequence begins in the row, over all ranks.
+        padded_lengths: `[B]` tokens that each sequence occupies in the row, padding included.
+        width: S of the batch.
+        num_local: Tokens of the row on each rank.
+        cp_size: The number of context-parallel ranks.
+    """
     position = torch.arange(width, device=lengths.device)
-    chunk_length = (rooms // zigzag_chunks(cp_size)).clamp(min=1)[:, None]
+    chunk_length = (padded_lengths // zigzag_chunks(cp_size)).clamp(min=1)[:, None]
     chunk, within = position // chunk_length, position % chunk_length
     # One rank has one chunk as long as the sequence: chunk 0 of rank 0.
     rank = torch.minimum(chunk, 2 * cp_size - 1 - chunk)

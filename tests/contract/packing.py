@@ -16,7 +16,7 @@ PACKABLE = [case for case in CASES if case.label != "scores of rows"]
 @dataclass(frozen=True)
 class Shape:
     """lengths [B]: tokens of each sequence, 0 allowed; width S ≥ max(lengths) of the batch; multiple: what a sequence's
-    room in the pack is rounded up to; slack: positions after the last sequence."""
+    length in the pack is rounded up to; slack: positions after the last sequence."""
 
     lengths: tuple[int, ...]
     width: int

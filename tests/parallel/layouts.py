@@ -56,7 +56,7 @@ def build_policy(
         seed=seed,
         optimizer=optimizer or OPTIMIZER,
         total_steps=10,
-        **{"batching": Batching(rows=micro_batch_size), **kwargs},
+        **{"batching": Batching(sequences=micro_batch_size), **kwargs},
     )
 
 

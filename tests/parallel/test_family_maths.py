@@ -61,19 +61,19 @@ CONFIGS = {
 PACKED = Batching("packed", tokens=64)
 LAYOUTS = {
     "gemma3": {
-        "tensor 2 sequence": (2, {"tensor": 2, "sequence": True}, Batching(rows=3)),
+        "tensor 2 sequence": (2, {"tensor": 2, "sequence": True}, Batching(sequences=3)),
         "tensor 2": (2, {"tensor": 2}, PACKED),
-        "pipeline 2 interleaved": (2, {"pipeline": 2, "virtual_pipeline": 2}, Batching(rows=3)),
-        "context 2": (2, {"context": 2}, Batching(rows=3)),
+        "pipeline 2 interleaved": (2, {"pipeline": 2, "virtual_pipeline": 2}, Batching(sequences=3)),
+        "context 2": (2, {"context": 2}, Batching(sequences=3)),
         "context 2 packed, recomputed": (2, {"context": 2}, PACKED, "full"),
     },
     "deepseek_v3": {
-        "tensor 2 sequence": (2, {"tensor": 2, "sequence": True}, Batching(rows=3)),
+        "tensor 2 sequence": (2, {"tensor": 2, "sequence": True}, Batching(sequences=3)),
         "pipeline 2 interleaved packed": (2, {"pipeline": 2, "virtual_pipeline": 2}, PACKED, "full"),
-        "context 2": (2, {"context": 2}, Batching(rows=3)),
+        "context 2": (2, {"context": 2}, Batching(sequences=3)),
         "expert 2": (2, {"expert": 2}, PACKED, "selective"),
     },
-    "deepseek_v3 dense": {"tensor 2": (2, {"tensor": 2}, Batching(rows=3))},
+    "deepseek_v3 dense": {"tensor 2": (2, {"tensor": 2}, Batching(sequences=3))},
     "llama yarn": {"context 2 packed": (2, {"context": 2}, PACKED)},
     "llama3": {},
 }
@@ -130,7 +130,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_process(ranks, saved):
-    return {name: ranks.run(1, by_us, saved[name][0], {}, Batching(rows=7))[0] for name in CONFIGS}
+    return {name: ranks.run(1, by_us, saved[name][0], {}, Batching(sequences=7))[0] for name in CONFIGS}
 
 
 def assert_like_transformers(found: dict, wanted: tuple[torch.Tensor, list[list[int]]]) -> None:
@@ -254,7 +254,11 @@ def moved_by_hand(directory) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("parallel", "batching"),
-    [({"expert": 2}, PACKED), ({"tensor": 2, "sequence": True}, Batching(rows=3)), ({"pipeline": 2}, Batching(rows=2))],
+    [
+        ({"expert": 2}, PACKED),
+        ({"tensor": 2, "sequence": True}, Batching(sequences=3)),
+        ({"pipeline": 2}, Batching(sequences=2)),
+    ],
     ids=["expert 2", "tensor 2 sequence", "pipeline 2"],
 )
 def test_a_routers_bias_moves_towards_an_even_load_where_it_is_asked_to(ranks, saved, parallel, batching):

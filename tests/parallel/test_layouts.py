@@ -119,7 +119,7 @@ def quickstart_steps(parallel: dict, rollouts: BatchedDataDict | None) -> list[t
                           vocab_size=tokenizer.vocab_size, micro_batch_size=8)  # fmt: skip
     rows = answer_rows(sft, tokenizer)
     order = BatchSchedule(len(rows), sft.train.global_batch_size, sft.train.seed)
-    batches = [(rows.batch(order.rows_at(step)), NLLLoss()) for step in range(3)]
+    batches = [(rows.batch(order.items_at(step)), NLLLoss()) for step in range(3)]
     keys = {key: value for key, value in grpo.loss.items() if key != "name"}
     batches += [(rollouts, build_loss("clipped_pg", keys | {"reference_policy_kl_penalty": 0.05}))] * 2
     taken = []

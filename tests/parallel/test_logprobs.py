@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from rl_megatron.logprobs import Sharding, next_token_stats, vocab_parallel_logprobs
-from rl_megatron.topology.context_parallel import zigzag_shard
+from tests.zigzag import zigzag_shard
 
 ROWS = {"torch": 23, "triton": 9}  # Triton's interpreter takes its time
 IDS = 4
@@ -147,21 +147,6 @@ def test_shards_that_overlap_raise(ranks):
 
 
 # Context parallelism
-
-
-@pytest.mark.parametrize("cp_size", [1, 2, 4])
-def test_zigzag_chunks(cp_size):
-    x = torch.arange(16).view(1, 16)
-    shards = [zigzag_shard(x, rank, cp_size, dim=1) for rank in range(cp_size)]
-    want = {1: [list(range(16))], 2: [[0, 1, 2, 3, 12, 13, 14, 15], [4, 5, 6, 7, 8, 9, 10, 11]],
-            4: [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]}[cp_size]  # fmt: skip
-    assert [shard[0].tolist() for shard in shards] == want
-    assert (shards[0] is x) == (cp_size == 1)
-
-
-def test_zigzag_refuses_what_it_cannot_cut():
-    with pytest.raises(ValueError, match="6 positions do not divide; pad the rows to a multiple of 4"):
-        zigzag_shard(torch.zeros(2, 6), 0, 2, dim=1)
 
 
 def make_sequences(length):

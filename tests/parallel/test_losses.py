@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from rl_megatron.losses import build_loss
-from rl_megatron.topology.context_parallel import zigzag_shard
 from tests.contract.loss_cases import CASES, VOCAB
+from tests.zigzag import zigzag_shard
 
 # A vocabulary padded to an even size: padding must stay without effect through the loss as well.
 PADDED_VOCAB = VOCAB + 1

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 from rl_megatron.losses import SequencePackingLossWrapper, build_loss
-from rl_megatron.topology.context_parallel import zigzag_shard
 from tests.contract.loss_cases import VOCAB
 from tests.contract.packing import PACKABLE, Shape, random_batch
+from tests.zigzag import zigzag_shard
 
 PADDED_VOCAB = VOCAB + 1
-# Empty and one-token sequences, one that fills its room; rooms are multiples of 2·cp for cp up to 2.
+# Empty and one-token sequences, one that fills its padded length; padded lengths are multiples of 2·cp for cp up to 2.
 SHAPE = Shape((7, 2, 0, 8, 1, 10), width=11, multiple=4, slack=4)
 
 
@@ -30,7 +30,7 @@ def whole(case):
 
 
 def shard(x, fill, cp_rank, cp_size, tp_rank, tp_size):
-    """A rank's part of a pack: each sequence's room zigzag over CP, logits' vocabulary over TP."""
+    """A rank's part of a pack: each padded sequence zigzag over CP, logits' vocabulary over TP."""
     starts = SHAPE.cu_seqlens[1].tolist()
     packed = SHAPE.pack(x, fill)
     parts = [packed[:, start:stop] for start, stop in zip(starts, [*starts[1:], packed.size(1)], strict=True)]
@@ -72,9 +72,9 @@ def test_packed_shards_equal_one_process(ranks, tp_size, cp_size):
             torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-14)
 
 
-def rooms_that_cannot_be_cut():
+def padded_lengths_that_cannot_be_cut():
     case = next(case for case in PACKABLE if case.name == "nll")
-    shape = Shape((3, 5), 5, multiple=3)  # rooms of 3 and 6
+    shape = Shape((3, 5), 5, multiple=3)  # padded lengths of 3 and 6
     batch, output = random_batch(case, shape, torch.Generator().manual_seed(0))
     loss = SequencePackingLossWrapper(build_loss("nll"), *shape.cu_seqlens)
     dist.barrier()  # nothing below communicates: without it one rank could leave while the other still connects
@@ -82,5 +82,5 @@ def rooms_that_cannot_be_cut():
         loss(torch.zeros(1, 5, VOCAB), batch, 1, 1, context_parallel_group=dist.group.WORLD)
 
 
-def test_rooms_that_cannot_be_cut_are_named(ranks):
-    ranks.run(2, rooms_that_cannot_be_cut)
+def test_padded_lengths_that_cannot_be_cut_are_named(ranks):
+    ranks.run(2, padded_lengths_that_cannot_be_cut)

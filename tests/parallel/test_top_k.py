@@ -86,7 +86,7 @@ def every_logit():
     ],
 )
 def test_every_layout_and_microbatching_gives_one_process_s(ranks, one_process, size, parallel, kind):
-    for found, _ in ranks.run(size, topk_logits, parallel, Batching(kind, rows=2, tokens=32), 5):
+    for found, _ in ranks.run(size, topk_logits, parallel, Batching(kind, sequences=2, tokens=32), 5):
         assert found["topk_logits"].dtype == torch.float32 and found["topk_indices"].dtype == torch.int64
         torch.testing.assert_close(found["topk_logits"], one_process["topk_logits"], rtol=1e-5, atol=1e-5)
         assert torch.equal(found["topk_indices"], one_process["topk_indices"])

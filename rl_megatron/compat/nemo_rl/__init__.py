@@ -38,8 +38,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_megatron import data, losses
-from rl_megatron.compat.nemo_rl import import_table
+from rl_megatron import losses
+from rl_megatron.compat.nemo_rl import batch_settings, batched_data_dict, import_table
 from rl_megatron.logprobs import Sharding, next_token_stats
 from rl_megatron.losses.functional import kl_penalty, masked_mean
 from rl_megatron.losses.interfaces import token_scores
@@ -240,10 +240,10 @@ MODULES: dict[str, dict[str, Any]] = {
         "masked_mean": masked_mean,
     },
     "nemo_rl.distributed.batched_data_dict": {
-        "BatchedDataDict": data.BatchedDataDict,
-        "DynamicBatchingArgs": data.DynamicBatchingArgs,
-        "SequencePackingArgs": data.SequencePackingArgs,
-        "SlicedDataDict": data.BatchedDataDict,
+        "BatchedDataDict": batched_data_dict.BatchedDataDict,
+        "DynamicBatchingArgs": batch_settings.DynamicBatchingArgs,
+        "SequencePackingArgs": batch_settings.SequencePackingArgs,
+        "SlicedDataDict": batched_data_dict.BatchedDataDict,
     },
     "nemo_rl.models.policy.interfaces": {
         "ColocatablePolicyInterface": policy.ColocatablePolicyInterface,

@@ -49,11 +49,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """The sequences of one packed row, each padded to its room, cut zigzag over context-parallel ranks.
+    """The sequences of one packed row, each padded, cut zigzag over context-parallel ranks.
 
     positions: [T/cp] of this rank's tokens within their sequences.
     slots: [T/cp] where this rank's tokens lie among the queries of all buckets, one bucket after the other.
-    longest: tokens of the longest room.
+    longest: the longest padded length.
     """
 
     positions: Tensor
@@ -62,25 +62,33 @@ class PackedRows:
     longest: int
 
     @classmethod
-    def of(cls, rooms: Sequence[int], cp_group: dist.ProcessGroup | None, device: torch.device) -> PackedRows:
-        """`rooms`: tokens of each sequence in the pack, padding included, over all ranks: multiples of 2·cp under
-        context parallelism."""
+    def of(
+        cls, padded_lengths: Sequence[int], cp_group: dist.ProcessGroup | None, device: torch.device
+    ) -> PackedRows:
+        """Return the rows of a pack.
+
+        Args:
+            padded_lengths: Tokens of each sequence in the pack, padding included, over all ranks; multiples of 2·cp
+                under context parallelism.
+            cp_group: The context-parallel ranks that share the row; None for one rank.
+            device: Where the model runs.
+        """
         cp_size, cp_rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
-        room = torch.tensor(rooms)
-        start, local_room, num_local = room.cumsum(0) - room, room // cp_size, sum(rooms) // cp_size
-        row = torch.arange(len(rooms)).repeat_interleave(local_room)
+        padded = torch.tensor(padded_lengths)
+        start, local_length, num_local = padded.cumsum(0) - padded, padded // cp_size, sum(padded_lengths) // cp_size
+        row = torch.arange(len(padded_lengths)).repeat_interleave(local_length)
         within = torch.arange(num_local) - (start // cp_size)[row]  # this rank's part of its sequence
-        chunk = (room // zigzag_chunks(cp_size))[row]
+        chunk = (padded // zigzag_chunks(cp_size))[row]
         head, tail = cp_rank * chunk + within, (zigzag_chunks(cp_size) - 1 - cp_rank) * chunk + within - chunk
         positions = torch.where(within < chunk, head, tail)
 
         by_length: dict[int, list[int]] = defaultdict(list)
-        for sequence, length in enumerate(rooms):
+        for sequence, length in enumerate(padded_lengths):
             by_length[length.bit_length()].append(sequence)
         buckets, slots, num_slots = [], torch.empty(num_local, dtype=torch.long), 0
         for members in by_length.values():
-            length = max(rooms[sequence] for sequence in members)
-            place_in_bucket = torch.full((len(rooms),), -1)
+            length = max(padded_lengths[sequence] for sequence in members)
+            place_in_bucket = torch.full((len(padded_lengths),), -1)
             place_in_bucket[members] = torch.arange(len(members))
             mine = (place_in_bucket[row] >= 0).nonzero()[:, 0]  # this rank's tokens of these sequences
             slot = place_in_bucket[row[mine]] * (length // cp_size) + within[mine]
@@ -88,7 +96,7 @@ class PackedRows:
             queries[slot], query_positions[slot] = mine, positions[mine]
             slots[mine] = num_slots + slot
             num_slots += len(queries)
-            keys = zigzag_places(room[members], start[members], room[members], length, num_local, cp_size)
+            keys = zigzag_places(padded[members], start[members], padded[members], length, num_local, cp_size)
             buckets.append(
                 Bucket(
                     keys.clamp(min=0).flatten().to(device),
@@ -97,7 +105,7 @@ class PackedRows:
                     (len(members), length),
                 )
             )
-        return cls(positions.to(device), slots.to(device), tuple(buckets), max(rooms))
+        return cls(positions.to(device), slots.to(device), tuple(buckets), max(padded_lengths))
 
 
 def causal_mask(positions: Tensor, length: int, window: int | None) -> Tensor:

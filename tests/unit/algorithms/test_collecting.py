@@ -117,7 +117,7 @@ def test_steps_share_no_rounds(collecting):
     assert len({seed for _, seed in slow_engine.calls}) == 6
     order = BatchSchedule(4, 2, seed=0)
     assert [words[::SIZE] for words, _ in slow_engine.calls] == [
-        ["abcd"[i] for i in order.rows_at(n)] for n in range(6)
+        ["abcd"[i] for i in order.items_at(n)] for n in range(6)
     ]
 
 

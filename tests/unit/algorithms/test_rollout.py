@@ -37,7 +37,7 @@ def rollouts_of(monkeypatch):
             ["algorithm=grpo", f"algorithm.prompts_per_step={len(answers)}", f"algorithm.samples_per_prompt={size}"]
         ).first
         monkeypatch.setattr(inputs, "stage_task", lambda config: Echo(tuple(answers)))
-        monkeypatch.setattr(BatchSchedule, "rows_at", lambda self, step: list(range(len(answers))))
+        monkeypatch.setattr(BatchSchedule, "items_at", lambda self, step: list(range(len(answers))))
         engine = Scripted({prompt: list(texts) for prompt, texts in answers.items()})
         return Sampler(SimpleNamespace(config=config, tokenizer=Characters(), engine=engine)).draw(1), engine
 

@@ -210,7 +210,7 @@ def test_heldout_text_is_measured_whole_without_training():
 class Pairs:
     """Ten pairs that remember which of them were asked for."""
 
-    rows_per_item = 2
+    group_size = 2
 
     def __len__(self):
         return 10
@@ -223,7 +223,7 @@ def test_batches_are_those_of_the_step_in_whole_pairs(make):
     """A batch of 8 rows is 4 pairs; five batches are two epochs."""
     order = BatchSchedule(10, 4, load([]).first.train.seed)
     drawn = list(make([], steps=5, global_batch_size=8).batches(Pairs()))
-    assert drawn == [(step, order.rows_at(step - 1)) for step in range(1, 6)]
+    assert drawn == [(step, order.items_at(step - 1)) for step in range(1, 6)]
     resumed = list(make([], saved=["3"], steps=5, global_batch_size=8).batches(Pairs()))
     assert resumed == drawn[3:]
 
@@ -231,7 +231,7 @@ def test_batches_are_those_of_the_step_in_whole_pairs(make):
 def test_distinct_batches_are_what_the_steps_read_each_item_once(make):
     order = BatchSchedule(10, 4, load([]).first.train.seed)
     drawn = list(make([], steps=5, global_batch_size=8).distinct_batches(Pairs()))
-    first, second, third = (order.rows_at(step) for step in range(3))
+    first, second, third = (order.items_at(step) for step in range(3))
     assert drawn[:2] == [first, second] and set(drawn[2]) == set(third) - {*first, *second}
     assert sorted(sum(drawn, [])) == list(range(10)), "no item of the second epoch comes again"
     few = list(make([], steps=1, global_batch_size=8).distinct_batches(Pairs()))

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.config.load import load
 from rl_megatron.config.schema import ModelConfig
-from rl_megatron.data import SequenceCost
 from rl_megatron.model.families import family_of_model
 
 

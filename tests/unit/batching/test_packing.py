@@ -2,8 +2,7 @@ import random
 
 import pytest
 
-from rl_megatron.batching.packing import ALGORITHMS, split_packs
-from rl_megatron.data import pack_sequences
+from rl_megatron.batching.packing import ALGORITHMS, pack_sequences, split_packs
 
 
 def load(pack, lengths):

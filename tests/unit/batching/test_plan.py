@@ -5,15 +5,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_megatron.batching.config import DynamicPlanArgs, PackingPlanArgs
+from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.packing import ALGORITHMS
 from rl_megatron.batching.plan import plan_dynamic_batching, plan_sequence_packing
-from rl_megatron.data import DynamicBatchingArgs, SequenceCost, SequencePackingArgs
 
 QUADRATIC = SequenceCost(per_token=1.0, per_pair=1e-3)
 
 
 def pack(lengths, num_shards, capacity, **args):
-    return plan_sequence_packing(lengths, num_shards, SequencePackingArgs(capacity, **args))
+    return plan_sequence_packing(lengths, num_shards, PackingPlanArgs(capacity, **args))
 
 
 def flat(table):
@@ -22,37 +23,38 @@ def flat(table):
 
 @st.composite
 def problems(draw):
-    """(Row lengths, shards, capacity, args): units that fit alone, in any number that divides over the shards."""
-    num_shards, unit_size = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    """(Lengths, shards, capacity, args): groups that fit alone, in any number that divides over the shards."""
+    num_shards, group_size = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     multiple = draw(st.sampled_from([1, 4]))
-    num_rows = num_shards * unit_size * draw(st.integers(1, 12))
+    num_sequences = num_shards * group_size * draw(st.integers(1, 12))
     longest = draw(st.sampled_from([1, 7, 40, 200]))
-    lengths = draw(st.lists(st.integers(0, longest), min_size=num_rows, max_size=num_rows))
+    lengths = draw(st.lists(st.integers(0, longest), min_size=num_sequences, max_size=num_sequences))
     fitting = max(
-        sum(-(-length // multiple) * multiple for length in lengths[start : start + unit_size])
-        for start in range(0, num_rows, unit_size)
+        sum(-(-length // multiple) * multiple for length in lengths[start : start + group_size])
+        for start in range(0, num_sequences, group_size)
     )
     capacity = max(fitting, 1) + draw(st.sampled_from([0, 1, 50, 1000]))
     cost = draw(st.sampled_from([SequenceCost(), QUADRATIC, SequenceCost(0.0, 1.0)]))
     return lengths, num_shards, capacity, {
-        "unit_size": unit_size, "sequence_length_pad_multiple": multiple, "cost": cost
+        "group_size": group_size, "sequence_length_pad_multiple": multiple, "cost": cost
     }  # fmt: skip
 
 
 def check_promises(plan, lengths, num_shards, capacity, args):
-    """Every row once, units whole and in order, packs within capacity, none empty, equally many for every shard."""
-    unit_size, multiple = args["unit_size"], args["sequence_length_pad_multiple"]
-    assert sorted(flat(flat(plan.rows))) == list(range(len(lengths)))
-    for rows in flat(plan.rows):
-        assert rows and rows == sorted(rows)
-        assert all(start % unit_size == 0 for start in rows[::unit_size])
-        assert rows == [start + place for start in rows[::unit_size] for place in range(unit_size)]
-    assert len(plan.rows) == num_shards and len(set(map(len, plan.rows))) == 1
+    """Every sequence once, groups whole and in order, packs within capacity, none empty, as many for every shard."""
+    group_size, multiple = args["group_size"], args["sequence_length_pad_multiple"]
+    assert sorted(flat(flat(plan.sequences))) == list(range(len(lengths)))
+    for members in flat(plan.sequences):
+        assert members and members == sorted(members)
+        assert all(start % group_size == 0 for start in members[::group_size])
+        assert members == [start + place for start in members[::group_size] for place in range(group_size)]
+    assert len(plan.sequences) == num_shards and len(set(map(len, plan.sequences))) == 1
     padded = [-(-length // multiple) * multiple for length in lengths]
-    assert plan.lengths == plan.slots == [[sum(padded[row] for row in rows) for rows in shard] for shard in plan.rows]
+    sums = [[sum(padded[member] for member in members) for members in shard] for shard in plan.sequences]
+    assert plan.lengths == plan.slots == sums
     assert max(flat(plan.lengths)) <= capacity
     assert sum(flat(plan.tokens)) == sum(lengths)
-    costs = [[sum(args["cost"](padded[row]) for row in rows) for rows in shard] for shard in plan.rows]
+    costs = [[sum(args["cost"](padded[member]) for member in members) for members in shard] for shard in plan.sequences]
     assert flat(plan.costs) == pytest.approx(flat(costs))
     for shard in plan.costs:
         assert all(later <= earlier + 1e-9 * shard[0] for earlier, later in pairwise(shard)), "the costliest first"
@@ -73,25 +75,25 @@ class TestPacking:
         lengths, num_shards, capacity, args = problem
         balanced = pack(lengths, num_shards, capacity, **args)
         filled = pack(lengths, num_shards, capacity, algorithm="modified_first_fit_decreasing", **args)
-        assert len(balanced.rows[0]) <= len(filled.rows[0])
-        if len(balanced.rows[0]) == len(filled.rows[0]):
+        assert len(balanced.sequences[0]) <= len(filled.sequences[0])
+        if len(balanced.sequences[0]) == len(filled.sequences[0]):
             assert balanced.shard_imbalance <= max(filled.shard_imbalance + 1e-9, 1e-3)
 
     @settings(max_examples=40, deadline=None)
     @given(st.integers(0, 2**32), st.integers(1, 16), st.integers(3, 40), st.sampled_from([SequenceCost(), QUADRATIC]))
-    def test_many_short_sequences_leave_no_imbalance(self, seed, num_shards, rows_per_pack, cost):
+    def test_many_short_sequences_leave_no_imbalance(self, seed, num_shards, sequences_per_pack, cost):
         source = random.Random(seed)
-        lengths = [source.randint(1, 2048 // rows_per_pack) for _ in range(20 * rows_per_pack * num_shards)]
+        lengths = [source.randint(1, 2048 // sequences_per_pack) for _ in range(20 * sequences_per_pack * num_shards)]
         plan = pack(lengths, num_shards, 1024, cost=cost)
         assert plan.shard_imbalance < 0.002 and plan.microbatch_imbalance < 0.1
         # the least, rounded up to the shards; one more for each where packs that hold three leave gaps
         least = -(-sum(lengths) // (1024 * num_shards))
-        assert len(plan.rows[0]) - least in (0, 1)
+        assert len(plan.sequences[0]) - least in (0, 1)
 
     def test_the_least_number_of_packs_that_divides_over_the_shards(self):
         lengths = [300] * 40  # 12,000 tokens, 3 to a pack of 1,000: 14 packs
-        assert len(pack(lengths, 4, 1000).rows[0]) == 4
-        assert len(pack(lengths, 2, 1000).rows[0]) == 7
+        assert len(pack(lengths, 4, 1000).sequences[0]) == 4
+        assert len(pack(lengths, 2, 1000).sequences[0]) == 7
 
     def test_a_tight_packing_is_found_where_spreading_evenly_fails(self):
         """5 + 4 + 1 and 4 + 3 + 3; the cheapest pack first makes 5 + 3 + 1 and 4 + 4, with no room for the last 3."""
@@ -110,15 +112,15 @@ class TestPacking:
         """By its tokens a sequence of 8 weighs as much as two of 4, by its pairs of tokens as much as four."""
         lengths = [8, 4, 4, 4, 4]
         by_tokens, by_pairs = (
-            plan_sequence_packing(lengths, 2, SequencePackingArgs(16, cost=cost), allow_uneven=True)
+            plan_sequence_packing(lengths, 2, PackingPlanArgs(16, cost=cost), allow_uneven=True)
             for cost in (SequenceCost(1.0, 0.0), SequenceCost(0.0, 1.0))
         )
         assert sorted(flat(by_tokens.lengths)) == [12, 12] and sorted(flat(by_pairs.lengths)) == [8, 16]
         assert by_tokens.shard_imbalance == by_pairs.shard_imbalance == 0
 
     def test_the_default_is_balanced(self):
-        assert SequencePackingArgs(10).algorithm == "balanced"
-        assert SequencePackingArgs(10).cost == SequenceCost()
+        assert PackingPlanArgs(10).algorithm == "balanced"
+        assert PackingPlanArgs(10).cost == SequenceCost()
 
 
 class TestDegenerate:
@@ -129,30 +131,30 @@ class TestDegenerate:
 
     def test_one_giant(self):
         plan = pack([1000] + [1] * 15, 4, 1000)
-        assert sorted(flat(plan.rows), key=len)[0] == [0]
+        assert sorted(flat(plan.sequences), key=len)[0] == [0]
         assert sorted(flat(plan.lengths)) == [5, 5, 5, 1000]
         assert plan.shard_imbalance == pytest.approx(4 * 1000 / 1015 - 1)
 
-    def test_rows_without_tokens(self):
+    def test_sequences_without_tokens(self):
         plan = pack([0] * 8, 4, 10)
-        assert [len(rows) for rows in flat(plan.rows)] == [2] * 4
+        assert [len(members) for members in flat(plan.sequences)] == [2] * 4
         assert plan.efficiency == 1 and plan.shard_imbalance == 0
-        assert all(flat(pack([9, 0, 0, 0], 4, 10).rows)), "no pack is empty"
+        assert all(flat(pack([9, 0, 0, 0], 4, 10).sequences)), "no pack is empty"
 
     def test_many_tiny(self):
         plan = pack([1] * 10_000, 8, 4096)
         assert plan.lengths == [[1250]] * 8
 
-    def test_every_unit_fills_a_pack(self):
+    def test_every_group_fills_a_pack(self):
         assert pack([10] * 6, 3, 10).lengths == [[10, 10]] * 3
 
-    def test_fewer_units_than_shards_name_the_remedy(self):
+    def test_fewer_groups_than_shards_name_the_remedy(self):
         with pytest.raises(ValueError, match="2 sequences cannot fill 4 packs.*pad_to_multiple"):
-            plan_sequence_packing([3, 4], 4, SequencePackingArgs(10), allow_uneven=True)
+            plan_sequence_packing([3, 4], 4, PackingPlanArgs(10), allow_uneven=True)
 
     def test_an_unknown_algorithm(self):
         with pytest.raises(ValueError, match="did you mean 'balanced'"):
-            SequencePackingArgs(10, algorithm="balance")
+            PackingPlanArgs(10, algorithm="balance")
 
 
 class TestFigures:
@@ -170,29 +172,25 @@ class TestFigures:
         assert plan.microbatch_imbalance == pytest.approx(4 / 2.5 - 1)
 
     def test_of_dynamic_batching_by_hand(self):
-        """Places of 1 and 2, then 5 and 6 tokens: a microbatch of one row 2 wide, and one 8 wide."""
-        args = DynamicBatchingArgs(8, sequence_length_round=2, cost=SequenceCost(1.0, 1.0))
+        """Places of 1 and 2, then 5 and 6 tokens: a microbatch of one sequence 2 wide, and one 8 wide."""
+        args = DynamicPlanArgs(8, sequence_length_round=2, cost=SequenceCost(1.0, 1.0))
         plan = plan_dynamic_batching([1, 6, 2, 5], 8, 2, args)
         assert plan.slots == [[2, 6]] * 2 and plan.costs == [[6, 42]] * 2
         assert plan.efficiency == 14 / 16 and plan.shard_imbalance == plan.microbatch_imbalance == 0
 
-    def test_a_cost_can_be_a_mapping(self):
-        settings = {"max_tokens_per_microbatch": 10, "cost": {"per_token": 2.0, "per_pair": 3.0}}
-        assert SequencePackingArgs.of(settings).cost == DynamicBatchingArgs.of(settings).cost == SequenceCost(2.0, 3.0)
-
 
 class TestDynamicBatching:
     def test_no_shard_gets_the_shortest_of_every_place(self):
-        plan = plan_dynamic_batching(list(range(1, 33)), 32, 4, DynamicBatchingArgs(64))
+        plan = plan_dynamic_batching(list(range(1, 33)), 32, 4, DynamicPlanArgs(64))
         assert [sum(shard) for shard in plan.tokens] == [132] * 4
 
     @settings(max_examples=100, deadline=None)
     @given(st.integers(1, 5), st.data())
     def test_promises(self, num_shards, data):
-        num_rows = num_shards * data.draw(st.integers(1, 12))
-        lengths = data.draw(st.lists(st.integers(0, 40), min_size=num_rows, max_size=num_rows))
-        plan = plan_dynamic_batching(lengths, 40, num_shards, DynamicBatchingArgs(80))
-        assert sorted(flat(flat(plan.rows))) == list(range(num_rows))
-        for rows, width, slots in zip(flat(plan.rows), flat(plan.lengths), flat(plan.slots), strict=True):
-            assert max(lengths[row] for row in rows) <= width and slots == len(rows) * width <= 80
+        num_sequences = num_shards * data.draw(st.integers(1, 12))
+        lengths = data.draw(st.lists(st.integers(0, 40), min_size=num_sequences, max_size=num_sequences))
+        plan = plan_dynamic_batching(lengths, 40, num_shards, DynamicPlanArgs(80))
+        assert sorted(flat(flat(plan.sequences))) == list(range(num_sequences))
+        for members, width, slots in zip(flat(plan.sequences), flat(plan.lengths), flat(plan.slots), strict=True):
+            assert max(lengths[member] for member in members) <= width and slots == len(members) * width <= 80
         assert all(shard == plan.slots[0] for shard in plan.slots)

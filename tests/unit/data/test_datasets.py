@@ -169,7 +169,6 @@ class TestPrompts:
         assert [record["answer"] for record in batch["records"]] == [20, 2]
         rows = [ids[:length] for ids, length in zip(batch["input_ids"].tolist(), batch["input_lengths"], strict=True)]
         assert [tokenizer.decode(row) for row in rows] == ["10+10\n", "1+1\n"]
-        assert batch.repeat_interleave(2)["records"][1]["answer"] == 20, "ready for groups of completions"
 
     def test_problems(self, tokenizer):
         problems = [Problem("1+1=", "2"), Problem("10+10=", "20")]

@@ -13,15 +13,15 @@ def test_an_order_is_a_permutation_of_its_own():
 
 
 def test_the_order_is_pinned():
-    """A run resumed with a later version of this code must draw the same rows: changing this breaks every resume."""
+    """A run resumed with a later version of this code must draw the same items: changing this breaks every resume."""
     assert epoch_order(10, seed=0, epoch=0).tolist() == PINNED
-    assert BatchSchedule(10, 4, seed=0).rows_at(0) == PINNED[:4]
+    assert BatchSchedule(10, 4, seed=0).items_at(0) == PINNED[:4]
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 5, 7])
-def test_every_row_once_per_epoch(batch_size):
+def test_every_item_once_per_epoch(batch_size):
     schedule = BatchSchedule(7, batch_size, seed=3)
-    drawn = [row for step in range(21) for row in schedule.rows_at(step)]
+    drawn = [item for step in range(21) for item in schedule.items_at(step)]
     for start in range(0, len(drawn) - 6, 7):
         assert sorted(drawn[start : start + 7]) == list(range(7))
     assert drawn[:7] != drawn[7:14]
@@ -29,11 +29,10 @@ def test_every_row_once_per_epoch(batch_size):
 
 def test_resuming_needs_only_the_step_number():
     running = BatchSchedule(11, 4, seed=5)
-    rows = [running.rows_at(step) for step in range(30)]
-    assert BatchSchedule(11, 4, seed=5).rows_at(29) == rows[29]
-    assert running.rows_at(2) == rows[2], "and steps can be asked for in any order"
-    assert BatchSchedule(11, 4, seed=6).rows_at(0) != rows[0]
-    assert running.epochs_at(22) == 8.0
+    items = [running.items_at(step) for step in range(30)]
+    assert BatchSchedule(11, 4, seed=5).items_at(29) == items[29]
+    assert running.items_at(2) == items[2], "and steps can be asked for in any order"
+    assert BatchSchedule(11, 4, seed=6).items_at(0) != items[0]
 
 
 def test_errors():
@@ -42,4 +41,4 @@ def test_errors():
     with pytest.raises(ValueError, match="from 0"):
         BatchSchedule(0, 1, seed=0)
     with pytest.raises(ValueError, match="-1"):
-        BatchSchedule(3, 1, seed=0).rows_at(-1)
+        BatchSchedule(3, 1, seed=0).items_at(-1)

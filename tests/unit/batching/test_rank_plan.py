@@ -1,4 +1,4 @@
-"""Plans of microbatches: every row once, equally many on every rank, units whole, fillers without weight."""
+"""This rank's microbatches: every sequence once, as many on every rank, groups whole, padding without weight."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_megatron.batching.config import Batching, row_lengths
+from rl_megatron.batching.config import Batching
+from rl_megatron.batching.plan import plan_microbatches, sequence_lengths
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
 
@@ -32,27 +33,30 @@ def batch(lengths=LENGTHS) -> BatchedDataDict:
     )  # fmt: skip
 
 
-def plans(batching: Batching, data: int = 1, unit: int = 1, lengths=LENGTHS, **degrees):
+def plans(batching: Batching, data: int = 1, group_size: int = 1, lengths=LENGTHS, **degrees):
     whole = batch(lengths)
-    return [batching.plan(whole, list(lengths), topology(rank, data, **degrees), unit) for rank in range(data)]
+    return [
+        plan_microbatches(whole, list(lengths), batching, topology(rank, data, **degrees), group_size)
+        for rank in range(data)
+    ]
 
 
-KINDS = [Batching("padded", rows=2), Batching("dynamic", tokens=16), Batching("packed", tokens=16)]
+KINDS = [Batching("padded", sequences=2), Batching("dynamic", tokens=16), Batching("packed", tokens=16)]
 
 
 @pytest.mark.parametrize("data", [1, 2, 3])
 @pytest.mark.parametrize("batching", KINDS, ids=lambda b: b.kind)
-def test_every_row_is_in_one_microbatch_and_every_rank_has_equally_many(batching, data):
+def test_every_sequence_is_in_one_microbatch_and_every_rank_has_as_many(batching, data):
     found = plans(batching, data)
     assert len({len(planned.microbatches) for planned in found}) == 1
-    rows = sorted(row for planned in found for row in planned.rows)
-    assert rows == list(range(found[0].num_padded)) and found[0].num_rows == len(LENGTHS)
+    rows = sorted(row for planned in found for row in planned.sequences)
+    assert rows == list(range(found[0].num_padded)) and found[0].num_sequences == len(LENGTHS)
     weighing = 0
     for planned in found:
         start = 0
         for microbatch in planned.microbatches:
             size = microbatch.batch.size
-            for place, row in enumerate(planned.rows[start : start + size]):
+            for place, row in enumerate(planned.sequences[start : start + size]):
                 weight = microbatch.batch["sample_mask"][place].item()
                 assert weight == (row < len(LENGTHS))
                 weighing += weight
@@ -79,7 +83,7 @@ def test_no_microbatch_exceeds_the_budget_as_the_layout_pads_it(kind, degrees):
 
 @pytest.mark.parametrize("batching", KINDS, ids=lambda b: b.kind)
 @pytest.mark.parametrize("degrees", [{}, {"context": 2, "tensor": 2}], ids=str)
-def test_efficiency_is_tokens_per_slot_over_all_ranks_fillers_included(batching, degrees):
+def test_efficiency_is_tokens_per_slot_over_all_ranks_padding_included(batching, degrees):
     batching = replace(batching, tokens=40)
     found = plans(batching, data=4, **degrees)
     slots = sum(
@@ -90,7 +94,7 @@ def test_efficiency_is_tokens_per_slot_over_all_ranks_fillers_included(batching,
     assert {planned.efficiency for planned in found} == {sum(LENGTHS) / slots}
 
 
-def test_fillers_have_one_token():
+def test_padding_sequences_have_one_token():
     for planned in plans(Batching("packed", tokens=40), data=4):
         for microbatch in planned.microbatches:
             found = microbatch.batch
@@ -98,58 +102,59 @@ def test_fillers_have_one_token():
             assert (found["input_lengths"][found["sample_mask"] == 0] == 1).all()
 
 
-OF_PAIRS = [Batching("padded", rows=2), Batching("dynamic", tokens=48), Batching("packed", tokens=24)]
+OF_PAIRS = [Batching("padded", sequences=2), Batching("dynamic", tokens=48), Batching("packed", tokens=24)]
 
 
 @pytest.mark.parametrize("batching", OF_PAIRS, ids=lambda b: b.kind)
 @pytest.mark.parametrize("data", [1, 2])
 def test_pairs_stay_together_in_order(batching, data):
     lengths = LENGTHS + [5]
-    for planned in plans(batching, data, unit=2, lengths=lengths):
-        assert all(row % 2 == place % 2 for place, row in enumerate(planned.rows))
-        assert all(planned.rows[i] + 1 == planned.rows[i + 1] for i in range(0, len(planned.rows), 2))
+    for planned in plans(batching, data, group_size=2, lengths=lengths):
+        assert all(row % 2 == place % 2 for place, row in enumerate(planned.sequences))
+        assert all(planned.sequences[i] + 1 == planned.sequences[i + 1] for i in range(0, len(planned.sequences), 2))
         assert all(microbatch.batch.size % 2 == 0 for microbatch in planned.microbatches)
 
 
 @pytest.mark.parametrize("batching", KINDS[1:], ids=lambda b: b.kind)
 def test_only_streams_of_tokens_are_cut(batching):
     wide = batch() | {"per_row": torch.arange(7 * 30).view(7, 30), "once": torch.ones(7, 1), "names": list("abcdefg")}
-    for microbatch in batching.plan(BatchedDataDict(wide), LENGTHS, topology()).microbatches:
+    for microbatch in plan_microbatches(BatchedDataDict(wide), LENGTHS, batching, topology()).microbatches:
         found = microbatch.batch
         assert found["per_row"].size(1) == 30 and found["once"].size(1) == 1
         assert found["token_mask"].shape == found["input_ids"].shape == (found.size, found["input_ids"].size(1))
 
 
-def test_rooms_are_padded_only_where_a_degree_asks_for_it():
+def test_sequences_of_a_pack_are_padded_only_if_a_degree_asks_for_it():
     (plain,) = plans(Batching("packed", tokens=100))
     (microbatch,) = plain.microbatches
     assert microbatch.shape(topology()) == (1, sum(LENGTHS)) and plain.efficiency == 1.0
     (cut,) = plans(Batching("packed", tokens=100), context=2)
     (microbatch,) = cut.microbatches
     assert microbatch.shape(topology(context=2)) == (1, 12 + 4 + 12 + 4 + 8 + 8 + 4)
-    # Sequence parallelism divides the pack, not each sequence: only the last room grows.
+    # Sequence parallelism divides the pack, not each sequence: only the last padded length grows.
     (both,) = plans(Batching("packed", tokens=100), context=2, tensor=2)
     assert both.microbatches[0].shape(topology(context=2, tensor=2)) == (1, 56)
 
 
 @pytest.mark.parametrize(
-    ("batching", "unit", "said"),
+    ("batching", "group_size", "said"),
     [
         (Batching("packed", tokens=11), 1, r"train.batching=packed, train.micro_batch_tokens=11: .* has 12 tokens"),
-        (Batching("dynamic", tokens=11), 1, r"train.micro_batch_tokens=11: row \d needs 1 x 12"),
+        (Batching("dynamic", tokens=11), 1, r"train.micro_batch_tokens=11: sequence \d needs 1 x 12"),
         (Batching("packed", tokens=12), 2, r"train.micro_batch_tokens=12: sequence \d has 13 tokens"),
-        (Batching("dynamic", tokens=12), 2, r"train.micro_batch_tokens=12: row \d needs 2 x 7 tokens"),
+        (Batching("dynamic", tokens=12), 2, r"train.micro_batch_tokens=12: sequence \d needs 2 x 7 tokens"),
     ],
 )  # fmt: skip
-def test_a_row_or_pair_over_the_budget_is_refused(batching, unit, said):
+def test_a_sequence_or_pair_over_the_budget_is_refused(batching, group_size, said):
     with pytest.raises(ConfigError, match=said):
-        plans(batching, unit=unit, lengths=LENGTHS + [5])
+        plans(batching, group_size=group_size, lengths=LENGTHS + [5])
 
 
-def test_lengths_must_fit_the_rows_and_hold_all_that_counts():
-    assert row_lengths(batch()) == LENGTHS
-    assert row_lengths({"input_ids": torch.zeros(2, 5)}) == [5, 5]
-    with pytest.raises(ValueError, match=r"input_lengths\[2\]=13 does not fit rows of 12 tokens"):
-        row_lengths(batch() | {"input_lengths": torch.tensor([9, 3, 13, 1, 7, 7, 2])})
-    with pytest.raises(ValueError, match=r"token_mask\[1, 3\] counts a token past the row's end: input_lengths\[1\]=3"):
-        row_lengths(batch() | {"token_mask": torch.ones(7, WIDTH)[:, :] * (torch.arange(WIDTH) < 9)})
+def test_lengths_must_fit_the_width_and_hold_all_that_counts():
+    assert sequence_lengths(batch()) == LENGTHS
+    assert sequence_lengths({"input_ids": torch.zeros(2, 5)}) == [5, 5]
+    with pytest.raises(ValueError, match=r"input_lengths\[2\]=13 does not fit sequences of 12 tokens"):
+        sequence_lengths(batch() | {"input_lengths": torch.tensor([9, 3, 13, 1, 7, 7, 2])})
+    lost = r"token_mask\[1, 3\] counts a token past the sequence's end: input_lengths\[1\]=3"
+    with pytest.raises(ValueError, match=lost):
+        sequence_lengths(batch() | {"token_mask": torch.ones(7, WIDTH)[:, :] * (torch.arange(WIDTH) < 9)})

@@ -1,0 +1,55 @@
+"""A microbatch: sequences that go through the model together, before the model's layout cuts them over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from rl_megatron.batching.packing import round_up
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.topology.context_parallel import zigzag_chunks
+from rl_megatron.topology.topology import Topology
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Sequences that go through the model together, whole on every rank.
+
+    Attributes:
+        batch: The sequences, `[b, S]`.
+        lengths: `[b]` tokens of each sequence, if they go packed into one row of the model. None if each sequence has a
+            row of its own, S tokens long.
+    """
+
+    batch: BatchedDataDict
+    lengths: tuple[int, ...] | None = None
+
+    def shape(self, topology: Topology) -> tuple[int, int]:
+        """Return (rows, tokens of a row over all ranks) that the model runs on, padding included."""
+        if self.lengths is not None:
+            return 1, sum(padded_lengths(self.lengths, topology))
+        num_sequences, width = self.batch["input_ids"].shape
+        return num_sequences, round_up(width, topology.sequence_multiple)
+
+    def with_zero_weight(self) -> Microbatch:
+        """Return the same sequences with zero loss weight: they run like any other and add nothing."""
+        batch = BatchedDataDict(self.batch)
+        for mask in ("sample_mask", "token_mask"):
+            if mask in batch:
+                batch[mask] = torch.zeros_like(batch[mask])
+        return replace(self, batch=batch)
+
+
+def padded_lengths(lengths: Sequence[int], topology: Topology) -> list[int]:
+    """Return the tokens that each sequence of a pack occupies, padding included.
+
+    Each is a multiple of 2·cp if context parallelism cuts it into that many slices. The last one is longer if that is
+    needed to divide the whole pack over the sequence-parallel ranks too.
+    """
+    multiple = zigzag_chunks(topology.context)
+    padded = [round_up(max(length, 1), multiple) for length in lengths]
+    total = sum(padded)
+    padded[-1] += round_up(total, topology.sequence_multiple) - total
+    return padded

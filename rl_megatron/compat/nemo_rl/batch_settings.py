@@ -1,0 +1,89 @@
+"""Settings of NeMo RL's `shard_by_batch_size`, plain dictionaries to callers, and the errors of its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Required, TypedDict, TypeVar
+
+from rl_megatron.batching.config import DynamicPlanArgs, PackingPlanArgs
+from rl_megatron.batching.cost import SequenceCost
+from rl_megatron.config.errors import unknown_name
+
+_PlanArgs = TypeVar("_PlanArgs", DynamicPlanArgs, PackingPlanArgs)
+
+
+class BatchError(ValueError, AssertionError):
+    """A broken rule of a batch's sizes or arguments: a ValueError, and an AssertionError as in NeMo RL."""
+
+
+class BatchRangeError(BatchError, IndexError):
+    """A request for sequences that the batch does not have."""
+
+
+class DynamicBatchingArgs(TypedDict, total=False):
+    """Settings of microbatches of sequences of similar length, each cut to its longest sequence.
+
+    Attributes:
+        max_tokens_per_microbatch: Sequences times padded length of one microbatch, at most.
+        sequence_length_round: A microbatch's length is a multiple of this, but never wider than the batch; default 1.
+        input_key: The key of the `[B, S]` token ids; default "input_ids".
+        input_lengths_key: The key of the `[B]` lengths; default "input_lengths".
+        group_size: Sequences that stay together, in order: 2 for preference pairs; default 1.
+        cost: The cost of a sequence, for the figures of the plan; default: its tokens.
+    """
+
+    max_tokens_per_microbatch: Required[int]
+    sequence_length_round: int
+    input_key: str
+    input_lengths_key: str
+    group_size: int
+    cost: SequenceCost
+
+
+class SequencePackingArgs(TypedDict, total=False):
+    """Settings of microbatches whose sequences fit one packed row of the model.
+
+    Attributes:
+        max_tokens_per_microbatch: Tokens of one pack, at most, each sequence rounded up to its multiple.
+        input_key: The key of the `[B, S]` token ids; default "input_ids".
+        input_lengths_key: The key of the `[B]` lengths; default "input_lengths".
+        algorithm: "balanced", the default, or a key of `rl_megatron.batching.packing.ALGORITHMS`.
+        sequence_length_pad_multiple: Each sequence's length in the pack is a multiple of this; default 1.
+        group_size: Sequences that stay together, in order: 2 for preference pairs; default 1.
+        cost: The cost of a sequence, which "balanced" makes equal over packs and shards; default: its tokens.
+    """
+
+    max_tokens_per_microbatch: Required[int]
+    input_key: str
+    input_lengths_key: str
+    algorithm: str
+    sequence_length_pad_multiple: int
+    group_size: int
+    cost: SequenceCost
+
+
+def plan_args(
+    settings: Mapping[str, Any], declared: type, arguments: type[_PlanArgs]
+) -> tuple[_PlanArgs, str, str]:
+    """Return (arguments of the planner, key of the token ids, key of the lengths).
+
+    Args:
+        settings: What the caller gave.
+        declared: The TypedDict whose keys `settings` may have.
+        arguments: What the planner takes.
+
+    Raises:
+        BatchError: A key is unknown or missing, or a value is out of range.
+    """
+    known = declared.__annotations__
+    try:
+        for key in settings:
+            if key not in known:
+                raise unknown_name(f"key of {declared.__name__}", key, known)
+        if "max_tokens_per_microbatch" not in settings:
+            raise BatchError(f"{declared.__name__} needs the key 'max_tokens_per_microbatch', got {sorted(settings)}.")
+        rest = dict(settings)
+        keys = rest.pop("input_key", "input_ids"), rest.pop("input_lengths_key", "input_lengths")
+        return arguments(**rest), *keys
+    except ValueError as error:
+        raise BatchError(f"{declared.__name__}: {error}") from error

@@ -1,0 +1,381 @@
+"""NeMo RL's `BatchedDataDict`: the core batch with sharding, microbatch iterators and methods that work in place.
+
+What is different from `nemo_rl.distributed.batched_data_dict`, on purpose:
+
+- Settings are strict: an unknown key of `DynamicBatchingArgs` or `SequencePackingArgs` raises and names the nearest
+  one. Keys other than `max_tokens_per_microbatch` may be missing and then take defaults.
+- Microbatches are planned by `rl_megatron.batching`: every shard has the same number of them in every step batch, and
+  packing algorithms are "balanced" (the default) and the keys of `rl_megatron.batching.packing.ALGORITHMS`.
+- Two more settings keep sequences together (`group_size`) and say what is balanced (`cost`).
+- Rules that NeMo RL asserts raise `BatchError`, which is a ValueError as well as an AssertionError. Microbatch
+  iterators raise it when they are made, not when they are first read.
+- `get_batch` does not need a `batch_size` if microbatches were planned.
+- `reorder_data` and `truncate_tensors` return the batch. The latter leaves tensors shorter than the length as they are.
+- `SlicedDataDict` is `BatchedDataDict` itself.
+
+Source: NVIDIA NeMo RL 0.3 to 0.8, its documentation of this module.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from rl_megatron.batching.config import DynamicPlanArgs, PackingPlanArgs
+from rl_megatron.batching.plan import MicrobatchPlan, plan_dynamic_batching, plan_sequence_packing
+from rl_megatron.compat.nemo_rl.batch_settings import (
+    BatchError,
+    BatchRangeError,
+    DynamicBatchingArgs,
+    SequencePackingArgs,
+    plan_args,
+)
+from rl_megatron.data import batch as core
+
+DictT = TypeVar("DictT", bound=Mapping[str, Any])
+
+
+class BatchedDataDict(core.BatchedDataDict[DictT]):
+    """A batch that can be sharded over data-parallel ranks and read in microbatches, with NeMo RL's interface.
+
+    `to`, `reorder_data` and `truncate_tensors` change this batch and return it. All other methods return a new one.
+
+    Attributes:
+        micro_batch_indices: `[step batch][microbatch] = [start, end]`, counted from the step batch's first sequence;
+            None unless `shard_by_batch_size` planned microbatches. `get_batch` keeps the plan; other methods that
+            select sequences drop it.
+        micro_batch_lengths: `[step batch][microbatch]`: the width to cut the microbatch to (dynamic batching), or its
+            tokens in all (sequence packing).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.micro_batch_indices: list[list[list[int]]] | None = None
+        self.micro_batch_lengths: list[list[int]] | None = None
+        super().__init__(*args, **kwargs)
+
+    # ---- in place
+
+    def to(self, device: str | torch.device) -> Self:
+        """Move every tensor to `device` in place, and return this batch."""
+        self.data.update(super().to(device).data)
+        return self
+
+    def reorder_data(self, order: Sequence[int]) -> Self:
+        """Undo `order` in place, moving sequence i to place `order[i]`, and return this batch.
+
+        `from_batches(shards).reorder_data(order)` is the batch that `shard_by_batch_size` split.
+
+        Raises:
+            BatchError: `order` is not a permutation of the sequences.
+        """
+        size = self._equal_size()
+        if sorted(order) != list(range(size)):
+            raise BatchError(f"order must hold each of 0 … {size - 1} once, got {list(order)[:16]} …")
+        inverse = sorted(range(len(order)), key=order.__getitem__)
+        self.data = self.select_indices(inverse).data
+        return self
+
+    def truncate_tensors(self, dim: int, length: int) -> Self:
+        """Cut every tensor that is longer than `length` along `dim` in place, and return this batch."""
+        for key, value in self.data.items():
+            if isinstance(value, torch.Tensor) and value.ndim > dim and value.shape[dim] > length:
+                self.data[key] = value.narrow(dim, 0, length)
+        return self
+
+    # ---- selecting and joining
+
+    def slice(self, start: int, end: int) -> Self:
+        """Return sequences `start` to `end - 1`. Tensors are views of this batch's.
+
+        Raises:
+            BatchRangeError: The batch does not have all of these sequences.
+        """
+        size = self._equal_size()
+        if not 0 <= start <= end <= size:
+            raise BatchRangeError(
+                f"slice({start}, {end}) of a batch of size {size}: 0 ≤ start ≤ end ≤ size must hold."
+            )
+        return super().slice(start, end)
+
+    def chunk(self, rank: int, chunks: int) -> Self:
+        """Return a copy of the `rank`-th of `chunks` equal parts: `[a, b, c, d]`, rank 1 of 2 → `[c, d]`.
+
+        Raises:
+            BatchRangeError: There is no such part.
+            BatchError: The parts would not be equal.
+        """
+        size = self._equal_size()
+        if not 0 <= rank < chunks:
+            raise BatchRangeError(f"chunk {rank} of {chunks}: ranks run from 0 to {chunks - 1}.")
+        _require_multiple(size, "Batch size", chunks, "chunks")
+        share = size // chunks
+        return self.select_indices(range(rank * share, (rank + 1) * share))
+
+    def repeat_interleave(self, num_repeats: int) -> Self:
+        """Return each sequence `num_repeats` times: `[a, b]` → `[a, a, b, b]`. List elements are deep copies."""
+        return self.map_values(
+            lambda tensor: tensor.repeat_interleave(num_repeats, dim=0),
+            lambda items: [copy.deepcopy(item) for item in items for _ in range(num_repeats)],
+        )
+
+    def all_gather(
+        self, group: dist.ProcessGroup | None, pad_value_dict: Mapping[str, int | float] | None = None
+    ) -> Self:
+        """Return the sequences of every rank of `group`, in rank order, the same on every rank.
+
+        The ranks' batches may differ in size and width.
+
+        Raises:
+            ValueError: Ranks have different keys, or `from_batches` raises; on every rank alike.
+        """
+        self._equal_size()
+        ours = {
+            key: _TensorSpec(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+            for key, value in self.data.items()
+        }
+        theirs: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(theirs, ours, group=group)
+        kinds = [{key: isinstance(value, _TensorSpec) for key, value in rank.items()} for rank in theirs]
+        for rank, kind in enumerate(kinds):
+            if kind != kinds[0]:  # checked before any tensor is exchanged, or the ranks would wait for each other
+                raise BatchError(
+                    f"rank {rank} gathers {sorted(kind)} and rank 0 gathers {sorted(kinds[0])}: keys must agree, and "
+                    f"which of them are tensors."
+                )
+        parts = [dict(rank) for rank in theirs]
+        for key in theirs[0]:  # rank 0's order of keys, so that every rank makes the same calls
+            if kinds[0][key]:
+                gathered = _gather_tensor(self.data[key], [rank[key] for rank in theirs], group)
+                for part, tensor in zip(parts, gathered, strict=True):
+                    part[key] = tensor
+        return self.from_batches(parts, pad_value_dict)
+
+    # ---- shards
+
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: DynamicBatchingArgs | None = None,
+        sequence_packing_args: SequencePackingArgs | None = None,
+    ) -> list[Self] | tuple[list[Self], list[int]]:
+        """Split each step batch of `batch_size` sequences over the shards; a shard is its parts of all, in order.
+
+        `[a a b b c c d d]` with `shards=2, batch_size=4` → `[a a c c]`, `[b b d d]`: every optimizer step (one step
+        batch) uses its own sequences, whatever the number of shards.
+
+        Args:
+            shards: The number of data-parallel ranks.
+            batch_size: Sequences of a step batch over all shards; by default, all.
+            allow_uneven_shards: Let the last shards have fewer sequences (or none); only without `batch_size`.
+            dynamic_batching_args: Plan microbatches of sequences of similar length; see `DynamicBatchingArgs`.
+            sequence_packing_args: Plan microbatches that fit one packed row; see `SequencePackingArgs`.
+
+        Returns:
+            The shards. With one of the two plans also `order`: sequence i of the shards read one after the other is
+            sequence `order[i]` of this batch. Every shard has the same number of microbatches per step batch; read them
+            with `get_batch` and the iterator of that plan.
+
+        Raises:
+            BatchError: Both plans are asked for, sizes do not divide, or a sequence exceeds the token budget.
+        """
+        if allow_uneven_shards and batch_size is not None:
+            raise BatchError("batch_size must be None if allow_uneven_shards is True")
+        if dynamic_batching_args is not None and sequence_packing_args is not None:
+            raise BatchError("dynamic_batching_args and sequence_packing_args cannot be passed together")
+        size = self._equal_size()
+        batch_size = size if batch_size is None else batch_size
+        if batch_size < 1 or shards < 1:
+            raise BatchError(f"cannot split {size} sequences in batches of {batch_size} over {shards} shards.")
+        _require_multiple(size, "Total batch size", batch_size, "batch_size")
+        if not allow_uneven_shards:
+            _require_multiple(batch_size, "Batch size", shards, "shards")
+        starts = range(0, size, batch_size)
+        if dynamic_batching_args is not None:
+            return self._shards_of(self._plan_dynamic(dynamic_batching_args, starts, shards), batch_size)
+        if sequence_packing_args is not None:
+            plans = self._plan_packing(sequence_packing_args, starts, shards, allow_uneven_shards)
+            return self._shards_of(plans, batch_size)
+        share = -(-batch_size // shards)
+        return [
+            self.select_indices(
+                [j for i in starts for j in range(i + shard * share, min(i + (shard + 1) * share, i + batch_size))]
+            )
+            for shard in range(shards)
+        ]
+
+    def _plan_dynamic(self, settings: Mapping[str, Any], starts: range, shards: int) -> list[MicrobatchPlan]:
+        args, input_key, lengths_key = plan_args(settings, DynamicBatchingArgs, DynamicPlanArgs)
+        lengths, width = self._lengths(lengths_key), self._sequence_width(input_key)
+        try:
+            return [plan_dynamic_batching(lengths[i : i + starts.step], width, shards, args) for i in starts]
+        except ValueError as error:
+            raise BatchError(str(error)) from error
+
+    def _plan_packing(
+        self, settings: Mapping[str, Any], starts: range, shards: int, allow_uneven: bool
+    ) -> list[MicrobatchPlan]:
+        args, _, lengths_key = plan_args(settings, SequencePackingArgs, PackingPlanArgs)
+        lengths = self._lengths(lengths_key)
+        try:
+            return [plan_sequence_packing(lengths[i : i + starts.step], shards, args, allow_uneven) for i in starts]
+        except ValueError as error:
+            raise BatchError(str(error)) from error
+
+    def _shards_of(self, plans: list[MicrobatchPlan], batch_size: int) -> tuple[list[Self], list[int]]:
+        """Return the shards that one plan per step batch describes, and the order of sequences over all of them."""
+        shards: list[Self] = []
+        order: list[int] = []
+        for number in range(len(plans[0].sequences)):
+            chosen: list[int] = []
+            indices: list[list[list[int]]] = []
+            for step, plan in enumerate(plans):
+                bounds, end = [], 0
+                for microbatch in plan.sequences[number]:
+                    chosen += [step * batch_size + sequence for sequence in microbatch]
+                    bounds.append([end, end + len(microbatch)])
+                    end += len(microbatch)
+                indices.append(bounds)
+            shard = self.select_indices(chosen)
+            shard.micro_batch_indices = indices
+            shard.micro_batch_lengths = [plan.lengths[number] for plan in plans]
+            shards.append(shard)
+            order += chosen
+        return shards, order
+
+    def _lengths(self, key: str) -> list[int]:
+        if key not in self.data:
+            raise BatchError(f"planning microbatches needs lengths under {key!r}; the batch has {sorted(self.data)}.")
+        lengths = self.data[key]
+        return [int(length) for length in (lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths)]
+
+    def _sequence_width(self, key: str) -> int:
+        """Return S of `[B, S]`, if cutting dimension 1 of any tensor cuts a sequence and nothing else."""
+        tokens = self.data.get(key)
+        if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
+            raise BatchError(f"dynamic batching needs {key!r} as a [B, S] tensor; the batch has {sorted(self.data)}.")
+        width = tokens.shape[1]
+        for other, value in self.data.items():
+            if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] not in (1, width):
+                raise BatchError(
+                    f"dynamic batching cuts dimension 1 to the longest sequence, and {other!r} {tuple(value.shape)} is "
+                    f"not as wide as {key!r} {tuple(tokens.shape)}: align it with the tokens, or carry it as a list."
+                )
+        return width
+
+    def get_batch(self, batch_idx: int, batch_size: int | None = None) -> Self:
+        """Return the `batch_idx`-th step batch of a shard, as `shard_by_batch_size` made it, with its microbatches.
+
+        Args:
+            batch_idx: The number of the step batch.
+            batch_size: Sequences of a step batch on this shard. It is required, and read, only if no microbatches were
+                planned; a plan knows the sizes of its step batches.
+
+        Raises:
+            BatchError: There is neither a plan nor a `batch_size`.
+            BatchRangeError: There is no such step batch.
+        """
+        if self.micro_batch_indices is None or self.micro_batch_lengths is None:
+            if batch_size is None:
+                raise BatchError("get_batch needs batch_size: this batch has no planned microbatches to read it from.")
+            return self.slice(batch_idx * batch_size, (batch_idx + 1) * batch_size)
+        if not 0 <= batch_idx < len(self.micro_batch_indices):
+            raise BatchRangeError(f"batch {batch_idx} of a shard with {len(self.micro_batch_indices)} batches.")
+        ends = [bounds[-1][1] for bounds in self.micro_batch_indices]
+        start = sum(ends[:batch_idx])
+        batch = self.slice(start, start + ends[batch_idx])
+        batch.micro_batch_indices = [self.micro_batch_indices[batch_idx]]
+        batch.micro_batch_lengths = [self.micro_batch_lengths[batch_idx]]
+        return batch
+
+    # ---- microbatches
+
+    def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[Self]:
+        """Return an iterator over consecutive slices of `microbatch_size` sequences.
+
+        Raises:
+            BatchError: The sizes do not divide; raised by the call itself.
+        """
+        size = self._equal_size()
+        _require_multiple(size, "Data dict size", microbatch_size, "the provided microbatch size")
+        return (self.slice(start, start + microbatch_size) for start in range(0, size, microbatch_size))
+
+    def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[Self]:
+        """Return an iterator over the microbatches of dynamic batching, each cut to its planned width."""
+        bounds, lengths = self._planned()
+        return (
+            self.slice(start, end).truncate_tensors(sequence_dim, length)
+            for (start, end), length in zip(bounds, lengths, strict=True)
+        )
+
+    def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
+        """Return how many microbatches that iterator yields; it is the same number on every shard."""
+        return len(self._planned()[0])
+
+    def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[Self]:
+        """Return an iterator over the microbatches of sequence packing: sequences that fit one pack, still padded."""
+        bounds, _ = self._planned()
+        return (self.slice(start, end) for start, end in bounds)
+
+    def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
+        """Return (how many microbatches that iterator yields, the tokens of the fullest one)."""
+        bounds, lengths = self._planned()
+        return len(bounds), max(lengths)
+
+    def _planned(self) -> tuple[list[list[int]], list[int]]:
+        if self.micro_batch_indices is None or self.micro_batch_lengths is None:
+            raise BatchError(
+                "no microbatches are planned: call shard_by_batch_size with dynamic_batching_args or "
+                "sequence_packing_args first."
+            )
+        if len(self.micro_batch_indices) != 1:
+            raise BatchError(f"the shard holds {len(self.micro_batch_indices)} batches: pick one with get_batch(i).")
+        return self.micro_batch_indices[0], self.micro_batch_lengths[0]
+
+    def _equal_size(self) -> int:
+        """Return the size. Raises BatchError if keys disagree on it."""
+        try:
+            return self.size
+        except ValueError as error:
+            raise BatchError(f"Batch sizes are not the same across the batch: {error}") from error
+
+
+def _require_multiple(value: int, value_name: str, divisor: int, divisor_name: str) -> None:
+    if divisor < 1 or value % divisor:
+        remedy = f"; append padding sequences with `pad_to_multiple({divisor})`" if divisor > 1 else ""
+        raise BatchError(f"{value_name} ({value}) is not a multiple of {divisor_name} ({divisor}){remedy}")
+
+
+class _TensorSpec(NamedTuple):
+    """What a rank must know of another rank's tensor to receive it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def _gather_tensor(
+    tensor: torch.Tensor, specs: list[_TensorSpec], group: dist.ProcessGroup | None
+) -> list[torch.Tensor]:
+    """Return every rank's tensor.
+
+    Shapes differ by rank and collectives need equal ones: tensors travel as bytes, padded to the largest.
+    """
+    ours = tensor.detach().contiguous().flatten().view(torch.uint8)
+    buffer = ours.new_zeros(max(spec.num_bytes for spec in specs))
+    buffer[: ours.numel()] = ours
+    received = [torch.empty_like(buffer) for _ in specs]
+    dist.all_gather(received, buffer, group=group)
+    return [
+        theirs[: spec.num_bytes].view(spec.dtype).view(spec.shape)
+        for theirs, spec in zip(received, specs, strict=True)
+    ]
