@@ -220,7 +220,7 @@ def phases_of(policy: Any) -> dict[str, float]:
 
 
 def one_by_one(policy: Any, counted: Counted) -> dict[str, float]:
-    group = policy._hand_over._joining.group()
+    group = policy.weights.group()
     for tensor in whole_tensors(policy):
         if dist.get_rank() == 0:
             counted.sends += 1
@@ -235,7 +235,7 @@ def whole_tensors(policy: Any) -> Iterator[Tensor]:
 
     table = family_of_model(policy.model_config, policy.vocab_size).table(policy.model_config, policy.vocab_size)
     local: dict[str, list[Any]] = {}
-    for piece in pieces(policy.chunks):
+    for piece in pieces(policy.model.chunks):
         local.setdefault(piece.name, []).append(piece)
     gathered: dict[str, Tensor] = {}
     for hf_name in table.hf_shapes:
