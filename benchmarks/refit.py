@@ -131,16 +131,16 @@ def policy_rank(rank: int, case: Case, connection: Connection | None, results: C
         connection.send(policy.refit_plan)
     for handle in policy.init_collective("127.0.0.1", case.port, RANKS + 1):
         handle.wait()
-    ways: dict[str, HandOver] = {
+    ways: dict[str, WeightSync] = {
         "bucketed": lambda counted: bucketed(policy),
         "one by one": lambda counted: one_by_one(policy, counted),
         "shared memory": lambda counted: shared_memory(policy, connection),
     }
     figures = {way: Figures(policy.refit_plan.num_bytes) for way in WAYS}
     for repetition in range(case.repetitions + 1):  # the first warms up
-        for way, hand_over in ways.items():
+        for way, sync in ways.items():
             dist.barrier()
-            measured = measure(way, hand_over, connection)
+            measured = measure(way, sync, connection)
             if repetition:
                 add(figures[way], *measured)
     if connection is not None:
@@ -151,13 +151,13 @@ def policy_rank(rank: int, case: Case, connection: Connection | None, results: C
     dist.destroy_process_group()
 
 
-def measure(way: str, hand_over: HandOver, connection: Connection | None) -> tuple[Any, ...]:
+def measure(way: str, sync: WeightSync, connection: Connection | None) -> tuple[Any, ...]:
     """(Seconds, collectives, sends, seconds of phases) of one hand-over."""
     with Counted() as counted:
         began = time.perf_counter()
         if connection is not None:
             connection.send(way)
-        phases = hand_over(counted)
+        phases = sync(counted)
         if connection is not None:
             phases |= connection.recv()
         return time.perf_counter() - began, counted.collectives, counted.sends, phases
@@ -193,7 +193,7 @@ class Counted:
             setattr(owner, name, function)
 
 
-HandOver = Callable[[Counted], dict[str, float]]
+WeightSync = Callable[[Counted], dict[str, float]]
 
 
 def bucketed(policy: Any) -> dict[str, float]:

@@ -183,24 +183,28 @@ def test_a_cycle_is_found(sources, found):
 # --- the policy has its parts; it inherits no behaviour ---
 
 
-def inherited_behaviour(policy_sources: dict[str, str]) -> list[str]:
-    """Return "Class(Base): methods" for every base class of ours that has methods which are not abstract.
-
-    Every base is looked up among the classes of `policy_sources`, whose modules a class in policy/ would inherit from.
-    """
+def inherited_behaviour(sources: dict[str, str]) -> list[str]:
+    """Return "Class(Ancestor): methods" for every ancestor of ours that has methods which are not abstract."""
     classes = {
         node.name: node
-        for source in policy_sources.values()
+        for source in sources.values()
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.ClassDef)
     }
-    found = []
-    for name, node in classes.items():
-        for base in node.bases:
-            target = ast.unparse(base).split("[")[0].rpartition(".")[2]
-            if target in classes and (concrete := concrete_methods(classes[target])):
-                found.append(f"{name}({target}): {', '.join(concrete)}")
-    return found
+
+    def ancestors(node: ast.ClassDef) -> set[str]:
+        """Of ours; a base is known by its last name, without type arguments."""
+        bases = {ast.unparse(base).split("[")[0].rpartition(".")[2] for base in node.bases} & classes.keys() - {
+            node.name
+        }
+        return bases | {name for base in bases for name in ancestors(classes[base])}
+
+    return [
+        f"{name}({ancestor}): {', '.join(methods)}"
+        for name, node in classes.items()
+        for ancestor in sorted(ancestors(node))
+        if (methods := concrete_methods(classes[ancestor]))
+    ]
 
 
 def concrete_methods(node: ast.ClassDef) -> list[str]:
@@ -226,8 +230,10 @@ def classes_in(source: str) -> set[str]:
 def test_inherited_behaviour_is_found():
     mixin = "class Mixin:\n    def work(self): ..."
     interface = "class Interface(ABC):\n    @abstractmethod\n    def work(self): ..."
-    policy = "class Policy(Interface, parts.Mixin): ..."
-    assert inherited_behaviour({"a": mixin, "b": interface, "c": policy}) == ["Policy(Mixin): work"]
+    between = "class Between(Mixin[int]): ..."
+    policy = "class Policy(Interface, parts.Between): ..."
+    found = inherited_behaviour({"a": mixin, "b": interface, "c": between, "d": policy})
+    assert found == ["Between(Mixin): work", "Policy(Mixin): work"]
 
 
 def test_names_say_what_a_module_is_for():

@@ -54,7 +54,7 @@ class TransformersEngine:
         """
         if self._serves != self.policy.weight_version:
             self._serves = None
-            self._surviving(self._hand_over)
+            self._surviving(self._sync_weights)
         costs, self._costs = self._costs, {}
         return costs
 
@@ -102,13 +102,13 @@ class TransformersEngine:
     def _draw(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> tuple[Any, ...]:
         """What each engine that had rows answered."""
         if self._serves is None:  # started again
-            self._hand_over()
+            self._sync_weights()
         parts = min(self.settings.num_engines, len(prompts))
         edges = [len(prompts) * part // parts for part in range(parts + 1)]
         rows = zip(edges, edges[1:], strict=False)
         return self._ask("generate", [(prompts[a:b], a, len(prompts), sampling, seed) for a, b in rows])
 
-    def _hand_over(self) -> None:
+    def _sync_weights(self) -> None:
         """Processes where there are none, and the policy's present weights in them. Keeps what the weights' way cost:
         the policy's `refit_metrics`, up to when the last engine serves them, and `verify` and `copy` there."""
         if not self._started:
