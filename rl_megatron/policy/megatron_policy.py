@@ -242,11 +242,10 @@ class MegatronPolicy(ColocatablePolicyInterface):
         return BatchedDataDict({"logprobs": self._inference.logprobs(data, self._batching(micro_batch_size))})
 
     def get_topk_logits(self, data: BatchedDataDict, k: int, micro_batch_size: int | None = None) -> BatchedDataDict:
-        """Return the `k` largest logits after each token: what `DistillationLossFn` takes of a teacher.
+        """Return `topk_logits` [B, S, k] fp32, largest first, and `topk_indices` [B, S, k] int64: a teacher's targets.
 
-        Returns:
-            `topk_logits` [B, S, k] fp32, largest first and not divided by a `temperature`, and `topk_indices` [B, S, k]
-            int64. Entry t is read after token t, so it predicts token t+1. Entries past `input_lengths` are 0.
+        Entry t is read after token t and predicts token t+1; `temperature` is ignored. Entries past `input_lengths`
+        are 0.
         """
         self.model.require_head("lm", "get_topk_logits")
         self.finish_training()
@@ -300,11 +299,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """Return `reference_logprobs` [B, S] of the reference that was frozen or recorded, as `get_logprobs` does.
-
-        Raises:
-            RuntimeError: There is no reference.
-        """
+        """Return `reference_logprobs` [B, S] of the reference that was frozen or recorded, as `get_logprobs` does."""
         self.model.require_head("lm", "get_reference_policy_logprobs")
         if self.reference is None:
             raise RuntimeError("there is no reference policy yet; call freeze_reference() first")
@@ -319,10 +314,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         self.memory.free_gradients()
 
     def offload_after_refit(self) -> None:
-        """Free shared memory and gradient buffers and, on a GPU, move the optimizer state to the host.
-
-        `prepare_for_training` undoes it.
-        """
+        """Free shared memory too and, on a GPU, move the optimizer state to the host, until `prepare_for_training`."""
         self.offload_before_refit()
         self.weights.release()
         self.memory.offload_optimizer()
@@ -359,31 +351,21 @@ class MegatronPolicy(ColocatablePolicyInterface):
         return self.weights.groups_of_keys(max_bytes)
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, WeightHandle]:
-        """Return handles of one group of keys in this rank's memory, by device; see `WeightSender.share`.
-
-        `offload_after_refit` and `prepare_for_training` free the memory.
-        """
+        """Return handles of one group of keys in this rank's memory, by device; see `WeightSender.share`."""
         return self.weights.share(keys)
 
     # --- checkpoints ---
 
     def save_checkpoint(self, directory: str | Path, step: int, *, config: str | None = None, **extra: Any) -> Path:
-        """Write `directory/step-<step>` and return its path: weights, moments, schedule and random states.
-
-        Raises:
-            SaveFailed: A rank could not write; raised on every rank. Earlier checkpoints are untouched.
-        """
+        """Write the checkpoint `directory/step-<step>` and return its path; see `checkpoint.save.begin_checkpoint`."""
         return self.begin_checkpoint(directory, step, config=config, **extra).finish()
 
     def begin_checkpoint(self, directory: str | Path, step: int, *, config: str | None = None, **extra: Any) -> Save:
-        """Start to write a checkpoint from a copy while training goes on; see `checkpoint.save.begin_checkpoint`."""
+        """Start what `save_checkpoint` does: a copy is written while training goes on, until `finish` is called."""
         return begin_checkpoint(Path(directory), step, self._state(), config=config, **extra)
 
     def load_checkpoint(self, path: str | Path, weights_only: bool = False, verify: bool = True) -> dict[str, Any]:
-        """Restore a checkpoint of any layout, and return its manifest; see `checkpoint.load.load_checkpoint`.
-
-        With `weights_only` a new training starts from its weights, with fresh moments and a fresh schedule.
-        """
+        """Restore a checkpoint of any layout, and return its manifest; see `checkpoint.load.load_checkpoint`."""
         return load_checkpoint(Path(path), self._state(), weights_only, verify)
 
     def _state(self) -> TrainingState:
