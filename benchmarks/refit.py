@@ -131,16 +131,16 @@ def policy_rank(rank: int, case: Case, connection: Connection | None, results: C
         connection.send(policy.refit_plan)
     for handle in policy.init_collective("127.0.0.1", case.port, RANKS + 1):
         handle.wait()
-    ways: dict[str, HandOver] = {
+    ways: dict[str, WeightSync] = {
         "bucketed": lambda counted: bucketed(policy),
         "one by one": lambda counted: one_by_one(policy, counted),
         "shared memory": lambda counted: shared_memory(policy, connection),
     }
     figures = {way: Figures(policy.refit_plan.num_bytes) for way in WAYS}
     for repetition in range(case.repetitions + 1):  # the first warms up
-        for way, hand_over in ways.items():
+        for way, sync in ways.items():
             dist.barrier()
-            measured = measure(way, hand_over, connection)
+            measured = measure(way, sync, connection)
             if repetition:
                 add(figures[way], *measured)
     if connection is not None:
@@ -151,13 +151,13 @@ def policy_rank(rank: int, case: Case, connection: Connection | None, results: C
     dist.destroy_process_group()
 
 
-def measure(way: str, hand_over: HandOver, connection: Connection | None) -> tuple[Any, ...]:
+def measure(way: str, sync: WeightSync, connection: Connection | None) -> tuple[Any, ...]:
     """(Seconds, collectives, sends, seconds of phases) of one hand-over."""
     with Counted() as counted:
         began = time.perf_counter()
         if connection is not None:
             connection.send(way)
-        phases = hand_over(counted)
+        phases = sync(counted)
         if connection is not None:
             phases |= connection.recv()
         return time.perf_counter() - began, counted.collectives, counted.sends, phases
@@ -193,7 +193,7 @@ class Counted:
             setattr(owner, name, function)
 
 
-HandOver = Callable[[Counted], dict[str, float]]
+WeightSync = Callable[[Counted], dict[str, float]]
 
 
 def bucketed(policy: Any) -> dict[str, float]:
@@ -220,7 +220,7 @@ def phases_of(policy: Any) -> dict[str, float]:
 
 
 def one_by_one(policy: Any, counted: Counted) -> dict[str, float]:
-    group = policy._hand_over._joining.group()
+    group = policy.weights.group()
     for tensor in whole_tensors(policy):
         if dist.get_rank() == 0:
             counted.sends += 1
@@ -235,7 +235,7 @@ def whole_tensors(policy: Any) -> Iterator[Tensor]:
 
     table = family_of_model(policy.model_config, policy.vocab_size).table(policy.model_config, policy.vocab_size)
     local: dict[str, list[Any]] = {}
-    for piece in pieces(policy.chunks):
+    for piece in pieces(policy.model.chunks):
         local.setdefault(piece.name, []).append(piece)
     gathered: dict[str, Tensor] = {}
     for hf_name in table.hf_shapes:

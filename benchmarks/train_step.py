@@ -68,7 +68,7 @@ class Given:
 
     @classmethod
     def of(cls, microbatch: Microbatch, policy: MegatronPolicy) -> Given:
-        ids, backend = microbatch.batch["input_ids"], policy._runner.backend
+        ids, backend = microbatch.batch["input_ids"], policy.runner.backend
         made = ModelInput.of(microbatch, policy.topology, policy.vocab_size, backend, balances_experts=False)
         layout = made.sharding.layout(made.tokens, tuple(ids.shape))
         mask = microbatch.batch["token_mask"] * microbatch.batch["sample_mask"][:, None]
@@ -81,11 +81,12 @@ class BareStep:
 
     def __init__(self, policy: MegatronPolicy, microbatches: list[Microbatch], num_tokens: Tensor):
         self.topology, self.num_tokens = policy.topology, num_tokens
+        precision = policy.model.precision
         model = build_model(
-            policy.model_config, self.topology, vocab_size=policy.vocab_size, precision=policy.precision, seed=_SEED
+            policy.model_config, self.topology, vocab_size=policy.vocab_size, precision=precision, seed=_SEED
         )
         self.chunks = wrap_for_gradients(model, self.topology, _OPTIMIZER)
-        self.optimizer = build_optimizer(self.chunks, _OPTIMIZER, policy.precision)
+        self.optimizer = build_optimizer(self.chunks, _OPTIMIZER, precision)
         self.given = [Given.of(microbatch, policy) for microbatch in microbatches]
         self.shapes = [microbatch.shape(self.topology) for microbatch in microbatches]
         for chunk in self.chunks:

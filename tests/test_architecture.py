@@ -122,6 +122,120 @@ def test_what_is_allowed_is_no_offence(source, module):
     assert offences(source, module) == []
 
 
+# --- cycles ---
+
+
+def module_graph(sources: dict[str, tuple[str, bool]]) -> dict[str, set[str]]:
+    """Return which of our modules each module imports, by (source, is it a package's __init__) of each module.
+
+    `from package import name` leads to `package.name` if that is a module, and to the package's own `__init__` if not.
+    """
+    graph = {}
+    for module, (source, is_package) in sources.items():
+        targets = set()
+        for _, name in imports_of(source, module, is_package):
+            while name and name not in sources:
+                name = name.rpartition(".")[0]
+            targets.add(name)
+        graph[module] = targets - {module, ""}
+    return graph
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return the strongly connected components of several modules: those that import each other, however indirectly."""
+    reached: dict[str, set[str]] = {}
+    for module in graph:
+        waiting = list(graph[module])
+        reached[module] = set()
+        while waiting:
+            target = waiting.pop()
+            if target not in reached[module]:
+                reached[module].add(target)
+                waiting += graph[target]
+    components = {tuple(sorted(b for b in reached[a] if a in reached[b])) for a in graph if a in reached[a]}
+    return sorted(map(list, components))
+
+
+def test_no_modules_import_each_other():
+    sources = {module_name(path): (path.read_text(), path.name == "__init__.py") for path in MODULES}
+    assert cycles(module_graph(sources)) == []
+
+
+@pytest.mark.parametrize(
+    ("sources", "found"),
+    [
+        ({"p": "", "p.a": "from p import b", "p.b": "from p.a import f"}, [["p.a", "p.b"]]),
+        ({"p": "", "p.a": "from p.b import f", "p.b": "if TYPE_CHECKING:\n    import p.a"}, [["p.a", "p.b"]]),
+        ({"p": "from p.a import f", "p.a": "from p import g"}, [["p", "p.a"]]),
+        (
+            {"p": "from p.a import f", "p.a": "from p import b", "p.b": "def f():\n    from . import a"},
+            [["p.a", "p.b"]],
+        ),
+        ({"p": "", "p.a": "from p import b", "p.b": "import p.c", "p.c": "from .a import f"}, [["p.a", "p.b", "p.c"]]),
+        ({"p": "from p.a import f", "p.a": "from p import b", "p.b": "import torch"}, []),
+    ],
+)
+def test_a_cycle_is_found(sources, found):
+    graph = module_graph({module: (source, module == "p") for module, source in sources.items()})
+    assert cycles(graph) == found
+
+
+# --- the policy has its parts; it inherits no behaviour ---
+
+
+def inherited_behaviour(sources: dict[str, str]) -> list[str]:
+    """Return "Class(Ancestor): methods" for every ancestor of ours that has methods which are not abstract."""
+    classes = {
+        node.name: node
+        for source in sources.values()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def ancestors(node: ast.ClassDef) -> set[str]:
+        """Of ours; a base is known by its last name, without type arguments."""
+        bases = {ast.unparse(base).split("[")[0].rpartition(".")[2] for base in node.bases} & classes.keys() - {
+            node.name
+        }
+        return bases | {name for base in bases for name in ancestors(classes[base])}
+
+    return [
+        f"{name}({ancestor}): {', '.join(methods)}"
+        for name, node in classes.items()
+        for ancestor in sorted(ancestors(node))
+        if (methods := concrete_methods(classes[ancestor]))
+    ]
+
+
+def concrete_methods(node: ast.ClassDef) -> list[str]:
+    return [
+        method.name
+        for method in node.body
+        if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)
+        and not any("abstractmethod" in ast.unparse(decorator) for decorator in method.decorator_list)
+    ]
+
+
+def test_no_class_of_the_policy_inherits_behaviour():
+    sources = {module_name(path): path.read_text() for path in MODULES}
+    inside = {name for module in sources if package_of(module) == "policy" for name in classes_in(sources[module])}
+    offenders = [line for line in inherited_behaviour(sources) if line.partition("(")[0] in inside]
+    assert inside and offenders == []
+
+
+def classes_in(source: str) -> set[str]:
+    return {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)}
+
+
+def test_inherited_behaviour_is_found():
+    mixin = "class Mixin:\n    def work(self): ..."
+    interface = "class Interface(ABC):\n    @abstractmethod\n    def work(self): ..."
+    between = "class Between(Mixin[int]): ..."
+    policy = "class Policy(Interface, parts.Between): ..."
+    found = inherited_behaviour({"a": mixin, "b": interface, "c": between, "d": policy})
+    assert found == ["Between(Mixin): work", "Policy(Mixin): work"]
+
+
 def test_names_say_what_a_module_is_for():
     parts = {part for path in MODULES for part in path.relative_to(PACKAGE).with_suffix("").parts}
     assert not parts & FORBIDDEN_NAMES

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron import log
-from rl_megatron.checkpoint import directory as checkpoint
-from rl_megatron.checkpoint import retention
+from rl_megatron.checkpoint.directory import complete_checkpoints
+from rl_megatron.checkpoint.retention import delete_older
 from rl_megatron.checkpoint.save import Save, SaveFailed
 from rl_megatron.config.schema import TrainConfig
 from rl_megatron.policy.megatron_policy import MegatronPolicy
@@ -86,7 +86,7 @@ class Saver:
 
     def _thin_out(self) -> None:
         keep, best = self._train.keep_checkpoints, self._train.keep_best
-        failure = on_main_rank(lambda: retention.delete_older(self._directory, keep, self._companions, best))
+        failure = on_main_rank(lambda: delete_older(self._directory, keep, self._companions, best))
         if failure is not None:
             log.LOGGER.warning("older checkpoints in %s could not be deleted: %s", self._directory, failure)
 
@@ -95,6 +95,6 @@ class Saver:
             self._under_way.pop(0).abandon()
 
     def _warn(self, error: SaveFailed) -> None:
-        saved = checkpoint.complete_checkpoints(self._directory)
+        saved = complete_checkpoints(self._directory)
         newest = f"the newest checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
         log.LOGGER.warning("%s; training goes on, and %s", error, newest)

@@ -13,7 +13,7 @@ from rl_megatron.algorithms.checkpointer import critic_checkpoints
 from rl_megatron.algorithms.evaluate import heldout_measures
 from rl_megatron.algorithms.rollout import ROLLOUT_KEYS, needs_reference
 from rl_megatron.batching.packing import round_up
-from rl_megatron.checkpoint import directory as checkpoint
+from rl_megatron.checkpoint.directory import Damaged, check_head, complete_checkpoints, read_manifest
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import from_yaml, to_yaml
 from rl_megatron.config.schema import RunConfig, StageConfig
@@ -49,7 +49,7 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
     check_vocabulary(config.first.model, tokenizer.vocab_size)
     for name, stage in config.stages.items():
         _bad_input_named(lambda stage=stage: _build_inputs(stage, tokenizer))
-        saved = checkpoint.complete_checkpoints(output_dir / "checkpoints" / name)
+        saved = complete_checkpoints(output_dir / "checkpoints" / name)
         if saved and not config.resume:
             raise ConfigError(
                 f"resume=false and output_dir={output_dir} holds checkpoints of stage {name!r}; "
@@ -58,14 +58,14 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
         if saved:
             try:
                 _check_saved(saved[-1], stage, tokenizer, weights_source(config, output_dir, name))
-            except checkpoint.Damaged as error:
-                raise verify.with_remedy(error, saved[-1], config, checkpoint.read_manifest) from error
+            except Damaged as error:
+                raise verify.with_remedy(error, saved[-1], config, read_manifest) from error
     _check_unchanged(config, output_dir)
     if config.init_from:
         path = Path(config.init_from)
         _check_checkpoint(path, config.first, tokenizer)
         needed = "score" if config.first.algorithm.name == "reward_model" else "lm"
-        checkpoint.check_head(path, checkpoint.read_manifest(path), needed, weights_only=True)
+        check_head(path, read_manifest(path), needed, weights_only=True)
     return tokenizer
 
 
@@ -75,8 +75,8 @@ def weights_source(config: RunConfig, output_dir: Path, name: str) -> str:
     names = list(config.stages)
     if name != names[0]:
         before = names[names.index(name) - 1]
-        saved = checkpoint.complete_checkpoints(output_dir / "checkpoints" / before)
-        newest = checkpoint.read_manifest(saved[-1])["step"] if saved else 0
+        saved = complete_checkpoints(output_dir / "checkpoints" / before)
+        newest = read_manifest(saved[-1])["step"] if saved else 0
         step = max(newest, config.stages[before].train.steps)
         return f"step {step} of stage {before!r} (stages.{before}.train.steps)"
     if config.init_from:
@@ -108,7 +108,7 @@ def _compares_with_reference(stage: StageConfig) -> bool:
 
 def _check_checkpoint(path: Path, stage: StageConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     """The manifest of a checkpoint that the stage can read."""
-    manifest = checkpoint.read_manifest(path, stage.model)
+    manifest = read_manifest(path, stage.model)
     if manifest.get("tokenizer", tokenizer.digest) != tokenizer.digest:
         raise ConfigError(
             f"checkpoint {path} was trained with another tokenizer than this run's, so the same text would be other "
@@ -264,7 +264,7 @@ def _check_unchanged(config: RunConfig, output_dir: Path) -> None:
         return
     before, now = (yaml.safe_load(to_yaml(each)) for each in (from_yaml(path.read_text(), str(path)), config))
     for name in now["stages"]:
-        if not checkpoint.complete_checkpoints(output_dir / "checkpoints" / name):
+        if not complete_checkpoints(output_dir / "checkpoints" / name):
             continue
         was, is_ = (_of_the_trained(stages.get(name, {})) for stages in (before["stages"], now["stages"]))
         changed = [f"{section}: {was[section]} → {is_[section]}" for section in is_ if was[section] != is_[section]]

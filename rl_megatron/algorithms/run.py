@@ -25,7 +25,7 @@ from rl_megatron.algorithms.sft import sft
 from rl_megatron.algorithms.stage import Evaluation, Stage
 from rl_megatron.algorithms.synced_engine import FreshEngine
 from rl_megatron.batching.config import Batching
-from rl_megatron.checkpoint import directory as checkpoint
+from rl_megatron.checkpoint.directory import complete_checkpoints, put_back
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.checkpoint_metadata import HUGGING_FACE, hugging_face_files
 from rl_megatron.config.errors import ConfigError
@@ -96,9 +96,9 @@ def _run(config: RunConfig) -> None:
             if results[name] is None:
                 weights_from = preflight.weights_source(config, output_dir, name)
                 results[name] = _run_stage(config, name, layout, tokenizer, recorder, directory, weights, weights_from)
-            weights = checkpoint.complete_checkpoints(directory)[-1]
+            weights = complete_checkpoints(directory)[-1]
     except FAILURES as error:
-        newest = [weights, *checkpoint.complete_checkpoints(directory)][-1]
+        newest = [weights, *complete_checkpoints(directory)][-1]
         kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
         raise type(error)(f"{error}; {kept}") from error
     recorder.finish(_summary(results, layout, time.perf_counter() - started))
@@ -106,7 +106,7 @@ def _run(config: RunConfig) -> None:
 
 def _put_back_checkpoints(output_dir: Path) -> None:
     for stage in (output_dir / "checkpoints").glob("*/"):
-        checkpoint.put_back(stage)
+        put_back(stage)
 
 
 def _begin_output(config: RunConfig, output_dir: Path, tokenizer: Tokenizer) -> None:
@@ -218,7 +218,7 @@ def _model(
         batching=Batching(config.train.batching, config.train.micro_batch_size, config.train.micro_batch_tokens),
         head=head,
         fused_head=FusedHead() if config.train.fused_head else None,
-        reference=config.train.reference,
+        reference_placement=config.train.reference,
     )
     if weights is not None:
         model.load_checkpoint(weights, weights_only=True, verify=False)  # of this run, or verified before it began

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rl_megatron.algorithms.checkpointer import Saver, critic_checkpoints
-from rl_megatron.checkpoint import directory as checkpoint
+from rl_megatron.checkpoint.directory import complete_checkpoints
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.order import BatchSchedule
@@ -120,7 +120,7 @@ class Stage:
         self.recorder.record(step, report)
 
     def _resume_from_newest(self) -> int:
-        saved = checkpoint.complete_checkpoints(self.checkpoints) if self.resume else []
+        saved = complete_checkpoints(self.checkpoints) if self.resume else []
         if not saved:
             return 0
         manifest = self.policy.load_checkpoint(saved[-1], verify=False)  # the run has, before it began

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron.algorithms.checkpointer import critic_checkpoints
-from rl_megatron.checkpoint import directory as checkpoint
-from rl_megatron.checkpoint import load as loading
+from rl_megatron.checkpoint.directory import Damaged, complete_checkpoints, read_manifest
+from rl_megatron.checkpoint.verify import verify_checkpoint
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import RunConfig, StageConfig
 
@@ -20,17 +20,17 @@ def refuse_damage(config: RunConfig, output_dir: Path) -> None:
     """
     for path in _to_be_read(config, output_dir):
         try:
-            loading.verify(path)
-        except checkpoint.Damaged as error:
-            raise with_remedy(error, path, config, loading.verify) from error
+            verify_checkpoint(path)
+        except Damaged as error:
+            raise with_remedy(error, path, config, verify_checkpoint) from error
 
 
 def manifest_at_the_end(directory: Path, stage: StageConfig) -> dict[str, Any] | None:
     """The manifest of the checkpoint of a stage's last step, where there is one."""
-    saved = checkpoint.complete_checkpoints(directory)
+    saved = complete_checkpoints(directory)
     if not saved:
         return None
-    manifest = checkpoint.read_manifest(saved[-1], stage.model)
+    manifest = read_manifest(saved[-1], stage.model)
     return manifest if manifest["step"] >= stage.train.steps else None
 
 
@@ -40,7 +40,7 @@ def _to_be_read(config: RunConfig, output_dir: Path) -> Iterator[Path]:
     reads = False
     for name, stage in config.stages.items():
         directory = output_dir / "checkpoints" / name
-        saved = checkpoint.complete_checkpoints(directory) if config.resume else []
+        saved = complete_checkpoints(directory) if config.resume else []
         finished = saved and manifest_at_the_end(directory, stage) is not None
         if not finished and not reads and begins_with is not None:
             yield begins_with
@@ -53,14 +53,12 @@ def _to_be_read(config: RunConfig, output_dir: Path) -> Iterator[Path]:
             begins_with = saved[-1]
 
 
-def with_remedy(
-    error: checkpoint.Damaged, damaged: Path, config: RunConfig, check: Callable[[Path], object]
-) -> checkpoint.Damaged:
+def with_remedy(error: Damaged, damaged: Path, config: RunConfig, check: Callable[[Path], object]) -> Damaged:
     """The error with the newest checkpoint before `damaged` that `check` does not refuse, and how to go on from it."""
     policys = damaged.parent.with_name(damaged.parent.name.removesuffix(".critic"))
-    before = [path for path in checkpoint.complete_checkpoints(policys) if path.name < damaged.name]
+    before = [path for path in complete_checkpoints(policys) if path.name < damaged.name]
     good = next((path for path in reversed(before) if _is_whole(path, check)), None)
-    return checkpoint.Damaged(f"{error}: {_remedy(damaged, good, config)}")
+    return Damaged(f"{error}: {_remedy(damaged, good, config)}")
 
 
 def _remedy(damaged: Path, good: Path | None, config: RunConfig) -> str:

@@ -72,14 +72,14 @@ def measure(workload: Workload, topology: Topology, batching: Mapping[str, Batch
         planned = policy.plan(batch, losses[name])
         stream = policy.get_values(batch)["values"] if head == "score" else policy.get_logprobs(batch)["logprobs"]
         metrics = policy.accumulate_gradients(batch, losses[name])
-        complete_gradients(policy.chunks)
-        gradients = gather_full(policy.chunks, value=lambda parameter: parameter.main_grad)
+        complete_gradients(policy.model.chunks)
+        gradients = gather_full(policy.model.chunks, value=lambda parameter: parameter.main_grad)
         weights: dict[str, Tensor] = {}
         if name == last_of_head[head]:
             report = policy.train(batch, losses[name], gbs=batch.size)
             metrics |= {"grad_norm": report["grad_norm"]}
             policy.finish_training()
-            weights = gather_full(policy.chunks)
+            weights = gather_full(policy.model.chunks)
         found[name] = Measurement(metrics, len(planned.microbatches), planned.efficiency, stream, gradients, weights)
     for policy in policies.values():
         policy.shutdown()

@@ -1,8 +1,8 @@
-"""Checkpoints as directories: their names, their manifests, whether they are whole. No megatron-core is needed here.
+"""Checkpoints as directories: their names, their manifests and their completeness. No megatron-core is needed here.
 
 A checkpoint is a directory `step-000123`. It is written as `step-000123.incomplete` and renamed when every rank has
-written its part and `manifest.json` is there: step, model, and the size and digest of every file. So a run killed while
-saving leaves the previous checkpoint as the newest complete one, and a byte that changed since is found and named.
+written its part and `manifest.json`, which has step, model, and the size and digest of every file. A run killed while
+saving therefore leaves the previous checkpoint as the newest complete one, and a byte that changed later is found.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,26 +22,27 @@ from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.families import NOT_OF_THE_WEIGHTS
 
 CONFIG = "config.yaml"  # the effective configuration of the run that wrote the checkpoint
-FORMAT = 2  # manifests before had no "format", and no digests
-REPLACED = ".replaced"  # a checkpoint whose place another is about to take
-LEFTOVERS = (".incomplete", REPLACED, ".deleted")  # of a run killed while saving or deleting
+FORMAT = 2  # older manifests have no "format" and no digests
+REPLACED = ".replaced"  # a checkpoint that another one is about to replace
+LEFTOVERS = (".incomplete", REPLACED, ".deleted")  # a run killed while saving or deleting leaves these
 _STEP = re.compile(r"step-(\d+)")
 _BLOCK = 1 << 20
 
 
 class Damaged(ConfigError):
-    """A checkpoint that is not as it was written."""
+    """Raised for a checkpoint whose files are not as they were written."""
 
 
 # --- writing ---
 
 
 def name_of(step: int) -> str:
+    """Return the name of the checkpoint of `step`."""
     return f"step-{step:06d}"
 
 
 def file_entry(path: Path) -> dict[str, Any]:
-    """What the manifest says of a file, once the file is on the disk and not only on its way there."""
+    """Return the manifest's entry of a file, after making sure that the file has reached the disk."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
@@ -52,9 +52,13 @@ def file_entry(path: Path) -> dict[str, Any]:
 
 
 def publish(partial: Path, final: Path, manifest: dict[str, Any], entries: dict[str, Any] | None = None) -> None:
-    """Makes of the finished directory `partial` the checkpoint `final`: its manifest, then its name.
+    """Turn the finished directory `partial` into the checkpoint `final`: write its manifest, then rename it.
 
-    `entries` are the manifest's entries of files that have been read by those who wrote them; others are read here.
+    Args:
+        partial: The directory, with all files but the manifest.
+        final: The checkpoint. One that has this name already is replaced.
+        manifest: What the manifest says besides format, files and digest.
+        entries: The manifest's entries of files whose writers have computed them; other files are read here.
     """
     entries = dict(entries or {})
     for path in sorted(partial.rglob("*")):
@@ -69,7 +73,7 @@ def publish(partial: Path, final: Path, manifest: dict[str, Any], entries: dict[
         os.fsync(file.fileno())
     _sync_directory(partial)
     replaced = final.with_name(f"{final.name}{REPLACED}") if final.exists() else None
-    if replaced is not None:  # of a run that is being redone from earlier
+    if replaced is not None:  # a run that went back to an earlier step saves this step again
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
     partial.rename(final)
@@ -79,8 +83,8 @@ def publish(partial: Path, final: Path, manifest: dict[str, Any], entries: dict[
 
 
 def system_error(error: BaseException) -> OSError | None:
-    """The operating system's error behind `error`, if there is one: torch says of a full disk only that a position is
-    unexpected."""
+    """Return the operating system's error behind `error`, or None. Torch reports a full disk only as an unexpected
+    position."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
@@ -88,7 +92,7 @@ def system_error(error: BaseException) -> OSError | None:
 
 
 def put_back(directory: Path) -> None:
-    """Gives a checkpoint its name back that a run, killed while it put another in its place, left without one."""
+    """Rename checkpoints back that lost their name because a run was killed while it replaced them."""
     for replaced in directory.glob(f"step-*{REPLACED}"):
         final = replaced.with_name(replaced.name.removesuffix(REPLACED))
         if (replaced / MANIFEST).is_file() and not final.exists():
@@ -111,15 +115,24 @@ def _sync_directory(path: Path) -> None:
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
-    """Complete checkpoints in `directory`, oldest first."""
-    found = [p for p in directory.glob("step-*") if _STEP.fullmatch(p.name) and (p / MANIFEST).is_file()]
-    return sorted(found, key=lambda p: int(_STEP.fullmatch(p.name).group(1)))
+    """Return the complete checkpoints in `directory`, oldest first."""
+    steps = {}
+    for path in directory.glob("step-*"):
+        match = _STEP.fullmatch(path.name)
+        if match is not None and (path / MANIFEST).is_file():
+            steps[path] = int(match.group(1))
+    return sorted(steps, key=lambda path: steps[path])
 
 
 def read_manifest(checkpoint: Path, model: ModelConfig | None = None) -> dict[str, Any]:
-    """The manifest of a complete, untruncated checkpoint, of `model` where one is given.
+    """Return the manifest of a complete, untruncated checkpoint.
 
-    Raises: ConfigError naming the missing or truncated file, or the model keys that differ.
+    Args:
+        checkpoint: The checkpoint's directory.
+        model: The model that the checkpoint has to be of, if any.
+
+    Raises:
+        ConfigError: A file is missing or truncated, or the model differs; the message names the file or the keys.
     """
     if not checkpoint.is_dir():
         raise ConfigError(f"checkpoint {checkpoint} does not exist; existing: {_names_in(checkpoint.parent)}")
@@ -131,9 +144,9 @@ def read_manifest(checkpoint: Path, model: ModelConfig | None = None) -> dict[st
         found = path.stat().st_size if path.is_file() else None
         if found != size:
             state = "is missing" if found is None else f"has {found} bytes instead of {size}"
-            raise _damaged(checkpoint, f"{name} {state}")
+            raise damaged(checkpoint, f"{name} {state}")
     if model is not None:
-        saved, wanted = asdict(ModelConfig()) | manifest["model"], asdict(model)  # keys since added had their default
+        saved, wanted = asdict(ModelConfig()) | manifest["model"], asdict(model)  # keys that are newer have defaults
         differing = [k for k in wanted if k not in NOT_OF_THE_WEIGHTS and saved[k] != wanted[k]]
         if differing:
             listed = ", ".join(f"model.{k}: checkpoint {saved[k]}, run {wanted[k]}" for k in differing)
@@ -142,43 +155,15 @@ def read_manifest(checkpoint: Path, model: ModelConfig | None = None) -> dict[st
 
 
 def size_of(entry: dict[str, Any] | int) -> int:
-    """Bytes of a file, by its entry in the manifest."""
+    """Return the size of a file in bytes, by its entry in the manifest."""
     return entry if isinstance(entry, int) else entry["bytes"]
 
 
-def damage(checkpoint: Path, names: Iterable[str], manifest: dict[str, Any]) -> str | None:
-    """What is wrong with the contents of the files `names`, the first found; None when they are as they were written.
-
-    Files without a digest, of checkpoints older than digests, count as they are.
-    """
-    for name in names:
-        entry = manifest["files"][name]
-        if isinstance(entry, int):
-            continue
-        try:
-            found = file_entry(checkpoint / name)
-        except OSError as error:
-            return f"{name} cannot be read ({error})"
-        if found != entry:
-            return f"the contents of {name} are not those that were written (SHA-256 differs)"
-    return None
-
-
-def check_digests(checkpoint: Path, manifest: dict[str, Any], rank: int = 0, world_size: int = 1) -> None:
-    """Reads every file, or, of `world_size` readers, this one's share, and holds it against its digest.
-
-    Raises: Damaged naming the file.
-    """
-    largest_first = sorted(manifest["files"], key=lambda name: (-size_of(manifest["files"][name]), name))
-    found = damage(checkpoint, largest_first[rank::world_size], manifest)
-    if found is not None:
-        raise _damaged(checkpoint, found)
-
-
 def check_head(checkpoint: Path, manifest: dict[str, Any], head: str, weights_only: bool) -> bool:
-    """Whether a model with `head` has to start it afresh: a score head on the weights of a language model.
+    """Return whether a model with `head` has to initialize it anew: a score head on the weights of a language model.
 
-    Raises: ConfigError where the checkpoint's head is another one and cannot be left behind.
+    Raises:
+        ConfigError: The checkpoint's head is another one and cannot be left out.
     """
     saved = manifest.get("head", "lm")
     if saved == head:
@@ -193,25 +178,27 @@ def check_head(checkpoint: Path, manifest: dict[str, Any], head: str, weights_on
 
 
 def manifest_of(checkpoint: Path) -> dict[str, Any]:
-    """The manifest as it was written, whatever became of the other files.
+    """Return the manifest without looking at the other files.
 
-    Raises: Damaged.
+    Raises:
+        Damaged: The manifest is not as it was written.
     """
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
         digested = any(not isinstance(entry, int) for entry in manifest["files"].values())
     except ValueError as error:  # of JSON, or of UTF-8
-        raise _damaged(checkpoint, f"{MANIFEST} is not valid JSON ({error})") from error
+        raise damaged(checkpoint, f"{MANIFEST} is not valid JSON ({error})") from error
     except (OSError, KeyError, AttributeError, TypeError) as error:
-        raise _damaged(checkpoint, f"{MANIFEST} is not a manifest ({error!r})") from error
+        raise damaged(checkpoint, f"{MANIFEST} is not a manifest ({error!r})") from error
     if digested or "format" in manifest:
         content = {key: value for key, value in manifest.items() if key != "sha256"}
         if manifest.get("sha256") != _digest_of(content):
-            raise _damaged(checkpoint, f"the contents of {MANIFEST} are not those that were written (SHA-256 differs)")
+            raise damaged(checkpoint, f"the contents of {MANIFEST} are not those that were written (SHA-256 differs)")
     return manifest
 
 
-def _damaged(checkpoint: Path, what: str) -> Damaged:
+def damaged(checkpoint: Path, what: str) -> Damaged:
+    """Return the error that says `what` is wrong with a checkpoint."""
     return Damaged(f"checkpoint {checkpoint} is damaged: {what}; use an older one")
 
 

@@ -18,10 +18,11 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from rl_megatron.checkpoint import directory as checkpoints
+from rl_megatron.checkpoint.directory import publish, read_manifest, system_error
 from rl_megatron.checkpoint.hf_weights import BLOCK_BYTES, check_tensors, check_tied, find_tensors, read_json, tied_head
 from rl_megatron.checkpoint.safetensors_files import INDEX, WeightReader, WeightWriter
 from rl_megatron.checkpoint.tensors import StoredTensor, TensorWriter, model_tensors, read_parts
+from rl_megatron.checkpoint.verify import check_digests
 from rl_megatron.config.checkpoint_metadata import (
     HUGGING_FACE,
     carried_tokenizer,
@@ -68,7 +69,7 @@ def import_weights(source: Path, checkpoint: Path, progress: Progress = lambda d
         manifest["vocab_size"] = model.vocab_size if tokenizer is None else tokenizer.vocab_size
         if tokenizer is not None:
             manifest["tokenizer"] = tokenizer.digest
-        checkpoints.publish(partial, checkpoint, manifest)
+        publish(partial, checkpoint, manifest)
     return manifest
 
 
@@ -86,10 +87,10 @@ def export_weights(
 
     Raises: ConfigError naming what is wrong with the checkpoint, before anything is written, or with writing.
     """
-    manifest = checkpoints.read_manifest(checkpoint)
+    manifest = read_manifest(checkpoint)
     if manifest.get("head", "lm") != "lm":
         raise ConfigError(f"checkpoint {checkpoint} has a score head, and only language models can be exported")
-    checkpoints.check_digests(checkpoint, manifest)
+    check_digests(checkpoint, manifest)
     model, config, table = _described(checkpoint, manifest)
     stored = _checked(checkpoint, table)
     dtypes = {rows.hf_name: stored[stored_name(rows.name)[0]].dtype for rows in table.rows}
@@ -283,7 +284,7 @@ def _whole_or_not_at_all(final: Path) -> Iterator[Path]:
         partial.mkdir(parents=True)
         yield partial
     except (OSError, RuntimeError) as error:
-        cause = checkpoints.system_error(error)
+        cause = system_error(error)
         if cause is None:
             raise
         raise ConfigError(f"{final} was not written: {cause}") from error

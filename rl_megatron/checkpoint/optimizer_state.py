@@ -1,10 +1,10 @@
-"""The optimizer's part of a checkpoint: each parameter's fp32 weight and Adam moments in the parameter's own shape, so
-that it loads under any tensor, pipeline and data parallel layout.
+"""The optimizer's part of a checkpoint, which loads under any tensor, pipeline and data parallel layout.
 
-megatron-core's distributed optimizer keeps these states flat, cut over data-parallel ranks. Its own layout-independent
-format assembles them from unpadded buckets with the offsets of padded ones, which corrupts every bucket behind one
-whose size is not a multiple of 128 (tied embeddings under pipeline parallelism have a bucket of their own), so the
-states are put together parameter by parameter here.
+It holds each parameter's fp32 weight and Adam moments in the parameter's own shape. megatron-core's distributed
+optimizer keeps these states flat and split over data-parallel ranks. Its own layout-independent format assembles them
+from unpadded buckets with the offsets of padded ones, which corrupts every bucket behind one whose size is not a
+multiple of 128 (tied embeddings under pipeline parallelism have a bucket of their own). The states are therefore
+assembled parameter by parameter here.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ _STATES = ("param", "exp_avg", "exp_avg_sq")
 def sharded_optimizer_state(
     optimizer: MegatronOptimizer, models: list[dict[str, Any]], metadata: dict[str, Any], loading: bool
 ) -> dict[str, Any]:
-    """What `dist_checkpointing` saves, or is to fill, for `optimizer`; collective over data-parallel ranks.
+    """Return the sharded state of `optimizer`, to save or to fill. Collective over data-parallel ranks.
 
-    `models`: the sharded state dicts of the model chunks, which know where each parameter lies in the whole model.
+    Args:
+        optimizer: The optimizer.
+        models: The sharded state dicts of the model chunks, which know each parameter's place in the unsharded model.
+        metadata: How megatron-core names tensors in them.
+        loading: Whether the tensors are to be filled rather than saved.
     """
     entries = {
         id(e.data): e for model in models for e in model.values() if isinstance(e, ShardedTensor | ShardedTensorFactory)
@@ -49,22 +53,24 @@ def sharded_optimizer_state(
 
 @torch.no_grad()
 def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
-    """Puts what `sharded_optimizer_state` described, filled by `dist_checkpointing`, into `optimizer`: moments, weights
-    and step counts. Learning rate, decay and betas stay as the run configured them."""
+    """Put the filled state of `sharded_optimizer_state` into `optimizer`: moments, weights and step counts.
+
+    Learning rate, weight decay and betas stay as the run configured them.
+    """
     for index, part in enumerate(parts(optimizer)):
         state = loaded[f"part{index}"]
         configured = [
             {key: value for key, value in group.items() if key not in ("params", "step")}
             for group in part.optimizer.param_groups
         ]
-        # megatron-core finds groups by their settings, learning rates among them: give it the run's own.
+        # megatron-core finds groups by their settings, learning rates included, so it is given the run's own.
         if isinstance(part, DistributedOptimizer):
             groups = state["groups"]["optimizer"]
             step = {key: value for key, value in groups["param_groups"][0].items() if key == "step"}
             groups["param_groups"] = [values | step for values in configured]
             part.load_state_dict(state["groups"])
             local = dict(_local_ranges(part))
-            for number, parameter in enumerate(_parameters(part)):  # a loaded dict has an order of its own
+            for number, parameter in enumerate(_parameters(part)):  # a loaded dict may be in another order
                 if parameter in local:
                     mine = part._get_main_param_and_optimizer_states(parameter)
                     for name in _STATES:
@@ -81,15 +87,15 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -
         for group, values in zip(part.optimizer.param_groups, configured, strict=True):
             group.update(values)
         for adam_state in part.optimizer.state.values():
-            if "step" in adam_state:  # loading gives all parameters one tensor, which each of them would increment
+            if "step" in adam_state:  # loading shares one tensor among parameters, and each would increment it
                 adam_state["step"] = adam_state["step"].clone()
 
 
 def allocate_moments(optimizer: MegatronOptimizer) -> None:
-    """Gives Adam its moments before the first step: checkpoints of a fresh optimizer, and loading into one, need them.
+    """Allocate Adam's moments before the first step, because saving and loading need them.
 
-    torch's Adam, which megatron-core uses without Transformer Engine and Apex, counts steps per parameter; the fused
-    ones count them per group.
+    Torch's Adam, which megatron-core uses without Transformer Engine and Apex, counts steps per parameter. The fused
+    implementations count them per group.
     """
     for part in parts(optimizer):
         counts_per_parameter = isinstance(part.optimizer, torch.optim.Adam)  # AdamW is one
@@ -100,6 +106,7 @@ def allocate_moments(optimizer: MegatronOptimizer) -> None:
 
 
 def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """Return the optimizers that `optimizer` is made of: one for dense parameters, say, and one for experts."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
@@ -119,9 +126,9 @@ def _local_ranges(part: DistributedOptimizer) -> Iterator[tuple[Tensor, slice]]:
 
 @torch.no_grad()
 def _whole_states(part: DistributedOptimizer, loading: bool) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Each parameter with its states on the CPU: put together from the ranks that keep them, or, for loading, empty.
+    """Yield each parameter with its states on the CPU, assembled from the ranks that keep them, or empty for loading.
 
-    On the device there is one parameter's state at a time.
+    Only one parameter's state is on the device at a time.
     """
     local = dict(_local_ranges(part))
     for parameter in _parameters(part):
@@ -139,7 +146,7 @@ def _whole_states(part: DistributedOptimizer, loading: bool) -> Iterator[tuple[T
 
 
 def _sharded(entry: ShardedTensor | ShardedTensorFactory, whole: dict[str, Tensor]) -> dict[str, Any]:
-    """The states at the place of their parameter, under keys of their own."""
+    """Return the states as sharded tensors at their parameter's place, under keys of their own."""
     placed = {}
     for name, tensor in whole.items():
         changes: dict[str, Any] = {"key": f"optimizer.{name}.{entry.key}", "data": tensor}

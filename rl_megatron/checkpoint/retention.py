@@ -1,9 +1,10 @@
-"""Which checkpoints of a stage are kept: the newest few and, where asked for, the best."""
+"""Deleting old checkpoints of a stage: the newest few are kept and, if asked for, the best one."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 from rl_megatron import log
 from rl_megatron.checkpoint.directory import LEFTOVERS, Damaged, complete_checkpoints, manifest_of
@@ -11,7 +12,7 @@ from rl_megatron.config.eval_metrics import better
 
 
 def best_checkpoint(checkpoints: list[Path], measure: str) -> Path | None:
-    """The one of the best held-out `measure`, of its own step; of equals the newest; None where there is none."""
+    """Return the checkpoint with the best `measure` of its own step, the newest if several are equal, or None."""
     best, found = None, None
     for path in checkpoints:
         try:
@@ -24,23 +25,29 @@ def best_checkpoint(checkpoints: list[Path], measure: str) -> Path | None:
     return best
 
 
-def measured(manifest: dict, measure: str) -> float | None:
-    """`measure` of the weights in the checkpoint: an evaluation of an earlier step says nothing of them."""
+def measured(manifest: dict[str, Any], measure: str) -> float | None:
+    """Return `measure` of the weights in the checkpoint, or None if only an earlier step was evaluated."""
     if manifest.get("evaluated_at") != manifest["step"]:
         return None
     return manifest.get("results", {}).get("measures", {}).get(measure)
 
 
 def delete_older(directory: Path, keep: int, companions: Path | None = None, keep_best: str | None = None) -> None:
-    """Deletes all but the newest `keep` checkpoints and the one of the best `keep_best`, leftovers of interrupted
-    saves, and in `companions` whatever has no namesake left. For one process to call, when no save is under way."""
+    """Delete old checkpoints and the leftovers of interrupted saves. Call it in one process, while nothing is saved.
+
+    Args:
+        directory: The stage's checkpoints.
+        keep: How many of the newest checkpoints stay.
+        companions: A directory of further checkpoints; those whose namesake in `directory` is gone are deleted.
+        keep_best: The eval metric whose best checkpoint stays as well.
+    """
     complete = complete_checkpoints(directory)
     kept = {path.name for path in complete[-keep:]}
     best = best_checkpoint(complete, keep_best) if keep_best else None
     if best is not None:
         kept.add(best.name)
     _delete_all_but(kept, directory)
-    if companions is not None:  # last: a checkpoint never stands without its companion
+    if companions is not None:  # last, so that every checkpoint always has its companion
         _delete_all_but(kept, companions)
 
 

@@ -1,7 +1,7 @@
-"""The random number generators of one rank: torch's, the GPU's, and those that megatron-core keeps for it.
+"""Saving and restoring the random number generators of one rank: torch's, the GPU's and megatron-core's.
 
-Weights, data order and samples are functions of seeds and step numbers and draw from none of these. They are for what
-does: dropout in a model of one's own, a reward that samples. Under another layout they mean nothing and begin anew.
+Weights, data order and samples are functions of seeds and step numbers and use none of these generators. They matter to
+user code that does: dropout in a model, or a reward that samples. Under another layout they are not restored.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 
 def random_state_file(rank: int) -> str:
+    """Return the name of the file with a rank's generators."""
     return f"random_{rank:05d}.pt"
 
 
 def random_state() -> bytes:
+    """Return the state of this rank's generators."""
     state: dict[str, Any] = {"cpu": torch.get_rng_state(), "megatron": get_cuda_rng_tracker().get_states()}
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -27,6 +29,7 @@ def random_state() -> bytes:
 
 
 def restore_random_state(saved: bytes) -> None:
+    """Set this rank's generators to what `random_state` returned."""
     state = torch.load(io.BytesIO(saved), weights_only=True)
     torch.set_rng_state(state["cpu"])
     get_cuda_rng_tracker().set_states(state["megatron"])

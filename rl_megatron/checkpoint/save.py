@@ -1,10 +1,9 @@
-"""Saving: a copy of the state is taken at once, written while training goes on, and becomes a checkpoint when all ranks
-have written their part.
+"""Saving a checkpoint: the state is copied at once, written while training goes on, and renamed when all ranks agree.
 
-The format is megatron-core's `dist_checkpointing`, whose planning and file writing this uses. What megatron-core leaves
-to the caller is here: a copy that training does not write into, a thread to write it (its own writers are forks of a
-process with threads, or servers that import torch once more), the moment when ranks agree that it is complete, and what
-becomes of a save that fails on one of them.
+The format is megatron-core's `dist_checkpointing`, whose planning and file writing this uses. This module does what
+megatron-core leaves to the caller: it copies the state, writes the copy in a thread (megatron-core would fork a process
+that has threads, or start servers that import torch again), lets ranks agree that all parts are complete, and removes
+what a save that failed on one of them has written.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -34,20 +33,22 @@ from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, 
 from torch import Tensor
 
 from rl_megatron import __version__
-from rl_megatron.checkpoint import directory as checkpoint
+from rl_megatron.checkpoint.directory import CONFIG, file_entry, name_of, publish, system_error
+from rl_megatron.checkpoint.rng_state import random_state, random_state_file
+from rl_megatron.checkpoint.training_state import TrainingState
 from rl_megatron.topology.collective_errors import agreed_failure, on_main_rank
 
-_PAUSE = 0.005  # seconds between two questions whether all have written
-COMMON = "common.pt"  # what is no tensor of the model or its moments; its name is megatron-core's
+_PAUSE_SECONDS = 0.005  # between two questions whether all ranks have written
+COMMON = "common.pt"  # megatron-core's name for what is not a tensor
 
 
 class SaveFailed(RuntimeError):
-    """A checkpoint that could not be written, on any rank; the ones before it stand."""
+    """Raised on every rank if a checkpoint could not be written on one. Earlier checkpoints are untouched."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What one rank writes: `bucket` in megatron-core's terms, its tensors copied, and whole files beside it."""
+    """What one rank writes: copied tensors (a "bucket" in megatron-core's terms) and whole files beside them."""
 
     directory: Path
     bucket: Any | None  # (path, name, (objects, tensors)); None for a rank whose tensors others write
@@ -55,12 +56,12 @@ class _Part:
     files: dict[str, bytes]
 
     def write(self) -> tuple[list, dict[str, Any]]:
-        """Writes, and returns megatron-core's results and the manifest's entries of the files."""
+        """Write everything, and return megatron-core's results and the manifest's entries of the files."""
         results, names = [], list(self.files)
         for name, content in self.files.items():
             (self.directory / name).write_bytes(content)
         if self.bucket is not None:
-            # Its queues are for processes; its garbage collection stands still meanwhile, which training can bear.
+            # megatron-core passes queues between processes, and turns the garbage collector off while it writes.
             found, working = queue.Queue(), queue.Queue()
             working.put(0)
             FileSystemWriterAsync.write_preloaded_data(self.transforms, 0, self.bucket, found, working, True)
@@ -68,40 +69,49 @@ class _Part:
             if isinstance(results, Exception):
                 raise results
             names.append(self.bucket[1])
-        return results, {name: checkpoint.file_entry(self.directory / name) for name in names}
+        return results, {name: file_entry(self.directory / name) for name in names}
 
 
 class Save:
-    """A checkpoint on its way to the disk. Every rank calls every method."""
+    """A checkpoint that is being written. It owns the writing thread. Every rank calls every method."""
 
     def __init__(self, final: Path, part: _Part, complete: Callable[[list, dict[str, Any]], None]):
-        """`complete`, on rank 0, makes the checkpoint of all ranks' results and entries."""
+        """Start writing.
+
+        Args:
+            final: The checkpoint's path.
+            part: What this rank writes.
+            complete: Makes the checkpoint, on rank 0, from all ranks' results and file entries.
+        """
         self.path = final
-        self._part, self._complete = part, complete
+        self._part: _Part | None = part
+        self._complete = complete
         self._written: tuple[list, dict[str, Any]] = ([], {})
-        self._failure: str | None = "its writer ended early"  # until it says otherwise
+        self._failure: str | None = "its writer ended early"  # None once it has ended well
         self._thread = threading.Thread(target=self._write, name=f"save {final.name}", daemon=True)
         self._thread.start()
 
     def _write(self) -> None:
+        assert self._part is not None  # this runs once
         try:
             self._written = self._part.write()
             self._failure = None
-        except Exception as error:  # whatever it is: another thread, on every rank, has to hear of it
+        except Exception as error:  # any error has to reach the main thread of every rank
             self._failure = _failure(error, self.path)
-        self._part = None  # and with it the copy
+        self._part = None  # frees the copy
 
     def is_written(self) -> bool:
-        """Whether `finish` would not have to wait, on any rank."""
+        """Return whether `finish` would not have to wait on any rank. Collective."""
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         writing = torch.tensor([int(self._thread.is_alive())], device=device)
         dist.all_reduce(writing)
         return not writing.item()
 
     def finish(self) -> Path:
-        """Waits for every rank's part and makes the checkpoint of them.
+        """Wait for every rank's part, make the checkpoint of them and return its path. Collective.
 
-        Raises: SaveFailed, on every rank, where any could not write; what has been written is removed.
+        Raises:
+            SaveFailed: A rank could not write; raised on every rank, and what has been written is removed.
         """
         self._wait()
         failure = agreed_failure(self._failure)
@@ -115,32 +125,48 @@ class Save:
         return self.path
 
     def abandon(self) -> None:
-        """Waits for what is being written and removes it."""
+        """Wait for what is being written, and remove it. Collective."""
         self._wait()
         on_main_rank(lambda: shutil.rmtree(_partial(self.path), ignore_errors=True))
 
     def _wait(self) -> None:
-        while not self.is_written():  # each question is answered at once: no rank waits until its patience is over
-            time.sleep(_PAUSE)
+        while not self.is_written():  # a collective that waited for the disk might run into its timeout
+            time.sleep(_PAUSE_SECONDS)
 
     def _publish(self, everyones: list) -> None:
         entries = {name: entry for _, entries in everyones for name, entry in entries.items()}
         self._complete([results for results, _ in everyones], entries)
 
 
-def begin_save(
-    directory: Path,
-    step: int,
-    state: dict[str, Any],
-    manifest: dict[str, Any],
-    files: dict[str, bytes],
+def begin_checkpoint(
+    directory: Path, step: int, state: TrainingState, *, config: str | None = None, **extra: Any
 ) -> Save:
-    """Starts to write `directory/step-<step>` from every rank's sharded `state`, which may change as soon as this
-    returns. `manifest` describes it; `files` are this rank's own, by name.
+    """Start to write the checkpoint `directory/step-<step>` of `state`. Collective.
 
-    Raises: SaveFailed, on every rank, where the directory cannot be made.
+    Args:
+        directory: Where the checkpoints lie.
+        step: The training step that the state is of.
+        state: What to save, which may change as soon as this returns. Its weights must be gathered.
+        config: The run's configuration as YAML, which the checkpoint keeps.
+        **extra: Further entries of the manifest.
+
+    Raises:
+        SaveFailed: The directory could not be made; raised on every rank.
     """
-    final = directory / checkpoint.name_of(step)
+    model = state.model
+    manifest: dict[str, Any] = {"head": model.head, "vocab_size": model.vocab_size, "precision": model.precision}
+    manifest |= {"model": asdict(model.config), "layout": model.topology.describe(), **extra}
+    files = {random_state_file(dist.get_rank()): random_state()}
+    if config is not None and dist.get_rank() == 0:
+        files[CONFIG] = config.encode()
+    return _begin_save(directory, step, state.sharded(loading=False), manifest, files)
+
+
+def _begin_save(
+    directory: Path, step: int, state: dict[str, Any], manifest: dict[str, Any], files: dict[str, bytes]
+) -> Save:
+    """Start to write every rank's sharded `state`, and the `files` that this rank has by name."""
+    final = directory / name_of(step)
     partial = _partial(final)
     failure = on_main_rank(lambda: _make_empty(partial), lambda error: _failure(error, final))
     if failure is not None:
@@ -156,13 +182,13 @@ def begin_save(
     def complete(results: list, entries: dict[str, Any]) -> None:
         writer.finish(metadata, results)
         save_config(CheckpointingConfig("torch_dist", 1), str(partial))
-        checkpoint.publish(partial, final, {"step": step, **manifest, "versions": versions()}, entries)
+        publish(partial, final, {"step": step, **manifest, "versions": versions()}, entries)
 
     return Save(final, part, complete)
 
 
 def versions() -> dict[str, str]:
-    """Of what wrote the checkpoint."""
+    """Return the versions of the packages that write a checkpoint."""
     found = {"rl_megatron": __version__, "python": platform.python_version(), "torch": torch.__version__}
     for package in ("megatron-core", "transformer-engine"):
         try:
@@ -177,26 +203,26 @@ def _partial(final: Path) -> Path:
 
 
 def _make_empty(partial: Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)  # of an interrupted save
+    shutil.rmtree(partial, ignore_errors=True)  # an interrupted save may have left it
     partial.mkdir(parents=True)
 
 
 def _plan(tensors: dict[str, Any], partial: Path) -> tuple[FileSystemWriterAsync, Any]:
-    """megatron-core's writer, who knows what this rank writes, and on rank 0 the metadata of the whole; collective."""
-    # A place for results, which here go another way. megatron-core's own is a server process on every rank.
+    """Return megatron-core's writer, which knows what this rank writes, and on rank 0 all metadata. Collective."""
+    # megatron-core would start a server process per rank for results, which this module passes on itself.
     filesystem_async._results_queue = queue.SimpleQueue()
     shards: dict[str, list[ShardedTensor]] = {}
     for entry in nested_values(tensors):
         if is_main_replica(entry.replica_id):
             shards.setdefault(entry.key, []).append(entry)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-    writer = FileSystemWriterAsync(str(partial), thread_count=1)  # one file a rank
+    writer = FileSystemWriterAsync(str(partial), thread_count=1)  # one file per rank
     planned, *_ = save_state_dict_async_plan(mcore_to_pyt_state_dict(shards), writer, planner=planner)
     return writer, planned[1]
 
 
 def _copied(buckets: list, kept: list[Tensor]) -> Any | None:
-    """The bucket of this rank, its tensors on the CPU and its own: none shares memory with one of `kept`."""
+    """Return this rank's bucket with its tensors copied to the CPU, so that none shares memory with one of `kept`."""
     if not buckets:
         return None
     ((path, name, (objects, tensors)),) = buckets
@@ -217,11 +243,11 @@ def _serialised(value: Any) -> bytes:
 
 
 def _failure(error: BaseException, final: Path) -> str:
-    """The error, or the operating system's behind it, with the room that is left where it happened."""
-    told = checkpoint.system_error(error) or error
+    """Return a message with the error, or the operating system's error behind it, and the free disk space."""
+    reported = system_error(error) or error
     try:
         disk = shutil.disk_usage(next(parent for parent in final.parents if parent.exists()))
         free = f"{disk.free:,} bytes free of {disk.total:,} on its file system"
-    except OSError:  # of the same file system: it may be gone
+    except OSError:  # the file system itself may be gone
         free = "its file system does not answer"
-    return f"{type(told).__name__}: {told}; {free}"
+    return f"{type(reported).__name__}: {reported}; {free}"

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, read off its manifest and its index of tensors: no weights, no GPU, no megatron-core."""
+"""Descriptions of checkpoints from their manifests and tensor indexes, without weights, GPU or megatron-core."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.checkpoint import directory as checkpoint
+from rl_megatron.checkpoint.directory import CONFIG, Damaged, complete_checkpoints, read_manifest, size_of
 from rl_megatron.checkpoint.retention import best_checkpoint, measured
+from rl_megatron.checkpoint.verify import check_digests
+from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.eval_metrics import HIGHER_IS_BETTER
 
-_OPTIMIZER = "optimizer."  # what the names of an optimizer's states begin with
+_OPTIMIZER = "optimizer."  # the prefix of the names of an optimizer's states
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A whole tensor, however it is cut into files."""
+    """A whole tensor of a checkpoint, however it is split over files."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,17 +33,18 @@ class TensorEntry:
 
 
 def tensors(path: Path) -> list[TensorEntry]:
-    """The checkpoint's tensors, parameters first, by name.
+    """Return the checkpoint's tensors, parameters first, each kind sorted by name.
 
-    Raises: Damaged where the index cannot be read.
+    Raises:
+        Damaged: The index cannot be read.
     """
-    from torch.distributed.checkpoint import FileSystemReader  # seconds, which a list of checkpoints does not need
+    from torch.distributed.checkpoint import FileSystemReader  # takes seconds; a list of checkpoints needs none of it
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     try:
         index = FileSystemReader(path).read_metadata().state_dict_metadata
     except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError, ValueError) as error:
-        raise checkpoint.Damaged(f"checkpoint {path} is damaged: .metadata cannot be read ({error!r})") from error
+        raise Damaged(f"checkpoint {path} is damaged: .metadata cannot be read ({error!r})") from error
     found = []
     for name, entry in index.items():
         if isinstance(entry, TensorStorageMetadata):
@@ -52,17 +55,22 @@ def tensors(path: Path) -> list[TensorEntry]:
 
 
 def describe(path: Path, verify: bool = True) -> dict[str, Any]:
-    """Everything that `inspect` tells of a checkpoint, as JSON has it. With `verify` every byte is read.
+    """Return everything that `inspect` shows of a checkpoint, ready for JSON.
 
-    Raises: ConfigError where there is no checkpoint, or it is damaged, naming the file.
+    Args:
+        path: The checkpoint.
+        verify: Whether to read every byte and compare it with its digest.
+
+    Raises:
+        ConfigError: There is no checkpoint, or it is damaged; the message names the file.
     """
-    manifest = checkpoint.read_manifest(path)
+    manifest = read_manifest(path)
     if verify:
-        checkpoint.check_digests(path, manifest)
+        check_digests(path, manifest)
     found = tensors(path)
     parameters = [tensor for tensor in found if tensor.is_parameter]
     states = [tensor for tensor in found if not tensor.is_parameter]
-    config = path / checkpoint.CONFIG
+    config = path / CONFIG
     return {
         "path": str(path),
         **{key: value for key, value in manifest.items() if key not in ("files", "sha256")},
@@ -77,43 +85,45 @@ def describe(path: Path, verify: bool = True) -> dict[str, Any]:
 
 
 def _state_of(name: str) -> str:
-    """optimizer.exp_avg.decoder… → exp_avg; megatron-core's own optimizers say optimizer.state.exp_avg.decoder…"""
+    """Return "exp_avg" for "optimizer.exp_avg.decoder…", or megatron-core's "optimizer.state.exp_avg.decoder…"."""
     return name.removeprefix(_OPTIMIZER).removeprefix("state.").partition(".")[0]
 
 
 def _file(entry: dict[str, Any] | int, verified: bool) -> dict[str, Any]:
     digest = None if isinstance(entry, int) else entry["sha256"]
     state = "no digest" if digest is None else "verified" if verified else "not read"
-    return {"bytes": checkpoint.size_of(entry), "sha256": digest, "state": state}
+    return {"bytes": size_of(entry), "sha256": digest, "state": state}
 
 
 def list_checkpoints(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """The checkpoints in a stage's directory or a run's output_dir, by stage, oldest first; sizes are looked at, and
-    no contents.
+    """Return the checkpoints in a stage's directory or a run's output_dir, by stage, oldest first.
 
-    Raises: ConfigError where there are none.
+    File sizes are checked; contents are not read.
+
+    Raises:
+        ConfigError: There are none.
     """
     stages = {directory.name: directory for directory in sorted((path / "checkpoints").glob("*")) if directory.is_dir()}
     found = {name: rows for name, directory in (stages or {path.name: path}).items() if (rows := _rows(directory))}
     if not found:
         raise ConfigError(
-            f"{path} is no checkpoint (it has no {checkpoint.MANIFEST}), and there is none in it; give a checkpoint "
+            f"{path} is not a checkpoint (it has no {MANIFEST}) and contains none; give a checkpoint "
             "directory (step-…), the directory of a stage's checkpoints, or a run's output_dir"
         )
     return found
 
 
 def _rows(directory: Path) -> list[dict[str, Any]]:
-    saved = checkpoint.complete_checkpoints(directory)
+    saved = complete_checkpoints(directory)
     rows = []
     for path in saved:
         try:
-            manifest = checkpoint.read_manifest(path)
-        except checkpoint.Damaged as error:
+            manifest = read_manifest(path)
+        except Damaged as error:
             rows.append({"path": str(path), "damaged": str(error)})
             continue
         measures = {name: value for name in HIGHER_IS_BETTER if (value := measured(manifest, name)) is not None}
-        size = sum(map(checkpoint.size_of, manifest["files"].values()))
+        size = sum(map(size_of, manifest["files"].values()))
         rows.append({"path": str(path), "step": manifest["step"], "bytes": size, "measures": measures})
     best_by = {
         name: best_checkpoint(saved, name) for name in {name for row in rows for name in row.get("measures", ())}

@@ -1,9 +1,9 @@
-"""The tensors of a checkpoint, written and read chunk by chunk in one process: what a converter needs of the format.
+"""Writing and reading the tensors of a checkpoint part by part in one process, for the Hugging Face converter.
 
-megatron-core saves and loads through torch's distributed checkpoint: files of tensors one after the other, each in
-`torch.save`'s own format, and a `.metadata` that says which part of which tensor each of them is. A tensor may be in
-any number of parts, whatever layout it is loaded under. torch's writer keeps a tensor of every name until its file is
-closed, which is a whole model here, so files are written below it; its `finish` writes the metadata.
+megatron-core saves and loads through torch's distributed checkpoint. Its files hold tensors one after the other, each
+in `torch.save`'s format, and `.metadata` says which part of which tensor each of them is. A tensor may be stored in any
+number of parts, whatever layout it is loaded under. Torch's writer keeps every tensor until its file is closed, which
+would be the whole model here. The files are therefore written directly, and only the metadata by torch's writer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OF_OPTIMIZER = "optimizer."
 
 
 class TensorWriter:
-    """Writes the tensors of a checkpoint into an existing directory, in parts of any size and order."""
+    """Writes the tensors of a checkpoint, in parts of any size and order, to a file that it owns."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -39,7 +39,14 @@ class TensorWriter:
         self._written: list[WriteResult] = []
 
     def write(self, name: str, global_shape: tuple[int, ...], offset: tuple[int, ...], part: Tensor) -> None:
-        """`part`, contiguous and with as many axes as the whole, is what lies at `offset` of the tensor `name`."""
+        """Write one part of a tensor.
+
+        Args:
+            name: The tensor's name.
+            global_shape: The shape of the whole tensor.
+            offset: Where the part lies in the whole tensor.
+            part: The contents, contiguous and with as many dimensions as the whole tensor.
+        """
         if name not in self._tensors:
             properties = TensorProperties(dtype=part.dtype)
             self._tensors[name] = TensorStorageMetadata(properties, torch.Size(global_shape), [])
@@ -51,21 +58,22 @@ class TensorWriter:
         self._written.append(WriteResult(index, length, _StorageInfo(_FILE, start, length)))
 
     def finish(self) -> None:
-        """Makes of the directory what `dist_checkpointing` loads."""
+        """Write the metadata, so that `dist_checkpointing` can load the directory."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         FileSystemWriter(self._directory).finish(Metadata(dict(self._tensors)), [self._written])
-        torch.save({}, self._directory / "common.pt")  # what is no tensor: nothing
+        torch.save({}, self._directory / "common.pt")  # there is nothing besides tensors
         save_config(CheckpointingConfig("torch_dist", 1), str(self._directory))
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
 @dataclass(frozen=True)
 class Part:
-    """What lies at `offset` of a tensor: so many elements along each axis, in so many bytes of a file."""
+    """A stored part of a tensor: its offset and shape, and the bytes of the file that hold it."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -76,23 +84,27 @@ class Part:
 
 @dataclass(frozen=True)
 class StoredTensor:
+    """A tensor of a checkpoint and the parts in which it is stored."""
+
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
 
     @property
     def num_bytes(self) -> int:
+        """The size of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def model_tensors(checkpoint: Path) -> dict[str, StoredTensor]:
-    """The model's tensors in a checkpoint; those of its optimizer are left out.
+    """Return the model's tensors in a checkpoint, without those of the optimizer.
 
-    Raises: ConfigError where the metadata cannot be read.
+    Raises:
+        ConfigError: The metadata cannot be read.
     """
     try:
         metadata = FileSystemReader(checkpoint).read_metadata()
-    except Exception as error:  # whatever unpickling a damaged file comes upon
+    except Exception as error:  # unpickling a damaged file may raise anything
         raise ConfigError(f"checkpoint {checkpoint}: its .metadata cannot be read ({error}); use another") from error
     tensors = {}
     for name, stored in metadata.state_dict_metadata.items():
@@ -107,7 +119,7 @@ def model_tensors(checkpoint: Path) -> dict[str, StoredTensor]:
 
 
 def read_parts(tensor: StoredTensor) -> Iterator[tuple[Part, Tensor]]:
-    """Each part of a tensor with what it holds; one of them is in memory."""
+    """Yield each part of a tensor with its contents. Only one part is in memory at a time."""
     for part in tensor.parts:
         with part.file.open("rb", buffering=0) as file:
             view = _create_file_view(file, part.start, part.length)

@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rl_megatron.checkpoint import summary
+from rl_megatron.checkpoint.summary import describe, list_checkpoints
+from rl_megatron.config.checkpoint_metadata import MANIFEST
 
 _TENSORS_SHOWN = 10
 _WIDTH = 160
@@ -18,8 +19,8 @@ _HEADS = {"lm": "language model", "score": "reward model or critic (score head)"
 
 def inspect(path: Path, all_tensors: bool, verify: bool, as_json: bool) -> int:
     """Raises: ConfigError where `path` is no checkpoint and holds none, or one is damaged."""
-    is_one = path.name.startswith("step-") or (path / summary.checkpoint.MANIFEST).is_file()
-    found = summary.describe(path, verify) if is_one else summary.list_checkpoints(path)
+    is_one = path.name.startswith("step-") or (path / MANIFEST).is_file()
+    found = describe(path, verify) if is_one else list_checkpoints(path)
     if as_json:
         print(json.dumps(found, indent=1))
         return 0

@@ -42,7 +42,7 @@ class MegatronEngine:
         Raises, on every rank: ConfigError where a prompt leaves no room for `max_new_tokens`; NonFiniteLoss where any
         rank's logits are NaN or infinite.
         """
-        self.policy.require_head("lm", "generate")
+        self.policy.model.require_head("lm", "generate")
         topology = self.policy.topology
         device, group = topology.device, topology.groups.dp_cp
         check_prompts(prompts, sampling, self.policy.model_config.max_sequence_length)
@@ -60,7 +60,7 @@ class MegatronEngine:
         """The completions of a batch of rows, on every rank of the model. Decoding ends at a NaN."""
         topology = self.policy.topology
         device, num_rows = topology.device, len(prompts)
-        models = [unwrap(chunk) for chunk in self.policy.chunks]
+        models = [unwrap(chunk) for chunk in self.policy.model.chunks]
         tokens, first = left_padded(prompts, device)
         completions = Completions(num_rows, sampling, device)
         columns = Columns(first, capacity=tokens.size(1) + sampling.max_new_tokens)

@@ -1,7 +1,7 @@
-"""What a policy offers to algorithms: NeMo RL's policy interfaces, without Ray.
+"""The interface between policies and algorithms: NeMo RL's policy interfaces, without Ray.
 
-A policy is called on every rank with the same *global* batch and returns the same global result on every rank; how the
-batch is spread over ranks is the policy's business.
+A policy is called on every rank with the same *global* batch and returns the same global result on every rank. The
+policy itself spreads the batch over ranks.
 """
 
 from __future__ import annotations
@@ -16,35 +16,37 @@ from rl_megatron.losses.interfaces import LossFunction
 
 
 class LogprobOutputSpec(TypedDict):
-    """logprobs [B, S] fp32: entry t is the logprob of token t; entry 0 is 0."""
+    """logprobs [B, S] fp32: entry t is the logprob of token t, and entry 0 is 0."""
 
     logprobs: Tensor
 
 
 class ReferenceLogprobOutputSpec(TypedDict):
-    """reference_logprobs [B, S] fp32: as `LogprobOutputSpec.logprobs`, of the reference policy."""
+    """reference_logprobs [B, S] fp32: like `LogprobOutputSpec.logprobs`, under the reference policy."""
 
     reference_logprobs: Tensor
 
 
 class TopkLogitsOutputSpec(TypedDict):
-    """topk_logits [B, S, k] fp32, topk_indices [B, S, k] int64: entry t holds the k largest logits read after token t,
-    and their ids, so it speaks of token t+1."""
+    """topk_logits [B, S, k] fp32 and topk_indices [B, S, k] int64: the k largest logits and their ids.
+
+    Entry t is read after token t, so it predicts token t+1.
+    """
 
     topk_logits: Tensor
     topk_indices: Tensor
 
 
 class PolicyInterface(ABC):
-    """A model that can be trained and asked for logprobs."""
+    """A model that can be trained and that computes logprobs."""
 
     @abstractmethod
     def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
-        """Logprobs of every token of `input_ids` given the tokens before it: a `LogprobOutputSpec`."""
+        """Return the logprob of every token of `input_ids` given the tokens before it, as a `LogprobOutputSpec`."""
 
     @abstractmethod
     def get_reference_policy_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
-        """The same under the frozen reference policy: a `ReferenceLogprobOutputSpec`."""
+        """Return the same under the frozen reference policy, as a `ReferenceLogprobOutputSpec`."""
 
     @abstractmethod
     def train(
@@ -55,52 +57,55 @@ class PolicyInterface(ABC):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """One optimizer step per `gbs` rows of `data`, `mbs` rows per forward; `eval_mode` computes without moving."""
+        """Take one optimizer step per `gbs` sequences of `data`, `mbs` at a time, and return metrics.
+
+        With `eval_mode`, only compute the metrics.
+        """
 
     @abstractmethod
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Puts modules into training mode and state where training needs it."""
+        """Put modules into training mode, and training state where training needs it."""
 
     @abstractmethod
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """Ends a training phase: modules in evaluation mode, gradients dropped."""
+        """End a training phase: put modules into evaluation mode."""
 
     @abstractmethod
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Writes weights, optimizer, scheduler and position so that training continues bitwise."""
+        """Write weights, optimizer, scheduler and position, so that training can continue bitwise."""
 
     @abstractmethod
     def shutdown(self) -> bool:
-        """Releases what the policy holds; true when it did."""
+        """Release what the policy holds, and return whether there was anything."""
 
 
 class ColocatablePolicyInterface(PolicyInterface):
-    """A policy that shares its accelerators with a rollout engine and hands its weights over."""
+    """A policy that shares its accelerators with a rollout engine and sends its weights to it."""
 
     @abstractmethod
     def init_collective(self, ip: str, port: int, world_size: int) -> Any:
-        """Joins the process group over which weights reach the rollout engine."""
+        """Join the process group over which weights reach the rollout engine."""
 
     @abstractmethod
     def offload_before_refit(self) -> None:
-        """Frees memory that the hand-over of weights needs."""
+        """Free memory that the weight sync needs."""
 
     @abstractmethod
     def offload_after_refit(self) -> None:
-        """Frees memory that the rollout engine needs."""
+        """Free memory that the rollout engine needs."""
 
     @abstractmethod
     def prepare_refit_info(self) -> dict[str, Any] | None:
-        """Names, shapes and dtypes of the weights to come."""
+        """Return names, shapes and dtypes of the weights that will be sent."""
 
     @abstractmethod
     def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> Any:
-        """Lays weights out for hand-over within a machine."""
+        """Prepare to share weights with other processes of the machine."""
 
     @abstractmethod
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
-        """Handles of the named weights for another process of the machine."""
+        """Return handles of the named weights for another process of the machine."""
 
     @abstractmethod
     def broadcast_weights_for_collective(self) -> Any:
-        """Sends all weights over the group of `init_collective`."""
+        """Send all weights over the group of `init_collective`."""

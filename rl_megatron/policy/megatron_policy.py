@@ -1,51 +1,58 @@
-"""The policy: a sharded megatron-core model that trains on whole batches and gives logprobs of whole batches."""
+"""`MegatronPolicy`: a sharded megatron-core model that trains on, and computes logprobs of, whole batches."""
 
 from __future__ import annotations
 
 import gc
-import math
-from collections.abc import Callable
-from dataclasses import asdict, replace
-from functools import partial
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from rl_megatron.batching.config import Batching
-from rl_megatron.batching.cost import SequenceCost
-from rl_megatron.batching.microbatch import Microbatch
-from rl_megatron.batching.plan import RankPlan, plan_microbatches, sequence_lengths
-from rl_megatron.checkpoint import directory as checkpoint
-from rl_megatron.checkpoint import load as loading
-from rl_megatron.checkpoint.load import TrainingState
-from rl_megatron.checkpoint.rng_state import random_state, random_state_file
-from rl_megatron.checkpoint.save import Save, begin_save
-from rl_megatron.config.errors import ConfigError
+from rl_megatron.batching.plan import RankPlan, plan_microbatches
+from rl_megatron.checkpoint.load import load_checkpoint
+from rl_megatron.checkpoint.save import Save, begin_checkpoint
+from rl_megatron.checkpoint.training_state import TrainingState
 from rl_megatron.config.schema import ModelConfig, OptimizerConfig
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.execution import Denominators, FusedHead, NonFiniteLoss, Runner, over_steps
+from rl_megatron.execution import Denominators, FusedHead, over_steps
 from rl_megatron.losses.interfaces import Loss, LossFunction, LossInputType
-from rl_megatron.model.backend import choose_backend
-from rl_megatron.model.build import Head, build_model, unwrap
-from rl_megatron.model.layers.router import move_biases, moving_routers
-from rl_megatron.policy.colocated import ColocatedPolicy
-from rl_megatron.policy.optimizer import build_optimizer, build_scheduler, complete_parameters, wrap_for_gradients
-from rl_megatron.policy.reference import ReferencedPolicy, Residence
+from rl_megatron.model.build import Head
+from rl_megatron.model.sharded_model import ShardedModel
+from rl_megatron.policy.inference import Inference, build_runner, checked_lengths, on_device
+from rl_megatron.policy.interfaces import ColocatablePolicyInterface
+from rl_megatron.policy.optimizer import build_optimizer, build_scheduler, take_step, wrap_for_gradients
+from rl_megatron.policy.recorded_reference import RecordedReference
+from rl_megatron.policy.reference import Placement, ReferenceModel
+from rl_megatron.policy.training_memory import TrainingMemory
 from rl_megatron.topology.topology import Topology
+from rl_megatron.weight_sync.exporter import weights_digest
+from rl_megatron.weight_sync.ipc import WeightHandle
+from rl_megatron.weight_sync.plan import RefitPlan
+from rl_megatron.weight_sync.process_group import Handle
+from rl_megatron.weight_sync.sender import PendingGroup, WeightSender
 
-_NUMBER = torch.zeros(())  # of a token, where a stream has one
 
+class MegatronPolicy(ColocatablePolicyInterface):
+    """A model with its optimizer. Every rank calls every method with the same arguments and gets the same result.
 
-class MegatronPolicy(ColocatedPolicy, ReferencedPolicy):
-    """Every rank calls every method with the same global batch, and gets the same global result.
+    Sequences are spread over data-parallel ranks inside (with zero-weight padding sequences if they do not divide), so
+    what an algorithm sees does not depend on the layout. A caller's batch is never changed or moved. With
+    `head="score"` the policy is a reward model or a critic. Without `optimizer` it cannot be trained.
 
-    Rows are spread over data-parallel ranks inside (with zero-weight filler rows where they do not divide), so what an
-    algorithm sees does not depend on the layout. Without `optimizer` the policy only gives logprobs and generates.
-
-    With `head="score"` it is a reward model or a critic: the same engine under a head that gives one number a token.
+    Attributes:
+        model: The sharded model, which owns the weights and their version.
+        weights: Sends the weights to rollout engines.
+        reference: The frozen model or the recorded logprobs that the policy is compared with, if any.
+        memory: Where gradient buffers and optimizer state are.
+        optimizer: megatron-core's optimizer, or None.
+        scheduler: Its learning-rate schedule, or None.
+        batching: How a batch is split into microbatches unless a call says otherwise.
     """
 
     def __init__(
@@ -62,65 +69,66 @@ class MegatronPolicy(ColocatedPolicy, ReferencedPolicy):
         batching: Batching = Batching(),
         head: Head = "lm",
         fused_head: FusedHead | None = None,
-        reference: Residence = "resident",
+        reference_placement: Placement = "resident",
     ):
-        ColocatedPolicy.__init__(self)
-        ReferencedPolicy.__init__(self, reference)
-        self.model_config = model
-        self.head = head
-        self.topology = topology
-        self.vocab_size = vocab_size
-        self.precision = precision
-        self.seed = seed
-        self.global_batch_size = global_batch_size
-        self.batching = batching
-        self.fused_head = fused_head if head == "lm" else None  # a score head has no logits
-        self._cost = SequenceCost.of_model(model, vocab_size)
-        self.chunks = self._new_model()
-        self.optimizer = self.scheduler = None
+        self.model = ShardedModel(model, topology, vocab_size=vocab_size, precision=precision, seed=seed, head=head)
+        self.optimizer: MegatronOptimizer | None = None
+        self.scheduler: OptimizerParamScheduler | None = None
         if optimizer is not None:
-            self.chunks = wrap_for_gradients(self.chunks, topology, optimizer)
-            self.optimizer = build_optimizer(self.chunks, optimizer, precision)
+            self.model.chunks[:] = wrap_for_gradients(self.model.chunks, topology, optimizer)
+            self.optimizer = build_optimizer(self.model.chunks, optimizer, precision)
             self.scheduler = build_scheduler(self.optimizer, optimizer, total_steps)
-        self._runner = self._runner_of(self.chunks)
-        self._overlaps = optimizer is not None and optimizer.overlap and optimizer.distributed
-        self._weights_are_scattered = False  # a step left each rank with the weights it updated
+        self.weights = WeightSender(self.model)
+        self.memory = TrainingMemory(self.model, self.optimizer)
+        self.reference: ReferenceModel | RecordedReference | None = None
+        self.batching = batching
+        self.runner = build_runner(self.model, fused_head)
+        self._inference = Inference(self.model, self.runner)
+        self._global_batch_size = global_batch_size
+        self._fused_head = fused_head
+        self._reference_placement: Placement = reference_placement
         self.finish_training()
 
-    def _new_model(self) -> list[torch.nn.Module]:
-        return build_model(
-            self.model_config,
-            self.topology,
-            vocab_size=self.vocab_size,
-            precision=self.precision,
-            seed=self.seed,
-            head=self.head,
-        )
+    # --- what the model is ---
 
-    def _runner_of(self, chunks: list[torch.nn.Module]) -> Runner:
-        backend = choose_backend(self.model_config, self.topology.device)
-        return Runner(chunks, self.topology, self.vocab_size, backend, self.fused_head)
+    @property
+    def topology(self) -> Topology:
+        """How the model is sharded over ranks."""
+        return self.model.topology
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model's shape."""
+        return self.model.config
+
+    @property
+    def vocab_size(self) -> int:
+        """The tokenizer's vocabulary size."""
+        return self.model.vocab_size
+
+    @property
+    def weight_version(self) -> int:
+        """A number that changes whenever the weights change."""
+        return self.model.version
 
     # --- training ---
 
     def prepare_for_training(self) -> None:
-        if self.optimizer is None:
-            raise RuntimeError("this policy was built without an optimizer; pass `optimizer` to train it")
-        self._hand_over.release()
-        self._bring_back()
-        for chunk in self.chunks:
-            chunk.train()
+        """Put the model into training mode, and gradients and optimizer state onto the device.
+
+        Raises:
+            RuntimeError: The policy was built without an optimizer.
+        """
+        self._optimizer_and_scheduler()
+        self.weights.release()
+        self.memory.restore_optimizer()
+        self.memory.allocate_gradients()
+        self.model.set_training(True)
 
     def finish_training(self) -> None:
-        """Collective where `optimizer.overlap` left the last step's weights to be gathered."""
-        if self._weights_are_scattered:
-            complete_parameters(self.chunks)
-            self._weights_are_scattered = False
-        self._leave_training()
-
-    def _leave_training(self) -> None:
-        for chunk in self.chunks:
-            chunk.eval()
+        """Put the model into evaluation mode. Collective if an overlapped step left weights to be gathered."""
+        self.model.gather_parameters()
+        self.model.set_training(False)
 
     def train(
         self,
@@ -130,17 +138,27 @@ class MegatronPolicy(ColocatedPolicy, ReferencedPolicy):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """One optimizer step for each `gbs` rows of `data` in order (the last may be smaller).
+        """Take one optimizer step for each `gbs` sequences of `data` in order (the last step may have fewer).
 
-        Returns the loss's metrics, reduced over each global batch as they declare and over the steps taken (minima and
-        maxima as such, others averaged), with `packing_efficiency` (tokens per token slot that the model computed),
-        `grad_norm` (before clipping), `lr` and `num_updates`. A global batch without a valid token moves nothing:
-        weights, moments and learning rate stay. `eval_mode` computes the metrics alone.
+        A global batch without a valid token changes nothing: weights, moments and learning rate stay.
 
-        Raises: NonFiniteLoss, on every rank, before a weight moved; ValueError where the sizes would separate rows
-            that the loss needs together (preference pairs).
+        Args:
+            data: The sequences, with everything that the loss reads.
+            loss_fn: The loss.
+            eval_mode: Compute the metrics only.
+            gbs: Sequences per optimizer step; the policy's global batch size by default.
+            mbs: Sequences per forward pass; as `batching` says by default.
+
+        Returns:
+            The loss's metrics, reduced over each global batch as they declare and over the steps taken (minima and
+            maxima as such, others averaged), with `packing_efficiency` (tokens per token slot that the model
+            computed), `grad_norm` (before clipping), `lr` and `num_updates`.
+
+        Raises:
+            NonFiniteLoss: The loss or the gradient norm is not finite; raised on every rank, before a weight changed.
+            ValueError: The sizes would separate sequences that the loss needs together (preference pairs).
         """
-        gbs, unit = gbs or self.global_batch_size, _rows_per_unit(loss_fn)
+        gbs, unit = gbs or self._global_batch_size, _rows_per_unit(loss_fn)
         batching = self._batching(mbs)
         counts = {"the batch": data.size, "gbs": gbs}
         if batching.kind == "padded":
@@ -148,8 +166,8 @@ class MegatronPolicy(ColocatedPolicy, ReferencedPolicy):
         for name, rows in counts.items():
             if rows % unit:
                 raise ValueError(f"{type(loss_fn).__name__} needs {unit} rows together, and {name} has {rows} rows")
-        lengths = self._check(data)
-        data = data.to(self.topology.device)
+        lengths = checked_lengths(self.model_config, data)
+        data = on_device(data, self.topology.device)
         if eval_mode:
             self.finish_training()
         else:
@@ -158,9 +176,9 @@ class MegatronPolicy(ColocatedPolicy, ReferencedPolicy):
         for start in range(0, data.size, gbs):
             rows = slice(start, min(start + gbs, data.size))
             batch = data.slice(rows.start, rows.stop)
-            planned = plan_microbatches(batch, lengths[rows], batching, self.topology, unit, self._cost)
+            planned = plan_microbatches(batch, lengths[rows], batching, self.topology, unit, self._inference.cost)
             reports.append((self._evaluate if eval_mode else self._step)(batch, planned, loss_fn))
-        self._leave_training()  # the next step's forward gathers weights, or whoever wants them before
+        self.model.set_training(False)  # weights are gathered by the next step's forward, or by whoever reads them
         result = over_steps(reports, loss_fn)
         return result | ({} if eval_mode else {"num_updates": int(sum(r["updated"] for r in reports))})
 
@@ -168,32 +186,24 @@ class MegatronPolicy(ColocatedPolicy, ReferencedPolicy):
         return self.batching if mbs is None else replace(self.batching, sequences=mbs)
 
     def _evaluate(self, batch: BatchedDataDict, planned: RankPlan, loss_fn: LossFunction) -> dict[str, float]:
-        report = self._runner.train_step(planned.microbatches, loss_fn, Denominators.count(batch), forward_only=True)
+        report = self.runner.train_step(planned.microbatches, loss_fn, Denominators.count(batch), forward_only=True)
         return report | {"packing_efficiency": planned.efficiency}
 
     def _step(self, batch: BatchedDataDict, planned: RankPlan, loss_fn: LossFunction) -> dict[str, float]:
+        optimizer, scheduler = self._optimizer_and_scheduler()
         denominators = Denominators.count(batch)
         report = self._accumulate_gradients(planned, loss_fn, denominators)
-        updated, grad_norm, lr = False, 0.0, self.optimizer.param_groups[0]["lr"]
+        updated, grad_norm, lr = False, 0.0, optimizer.param_groups[0]["lr"]
         if denominators.tokens > 0:
-            self.optimizer.prepare_grads()
-            grad_norm = float(self.optimizer.get_grad_norm())
-            if not math.isfinite(grad_norm):  # step() would clip by it, and with it ruin every weight
-                raise NonFiniteLoss(f"the gradient norm is {grad_norm} at a finite loss of {report['loss']:.4g}")
-            updated, _, _ = self.optimizer.step()
-            self._weights_are_scattered = self._overlaps
-            self.weight_version += int(updated)
-            if updated:
-                move_biases(moving_routers(self.chunks), self.topology.groups.tp_dp_cp)
-            self.scheduler.step(increment=1)
-        moved = {"grad_norm": grad_norm, "lr": lr, "updated": float(updated)}
-        return report | moved | {"packing_efficiency": planned.efficiency}
+            grad_norm, updated = take_step(self.model, optimizer, scheduler, report["loss"])
+        outcome = {"grad_norm": grad_norm, "lr": lr, "updated": float(updated)}
+        return report | outcome | {"packing_efficiency": planned.efficiency}
 
     def accumulate_gradients(
         self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None
     ) -> dict[str, float]:
-        """The loss's metrics on one global batch; its gradient is left in the parameters' `main_grad`."""
-        batch = batch.to(self.topology.device)
+        """Return the loss's metrics on one global batch, and leave its gradient in the parameters' `main_grad`."""
+        batch = on_device(batch, self.topology.device)
         planned = self.plan(batch, loss_fn, mbs)
         self.prepare_for_training()
         report = self._accumulate_gradients(planned, loss_fn, Denominators.count(batch))
@@ -201,161 +211,181 @@ class MegatronPolicy(ColocatedPolicy, ReferencedPolicy):
         return report
 
     def plan(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None) -> RankPlan:
-        """This rank's microbatches of one global batch."""
-        unit = _rows_per_unit(loss_fn)
-        return plan_microbatches(batch, self._check(batch), self._batching(mbs), self.topology, unit, self._cost)
+        """Return this rank's microbatches of one global batch."""
+        lengths, unit = checked_lengths(self.model_config, batch), _rows_per_unit(loss_fn)
+        return plan_microbatches(batch, lengths, self._batching(mbs), self.topology, unit, self._inference.cost)
 
     def _accumulate_gradients(
         self, planned: RankPlan, loss_fn: LossFunction, denominators: Denominators
     ) -> dict[str, float]:
-        for chunk in self.chunks:
+        optimizer, _ = self._optimizer_and_scheduler()
+        for chunk in self.model.chunks:
             chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        report = self._runner.train_step(planned.microbatches, loss_fn, denominators)
-        self._weights_are_scattered = False  # its forward gathered them
+        optimizer.zero_grad()
+        report = self.runner.train_step(planned.microbatches, loss_fn, denominators)
+        self.model.mark_gathered()
         return report
 
-    def _check(self, data: BatchedDataDict) -> list[int]:
-        """The rows' lengths, of a batch that the model can take."""
-        longest = data["input_ids"].size(1)
-        if longest > self.model_config.max_sequence_length:
-            raise ConfigError(
-                f"a row has {longest} tokens and model.max_sequence_length is {self.model_config.max_sequence_length}; "
-                "shorten the rows (data.too_long=truncate) or raise the limit"
-            )
-        return sequence_lengths(data)
+    def _optimizer_and_scheduler(self) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+        if self.optimizer is None or self.scheduler is None:
+            raise RuntimeError("this policy was built without an optimizer; pass `optimizer` to train it")
+        return self.optimizer, self.scheduler
 
     # --- logprobs and scores ---
 
-    def require_head(self, head: Head, call: str) -> None:
-        """Raises: RuntimeError naming `call` where the model has another head than the call is for."""
-        if self.head != head:
-            raise RuntimeError(f"{call} is for a policy built with head={head!r}; this one has head={self.head!r}")
-
     def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
-        """`logprobs` [B, S] fp32 at the rows' `temperature` (default 1); entry t speaks of token t; entry 0 and what
-        lies past a row's `input_lengths` are 0."""
-        self.require_head("lm", "get_logprobs")
-        logprobs = self._token_stream(self._runner.next_token_logprobs, data, micro_batch_size)
-        return BatchedDataDict({"logprobs": logprobs})
+        """Return `logprobs` [B, S] fp32 at each sequence's `temperature` (default 1).
+
+        Entry t corresponds to token t. Entry 0 and entries past a sequence's `input_lengths` are 0.
+        """
+        self.model.require_head("lm", "get_logprobs")
+        self.finish_training()
+        return BatchedDataDict({"logprobs": self._inference.logprobs(data, self._batching(micro_batch_size))})
 
     def get_topk_logits(self, data: BatchedDataDict, k: int, micro_batch_size: int | None = None) -> BatchedDataDict:
-        """`topk_logits` [B, S, k] fp32, largest first and not divided by the rows' `temperature`, and `topk_indices`
-        [B, S, k] int64, their ids; entry t is read after token t and speaks of token t+1: what `DistillationLossFn`
-        takes as teacher_topk_logits and teacher_topk_indices. What lies past a row's `input_lengths` is 0."""
-        self.require_head("lm", "get_topk_logits")
-        if not 1 <= k <= self.vocab_size:  # here, where every stage sees it
-            raise ValueError(f"k={k} must be at least 1 and at most the vocabulary's {self.vocab_size} ids")
-        of, entry = partial(self._runner.topk_logits, k=k), torch.zeros(k, 2, dtype=torch.int32)
-        bits, ids = self._token_stream(of, data, micro_batch_size, first_column=0, entry=entry).unbind(-1)
-        logits = bits.contiguous().view(torch.float32)
-        return BatchedDataDict({"topk_logits": logits, "topk_indices": ids.long()})
+        """Return `topk_logits` [B, S, k] fp32, largest first, and `topk_indices` [B, S, k] int64: a teacher's targets.
+
+        Entry t is read after token t and predicts token t+1; `temperature` is ignored. Entries past `input_lengths`
+        are 0.
+        """
+        self.model.require_head("lm", "get_topk_logits")
+        self.finish_training()
+        logits, ids = self._inference.topk_logits(data, k, self._batching(micro_batch_size))
+        return BatchedDataDict({"topk_logits": logits, "topk_indices": ids})
 
     def get_values(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
-        """`values` [B, S] fp32 of a score head; entry t is the score read *before* token t; entry 0 and what lies past
-        a row's `input_lengths` are 0."""
-        self.require_head("score", "get_values")
+        """Return `values` [B, S] fp32 of a score head. Entry t is the score read *before* token t.
 
-        def before_each_token(microbatches: list[Microbatch]) -> list[Tensor]:
-            return [scores[:, :-1] for scores in self._runner.scores(microbatches)]
-
-        return BatchedDataDict({"values": self._token_stream(before_each_token, data, micro_batch_size)})
+        Entry 0 and entries past a sequence's `input_lengths` are 0.
+        """
+        self.model.require_head("score", "get_values")
+        self.finish_training()
+        return BatchedDataDict({"values": self._inference.values(data, self._batching(micro_batch_size))})
 
     def score(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
-        """`scores` [B] fp32 of a score head: what it says after each row's last token (`input_lengths`)."""
-        self.require_head("score", "score")
-        scores = self._token_stream(self._runner.scores, data, micro_batch_size, first_column=0)
-        last = data["input_lengths"][:, None] - 1
-        return BatchedDataDict({"scores": scores.gather(1, last.to(scores.device))[:, 0]})
-
-    def _token_stream(
-        self,
-        of: Callable[[list[Microbatch]], list[Tensor]],
-        data: BatchedDataDict,
-        micro_batch_size: int | None,
-        first_column: int = 1,
-        entry: Tensor = _NUMBER,
-    ) -> Tensor:
-        """[B, S, …] on every rank, from what `of` gives for this rank's microbatches on the last stage, which speaks of
-        tokens `first_column` and on; `entry` […], zeros like one token's part of it, elsewhere and past the rows' ends.
-        """
+        """Return `scores` [B] fp32 of a score head, read after each sequence's last token (`input_lengths`)."""
+        self.model.require_head("score", "score")
         self.finish_training()
-        topology, home = self.topology, data["input_ids"].device
-        lengths = self._check(data)
-        keys = [key for key in ("input_ids", "temperature") if key in data]
-        data = BatchedDataDict({key: data[key] for key in keys})  # without token_mask: every token is asked for
-        data["sample_mask"] = torch.ones(data.size)
-        data = data.to(topology.device)
-        width = data["input_ids"].size(1)
-        planned = plan_microbatches(data, lengths, self._batching(micro_batch_size), topology, cost=self._cost)
-        entry = entry.to(topology.device)
-        whole = planned.spread(of(planned.microbatches), width, first_column, entry)
-        if topology.pipeline > 1:
-            dist.broadcast(whole, src=topology.last_stage_rank, group=topology.groups.pp)
-        if topology.data > 1:
-            dist.all_reduce(whole, group=topology.groups.dp)  # each row is one rank's; the others have 0
-        past_the_end = (torch.arange(width) >= torch.tensor(lengths)[:, None]).to(home)
-        return whole.to(home).masked_fill(past_the_end.view(data.size, width, *(1 for _ in entry.shape)), 0)
+        return BatchedDataDict({"scores": self._inference.scores(data, self._batching(micro_batch_size))})
+
+    # --- the reference ---
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether `get_reference_policy_logprobs` can be called."""
+        return self.reference is not None
+
+    def freeze_reference(self) -> None:
+        """Copy the current weights into a frozen reference model, kept beside the policy."""
+        self.model.require_head("lm", "freeze_reference")
+        self.drop_reference()  # there is never a third model in memory
+        self.reference = ReferenceModel(self.model, self._reference_placement, self._fused_head)
+
+    def record_reference(self, path: Path, batches: Iterable[BatchedDataDict]) -> None:
+        """Compute reference logprobs of `batches` with the current weights, and keep them instead of a second model.
+
+        The reference then knows these sequences, in whatever batches they come, and no others. The file `path` keeps
+        them: logprobs that it has of the same weights are not computed again.
+        """
+        self.model.require_head("lm", "record_reference")
+        self.drop_reference()
+        recorded = RecordedReference(path, weights_digest(self.model))
+        recorded.complete(batches, lambda batch: self.get_logprobs(batch)["logprobs"])
+        self.reference = recorded
+
+    def drop_reference(self) -> None:
+        """Free the reference."""
+        self.reference = None
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        """Return `reference_logprobs` [B, S] of the reference that was frozen or recorded, as `get_logprobs` does."""
+        self.model.require_head("lm", "get_reference_policy_logprobs")
+        if self.reference is None:
+            raise RuntimeError("there is no reference policy yet; call freeze_reference() first")
+        logprobs = self.reference.logprobs(data, self._batching(micro_batch_size))
+        return BatchedDataDict({"reference_logprobs": logprobs})
+
+    # --- weights for rollout engines ---
+
+    def offload_before_refit(self) -> None:
+        """Free the gradient buffers, whose place buckets take, until `prepare_for_training`."""
+        self.finish_training()
+        self.memory.free_gradients()
+
+    def offload_after_refit(self) -> None:
+        """Free shared memory too and, on a GPU, move the optimizer state to the host, until `prepare_for_training`."""
+        self.offload_before_refit()
+        self.weights.release()
+        self.memory.offload_optimizer()
+
+    @property
+    def refit_plan(self) -> RefitPlan:
+        """What an engine is told before the first weights come. Collective the first time."""
+        return self.weights.plan
+
+    def refit_metrics(self) -> dict[str, float]:
+        """Return the `SyncTimings.metrics` of the last weight sync, complete once its handles were waited for."""
+        return self.weights.timings.metrics()
+
+    def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return the shape and dtype of each Hugging Face tensor, in the order in which they are sent."""
+        return self.weights.tensor_infos()
+
+    def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole tensor) of every Hugging Face tensor; each is valid until the next. Collective."""
+        return self.weights.stream()
+
+    def init_collective(
+        self, ip: str, port: int, world_size: int, timeout_seconds: float = 600.0
+    ) -> list[PendingGroup]:
+        """Start to join a process group with engines; see `WeightSender.join`. Wait for the handles that it returns."""
+        return [self.weights.join(ip, port, world_size, timeout_seconds)]
+
+    def broadcast_weights_for_collective(self) -> list[Handle]:
+        """Send all weights over the group of `init_collective`; see `WeightSender.broadcast`."""
+        return self.weights.broadcast()
+
+    def prepare_weights_for_ipc(self, max_bytes: int | None = None) -> list[list[str]]:
+        """Return the groups of keys to ask `get_weights_ipc_handles` for; see `WeightSender.groups_of_keys`."""
+        return self.weights.groups_of_keys(max_bytes)
+
+    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, WeightHandle]:
+        """Return handles of one group of keys in this rank's memory, by device; see `WeightSender.share`."""
+        return self.weights.share(keys)
 
     # --- checkpoints ---
 
     def save_checkpoint(self, directory: str | Path, step: int, *, config: str | None = None, **extra: Any) -> Path:
-        """Writes `directory/step-<step>`: weights, moments, schedule and random states, and `config`, the run's YAML;
-        `extra` travels in its manifest. Collective.
-
-        Raises: SaveFailed, on every rank, where one could not write; nothing of it stays, earlier checkpoints stand.
-        """
+        """Write the checkpoint `directory/step-<step>` and return its path; see `checkpoint.save.begin_checkpoint`."""
         return self.begin_checkpoint(directory, step, config=config, **extra).finish()
 
     def begin_checkpoint(self, directory: str | Path, step: int, *, config: str | None = None, **extra: Any) -> Save:
-        """As `save_checkpoint`, written from a copy while training goes on: a checkpoint once it is finished."""
-        self._bring_back(gradients=False)
-        self.finish_training()
-        kept = {"head": self.head, "vocab_size": self.vocab_size, "precision": self.precision}
-        kept |= {"model": asdict(self.model_config), "layout": self.topology.describe(), **extra}
-        files = {random_state_file(dist.get_rank()): random_state()}
-        if config is not None and dist.get_rank() == 0:
-            files[checkpoint.CONFIG] = config.encode()
-        return begin_save(Path(directory), step, self._state.sharded(loading=False), kept, files)
+        """Start what `save_checkpoint` does: a copy is written while training goes on, until `finish` is called."""
+        return begin_checkpoint(Path(directory), step, self._state(), config=config, **extra)
 
     def load_checkpoint(self, path: str | Path, weights_only: bool = False, verify: bool = True) -> dict[str, Any]:
-        """Restores a checkpoint saved under any layout and returns its manifest. `weights_only` starts a new training
-        from its weights: fresh moments and schedule, and, where a score head goes on a language model, a fresh head.
-        Every file is read and held against its digest first, unless `verify` is false: who has done so need not again.
+        """Restore a checkpoint of any layout, and return its manifest; see `checkpoint.load.load_checkpoint`."""
+        return load_checkpoint(Path(path), self._state(), weights_only, verify)
 
-        Raises: ConfigError where the checkpoint is damaged, of another model, or has another head than is needed.
-        """
-        path = Path(path)
-        self._bring_back(gradients=False)
-        self.finish_training()  # should anything be wrong with the checkpoint, the weights are whole
-        manifest = checkpoint.read_manifest(path, self.model_config)
-        new_head = checkpoint.check_head(path, manifest, self.head, weights_only)
-        if verify:
-            loading.verify(path)
-        self.weight_version += 1  # whatever comes of it
-        loading.load(path, manifest, self._state, weights_only, new_head)
-        return manifest
-
-    @property
     def _state(self) -> TrainingState:
-        chunks = [unwrap(chunk) for chunk in self.chunks]
-        return TrainingState(chunks, self.optimizer, self.scheduler, self.topology.describe())
+        """Return the training state with optimizer state on the device and weights gathered. Collective."""
+        self.memory.restore_optimizer()
+        self.finish_training()
+        return TrainingState(self.model, self.optimizer, self.scheduler)
 
     def shutdown(self) -> bool:
-        """Drops model, optimizer and reference; true when there was something to drop."""
-        held = bool(self.chunks)
-        self._hand_over.close()
-        self.chunks, self.optimizer, self.scheduler = [], None, None
+        """Drop model, optimizer and reference, and return whether there was something to drop."""
+        self.weights.close()
+        self.memory.release()
+        self.optimizer = self.scheduler = None
         self.drop_reference()
-        self._runner = self._runner_of([])
+        held = self.model.release()
         gc.collect()  # megatron-core's wrappers and hooks refer to each other
         if self.topology.is_cuda:
             torch.cuda.empty_cache()
         return held
-
-    def describe(self) -> dict[str, Any]:
-        """Model, layout and precision, for summaries."""
-        return {"model": asdict(self.model_config), "layout": self.topology.describe(), "precision": self.precision}
 
 
 def _rows_per_unit(loss_fn: LossFunction) -> int:

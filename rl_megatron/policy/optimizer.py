@@ -1,6 +1,8 @@
-"""megatron-core's DDP, (distributed) Adam and learning-rate schedule from our config."""
+"""megatron-core's DDP, (distributed) Adam and learning-rate schedule, built from our config, and the optimizer step."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.distributed as dist
@@ -13,14 +15,20 @@ from megatron.core.utils import get_model_config
 from rl_megatron.checkpoint.optimizer_state import allocate_moments
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import OptimizerConfig
+from rl_megatron.execution import NonFiniteLoss
+from rl_megatron.model.layers.router import move_biases, moving_routers
+from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.topology.topology import Topology
 
 
 def wrap_for_gradients(
     chunks: list[torch.nn.Module], topology: Topology, optimizer: OptimizerConfig
 ) -> list[DistributedDataParallel]:
-    """Each chunk in megatron-core's DDP: fp32 main gradients, *summed* over data- and context-parallel ranks (losses
-    are globally normalised already), finished by the schedule through `finalize_model_grads`."""
+    """Return each chunk wrapped in megatron-core's DDP.
+
+    Main gradients are fp32 and *summed* over data- and context-parallel ranks, because losses are normalised globally
+    already. The pipeline schedule finishes them through `finalize_model_grads`.
+    """
     config = get_model_config(chunks[0])
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -28,7 +36,7 @@ def wrap_for_gradients(
         average_in_collective=False,
         overlap_grad_reduce=optimizer.overlap,
         overlap_param_gather=optimizer.overlap and optimizer.distributed,
-        check_for_nan_in_grad=False,  # the schedule checks the loss, the optimizer the gradient norm
+        check_for_nan_in_grad=False,  # the runner checks the loss, and `take_step` the gradient norm
     )
     wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0, pg_collection=topology.groups)
@@ -45,8 +53,10 @@ def wrap_for_gradients(
 
 @torch.no_grad()
 def complete_gradients(chunks: list[DistributedDataParallel]) -> None:
-    """Gives every rank all of its parameters' summed gradients; collective. Under the distributed optimizer a step
-    leaves each rank with the part whose weights it updates, and other ranks' sums unfinished."""
+    """Give every rank the summed gradients of all its parameters. Collective.
+
+    Under the distributed optimizer a backward pass leaves each rank only the sums whose weights it updates.
+    """
     for chunk in chunks:
         if not chunk.ddp_config.use_distributed_optimizer:
             continue
@@ -57,18 +67,10 @@ def complete_gradients(chunks: list[DistributedDataParallel]) -> None:
                 dist.all_gather(parts, parts[group.rank()].clone(), group=group)
 
 
-def complete_parameters(chunks: list[DistributedDataParallel]) -> None:
-    """Gathers, now, the weights that each rank has updated since the last step; collective. With `optimizer.overlap`
-    a forward after the next backward does so by itself, module by module."""
-    for chunk in chunks:
-        if chunk.ddp_config.overlap_param_gather:
-            chunk.start_param_sync(force_sync=True)
-
-
 def build_optimizer(
     chunks: list[DistributedDataParallel], config: OptimizerConfig, precision: str
 ) -> MegatronOptimizer:
-    """Adam with decoupled weight decay over all chunks; fp32 master weights and moments under bf16."""
+    """Return Adam with decoupled weight decay over all chunks. Under bf16, master weights and moments are fp32."""
     bf16 = precision == "bf16"
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -92,7 +94,13 @@ def build_optimizer(
 
 
 def build_scheduler(optimizer: MegatronOptimizer, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:
-    """Linear warmup from lr/(warmup_steps + 1) over `warmup_steps`, then `decay_style` to `min_lr` at `decay_steps`."""
+    """Return a schedule with linear warmup and then `decay_style` to `min_lr` at `decay_steps`.
+
+    The warmup starts at lr/(warmup_steps + 1) and takes `warmup_steps`.
+
+    Raises:
+        ConfigError: The warmup is longer than the decay, or `min_lr` exceeds `lr`.
+    """
     decay_steps = config.decay_steps or max(total_steps, config.warmup_steps + 1)
     if config.warmup_steps >= decay_steps:
         raise ConfigError(
@@ -116,3 +124,32 @@ def build_scheduler(optimizer: MegatronOptimizer, config: OptimizerConfig, total
         use_checkpoint_opt_param_scheduler=False,  # the run's config governs; a checkpoint brings the step count
         override_opt_param_scheduler=True,
     )
+
+
+def take_step(
+    model: ShardedModel, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, loss: float
+) -> tuple[float, bool]:
+    """Update the weights with the gradients in their main gradient buffers, and advance the schedule. Collective.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+        scheduler: The optimizer's learning-rate schedule.
+        loss: The loss whose gradients these are, for the error message.
+
+    Returns:
+        The gradient norm before clipping, and whether the weights were updated.
+
+    Raises:
+        NonFiniteLoss: The gradient norm is NaN or infinite. Nothing is updated then.
+    """
+    optimizer.prepare_grads()
+    grad_norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(grad_norm):  # step() would clip by it, and so ruin every weight
+        raise NonFiniteLoss(f"the gradient norm is {grad_norm} at a finite loss of {loss:.4g}")
+    updated, _, _ = optimizer.step()
+    model.mark_updated(updated)
+    if updated:
+        move_biases(moving_routers(model.chunks), model.topology.groups.tp_dp_cp)
+    scheduler.step(increment=1)
+    return grad_norm, bool(updated)

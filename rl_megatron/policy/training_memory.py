@@ -1,4 +1,4 @@
-"""What of a training state has to be on the device while a rollout engine works there: nothing but the weights."""
+"""`TrainingMemory`: training state leaves the device while a rollout engine needs the memory, and comes back."""
 
 from __future__ import annotations
 
@@ -8,28 +8,58 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from rl_megatron.checkpoint.optimizer_state import parts
+from rl_megatron.model.sharded_model import ShardedModel
 
 
-def free_gradients(chunks: list[torch.nn.Module], is_cuda: bool) -> None:
-    """Gives the gradient buffers' memory back; what they held is lost. Doing it twice is harmless."""
-    for chunk in chunks:
-        if isinstance(chunk, DistributedDataParallel):
-            chunk.offload_grad_buffers(synchronize=is_cuda, empty_cache=is_cuda)
+class TrainingMemory:
+    """The gradient buffers and the optimizer state of a model. It owns where they are.
 
+    The weights stay on the device: logprobs need them.
+    """
 
-def allocate_gradients(chunks: list[torch.nn.Module], is_cuda: bool) -> None:
-    """Zeros, where `free_gradients` has been; nothing elsewhere."""
-    for chunk in chunks:
-        if isinstance(chunk, DistributedDataParallel):
-            chunk.restore_grad_buffers(synchronize=is_cuda)
+    def __init__(self, model: ShardedModel, optimizer: MegatronOptimizer | None):
+        self._model, self._optimizer = model, optimizer
+        self._optimizer_is_offloaded = False
+
+    def free_gradients(self) -> None:
+        """Give the memory of the gradient buffers back; their contents are lost. Doing it twice is harmless."""
+        is_cuda = self._model.topology.is_cuda
+        for chunk in self._model.chunks:
+            if isinstance(chunk, DistributedDataParallel):
+                chunk.offload_grad_buffers(synchronize=is_cuda, empty_cache=is_cuda)
+
+    def allocate_gradients(self) -> None:
+        """Allocate the gradient buffers again, filled with zeros, if they were freed."""
+        for chunk in self._model.chunks:
+            if isinstance(chunk, DistributedDataParallel):
+                chunk.restore_grad_buffers(synchronize=self._model.topology.is_cuda)
+
+    def offload_optimizer(self) -> None:
+        """Move the optimizer state of a GPU to the host. On the CPU nothing moves: the host is the device."""
+        if not self._model.topology.is_cuda:
+            return
+        if self._optimizer is not None and not self._optimizer_is_offloaded:
+            move_optimizer_state(self._optimizer, self._model.chunks, torch.device("cpu"))
+            self._optimizer_is_offloaded = True
+        torch.cuda.empty_cache()
+
+    def restore_optimizer(self) -> None:
+        """Move the optimizer state back to the device if it was offloaded."""
+        if self._optimizer is not None and self._optimizer_is_offloaded:
+            move_optimizer_state(self._optimizer, self._model.chunks, self._model.topology.device)
+            self._optimizer_is_offloaded = False
+
+    def release(self) -> None:
+        """Forget the optimizer, so that nothing here keeps its state alive."""
+        self._optimizer = None
 
 
 @torch.no_grad()
 def move_optimizer_state(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module], device: torch.device) -> None:
-    """Moments and fp32 master weights to `device`.
+    """Move moments and fp32 master weights to `device`.
 
     megatron-core's own offload moves every tensor that the optimizer steps. In fp32 those are views of the model's
-    weights, which would cease to be: the optimizer would go on training a copy. They stay where they are here.
+    weights, which would no longer be views: the optimizer would go on training a copy. They stay where they are here.
     """
     of_the_model = {p.untyped_storage().data_ptr() for chunk in chunks for p in chunk.parameters()}
     for part in parts(optimizer):

@@ -1,7 +1,4 @@
-"""A policy's weights under their Hugging Face names, bucket by bucket, whatever layout they are sharded over.
-
-One exporter feeds every way out: an engine's process group, shared memory, a checkpoint on disk.
-"""
+"""`WeightExporter`: a sharded model's weights under their Hugging Face names, bucket by bucket, in any layout."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,12 +13,9 @@ from torch import Tensor
 
 from rl_megatron.model.families import family_of_model
 from rl_megatron.model.families.table import WeightTable
+from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.model.shards import Piece, pieces
 from rl_megatron.weight_sync.plan import RefitPlan, TensorSpec, fingerprint, places, plan_buckets
-
-if TYPE_CHECKING:
-    from rl_megatron.policy.megatron_policy import MegatronPolicy
-    from rl_megatron.topology.topology import Topology
 
 DEFAULT_BUCKET_BYTES = 64 << 20
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")  # Megatron's have rows beyond the vocabulary
@@ -30,57 +23,69 @@ _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")  # Megatro
 
 @dataclass(frozen=True)
 class _Block:
-    """Rows that this rank holds: `source` (a view of a parameter) belongs at `origin` of the Hugging Face tensor."""
+    """A block of rows that this rank holds: `source`, a view of a parameter, belongs at `origin` of the Hugging Face
+    tensor."""
 
     source: Tensor
     origin: tuple[int, ...]
 
     def within(self, whole: Tensor) -> Tensor:
-        """The block's place in the whole tensor."""
+        """Return the block's place in the whole tensor, as a view."""
         return whole[tuple(slice(o, o + n) for o, n in zip(self.origin, self.source.shape, strict=True))]
 
 
 class WeightExporter:
-    """What a policy's weights are to the world outside: a plan, and buckets to be filled by all ranks together.
+    """Fills buckets with a model's weights. It owns the plan and this rank's views of the parameters.
 
-    plan: what comes in which bucket; the same on every rank, and for as long as the policy lives.
+    Attributes:
+        plan: Which tensor comes in which bucket. It is the same on every rank, and never changes.
     """
 
-    def __init__(self, policy: MegatronPolicy, max_bytes: int = DEFAULT_BUCKET_BYTES):
-        """Collective. `max_bytes`: of the weights in a bucket.
+    def __init__(self, model: ShardedModel, max_bytes: int = DEFAULT_BUCKET_BYTES):
+        """Plan the buckets and check that the ranks together hold every weight once. Collective.
 
-        Raises: ConfigError where no family says what the model is; RuntimeError naming a tensor of which an element is
-            held by no rank or by several, on every rank.
+        Args:
+            model: The model, of which every rank of its topology calls this.
+            max_bytes: The most bytes of weights in a bucket.
+
+        Raises:
+            ConfigError: No family can express the model.
+            RuntimeError: An element of a tensor is held by no rank or by several; raised on every rank.
         """
-        policy.require_head("lm", "handing weights over")
-        self._policy = policy
-        rows = policy.model_config.vocab_size or policy.vocab_size
-        family = family_of_model(policy.model_config, rows)
-        table = family.table(policy.model_config, rows)
-        dtype = "bfloat16" if policy.precision == "bf16" else "float32"
+        model.require_head("lm", "sending weights to an engine")
+        self._model = model
+        rows = model.config.vocab_size or model.vocab_size
+        family = family_of_model(model.config, rows)
+        table = family.table(model.config, rows)
+        dtype = "bfloat16" if model.precision == "bf16" else "float32"
         specs = [
             TensorSpec(name, shape, "float32" if name in table.fp32 else dtype)
             for name, shape in table.hf_shapes.items()
         ]
-        hf_config = family.write_config(policy.model_config, rows) | {"dtype": dtype}
-        self.plan = RefitPlan(hf_config, policy.vocab_size, plan_buckets(specs, max_bytes))
-        self._device = policy.topology.device
-        unknown, self._blocks = _blocks(policy.chunks, table)
+        hf_config = family.write_config(model.config, rows) | {"dtype": dtype}
+        self.plan = RefitPlan(hf_config, model.vocab_size, plan_buckets(specs, max_bytes))
+        self._device = model.topology.device
+        unknown, self._blocks = _blocks(model.chunks, table)
         self._check_coverage(specs, unknown)
 
     @property
     def num_words(self) -> int:
-        """Of a buffer that takes any of the buckets."""
+        """The size of a buffer that can take any of the buckets, in 64-bit words."""
         return max(bucket.num_words for bucket in self.plan.buckets)
 
     def new_buffer(self) -> Tensor:
+        """Return an uninitialized buffer [num_words] int64 on the model's device."""
         return torch.empty(self.num_words, dtype=torch.int64, device=self._device)
 
     @torch.no_grad()
     def fill(self, bucket_index: int, buffer: Tensor) -> Tensor:
-        """Writes this rank's rows and their fingerprints into `buffer`, zeros elsewhere. Returns the part of it that is
-        the bucket: the *sum* of that over the policy's ranks holds the whole tensors. Not collective; the policy's
-        `finish_training()` comes first."""
+        """Write this rank's rows and their fingerprints into `buffer`, and zeros elsewhere.
+
+        Call the model's `gather_parameters` first. This is not collective.
+
+        Returns:
+            The part of `buffer` that is the bucket. Its *sum* over the model's ranks holds the whole tensors.
+        """
         bucket = self.plan.buckets[bucket_index]
         buffer = buffer[: bucket.num_words].zero_()
         fingerprints = bucket.fingerprints(buffer)
@@ -93,24 +98,28 @@ class WeightExporter:
         return buffer
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, whole, in the plan's order and on every rank: what is there until the next one is asked for.
-        Collective: one all-reduce a bucket (none in a world of one), and one bucket in memory.
+        """Yield (name, whole tensor) in the plan's order, on every rank; a tensor is valid until the next one.
 
-        Raises: WeightsRefused where what arrived is not what was sent.
+        Collective: one all-reduce per bucket (none if there is one rank). One bucket is in memory at a time.
+
+        Raises:
+            WeightsRefused: The bytes that arrived are not those that were sent.
         """
-        self._policy.finish_training()
+        self._model.gather_parameters()
         buffer = self.new_buffer()
         for index, bucket in enumerate(self.plan.buckets):
             filled = self.fill(index, buffer)
-            if self._policy.topology.world_size > 1:
+            if self._model.topology.world_size > 1:
                 dist.all_reduce(filled)
             bucket.verify(filled)
             for position, spec in enumerate(bucket.tensors):
                 yield spec.name, bucket.tensor(filled, position)
 
     def _check_coverage(self, specs: Sequence[TensorSpec], unknown: list[str]) -> None:
-        """Every element of every tensor is held, and by one block; no rank holds what the table does not know. Counts
-        alone could hide a gap behind an overlap, so places are added up as well."""
+        """Check that every element of every tensor is held by exactly one block, and that the table knows every tensor.
+
+        Counts alone could hide a gap behind an overlap, so places are added up as well.
+        """
 
         def counted(shape: Sequence[int], origin: Sequence[int]) -> Tensor:
             return torch.stack([torch.tensor(math.prod(shape)), places(shape, origin, torch.device("cpu"))])
@@ -121,7 +130,7 @@ class WeightExporter:
             for block in self._blocks.get(spec.name, ()):
                 held[index] += counted(block.source.shape, block.origin)
         held = held.to(self._device)
-        if self._policy.topology.world_size > 1:
+        if self._model.topology.world_size > 1:
             dist.all_reduce(held)
         held = held.cpu()
         if held[-1, 0]:
@@ -135,10 +144,12 @@ class WeightExporter:
                 )
 
 
-def weights_digest(chunks: Sequence[torch.nn.Module], topology: Topology) -> str:
-    """Of all weights of a model, whole on their ranks: the same for the same weights in any layout. Collective."""
+def weights_digest(model: ShardedModel) -> str:
+    """Return a digest of all weights of a model. Equal weights have equal digests in any layout. Collective."""
+    model.gather_parameters()
+    topology = model.topology
     total = torch.zeros((), dtype=torch.int64, device=topology.device)
-    for piece in pieces(chunks):
+    for piece in pieces(model.chunks):
         if piece.is_first_replica:
             of_name = hashlib.blake2b(piece.name.encode(), digest_size=8).digest()
             odd = int.from_bytes(of_name, "big", signed=True) | 1
@@ -149,8 +160,10 @@ def weights_digest(chunks: Sequence[torch.nn.Module], topology: Topology) -> str
 
 
 def _blocks(chunks: Sequence[torch.nn.Module], table: WeightTable) -> tuple[list[str], dict[str, list[_Block]]]:
-    """(Tensors that the table does not know, this rank's rows of each Hugging Face tensor). Weights that several ranks
-    hold count on the first of them alone."""
+    """Return (tensors that the table does not know, this rank's blocks of each Hugging Face tensor).
+
+    Weights that several ranks hold count on the first of these ranks only.
+    """
     unknown: list[str] = []
     blocks: dict[str, list[_Block]] = {}
     for piece in pieces(chunks):

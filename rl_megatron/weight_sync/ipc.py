@@ -1,7 +1,7 @@
 """Memory that another process of the machine opens by a handle: anonymous shared memory on the CPU, CUDA IPC on a GPU.
 
-On the CPU the memory is a file without a name (`memfd_create`), reached through /proc: it takes nothing of /dev/shm,
-whose size containers limit, and ceases to exist with the last process that has it open, however that one ends.
+On the CPU the memory is a file without a name (`memfd_create`), opened through /proc. It needs no space in /dev/shm,
+whose size containers limit, and it disappears with the last process that has it open, however that process ends.
 """
 
 from __future__ import annotations
@@ -20,13 +20,20 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from rl_megatron.weight_sync.plan import WeightsRefused
 
 _WORD = torch.int64.itemsize
-_DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor: the sender's device number
+_DEVICE_ARGUMENT = 6  # the position of the sender's device number among the arguments of rebuild_cuda_tensor
 
 
 @dataclass(frozen=True)
 class WeightHandle:
-    """Where a bucket lies, to be sent to the process that reads it. `cuda`: the arguments of torch's
-    `rebuild_cuda_tensor`; `path`: of shared memory on the CPU."""
+    """The place of a bucket in memory, for the process that reads it.
+
+    Attributes:
+        bucket_index: The number of the bucket in the plan.
+        num_words: The size of the bucket in 64-bit words.
+        path: The shared memory's path on the CPU.
+        cuda: The arguments of torch's `rebuild_cuda_tensor` on a GPU.
+        device_uuid: The sender's GPU.
+    """
 
     bucket_index: int
     num_words: int
@@ -36,30 +43,34 @@ class WeightHandle:
 
 
 class SharedBuffer:
-    """`words` [num_words] int64 on `device`, which other processes can open."""
+    """A buffer `words` [num_words] int64 that other processes can open. It owns the memory."""
 
     def __init__(self, num_words: int, device: torch.device):
-        """Raises: RuntimeError on a CPU whose system is not Linux."""
+        """Allocate the buffer on `device`.
+
+        Raises:
+            RuntimeError: The device is a CPU, and the system is not Linux.
+        """
         self._file: int | None = None
         if device.type == "cuda":
             self.words = torch.empty(num_words, dtype=torch.int64, device=device)
             return
         if not hasattr(os, "memfd_create"):
-            raise RuntimeError("weights are handed over in shared memory on Linux alone; use the collective instead")
+            raise RuntimeError("weights can be sent through shared memory only on Linux; use the collective instead")
         self._file = os.memfd_create("rl_megatron_weights")
         os.ftruncate(self._file, num_words * _WORD)
         self.words = torch.frombuffer(mmap.mmap(self._file, num_words * _WORD), dtype=torch.int64)
 
     def handle(self, bucket_index: int, num_words: int) -> WeightHandle:
-        """For the first `num_words`, whatever is in them when it is opened."""
+        """Return a handle to the first `num_words`. A reader gets what they hold when it opens the handle."""
         if self._file is not None:
             return WeightHandle(bucket_index, num_words, path=f"/proc/{os.getpid()}/fd/{self._file}")
-        torch.cuda.current_stream(self.words.device).synchronize()  # what was written is there before it is read
+        torch.cuda.current_stream(self.words.device).synchronize()  # writes are done before the buffer is read
         _, arguments = reduce_tensor(self.words)
         return WeightHandle(bucket_index, num_words, cuda=arguments, device_uuid=device_key(self.words.device))
 
     def close(self) -> None:
-        """Gives the memory back once no reader has it open any more."""
+        """Give the memory back. It is freed once no reader has it open any more."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -73,11 +84,12 @@ class SharedBuffer:
 
 @contextmanager
 def opened(handle: WeightHandle) -> Iterator[Tensor]:
-    """[num_words] int64: the sender's memory, to be read and let go before the block ends.
+    """Open the sender's memory [num_words] int64 for reading. No reference to it may outlive the block.
 
-    Raises: WeightsRefused where the sender has gone, or is on another machine.
+    Raises:
+        WeightsRefused: The sender has ended, or is on another machine.
     """
-    words = _opened_on_gpu(handle) if handle.cuda is not None else _opened_on_cpu(handle)
+    words = _opened_on_cpu(handle) if handle.cuda is None else _opened_on_gpu(handle, handle.cuda)
     try:
         yield words[: handle.num_words]
         if words.is_cuda:
@@ -87,6 +99,7 @@ def opened(handle: WeightHandle) -> Iterator[Tensor]:
 
 
 def _opened_on_cpu(handle: WeightHandle) -> Tensor:
+    assert handle.path is not None  # every handle has a path or CUDA arguments
     try:
         file = os.open(handle.path, os.O_RDONLY)
     except OSError as error:
@@ -95,7 +108,7 @@ def _opened_on_cpu(handle: WeightHandle) -> Tensor:
             "ended, or released it, or runs on another machine or as another user"
         ) from error
     try:
-        # Private and writable only because torch has no read-only tensors: nothing is ever written to it.
+        # Private and writable only because torch has no read-only tensors. Nothing is ever written to it.
         return torch.frombuffer(
             mmap.mmap(file, handle.num_words * _WORD, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE),
             dtype=torch.int64,
@@ -104,18 +117,18 @@ def _opened_on_cpu(handle: WeightHandle) -> Tensor:
         os.close(file)
 
 
-def _opened_on_gpu(handle: WeightHandle) -> Tensor:
-    """The sender's device has a number of its own here: CUDA_VISIBLE_DEVICES may differ between processes."""
+def _opened_on_gpu(handle: WeightHandle, cuda: tuple[Any, ...]) -> Tensor:
+    """Open a GPU's memory. CUDA_VISIBLE_DEVICES may differ between processes, so the GPU is found by its uuid."""
     here = [i for i in range(torch.cuda.device_count()) if device_key(torch.device("cuda", i)) == handle.device_uuid]
     if not here:
         raise WeightsRefused(
             f"bucket {handle.bucket_index} lies on GPU {handle.device_uuid}, which is not visible here"
         )
-    arguments = list(handle.cuda)
+    arguments = list(cuda)
     arguments[_DEVICE_ARGUMENT] = here[0]
     return rebuild_cuda_tensor(*arguments)
 
 
 def device_key(device: torch.device) -> str:
-    """A GPU's uuid, the same in every process; "cpu"."""
+    """Return a GPU's uuid, which is the same in every process, or "cpu"."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"

@@ -1,18 +1,18 @@
-"""How weights travel from a policy to a rollout engine: buckets of whole tensors, each with its fingerprints.
+"""The format in which weights are sent to a rollout engine: buckets of whole tensors, each with its fingerprints.
 
-A bucket is a buffer of 64-bit words: its tensors' bytes one after the other, each from a word on, then one fingerprint
-a tensor. Every rank of the policy fills in the rows that it holds and leaves zeros elsewhere, so that the sum over
-ranks, as integers, *is* the bucket, exactly: one all-reduce gathers shards and delivers them.
+A bucket is a buffer of 64-bit words: its tensors' bytes one after the other, each starting at a word, then one
+fingerprint per tensor. Every rank of the model writes the rows that it holds and leaves zeros elsewhere. The integer
+sum over ranks *is* then the bucket, exactly: one all-reduce gathers the shards and delivers them.
 
-The fingerprint of a tensor, read as a matrix of 16-bit integers x_ij (an fp32 element is two of them in a row):
+A tensor is read as a matrix of 16-bit integers x_ij (an fp32 element is two of them side by side). Its fingerprint is
 
     f = Σ_i Σ_j x_ij · (u_i · v_j + w_i · v'_j)  mod 2⁶⁴,   u, v odd, w even; hashes of the row and the column in the
                                                             whole tensor, of 64 bits (u, w) and 24 bits (v, v')
 
-is a sum too, so each rank fingerprints what it holds *before* it is sent, and the receiver what arrived. A dropped,
-altered or misplaced piece anywhere between shows; any change of one 16-bit number always does, because what it is
-multiplied by is odd (the two of an fp32 element make up for each other once in 2⁶⁴ changes). The sums over columns are
-products of matrices in fp64, which are exact up to 2⁵³: quick, and the same in whichever order they are added.
+a sum too. Each rank therefore fingerprints what it holds *before* it is sent, and the receiver what arrived. This finds
+a piece that was dropped, altered or misplaced on the way. A change of one 16-bit number is always found, because its
+factor is odd (changes of both halves of an fp32 element cancel once in 2⁶⁴). The sums over columns are matrix products
+in fp64, which are exact up to 2⁵³: they are fast, and the same in whichever order they are added.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _ELEMENTS_AT_ONCE = 1 << 18  # of fp64 scratch: fits a core's cache
 
 
 class WeightsRefused(RuntimeError):
-    """Weights that arrived are not those that were sent; the message names the tensor."""
+    """Raised if the weights that arrived are not those that were sent; the message names the tensor."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A Hugging Face tensor to come. `dtype`: its name in torch, as "bfloat16"."""
+    """Name, shape and dtype (torch's name for it, such as "bfloat16") of a Hugging Face tensor that will be sent."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,13 +60,13 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that travel together."""
+    """Tensors that are sent together."""
 
     tensors: tuple[TensorSpec, ...]
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """The word at which each tensor begins, and the one after the last."""
+        """The index of the word at which each tensor begins, and of the one after the last tensor."""
         starts = [0]
         for spec in self.tensors:
             starts.append(starts[-1] + spec.num_words)
@@ -78,21 +78,25 @@ class Bucket:
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights alone."""
+        """The size of the weights, without fingerprints."""
         return sum(spec.num_bytes for spec in self.tensors)
 
     def tensor(self, buffer: Tensor, index: int) -> Tensor:
-        """The tensor `index` as a view of the bucket's `buffer` [num_words] int64."""
+        """Return the tensor `index` as a view of the bucket's `buffer` [num_words] int64."""
         spec, start = self.tensors[index], self.starts[index]
         words = buffer[start : start + spec.num_words]
         return words.view(torch.uint8)[: spec.num_bytes].view(spec.torch_dtype).view(spec.shape)
 
     def fingerprints(self, buffer: Tensor) -> Tensor:
-        """[number of tensors] int64, a view of `buffer`."""
+        """Return the fingerprints [number of tensors] int64 as a view of `buffer`."""
         return buffer[self.starts[-1] : self.num_words]
 
     def verify(self, buffer: Tensor) -> None:
-        """Raises: WeightsRefused naming the first tensor that is not what its fingerprint says."""
+        """Check every tensor in `buffer` against its fingerprint.
+
+        Raises:
+            WeightsRefused: A tensor does not match; the message names the first.
+        """
         found = torch.stack([fingerprint(self.tensor(buffer, index)) for index in range(len(self.tensors))])
         for spec, here, sent in zip(self.tensors, found.tolist(), self.fingerprints(buffer).tolist(), strict=True):
             if here != sent:
@@ -101,10 +105,12 @@ class Bucket:
 
 @dataclass(frozen=True)
 class RefitPlan:
-    """What an engine is told before the first weights come: how to build the model, and what will come in which bucket.
+    """What an engine is told before the first weights come: how to build the model, and what comes in which bucket.
 
-    hf_config: a Hugging Face config.json.
-    vocab_size: ids from here on are padding: never sampled, and in no softmax.
+    Attributes:
+        hf_config: The contents of a Hugging Face config.json.
+        vocab_size: Ids from here on are padding. They are never sampled, and no softmax includes them.
+        buckets: The buckets in the order in which they are sent.
     """
 
     hf_config: dict[str, Any]
@@ -117,7 +123,7 @@ class RefitPlan:
 
 
 def plan_buckets(specs: Iterable[TensorSpec], max_bytes: int) -> tuple[Bucket, ...]:
-    """The tensors in their order, in buckets of `max_bytes` at most; a larger tensor has a bucket of its own."""
+    """Return the tensors in their order, in buckets of at most `max_bytes`. A larger tensor has its own bucket."""
     buckets: list[list[TensorSpec]] = []
     size = 0
     for spec in specs:
@@ -130,9 +136,11 @@ def plan_buckets(specs: Iterable[TensorSpec], max_bytes: int) -> tuple[Bucket, .
 
 
 def fingerprint(block: Tensor, origin: Sequence[int] = (0, 0)) -> Tensor:
-    """[] int64: what `block` adds to the fingerprint of the tensor that it is part of; of a whole tensor, its own.
+    """Return a scalar int64: what `block` adds to the fingerprint of the tensor that it is a part of.
 
-    block: [rows, columns], or [rows] of a vector. origin: (row, column) of its first element in the whole tensor.
+    Args:
+        block: [rows, columns], or [rows] of a vector.
+        origin: The (row, column) of its first element in the whole tensor.
     """
     numbers = block.detach().unsqueeze(-1) if block.dim() < 2 else block.detach().flatten(1)
     numbers = numbers.view(torch.int8 if block.element_size() == 1 else torch.int16)
@@ -151,20 +159,22 @@ def fingerprint(block: Tensor, origin: Sequence[int] = (0, 0)) -> Tensor:
 
 
 def places(shape: Sequence[int], origin: Sequence[int], device: torch.device) -> Tensor:
-    """[] int64: the fingerprint of a block of ones of `shape` [rows, columns] or [rows]. Blocks make a whole tensor,
-    each element once, where these numbers add up to the whole one's."""
+    """Return a scalar int64: the fingerprint of a block of ones of `shape` [rows, columns] or [rows].
+
+    If blocks cover a whole tensor, each element once, these numbers add up to that of the whole tensor.
+    """
     rows = _row_hashes(origin[0], shape[0], device).sum(1)
     columns = _column_hashes(origin[1], shape[1], device) if len(shape) > 1 else _column_hashes(0, 1, device)
     return (rows * columns.sum(1)).sum()
 
 
 def _row_hashes(start: int, count: int, device: torch.device) -> Tensor:
-    """[2, count] int64: u, w of the rows from `start` on."""
+    """Return [2, count] int64: u and w of the rows from `start` on."""
     return _hash_table(_size_of_table(start + count), device)[:2, start : start + count]
 
 
 def _column_hashes(start: int, count: int, device: torch.device) -> Tensor:
-    """[2, count] int64: v, v' of the columns from `start` on."""
+    """Return [2, count] int64: v and v' of the columns from `start` on."""
     return _hash_table(_size_of_table(start + count), device)[2:, start : start + count]
 
 
@@ -174,8 +184,10 @@ def _size_of_table(positions: int) -> int:
 
 @lru_cache(maxsize=8)
 def _hash_table(size: int, device: torch.device) -> Tensor:
-    """[4, size] int64: u, w, v, v' of every position. Kept: blocks are many and small, their tables few. Integer
-    overflow is arithmetic modulo 2⁶⁴."""
+    """Return [4, size] int64: u, w, v and v' of every position. Integer overflow is arithmetic modulo 2⁶⁴.
+
+    Tables are cached, because blocks are many and small, and need few different tables.
+    """
     mixed = torch.arange(1, size + 1, device=device) * _SPREAD  # 0 would mix to 0
     mixed = (mixed ^ (mixed >> 29)) * _MIX
     mixed = mixed ^ (mixed >> 32)

@@ -1,7 +1,7 @@
-"""A process group beside the default one: processes that were started apart and know an address and their number.
+"""`StandaloneGroup`: a process group besides the default one, for processes that were started separately.
 
-An engine's process joins without `init_process_group`, and without megatron-core. What fails (a peer that died, or that
-never comes) raises within the timeout on everyone who waits.
+An engine's process joins without `init_process_group` and without megatron-core. If a peer dies or never comes,
+everyone who waits for it gets an error within the timeout.
 """
 
 from __future__ import annotations
@@ -18,33 +18,34 @@ _POLL_SECONDS = 0.0005
 
 
 class CollectiveFailed(RuntimeError):
-    """A collective that a peer did not take part in to its end. The group is of no further use."""
+    """Raised for a collective that a peer did not complete. The group cannot be used any further."""
 
 
 class Handle(Protocol):
-    """Work under way."""
+    """A collective that was started."""
 
     def wait(self) -> None:
-        """Returns when the work is done. Raises: CollectiveFailed where it cannot be."""
+        """Wait until the collective is done; raise CollectiveFailed if a peer does not complete it."""
         ...
 
 
 class StandaloneGroup:
-    """`world_size` processes around the address of rank 0. gloo on the CPU, NCCL on a GPU."""
+    """A group of `world_size` processes that meet at the address of rank 0. It uses gloo on the CPU, NCCL on a GPU."""
 
     def __init__(
         self, ip: str, port: int, rank: int, world_size: int, device: torch.device, timeout_seconds: float = 600.0
     ):
-        """Returns when all have joined; rank 0 listens at `ip`:`port`.
+        """Join, and return when all processes have joined. Rank 0 listens at `ip`:`port`.
 
-        Raises: CollectiveFailed where they do not within the timeout.
+        Raises:
+            CollectiveFailed: Not all of them joined within the timeout.
         """
         self.rank, self.world_size, self.device = rank, world_size, device
         self._timeout_seconds = timeout_seconds
         self._who = f"rank {rank} of the {world_size} around {ip}:{port}"
         timeout = timedelta(seconds=timeout_seconds)
         try:
-            # Kept: rank 0's is the server that the others' connections need.
+            # The store is kept because rank 0's is the server that the others' connections need.
             self._store = dist.TCPStore(ip, port, world_size, is_master=rank == 0, timeout=timeout)
             self._group = self._connect(dist.PrefixStore("standalone", self._store), timeout)
         except (RuntimeError, ValueError) as error:  # torch's own are RuntimeErrors
@@ -54,11 +55,11 @@ class StandaloneGroup:
         if self.device.type != "cuda":
             return dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = 2 * timeout  # its watchdog would end the process: the wait below is over before
+        options._timeout = 2 * timeout  # its watchdog would end the process, so our own timeout comes first
         return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
 
     def all_reduce(self, tensor: Tensor) -> Handle:
-        """Begins to add up `tensor` over all ranks, in place; it is not to be touched before the handle's `wait()`."""
+        """Start to sum `tensor` over all ranks in place. It must not be touched before the handle's `wait()`."""
         if self._group is None:
             raise CollectiveFailed(f"{self._who} has left, or a collective failed before")
         try:
@@ -67,7 +68,7 @@ class StandaloneGroup:
             raise self._failed(error) from error
 
     def close(self) -> None:
-        """Leaves. What is under way fails for everyone."""
+        """Leave. Collectives that were started fail for everyone."""
         group, self._group, self._store = self._group, None, None
         if group is not None and self.device.type == "cuda":
             group.abort()

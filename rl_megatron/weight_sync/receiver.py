@@ -1,6 +1,6 @@
-"""The receiving end of a refit: nothing is served until every tensor has come, once and unaltered.
+"""`WeightReceiver`: the engine's side of a weight sync. Nothing is served until every tensor has come once, unaltered.
 
-Light on purpose: an engine's process imports neither megatron-core nor a policy.
+An engine's process imports neither megatron-core nor a policy, so this module does not either.
 """
 
 from __future__ import annotations
@@ -12,49 +12,57 @@ import torch
 from torch import Tensor
 
 from rl_megatron.weight_sync.plan import RefitPlan, WeightsRefused
-from rl_megatron.weight_sync.process_group import StandaloneGroup
+from rl_megatron.weight_sync.process_group import Handle, StandaloneGroup
 
 
 class WeightReceiver:
-    """Copies buckets into an engine's parameters.
+    """Copies buckets into an engine's parameters. It owns the knowledge of which weights they hold.
 
-    version: of the weights that the parameters hold; None before the first refit, while one is under way, and after
-        one that was refused, when the parameters are a mixture that must not be served.
-    seconds: what the last refit spent, by phase: `verify`, `copy`.
+    Attributes:
+        version: The version of the weights that the parameters hold. It is None before the first refit, during a refit,
+            and after a refused one, when the parameters are a mixture that must not be served.
+        seconds: What the last refit spent in each phase: `verify` and `copy`.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], plan: RefitPlan):
-        """parameters: by their Hugging Face names; names that share memory (tied embeddings) may come under either.
+        """Check that the plan fits the parameters.
 
-        Raises: WeightsRefused naming the first tensor that is not on both sides, or differs in shape or dtype.
+        Args:
+            parameters: The engine's parameters by Hugging Face name. If two names share memory (tied embeddings), the
+                weights may come under either of them.
+            plan: The trainer's plan.
+
+        Raises:
+            WeightsRefused: A tensor is not on both sides, or differs in shape or dtype; the message names the first.
         """
         self.version: int | None = None
         self.seconds: dict[str, float] = {}
         self._plan = plan
         self._parameters = {name: parameter.detach() for name, parameter in parameters.items()}
         self._pending: int | None = None
-        self._came: set[int] = set()
+        self._received: set[int] = set()
         self._check()
 
     def begin(self, version: int) -> None:
-        """A refit to the weights of `version` begins; from here on the old ones are not served any more."""
-        self.version, self._pending, self._came = None, version, set()
+        """Begin a refit to the weights of `version`. From here on the old ones are not served any more."""
+        self.version, self._pending, self._received = None, version, set()
         self.seconds = {"verify": 0.0, "copy": 0.0}
 
     @torch.no_grad()
     def accept(self, bucket_index: int, buffer: Tensor) -> None:
-        """Takes the bucket that `buffer` [at least its num_words] int64 holds.
+        """Copy the bucket that `buffer` (int64, at least its num_words) holds.
 
-        Raises: WeightsRefused naming a tensor, where the bucket came before or something in it was altered; the refit
-            has failed then, and another has to begin.
+        Raises:
+            WeightsRefused: The bucket came before, or a tensor in it was altered. The refit has failed then, and
+                another one has to begin.
         """
         if self._pending is None:
             raise WeightsRefused("a bucket came outside a refit: the last one was refused, or none has begun")
-        pending, self._pending = self._pending, None  # until all went well
+        pending, self._pending = self._pending, None  # restored if all goes well
         if not 0 <= bucket_index < len(self._plan.buckets):
             raise WeightsRefused(f"bucket {bucket_index} is unknown; {len(self._plan.buckets)} were announced")
         bucket = self._plan.buckets[bucket_index]
-        if bucket_index in self._came:
+        if bucket_index in self._received:
             raise WeightsRefused(f"{bucket.tensors[0].name} came twice, with bucket {bucket_index}")
         if buffer.numel() < bucket.num_words:
             raise WeightsRefused(
@@ -68,36 +76,40 @@ class WeightReceiver:
             self._parameters[spec.name].copy_(bucket.tensor(buffer, index))
         self.seconds["verify"] += verified - began
         self.seconds["copy"] += time.perf_counter() - verified
-        self._came.add(bucket_index)
+        self._received.add(bucket_index)
         self._pending = pending
 
     def finish(self) -> int:
-        """The version that is served from here on.
+        """End the refit, and return the version that is served from here on.
 
-        Raises: WeightsRefused naming the first tensor that did not come.
+        Raises:
+            WeightsRefused: A tensor did not come; the message names the first.
         """
         if self._pending is None:
             raise WeightsRefused("no refit to finish: the last one was refused, or none has begun")
         pending, self._pending = self._pending, None
         for index, bucket in enumerate(self._plan.buckets):
-            if index not in self._came:
+            if index not in self._received:
                 raise WeightsRefused(f"{bucket.tensors[0].name} is missing: bucket {index} never came")
         self.version = pending
         return pending
 
     def receive(self, group: StandaloneGroup, version: int) -> int:
-        """A whole refit over `group`, whose other ranks are the policy's `broadcast_weights_for_collective`: while one
-        bucket is verified and copied, the next is on its way.
+        """Do a whole refit over `group`, in which the trainer calls `WeightSender.broadcast`; return the version.
 
-        Raises: WeightsRefused, after every bucket was taken off the wire, so that the policy's side is not left
-            waiting; CollectiveFailed.
+        While one bucket is verified and copied, the next one is received.
+
+        Raises:
+            WeightsRefused: A bucket was refused. The other buckets are still received, so that the trainer is not left
+                waiting.
+            CollectiveFailed: A peer died.
         """
         self.begin(version)
         buckets, refused = self._plan.buckets, None
         words = max(bucket.num_words for bucket in buckets)
         buffers = [torch.empty(words, dtype=torch.int64, device=group.device) for _ in range(min(2, len(buckets)))]
 
-        def expect(index: int):
+        def expect(index: int) -> Handle:
             return group.all_reduce(buffers[index % 2][: buckets[index].num_words].zero_())
 
         coming = expect(0)

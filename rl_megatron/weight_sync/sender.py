@@ -1,34 +1,32 @@
-"""Weights on their way to a rollout engine: over a process group that it joins, or in memory that it opens.
+"""`WeightSender`: the trainer's side of a weight sync, over a process group that engines join or in shared memory.
 
-Both take one collective a bucket. Over a group, that one all-reduce gathers the policy's shards and delivers them at
-once; in shared memory the policy's ranks gather among themselves, and the engine takes part in nothing.
+Both ways take one collective per bucket. Over a process group, one all-reduce gathers the shards of all ranks and
+delivers them at once. In shared memory the trainer's ranks gather among themselves, and engines only read.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.weight_sync.exporter import DEFAULT_BUCKET_BYTES, WeightExporter
 from rl_megatron.weight_sync.ipc import SharedBuffer, WeightHandle, device_key
 from rl_megatron.weight_sync.plan import RefitPlan
 from rl_megatron.weight_sync.process_group import Handle, StandaloneGroup
 
-if TYPE_CHECKING:
-    from rl_megatron.policy.megatron_policy import MegatronPolicy
-
 _GIGABYTE = 1e9
 
 
 @dataclass
-class RefitCost:
-    """What the last hand-over took on this rank. Phases overlap: their seconds may add up to more than the whole's."""
+class SyncTimings:
+    """What the last weight sync took on this rank. Phases overlap: their seconds may add up to more than the total."""
 
     bytes: int = 0
     began: float = field(default_factory=time.perf_counter)
@@ -36,81 +34,146 @@ class RefitCost:
     seconds: dict[str, float] = field(default_factory=lambda: {"fill": 0.0, "transfer": 0.0})
 
     def metrics(self) -> dict[str, float]:
-        """`refit_bytes`, `refit_seconds`, `refit_gb_per_s`; seconds and GB/s of `refit_fill_…` (this rank's rows and
-        their fingerprints) and `refit_transfer_…` (waiting for collectives)."""
-        whole = {"": self.ended - self.began} | {f"{phase}_": spent for phase, spent in self.seconds.items()}
-        costs: dict[str, float] = {"refit_bytes": self.bytes}
-        for phase, spent in whole.items():
-            costs[f"refit_{phase}seconds"] = spent
-            costs[f"refit_{phase}gb_per_s"] = self.bytes / _GIGABYTE / spent if spent > 0 else 0.0
-        return costs
+        """Return `refit_bytes`, `refit_seconds` and `refit_gb_per_s`, and seconds and GB/s of each phase.
+
+        The phases are `refit_fill_…` (copying this rank's shards and fingerprinting them) and `refit_transfer_…`
+        (waiting for collectives).
+        """
+        spans = {"": self.ended - self.began} | {f"{phase}_": spent for phase, spent in self.seconds.items()}
+        metrics: dict[str, float] = {"refit_bytes": self.bytes}
+        for phase, spent in spans.items():
+            metrics[f"refit_{phase}seconds"] = spent
+            metrics[f"refit_{phase}gb_per_s"] = self.bytes / _GIGABYTE / spent if spent > 0 else 0.0
+        return metrics
 
 
-class HandOver:
-    """A policy's ways out. `cost`: of the last hand-over."""
+class WeightSender:
+    """Sends a model's weights to rollout engines. Every rank of the model calls every method with the same arguments.
 
-    def __init__(self, policy: MegatronPolicy):
-        self.cost = RefitCost()
-        self._policy = policy
+    It owns the exporter, the process group that engines join, and the shared memory that engines read.
+
+    Attributes:
+        timings: What the last weight sync took.
+    """
+
+    def __init__(self, model: ShardedModel):
+        self.timings = SyncTimings()
+        self._model = model
         self._exporter: WeightExporter | None = None
         self._max_bytes = DEFAULT_BUCKET_BYTES
-        self._joining: Joining | None = None
+        self._pending_group: PendingGroup | None = None
         self._shared: SharedBuffer | None = None
 
     def exporter(self, max_bytes: int | None = None) -> WeightExporter:
-        """Collective where there is none yet, or `max_bytes` is another than so far."""
+        """Return the exporter; collective if there is none yet, or if `max_bytes` is new."""
         if self._exporter is None or max_bytes not in (None, self._max_bytes):
             self.release()
             self._max_bytes = max_bytes or self._max_bytes
-            self._exporter = WeightExporter(self._policy, self._max_bytes)
+            self._exporter = WeightExporter(self._model, self._max_bytes)
         return self._exporter
 
     @property
     def plan(self) -> RefitPlan:
+        """What an engine is told before the first weights come. Collective the first time."""
         return self.exporter().plan
+
+    def tensor_infos(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return the shape and dtype of each Hugging Face tensor, in the order in which they are sent."""
+        specs = (spec for bucket in self.plan.buckets for spec in bucket.tensors)
+        return {spec.name: (spec.shape, spec.torch_dtype) for spec in specs}
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole tensor) of every Hugging Face tensor; each is valid until the next. Collective."""
+        return self.exporter().stream()
 
     # --- over a process group ---
 
-    def join(self, ip: str, port: int, world_size: int, timeout_seconds: float) -> Joining:
-        """Begins to join, as the first ranks of `world_size`; leaves the group joined before."""
+    def join(self, ip: str, port: int, world_size: int, timeout_seconds: float) -> PendingGroup:
+        """Start to join a process group with engines; a group that was joined before is left.
+
+        Wait for the returned group after the engines were told to join. Waiting raises CollectiveFailed if a process
+        does not come.
+
+        Args:
+            ip: The address at which the model's rank 0 listens.
+            port: The port at which it listens.
+            world_size: The number of processes: the model's ranks first, then the engines.
+            timeout_seconds: The most seconds for joining, and for each collective.
+
+        Raises:
+            ValueError: `world_size` leaves no rank for an engine.
+        """
         self.leave()
-        topology = self._policy.topology
+        topology = self._model.topology
         if world_size <= topology.world_size:
             raise ValueError(
                 f"world_size={world_size} must count the policy's {topology.world_size} ranks and at least one engine's"
             )
-        self._joining = Joining(ip, port, topology.rank, world_size, topology.device, timeout_seconds)
-        return self._joining
+        self._pending_group = PendingGroup(ip, port, topology.rank, world_size, topology.device, timeout_seconds)
+        return self._pending_group
 
     def broadcast(self) -> list[Handle]:
-        """One all-reduce for each bucket; filling a bucket and sending the one before it overlap."""
-        if self._joining is None:
-            raise RuntimeError("there is no group to send weights over; call init_collective() first")
-        group = self._joining.group()
-        exporter, handles = self.exporter(), []
-        self._policy.finish_training()
-        self.cost = RefitCost(exporter.plan.num_bytes)
+        """Send all weights over the joined group, and return one handle per bucket, in order.
+
+        Engines take part through `WeightReceiver.receive`. Filling a bucket and sending the one before it overlap.
+
+        Raises:
+            RuntimeError: No group was joined.
+            CollectiveFailed: An engine died, here or from a handle; join again.
+        """
+        group = self.group()
+        exporter = self.exporter()
+        self._model.gather_parameters()
+        self.timings = SyncTimings(exporter.plan.num_bytes)
+        handles: list[Handle] = []
         buffers = [exporter.new_buffer() for _ in range(min(2, len(exporter.plan.buckets)))]
         for index in range(len(exporter.plan.buckets)):
             if index >= len(buffers):
                 handles[index - len(buffers)].wait()
-            handles.append(_Transfer(group.all_reduce(self._fill(index, buffers[index % 2])), self.cost))
+            filled = self._fill(exporter, index, buffers[index % 2])
+            handles.append(_Transfer(group.all_reduce(filled), self.timings))
         return handles
 
+    def group(self) -> StandaloneGroup:
+        """Return the group that `join` started to join, once every process is there.
+
+        Raises:
+            RuntimeError: No group was joined.
+            CollectiveFailed: Not every process came.
+        """
+        if self._pending_group is None:
+            raise RuntimeError("there is no group to send weights over; call init_collective() first")
+        return self._pending_group.group()
+
     def leave(self) -> None:
-        if self._joining is not None:
-            self._joining.leave()
-            self._joining = None
+        """Leave the process group, if there is one."""
+        if self._pending_group is not None:
+            self._pending_group.leave()
+            self._pending_group = None
 
     # --- in shared memory ---
 
     def groups_of_keys(self, max_bytes: int | None) -> list[list[str]]:
+        """Return the tensor names of each bucket: what `share` takes, one bucket after the other.
+
+        A new `max_bytes` changes `plan`: give engines the new plan.
+        """
         exporter = self.exporter(max_bytes)
-        self.cost = RefitCost()
+        self.timings = SyncTimings()
         return [[spec.name for spec in bucket.tensors] for bucket in exporter.plan.buckets]
 
     def share(self, keys: list[str]) -> dict[str, WeightHandle]:
-        """Gathers one group of keys into this rank's shared memory, over what was there before."""
+        """Gather one bucket into this rank's shared memory, over what was there before, and return its handle.
+
+        A process of this machine reads it with `weight_sync.ipc.opened`, and has to be done before the next bucket is
+        shared. The handle's key is this rank's device: a GPU's uuid, or "cpu".
+
+        Args:
+            keys: One of the lists that `groups_of_keys` returned.
+
+        Raises:
+            ValueError: `keys` are not a bucket.
+        """
         exporter = self.exporter()
         plan = exporter.plan
         index = next((i for i, b in enumerate(plan.buckets) if [spec.name for spec in b.tensors] == list(keys)), None)
@@ -118,83 +181,94 @@ class HandOver:
             raise ValueError(
                 f"{keys[:3]}… ({len(keys)} keys) are not one of the groups that prepare_weights_for_ipc() gave"
             )
-        self._policy.finish_training()
-        topology = self._policy.topology
+        self._model.gather_parameters()
+        topology = self._model.topology
         if self._shared is None:
             self._shared = SharedBuffer(exporter.num_words, topology.device)
-        filled = self._fill(index, self._shared.words)
+        filled = self._fill(exporter, index, self._shared.words)
         if topology.world_size > 1:
-            _Transfer(dist.all_reduce(filled, async_op=True), self.cost).wait()
+            work = dist.all_reduce(filled, async_op=True)
+            assert work is not None  # None is for processes outside the group
+            _Transfer(work, self.timings).wait()
         handle = self._shared.handle(index, filled.numel())
-        self.cost.bytes += plan.buckets[index].num_bytes
-        self.cost.ended = time.perf_counter()
+        self.timings.bytes += plan.buckets[index].num_bytes
+        self.timings.ended = time.perf_counter()
         return {device_key(topology.device): handle}
 
     def release(self) -> None:
-        """Gives shared memory back; handles to it are void."""
+        """Give the shared memory back. Handles to it are void from here on."""
         if self._shared is not None:
             self._shared.close()
             self._shared = None
 
     def close(self) -> None:
+        """Leave the process group and drop everything that refers to the model's weights."""
         self.leave()
         self.release()
         self._exporter = None
 
-    def _fill(self, index: int, buffer: Tensor) -> Tensor:
+    def _fill(self, exporter: WeightExporter, index: int, buffer: Tensor) -> Tensor:
         began = time.perf_counter()
-        filled = self.exporter().fill(index, buffer)
+        filled = exporter.fill(index, buffer)
         if filled.is_cuda:
             torch.cuda.current_stream(filled.device).synchronize()
-        self.cost.seconds["fill"] += time.perf_counter() - began
+        self.timings.seconds["fill"] += time.perf_counter() - began
         return filled
 
 
-class Joining:
-    """A group that is being joined: the call returns while engines, told by the same caller, still come."""
+class PendingGroup:
+    """A process group that is being joined in a thread, so that the caller can tell engines to join meanwhile."""
 
-    def __init__(self, *arguments):
+    def __init__(self, ip: str, port: int, rank: int, world_size: int, device: torch.device, timeout_seconds: float):
         self._group: StandaloneGroup | None = None
         self._error: Exception | None = None
         self._left = False
+        arguments = (ip, port, rank, world_size, device, timeout_seconds)
         self._thread = threading.Thread(target=self._join, args=arguments, daemon=True)
         self._thread.start()
 
-    def _join(self, *arguments) -> None:
+    def _join(self, ip: str, port: int, rank: int, world_size: int, device: torch.device, timeout: float) -> None:
         try:
-            self._group = StandaloneGroup(*arguments)
+            self._group = StandaloneGroup(ip, port, rank, world_size, device, timeout)
         except Exception as error:  # raised again by whoever waits
             self._error = error
         if self._left and self._group is not None:
             self._group.close()
 
     def group(self) -> StandaloneGroup:
+        """Return the group once every process has joined.
+
+        Raises:
+            CollectiveFailed: Not every process came.
+        """
         self._thread.join()
         if self._error is not None:
             raise self._error
+        assert self._group is not None  # the thread has ended without an error
         return self._group
 
     def wait(self) -> None:
+        """Wait until every process has joined; raise as `group` does."""
         self.group()
 
     def is_over(self, seconds: float) -> bool:
-        """Whether `wait` would return or raise at once; it may take `seconds` to say no."""
+        """Return whether `wait` would return or raise at once, after waiting for at most `seconds`."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def leave(self) -> None:
-        """Does not wait for those who have not come."""
+        """Leave the group, without waiting for processes that have not come."""
         self._left = True
         if self._group is not None:
             self._group.close()
 
 
 class _Transfer:
-    """A bucket on its way; waiting for it is what a transfer costs."""
+    """The collective of one bucket. Waiting for it counts as the time that a transfer takes."""
 
-    def __init__(self, work: Handle, cost: RefitCost):
-        self._work: Handle | None = work
-        self._cost = cost
+    def __init__(self, work: Handle | dist.Work, timings: SyncTimings):
+        self._work: Handle | dist.Work | None = work
+        self._timings = timings
 
     def wait(self) -> None:
         if self._work is None:
@@ -202,5 +276,5 @@ class _Transfer:
         began = time.perf_counter()
         self._work.wait()
         self._work = None
-        self._cost.ended = time.perf_counter()
-        self._cost.seconds["transfer"] += self._cost.ended - began
+        self._timings.ended = time.perf_counter()
+        self._timings.seconds["transfer"] += self._timings.ended - began

@@ -32,7 +32,7 @@ def _answer(connection, function, args):
     connection.send(function(*args))
 
 
-def build_policy(precision: str, distributed: bool, reference: str = "resident"):
+def build_policy(precision: str, distributed: bool, reference_placement: str = "resident"):
     from rl_megatron.policy.megatron_policy import MegatronPolicy
     from rl_megatron.topology import topology
     from rl_megatron.topology.device import start_device
@@ -45,7 +45,7 @@ def build_policy(precision: str, distributed: bool, reference: str = "resident")
         precision=precision,
         optimizer=OptimizerConfig(lr=1e-2, distributed=distributed),
         total_steps=10,
-        reference=reference,
+        reference_placement=reference_placement,
     )
 
 
@@ -92,7 +92,7 @@ def hand_over() -> tuple[dict, dict, int]:
     taken = ours.recv()
     process.join()
     policy.offload_before_refit()
-    policy._hand_over.release()
+    policy.weights.release()
     return taken, weights(policy), torch.cuda.memory_allocated() - before
 
 
@@ -128,7 +128,7 @@ def test_twenty_offloads_change_nothing_and_keep_nothing(precision, distributed)
 def reference_on_the_host() -> tuple[torch.Tensor, torch.Tensor, int]:
     from tests.parallel.test_layouts import random_batch
 
-    policy, batch = build_policy("bf16", True, reference="offload"), random_batch(4, 12, 0)
+    policy, batch = build_policy("bf16", True, reference_placement="offload"), random_batch(4, 12, 0)
     before = torch.cuda.memory_allocated()
     start = policy.get_logprobs(batch)["logprobs"]
     policy.freeze_reference()

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from rl_megatron.checkpoint import directory as checkpoint
-from rl_megatron.checkpoint.load import load_model
+from rl_megatron.checkpoint.training_state import load_model
+from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.losses import NLLLoss
@@ -153,7 +153,7 @@ def load_errors(directory: str) -> list[str]:
     refused(whole)
     largest.unlink()
     refused(whole)
-    (whole / checkpoint.MANIFEST).unlink()
+    (whole / MANIFEST).unlink()
     refused(whole)
     return messages
 
@@ -165,7 +165,7 @@ def test_unusable_checkpoints_are_named(ranks, tmp_path):
     assert "model.num_layers: checkpoint 4, run 2" in other_model
     assert "damaged" in truncated and "bytes instead of" in truncated
     assert "is missing" in missing
-    assert checkpoint.MANIFEST in incomplete
+    assert MANIFEST in incomplete
 
 
 def names_of_a_checkpoint(directory: str) -> tuple[set[str], list[str]]:
@@ -173,7 +173,7 @@ def names_of_a_checkpoint(directory: str) -> tuple[set[str], list[str]]:
     policy = build_policy({}, optimizer=DISTRIBUTED_OPTIMIZER)
     path = policy.save_checkpoint(directory, 1)
     held = set(FileSystemReader(path).read_metadata().state_dict_metadata)
-    model = unwrap(policy.chunks[0])
+    model = unwrap(policy.model.chunks[0])
     state = dict(model.state_dict())
     dropped = next(iter(state))
     refusals = []
@@ -182,7 +182,7 @@ def names_of_a_checkpoint(directory: str) -> tuple[set[str], list[str]]:
             load_model(model, wrong)
         refusals.append(str(error.value))
     assert dropped in refusals[0] and "surplus.weight" in refusals[1]
-    return held, [piece.name for piece in pieces(policy.chunks)]
+    return held, [piece.name for piece in pieces(policy.model.chunks)]
 
 
 def test_a_checkpoint_holds_tensors_alone(ranks, tmp_path):

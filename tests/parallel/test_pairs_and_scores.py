@@ -133,7 +133,7 @@ def calls_of_the_other_head() -> None:
     }
     for name, call in calls.items():
         needed, found = ("score", "lm") if name in ("get_values", "score") else ("lm", "score")
-        words = f"^{name} is for a policy built with head='{needed}'; this one has head='{found}'$"
+        words = f"^{name} is for a model built with head='{needed}'; this one has head='{found}'$"
         with pytest.raises(RuntimeError, match=words):
             call()
 

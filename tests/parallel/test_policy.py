@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rl_megatron.config.schema import ModelConfig
+from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import NonFiniteLoss, over_steps
 from rl_megatron.losses import NLLLoss
 from rl_megatron.losses.interfaces import LogprobLoss, LossInputType, LossType, Reduction
@@ -234,12 +235,48 @@ def test_rows_that_do_not_divide_are_filled_up_without_weight(ranks, layout):
     assert (found[:, 0] == 0).all()
 
 
+class CopiesInPlace(BatchedDataDict):
+    """A batch whose `to` works in place, as NeMo RL's does, and shows it on a CPU too: the tensors are others."""
+
+    def to(self, device):
+        for key, value in self.data.items():
+            self.data[key] = value.to(device, copy=True)
+        return self
+
+
+def changes_of_the_callers_batch() -> list[str]:
+    policy, batch = build_policy({}), CopiesInPlace(random_batch(4, 12, 0))
+    policy.freeze_reference()
+    calls = {
+        "train": lambda: policy.train(batch, NLLLoss(), gbs=2),
+        "evaluation": lambda: policy.train(batch, NLLLoss(), eval_mode=True, gbs=4),
+        "accumulate_gradients": lambda: policy.accumulate_gradients(batch, NLLLoss()),
+        "get_logprobs": lambda: policy.get_logprobs(batch),
+        "get_topk_logits": lambda: policy.get_topk_logits(batch, k=2),
+        "get_reference_policy_logprobs": lambda: policy.get_reference_policy_logprobs(batch),
+    }
+    changed = []
+    for name, call in calls.items():
+        before = {key: (value, value.clone()) for key, value in batch.items()}
+        call()
+        if batch.keys() != before.keys():
+            changed.append(f"{name}: keys")
+        for key, (tensor, values) in before.items():
+            if batch[key] is not tensor or not torch.equal(tensor, values):
+                changed.append(f"{name}: {key}")
+    return changed
+
+
+def test_a_callers_batch_is_never_moved_or_changed(ranks):
+    assert ranks.run(1, changes_of_the_callers_batch)[0] == []
+
+
 def kept_alive_after_shutdown(model: ModelConfig) -> tuple[int, int]:
     policies = [build_policy({}, model=model) for _ in range(2)]
     parameters = []
     for policy in policies:
         policy.train(random_batch(4, 12, 0), NLLLoss(), gbs=4)
-        parameters += [weakref.ref(parameter) for parameter in policy.chunks[0].parameters()]
+        parameters += [weakref.ref(parameter) for parameter in policy.model.chunks[0].parameters()]
     policies.pop().shutdown()
     gc.collect()
     shut_down = sum(parameter() is not None for parameter in parameters)
@@ -279,7 +316,7 @@ def bf16_steps(parallel: dict) -> tuple[list[float], torch.dtype, torch.dtype]:
     policy = build_policy(parallel, precision="bf16", optimizer=DISTRIBUTED_OPTIMIZER)
     batch = random_batch(8, 16, 0)
     losses = [policy.train(batch, NLLLoss(), gbs=8)["loss"] for _ in range(8)]
-    parameter = next(policy.chunks[0].parameters())
+    parameter = next(policy.model.chunks[0].parameters())
     return losses, parameter.dtype, parameter.main_grad.dtype
 
 

@@ -23,13 +23,13 @@ def on_the_host(parallel: dict) -> tuple[torch.Tensor, torch.Tensor, list[int], 
     """(Logprobs at the start, of the offloaded reference after a step, its parameters' sizes between calls, whether it
     was said that a CPU has nowhere else)."""
     log._said.clear()
-    policy = build_policy(parallel, reference="offload")
+    policy = build_policy(parallel, reference_placement="offload")
     batch = random_batch(6, 14, 2)
     start = policy.get_logprobs(batch)["logprobs"]
     policy.freeze_reference()
     said = any("train.reference=offload" in message for message in log._said)
-    modules = policy._reference._runner.chunks
-    policy._reference._host_weights = HostWeights(modules, CPU)  # what a GPU has: the host here is the device
+    modules = policy.reference.model.chunks
+    policy.reference._host_weights = HostWeights(modules, CPU)  # what a GPU has: the host here is the device
     policy.train(batch, NLLLoss(), gbs=6)
     for _ in range(2):
         reference = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
@@ -56,7 +56,7 @@ def recorded(parallel: dict, directory: str, seed: int = 1) -> dict:
     policy.train(batches[0], NLLLoss(), gbs=4)
     found = [policy.get_reference_policy_logprobs(batch)["reference_logprobs"] for batch in batches]
     mixed = policy.get_reference_policy_logprobs(batches[0].select_indices([3, 1]))["reference_logprobs"]
-    with pytest.raises(RuntimeError, match="row 0 of the batch is none of the 8 whose reference is recorded"):
+    with pytest.raises(RuntimeError, match="sequence 0 of the batch is not among the 8 recorded"):
         policy.get_reference_policy_logprobs(random_batch(3, 12, 5))
     assert policy.has_reference
     return {"wanted": wanted, "found": found, "mixed": mixed, "computed": rows}
@@ -126,8 +126,8 @@ def test_only_rows_that_are_not_known_yet_are_computed(ranks, tmp_path):
 
 def models_made(directory: str) -> list[int]:
     policy, made = build_policy({}), []
-    new_model = policy._new_model
-    policy._new_model = lambda: made.append(1) or new_model()
+    frozen_copy = policy.model.frozen_copy
+    policy.model.frozen_copy = lambda: made.append(1) or frozen_copy()
     policy.record_reference(Path(directory) / "reference.safetensors", [random_batch(3, 12, 0)])
     recorded_with = len(made)
     policy.freeze_reference()

@@ -150,7 +150,7 @@ def refusal(parallel: dict, change: str) -> str:
 
     exporter.pieces = changed
     try:
-        WeightExporter(policy)
+        WeightExporter(policy.model)
     except RuntimeError as error:
         return str(error)
     finally:
@@ -174,7 +174,7 @@ def test_a_tensor_that_the_table_does_not_know_is_refused_on_every_rank(ranks, c
 def altered_in_transit(parallel: dict) -> str:
     """A rank's rows change between being filled in and being added up."""
     policy = llama(parallel)
-    exporter = WeightExporter(policy, MAX_BYTES)
+    exporter = WeightExporter(policy.model, MAX_BYTES)
     fill = exporter.fill
 
     def altering(index, buffer):

@@ -13,10 +13,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from rl_megatron.checkpoint import directory as checkpoint
 from rl_megatron.checkpoint import save as saving
-from rl_megatron.checkpoint.directory import Damaged
+from rl_megatron.checkpoint.directory import Damaged, complete_checkpoints
 from rl_megatron.checkpoint.save import SaveFailed
+from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.losses import NLLLoss
 from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, OPTIMIZER, build_policy, weights
 from tests.parallel.test_layouts import random_batch
@@ -41,7 +41,7 @@ def save_while_training(directory: str, distributed: bool, precision: str) -> No
     try:
         save = policy.begin_checkpoint(Path(directory) / "background", 1)
         assert not save.is_written()
-        assert not checkpoint.complete_checkpoints(Path(directory) / "background")
+        assert not complete_checkpoints(Path(directory) / "background")
         train(policy, 1), train(policy, 2)
         trained_on.set()
         background = save.finish()
@@ -165,7 +165,7 @@ def test_a_flipped_bit_is_found_and_its_file_named_whichever_it_is(ranks, tmp_pa
     messages, others = ranks.run(2, flip_bytes, str(tmp_path))
     assert messages == others
     kinds = {".metadata", "common.pt", "config.yaml", "metadata.json", "random_00000.pt", "random_00001.pt"}
-    assert {name for name in messages if not name.endswith(".distcp")} == kinds | {checkpoint.MANIFEST}
+    assert {name for name in messages if not name.endswith(".distcp")} == kinds | {MANIFEST}
     for name, message in messages.items():
         assert "is damaged" in message and name in message and "use an older one" in message
 
@@ -178,7 +178,7 @@ def draws_after_loading(directory: str) -> tuple[torch.Tensor, torch.Tensor, tor
     drawn = torch.rand(3)
     policy.load_checkpoint(path)
     again = torch.rand(3)
-    manifest = json.loads((path / checkpoint.MANIFEST).read_text())
+    manifest = json.loads((path / MANIFEST).read_text())
     assert manifest["layout"] == policy.topology.describe() and manifest["versions"]["torch"] == torch.__version__
     other = build_policy({"tensor": 2}, optimizer=DISTRIBUTED_OPTIMIZER)
     torch.manual_seed(99)

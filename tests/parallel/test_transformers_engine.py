@@ -92,17 +92,17 @@ def life_of_an_engine(parallel: dict, settings: dict) -> dict:
         found["engines after a step"] = drawn(engine)
         found["embedded after a step"] = drawn(MegatronEngine(policy))
 
-        policy.weight_version += 1
+        policy.model.version += 1
         with patched(WeightExporter, "fill", forgetting("model.layers.2.mlp.up_proj.weight")):
             found["refused"] = refusal(WeightsRefused, engine.update_weights)
         found["halted"] = refusal(EngineFailed, engine.generate, prompts(), COLD, 1)
         engine.update_weights()
         found["recovered"] = drawn(engine)
 
-        for chunk in policy.chunks:
+        for chunk in policy.model.chunks:
             for parameter in chunk.parameters():
                 parameter.data.fill_(torch.nan)
-        policy.weight_version += 1
+        policy.model.version += 1
         engine.update_weights()
         found["nan"] = refusal(NonFiniteLoss, engine.generate, prompts(), COLD, 1)
     return found
@@ -271,7 +271,7 @@ def test_an_engine_that_dies_is_started_again_and_says_the_same(ranks):
 def death_in_a_refit() -> tuple[dict, dict, list[str], float]:
     with serving({"tensor": 2}) as (policy, engine), logged() as lines:
         undisturbed = drawn(engine, {"cold": COLD})
-        policy.weight_version += 1
+        policy.model.version += 1
         began = time.monotonic()
         with killed_while("receive"):
             engine.update_weights()
@@ -317,7 +317,7 @@ def troubles() -> dict:
     ):
         found["seconds to join"] = time.monotonic() - began
         found["joined"] = drawn(engine, {"cold": COLD})["cold"]["weight_version"].tolist()
-        policy.weight_version += 1
+        policy.model.version += 1
         began = time.monotonic()
         found["failed"] = refusal(EngineFailed, engine.update_weights)
         found["seconds to fail"] = time.monotonic() - began
@@ -344,7 +344,7 @@ class Ids:
 
 
 def gate_of(policy) -> Gate:
-    return Gate(policy, Ids(), Sampling(max_new_tokens=12), num_prompts=4, limit=LIMITS[policy.precision])
+    return Gate(policy, Ids(), Sampling(max_new_tokens=12), num_prompts=4, limit=LIMITS[policy.model.precision])
 
 
 def perturbed() -> str:

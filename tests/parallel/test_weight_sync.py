@@ -199,7 +199,8 @@ def cycles(parallel: dict, offload: bool) -> tuple[dict, list[int], int]:
                 policy.get_weights_ipc_handles(keys)
             policy.offload_after_refit()
             policy.get_logprobs(batch)
-            gradients += sum(b.grad_data.untyped_storage().size() for chunk in policy.chunks for b in chunk.buffers)
+            buffers = [buffer for chunk in policy.model.chunks for buffer in chunk.buffers]
+            gradients += sum(buffer.grad_data.untyped_storage().size() for buffer in buffers)
             if cycle in (2, 19):
                 living.append(bytes_of_tensors())
     return digests(policy.stream_weights()), living, gradients
@@ -257,7 +258,7 @@ def conformance() -> dict[str, list[str]]:
         policy.broadcast_weights_for_collective()
     with pytest.raises(ValueError, match="world_size=1 must count the policy's 1 ranks and at least one engine's"):
         policy.init_collective("127.0.0.1", 1, world_size=1)
-    with pytest.raises(RuntimeError, match="handing weights over is for a policy built with head='lm'"):
+    with pytest.raises(RuntimeError, match="sending weights to an engine is for a model built with head='lm'"):
         llama({}, head="score").prepare_refit_info()
     return needed
 

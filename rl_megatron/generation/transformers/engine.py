@@ -21,7 +21,7 @@ from rl_megatron.generation.transformers.process import Answers, EngineDied, Eng
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.weight_sync.plan import WeightsRefused
 from rl_megatron.weight_sync.process_group import CollectiveFailed
-from rl_megatron.weight_sync.sender import Joining
+from rl_megatron.weight_sync.sender import PendingGroup
 
 _T = TypeVar("_T")
 _JOINING_POLL_SECONDS = 0.1
@@ -54,7 +54,7 @@ class TransformersEngine:
         """
         if self._serves != self.policy.weight_version:
             self._serves = None
-            self._surviving(self._hand_over)
+            self._surviving(self._sync_weights)
         costs, self._costs = self._costs, {}
         return costs
 
@@ -65,7 +65,7 @@ class TransformersEngine:
             logits are NaN or infinite; EngineFailed where what was drawn is of other weights than the policy's, or
             engines die more often than they may.
         """
-        self.policy.require_head("lm", "generate")
+        self.policy.model.require_head("lm", "generate")
         check_prompts(prompts, sampling, self.policy.model_config.max_sequence_length)
         if self._serves is None:
             raise EngineFailed("the rollout engine serves no weights; call update_weights() first")
@@ -102,13 +102,13 @@ class TransformersEngine:
     def _draw(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> tuple[Any, ...]:
         """What each engine that had rows answered."""
         if self._serves is None:  # started again
-            self._hand_over()
+            self._sync_weights()
         parts = min(self.settings.num_engines, len(prompts))
         edges = [len(prompts) * part // parts for part in range(parts + 1)]
         rows = zip(edges, edges[1:], strict=False)
         return self._ask("generate", [(prompts[a:b], a, len(prompts), sampling, seed) for a, b in rows])
 
-    def _hand_over(self) -> None:
+    def _sync_weights(self) -> None:
         """Processes where there are none, and the policy's present weights in them. Keeps what the weights' way cost:
         the policy's `refit_metrics`, up to when the last engine serves them, and `verify` and `copy` there."""
         if not self._started:
@@ -160,7 +160,7 @@ class TransformersEngine:
         questions = [(*address, before + index, *common) for index in range(len(self._devices))]
         self._ask("join", questions, meanwhile=lambda: self._meet(handles))
 
-    def _meet(self, handles: Sequence[Joining]) -> None:
+    def _meet(self, handles: Sequence[PendingGroup]) -> None:
         """Until all of the policy's ranks have joined. One that cannot (its port was taken), and an engine that ended,
         leave nobody waiting for them: ranks tell each other how far they are.
 

@@ -48,7 +48,7 @@ class Saving:
 def make(tmp_path, monkeypatch):
     def build(log, critic_fails=(), policy_fails=(), **train):
         monkeypatch.setattr(
-            "rl_megatron.checkpoint.retention.delete_older", lambda where, *_: log.append(("thin out", where.name))
+            "rl_megatron.algorithms.checkpointer.delete_older", lambda where, *_: log.append(("thin out", where.name))
         )
         settings = replace(load([]).first.train, **train)
         models = Model("policy", log, set(policy_fails)), Model("critic", log, set(critic_fails))

@@ -13,8 +13,8 @@ from rl_megatron.algorithms import ppo as story
 from rl_megatron.algorithms import stage as stage_module
 from rl_megatron.algorithms.run import _optimizer_steps
 from rl_megatron.algorithms.stage import Stage
-from rl_megatron.checkpoint.directory import MANIFEST
 from rl_megatron.checkpoint.retention import delete_older
+from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.load import load
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import ClippedPGLossFn, MSEValueLoss
@@ -90,9 +90,9 @@ def run(monkeypatch):
             record=lambda step, report, kind="train": records.setdefault(kind, {}).setdefault(step, report),
         )
         monkeypatch.setattr(story, "Sampler", Rollouts)
-        monkeypatch.setattr(stage_module.checkpoint, "complete_checkpoints", lambda directory: list(saved))
+        monkeypatch.setattr(stage_module, "complete_checkpoints", lambda directory: list(saved))
         monkeypatch.setattr(
-            checkpointer.retention,
+            checkpointer,
             "delete_older",
             lambda where, keep, companions, best: log.append(("delete", where.name, keep, companions.name)),
         )

@@ -73,9 +73,9 @@ def make(monkeypatch):
     """`make(log, saved=…, resume=…, steps=…)`: a stage that logs what happens."""
 
     def build(log, saved=(), resume=True, nan_at=None, **train):
-        monkeypatch.setattr(stage_module.checkpoint, "complete_checkpoints", lambda directory: list(saved))
+        monkeypatch.setattr(stage_module, "complete_checkpoints", lambda directory: list(saved))
         monkeypatch.setattr(
-            checkpointer.retention, "delete_older", lambda directory, keep, *_: log.append(("delete older", keep))
+            checkpointer, "delete_older", lambda directory, keep, *_: log.append(("delete older", keep))
         )
         config = load([])
         config = replace(config.first, train=replace(config.first.train, **train))
@@ -162,12 +162,12 @@ def test_a_nan_names_stage_and_step_and_keeps_the_cause(make):
 def test_a_finished_stage_is_known_by_its_last_step(monkeypatch, tmp_path):
     config = load(["train.steps=6"]).first
     manifest = {"step": 6, "results": {"measures": {}}}
-    monkeypatch.setattr("rl_megatron.checkpoint.directory.complete_checkpoints", lambda directory: [tmp_path])
-    monkeypatch.setattr("rl_megatron.checkpoint.directory.read_manifest", lambda path, model: manifest)
+    monkeypatch.setattr("rl_megatron.algorithms.verify.complete_checkpoints", lambda directory: [tmp_path])
+    monkeypatch.setattr("rl_megatron.algorithms.verify.read_manifest", lambda path, model: manifest)
     assert _finished_results(tmp_path, config) == {"measures": {}}
     manifest["step"] = 5
     assert _finished_results(tmp_path, config) is None
-    monkeypatch.setattr("rl_megatron.checkpoint.directory.complete_checkpoints", lambda directory: [])
+    monkeypatch.setattr("rl_megatron.algorithms.verify.complete_checkpoints", lambda directory: [])
     assert _finished_results(tmp_path, config) is None
 
 

@@ -5,8 +5,8 @@ from dataclasses import asdict, replace
 import pytest
 
 from rl_megatron.algorithms.verify import _to_be_read, with_remedy
-from rl_megatron.checkpoint import directory as checkpoint
-from rl_megatron.checkpoint.directory import Damaged
+from rl_megatron.checkpoint.directory import Damaged, name_of, publish, read_manifest
+from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.load import load
 
 
@@ -14,8 +14,8 @@ def save(directory, step, model):
     partial = directory / f"step-{step:06d}.incomplete"
     partial.mkdir(parents=True)
     (partial / "weights").write_text("12345")
-    final = directory / checkpoint.name_of(step)
-    checkpoint.publish(partial, final, {"step": step, "model": asdict(model)})
+    final = directory / name_of(step)
+    publish(partial, final, {"step": step, "model": asdict(model)})
     return final
 
 
@@ -53,14 +53,14 @@ def test_the_newest_that_is_whole_is_named(tmp_path, config):
         save(stage.with_name("ppo.critic"), step, config.first.model)
 
     def said(damaged, config=config):
-        return str(with_remedy(Damaged("damaged"), damaged, config, checkpoint.read_manifest))
+        return str(with_remedy(Damaged("damaged"), damaged, config, read_manifest))
 
     newest = stage / "step-000004"
     assert (
         said(newest) == f"damaged: the newest undamaged one is {stage}/step-000003; remove {newest} to go on from there"
     )
     (stage.with_name("ppo.critic") / "step-000003" / "weights").write_text("1")
-    (stage / "step-000002" / checkpoint.MANIFEST).write_text("{")
+    (stage / "step-000002" / MANIFEST).write_text("{")
     assert f"the newest undamaged one is {stage}/step-000001; remove" in said(newest)
     assert said(stage.with_name("ppo.critic") / "step-000003").endswith(
         f"remove {stage}/step-000003 to go on from there"

@@ -7,8 +7,16 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from rl_megatron.checkpoint import directory as checkpoint
-from rl_megatron.checkpoint.directory import Damaged
+from rl_megatron.checkpoint.directory import (
+    REPLACED,
+    Damaged,
+    complete_checkpoints,
+    publish,
+    put_back,
+    read_manifest,
+)
+from rl_megatron.checkpoint.verify import check_digests
+from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
 
@@ -16,44 +24,44 @@ MODEL = ModelConfig(num_layers=3)
 
 
 def saved_as(tmp_path, model: dict):
-    (tmp_path / checkpoint.MANIFEST).write_text(json.dumps({"step": 1, "model": model, "files": {}}))
+    (tmp_path / MANIFEST).write_text(json.dumps({"step": 1, "model": model, "files": {}}))
     return tmp_path
 
 
 def test_keys_added_since_had_their_default(tmp_path):
     old = {key: value for key, value in asdict(MODEL).items() if "expert" not in key and key != "sliding_window"}
-    assert checkpoint.read_manifest(saved_as(tmp_path, old), MODEL)["step"] == 1
+    assert read_manifest(saved_as(tmp_path, old), MODEL)["step"] == 1
     with pytest.raises(ConfigError, match="model.sliding_window: checkpoint None, run 8"):
-        checkpoint.read_manifest(tmp_path, replace(MODEL, sliding_window=8))
+        read_manifest(tmp_path, replace(MODEL, sliding_window=8))
 
 
 def test_weights_outlive_how_they_were_trained(tmp_path):
     experts = replace(MODEL, num_experts=4, router_aux_loss=0.01)
     path = saved_as(tmp_path, asdict(experts))
-    checkpoint.read_manifest(path, replace(experts, router_aux_loss=0.0, recompute="full", max_sequence_length=999))
+    read_manifest(path, replace(experts, router_aux_loss=0.0, recompute="full", max_sequence_length=999))
     with pytest.raises(ConfigError, match="model.num_experts: checkpoint 4, run 2"):
-        checkpoint.read_manifest(path, replace(experts, num_experts=2))
+        read_manifest(path, replace(experts, num_experts=2))
 
 
 def published(directory, **manifest):
     partial, final = directory / "step-000001.incomplete", directory / "step-000001"
     partial.mkdir()
     (partial / "weights").write_bytes(bytes(range(256)))
-    checkpoint.publish(partial, final, {"step": 1, "model": asdict(MODEL), **manifest})
+    publish(partial, final, {"step": 1, "model": asdict(MODEL), **manifest})
     return final
 
 
 def test_every_byte_counts(tmp_path):
     path = published(tmp_path)
-    checkpoint.check_digests(path, checkpoint.read_manifest(path, MODEL))
+    check_digests(path, read_manifest(path, MODEL))
     (path / "weights").write_bytes(bytes(255) + b"\x01")
     with pytest.raises(Damaged, match="is damaged: the contents of weights .*use an older one"):
-        checkpoint.check_digests(path, checkpoint.read_manifest(path))
+        check_digests(path, read_manifest(path))
 
 
 def test_each_reader_reads_a_share_and_together_they_read_all(tmp_path):
     path = published(tmp_path)
-    manifest = checkpoint.read_manifest(path)
+    manifest = read_manifest(path)
     manifest["files"] |= {f"part{index}": {"bytes": 1, "sha256": ""} for index in range(5)}
     missing = set()
     for rank in range(3):
@@ -61,7 +69,7 @@ def test_each_reader_reads_a_share_and_together_they_read_all(tmp_path):
             one = {**manifest, "files": {**manifest["files"]}}
             one["files"] = {n: (e if n == name else 1) for n, e in one["files"].items()}
             try:
-                checkpoint.check_digests(path, one, rank, 3)
+                check_digests(path, one, rank, 3)
             except Damaged:
                 assert name not in missing, "read twice"
                 missing.add(name)
@@ -74,26 +82,26 @@ def test_each_reader_reads_a_share_and_together_they_read_all(tmp_path):
 )
 def test_a_changed_manifest_is_damage(tmp_path, was, became):
     path = published(tmp_path)
-    text = (path / checkpoint.MANIFEST).read_text()
+    text = (path / MANIFEST).read_text()
     assert was in text
-    (path / checkpoint.MANIFEST).write_text(text.replace(was, became, 1))
-    with pytest.raises(Damaged, match=f"is damaged: .*{checkpoint.MANIFEST}"):
-        checkpoint.read_manifest(path)
+    (path / MANIFEST).write_text(text.replace(was, became, 1))
+    with pytest.raises(Damaged, match=f"is damaged: .*{MANIFEST}"):
+        read_manifest(path)
 
 
 def test_checkpoints_from_before_digests_are_read(tmp_path):
     path = saved_as(tmp_path, asdict(MODEL))
     (path / "weights").write_text("12345")
-    (path / checkpoint.MANIFEST).write_text(json.dumps({"step": 1, "model": asdict(MODEL), "files": {"weights": 5}}))
-    checkpoint.check_digests(path, checkpoint.read_manifest(path, MODEL))
+    (path / MANIFEST).write_text(json.dumps({"step": 1, "model": asdict(MODEL), "files": {"weights": 5}}))
+    check_digests(path, read_manifest(path, MODEL))
     (path / "weights").write_text("1234")
     with pytest.raises(Damaged, match="weights has 4 bytes instead of 5"):
-        checkpoint.read_manifest(path)
+        read_manifest(path)
 
 
 def test_what_json_makes_of_the_manifest_is_what_is_digested(tmp_path):
     path = published(tmp_path, counts={10: "a", 9: "b"})
-    assert checkpoint.read_manifest(path)["counts"] == {"10": "a", "9": "b"}
+    assert read_manifest(path)["counts"] == {"10": "a", "9": "b"}
 
 
 def test_a_namesake_up_to_a_dot_is_left_alone(tmp_path):
@@ -101,25 +109,25 @@ def test_a_namesake_up_to_a_dot_is_left_alone(tmp_path):
     (tmp_path / "partial").mkdir()
     for _ in range(2):  # the second in the place of the first
         (tmp_path / "partial").mkdir(exist_ok=True)
-        checkpoint.publish(tmp_path / "partial", tmp_path / "qwen2.5", {"step": 0, "model": asdict(MODEL)})
+        publish(tmp_path / "partial", tmp_path / "qwen2.5", {"step": 0, "model": asdict(MODEL)})
     assert {each.name for each in tmp_path.iterdir()} == {"qwen2.replaced", "qwen2.5"}
 
 
 def test_a_checkpoint_that_lost_its_place_to_none_gets_it_back(tmp_path):
     path = published(tmp_path, note="first")
-    path.rename(tmp_path / f"{path.name}{checkpoint.REPLACED}")  # and then the run was killed
-    assert checkpoint.complete_checkpoints(tmp_path) == []
-    checkpoint.put_back(tmp_path)
-    assert checkpoint.complete_checkpoints(tmp_path) == [path]
-    older = tmp_path / f"{path.name}{checkpoint.REPLACED}"
+    path.rename(tmp_path / f"{path.name}{REPLACED}")  # and then the run was killed
+    assert complete_checkpoints(tmp_path) == []
+    put_back(tmp_path)
+    assert complete_checkpoints(tmp_path) == [path]
+    older = tmp_path / f"{path.name}{REPLACED}"
     older.mkdir()
-    (older / checkpoint.MANIFEST).write_text("{}")
-    checkpoint.put_back(tmp_path)  # killed a moment later: its place is taken
-    assert older.is_dir() and checkpoint.read_manifest(path)["note"] == "first"
+    (older / MANIFEST).write_text("{}")
+    put_back(tmp_path)  # killed a moment later: its place is taken
+    assert older.is_dir() and read_manifest(path)["note"] == "first"
 
 
 def test_a_checkpoint_replaces_its_namesake(tmp_path):
     path = published(tmp_path, note="first")
     assert published(tmp_path, note="second") == path
-    assert checkpoint.read_manifest(path)["note"] == "second"
+    assert read_manifest(path)["note"] == "second"
     assert [each.name for each in tmp_path.iterdir()] == [path.name]

@@ -12,11 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl_megatron.checkpoint import directory as checkpoints
 from rl_megatron.checkpoint import hf_convert
+from rl_megatron.checkpoint.directory import publish, read_manifest
 from rl_megatron.checkpoint.hf_convert import export_weights, import_weights
 from rl_megatron.checkpoint.hf_weights import find_tensors
 from rl_megatron.checkpoint.tensors import TensorWriter
+from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.families.llama import LLAMA
@@ -61,7 +62,7 @@ def test_a_round_trip_gives_back_every_file(tmp_path, source, monkeypatch, rows_
     manifest = import_weights(source, tmp_path / "checkpoint", lambda *progress: done.append(progress))
     assert done[-1][0] == done[-1][1] == sum(place.num_bytes for place in find_tensors(source).values())
     assert (manifest["step"], manifest["head"], manifest["vocab_size"]) == (0, "lm", 20)
-    assert checkpoints.read_manifest(tmp_path / "checkpoint")["tokenizer"] == manifest["tokenizer"]
+    assert read_manifest(tmp_path / "checkpoint")["tokenizer"] == manifest["tokenizer"]
     export_weights(tmp_path / "checkpoint", tmp_path / "again")
     assert left(tmp_path / "again") == left(source) - {"pytorch_model.bin"}
     for file in left(tmp_path / "again"):
@@ -197,11 +198,11 @@ def test_leftovers_of_a_killed_conversion_are_no_obstacle(tmp_path, source):
 
 def republished(checkpoint: Path, model: dict | None = None, **changes) -> None:
     """The checkpoint with a changed manifest, its digests those of its files as they now are."""
-    manifest = json.loads((checkpoint / checkpoints.MANIFEST).read_text())
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
     manifest = {key: value for key, value in manifest.items() if key not in ("files", "sha256")} | changes
     manifest["model"] |= model or {}
-    (checkpoint / checkpoints.MANIFEST).unlink()
-    checkpoints.publish(checkpoint.rename(checkpoint.with_name("moved")), checkpoint, manifest)
+    (checkpoint / MANIFEST).unlink()
+    publish(checkpoint.rename(checkpoint.with_name("moved")), checkpoint, manifest)
 
 
 def flipped(checkpoint: Path) -> None:

@@ -2,8 +2,9 @@
 
 import pytest
 
-from rl_megatron.checkpoint import directory as checkpoint
+from rl_megatron.checkpoint.directory import complete_checkpoints, name_of, publish
 from rl_megatron.checkpoint.retention import best_checkpoint, delete_older
+from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.eval_metrics import HIGHER_IS_BETTER, better
 
 
@@ -12,7 +13,7 @@ def save(directory, step, evaluated_at=None, **measures):
     partial.mkdir(parents=True)
     (partial / "weights").write_text(str(step))
     results = {"results": {"measures": measures}, "evaluated_at": evaluated_at or step}
-    checkpoint.publish(partial, directory / checkpoint.name_of(step), {"step": step, "model": {}, **results})
+    publish(partial, directory / name_of(step), {"step": step, "model": {}, **results})
 
 
 def names(directory):
@@ -41,15 +42,15 @@ def test_of_equals_the_newest_is_best_and_an_old_evaluation_counts_for_nothing(t
     save(tmp_path, 2, accuracy=0.5)
     save(tmp_path, 3, evaluated_at=2, accuracy=0.9)
     save(tmp_path, 4)
-    assert best_checkpoint(checkpoint.complete_checkpoints(tmp_path), "accuracy").name == "step-000002"
-    assert best_checkpoint(checkpoint.complete_checkpoints(tmp_path), "nll_per_token") is None
+    assert best_checkpoint(complete_checkpoints(tmp_path), "accuracy").name == "step-000002"
+    assert best_checkpoint(complete_checkpoints(tmp_path), "nll_per_token") is None
 
 
 def test_a_manifest_that_cannot_be_read_does_not_stop_a_run(tmp_path):
     save(tmp_path, 1, accuracy=0.9)
     save(tmp_path, 2, accuracy=0.5)
-    (tmp_path / "step-000001" / checkpoint.MANIFEST).write_text("{")
-    assert best_checkpoint(checkpoint.complete_checkpoints(tmp_path), "accuracy").name == "step-000002"
+    (tmp_path / "step-000001" / MANIFEST).write_text("{")
+    assert best_checkpoint(complete_checkpoints(tmp_path), "accuracy").name == "step-000002"
 
 
 def test_what_interrupted_saves_and_deletions_left_goes(tmp_path):

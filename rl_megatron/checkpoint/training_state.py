@@ -1,0 +1,72 @@
+"""`TrainingState`: a model, its optimizer and its schedule, as `dist_checkpointing` saves and fills them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from rl_megatron.checkpoint.optimizer_state import sharded_optimizer_state
+from rl_megatron.model.build import unwrap
+from rl_megatron.model.sharded_model import ShardedModel
+from rl_megatron.model.shards import SHARDING_METADATA
+
+HEAD_PREFIX = "output_layer."  # of the last stage's head in a model's state
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """The parts of a training that a checkpoint holds. Optimizer and scheduler are None if nothing is trained."""
+
+    model: ShardedModel
+    optimizer: MegatronOptimizer | None
+    scheduler: OptimizerParamScheduler | None
+
+    @property
+    def chunks(self) -> list[GPTModel]:
+        """The model chunks without the wrappers around them."""
+        return [unwrap(chunk) for chunk in self.model.chunks]
+
+    def sharded(self, loading: bool, weights_only: bool = False, new_head: bool = False) -> dict[str, Any]:
+        """Return the sharded state dict to save or, if `loading`, to fill. Collective.
+
+        Args:
+            loading: Whether tensors are to be filled rather than saved.
+            weights_only: Leave the optimizer and the schedule out.
+            new_head: Leave the model's head out.
+        """
+        models = [tensors_of_model(chunk) for chunk in self.chunks]
+        state: dict[str, Any] = {}
+        for index, model in enumerate(models):
+            kept = {key: entry for key, entry in model.items() if not (new_head and key.startswith(HEAD_PREFIX))}
+            state[f"model{index}"] = kept
+        if self.optimizer is not None and self.scheduler is not None and not weights_only:
+            state["optimizer"] = sharded_optimizer_state(self.optimizer, models, SHARDING_METADATA, loading)
+            state["scheduler"] = self.scheduler.state_dict()
+        return state
+
+
+def tensors_of_model(chunk: GPTModel) -> dict[str, Any]:
+    """Return the tensors of a model chunk with their places in the unsharded model.
+
+    The "extra states" that modules declare are left out: they are for FP8, empty here, and differ between backends.
+    """
+    entries = chunk.sharded_state_dict(metadata=dict(SHARDING_METADATA))
+    return {key: entry for key, entry in entries.items() if isinstance(entry, ShardedTensor | ShardedTensorFactory)}
+
+
+def load_model(chunk: torch.nn.Module, loaded: dict[str, Any], without: str | None = None) -> None:
+    """Fill all tensors of a model chunk, except those whose names begin with `without`.
+
+    Raises:
+        RuntimeError: `loaded` lacks tensors of the model, or has others; the message names them.
+    """
+    absent, unknown = chunk.load_state_dict(loaded, strict=False)
+    absent = [key for key in absent if not key.endswith("_extra_state") and not (without and key.startswith(without))]
+    if absent or unknown:
+        raise RuntimeError(f"the loaded state lacks {absent} and has {unknown}, which the model has not")

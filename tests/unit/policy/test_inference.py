@@ -1,0 +1,28 @@
+"""Moving a batch to a device, which must never move the caller's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.policy.inference import on_device
+
+
+class MovesInPlace(BatchedDataDict):
+    """A batch whose `to` works in place, as NeMo RL's does."""
+
+    def to(self, device):
+        for key, value in self.data.items():
+            if isinstance(value, torch.Tensor):
+                self.data[key] = value.to(device)
+        return self
+
+
+@pytest.mark.parametrize("kind", [BatchedDataDict, MovesInPlace])
+def test_the_callers_batch_keeps_its_tensors_and_their_device(kind):
+    tensor = torch.arange(6).view(2, 3)
+    batch = kind({"input_ids": tensor, "prompts": ["a", "b"]})
+    moved = on_device(batch, torch.device("meta"))
+    assert moved["input_ids"].device.type == "meta" and moved["prompts"] == ["a", "b"]
+    assert batch["input_ids"] is tensor and tensor.tolist() == [[0, 1, 2], [3, 4, 5]]
