@@ -35,8 +35,12 @@ def ppo(stage: Stage) -> None:
     sampler = Sampler(stage)
 
     for step in stage.steps():
-        rollouts = with_logprobs(sampler.draw(step), stage.policy, reference)
-        rollouts["values"] = critic.get_values(rollouts)["values"]
+        with stage.timer.phase("rollout"):
+            rollouts = sampler.draw(step)
+        with stage.timer.phase("logprobs"):
+            rollouts = with_logprobs(rollouts, stage.policy, reference)
+        with stage.timer.phase("values"):
+            rollouts["values"] = critic.get_values(rollouts)["values"]
         rollouts = with_advantages(rollouts, algorithm, policy_loss)
         report = statistics(rollouts, algorithm.samples_per_prompt) | logprob_mismatch(rollouts)
         report |= reward_kl(rollouts, policy_loss)
