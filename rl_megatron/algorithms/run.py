@@ -17,13 +17,13 @@ from rl_megatron import log
 from rl_megatron.algorithms import inputs, preflight, verify
 from rl_megatron.algorithms.dpo import dpo
 from rl_megatron.algorithms.grpo import grpo
-from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, Gate
+from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, LogprobCheck
 from rl_megatron.algorithms.ppo import ppo
 from rl_megatron.algorithms.pretrain import pretrain
 from rl_megatron.algorithms.reward_model import reward_model
 from rl_megatron.algorithms.sft import sft
 from rl_megatron.algorithms.stage import Evaluation, Stage
-from rl_megatron.algorithms.synced_engine import FreshEngine
+from rl_megatron.algorithms.synced_engine import SyncedEngine
 from rl_megatron.batching.config import Batching
 from rl_megatron.checkpoint import directory as checkpoint
 from rl_megatron.checkpoint.save import SaveFailed
@@ -167,7 +167,7 @@ def _run_stage(
     if config.algorithm.name == "ppo":
         steps = _optimizer_steps(config, of_critic=True)
         critic = _model(config, layout, tokenizer, weights, config.algorithm.critic_optimizer, steps, "score")
-    engine = FreshEngine(_engine(config, policy), _gate(config, policy, tokenizer), metrics_logger.note)
+    engine = SyncedEngine(_engine(config, policy), _logprob_check(config, policy, tokenizer), metrics_logger.note)
     evaluate = _evaluation(config, policy, engine, tokenizer)
     stage = Stage(
         name, config, policy, engine, tokenizer, metrics_logger, directory, run_config.resume, evaluate, weights_from,
@@ -176,7 +176,7 @@ def _run_stage(
     try:
         ALGORITHMS[config.algorithm.name](stage)
     except FAILURES:  # on every rank
-        stage.saver.complete()
+        stage.checkpointer.complete()
         raise
     finally:
         engine.shutdown()
@@ -192,10 +192,10 @@ def _engine(config: StageConfig, policy: MegatronPolicy) -> RolloutEngine:
     return MegatronEngine(policy, config.generation.batch_size)
 
 
-def _gate(config: StageConfig, policy: MegatronPolicy, tokenizer: Tokenizer) -> Gate:
+def _logprob_check(config: StageConfig, policy: MegatronPolicy, tokenizer: Tokenizer) -> LogprobCheck:
     generation = config.generation
     limit = LIMITS[config.precision] if generation.gate_limit is None else generation.gate_limit
-    return Gate(policy, tokenizer, inputs.sampling(config, tokenizer), generation.gate_prompts, limit)
+    return LogprobCheck(policy, tokenizer, inputs.sampling(config, tokenizer), generation.gate_prompts, limit)
 
 
 def _model(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rl_megatron.algorithms.checkpointer import Saver, critic_checkpoints
+from rl_megatron.algorithms.checkpointer import Checkpointer, critic_checkpoints
 from rl_megatron.checkpoint import directory as checkpoint
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
@@ -56,7 +56,7 @@ class Stage:
     timer: PhaseTimer = field(default_factory=PhaseTimer)
 
     def __post_init__(self) -> None:
-        self.saver = Saver(self.checkpoints, self.config.train, self.policy, self.critic)
+        self.checkpointer = Checkpointer(self.checkpoints, self.config.train, self.policy, self.critic)
         self._evaluated_at: int | None = None
 
     def steps(self) -> Iterator[int]:
@@ -72,7 +72,7 @@ class Stage:
                 self._evaluate(0)
             for step in range(start + 1, train.steps + 1):
                 yield step
-                self.saver.poll()
+                self.checkpointer.poll()
                 last = step == train.steps
                 if last or (train.eval_every and step % train.eval_every == 0):
                     self._evaluate(step)
@@ -143,7 +143,7 @@ class Stage:
 
     def _save(self, step: int, last: bool) -> None:
         train = self.config.train
-        self.saver.save(
+        self.checkpointer.save(
             step,
             last,
             config=self.run_config,
