@@ -1,4 +1,4 @@
-"""The checkpoints of a stage as its steps go by: begun, completed when written, and thinned out."""
+"""The checkpoints of a stage: begin them, complete them when they are written, and delete older ones."""
 
 from __future__ import annotations
 
@@ -15,30 +15,37 @@ from rl_megatron.topology.collective_errors import on_main_rank
 
 
 def critic_checkpoints(checkpoints: Path) -> Path:
-    """Where the critic's checkpoints stand, beside those of the stage's policy; a step has the same name in both."""
+    """Return the directory of the critic's checkpoints, beside the policy's. A step has the same name in both."""
     return checkpoints.with_name(f"{checkpoints.name}.critic")
 
 
-class Saver:
-    """Saves a stage's policy and, where it has one, its critic, one step at a time. Every rank calls every method.
+class Checkpointer:
+    """The saves of a stage's policy and of its critic, if it has one. It owns the save that is under way.
 
-    With `train.async_save` a save is written while training goes on, and completed at the first call of `poll` that
-    finds it written, or before the next one. The critic's is completed first, so that a policy's checkpoint always has
-    its critic's.
+    Every rank calls every method. With `train.async_save` a save is written while training goes on. It is completed at
+    the first call of `poll` that finds it written, or before the next save begins. The critic's save is completed
+    first, so that a policy's checkpoint always has its critic's.
     """
 
     def __init__(self, checkpoints: Path, train: TrainConfig, policy: MegatronPolicy, critic: MegatronPolicy | None):
         self._directory, self._train = checkpoints, train
-        self._companions = None if critic is None else critic_checkpoints(checkpoints)
         self._models = [(policy, checkpoints)]
+        self._companions: Path | None = None
         if critic is not None:
+            self._companions = critic_checkpoints(checkpoints)
             self._models.insert(0, (critic, self._companions))
         self._under_way: list[Save] = []
 
     def save(self, step: int, last: bool, **kept: Any) -> None:
-        """Begins the checkpoint of `step`, after completing the one before; the `last` is complete on return.
+        """Begin the checkpoint of `step`, after completing the one before.
 
-        Raises: SaveFailed, on every rank, for the last. Others that fail are warned of, and training goes on.
+        Args:
+            step: The training step.
+            last: Whether it is the stage's last, which is complete on return.
+            **kept: What the checkpoint's manifest keeps.
+
+        Raises:
+            SaveFailed: on every rank, if the last fails. If another fails, a warning is logged and training goes on.
         """
         self.complete()
         try:
@@ -51,12 +58,12 @@ class Saver:
             self._warn(error)
 
     def poll(self) -> None:
-        """Completes a save that has been written. Collective where one is under way, and nothing where none is."""
+        """Complete the save that is under way if it has been written. Collective if there is one."""
         if self._under_way and all(save.is_written() for save in self._under_way):
             self.complete()
 
     def complete(self) -> None:
-        """Waits for the save that is under way, if one is, and completes it."""
+        """Wait for the save that is under way, if there is one, and complete it."""
         try:
             self._complete()
         except SaveFailed as error:
@@ -80,11 +87,11 @@ class Saver:
         except SaveFailed as error:
             self._abandon()
             failed = error
-        self._thin_out()  # with its critic's checkpoint, should the policy's have failed
+        self._delete_older()  # including the critic's checkpoint, if the policy's failed
         if failed is not None:
             raise failed
 
-    def _thin_out(self) -> None:
+    def _delete_older(self) -> None:
         keep, best = self._train.keep_checkpoints, self._train.keep_best
         failure = on_main_rank(lambda: delete_older(self._directory, keep, self._companions, best))
         if failure is not None:

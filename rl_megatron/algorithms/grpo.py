@@ -36,8 +36,10 @@ def grpo(stage: Stage) -> None:
     sampler = Sampler(stage, _rounds(algorithm))
 
     for step in stage.steps():
-        rollouts, outcome = collect(sampler, step, algorithm)
-        rollouts = with_logprobs(rollouts, stage.policy, reference)
+        with stage.timer.phase("rollout"):
+            rollouts, outcome = collect(sampler, step, algorithm)
+        with stage.timer.phase("logprobs"):
+            rollouts = with_logprobs(rollouts, stage.policy, reference)
         rollouts["advantages"] = _advantages(rollouts, algorithm, loss_fn)
         for _ in range(algorithm.updates_per_rollout):
             report = stage.train(step, rollouts, loss_fn)

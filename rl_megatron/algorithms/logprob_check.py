@@ -1,7 +1,7 @@
-"""The mismatch gate: what an engine says its tokens' logprobs are, against what the trainer says, on a few prompts.
+"""The logprob check: compare what an engine and the trainer say of the same tokens, before anything is learned.
 
-A refit that went wrong, a model converted wrongly, a kernel that rounds otherwise: each shows in these numbers before
-anything is learnt from the engine's rollouts.
+A weight sync that went wrong, a model that was converted wrongly, a kernel that rounds otherwise: each shows in these
+numbers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
 from rl_megatron.policy.interfaces import PolicyInterface
 
-# Nats; well above what rounding does, and below what a wrong weight does. The mean is what few tokens tell well: in
-# bf16 one in some thousand differs by half a nat, and means stay below 0.03.
+# Nats; well above what rounding does, and below what a wrong weight does. The limit is on the mean because few tokens
+# give a reliable one: in bf16 one token in some thousand differs by half a nat, and means stay below 0.03.
 LIMITS = {"fp32": 1e-4, "bf16": 0.1}
 _MAX_TOKENS = 16  # of a completion
 _SEED = 0x6A7E
@@ -26,12 +26,20 @@ _SHOWN = 3
 
 
 class EngineMismatch(RuntimeError):
-    """The engine draws from another distribution than the trainer would learn about."""
+    """The engine samples from another distribution than the one that the trainer would learn about."""
 
 
 @dataclass(frozen=True)
-class Gate:
-    """sampling: the run's; its completions are cut short here.  limit: of the mean |difference|, in nats."""
+class LogprobCheck:
+    """The comparison of an engine's logprobs with the trainer's. It has no state.
+
+    Attributes:
+        policy: The trainer's model.
+        tokenizer: For messages.
+        sampling: The run's; completions are shorter here.
+        num_prompts: How many different prompts are completed; 0 turns the check off.
+        limit: The largest mean of |trainer's − engine's logprob| that is accepted, in nats.
+    """
 
     policy: PolicyInterface
     tokenizer: Tokenizer
@@ -39,11 +47,14 @@ class Gate:
     num_prompts: int
     limit: float
 
-    def check(self, engine: RolloutEngine, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
-        """`gate_mean`, `gate_p99` and `gate_max` of |trainer's − engine's logprob| over the tokens that the engine adds
-        to the first different `prompts`; nothing where the gate is off.
+    def run(self, engine: RolloutEngine, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
+        """Compare the logprobs of the tokens that the engine adds to the first different `prompts`.
 
-        Raises: EngineMismatch, on every rank, naming the worst tokens.
+        Returns:
+            `gate_mean`, `gate_p99` and `gate_max` of |trainer's − engine's logprob|; nothing if the check is off.
+
+        Raises:
+            EngineMismatch: the mean is past the limit; on every rank, naming the worst tokens.
         """
         chosen = [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts))][: self.num_prompts]
         if not chosen:
@@ -69,11 +80,11 @@ class Gate:
         return figures
 
     def _worst(self, rollouts: BatchedDataDict, trainers: Tensor, difference: Tensor) -> list[str]:
-        """The rows that differ most, each at its worst token."""
+        """Describe the sequences that differ most, each at its worst token."""
         by_row, positions = difference.max(dim=1)
         described = []
         for row in by_row.argsort(descending=True)[:_SHOWN].tolist():
-            position, start = positions[row].item(), rollouts["prompt_lengths"][row].item()
+            position, start = int(positions[row]), int(rollouts["prompt_lengths"][row])
             ids = rollouts["input_ids"][row]
             described.append(
                 f"prompt {self.tokenizer.decode(ids[:start].tolist())!r} (row {row}), token {position - start + 1} "

@@ -7,6 +7,7 @@ arXiv:2203.02155.
 from __future__ import annotations
 
 from rl_megatron.algorithms.advantages import generalized_advantages, whiten
+from rl_megatron.algorithms.metrics import CRITIC_PREFIX
 from rl_megatron.algorithms.rollout import (
     Sampler,
     logprob_mismatch,
@@ -34,14 +35,18 @@ def ppo(stage: Stage) -> None:
     sampler = Sampler(stage)
 
     for step in stage.steps():
-        rollouts = with_logprobs(sampler.draw(step), stage.policy, reference)
-        rollouts["values"] = critic.get_values(rollouts)["values"]
+        with stage.timer.phase("rollout"):
+            rollouts = sampler.draw(step)
+        with stage.timer.phase("logprobs"):
+            rollouts = with_logprobs(rollouts, stage.policy, reference)
+        with stage.timer.phase("values"):
+            rollouts["values"] = critic.get_values(rollouts)["values"]
         rollouts = with_advantages(rollouts, algorithm, policy_loss)
         report = statistics(rollouts, algorithm.samples_per_prompt) | logprob_mismatch(rollouts)
         report |= reward_kl(rollouts, policy_loss)
         for _ in range(algorithm.updates_per_rollout):
             learned = stage.train(step, rollouts, value_loss, critic)
-            report |= {f"critic_{name}": value for name, value in learned.items()}
+            report |= {f"{CRITIC_PREFIX}{name}": value for name, value in learned.items()}
             if step > algorithm.critic_warmup_steps:
                 report |= stage.train(step, rollouts, policy_loss)
         stage.record(step, report)

@@ -17,13 +17,13 @@ from rl_megatron import log
 from rl_megatron.algorithms import inputs, preflight, verify
 from rl_megatron.algorithms.dpo import dpo
 from rl_megatron.algorithms.grpo import grpo
-from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, Gate
+from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, LogprobCheck
 from rl_megatron.algorithms.ppo import ppo
 from rl_megatron.algorithms.pretrain import pretrain
 from rl_megatron.algorithms.reward_model import reward_model
 from rl_megatron.algorithms.sft import sft
 from rl_megatron.algorithms.stage import Evaluation, Stage
-from rl_megatron.algorithms.synced_engine import FreshEngine
+from rl_megatron.algorithms.synced_engine import SyncedEngine
 from rl_megatron.batching.config import Batching
 from rl_megatron.checkpoint.directory import complete_checkpoints, put_back
 from rl_megatron.checkpoint.save import SaveFailed
@@ -37,7 +37,7 @@ from rl_megatron.generation.interfaces import EngineFailed, RolloutEngine
 from rl_megatron.generation.megatron import MegatronEngine
 from rl_megatron.generation.transformers.engine import TransformersEngine
 from rl_megatron.model.build import Head
-from rl_megatron.observability.metrics_logger import Recorder
+from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology import topology
 from rl_megatron.topology.collective_errors import agreed_failure, on_main_rank
@@ -86,7 +86,7 @@ def _run(config: RunConfig) -> None:
     _refuse_failure(on_main_rank(lambda: _begin_output(config, output_dir, tokenizer)))
     if dist.get_rank() == 0:
         log.LOGGER.info("%s, %s, vocabulary of %d", layout.describe(), device.type, tokenizer.vocab_size)
-    recorder = Recorder(output_dir, enabled=dist.get_rank() == 0)
+    metrics_logger = MetricsLogger(output_dir, enabled=dist.get_rank() == 0)
     results: dict[str, Any] = {}
     weights = Path(config.init_from) if config.init_from else None
     try:
@@ -95,13 +95,15 @@ def _run(config: RunConfig) -> None:
             results[name] = _finished_results(directory, stage_config) if config.resume else None
             if results[name] is None:
                 weights_from = preflight.weights_source(config, output_dir, name)
-                results[name] = _run_stage(config, name, layout, tokenizer, recorder, directory, weights, weights_from)
+                results[name] = _run_stage(
+                    config, name, layout, tokenizer, metrics_logger, directory, weights, weights_from
+                )
             weights = complete_checkpoints(directory)[-1]
     except FAILURES as error:
         newest = [weights, *complete_checkpoints(directory)][-1]
         kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
         raise type(error)(f"{error}; {kept}") from error
-    recorder.finish(_summary(results, layout, time.perf_counter() - started))
+    metrics_logger.finish(_summary(results, layout, time.perf_counter() - started))
 
 
 def _put_back_checkpoints(output_dir: Path) -> None:
@@ -152,7 +154,7 @@ def _run_stage(
     name: str,
     layout: Topology,
     tokenizer: Tokenizer,
-    recorder: Recorder,
+    metrics_logger: MetricsLogger,
     directory: Path,
     weights: Path | None,
     weights_from: str,
@@ -165,16 +167,16 @@ def _run_stage(
     if config.algorithm.name == "ppo":
         steps = _optimizer_steps(config, of_critic=True)
         critic = _model(config, layout, tokenizer, weights, config.algorithm.critic_optimizer, steps, "score")
-    engine = FreshEngine(_engine(config, policy), _gate(config, policy, tokenizer), recorder.note)
+    engine = SyncedEngine(_engine(config, policy), _logprob_check(config, policy, tokenizer), metrics_logger.note)
     evaluate = _evaluation(config, policy, engine, tokenizer)
     stage = Stage(
-        name, config, policy, engine, tokenizer, recorder, directory, run_config.resume, evaluate, weights_from, critic,
-        to_yaml(run_config),
+        name, config, policy, engine, tokenizer, metrics_logger, directory, run_config.resume, evaluate, weights_from,
+        critic, to_yaml(run_config),
     )  # fmt: skip
     try:
         ALGORITHMS[config.algorithm.name](stage)
     except FAILURES:  # on every rank
-        stage.saver.complete()
+        stage.checkpointer.complete()
         raise
     finally:
         engine.shutdown()
@@ -190,10 +192,10 @@ def _engine(config: StageConfig, policy: MegatronPolicy) -> RolloutEngine:
     return MegatronEngine(policy, config.generation.batch_size)
 
 
-def _gate(config: StageConfig, policy: MegatronPolicy, tokenizer: Tokenizer) -> Gate:
+def _logprob_check(config: StageConfig, policy: MegatronPolicy, tokenizer: Tokenizer) -> LogprobCheck:
     generation = config.generation
     limit = LIMITS[config.precision] if generation.gate_limit is None else generation.gate_limit
-    return Gate(policy, tokenizer, inputs.sampling(config, tokenizer), generation.gate_prompts, limit)
+    return LogprobCheck(policy, tokenizer, inputs.sampling(config, tokenizer), generation.gate_prompts, limit)
 
 
 def _model(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rl_megatron.algorithms.checkpointer import Saver, critic_checkpoints
+from rl_megatron.algorithms.checkpointer import Checkpointer, critic_checkpoints
 from rl_megatron.checkpoint.directory import complete_checkpoints
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
@@ -16,7 +16,8 @@ from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.generation.interfaces import RolloutEngine
 from rl_megatron.losses.interfaces import LossFunction
-from rl_megatron.observability.metrics_logger import Recorder
+from rl_megatron.observability.metrics_logger import MetricsLogger
+from rl_megatron.observability.phase_timer import PhaseTimer
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 
 Evaluation = Callable[[], tuple[dict[str, float], list[dict[str, Any]]]]
@@ -36,14 +37,15 @@ class Dataset(Protocol):
 class Stage:
     """What a story works with. `evaluate` gives held-out measures and samples to look at; `weights_from` tells in
     checkpoints where the stage began, and so what its reference policy is; `critic` is there for algorithms that have
-    one, saved and resumed with the policy; `run_config` is the run's YAML, which checkpoints keep."""
+    one, saved and resumed with the policy; `run_config` is the run's YAML, which checkpoints keep; `timer` has the time
+    of the phases."""
 
     name: str
     config: StageConfig
     policy: MegatronPolicy
     engine: RolloutEngine
     tokenizer: Tokenizer
-    recorder: Recorder
+    metrics_logger: MetricsLogger
     checkpoints: Path
     resume: bool
     evaluate: Evaluation
@@ -51,9 +53,10 @@ class Stage:
     critic: MegatronPolicy | None = None
     run_config: str | None = None
     results: dict[str, Any] = field(default_factory=dict)
+    timer: PhaseTimer = field(default_factory=PhaseTimer)
 
     def __post_init__(self) -> None:
-        self.saver = Saver(self.checkpoints, self.config.train, self.policy, self.critic)
+        self.checkpointer = Checkpointer(self.checkpoints, self.config.train, self.policy, self.critic)
         self._evaluated_at: int | None = None
 
     def steps(self) -> Iterator[int]:
@@ -63,20 +66,21 @@ class Stage:
         """
         train = self.config.train
         start = self._resume_from_newest()
-        self.recorder.begin_stage(self.name, start, train.steps)
+        self.metrics_logger.begin_stage(self.name, start, train.steps)
         try:
             if start == 0:
                 self._evaluate(0)
             for step in range(start + 1, train.steps + 1):
                 yield step
-                self.saver.poll()
+                self.checkpointer.poll()
                 last = step == train.steps
                 if last or (train.eval_every and step % train.eval_every == 0):
                     self._evaluate(step)
                 if last or (train.save_every and step % train.save_every == 0):
-                    self._save(step, last)
+                    with self.timer.phase("save"):
+                        self._save(step, last)
         finally:
-            self.recorder.end_stage()
+            self.metrics_logger.end_stage()
 
     def batches(self, dataset: Dataset) -> Iterator[tuple[int, BatchedDataDict]]:
         """Each step with its `train.global_batch_size` rows: shuffled epochs, the same after a resume."""
@@ -112,12 +116,13 @@ class Stage:
         Raises: NonFiniteLoss with the stage and step added; the last checkpoint stays.
         """
         try:
-            return (model or self.policy).train(batch, loss_fn)
+            with self.timer.phase("train" if model is None else "train_critic"):
+                return (model or self.policy).train(batch, loss_fn)
         except NonFiniteLoss as error:
             raise NonFiniteLoss(f"stage {self.name}, step {step}: {error}") from error
 
     def record(self, step: int, report: dict[str, float]) -> None:
-        self.recorder.record(step, report)
+        self.metrics_logger.record(step, report)
 
     def _resume_from_newest(self) -> int:
         saved = complete_checkpoints(self.checkpoints) if self.resume else []
@@ -131,13 +136,14 @@ class Stage:
         return manifest["step"]
 
     def _evaluate(self, step: int) -> None:
-        measures, samples = self.evaluate()
+        with self.timer.phase("evaluate"):
+            measures, samples = self.evaluate()
         self.results, self._evaluated_at = {"measures": measures, "samples": samples}, step
-        self.recorder.record(step, measures, kind="eval")
+        self.metrics_logger.record(step, measures, kind="eval")
 
     def _save(self, step: int, last: bool) -> None:
         train = self.config.train
-        self.saver.save(
+        self.checkpointer.save(
             step,
             last,
             config=self.run_config,

@@ -1,21 +1,57 @@
-"""Held-out measures by name, and which way is up."""
+"""Declare the metrics that an evaluation on held-out data gives, and compare their values."""
 
 from __future__ import annotations
 
-# Every measure that an evaluation gives and that says how good a model is (algorithms/evaluate.py).
+from rl_megatron.config.metrics import Metric, declare_metrics
+from rl_megatron.config.registry import Registry
+
+# Apart from `metrics.METRICS`: in an evaluation, and there alone, "accuracy" is the mean reward of held-out problems.
+EVAL_METRICS: Registry[Metric] = Registry("evaluation metric")
+
+declare_metrics(
+    Metric(
+        "accuracy", "reward", "The mean reward of greedy answers to held-out problems, in [0, 1].", "mean", "higher"
+    ),
+    Metric("nll_per_token", "nats", "−log p of held-out text, per predicted token.", "mean", "lower"),
+    Metric("nll_per_character", "nats", "−log p of held-out text, per character of plain text.", "mean", "lower"),
+    Metric(
+        "preference_accuracy",
+        "1",
+        "The share of held-out pairs whose chosen answer the model prefers; a tie counts half.",
+        "mean",
+        "higher",
+    ),
+    Metric(
+        "preference_margin",
+        "nats, or score",
+        "By how much the model prefers the chosen answer: log-likelihood of a language model, score of a reward model.",
+        "mean",
+        "higher",
+    ),
+    Metric(
+        "reward_accuracy",
+        "1",
+        "The share of held-out pairs whose chosen answer has the larger log π − log π_ref; a tie counts half.",
+        "mean",
+        "higher",
+    ),
+    Metric(
+        "reward_margin", "nats", "log π − log π_ref of the chosen answer less that of the rejected.", "mean", "higher"
+    ),
+    registry=EVAL_METRICS,
+)
+
+# Every evaluation metric that says how good a model is.
 HIGHER_IS_BETTER: dict[str, bool] = {
-    "accuracy": True,
-    "nll_per_token": False,
-    "nll_per_character": False,
-    "preference_accuracy": True,
-    "preference_margin": True,
-    "reward_accuracy": True,
-    "reward_margin": True,
+    name: metric.better == "higher" for name, metric in EVAL_METRICS.items() if metric.better is not None
 }
 
 
-def better(measure: str, value: float, than: float) -> bool:
-    """Whether `value` of `measure` is better than another; a NaN is better than nothing, and worse than any number."""
+def better(name: str, value: float, than: float) -> bool:
+    """Return whether `value` of the evaluation metric `name` is better than another.
+
+    Any number is better than a NaN, and a NaN is never better.
+    """
     if value != value or than != than:
         return than != than and value == value
-    return value > than if HIGHER_IS_BETTER[measure] else value < than
+    return value > than if HIGHER_IS_BETTER[name] else value < than

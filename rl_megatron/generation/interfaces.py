@@ -1,4 +1,4 @@
-"""What a rollout engine takes and gives, whichever engine it is."""
+"""What a rollout engine takes and returns, whichever engine it is."""
 
 from __future__ import annotations
 
@@ -19,37 +19,69 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class Served:
+    """Which copy of the policy's weights an engine serves. Equal values are the same copy in the same processes.
+
+    Attributes:
+        version: The policy's `weight_version` when the copy was made. None for an engine that has no copy, and
+            generates with the policy's own weights.
+        start: The number of times that the engine's processes were started, up to those that hold the copy.
+    """
+
+    version: int | None
+    start: int = 0
+
+
 class EngineFailed(RuntimeError):
-    """A rollout engine that cannot go on, or whose answer cannot be used; raised on every rank."""
+    """A rollout engine cannot go on, or its answer cannot be used. It is raised on every rank."""
 
 
 class RolloutEngine(Protocol):
-    """Draws completions from a policy's weights; every rank of the policy calls every method with the same arguments
-    and gets the same answer. To add an engine is to write these three methods."""
+    """An engine that generates completions with a policy's weights.
+
+    Every rank of the policy calls every method with the same arguments and gets the same answer. A new engine has these
+    three methods and this attribute.
+    """
+
+    @property
+    def served(self) -> Served | None:
+        """The copy of the weights that the engine serves now, or None if it serves none."""
+        ...
 
     def update_weights(self) -> dict[str, float]:
-        """Makes the engine serve the policy's present weights, and drop what it kept of older ones; does nothing where
-        it serves them already. Returns what the last hand-over cost, if there was one since the last call (`generate`
-        may need one as well): nothing, or `refit_bytes`, `refit_seconds`, `refit_gb_per_s` and the seconds of each
-        phase.
+        """Make the engine serve the policy's present weights, and drop what it kept of older ones.
 
-        Raises: WeightsRefused where what arrived is not what was sent. The engine then serves nothing.
+        It does nothing if the engine serves them already.
+
+        Returns:
+            The metrics of the last weight sync, if there was one since the last call (`generate` may need one as well):
+            `refit_bytes`, `refit_seconds`, `refit_gb_per_s` and the seconds of each phase. They are for reports only:
+            `served` tells what the engine serves.
+
+        Raises:
+            WeightsRefused: what arrived is not what was sent. The engine then serves nothing.
         """
         ...
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> BatchedDataDict:
-        """One completion for each prompt (token ids, each non-empty), in order.
+        """Generate one completion for each prompt (token ids, none empty), in order.
 
-        Returns, right-padded to the longest row, S tokens:
-        `input_ids` [B, S] prompt and completion; `prompt_lengths` [B]; `input_lengths` [B] with the completion (its
-        stop token included); `token_mask` [B, S] fp32, 1 on sampled tokens; `sample_mask` [B] fp32 of ones;
-        `generation_logprobs` [B, S] fp32, entry t of token t, 0 off the completion: log softmax(logits/temperature),
-        *before* top-k and top-p, at temperature 1 where sampling is greedy; `temperature` [B], the one those logprobs
-        were taken at; `top_k` [B] int64 and `top_p` [B] fp32, as in `sampling`; `weight_version` [B] int64, of the
-        policy's weights that drew the row; `stopped` [B] bool, true where a stop token ended the row.
+        Returns:
+            A batch, right-padded to the longest sequence of S tokens, with
+
+            - `input_ids` [B, S]: prompt and completion;
+            - `prompt_lengths` [B], and `input_lengths` [B] with the completion, its stop token included;
+            - `token_mask` [B, S] fp32: 1 on sampled tokens; `sample_mask` [B] fp32: ones;
+            - `generation_logprobs` [B, S] fp32: log softmax(logits/temperature) of token t at entry t, *before* top-k
+              and top-p, at temperature 1 if sampling is greedy; 0 off the completion;
+            - `temperature` [B]: the one those logprobs were taken at; `top_k` [B] int64 and `top_p` [B] fp32, as in
+              `sampling`;
+            - `weight_version` [B] int64: the version of the policy's weights that generated the sequence;
+            - `stopped` [B] bool: whether a stop token ended the sequence.
         """
         ...
 
     def shutdown(self) -> None:
-        """Ends what the engine started; it answers nothing afterwards."""
+        """End what the engine started. It answers nothing afterwards."""
         ...

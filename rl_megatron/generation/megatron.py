@@ -1,4 +1,4 @@
-"""The embedded rollout engine: samples from the training model itself, sharded as it is. No copy of the weights."""
+"""The embedded rollout engine: it samples from the training model itself, with the same shards and no copy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.generation.completion_batch import check_prompts, rollouts
 from rl_megatron.generation.completions import Completions, left_padded, row_uniforms
-from rl_megatron.generation.interfaces import Sampling
+from rl_megatron.generation.interfaces import Sampling, Served
 from rl_megatron.generation.kv_cache import Columns, caching
 from rl_megatron.generation.sampling import sample
 from rl_megatron.model.build import unwrap
@@ -18,29 +18,32 @@ from rl_megatron.policy.megatron_policy import MegatronPolicy
 
 
 class MegatronEngine:
-    """A `RolloutEngine` on a policy's own chunks, under tensor and pipeline parallelism.
+    """A `RolloutEngine` on a policy's own model chunks, under tensor and pipeline parallelism.
 
     Prompts are spread over data- and context-parallel ranks (generation needs no context parallelism: a column is one
-    token). The random number of a row and step depends on the seed and on `max_new_tokens` alone, so rollouts do not
-    depend on the layout beyond floating-point rounding.
+    token). The random number of a sequence and step depends on the seed and on `max_new_tokens` alone, so rollouts do
+    not depend on the parallel layout beyond floating-point rounding.
     """
+
+    served = Served(version=None)
 
     def __init__(self, policy: MegatronPolicy, batch_size: int = 256):
         self.policy, self.batch_size = policy, batch_size
 
     def update_weights(self) -> dict[str, float]:
-        """Nothing to hand over: the policy's weights are the engine's."""
+        """Return no metrics: the policy's weights are the engine's, and are not sent."""
         return {}
 
     def shutdown(self) -> None:
-        """Nothing was started."""
+        """Do nothing: nothing was started."""
 
     @torch.no_grad()
     def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> BatchedDataDict:
         """See `RolloutEngine.generate`.
 
-        Raises, on every rank: ConfigError where a prompt leaves no room for `max_new_tokens`; NonFiniteLoss where any
-        rank's logits are NaN or infinite.
+        Raises:
+            ConfigError: on every rank, if a prompt leaves no room for `max_new_tokens`.
+            NonFiniteLoss: on every rank, if the logits of any rank are NaN or infinite.
         """
         self.policy.model.require_head("lm", "generate")
         topology = self.policy.topology
@@ -57,7 +60,7 @@ class MegatronEngine:
         return rollouts(prompts, parts, sampling, self.policy.weight_version)
 
     def _decode(self, prompts: list[list[int]], uniforms: Tensor, sampling: Sampling) -> Completions:
-        """The completions of a batch of rows, on every rank of the model. Decoding ends at a NaN."""
+        """Return the completions of a batch of prompts, on every rank of the model. Decoding ends at a NaN."""
         topology = self.policy.topology
         device, num_rows = topology.device, len(prompts)
         models = [unwrap(chunk) for chunk in self.policy.model.chunks]
@@ -82,7 +85,10 @@ class MegatronEngine:
         return completions
 
     def _goes_on(self, running: Tensor, nan: Tensor) -> bool:
-        """While any row runs and none is NaN, on all the ranks whose experts the rows of others visit."""
+        """Return whether any sequence still runs and none is NaN.
+
+        All ranks of an expert-parallel group get the same answer, because their tokens visit each other's experts.
+        """
         state = torch.stack([running.any(), nan.any()]).int()
         if self.policy.topology.expert > 1:
             dist.all_reduce(state, op=dist.ReduceOp.MAX, group=self.policy.topology.groups.ep)
@@ -90,9 +96,9 @@ class MegatronEngine:
         return bool(any_runs and not any_nan)
 
     def _forward(self, models: list[GPTModel], tokens: Tensor, columns: Columns) -> Tensor | None:
-        """Vocab-parallel logits [b, V/tp] after the newest column, on the last stage; None on other stages.
+        """Return vocab-parallel logits [b, V/tp] after the newest column on the last stage, None on other stages.
 
-        Stages run one after the other, model chunk by model chunk, handing hidden states on.
+        Pipeline stages run one after the other, one model chunk at a time, and send hidden states to the next.
         """
         topology = self.policy.topology
         ranks = dist.get_process_group_ranks(topology.groups.pp)

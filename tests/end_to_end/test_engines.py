@@ -1,4 +1,4 @@
-"""GRPO with a rollout engine in a process of its own: killed in mid-run, shut by the gate, asked for by mistake."""
+"""GRPO with a rollout engine in a process of its own: killed in mid-run, stopped by the logprob check."""
 
 import io
 import os
@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import rl_megatron.algorithms.metrics  # noqa: F401  # declares all of them
+from rl_megatron.config.eval_metrics import EVAL_METRICS
+from rl_megatron.config.metrics import METRICS
 from tests.end_to_end.launch import TINY, Command, metrics
 
 STEPS = 10  # the first of which has to be seen, and the engine killed, before the last is over
@@ -19,7 +22,7 @@ ENGINE = ("generation.engine=transformers", "generation.refit_bucket_mb=0.05")
 
 
 def learnt(directory: Path) -> list[dict]:
-    """What every step saw and did, and what the gate found."""
+    """Return what every step saw and did, and what the logprob check found."""
     lines = metrics(directory, timed=True)
     return [
         {key: value for key, value in line.items() if "seconds" not in key and "per_s" not in key} for line in lines
@@ -56,7 +59,7 @@ def undisturbed(tmp_path_factory, forks):
     return directory / "out"
 
 
-def test_every_step_refits_and_passes_the_gate(undisturbed):
+def test_every_step_syncs_weights_and_passes_the_logprob_check(undisturbed):
     lines = metrics(undisturbed, timed=True)
     # Weights change in every training step, and are asked for by what comes next: a step's prompts, or an evaluation.
     refits = [(line["kind"], line["step"]) for line in lines if "refit_bytes" in line]
@@ -66,6 +69,14 @@ def test_every_step_refits_and_passes_the_gate(undisturbed):
             assert line["refit_seconds"] > 0 and line["refit_gb_per_s"] > 0
             assert 0 <= line["gate_mean"] <= line["gate_p99"] <= line["gate_max"] < 1e-5
     assert all(line["mismatch_max"] < 1e-5 for line in lines if line["kind"] == "train")
+
+
+def test_every_metric_that_a_run_writes_is_declared(undisturbed):
+    lines = metrics(undisturbed, timed=True)
+    assert {line["kind"] for line in lines} == {"train", "eval"}
+    for line in lines:
+        declared = METRICS.keys() | (EVAL_METRICS.keys() if line["kind"] == "eval" else set())
+        assert line.keys() - {"stage", "step", "kind", "seconds"} <= declared
 
 
 def test_an_engine_killed_in_mid_run_is_survived_bitwise(tmp_path, undisturbed):
@@ -88,7 +99,7 @@ def test_an_engine_ends_with_a_run_that_is_killed(tmp_path):
         wait_until(lambda: engines(tmp_path) == [], seconds=10)
 
 
-def test_the_gate_halts_the_run_before_it_learns(tmp_path, forks):
+def test_the_logprob_check_halts_the_run_before_it_learns(tmp_path, forks):
     done = forks.run(tmp_path, "train", *GRPO, *ENGINE, "generation.gate_limit=1e-12")
     assert done.status == 1
     line = done.err.splitlines()[-1]

@@ -18,7 +18,7 @@ from rl_megatron.model.families import family_of_config, family_of_model
 from tests.parallel.family_cases import architecture, hf_model
 from tests.parallel.layouts import EXPERTS, VOCAB_SIZE, build_policy
 from tests.parallel.test_generation import prompts
-from tests.parallel.test_transformers_engine import LLAMA, assert_same, drawn, gate_of
+from tests.parallel.test_transformers_engine import LLAMA, assert_same, drawn, logprob_check
 
 
 class InThisProcess:
@@ -39,10 +39,10 @@ class InThisProcess:
 def passed() -> tuple[torch.dtype, dict]:
     policy = build_policy({}, LLAMA, precision="bf16")
     engine = InThisProcess(policy)
-    return engine.model.dtype, gate_of(policy).check(engine, prompts())
+    return engine.model.dtype, logprob_check(policy).run(engine, prompts())
 
 
-def test_bf16_passes_the_gate(ranks):
+def test_bf16_passes_the_logprob_check(ranks):
     dtype, figures = ranks.run(1, passed)[0]
     assert dtype == torch.bfloat16
     assert 1e-4 < figures["gate_mean"] < LIMITS["bf16"] / 2
@@ -62,8 +62,8 @@ VARIANTS = {
 def compared_in_bf16(model: ModelConfig) -> tuple[float, float]:
     """`gate_mean` of the Hugging Face model, and of the embedded engine."""
     policy = build_policy({}, model, precision="bf16")
-    gate = dataclasses.replace(gate_of(policy), limit=1e9)
-    return tuple(gate.check(each, prompts())["gate_mean"] for each in (InThisProcess(policy), MegatronEngine(policy)))
+    check = dataclasses.replace(logprob_check(policy), limit=1e9)
+    return tuple(check.run(each, prompts())["gate_mean"] for each in (InThisProcess(policy), MegatronEngine(policy)))
 
 
 @pytest.mark.parametrize("variant", ["experts", "experts, qk_norm"])

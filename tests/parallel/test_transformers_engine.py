@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, Gate
+from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, LogprobCheck
 from rl_megatron.config.schema import GenerationConfig
 from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.generation.interfaces import EngineFailed, Sampling
@@ -37,7 +37,7 @@ SETTINGS = GenerationConfig(engine="transformers", batch_size=4, refit_bucket_mb
 
 @contextmanager
 def serving(parallel: dict, precision: str = "fp32", patience_minutes: float = 10, **settings):
-    """A policy and its engine, which serves the policy's first weights."""
+    """Yield a policy and its engine, which serves the policy's first weights."""
     policy = build_policy(parallel, LLAMA, precision=precision)
     engine = TransformersEngine(policy, dataclasses.replace(SETTINGS, **settings), patience_minutes)
     try:
@@ -85,7 +85,7 @@ def life_of_an_engine(parallel: dict, settings: dict) -> dict:
         found["again"] = engine.update_weights()
         found["engines"] = drawn(engine)
         found["embedded"] = drawn(MegatronEngine(policy))
-        found["gate"] = gate_of(policy).check(engine, prompts())
+        found["gate"] = logprob_check(policy).run(engine, prompts())
         found["ratios"] = learn(policy, engine.generate(prompts(), COLD, seed=1))
         found["stale"] = refusal(EngineFailed, engine.generate, prompts(), COLD, 1)
         found["costs"] = engine.update_weights()
@@ -169,7 +169,7 @@ def test_at_temperature_0_7_the_on_policy_ratio_is_one(lives):
         assert after > 1e-3, "the step moved the policy, so the ratio could have differed"
 
 
-def test_it_passes_the_gate(lives):
+def test_its_logprobs_pass_the_check(lives):
     for life in lives:
         assert life["gate"] == lives[0]["gate"] and life["gate"]["gate_mean"] < LIMITS["fp32"] / 10
 
@@ -256,7 +256,7 @@ def deaths() -> dict:
 def processes_of_this() -> list[int]:
     """Engines that are children of this process."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [pid for pid in map(int, children) if b"transformers_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in map(int, children) if b"transformers.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def test_an_engine_that_dies_is_started_again_and_says_the_same(ranks):
@@ -335,7 +335,7 @@ def test_a_port_that_is_taken_is_left_for_another_and_what_an_engine_raises_ends
     assert "starting again (1 of at most 3 times)" in line
 
 
-# --- the gate ---
+# --- the logprob check ---
 
 
 class Ids:
@@ -343,8 +343,8 @@ class Ids:
         return " ".join(map(str, ids))
 
 
-def gate_of(policy) -> Gate:
-    return Gate(policy, Ids(), Sampling(max_new_tokens=12), num_prompts=4, limit=LIMITS[policy.model.precision])
+def logprob_check(policy) -> LogprobCheck:
+    return LogprobCheck(policy, Ids(), Sampling(max_new_tokens=12), num_prompts=4, limit=LIMITS[policy.model.precision])
 
 
 def perturbed() -> str:
@@ -352,10 +352,10 @@ def perturbed() -> str:
         patched(worker_process, "WORKER_MODULE", "tests.parallel.perturbing_worker"),
         serving({}, refit="shared_memory") as (policy, engine),
     ):
-        return refusal(EngineMismatch, gate_of(policy).check, engine, prompts())
+        return refusal(EngineMismatch, logprob_check(policy).run, engine, prompts())
 
 
-def test_a_weight_that_changed_after_it_was_verified_trips_the_gate(ranks):
+def test_a_weight_that_changed_after_it_was_verified_fails_the_logprob_check(ranks):
     message = ranks.run(1, perturbed)[0]
     assert "generation.gate_limit=0.0001" in message and "worst: prompt" in message
     assert "row" in message and "trainer -" in message and "engine -" in message

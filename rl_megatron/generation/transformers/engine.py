@@ -1,4 +1,4 @@
-"""A rollout engine of Hugging Face models in processes of their own, fed by refit. Nothing is read from a disk."""
+"""A rollout engine of Hugging Face models in processes of their own. Weights are synced, and not read from a disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import GenerationConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.generation.completion_batch import check_prompts, rollouts
-from rl_megatron.generation.interfaces import EngineFailed, Sampling
+from rl_megatron.generation.interfaces import EngineFailed, Sampling, Served
 from rl_megatron.generation.transformers.process import Answers, EngineDied, EngineWorkers
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.weight_sync.plan import WeightsRefused
@@ -29,11 +29,11 @@ _SECONDS_AFTER_A_BREAK = 5.0  # for engines to say what they know of a collectiv
 
 
 class TransformersEngine:
-    """A `RolloutEngine` in `generation.num_engines` processes, started by the policy's rank 0 at the first refit.
+    """A `RolloutEngine` in `generation.num_engines` processes, which the policy's rank 0 starts at the first sync.
 
-    Rank 0 alone talks to them; what it hears, every rank hears from it and decides alike. All ranks take part in the
-    weights' way over a collective. Processes that share a group end with any of its members: after a death all are
-    started again, get the same weights, and are asked the same question, whose answer depends on nothing else.
+    Only rank 0 talks to the processes. It tells every rank what they answered, so that all ranks decide alike. All
+    ranks take part when weights are sent over a collective. If a process dies, the others of its process group end too:
+    all are started again, get the same weights, and are asked the same question, whose answer depends on nothing else.
     """
 
     def __init__(self, policy: MegatronPolicy, settings: GenerationConfig, collective_timeout_minutes: float = 10.0):
@@ -42,50 +42,59 @@ class TransformersEngine:
         self._leads = policy.topology.rank == 0
         self._workers: EngineWorkers | None = None  # on rank 0
         self._started = False
-        self._serves: int | None = None  # the version of the weights
-        self._restarts = 0
-        self._costs: dict[str, float] = {}  # of a hand-over that was not told yet
+        self._served: Served | None = None
+        self._starts = self._restarts = 0
+        self._sync_metrics: dict[str, float] = {}  # of a weight sync that was not reported yet
         self._devices = engine_devices(settings, policy.topology.device)
+
+    @property
+    def served(self) -> Served | None:
+        return self._served
 
     def update_weights(self) -> dict[str, float]:
         """See `RolloutEngine.update_weights`.
 
-        Raises, on every rank: WeightsRefused; EngineFailed where engines die more often than they may.
+        Raises:
+            WeightsRefused: on every rank.
+            EngineFailed: on every rank, if engines die more often than they may.
         """
-        if self._serves != self.policy.weight_version:
-            self._serves = None
+        if self._served is None or self._served.version != self.policy.weight_version:
+            self._served = None
             self._surviving(self._sync_weights)
-        costs, self._costs = self._costs, {}
-        return costs
+        metrics, self._sync_metrics = self._sync_metrics, {}
+        return metrics
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> BatchedDataDict:
         """See `RolloutEngine.generate`.
 
-        Raises, on every rank: ConfigError where a prompt leaves no room for `max_new_tokens`; NonFiniteLoss where
-            logits are NaN or infinite; EngineFailed where what was drawn is of other weights than the policy's, or
-            engines die more often than they may.
+        Raises:
+            ConfigError: on every rank, if a prompt leaves no room for `max_new_tokens`.
+            NonFiniteLoss: on every rank, if logits are NaN or infinite.
+            EngineFailed: on every rank, if the engine generated with other weights than the policy's, or engines die
+                more often than they may.
         """
         self.policy.model.require_head("lm", "generate")
         check_prompts(prompts, sampling, self.policy.model_config.max_sequence_length)
-        if self._serves is None:
+        if self._served is None:
             raise EngineFailed("the rollout engine serves no weights; call update_weights() first")
-        drawn = self._surviving(lambda: self._draw(prompts, sampling, seed))
-        for version, _ in drawn:
+        answers = self._surviving(lambda: self._ask_for_completions(prompts, sampling, seed))
+        for version, _ in answers:
             if version != self.policy.weight_version:
                 raise EngineFailed(
                     f"the rollout engine answered with version {version} of the weights, and the policy's is "
                     f"{self.policy.weight_version}; call update_weights() before generate()"
                 )
-        columns = zip(*(parts for _, parts in drawn), strict=True)
+        columns = zip(*(parts for _, parts in answers), strict=True)
         parts = tuple(torch.cat([torch.from_numpy(part) for part in column]) for column in columns)
         return rollouts(prompts, parts, sampling, self.policy.weight_version)
 
     def shutdown(self) -> None:
         self._leave(at_once=False)
 
-    # --- what may have to be done again ---
+    # --- what is repeated if an engine dies ---
 
     def _surviving(self, attempt: Callable[[], _T]) -> _T:
+        """Return what `attempt` returns. If an engine dies in it, end all engines and try again."""
         while True:
             try:
                 return attempt()
@@ -99,9 +108,9 @@ class TransformersEngine:
                     ) from death
                 log.LOGGER.warning("%s; starting again (%d of at most %d times)", death, self._restarts, allowed)
 
-    def _draw(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> tuple[Any, ...]:
-        """What each engine that had rows answered."""
-        if self._serves is None:  # started again
+    def _ask_for_completions(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> tuple[Any, ...]:
+        """Return the answer of each engine that was given prompts."""
+        if self._served is None:  # the engines of the last attempt died
             self._sync_weights()
         parts = min(self.settings.num_engines, len(prompts))
         edges = [len(prompts) * part // parts for part in range(parts + 1)]
@@ -109,20 +118,23 @@ class TransformersEngine:
         return self._ask("generate", [(prompts[a:b], a, len(prompts), sampling, seed) for a, b in rows])
 
     def _sync_weights(self) -> None:
-        """Processes where there are none, and the policy's present weights in them. Keeps what the weights' way cost:
-        the policy's `refit_metrics`, up to when the last engine serves them, and `verify` and `copy` there."""
+        """Start the engines if needed, and send them the policy's present weights.
+
+        It keeps the metrics: the policy's `refit_metrics`, up to when the last engine serves the weights, and the
+        engines' phases `verify` and `copy`.
+        """
         if not self._started:
             self._start()
         began, version = time.perf_counter(), self.policy.weight_version
         paths = {"collective": self._over_the_group, "shared_memory": self._in_shared_memory}
         at_engines = paths[self.settings.refit](version)
-        costs = self.policy.refit_metrics()
+        metrics = self.policy.refit_metrics()
         seconds = {"": time.perf_counter() - began}
         seconds |= {f"{phase}_": max(each[phase] for each in at_engines) for phase in at_engines[0]}
         for phase, spent in seconds.items():
-            costs[f"refit_{phase}seconds"] = spent
-            costs[f"refit_{phase}gb_per_s"] = costs["refit_bytes"] / 1e9 / spent if spent > 0 else 0.0
-        self._serves, self._costs = version, costs
+            metrics[f"refit_{phase}seconds"] = spent
+            metrics[f"refit_{phase}gb_per_s"] = metrics["refit_bytes"] / 1e9 / spent if spent > 0 else 0.0
+        self._served, self._sync_metrics = Served(version, self._starts), metrics
 
     def _over_the_group(self, version: int) -> tuple[dict[str, float], ...]:
         def send() -> None:
@@ -145,6 +157,7 @@ class TransformersEngine:
         self.policy.prepare_weights_for_ipc(int(self.settings.refit_bucket_mb * (1 << 20)))
         plan, batch_size = self.policy.refit_plan, self.settings.batch_size
         self._started = True
+        self._starts += 1
         if self._leads:
             self._workers = EngineWorkers(self.settings.num_engines, 60 * self.settings.engine_timeout_minutes)
         self._ask("build", [(plan, device, batch_size) for device in self._devices])
@@ -152,7 +165,7 @@ class TransformersEngine:
             self._join()
 
     def _join(self) -> None:
-        """Policy and engines in one group, the policy's ranks first."""
+        """Join policy and engines in one process group, the policy's ranks first."""
         before = self.policy.topology.world_size
         address = self._from_rank_0(_free_address() if self._leads else None)
         common = (before + len(self._devices), self._timeout, self.policy.topology.device.type)
@@ -161,10 +174,13 @@ class TransformersEngine:
         self._ask("join", questions, meanwhile=lambda: self._meet(handles))
 
     def _meet(self, handles: Sequence[PendingGroup]) -> None:
-        """Until all of the policy's ranks have joined. One that cannot (its port was taken), and an engine that ended,
-        leave nobody waiting for them: ranks tell each other how far they are.
+        """Wait until all of the policy's ranks have joined.
 
-        Raises: CollectiveFailed, on every rank.
+        Ranks tell each other how far they are, so that none waits for a rank that cannot join (its port was taken), or
+        for an engine that ended.
+
+        Raises:
+            CollectiveFailed: on every rank.
         """
         joined: tuple[bool, ...] = (False,)
         while not all(joined):
@@ -185,7 +201,7 @@ class TransformersEngine:
             joined = tuple(over for over, _ in states)
 
     def _leave(self, at_once: bool) -> None:
-        self._serves, self._started = None, False
+        self._served, self._started = None, False
         if self._workers is not None:
             self._workers.shutdown(at_once)
             self._workers = None
@@ -193,10 +209,17 @@ class TransformersEngine:
     def _ask(
         self, method: str, arguments_of_each: Sequence[tuple[Any, ...]], meanwhile: Callable[[], None] | None = None
     ) -> tuple[Any, ...]:
-        """The engines' answers, on every rank; all ranks do `meanwhile` while they work on them.
+        """Return the engines' answers, on every rank.
 
-        Raises, on every rank: EngineDied, also where a collective failed and no engine says why; EngineFailed, for what
-            would come again: an engine raised; WeightsRefused.
+        Args:
+            method: The method of the engine's worker.
+            arguments_of_each: Its arguments, for each engine that is asked.
+            meanwhile: What all ranks do while the engines work on the answers.
+
+        Raises:
+            EngineDied: on every rank, also if a collective failed and no engine says why.
+            EngineFailed: on every rank, if an engine raised, which it would do again.
+            WeightsRefused: on every rank.
         """
         if self._leads:
             self._workers.ask(method, *arguments_of_each)
@@ -222,8 +245,11 @@ class TransformersEngine:
         return answers.values
 
     def _answers(self) -> Answers:
-        """What rank 0 hears. The others wait in collectives, which have less patience than an engine may need: rank 0
-        ends each in time, to begin another."""
+        """Return what rank 0 hears from the engines.
+
+        The other ranks wait in broadcasts. An engine may need longer than a collective's timeout, so rank 0 ends each
+        broadcast in time and begins another.
+        """
         answers = None
         while answers is None:
             answers = self._from_rank_0(self._workers.answers(self._timeout / 4) if self._leads else None)
@@ -243,9 +269,10 @@ class TransformersEngine:
 
 
 def engine_devices(settings: GenerationConfig, policy: torch.device) -> list[str]:
-    """Each engine's, where the policy's rank 0 computes on `policy`.
+    """Return the device of each engine, if the policy's rank 0 computes on device `policy`.
 
-    Raises: ConfigError where weights cannot reach it, or this machine has no such device.
+    Raises:
+        ConfigError: weights cannot reach the device, or this machine has no such device.
     """
     kind, _, first = settings.engine_device.partition(":")
     count = settings.num_engines
@@ -271,7 +298,7 @@ def engine_devices(settings: GenerationConfig, policy: torch.device) -> list[str
 
 
 def _free_address() -> tuple[str, int]:
-    """Where the engines can meet the policy's ranks, and so rank 0: the address that those met at."""
+    """Return an address at which the engines can meet the policy's ranks: that of rank 0, with a free port."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return os.environ.get("MASTER_ADDR", "127.0.0.1"), probe.getsockname()[1]

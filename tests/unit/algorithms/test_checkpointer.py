@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_megatron.algorithms.checkpointer import Saver
+from rl_megatron.algorithms.checkpointer import Checkpointer
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.load import load
 
@@ -48,35 +48,36 @@ class Saving:
 def make(tmp_path, monkeypatch):
     def build(log, critic_fails=(), policy_fails=(), **train):
         monkeypatch.setattr(
-            "rl_megatron.algorithms.checkpointer.delete_older", lambda where, *_: log.append(("thin out", where.name))
+            "rl_megatron.algorithms.checkpointer.delete_older",
+            lambda where, *_: log.append(("delete older", where.name)),
         )
         settings = replace(load([]).first.train, **train)
         models = Model("policy", log, set(policy_fails)), Model("critic", log, set(critic_fails))
-        return Saver(Path(tmp_path / "ppo"), settings, *models), models
+        return Checkpointer(Path(tmp_path / "ppo"), settings, *models), models
 
     return build
 
 
 def test_a_save_is_completed_when_both_have_been_written(make):
     log = []
-    saver, (policy, critic) = make(log)
-    saver.poll()
-    saver.save(1, last=False)
-    saver.poll()
+    checkpointer, (policy, critic) = make(log)
+    checkpointer.poll()
+    checkpointer.save(1, last=False)
+    checkpointer.poll()
     critic.written = True
-    saver.poll()
+    checkpointer.poll()
     assert log == [("critic", "begin", 1), ("policy", "begin", 1)]
     policy.written = True
-    saver.poll()
-    saver.poll()
-    assert log[2:] == [("critic", "finish", 1), ("policy", "finish", 1), ("thin out", "ppo")]
+    checkpointer.poll()
+    checkpointer.poll()
+    assert log[2:] == [("critic", "finish", 1), ("policy", "finish", 1), ("delete older", "ppo")]
 
 
 def test_one_save_at_a_time_and_the_last_is_waited_for(make):
     log = []
-    saver, _ = make(log)
-    saver.save(1, last=False)
-    saver.save(2, last=True)
+    checkpointer, _ = make(log)
+    checkpointer.save(1, last=False)
+    checkpointer.save(2, last=True)
     assert [entry for entry in log if entry[0] == "policy"] == [
         ("policy", "begin", 1), ("policy", "finish", 1), ("policy", "begin", 2), ("policy", "finish", 2),
     ]  # fmt: skip
@@ -85,11 +86,11 @@ def test_one_save_at_a_time_and_the_last_is_waited_for(make):
 
 def test_without_async_save_nothing_is_left_under_way(make):
     log = []
-    saver, _ = make(log, async_save=False)
-    saver.save(1, last=False)
+    checkpointer, _ = make(log, async_save=False)
+    checkpointer.save(1, last=False)
     assert log == [
         ("critic", "begin", 1), ("policy", "begin", 1), ("critic", "finish", 1), ("policy", "finish", 1),
-        ("thin out", "ppo"),
+        ("delete older", "ppo"),
     ]  # fmt: skip
 
 
@@ -97,28 +98,28 @@ def test_without_async_save_nothing_is_left_under_way(make):
     ("fails", "expected"),
     [
         ({"policy_fails": {("begin", 1)}}, [("critic", "abandon", 1)]),
-        ({"critic_fails": {("finish", 1)}}, [("policy", "abandon", 1), ("thin out", "ppo")]),
-        ({"policy_fails": {("finish", 1)}}, [("critic", "finish", 1), ("thin out", "ppo")]),
+        ({"critic_fails": {("finish", 1)}}, [("policy", "abandon", 1), ("delete older", "ppo")]),
+        ({"policy_fails": {("finish", 1)}}, [("critic", "finish", 1), ("delete older", "ppo")]),
     ],
 )
 def test_what_fails_for_one_is_not_kept_of_the_other_and_training_goes_on(make, caplog, fails, expected):
-    """A critic without its policy is thinned out; it is what came first."""
+    """A critic's checkpoint without the policy's is deleted; a warning names the failure."""
     log = []
-    saver, _ = make(log, **fails)
+    checkpointer, _ = make(log, **fails)
     logger = logging.getLogger("rl_megatron")
     logger.addHandler(caplog.handler)
     try:
-        saver.save(1, last=False)
-        saver.complete()
+        checkpointer.save(1, last=False)
+        checkpointer.complete()
     finally:
         logger.removeHandler(caplog.handler)
     assert [entry for entry in log if entry[1] != "begin"] == expected
     assert "cannot" in caplog.text and "training goes on, and there is no checkpoint yet" in caplog.text
-    saver.save(2, last=True)
+    checkpointer.save(2, last=True)
     assert ("policy", "finish", 2) in log
 
 
 def test_the_last_save_has_to_succeed(make):
-    saver, _ = make([], policy_fails={("finish", 3)})
+    checkpointer, _ = make([], policy_fails={("finish", 3)})
     with pytest.raises(SaveFailed, match="policy cannot finish 3"):
-        saver.save(3, last=True)
+        checkpointer.save(3, last=True)

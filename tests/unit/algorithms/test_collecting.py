@@ -11,6 +11,7 @@ from rl_megatron.algorithms.rollout import Sampler
 from rl_megatron.config.load import load
 from rl_megatron.config.schema import GRPOConfig
 from rl_megatron.data.order import BatchSchedule
+from rl_megatron.observability.phase_timer import PhaseTimer
 from tests.unit.algorithms.fakes import Characters, Echo, Scripted
 
 SIZE = 2
@@ -139,6 +140,8 @@ def test_the_kl_in_the_reward_is_recorded(monkeypatch):
         steps=lambda: [1],
         train=lambda step, rollouts, loss_fn: {"loss": 1.0},
         record=lambda step, report: records.append(report),
+        timer=PhaseTimer(),
     )
     grpo(stage)
     assert records[0]["reward_kl"] == 0.5
+    assert list(stage.timer.collect()) == ["rollout", "logprobs"]

@@ -1,14 +1,14 @@
-"""The gate between an engine and what is learnt from it."""
+"""The comparison of an engine with the trainer, and the engine that generates only after it."""
 
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
-from rl_megatron.algorithms.logprob_check import EngineMismatch, Gate
-from rl_megatron.algorithms.synced_engine import FreshEngine
+from rl_megatron.algorithms.logprob_check import EngineMismatch, LogprobCheck
+from rl_megatron.algorithms.synced_engine import SyncedEngine
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.generation.interfaces import Sampling
+from rl_megatron.generation.interfaces import EngineFailed, Sampling, Served
 from tests.unit.algorithms.fakes import Characters, Scripted
 
 RUN = Sampling(max_new_tokens=100, temperature=0.7)
@@ -16,7 +16,7 @@ RUN = Sampling(max_new_tokens=100, temperature=0.7)
 
 @dataclass
 class Trainer:
-    """Says of every token what the scripted engine says, −1, and something else of some."""
+    """A policy that gives every token the logprob of the scripted engine, −1, and another to some."""
 
     off: dict[tuple[int, int], float] = field(default_factory=dict)
 
@@ -29,27 +29,32 @@ class Trainer:
 
 @dataclass
 class Engine(Scripted):
-    """Hands weights over when there are new ones."""
+    """An engine that syncs weights when `behind` says that it is behind the policy or has restarted."""
 
-    fresh: bool = True
+    behind: bool = True
+    served: Served | None = None
+    syncs: int = 0
     samplings: list = field(default_factory=list)
 
     def update_weights(self):
-        fresh, self.fresh = self.fresh, False
-        return {"refit_bytes": 8.0} if fresh else {}
+        if not self.behind:
+            return {}
+        self.behind, self.syncs = False, self.syncs + 1
+        self.served = Served(version=self.syncs)
+        return {"refit_bytes": 8.0}
 
     def generate(self, prompts, sampling, seed):
         self.samplings.append(sampling)
         return super().generate(prompts, sampling, seed)
 
 
-def gate(trainer, num_prompts=2, limit=0.01):
-    return Gate(trainer, Characters(), RUN, num_prompts, limit)
+def check_of(trainer, num_prompts=2, limit=0.01):
+    return LogprobCheck(trainer, Characters(), RUN, num_prompts, limit)
 
 
 def check(trainer, **kwargs):
     engine = Engine({"a": ["12", "34"], "bc": ["5"], "d": ["6"]})
-    return gate(trainer, **kwargs).check(engine, [[97], [97], [98, 99], [100]]), engine
+    return check_of(trainer, **kwargs).run(engine, [[97], [97], [98, 99], [100]]), engine
 
 
 def test_the_first_different_prompts_are_compared_with_few_tokens_at_the_runs_temperature():
@@ -75,56 +80,90 @@ def test_past_the_limit_the_worst_are_named(by):
     assert worst.startswith("prompt 'bc' (row 1), token 1 '5': trainer ") and "engine -1.0000; prompt 'a'" in worst
 
 
-def test_without_prompts_there_is_no_gate():
+def test_without_prompts_nothing_is_checked():
     figures, engine = check(Trainer({(0, 1): 9.0}), num_prompts=0)
     assert figures == {} and engine.calls == []
 
 
-def test_a_fresh_engine_is_gated_after_every_refit_and_draws_the_present_weights():
+def synced(engine, trainer, noted):
+    """Return a SyncedEngine that adds the metrics it is asked to note to `noted`, empty ones left out."""
+    return SyncedEngine(engine, check_of(trainer), lambda metrics: noted.extend([metrics] * bool(metrics)))
+
+
+def calls_of(engine):
+    """Return what the engine was asked for since the last call: "c" for the check, "g" for the caller's completions."""
+    asked = "".join("g" if seed == 5 else "c" for _, seed in engine.calls)
+    engine.calls.clear()
+    return asked
+
+
+def test_a_synced_engine_is_checked_after_every_weight_sync_and_not_otherwise():
     engine, noted = Engine({"a": list("123456")}), []
-    fresh = FreshEngine(engine, gate(Trainer()), noted.append)
+    wrapped = synced(engine, Trainer(), noted)
 
-    def draw():
-        fresh.generate([[97]], RUN, seed=5)
-        seeds = [seed for _, seed in engine.calls]
-        engine.calls.clear()
-        return [seed == 5 for seed in seeds]  # the gate's own is another
+    def generate():
+        wrapped.generate([[97]], RUN, seed=5)
+        return calls_of(engine)
 
-    assert draw() == [False, True]
-    assert draw() == [True]
-    engine.fresh = True
-    assert draw() == [False, True]
+    assert generate() == "cg"
+    assert generate() == "g"
+    engine.behind = True
+    assert generate() == "cg"
     figures = {"gate_mean": 0.0, "gate_p99": 0.0, "gate_max": 0.0}
     assert noted == [{"refit_bytes": 8.0}, figures] * 2
+    assert wrapped.served == Served(version=2)
 
 
-def test_an_engine_that_was_started_again_while_drawing_passes_the_gate_before_its_rollouts_are_used():
-    class Restarted(Engine):
+@pytest.mark.parametrize(("restarts", "asked"), [([1], "cgcg"), ([0], "ccg"), ([1, 2], "cgccg"), ([1, 3], "cgcgcg")])
+def test_an_engine_that_restarts_while_it_generates_is_checked_before_its_rollouts_are_used(restarts, asked):
+    """`restarts`: the calls of `generate` in which the engine restarts, and gets the same version of the weights."""
+
+    class Restarting(Engine):
         def generate(self, prompts, sampling, seed):
-            self.fresh |= len(self.calls) in restarts
+            if len(self.calls) in restarts:
+                self.served = Served(self.served.version, self.served.start + 1)
             return super().generate(prompts, sampling, seed)
 
-    for restarts, wanted in (([1], "gdgd"), ([0], "ggd"), ([1, 2], "gdggd"), ([1, 3], "gdgdgd")):
-        engine, noted = Restarted({"a": list("123456")}), []
-        rollouts = FreshEngine(engine, gate(Trainer()), noted.append).generate([[97]], RUN, seed=5)
-        drawn = "".join("d" if seed == 5 else "g" for _, seed in engine.calls)
-        assert drawn == wanted, "the gate's own, and the rollouts"
-        assert rollouts["input_ids"][0, 1].item() == ord("123456"[len(wanted) - 1]), "the last that were drawn"
-        assert [("refit_bytes" in figures) for figures in noted].count(True) == 1 + len(restarts)
+    engine, noted = Restarting({"a": list("123456")}), []
+    rollouts = synced(engine, Trainer(), noted).generate([[97]], RUN, seed=5)
+    assert calls_of(engine) == asked
+    assert rollouts["input_ids"][0, 1].item() == ord("123456"[len(asked) - 1]), "the last ones"
+    assert ["gate_mean" in metrics for metrics in noted].count(True) == asked.count("c")
 
 
-def test_an_engine_without_refits_is_gated_once():
-    engine, noted = Engine({"a": list("123")}, fresh=False), []
-    fresh = FreshEngine(engine, gate(Trainer()), noted.append)
+def test_the_control_flow_does_not_depend_on_the_metrics_of_a_sync():
+    class Quiet(Engine):
+        def update_weights(self):
+            super().update_weights()
+            return {}
+
+    engine = Quiet({"a": list("123456")})
+    wrapped = synced(engine, Trainer(), [])
+    wrapped.generate([[97]], RUN, seed=5)
+    engine.behind = True
+    wrapped.generate([[97]], RUN, seed=5)
+    assert calls_of(engine) == "cgcg"
+
+
+def test_an_engine_without_weights_of_its_own_is_checked_once():
+    engine, noted = Engine({"a": list("123")}, behind=False, served=Served(version=None)), []
+    wrapped = synced(engine, Trainer(), noted)
     for _ in range(2):
-        fresh.generate([[97]], RUN, seed=5)
+        wrapped.generate([[97]], RUN, seed=5)
     assert len(noted) == 1 and "gate_max" in noted[0]
 
 
-def test_behind_a_closed_gate_nothing_is_drawn():
+def test_nothing_is_generated_for_the_caller_until_the_check_passes():
     engine = Engine({"a": ["1", "2"]})
-    fresh = FreshEngine(engine, gate(Trainer({(0, 1): 1.0})), lambda figures: None)
+    wrapped = synced(engine, Trainer({(0, 1): 1.0}), [])
     for _ in range(2):
         with pytest.raises(EngineMismatch):
-            fresh.generate([[97]], RUN, seed=5)
-    assert len(engine.calls) == 2, "the gate's alone"
+            wrapped.generate([[97]], RUN, seed=5)
+    assert calls_of(engine) == "cc"
+
+
+def test_an_engine_that_serves_nothing_after_a_sync_is_refused():
+    engine = Engine({"a": ["1"]}, behind=False)
+    with pytest.raises(EngineFailed, match="serves no weights"):
+        synced(engine, Trainer(), []).generate([[97]], RUN, seed=5)
+    assert calls_of(engine) == ""

@@ -84,7 +84,7 @@ def run(monkeypatch):
         log, records = [], {}
         config = load([*OVERRIDES, *overrides]).first
         config = replace(config, train=replace(config.train, **train))
-        recorder = SimpleNamespace(
+        metrics_logger = SimpleNamespace(
             begin_stage=lambda *_: None,
             end_stage=lambda: None,
             record=lambda step, report, kind="train": records.setdefault(kind, {}).setdefault(step, report),
@@ -99,7 +99,7 @@ def run(monkeypatch):
         tokenizer = SimpleNamespace(digest="t")
         where = Path("checkpoints/ppo")
         stage = Stage(
-            "ppo", config, Model("policy", log), None, tokenizer, recorder, where, True, lambda: ({}, []),
+            "ppo", config, Model("policy", log), None, tokenizer, metrics_logger, where, True, lambda: ({}, []),
             "init_from=null", Model("critic", log),
         )  # fmt: skip
         story.ppo(stage)

@@ -53,7 +53,7 @@ class Written:
 
 
 class Silent:
-    """A recorder that writes into a list."""
+    """A metrics logger that writes into a list."""
 
     def __init__(self, log):
         self.log = log

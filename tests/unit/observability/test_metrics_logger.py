@@ -1,10 +1,12 @@
-"""What a run writes and shows."""
+"""What a run writes and shows: lines of metrics, progress, and the report at its end."""
 
 import json
 
 import pytest
 
-from rl_megatron.observability.metrics_logger import Recorder, plot_curves
+from rl_megatron.observability.metrics_logger import MetricsLogger
+from rl_megatron.observability.report import plot_curves
+from rl_megatron.observability.sinks import SINKS, MetricLine, register_sink
 
 PNG = b"\x89PNG\r\n\x1a\n"
 SUMMARY = {
@@ -24,22 +26,22 @@ def steps_of(directory):
 
 
 @pytest.fixture
-def recorder(tmp_path):
-    return Recorder(tmp_path, enabled=True)
+def logger(tmp_path):
+    return MetricsLogger(tmp_path, enabled=True)
 
 
-def fill(recorder, stage="sft", steps=4):
-    recorder.begin_stage(stage, 0, steps)
-    recorder.record(0, {"accuracy": 0.0}, kind="eval")
+def fill(logger, stage="sft", steps=4):
+    logger.begin_stage(stage, 0, steps)
+    logger.record(0, {"accuracy": 0.0}, kind="eval")
     for step in range(1, steps + 1):
-        recorder.record(step, {"loss": 1.0 / step})
+        logger.record(step, {"loss": 1.0 / step})
         if step % 2 == 0:
-            recorder.record(step, {"accuracy": step / 10}, kind="eval")
-    recorder.end_stage()
+            logger.record(step, {"accuracy": step / 10}, kind="eval")
+    logger.end_stage()
 
 
-def test_one_object_a_step(recorder, tmp_path):
-    fill(recorder, steps=2)
+def test_every_line_is_one_object_with_stage_step_and_kind(logger, tmp_path):
+    fill(logger, steps=2)
     lines = lines_of(tmp_path)
     assert [line.pop("seconds") >= 0 for line in lines] == [True] * 4
     assert lines == [
@@ -50,28 +52,28 @@ def test_one_object_a_step(recorder, tmp_path):
     ]
 
 
-def test_what_was_noted_goes_with_the_next_line_alone(recorder, tmp_path):
-    recorder.begin_stage("sft", 0, 2)
-    recorder.note({"refit_bytes": 8.0})
-    recorder.note({"gate_max": 0.5})
-    recorder.record(0, {"accuracy": 0.1}, kind="eval")
-    recorder.record(1, {"loss": 1.0})
+def test_what_was_noted_goes_with_the_next_line_and_no_other(logger, tmp_path):
+    logger.begin_stage("sft", 0, 2)
+    logger.note({"refit_bytes": 8.0})
+    logger.note({"gate_max": 0.5})
+    logger.record(0, {"accuracy": 0.1}, kind="eval")
+    logger.record(1, {"loss": 1.0})
     first, second = lines_of(tmp_path)
     assert (first["accuracy"], first["refit_bytes"], first["gate_max"]) == (0.1, 8.0, 0.5)
     assert second.keys() == {"stage", "step", "kind", "loss", "seconds"}
 
 
-def test_numbers_are_written_with_every_digit(recorder, tmp_path):
-    recorder.begin_stage("sft", 0, 1)
-    recorder.record(1, {"loss": 0.1 + 0.2, "lr": 1e-300})
+def test_numbers_are_written_with_every_digit(logger, tmp_path):
+    logger.begin_stage("sft", 0, 1)
+    logger.record(1, {"loss": 0.1 + 0.2, "lr": 1e-300})
     assert lines_of(tmp_path)[0]["loss"] == 0.1 + 0.2
     assert lines_of(tmp_path)[0]["lr"] == 1e-300
 
 
-def test_steps_after_the_checkpoint_are_forgotten_when_a_stage_resumes(recorder, tmp_path):
-    fill(recorder, "pretrain")
-    fill(recorder)
-    again = Recorder(tmp_path, enabled=True)
+def test_steps_after_the_checkpoint_are_forgotten_when_a_stage_resumes(logger, tmp_path):
+    fill(logger, "pretrain")
+    fill(logger)
+    again = MetricsLogger(tmp_path, enabled=True)
     again.begin_stage("sft", 2, 4)
     kept = [("sft", 0, "eval"), ("sft", 1, "train"), ("sft", 2, "train"), ("sft", 2, "eval")]
     assert steps_of(tmp_path)[-4:] == kept
@@ -80,32 +82,32 @@ def test_steps_after_the_checkpoint_are_forgotten_when_a_stage_resumes(recorder,
     assert steps_of(tmp_path)[-1] == ("sft", 3, "train")
 
 
-def test_a_stage_that_starts_anew_forgets_all_its_steps(recorder, tmp_path):
-    fill(recorder, "pretrain", steps=1)
-    fill(recorder)
-    Recorder(tmp_path, enabled=True).begin_stage("sft", 0, 4)
+def test_a_stage_that_starts_anew_forgets_all_its_steps(logger, tmp_path):
+    fill(logger, "pretrain", steps=1)
+    fill(logger)
+    MetricsLogger(tmp_path, enabled=True).begin_stage("sft", 0, 4)
     assert steps_of(tmp_path) == [("pretrain", 0, "eval"), ("pretrain", 1, "train")]
 
 
-def test_half_a_line_of_a_killed_run_is_dropped(recorder, tmp_path):
-    fill(recorder, steps=2)
+def test_half_a_line_of_a_killed_run_is_dropped(logger, tmp_path):
+    fill(logger, steps=2)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"stage": "sft", "step": 3, "kind": "tr')
-    again = Recorder(tmp_path, enabled=True)
+    again = MetricsLogger(tmp_path, enabled=True)
     again.begin_stage("sft", 2, 4)
     again.record(3, {"loss": 0.25})
     assert steps_of(tmp_path)[-2:] == [("sft", 2, "eval"), ("sft", 3, "train")]
 
 
-def test_forgetting_leaves_no_file_behind(recorder, tmp_path):
-    fill(recorder)
-    recorder.begin_stage("sft", 1, 4)
+def test_forgetting_leaves_no_file_behind(logger, tmp_path):
+    fill(logger)
+    logger.begin_stage("sft", 1, 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "tensorboard"]
 
 
-def test_the_end_leaves_a_summary_and_a_picture(recorder, tmp_path, capsys):
-    fill(recorder)
-    recorder.finish(SUMMARY)
+def test_the_end_leaves_a_summary_and_a_picture(logger, tmp_path, capsys):
+    fill(logger)
+    logger.finish(SUMMARY)
     assert json.loads((tmp_path / "summary.json").read_text()) == SUMMARY
     picture = (tmp_path / "curves.png").read_bytes()
     assert picture.startswith(PNG) and len(picture) > 5_000
@@ -130,17 +132,74 @@ def test_curves_of_several_stages(tmp_path):
 
 
 def test_ranks_that_are_not_enabled_write_and_show_nothing(tmp_path, capsys):
-    quiet = Recorder(tmp_path / "nothing", enabled=False)
+    quiet = MetricsLogger(tmp_path / "nothing", enabled=False)
     fill(quiet)
     quiet.finish(SUMMARY)
     assert not (tmp_path / "nothing").exists()
     assert capsys.readouterr() == ("", "")
 
 
-def test_progress_without_a_terminal_is_a_few_lines(recorder, capsys):
-    recorder.begin_stage("sft", 0, 200)
+def test_progress_without_a_terminal_is_a_few_lines(logger, capsys):
+    logger.begin_stage("sft", 0, 200)
     for step in range(1, 201):
-        recorder.record(step, {"loss": 1.0})
+        logger.record(step, {"loss": 1.0})
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == 20
     assert "sft step 200/200: loss 1" in shown[-1]
+
+
+@pytest.fixture
+def kept():
+    """A registered sink that keeps what it is given in a list, gone after the test."""
+    calls = []
+
+    @register_sink("kept")
+    class Kept:
+        def __init__(self, output_dir):
+            calls.append(("open", output_dir))
+
+        def begin_stage(self, stage, start):
+            calls.append(("begin", stage, start))
+
+        def write(self, line):
+            calls.append(("write", line))
+
+        def close(self):
+            calls.append(("close",))
+
+    yield calls
+    del SINKS._entries["kept"]
+
+
+def test_a_registered_sink_gets_every_line(kept, tmp_path):
+    logger = MetricsLogger(tmp_path, enabled=True, sinks=("jsonl", "kept"))
+    fill(logger, steps=1)
+    logger.finish(SUMMARY)
+    lines = [call[1] for call in kept if call[0] == "write"]
+    assert [(line.stage, line.step, line.kind, line.metrics) for line in lines] == [
+        ("sft", 0, "eval", {"accuracy": 0.0}), ("sft", 1, "train", {"loss": 1.0}),
+    ]  # fmt: skip
+    assert all(isinstance(line, MetricLine) and line.seconds >= 0 for line in lines)
+    assert [call for call in kept if call[0] != "write"] == [("open", tmp_path), ("begin", "sft", 0), ("close",)]
+    assert steps_of(tmp_path) == [("sft", 0, "eval"), ("sft", 1, "train")]
+    assert not (tmp_path / "tensorboard").exists(), "a sink that was not asked for"
+
+
+def test_only_the_rank_that_writes_opens_sinks(kept, tmp_path):
+    MetricsLogger(tmp_path, enabled=False, sinks=("kept",))
+    assert kept == []
+
+
+def test_an_unknown_sink_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match="there is no metric sink 'jsonlines'.*did you mean 'jsonl'"):
+        MetricsLogger(tmp_path, enabled=True, sinks=("jsonlines",))
+
+
+def test_tensorboard_has_one_point_for_each_metric_under_stage_and_kind(logger, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    fill(logger, steps=2)
+    logger.finish(SUMMARY)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert sorted(events.Tags()["scalars"]) == ["sft/eval/accuracy", "sft/train/loss"]
+    assert [(point.step, point.value) for point in events.Scalars("sft/train/loss")] == [(1, 1.0), (2, 0.5)]

@@ -1,0 +1,56 @@
+"""Declare what the numbers of a run mean: the names in metrics.jsonl, their units, and which way is better."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from rl_megatron.config.registry import Registry
+
+# How a value is made up. sum: parts of microbatches and ranks add up; a part of a mean is divided by the global count
+# first. min, max, mean, quantile: over all tokens, samples or optimizer steps that the meaning names. last: the newest.
+MetricReduction = Literal["sum", "min", "max", "mean", "quantile", "last"]
+Direction = Literal["higher", "lower"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The declaration of one metric.
+
+    Attributes:
+        name: The key in metrics.jsonl.
+        unit: The unit of a value; "1" for a share or a ratio.
+        meaning: What the value says, in a sentence.
+        reduction: How the value is made up of its parts.
+        better: Which way is better; None if neither is, or if that depends on the setting.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    reduction: MetricReduction
+    better: Direction | None = None
+
+    def __post_init__(self) -> None:
+        for field, allowed in (("reduction", get_args(MetricReduction)), ("better", (None, *get_args(Direction)))):
+            value = getattr(self, field)
+            if value not in allowed:
+                raise ValueError(f"metric {self.name!r}: {field}={value!r} is not one of {allowed}")
+        if not (self.name and self.unit and self.meaning):
+            raise ValueError(f"metric {self.name!r} needs a name, a unit and a meaning")
+
+
+# Metrics of losses, rollouts and engines. Metrics of an evaluation are in `eval_metrics.EVAL_METRICS`.
+METRICS: Registry[Metric] = Registry("metric")
+
+
+def declare_metrics(*metrics: Metric, registry: Registry[Metric] = METRICS) -> tuple[Metric, ...]:
+    """Add metrics to the registry, and return them. An equal declaration may be made again.
+
+    Raises:
+        ValueError: another metric has one of the names.
+    """
+    for metric in metrics:
+        if registry.get(metric.name) != metric:
+            registry.register(metric.name)(metric)
+    return metrics

@@ -1,0 +1,95 @@
+"""Declare the metrics that losses return. How their parts combine is declared by each loss (`metric_reductions`).
+
+Means are over the tokens of the global batch unless the meaning says otherwise.
+"""
+
+from __future__ import annotations
+
+from rl_megatron.config.metrics import Metric, declare_metrics
+
+COMMON = declare_metrics(
+    Metric(
+        "loss", "of the loss", "The value that the optimizer minimises, without the experts' balancing loss.", "sum"
+    ),
+    Metric("num_valid_samples", "samples", "Samples that count; for a preference loss, pairs that count.", "sum"),
+)
+
+NLL = declare_metrics(Metric("num_unmasked_tokens", "tokens", "Predicted tokens that count.", "sum"))
+
+CLIPPED_PG = declare_metrics(
+    Metric("probs_ratio", "1", "The mean of π/π_prev; of log π with disable_ppo_ratio.", "sum"),
+    Metric("probs_ratio_min", "1", "The smallest π/π_prev of a token.", "min"),
+    Metric("probs_ratio_max", "1", "The largest π/π_prev of a token.", "max"),
+    Metric("probs_ratio_clamped", "1", "The mean of π/π_prev, clipped to the clip range.", "sum"),
+    Metric("probs_ratio_clamped_min", "1", "The smallest clipped π/π_prev of a token.", "min"),
+    Metric("probs_ratio_clamped_max", "1", "The largest clipped π/π_prev of a token.", "max"),
+    Metric("clip_fraction", "1", "The share of tokens whose π/π_prev is outside the clip range.", "sum"),
+    Metric("kl_penalty", "nats", "KL(π‖π_ref) without β, averaged like the loss.", "sum"),
+    Metric(
+        "positive_nll_loss",
+        "nats",
+        "−log π of the tokens of samples with a positive reward, over the count that the loss divides by.",
+        "sum",
+        "lower",
+    ),
+    Metric("entropy", "nats", "The mean entropy of the policy's next-token distribution.", "sum"),
+    Metric(
+        "sampling_importance_ratio",
+        "1",
+        "The mean weight π_prev/π_generation, after truncation; over sequences for GSPO.",
+        "sum",
+    ),
+    Metric(
+        "approx_entropy", "nats", "The entropy estimated from sampled tokens: −mean( π/π_generation · log π ).", "sum"
+    ),
+    Metric(
+        "is_oob_ratio",
+        "1",
+        "The share of tokens (sequences for seq-mask-tis) whose weight is outside the truncation bounds.",
+        "sum",
+    ),
+)
+
+# How far the trainer's probabilities of sampled tokens are from those of the rollout engine (losses/mismatch.py).
+MISMATCH = declare_metrics(
+    Metric(
+        "token_mult_prob_error", "1", "The mean of e^|log π_generation − log π_prev|; 1 if they agree.", "sum", "lower"
+    ),
+    Metric("gen_kl_error", "nats", "KL(π_generation‖π_prev); 0 if they agree.", "sum", "lower"),
+    Metric("policy_kl_error", "nats", "KL(π_prev‖π_generation); 0 if they agree.", "sum", "lower"),
+    Metric(
+        "js_divergence_error",
+        "nats",
+        "The Jensen-Shannon divergence of π_generation and π_prev; 0 if they agree.",
+        "sum",
+        "lower",
+    ),
+)
+
+PREFERENCE = declare_metrics(
+    Metric("accuracy", "1", "The share of pairs whose chosen answer has the higher reward.", "sum", "higher"),
+    Metric("rewards_chosen_mean", "reward", "The mean reward of chosen answers: score, or log π − log π_ref.", "sum"),
+    Metric(
+        "rewards_rejected_mean", "reward", "The mean reward of rejected answers: score, or log π − log π_ref.", "sum"
+    ),
+    Metric("preference_loss", "nats", "The preference part of DPO's loss, before its weight.", "sum", "lower"),
+    Metric(
+        "sft_loss", "nats", "−log π of chosen answers, the SFT part of DPO's loss, before its weight.", "sum", "lower"
+    ),
+)
+
+VALUE = declare_metrics(
+    Metric("vf_clipfrac", "1", "The share of tokens whose clipped value error is the larger one.", "sum"),
+    Metric("returns_mean", "reward", "The mean return.", "sum"),
+    Metric("returns_sq_mean", "reward²", "The mean squared return.", "sum"),
+    Metric("values_mean", "reward", "The mean value that the critic predicts.", "sum"),
+    Metric("values_min", "reward", "The smallest value that the critic predicts.", "min"),
+    Metric("values_max", "reward", "The largest value that the critic predicts.", "max"),
+    Metric("residual_sq_mean", "reward²", "The mean squared difference of return and value.", "sum", "lower"),
+)
+
+DISTILLATION = declare_metrics(
+    Metric("forward_kl", "nats", "KL(teacher‖student) over the teacher's top tokens.", "sum", "lower"),
+    Metric("reverse_kl", "nats", "KL(student‖teacher) over the teacher's top tokens.", "sum", "lower"),
+    Metric("draft_loss", "nats", "The cross entropy of the draft model against the policy.", "sum", "lower"),
+)

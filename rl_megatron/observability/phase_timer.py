@@ -1,0 +1,59 @@
+"""Time the phases of a training loop, such as rollout, logprobs and train."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """The time of one phase.
+
+    Attributes:
+        seconds: Wall-clock seconds, over all times that the phase ran.
+        count: How many times the phase ran to its end.
+    """
+
+    seconds: float
+    count: int
+
+
+class PhaseTimer:
+    """Wall-clock time by phase. It owns the sums until `collect` returns them.
+
+    Phases may nest. The time of a phase includes that of the phases within it, except of the same phase: a phase that
+    is entered while it runs is one run, from the outermost entry to its end. Work that a GPU still has to do when a
+    phase ends is not waited for.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        """`clock` returns seconds, and never goes back."""
+        self._clock = clock
+        self._running: set[str] = set()
+        self._times: dict[str, PhaseTime] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block of a `with` statement as a part of phase `name`, also if the block raises."""
+        if name in self._running:
+            yield
+            return
+        self._running.add(name)
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._running.remove(name)
+            before = self._times.get(name, PhaseTime(0.0, 0))
+            self._times[name] = PhaseTime(before.seconds + self._clock() - began, before.count + 1)
+
+    def collect(self) -> dict[str, PhaseTime]:
+        """Return the time of each phase that ended since the last call, in the order of their first ends, and reset.
+
+        A phase that still runs counts in full when it ends.
+        """
+        times, self._times = self._times, {}
+        return times

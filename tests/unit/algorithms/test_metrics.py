@@ -1,0 +1,63 @@
+"""Every metric that rollouts, evaluations, engines and training steps report is declared."""
+
+import pytest
+import torch
+
+from rl_megatron.algorithms import metrics
+from rl_megatron.algorithms.evaluate import heldout_measures
+from rl_megatron.algorithms.rollout import logprob_mismatch, reward_kl, statistics
+from rl_megatron.config.eval_metrics import EVAL_METRICS
+from rl_megatron.config.load import load
+from rl_megatron.config.metrics import METRICS
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.losses import MSEValueLoss, build_loss
+from rl_megatron.weight_sync.sender import RefitCost
+
+
+def names(declared):
+    return {metric.name for metric in declared}
+
+
+def test_the_statistics_of_rollouts_are_declared():
+    mask = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
+    rollouts = BatchedDataDict(
+        rewards=torch.tensor([0.0, 1.0]), input_lengths=torch.tensor([2, 2]), prompt_lengths=torch.tensor([1, 1]),
+        stopped=torch.tensor([True, False]), token_mask=mask, prev_logprobs=-mask, generation_logprobs=-mask,
+        reference_policy_logprobs=-mask,
+    )  # fmt: skip
+    loss = build_loss("clipped_pg", {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.1})
+    reported = statistics(rollouts, 2) | logprob_mismatch(rollouts) | reward_kl(rollouts, loss)
+    assert reported.keys() | {"sampling_rounds"} == names(metrics.ROLLOUT)
+
+
+def test_what_a_weight_sync_reports_is_declared():
+    of_policy = RefitCost(bytes=8).metrics().keys()
+    of_engines = {f"refit_{phase}_{unit}" for phase in ("verify", "copy") for unit in ("seconds", "gb_per_s")}
+    assert of_policy | of_engines == names(metrics.WEIGHT_SYNC)
+
+
+def test_the_critics_metrics_are_those_of_its_loss_and_optimizer():
+    of_loss = MSEValueLoss().metric_reductions.keys()
+    wanted = {f"critic_{name}" for name in of_loss | names(metrics.OPTIMIZER)}
+    assert names(metrics.CRITIC) == wanted <= METRICS.keys()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm=grpo"],
+        ["algorithm=sft"],
+        ["algorithm=pretrain", "data=text", "data.path=x"],
+        ["algorithm=dpo", "loss=dpo", "data=gsm8k_pairs", "data.path=x"],
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_what_an_evaluation_reports_is_declared(overrides):
+    given = heldout_measures(load(overrides).first)
+    assert given and set(given) <= EVAL_METRICS.keys()
+
+
+def test_the_same_name_may_mean_another_thing_in_an_evaluation_alone():
+    shared = EVAL_METRICS.keys() & METRICS.keys()
+    assert shared == {"accuracy"}
+    assert EVAL_METRICS["accuracy"].meaning != METRICS["accuracy"].meaning
