@@ -25,6 +25,7 @@ setup(
     install_requires=[
         "einops>=0.8",  # megatron-core uses it and psutil without declaring them
         "hydra-core>=1.3.2,<1.4",
+        "jaxtyping>=0.3",  # shapes in annotations
         "matplotlib>=3.8",
         "megatron-core>=0.16.1,<0.20",
         "numpy>=1.26",
@@ -49,7 +50,9 @@ setup(
         "triton": ["triton>=3.2; platform_system == 'Linux'"],  # CUDA builds of torch bring the one they need
         # trl: tests/contract/test_trl_oracle.py calls methods of its trainers that may change with any release.
         # triton: without a GPU its interpreter runs the kernels (before 3.7 it needs numpy < 2.4).
+        # beartype: checks the shapes that annotations give, in tests alone.
         "dev": [
+            "beartype>=0.20",
             "hypothesis",
             "pytest>=8",
             "pytest-xdist",

@@ -8,7 +8,10 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported; worker processes inherit it
 
+from tests import shape_checks
 from tests.worker_pool import WorkerPool
+
+shape_checks.install()  # before anything imports the modules that it checks
 
 
 @pytest.fixture(scope="session")

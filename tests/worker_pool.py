@@ -17,6 +17,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from tests import shape_checks
+
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 
 
@@ -27,6 +29,7 @@ class RankFailed(AssertionError):
 def _serve(rank: int, connection: Connection) -> None:
     """Runs on a rank: take (function, arguments), answer (ok, result or traceback), until told to stop."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    shape_checks.install()
     import torch
     import torch.distributed as dist
 

@@ -7,6 +7,7 @@ others hold (a prompt, a tool's output, padding) is not read, NaN included, and 
 from __future__ import annotations
 
 import torch
+from jaxtyping import Bool, Float, Real, Shaped
 from torch import Tensor
 
 _EPSILON = 1e-6  # keeps a group of nearly equal rewards from being divided by nothing
@@ -14,9 +15,9 @@ _WHITENING_EPSILON = 1e-8
 
 
 def group_relative(
-    rewards: Tensor, group_size: int, *, leave_one_out: bool = False, normalize_std: bool = True
-) -> Tensor:
-    """A_i = (r_i − b_i) / (σ + ε) over groups of samples of one prompt.
+    rewards: Real[Tensor, " samples"], group_size: int, *, leave_one_out: bool = False, normalize_std: bool = True
+) -> Float[Tensor, " samples"]:
+    """Return A_i = (r_i − b_i) / (σ + ε) over groups of samples of one prompt.
 
     b_i is the group's mean, or with `leave_one_out` the mean of the *other* samples (RLOO; unbiased, as r_i does not
     enter its own baseline). σ is the group's sample standard deviation; without `normalize_std` it is left out
@@ -37,16 +38,23 @@ def group_relative(
     return torch.where(all_equal, 0.0, centred).view(-1)
 
 
-def informative_groups(rewards: Tensor, group_size: int) -> Tensor:
-    """[num_groups] bool: groups whose rewards differ. Others have no gradient (DAPO's dynamic sampling drops them)."""
+def informative_groups(
+    rewards: Real[Tensor, " samples"], group_size: int
+) -> Bool[Tensor, " samples//{group_size}"]:
+    """Return which groups have rewards that differ. Others have no gradient (DAPO's dynamic sampling drops them)."""
     groups = rewards.view(-1, group_size)
     return (groups != groups[:, :1]).any(1)
 
 
 def generalized_advantages(
-    rewards: Tensor, values: Tensor, mask: Tensor, *, discount: float, gae_lambda: float
-) -> tuple[Tensor, Tensor]:
-    """(A, A + V) with A_t = δ_t + γλ·A_next and δ_t = r_t + γ·V_next − V_t.
+    rewards: Float[Tensor, "batch sequence"],
+    values: Float[Tensor, "batch sequence"],
+    mask: Shaped[Tensor, "batch sequence"],
+    *,
+    discount: float,
+    gae_lambda: float,
+) -> tuple[Float[Tensor, "batch sequence"], Float[Tensor, "batch sequence"]]:
+    """Return (A, A + V) with A_t = δ_t + γλ·A_next and δ_t = r_t + γ·V_next − V_t.
 
     `next` is the row's next token with mask ≠ 0; behind the last one V and A are 0. A + V estimates the return from
     token t on, which the critic learns. λ = 1 gives Σ γ^k·r − V_t, λ = 0 gives δ_t.
@@ -79,8 +87,10 @@ def generalized_advantages(
     return advantages, torch.where(kept, advantages + values, 0.0)
 
 
-def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
-    """(A − mean) / (std + ε) over all tokens of the batch with mask ≠ 0; exactly 0 where all of them are equal.
+def whiten(
+    advantages: Float[Tensor, "batch sequence"], mask: Shaped[Tensor, "batch sequence"]
+) -> Float[Tensor, "batch sequence"]:
+    """Return (A − mean) / (std + ε) over all tokens of the batch with mask ≠ 0; exactly 0 where all of them are equal.
 
     Shapes: advantages, mask [B, S] → [B, S], fp32. std is the sample standard deviation, as in `group_relative`.
     Source: Andrychowicz et al. 2021, "What matters for on-policy deep actor-critic methods?" (arXiv:2006.05990),
@@ -94,8 +104,13 @@ def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
     return whitened
 
 
-def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None, kl_coefficient: float) -> Tensor:
-    """r_t = −β·kl_t, and the row's score on top at its last token with mask ≠ 0; a row without one gets nothing.
+def token_rewards(
+    scores: Real[Tensor, " batch"],
+    mask: Shaped[Tensor, "batch sequence"],
+    kl: Float[Tensor, "batch sequence"] | None,
+    kl_coefficient: float,
+) -> Float[Tensor, "batch sequence"]:
+    """Return r_t = −β·kl_t, and the row's score on top at its last token with mask ≠ 0; a row without one gets nothing.
 
     Args:
         scores: one per row, in the units of the reward.
@@ -118,8 +133,10 @@ def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None, kl_coefficien
     return rewards if kl is None else rewards - kl_coefficient * torch.where(kept, kl.float(), 0.0)
 
 
-def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, discount: float = 1.0) -> Tensor:
-    """whiten(Σ_k γ^k·r_{t+k}): the return from token t on, against the mean of the whole batch; no critic.
+def reinforce_plus_plus(
+    rewards: Float[Tensor, "batch sequence"], mask: Shaped[Tensor, "batch sequence"], *, discount: float = 1.0
+) -> Float[Tensor, "batch sequence"]:
+    """Return whiten(Σ_k γ^k·r_{t+k}): the return from token t on, against the mean of the whole batch; no critic.
 
     Shapes: rewards, mask [B, S] → [B, S], fp32.
     Source: Hu 2025, "REINFORCE++" (arXiv:2501.03262).

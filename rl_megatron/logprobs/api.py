@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from rl_megatron.logprobs.filtered import FilteredStats
@@ -26,22 +28,30 @@ class LogprobStats(NamedTuple):
     gathered: log p(gather_ids), the targets' shape + [K], or None if not asked for.
     """
 
-    logprobs: Tensor
-    entropy: Tensor | None = None
-    gathered: Tensor | None = None
+    logprobs: Float[Tensor, "*tokens"]
+    entropy: Float[Tensor, "*tokens"] | None = None
+    gathered: Float[Tensor, "*tokens ids"] | None = None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> LogprobStats:
+        """Return these statistics with `function` applied to each one that was asked for."""
+        return LogprobStats(
+            function(self.logprobs),
+            None if self.entropy is None else function(self.entropy),
+            None if self.gathered is None else function(self.gathered),
+        )
 
 
 def vocab_parallel_logprobs(
-    logits: Tensor,
-    targets: Tensor,
+    logits: Float[Tensor, "*tokens vocab_local"],
+    targets: Int[Tensor, "*tokens"],
     tp_group: dist.ProcessGroup | None = None,
     *,
     vocab_range: tuple[int, int] | None = None,
     valid_vocab_size: int | None = None,
-    temperature: float | Tensor = 1.0,
+    temperature: float | Float[Tensor, "*#tokens"] = 1.0,
     ignore_index: int = IGNORE_INDEX,
     entropy: bool = False,
-    gather_ids: Tensor | None = None,
+    gather_ids: Int[Tensor, "*tokens ids"] | None = None,
     sampling_filter: SamplingFilter | None = None,
     backend: str = "auto",
 ) -> LogprobStats:
@@ -101,10 +111,13 @@ def vocab_parallel_logprobs(
         outputs = VocabParallelStats.apply(*given)
     else:
         outputs = FilteredStats.apply(*given, sampling_filter)
-    return LogprobStats(*(None if output is None else from_rows(output, targets.shape, order) for output in outputs))
+    return LogprobStats(*outputs).map(lambda rows: from_rows(rows, targets.shape, order))
 
 
-def check_shapes(logits: torch.Size, targets: Tensor, gather_ids: Tensor | None) -> None:
+def check_shapes(
+    logits: torch.Size, targets: Int[Tensor, "*tokens"], gather_ids: Int[Tensor, "*tokens ids"] | None
+) -> None:
+    """Raise ValueError, naming the shapes, unless targets and gather_ids fit logits of this shape."""
     if targets.shape != logits[:-1]:
         raise ValueError(
             f"targets must have the logits' leading shape: targets {tuple(targets.shape)}, logits {tuple(logits)}"
@@ -122,6 +135,7 @@ def vocab_shard(
     vocab_range: tuple[int, int] | None,
     valid_vocab_size: int | None,
 ) -> VocabShard:
+    """Return this rank's shard of the vocabulary; raise ValueError for a range that does not fit the columns."""
     rank = dist.get_rank(group) if group is not None else 0
     start, stop = vocab_range or (rank * num_local, (rank + 1) * num_local)
     if stop - start != num_local:
@@ -135,9 +149,12 @@ def vocab_shard(
 
 
 def row_temperature(
-    temperature: float | Tensor, targets: Tensor, order: list[int], dtype: torch.dtype
-) -> Tensor | None:
-    """The temperature of each row, or None for 1 (the division is then skipped)."""
+    temperature: float | Float[Tensor, "*#tokens"],
+    targets: Int[Tensor, "*tokens"],
+    order: list[int],
+    dtype: torch.dtype,
+) -> Float[Tensor, " rows"] | None:
+    """Return the temperature of each row, or None for 1 (the division is then skipped)."""
     if not isinstance(temperature, Tensor):
         if not (temperature > 0 and math.isfinite(temperature)):
             raise ValueError(f"temperature={temperature} must be positive and finite; greedy decoding has no logprobs")
@@ -146,14 +163,15 @@ def row_temperature(
         return torch.full((targets.numel(),), temperature, dtype=dtype, device=targets.device)
     if temperature.requires_grad:
         raise ValueError("temperature must not require a gradient: none is computed for it")
+    given = temperature
     check(
-        ((temperature > 0) & temperature.isfinite()).all(),
-        lambda: f"temperature must be positive and finite, got {temperature.min().item()} … {temperature.max().item()}",
+        ((given > 0) & given.isfinite()).all(),
+        lambda: f"temperature must be positive and finite, got {given.min().item()} … {given.max().item()}",
     )
     try:
-        temperature = torch.broadcast_to(temperature.to(targets.device, dtype), targets.shape)
+        temperature = torch.broadcast_to(given.to(targets.device, dtype), targets.shape)
     except RuntimeError as error:
         raise ValueError(
-            f"temperature {tuple(temperature.shape)} must be a number or broadcast to targets {tuple(targets.shape)}"
+            f"temperature {tuple(given.shape)} must be a number or broadcast to targets {tuple(targets.shape)}"
         ) from error
     return to_rows(temperature[..., None], order)[:, 0]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 # torch 2.13 renamed both.
@@ -22,15 +23,15 @@ class ChunkPlan:
     sequence-parallel ranks a chunk has equally many places for each rank's rows, rank after rank.
     """
 
-    order: Tensor | None
+    order: Int[Tensor, " places"] | None
     chunks: tuple[slice, ...]
     shards: int
     local_rows: int
 
     @classmethod
-    def of(cls, counts: Tensor, shards: int, chunk_tokens: int) -> ChunkPlan:
-        """From which of N rows count, [N] bool, each of `shards` ranks having N/shards of them in a row. Chunks are
-        equally long, at most `chunk_tokens` where that is no less than `shards`."""
+    def of(cls, counts: Bool[Tensor, " rows"], shards: int, chunk_tokens: int) -> ChunkPlan:
+        """Return the plan for those of N rows that count, if each of `shards` ranks has N/shards of them in a row.
+        Chunks are equally long, at most `chunk_tokens` if that is not less than `shards`."""
         local_rows = len(counts) // shards
         per_rank = counts.view(shards, local_rows).sum(dim=1)
         longest = int(per_rank.max()) if len(counts) else 0  # on a GPU this waits, once
@@ -53,22 +54,22 @@ class ChunkPlan:
         """Rows of the longest chunk."""
         return max((chunk.stop - chunk.start for chunk in self.chunks), default=0)
 
-    def select(self, x: Tensor, fill: float) -> Tensor:
-        """[N, …] → [n, …] in the plan's order, `fill` where no row stands."""
+    def select(self, x: Shaped[Tensor, " rows *rest"], fill: float) -> Shaped[Tensor, " places *rest"]:
+        """Return the rows in the plan's order, `fill` at places that no row stands at."""
         if self.order is None:
             return x
         picked = x[self.order.clamp(min=0)]
         return picked.masked_fill((self.order < 0).view(-1, *(1 for _ in x.shape[1:])), fill)
 
-    def restore(self, x: Tensor, num_rows: int) -> Tensor:
-        """[n, …] in the plan's order → [N, …], 0 in rows that do not count. Differentiable."""
+    def restore(self, x: Shaped[Tensor, " places *rest"], num_rows: int) -> Shaped[Tensor, " {num_rows} *rest"]:
+        """Return the rows in their own order, given them in the plan's: 0 if they do not count. Differentiable."""
         if self.order is None:
             return x
         places = torch.where(self.order < 0, num_rows, self.order)  # the last entry takes what stands for no row
         return x.new_zeros(num_rows + 1, *x.shape[1:]).index_copy(0, places, x)[:num_rows]
 
-    def local(self, chunk: slice, rank: int) -> Tensor | slice:
-        """Which of the rank's own rows stand in the chunk, −1 where none does; a slice where all do."""
+    def local(self, chunk: slice, rank: int) -> Int[Tensor, " places"] | slice:
+        """Return which of the rank's own rows stand in the chunk, −1 at places of none; a slice if all do."""
         if self.order is None:
             return chunk
         length = (chunk.stop - chunk.start) // self.shards
@@ -87,8 +88,10 @@ class HiddenChunks:
     def rank(self) -> int:
         return 0 if self.group is None else self.group.rank()
 
-    def of(self, hidden: Tensor, reverse: bool = False) -> Iterator[tuple[slice, Tensor]]:
-        """(rows of the plan, their hidden states [n, H]) of each chunk. The next one is gathered meanwhile."""
+    def of(
+        self, hidden: Float[Tensor, "rows_local hidden"], reverse: bool = False
+    ) -> Iterator[tuple[slice, Float[Tensor, "places hidden"]]]:
+        """Yield (rows of the plan, their hidden states [n, H]) for each chunk. The next one is gathered meanwhile."""
         chunks = self.plan.chunks[::-1] if reverse else self.plan.chunks
         coming = [self._start(hidden, chunk) for chunk in chunks[:1]]
         for index, chunk in enumerate(chunks):
@@ -99,8 +102,10 @@ class HiddenChunks:
                 coming.append(self._start(hidden, chunks[index + 1]))
             yield chunk, states
 
-    def _start(self, hidden: Tensor, chunk: slice) -> tuple[Tensor, dist.Work | None, Tensor]:
-        """The chunk's states, once what gathers them is done, and what must not be freed until then."""
+    def _start(
+        self, hidden: Float[Tensor, "rows_local hidden"], chunk: slice
+    ) -> tuple[Float[Tensor, "places hidden"], dist.Work | None, Float[Tensor, "... hidden"]]:
+        """Return the chunk's states, the work that they wait for, and what must live until then."""
         rows = self.plan.local(chunk, self.rank)
         if isinstance(rows, slice):
             return hidden[rows], None, hidden
@@ -111,14 +116,21 @@ class HiddenChunks:
         states = hidden.new_empty(chunk.stop - chunk.start, hidden.shape[1])
         return states, _gather(states, mine, group=self.group, async_op=True), mine
 
-    def gradient(self, hidden: Tensor, tp_group: dist.ProcessGroup | None) -> HiddenGradient:
+    def gradient(
+        self, hidden: Float[Tensor, "rows_local hidden"], tp_group: dist.ProcessGroup | None
+    ) -> HiddenGradient:
         return HiddenGradient(self, hidden, tp_group)
 
 
 class HiddenGradient:
     """dL/dhidden [N, H], from what each chunk's rows say on each rank of `tp_group` (None: on this one alone)."""
 
-    def __init__(self, chunks: HiddenChunks, hidden: Tensor, tp_group: dist.ProcessGroup | None):
+    def __init__(
+        self,
+        chunks: HiddenChunks,
+        hidden: Float[Tensor, "rows_local hidden"],
+        tp_group: dist.ProcessGroup | None,
+    ):
         self._plan, self._chunks, self._tp_group = chunks.plan, chunks, tp_group
         self._pending: tuple[dist.Work | None, Tensor, Tensor | slice, Tensor] | None = None
         num_rows = hidden.shape[0]
@@ -128,8 +140,10 @@ class HiddenGradient:
             self._whole = hidden.new_zeros(num_rows + 1, hidden.shape[1])  # the last row takes what stands for no row
         self._sum = self._whole[:num_rows]
 
-    def add(self, chunk: slice, dz: Tensor, weight: Tensor) -> None:
-        """Starts the sum over ranks of dz·W [n, H]; the one before is finished first."""
+    def add(
+        self, chunk: slice, dz: Float[Tensor, "places vocab_local"], weight: Float[Tensor, "vocab_local hidden"]
+    ) -> None:
+        """Start the sum over ranks of dz·W [n, H]; the one before is finished first."""
         self._settle()
         rows = self._plan.local(chunk, self._chunks.rank)
         if isinstance(rows, slice):
@@ -137,14 +151,14 @@ class HiddenGradient:
         else:
             part = torch.mm(dz, weight)
         if self._chunks.group is not None:
-            mine = part.new_empty(len(rows), part.shape[1])
+            mine = part.new_empty(len(part) // self._plan.shards, part.shape[1])
             handle = _reduce_scatter(mine, part, group=self._chunks.group, async_op=True)
         else:
             mine = part
             handle = None if self._tp_group is None else dist.all_reduce(mine, group=self._tp_group, async_op=True)
         self._pending = (handle, mine, rows, part)  # what is under way must not be freed
 
-    def finish(self) -> Tensor:
+    def finish(self) -> Float[Tensor, "rows_local hidden"]:
         self._settle()
         return self._sum
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -23,14 +24,14 @@ from rl_megatron.logprobs.vocab_parallel import VocabShard, check, saved
 
 
 def vocab_parallel_soft_cross_entropy(
-    student_logits: Tensor,
-    teacher_logits: Tensor,
+    student_logits: Float[Tensor, "*tokens vocab_local"],
+    teacher_logits: Float[Tensor, "*teacher_tokens vocab_local"],
     tp_group: dist.ProcessGroup | None = None,
     *,
-    teacher_rows: Tensor | None = None,
+    teacher_rows: Int[Tensor, "*tokens"] | None = None,
     valid_vocab_size: int | None = None,
-) -> Tensor:
-    """−Σ_v p(v)·log q(v) of a student q = softmax(x) and a constant teacher p = softmax(y), per row of the student:
+) -> Float[Tensor, "*tokens"]:
+    """Return −Σ_v p(v)·log q(v) of a student q = softmax(x) and a constant teacher p = softmax(y), per student row:
 
         M = max_v x_v,  s = Σ_v e^{x_v−M},  M' = max_v y_v,  s' = Σ_v e^{y_v−M'},  u = −Σ_v e^{y_v−M'}·(x_v−M)
         CE = log s + u/s'        ∂CE/∂x = q − p
@@ -56,16 +57,16 @@ def vocab_parallel_soft_cross_entropy(
 
 
 def vocab_parallel_kl(
-    student_logits: Tensor,
-    teacher_logits: Tensor,
+    student_logits: Float[Tensor, "*tokens vocab_local"],
+    teacher_logits: Float[Tensor, "*teacher_tokens vocab_local"],
     tp_group: dist.ProcessGroup | None = None,
     *,
     direction: Literal["forward", "reverse"] = "forward",
-    temperature: float | Tensor = 1.0,
-    teacher_rows: Tensor | None = None,
+    temperature: float | Float[Tensor, "*#tokens"] = 1.0,
+    teacher_rows: Int[Tensor, "*tokens"] | None = None,
     valid_vocab_size: int | None = None,
-) -> Tensor:
-    """The KL divergence between a student q = softmax(x/T) and a constant teacher p = softmax(y/T), per student row:
+) -> Float[Tensor, "*tokens"]:
+    """Return the KL divergence of a student q = softmax(x/T) and a constant teacher p = softmax(y/T), per student row:
 
         forward:  KL(p‖q) = Σ_v p·(log p − log q)        ∂/∂x = (1/T)·(q − p)
         reverse:  KL(q‖p) = Σ_v q·(log q − log p)        ∂/∂x = (1/T)·q·((log q − log p) − KL)
@@ -92,13 +93,13 @@ def vocab_parallel_kl(
 
 def _compare(
     of: Divergence,
-    student_logits: Tensor,
-    teacher_logits: Tensor,
+    student_logits: Float[Tensor, "*tokens vocab_local"],
+    teacher_logits: Float[Tensor, "*teacher_tokens vocab_local"],
     tp_group: dist.ProcessGroup | None,
-    temperature: float | Tensor,
-    teacher_rows: Tensor | None,
+    temperature: float | Float[Tensor, "*#tokens"],
+    teacher_rows: Int[Tensor, "*tokens"] | None,
     valid_vocab_size: int | None,
-) -> Tensor:
+) -> Float[Tensor, "*tokens"]:
     leading, num_local = student_logits.shape[:-1], student_logits.shape[-1]
     _check_alike(student_logits, teacher_logits, teacher_rows)
     order, teacher_order = memory_order(student_logits), memory_order(teacher_logits)
@@ -126,7 +127,11 @@ def _compare(
     return from_rows(result, leading, order)
 
 
-def _check_alike(student_logits: Tensor, teacher_logits: Tensor, teacher_rows: Tensor | None) -> None:
+def _check_alike(
+    student_logits: Float[Tensor, "*tokens vocab_local"],
+    teacher_logits: Float[Tensor, "*teacher_tokens vocab_local"],
+    teacher_rows: Int[Tensor, "*tokens"] | None,
+) -> None:
     num_local = student_logits.shape[-1]
     if teacher_logits.shape[-1] != num_local:
         raise ValueError(
@@ -182,8 +187,8 @@ class _Divergence(torch.autograd.Function):
         return out, *(None,) * 6
 
 
-def _all_shards(stats: Tensor, shard: VocabShard) -> Tensor:
-    """Every rank's statistics [tp, N, 5], in rank order."""
+def _all_shards(stats: Float[Tensor, "rows 5"], shard: VocabShard) -> Float[Tensor, "tp rows 5"]:
+    """Return every rank's statistics, in rank order."""
     if not shard.is_parallel:
         return stats[None]
     parts = stats.new_empty(dist.get_world_size(shard.group), *stats.shape)

@@ -1,6 +1,6 @@
 """The arithmetic of `divergence.py` in plain torch: statistics of pairs of rows, their merge, and the gradients.
 
-As in `reference.py`: blocks of rows through fp32 scratch tiles, and a row's bits depend on no other row.
+As in `kernels/torch.py`: blocks of rows through fp32 scratch tiles, and a row's bits depend on no other row.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rl_megatron.logprobs.kernels.tiles import exponentials, row_blocks, row_sums, scratch_tiles
@@ -18,22 +19,21 @@ Divergence = Literal["cross_entropy", "forward", "reverse"]
 class Pairs(NamedTuple):
     """N rows of a student and the teacher's row for each, with x = student / T and y = teacher / T.
 
-    Shapes: student [N, V_local]; teacher [M, V_local]; rows [N], in [0, M); temperature [N] or None for 1. Columns from
-    num_columns on are padding.
+    rows are in [0, M). A temperature of None is 1. Columns from num_columns on are padding.
     """
 
-    student: Tensor
-    teacher: Tensor
-    rows: Tensor
-    temperature: Tensor | None
+    student: Float[Tensor, "rows vocab_local"]
+    teacher: Float[Tensor, "teacher_rows vocab_local"]
+    rows: Int[Tensor, " rows"]
+    temperature: Float[Tensor, " rows"] | None
     num_columns: int
 
     @property
     def dtype(self) -> torch.dtype:
         return torch.promote_types(torch.promote_types(self.student.dtype, self.teacher.dtype), torch.float32)
 
-    def load(self, block: slice, x: Tensor, y: Tensor) -> None:
-        """The block's x and y into two tiles."""
+    def load(self, block: slice, x: Float[Tensor, "block columns"], y: Float[Tensor, "block columns"]) -> None:
+        """Write the block's x and y into two tiles."""
         x.copy_(self.student[block, : self.num_columns])
         y.copy_(self.teacher[:, : self.num_columns].index_select(0, self.rows[block]))
         if self.temperature is not None:
@@ -41,8 +41,8 @@ class Pairs(NamedTuple):
             y.div_(self.temperature[block, None])
 
 
-def pair_stats(pairs: Pairs, of: Divergence, active: Tensor) -> Tensor:
-    """(m, s, m', s', u) of this rank's shard, [N, 5], with its own maxima:
+def pair_stats(pairs: Pairs, of: Divergence, active: Bool[Tensor, " rows"]) -> Float[Tensor, "rows 5"]:
+    """Return (m, s, m', s', u) of this rank's shard, [N, 5], with its own maxima:
 
         m = max_v x_v,  s = Σ_v e^{x_v−m},  m' and s' likewise of y
         u = Σ_v w_v·d_v:   cross_entropy w = e^{y−m'}, d = −(x−m);   forward w = e^{y−m'}, d = (y−m')−(x−m);
@@ -79,13 +79,13 @@ def pair_stats(pairs: Pairs, of: Divergence, active: Tensor) -> Tensor:
     return stats
 
 
-def merge_pairs(parts: Tensor, of: Divergence) -> tuple[Tensor, ...]:
-    """(M, s, M', s', u) of the whole vocabulary, summed in rank order, hence bitwise the same on every rank:
+def merge_pairs(parts: Float[Tensor, "tp rows 5"], of: Divergence) -> tuple[Float[Tensor, " rows"], ...]:
+    """Return (M, s, M', s', u) of the whole vocabulary, summed in rank order, hence bitwise the same on every rank:
 
         M = max_r m_r,  s = Σ_r e^{m_r−M}·s_r,  likewise M' and s';  with a the side that weighs and b the other
         u = Σ_r e^{a_r−A}·(u_r + ((a_r−A) − (b_r−B))·s_{a,r}),   for the cross-entropy without (a_r−A)
 
-    Shapes: parts [tp, N, 5]; each result [N], maxima of nothing but −inf being 0.
+    Maxima of nothing but −inf are 0.
     """
     student, teacher = (parts[..., 0], parts[..., 1]), (parts[..., 2], parts[..., 3])
     row_max, teacher_max = _finite(student[0].amax(dim=0)), _finite(teacher[0].amax(dim=0))
@@ -108,21 +108,21 @@ def merge_pairs(parts: Tensor, of: Divergence) -> tuple[Tensor, ...]:
 class Normalisers(NamedTuple):
     """M, log s, M' and log s' [N]."""
 
-    row_max: Tensor
-    log_sum: Tensor
-    teacher_max: Tensor
-    teacher_log_sum: Tensor
+    row_max: Float[Tensor, " rows"]
+    log_sum: Float[Tensor, " rows"]
+    teacher_max: Float[Tensor, " rows"]
+    teacher_log_sum: Float[Tensor, " rows"]
 
 
 def write_pair_gradients(
-    out: Tensor,
+    out: Float[Tensor, "rows vocab_local"],
     pairs: Pairs,
     normalisers: Normalisers,
-    kl: Tensor | None,
-    grad: Tensor,
-    active: Tensor,
+    kl: Float[Tensor, " rows"] | None,
+    grad: Float[Tensor, " rows"],
+    active: Bool[Tensor, " rows"],
 ) -> None:
-    """g·∂/∂student into `out`, which may be the student itself, with ln q = (x−M)−log s and ln p = (y−M')−log s':
+    """Write g·∂/∂student into `out`, which may be the student itself, with ln q = (x−M)−log s and ln p = (y−M')−log s':
 
         (1/T)·(q − p),  or with kl, the rows' reverse KL:  (1/T)·q·((ln q − ln p) − KL)
 
@@ -157,12 +157,12 @@ def write_pair_gradients(
 
 
 def _shift_by_max(x: Tensor) -> Tensor:
-    """Each row's maximum, subtracted from it in place where it is finite."""
+    """Return each row's maximum, subtracted from it in place where it is finite."""
     row_max = x.amax(dim=-1)
     x.sub_(_finite(row_max)[:, None])
     return row_max
 
 
 def _finite(row_max: Tensor) -> Tensor:
-    """No shift makes an all −inf row finite; 0 leaves it at −inf and its sums at exactly 0."""
+    """Return the maxima with 0 for −inf. No shift makes an all −inf row finite; 0 leaves its sums at exactly 0."""
     return row_max.masked_fill(row_max == -torch.inf, 0.0)

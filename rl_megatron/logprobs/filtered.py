@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -69,7 +70,11 @@ class FilteredStats(torch.autograd.Function):
         gathered_grads = None if gathered_grads is None else gathered_grads.masked_fill(gathered_lost, 0.0)
         upstream = Upstream.of(target_grad, entropy_grad, gathered_grads, columns, gather_columns, entropy, active)
         if kept is not None:
-            upstream = _with_target_gradient(upstream, columns, logprobs, kept)
+            share = _kept_target_gradient(upstream, logprobs, kept)
+            upstream = upstream._replace(
+                columns=torch.cat([upstream.columns, columns[:, None]], dim=1),
+                column_grads=torch.cat([upstream.column_grads, share[:, None]], dim=1),
+            )
         out = logits.detach() if ctx.overwrite else torch.empty_like(logits)
         ctx.kernels.write_row_gradients(
             out, logits.detach(), ctx.shard.num_columns, temperature, row_max, log_sum, *upstream, thresholds
@@ -78,13 +83,19 @@ class FilteredStats(torch.autograd.Function):
         return out, *unused
 
 
-def _below(logits: Tensor, columns: Tensor, thresholds: Tensor, shard: VocabShard, kernels: Kernels) -> Tensor:
-    """Which of K local columns per row [N, K] the filter leaves out; false where another rank has the id."""
+def _below(
+    logits: Float[Tensor, "rows vocab_local"],
+    columns: Int[Tensor, "rows ids"],
+    thresholds: Float[Tensor, " rows"],
+    shard: VocabShard,
+    kernels: Kernels,
+) -> Bool[Tensor, "rows ids"]:
+    """Return which of K local columns per row the filter leaves out; false if another rank has the id."""
     return (columns >= 0) & (own_logits(logits, columns, None, shard, kernels) < thresholds[:, None])
 
 
-def _with_target(stats: Tensor) -> Tensor:
-    """`row_stats` (m, s, t, x_y) [N, 4] as they are with x_y among the logits that make m, s and t."""
+def _with_target(stats: Float[Tensor, "rows 4"]) -> Float[Tensor, "rows 4"]:
+    """Return `row_stats` (m, s, t, x_y) as they are with x_y among the logits that make m, s and t."""
     m, s, t, x = stats.unbind(-1)
     row_max = torch.maximum(m, x)
     finite = row_max.masked_fill(row_max == -torch.inf, 0.0)
@@ -94,20 +105,18 @@ def _with_target(stats: Tensor) -> Tensor:
     return torch.stack([row_max, scale * s + weight, shifted, x], dim=-1)
 
 
-def _with_target_gradient(upstream: Upstream, columns: Tensor, logprobs: Tensor, kept: Tensor) -> Upstream:
-    """The softmax's share of a kept target's gradient, p_y·(A − g_H·ℓ_y): the kernels take p_y for 0."""
+def _kept_target_gradient(
+    upstream: Upstream, logprobs: Float[Tensor, " rows"], kept: Bool[Tensor, " rows"]
+) -> Float[Tensor, " rows"]:
+    """Return the softmax's share of a kept target's gradient, p_y·(A − g_H·ℓ_y): the kernels take p_y for 0."""
     share = upstream.base
     if upstream.entropy_grad is not None:
         share = share - upstream.entropy_grad * logprobs.clamp(min=LOWEST_EXPONENT)
-    share = torch.where(kept, logprobs.exp() * share, 0.0)
-    return upstream._replace(
-        columns=torch.cat([upstream.columns, columns[:, None]], dim=1),
-        column_grads=torch.cat([upstream.column_grads, share[:, None]], dim=1),
-    )
+    return torch.where(kept, logprobs.exp() * share, 0.0)
 
 
-def _without(found: Merged, lost: Tensor) -> Merged:
-    """The results with rows `lost` as if they had been ignored."""
+def _without(found: Merged, lost: Bool[Tensor, " rows"]) -> Merged:
+    """Return the results with rows `lost` as if they had been ignored."""
     entropy, gathered = found.entropy, found.gathered
     return found._replace(
         logprobs=found.logprobs.masked_fill(lost, 0.0),

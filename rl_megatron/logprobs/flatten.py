@@ -5,29 +5,30 @@ from __future__ import annotations
 import math
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor
 
 
-def memory_order(logits: Tensor) -> list[int]:
-    """The leading dimensions in memory order, so that a view makes rows of them: [1, 0] for [S, B, V] seen as
+def memory_order(logits: Shaped[Tensor, "*tokens columns"]) -> list[int]:
+    """Return the leading dimensions in memory order, so that a view makes rows of them: [1, 0] for [S, B, V] seen as
     [B, S, V]."""
     return sorted(range(logits.dim() - 1), key=lambda dim: -logits.stride(dim))
 
 
-def to_rows(x: Tensor, order: list[int]) -> Tensor:
-    """[..., C] → [N, C], the leading dimensions taken in `order`; a view wherever the strides allow one."""
+def to_rows(x: Shaped[Tensor, "*tokens columns"], order: list[int]) -> Shaped[Tensor, "rows columns"]:
+    """Return [..., C] as [N, C], the leading dimensions taken in `order`; a view if the strides allow one."""
     return x.permute(*order, -1).reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def from_rows(x: Tensor, leading: torch.Size, order: list[int]) -> Tensor:
-    """[N, ...] → [*leading, ...], undoing `to_rows`."""
+def from_rows(x: Shaped[Tensor, "rows ..."], leading: torch.Size, order: list[int]) -> Tensor:
+    """Return [N, ...] as [*leading, ...], undoing `to_rows`."""
     inverse = sorted(range(len(order)), key=order.__getitem__)
     trailing = range(len(order), len(order) + x.dim() - 1)
     return x.view([*(leading[dim] for dim in order), *x.shape[1:]]).permute([*inverse, *trailing])
 
 
-def may_be_overwritten(rows: Tensor) -> bool:
-    """Whether backward may turn these rows [N, V] into their gradient. Not where
+def may_be_overwritten(rows: Shaped[Tensor, "rows columns"]) -> bool:
+    """Return whether backward may turn these rows [N, V] into their gradient. It may not if
 
     - they are a leaf's memory, that is, the caller's own data;
     - places in them share memory (an expanded tensor, sliding windows): each has a gradient of its own;
@@ -39,4 +40,6 @@ def may_be_overwritten(rows: Tensor) -> bool:
     num_rows, width = rows.shape
     if (width > 1 and rows.stride(1) == 0) or (num_rows > 1 and rows.stride(0) < width * rows.stride(1)):
         return False
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    # torch has no public way to ask for the hooks, and its stubs leave this submodule out.
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
+    return hooks is None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -31,8 +32,8 @@ class DeferredLogits:
     `sequence_shards` parts. weight [V/tp, H], the head's. chunk_tokens: see `linear_logprobs`.
     """
 
-    hidden: Tensor
-    weight: Tensor
+    hidden: Float[Tensor, "sequence_local batch hidden"]
+    weight: Float[Tensor, "vocab_local hidden"]
     sequence_shards: int
     chunk_tokens: int | None = None
 
@@ -47,22 +48,22 @@ class DeferredLogits:
 
 
 def linear_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
+    hidden: Float[Tensor, "*tokens_local hidden"],
+    weight: Float[Tensor, "vocab_local hidden"],
+    targets: Int[Tensor, "*tokens"],
     tp_group: dist.ProcessGroup | None = None,
     *,
     vocab_range: tuple[int, int] | None = None,
     valid_vocab_size: int | None = None,
-    temperature: float | Tensor = 1.0,
+    temperature: float | Float[Tensor, "*#tokens"] = 1.0,
     ignore_index: int = IGNORE_INDEX,
     entropy: bool = False,
-    gather_ids: Tensor | None = None,
+    gather_ids: Int[Tensor, "*tokens ids"] | None = None,
     backend: str = "auto",
     chunk_tokens: int | None = None,
     sequence_parallel: bool = False,
 ) -> LogprobStats:
-    """`vocab_parallel_logprobs(hidden · weightᵀ, targets, …)`, the logits living a chunk of tokens at a time.
+    """Return `vocab_parallel_logprobs(hidden · weightᵀ, targets, …)`, the logits living a chunk of tokens at a time.
 
         forward, chunk by chunk:   z = h·Wᵀ → (m, s, t, z_y) of each row → forgotten
         backward, chunk by chunk:  z = h·Wᵀ again → dz in its place → dh = dz·W,  dW += dzᵀ·h
@@ -111,11 +112,16 @@ def linear_logprobs(
         entropy,
         kernels,
     )
-    whole = (None if output is None else plan.restore(output, flat.numel()) for output in outputs)
-    return LogprobStats(*(None if x is None else x.view(*targets.shape, *x.shape[1:]) for x in whole))
+    whole = LogprobStats(*outputs).map(lambda rows: plan.restore(rows, flat.numel()))
+    return whole.map(lambda rows: rows.view(*targets.shape, *rows.shape[1:]))
 
 
-def _check_linear_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, shards: int) -> None:
+def _check_linear_shapes(
+    hidden: Float[Tensor, "*tokens_local hidden"],
+    weight: Float[Tensor, "vocab_local hidden"],
+    targets: Int[Tensor, "*tokens"],
+    shards: int,
+) -> None:
     if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or hidden.dtype != weight.dtype:
         raise ValueError(
             f"weight must be [V_local, H] in the hidden states' dtype: hidden {tuple(hidden.shape)} {hidden.dtype}, "
@@ -130,7 +136,7 @@ def _check_linear_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, shards
         )
 
 
-def _chunk_tokens(weight: Tensor) -> int:
+def _chunk_tokens(weight: Float[Tensor, "vocab_local hidden"]) -> int:
     on_cpu = weight.device.type == "cpu"
     tokens = (CHUNK_ELEMENTS_CPU if on_cpu else CHUNK_ELEMENTS_CUDA) // max(1, weight.shape[0])
     return max(1, tokens) if on_cpu else max(1024, tokens // 1024 * 1024)
@@ -153,7 +159,7 @@ class _LinearStats(torch.autograd.Function):
             stats[rows] = kernels.row_stats(
                 logits, columns[rows], shard.num_columns, rows_temperature, entropy, ~ignored[rows]
             )
-            if gathered is not None:
+            if gathered is not None and gather_columns is not None:
                 gathered[rows] = own_logits(logits, gather_columns[rows], rows_temperature, shard, kernels)
         if gathered is not None and shard.is_parallel:
             dist.all_reduce(gathered, group=shard.group)
@@ -170,12 +176,12 @@ class _LinearStats(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads):
+    def backward(ctx, target_grad, entropy_grad, gathered_grads):
         unused = (None,) * 8
-        if all(grad is None for grad in grads):
+        if target_grad is None and entropy_grad is None and gathered_grads is None:
             return None, None, *unused
         hidden, weight, columns, gather_columns, temperature, row_max, log_sum, entropy, active = ctx.saved_tensors
-        upstream = Upstream.of(*grads, columns, gather_columns, entropy, active)
+        upstream = Upstream.of(target_grad, entropy_grad, gathered_grads, columns, gather_columns, entropy, active)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         sum_group = ctx.shard.group if ctx.shard.is_parallel else None
         hidden_grad = ctx.chunks.gradient(hidden, sum_group) if wants_hidden else None
@@ -207,18 +213,17 @@ class _LinearStats(torch.autograd.Function):
 class _WeightGradient:
     """dW, summed over chunks in fp32: into the weight's `main_grad` where megatron-core's DDP keeps one."""
 
-    def __init__(self, weight: Tensor):
+    def __init__(self, weight: Float[Tensor, "vocab_local hidden"]):
         self._weight = weight
-        self._in_main_grad = getattr(weight, "main_grad", None) is not None and hasattr(
-            weight, "grad_added_to_main_grad"
-        )
-        if self._in_main_grad:
-            self._sum = weight.main_grad
+        main_grad: Tensor | None = getattr(weight, "main_grad", None)
+        if main_grad is not None and hasattr(weight, "grad_added_to_main_grad"):
+            self._in_main_grad, self._sum = True, main_grad
         else:
+            self._in_main_grad = False
             self._sum = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
 
-    def add(self, dz: Tensor, hidden: Tensor) -> None:
-        """dzᵀ·h, of [n, V_local] and [n, H]."""
+    def add(self, dz: Float[Tensor, "rows vocab_local"], hidden: Float[Tensor, "rows hidden"]) -> None:
+        """Add dzᵀ·h."""
         if self._sum.dtype == dz.dtype:
             self._sum.addmm_(dz.t(), hidden)
         elif dz.device.type == "cuda":
@@ -230,11 +235,12 @@ class _WeightGradient:
                 columns = slice(start, start + step)
                 self._sum[columns].addmm_(dz[:, columns].to(self._sum.dtype).t(), hidden)
 
-    def finish(self) -> Tensor:
+    def finish(self) -> Float[Tensor, "vocab_local hidden"]:
         if not self._in_main_grad:
             return self._sum.to(self._weight.dtype)
         # As megatron-core's own linear layers: DDP's hook must run, and must not add a second time. Where the weight is
         # the embedding too, the hook adds what autograd brings, which is then the embedding's gradient plus this.
-        self._weight.grad_added_to_main_grad = True
+        # The attribute is megatron-core's, not torch's.
+        self._weight.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
         zero_out = getattr(self._weight, "zero_out_wgrad", False)
         return torch.zeros_like(self._weight) if zero_out else torch.empty_like(self._weight)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -29,12 +30,15 @@ class Sharding:
     tp_group: dist.ProcessGroup | None = None
     cp_group: dist.ProcessGroup | None = None
     valid_vocab_size: int | None = None
-    cu_seqlens: Tensor | None = None
-    cu_seqlens_padded: Tensor | None = None
+    cu_seqlens: Int[Tensor, " boundaries"] | None = None
+    cu_seqlens_padded: Int[Tensor, " boundaries"] | None = None
 
     def layout(self, output: Tensor | DeferredLogits, batch: tuple[int, int]) -> TokenLayout:
-        """Where the tokens of a [B, S] batch lie in `output` [R, L, …].  Raises: ValueError for shapes that do not fit,
-        naming them."""
+        """Return where the tokens of a [B, S] batch lie in `output` [R, L, …].
+
+        Raises:
+            ValueError: The shapes do not fit; the message names them.
+        """
         num_rows, length = output.shape[:2]
         cp_size = 1 if self.cp_group is None else self.cp_group.size()
         if self.cu_seqlens is None:
@@ -52,17 +56,17 @@ class Sharding:
 
 
 def next_token_stats(
-    logits: Tensor | DeferredLogits,
-    input_ids: Tensor,
+    logits: Float[Tensor, "rows length vocab_local"] | DeferredLogits,
+    input_ids: Int[Tensor, "batch sequence"],
     sharding: Sharding = Sharding(),
     *,
-    temperature: float | Tensor = 1.0,
+    temperature: float | Float[Tensor, ""] | Float[Tensor, " batch"] | Float[Tensor, " batch #sequence"] = 1.0,
     entropy: bool = False,
-    gather_ids: Tensor | None = None,
-    mask: Tensor | None = None,
+    gather_ids: Int[Tensor, "batch sequence-1 ids"] | None = None,
+    mask: Shaped[Tensor, "batch sequence"] | None = None,
     backend: str = "auto",
 ) -> LogprobStats:
-    """Statistics of the next token: entry [b, t] speaks of token t+1 given tokens 0 … t, that is, of `logits[b, t]`.
+    """Return statistics of the next token: entry [b, t] corresponds to token t+1 given tokens 0 … t (`logits[b, t]`).
 
         logprobs[b, t] = log softmax(logits[b, t] / T)[input_ids[b, t+1]]
 
@@ -114,8 +118,8 @@ def next_token_stats(
             logits, labels, sharding.tp_group, temperature=temperature, gather_ids=gather_ids, **options
         )
     streams = [stats.logprobs[..., None]]
-    streams += [stats.entropy[..., None]] if entropy else []
-    streams += [stats.gathered] if gather_ids is not None else []
+    streams += [] if stats.entropy is None else [stats.entropy[..., None]]
+    streams += [] if stats.gathered is None else [stats.gathered]
     whole = layout.gather(torch.cat(streams, dim=-1))[:, : length - 1]  # all streams in one collective
     return LogprobStats(
         whole[..., 0],
@@ -126,29 +130,36 @@ def next_token_stats(
 
 def _of_hidden(
     logits: DeferredLogits,
-    labels: Tensor,
+    labels: Int[Tensor, "rows length"],
     tp_group: dist.ProcessGroup | None,
-    temperature: float | Tensor,
-    gather_ids: Tensor | None,
+    temperature: float | Float[Tensor, ""] | Float[Tensor, "rows length"],
+    gather_ids: Int[Tensor, "rows length ids"] | None,
     options: dict,
 ) -> LogprobStats:
-    """`linear_logprobs` of hidden states, which have the sequence first, as [R, L, …]."""
-    per_token = isinstance(temperature, Tensor) and temperature.dim() > 0
+    """Return `linear_logprobs` of hidden states, which have the sequence first, as [R, L, …]."""
+    if isinstance(temperature, Tensor) and temperature.dim() > 0:
+        temperature = temperature.transpose(0, 1)
     stats = linear_logprobs(
         logits.hidden,
         logits.weight,
         labels.transpose(0, 1),
         tp_group,
-        temperature=temperature.transpose(0, 1) if per_token else temperature,
+        temperature=temperature,
         gather_ids=None if gather_ids is None else gather_ids.transpose(0, 1),
         chunk_tokens=logits.chunk_tokens,
         sequence_parallel=logits.sequence_shards > 1,
         **options,
     )
-    return LogprobStats(*(None if stream is None else stream.transpose(0, 1) for stream in stats))
+    return stats.map(lambda stream: stream.transpose(0, 1))
 
 
-def _check_packing(output: Tensor, batch: tuple[int, int], lengths: Tensor, padded: Tensor, cp_size: int) -> None:
+def _check_packing(
+    output: Tensor | DeferredLogits,
+    batch: tuple[int, int],
+    lengths: Int[Tensor, " boundaries"],
+    padded: Int[Tensor, " boundaries"],
+    cp_size: int,
+) -> None:
     if lengths.shape != (batch[0] + 1,) or padded.shape != lengths.shape:
         raise ValueError(
             f"cu_seqlens {tuple(lengths.shape)} and cu_seqlens_padded {tuple(padded.shape)} must be [B+1] for "

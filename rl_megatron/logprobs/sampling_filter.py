@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rl_megatron.logprobs.kernels.float_order import from_ordered_bits, ordered_bits
@@ -57,9 +58,13 @@ class SamplingFilter:
 
 @torch.no_grad()
 def filter_thresholds(
-    logits: Tensor, sampling_filter: SamplingFilter, shard: VocabShard, temperature: Tensor | None, active: Tensor
-) -> Tensor:
-    """τ [N] on the logits before the temperature: the filter leaves the tokens with x ≥ τ.
+    logits: Float[Tensor, "rows vocab_local"],
+    sampling_filter: SamplingFilter,
+    shard: VocabShard,
+    temperature: Float[Tensor, " rows"] | None,
+    active: Bool[Tensor, " rows"],
+) -> Float[Tensor, " rows"]:
+    """Return τ [N] on the logits before the temperature: the filter leaves the tokens with x ≥ τ.
 
         top-k:  the largest τ with #{v : x_v ≥ τ} ≥ k
         top-p:  the largest τ with Σ_{x_v ≥ τ} w_v ≥ p·Σ_v w_v,   w_v = e^{(x_v−M)/T},  over what top-k leaves
@@ -72,20 +77,22 @@ def filter_thresholds(
     τ is −inf in rows that are not active, whatever their logits, and where no number will do: for top-p in rows with
     NaN, +inf, or nothing but −inf.
 
-    Shapes: logits [N, V_local]; temperature [N] or None for 1; active [N] bool. Returns τ in fp32 (fp64 for fp64).
+    A temperature of None is 1. τ is fp32 (fp64 for fp64).
+
     Source: Fan, Lewis & Dauphin 2018 (arXiv:1805.04833) for top-k; Holtzman et al. 2020, "The Curious Case of Neural
         Text Degeneration" (arXiv:1904.09751) for top-p.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     thresholds = logits.new_full(active.shape, -torch.inf, dtype=dtype)
-    if sampling_filter.top_k is not None:
+    top_k = sampling_filter.top_k
+    if top_k is not None:
         count = torch.ones((), dtype=torch.int64, device=logits.device)
         thresholds = _largest_threshold(
             logits,
             shard,
             active,
             weigh=lambda x, block: count.expand(x.shape),
-            needed=lambda total: total.clamp(max=sampling_filter.top_k),
+            needed=lambda total: total.clamp(max=top_k),
         )
     if sampling_filter.top_p < 1:
         thresholds = _top_p_thresholds(logits, sampling_filter.top_p, shard, temperature, active, thresholds)
@@ -93,16 +100,21 @@ def filter_thresholds(
 
 
 def _top_p_thresholds(
-    logits: Tensor, top_p: float, shard: VocabShard, temperature: Tensor | None, active: Tensor, lowest: Tensor
-) -> Tensor:
-    """Over the logits that are `lowest` [N] at least."""
+    logits: Float[Tensor, "rows vocab_local"],
+    top_p: float,
+    shard: VocabShard,
+    temperature: Float[Tensor, " rows"] | None,
+    active: Bool[Tensor, " rows"],
+    lowest: Float[Tensor, " rows"],
+) -> Float[Tensor, " rows"]:
+    """Return the thresholds of top-p among the logits that are at least `lowest`."""
     row_max = torch.full_like(lowest, -torch.inf)
     if shard.num_columns:
         row_max = logits[:, : shard.num_columns].amax(dim=-1).to(lowest.dtype)
     if shard.is_parallel:
         dist.all_reduce(row_max, op=dist.ReduceOp.MAX, group=shard.group)
 
-    def weigh(x: Tensor, block: slice) -> Tensor:
+    def weigh(x: Float[Tensor, "rows columns"], block: slice) -> Int[Tensor, "rows columns"]:
         shifted = x.to(lowest.dtype) - row_max[block, None]
         if temperature is not None:
             shifted /= temperature[block, None]
@@ -116,44 +128,46 @@ def _top_p_thresholds(
 
 
 def _largest_threshold(
-    logits: Tensor,
+    logits: Float[Tensor, "rows vocab_local"],
     shard: VocabShard,
-    active: Tensor,
+    active: Bool[Tensor, " rows"],
     weigh: Callable[[Tensor, slice], Tensor],
     needed: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """The largest τ [N] with Σ_{x_v ≥ τ} weight_v ≥ needed(Σ_v weight_v), −inf where that is in vain.
+) -> Float[Tensor, " rows"]:
+    """Return the largest τ [N] with Σ_{x_v ≥ τ} weight_v ≥ needed(Σ_v weight_v), −inf where that is in vain.
 
     weigh: a block of logits and its rows → int64 weights. needed: the rows' sums [N] → what must be reached.
     """
-    prefix = None
+    # The leading digit has the sign, and counts from its lowest value.
+    origin = logits.new_full(active.shape, -_NUM_DIGITS // 2, dtype=torch.int64)
+    prefix = total = remaining = None
     for shift in range(torch.finfo(logits.dtype).bits - _DIGIT_BITS, -1, -_DIGIT_BITS):
-        first = prefix is None
-        # The leading digit has the sign, and counts from its lowest value.
-        origin = logits.new_full(active.shape, -_NUM_DIGITS // 2, dtype=torch.int64) if first else prefix * _NUM_DIGITS
+        if prefix is not None:
+            origin = prefix * _NUM_DIGITS
         histogram = _histogram(logits, shard, active, weigh, origin, shift)
         if shard.is_parallel:
             dist.all_reduce(histogram, group=shard.group)
         at_least = histogram.flip(1).cumsum(1).flip(1)  # weight of this digit and of larger ones
-        if first:
+        if total is None or remaining is None:
             total = at_least[:, 0]
             remaining = needed(total)
         digit = (at_least >= remaining[:, None]).sum(dim=1).sub(1).clamp(min=0)
         remaining = remaining - (at_least - histogram).gather(1, digit[:, None])[:, 0]
         prefix = origin + digit
+    assert prefix is not None and total is not None  # floating-point numbers have at least one digit
     found = from_ordered_bits(prefix, logits.dtype).to(torch.promote_types(logits.dtype, torch.float32))
     return found.masked_fill((total == 0) | found.isnan() | ~active, -torch.inf)
 
 
 def _histogram(
-    logits: Tensor,
+    logits: Float[Tensor, "rows vocab_local"],
     shard: VocabShard,
-    active: Tensor,
+    active: Bool[Tensor, " rows"],
     weigh: Callable[[Tensor, slice], Tensor],
-    origin: Tensor,
+    origin: Int[Tensor, " rows"],
     shift: int,
-) -> Tensor:
-    """[N, 256] int64: this shard's weight with (ordered bits >> shift) = origin + j."""
+) -> Int[Tensor, "rows digits"]:
+    """Return, for each of 256 digits j, this shard's int64 weight with (ordered bits >> shift) = origin + j."""
     # A place at either end takes the logits of smaller and of larger prefixes.
     histogram = torch.zeros(len(active), _NUM_DIGITS + 2, dtype=torch.int64, device=logits.device)
     if shard.num_columns:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from rl_megatron.logprobs.flatten import from_rows, memory_order, to_rows
@@ -17,14 +18,14 @@ _NOTHING = torch.iinfo(torch.int64).min  # the key of what is no id: below every
 
 @torch.no_grad()
 def vocab_parallel_top_k(
-    logits: Tensor,
+    logits: Float[Tensor, "*tokens vocab_local"],
     k: int,
     tp_group: dist.ProcessGroup | None = None,
     *,
     valid_vocab_size: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(values, ids) of the k largest logits of each token, largest first, over a vocabulary whose columns are sharded
-    over `tp_group`, equally and in rank order:
+) -> tuple[Float[Tensor, "*tokens {k}"], Int[Tensor, "*tokens {k}"]]:
+    """Return (values, ids) of the k largest logits of each token, largest first, over a vocabulary whose columns are
+    sharded over `tp_group`, equally and in rank order:
 
         key(v) = (order(x_v), −v)        ids = the k largest keys, in descending order
 
@@ -52,11 +53,14 @@ def vocab_parallel_top_k(
         dist.all_gather(list(parts.unbind(0)), keys, group=tp_group)
         keys = parts.movedim(0, 1).flatten(1).topk(k, dim=-1).values
     values, ids = from_ordered_bits(keys >> 32, torch.float32), _ID_BITS - (keys & _ID_BITS)
-    return tuple(from_rows(x, logits.shape[:-1], order) for x in (values, ids))
+    leading = logits.shape[:-1]
+    return from_rows(values, leading, order), from_rows(ids, leading, order)
 
 
-def _largest_keys(rows: Tensor, k: int, start: int, num_columns: int) -> Tensor:
-    """The keys [N, min(k, V_local)] of this rank's largest logits, descending; `_NOTHING` where it has too few ids."""
+def _largest_keys(
+    rows: Float[Tensor, "rows vocab_local"], k: int, start: int, num_columns: int
+) -> Int[Tensor, "rows kept"]:
+    """Return the keys of this rank's min(k, V_local) largest logits, descending; `_NOTHING` if it has too few ids."""
     largest = torch.full((rows.shape[0], min(k, rows.shape[1])), _NOTHING, device=rows.device)
     here = min(largest.shape[1], num_columns)
     if here == 0 or rows.shape[0] == 0:
@@ -68,9 +72,9 @@ def _largest_keys(rows: Tensor, k: int, start: int, num_columns: int) -> Tensor:
     return largest
 
 
-def _keys(logits: Tensor, ids: Tensor) -> Tensor:
-    """One int64 for each logit and its id, in the order of (logit, −id): the bits of an fp32 as an integer that grows
-    with it, above the id counted downwards."""
+def _keys(logits: Float[Tensor, "rows columns"], ids: Int[Tensor, " columns"]) -> Int[Tensor, "rows columns"]:
+    """Return one int64 for each logit and its id, in the order of (logit, −id): the bits of an fp32 as an integer that
+    grows with it, above the id counted downwards."""
     x = logits.float()
     bits = ordered_bits(x.masked_fill(x.isnan(), torch.nan))  # one NaN, the positive one
     return bits.long().bitwise_left_shift_(32).add_(_ID_BITS - ids)

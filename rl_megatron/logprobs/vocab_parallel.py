@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
 class Kernels(NamedTuple):
-    """What a backend provides; `reference.py` states the contract of each function."""
+    """The functions of a backend; `kernels/torch.py` states the contract of each."""
 
     row_stats: Callable[..., Tensor]
     write_row_gradients: Callable[..., None]
@@ -39,16 +40,16 @@ class VocabShard:
     def is_parallel(self) -> bool:
         return self.group is not None and dist.get_world_size(self.group) > 1
 
-    def columns(self, ids: Tensor) -> Tensor:
-        """Global ids → local columns, −1 where this rank does not own them."""
+    def columns(self, ids: Int[Tensor, "*tokens"]) -> Int[Tensor, "*tokens"]:
+        """Return the local columns of global ids, −1 if this rank does not own them."""
         local = ids - self.start
         return local.masked_fill((local < 0) | (local >= self.num_columns), -1)
 
 
-def check(condition: Tensor, describe: Callable[[], str]) -> None:
-    """Raises ValueError where the answer is at hand (CPU); on a GPU it is an asynchronous assertion: nothing waits."""
+def check(condition: Bool[Tensor, ""], describe: Callable[[], str]) -> None:
+    """Raise ValueError on a CPU, where the answer is at hand. A GPU asserts asynchronously, so that nothing waits."""
     if condition.device.type != "cpu":
-        torch._assert_async(condition)
+        torch._assert_async(condition)  # pyright: ignore[reportPrivateImportUsage]  # torch has no public one
     elif not condition:
         raise ValueError(describe())
 
@@ -75,14 +76,14 @@ class VocabParallelStats(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads):
+    def backward(ctx, target_grad, entropy_grad, gathered_grads):
         unused = (None,) * 8
-        if all(grad is None for grad in grads):
+        if target_grad is None and entropy_grad is None and gathered_grads is None:
             return None, *unused
         logits, columns, gather_columns, temperature, row_max, log_sum, entropy, active = saved(
             ctx, "vocab_parallel_logprobs"
         )
-        upstream = Upstream.of(*grads, columns, gather_columns, entropy, active)
+        upstream = Upstream.of(target_grad, entropy_grad, gathered_grads, columns, gather_columns, entropy, active)
         out = logits.detach() if ctx.overwrite else torch.empty_like(logits)
         ctx.kernels.write_row_gradients(
             out, logits.detach(), ctx.shard.num_columns, temperature, row_max, log_sum, *upstream
@@ -92,9 +93,13 @@ class VocabParallelStats(torch.autograd.Function):
 
 
 def gathered_logits(
-    logits: Tensor, columns: Tensor, temperature: Tensor | None, shard: VocabShard, kernels: Kernels
-) -> Tensor:
-    """x at K ids per row, [N, K]: each id has one owner, the other ranks add 0; one all-reduce."""
+    logits: Float[Tensor, "rows vocab_local"],
+    columns: Int[Tensor, "rows ids"],
+    temperature: Float[Tensor, " rows"] | None,
+    shard: VocabShard,
+    kernels: Kernels,
+) -> Float[Tensor, "rows ids"]:
+    """Return x at K ids per row, [N, K]: each id has one owner, the other ranks add 0; one all-reduce."""
     x = own_logits(logits, columns, temperature, shard, kernels)
     if shard.is_parallel:
         dist.all_reduce(x, group=shard.group)
@@ -102,9 +107,13 @@ def gathered_logits(
 
 
 def own_logits(
-    logits: Tensor, columns: Tensor, temperature: Tensor | None, shard: VocabShard, kernels: Kernels
-) -> Tensor:
-    """x at K local columns per row, 0 where another rank has the id."""
+    logits: Float[Tensor, "rows vocab_local"],
+    columns: Int[Tensor, "rows ids"],
+    temperature: Float[Tensor, " rows"] | None,
+    shard: VocabShard,
+    kernels: Kernels,
+) -> Float[Tensor, "rows ids"]:
+    """Return x at K local columns per row, 0 if another rank has the id."""
     if shard.num_columns:
         return kernels.gather_columns(logits, columns, temperature)
     return logits.new_zeros(columns.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
@@ -116,24 +125,24 @@ class Merged(NamedTuple):
     M and log s are kept apart: their sum would lose log s under a large shift.
     """
 
-    logprobs: Tensor
-    entropy: Tensor | None
-    gathered: Tensor | None
-    row_max: Tensor  # M, 0 where it is −inf
-    log_sum: Tensor
-    active: Tensor  # rows that may have a gradient
+    logprobs: Float[Tensor, " rows"]
+    entropy: Float[Tensor, " rows"] | None
+    gathered: Float[Tensor, "rows ids"] | None
+    row_max: Float[Tensor, " rows"]  # M, 0 where it is −inf
+    log_sum: Float[Tensor, " rows"]
+    active: Bool[Tensor, " rows"]  # rows that may have a gradient
 
 
 def merge(
-    stats: Tensor,
-    gathered: Tensor | None,
-    targets: Tensor,
-    gather_ids: Tensor | None,
-    ignored: Tensor,
+    stats: Float[Tensor, "rows 4"],
+    gathered: Float[Tensor, "rows ids"] | None,
+    targets: Int[Tensor, " rows"],
+    gather_ids: Int[Tensor, "rows ids"] | None,
+    ignored: Bool[Tensor, " rows"],
     shard: VocabShard,
     entropy: bool,
 ) -> Merged:
-    """This rank's `row_stats` [N, 4] and all ranks' `gathered_logits` [N, K] → the rows' results; one all-gather."""
+    """Return the rows' results, from this rank's `row_stats` and all ranks' `gathered_logits`; one all-gather."""
     parts, ranges = _all_shards(stats, shard)
     _check_ids(targets, gather_ids, ignored, ranges, shard)
     row_max, sums, shifted_sums, target_x = _merge(parts)
@@ -152,46 +161,59 @@ def merge(
 class Upstream(NamedTuple):
     """The last arguments of `write_row_gradients`: what the gradients of the results say of the logits'."""
 
-    base: Tensor
-    entropy_grad: Tensor | None
-    columns: Tensor
-    column_grads: Tensor
-    active: Tensor
+    base: Float[Tensor, " rows"]
+    entropy_grad: Float[Tensor, " rows"] | None
+    columns: Int[Tensor, "rows targets"]
+    column_grads: Float[Tensor, "rows targets"]
+    active: Bool[Tensor, " rows"]
 
     @classmethod
     def of(
         cls,
-        target_grad: Tensor | None,
-        entropy_grad: Tensor | None,
-        gathered_grads: Tensor | None,
-        columns: Tensor,
-        gather_columns: Tensor | None,
-        entropy: Tensor | None,
-        active: Tensor,
+        target_grad: Float[Tensor, " rows"] | None,
+        entropy_grad: Float[Tensor, " rows"] | None,
+        gathered_grads: Float[Tensor, "rows ids"] | None,
+        columns: Int[Tensor, " rows"],
+        gather_columns: Int[Tensor, "rows ids"] | None,
+        entropy: Float[Tensor, " rows"] | None,
+        active: Bool[Tensor, " rows"],
     ) -> Upstream:
-        """From the gradients of logprobs [N], entropy [N] and gathered [N, K], each None where nobody asks."""
+        """Return them, given the gradients of logprobs, entropy and gathered: None if nobody asks, but one is given."""
         grads, all_columns = [], []
         if target_grad is not None:
             grads.append(target_grad[:, None])
             all_columns.append(columns[:, None])
         if gathered_grads is not None:
+            assert gather_columns is not None
             grads.append(gathered_grads)
             all_columns.append(gather_columns)
-        column_grads = torch.cat(grads, dim=1) if grads else entropy_grad.new_zeros(entropy_grad.shape[0], 0)
-        all_columns = torch.cat(all_columns, dim=1) if grads else columns.new_zeros(columns.shape[0], 0)
+        if grads:
+            column_grads, named_columns = torch.cat(grads, dim=1), torch.cat(all_columns, dim=1)
+        else:
+            assert entropy_grad is not None
+            column_grads = entropy_grad.new_zeros(entropy_grad.shape[0], 0)
+            named_columns = columns.new_zeros(columns.shape[0], 0)
         base = -column_grads.sum(dim=1)
         touched = (column_grads != 0).any(dim=1)  # rows nobody asks about are written as zeros without being read
         if entropy_grad is not None:
+            assert entropy is not None
             base = base - entropy_grad * entropy
             touched |= entropy_grad != 0
-        return cls(base, entropy_grad, all_columns, column_grads, active & touched)
+        return cls(base, entropy_grad, named_columns, column_grads, active & touched)
 
     def rows(self, rows: slice) -> Upstream:
-        return Upstream(*(None if tensor is None else tensor[rows] for tensor in self))
+        """Return what they say of some of the rows."""
+        return Upstream(
+            self.base[rows],
+            None if self.entropy_grad is None else self.entropy_grad[rows],
+            self.columns[rows],
+            self.column_grads[rows],
+            self.active[rows],
+        )
 
 
 def saved(ctx, operator: str) -> tuple[Tensor, ...]:
-    """`ctx.saved_tensors` of an operator that turns logits into their gradient.
+    """Return `ctx.saved_tensors` of an operator that turns logits into their gradient.
 
     Raises: RuntimeError naming the operator where the logits are no longer what they were.
     """
@@ -212,8 +234,10 @@ def saved(ctx, operator: str) -> tuple[Tensor, ...]:
         ) from error
 
 
-def _all_shards(stats: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Every rank's statistics [tp, N, 4] in rank order, and their (start, stop) [tp, 2], in one all-gather.
+def _all_shards(
+    stats: Float[Tensor, "rows 4"], shard: VocabShard
+) -> tuple[Float[Tensor, "tp rows 4"], Float[Tensor, "tp 2"]]:
+    """Return every rank's statistics [tp, N, 4] in rank order, and their (start, stop) [tp, 2], in one all-gather.
 
     The ranges ride along as one more row: shards that overlap or leave a gap, and targets that nobody owns, are then
     found without another collective.
@@ -227,12 +251,10 @@ def _all_shards(stats: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
     return parts[:, :-1], parts[:, -1, :2]
 
 
-def _merge(parts: Tensor) -> tuple[Tensor, ...]:
-    """(M, s, t, x_y) of the whole vocabulary, summed in rank order, hence bitwise the same on every rank:
+def _merge(parts: Float[Tensor, "tp rows 4"]) -> tuple[Float[Tensor, " rows"], ...]:
+    """Return (M, s, t, x_y) of the whole vocabulary, summed in rank order, hence bitwise the same on every rank:
 
         M = max_r m_r,  w_r = e^{m_r−M},  s = Σ_r w_r·s_r,  t = Σ_r w_r·(t_r + (m_r−M)·s_r),  x_y = Σ_r x_y,r
-
-    Shapes: parts [tp, N, 4]; each result [N].
     """
     m, s, t, target_x = parts.unbind(-1)
     row_max = m.amax(dim=0)
@@ -242,7 +264,13 @@ def _merge(parts: Tensor) -> tuple[Tensor, ...]:
     return row_max, (weights * s).sum(dim=0), shifted.sum(dim=0), target_x.sum(dim=0)
 
 
-def _check_ids(targets: Tensor, gather_ids: Tensor | None, ignored: Tensor, ranges: Tensor, shard: VocabShard) -> None:
+def _check_ids(
+    targets: Int[Tensor, " rows"],
+    gather_ids: Int[Tensor, "rows ids"] | None,
+    ignored: Bool[Tensor, " rows"],
+    ranges: Float[Tensor, "tp 2"],
+    shard: VocabShard,
+) -> None:
     starts, stops = ranges.long().unbind(-1)
     check(
         (starts[1:] == stops[:-1]).all() & (starts[0] == 0),

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 
 def vocab_subset(
-    logits: Tensor,
-    ids: Tensor,
+    logits: Shaped[Tensor, "*tokens vocab_local"],
+    ids: Int[Tensor, " ids"],
     num_local: int,
     tp_group: dist.ProcessGroup | None = None,
     *,
     valid_vocab_size: int | None = None,
-) -> Tensor:
-    """This rank's shard of `logits[..., ids]`: column j is id `ids[rank·num_local + j]`, 0 past the last id.
+) -> Shaped[Tensor, "*tokens {num_local}"]:
+    """Return this rank's shard of `logits[..., ids]`: column j is id `ids[rank·num_local + j]`, 0 past the last id.
 
     Each column travels from the rank that has it to the rank that wants it, in one all-to-all: what a rank receives is
     as large as its result, and the whole vocabulary is nowhere. Takes part in no gradient.

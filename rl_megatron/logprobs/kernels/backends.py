@@ -15,7 +15,7 @@ TORCH = Kernels(torch_kernels.row_stats, torch_kernels.write_row_gradients, torc
 
 
 def choose_kernels(backend: str, device: torch.device) -> Kernels:
-    """The kernels for logits on that device. "auto" is "triton" on a GPU where triton is installed, else "torch".
+    """Return the kernels for logits on that device. "auto" is "triton" on a GPU if triton is installed, else "torch".
 
     Triton is imported here and nowhere else, and only where it is to be used.
 
@@ -43,7 +43,7 @@ def choose_kernels(backend: str, device: torch.device) -> Kernels:
 
 @cache
 def _triton() -> tuple[Kernels, bool] | None:
-    """The Triton kernels, and whether the interpreter runs them; None where triton is not installed."""
+    """Return the Triton kernels, and whether the interpreter runs them; None if triton is not installed."""
     try:
         from rl_megatron.logprobs.kernels import triton as module
     except ModuleNotFoundError:

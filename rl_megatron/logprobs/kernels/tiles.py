@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 # Two tiles of this many elements are alive at a time: 4 MiB each in fp32 on a CPU (its last cache; smaller ones spend
@@ -25,8 +26,8 @@ _VECTOR = 32
 _GRAIN = 32768
 
 
-def row_blocks(active: Tensor, num_columns: int) -> list[tuple[slice, bool]]:
-    """Slices of consecutive rows that fill a tile, each with whether all its rows are inactive.
+def row_blocks(active: Bool[Tensor, " rows"], num_columns: int) -> list[tuple[slice, bool]]:
+    """Return slices of consecutive rows that fill a tile, each with whether all its rows are inactive.
 
     On a GPU that question would cost a synchronisation, so there every block counts as active.
     """
@@ -39,8 +40,8 @@ def row_blocks(active: Tensor, num_columns: int) -> list[tuple[slice, bool]]:
     return blocks
 
 
-def _stretches(active: Tensor, num_columns: int) -> list[tuple[int, int, bool]]:
-    """(start, stop, skip) of consecutive rows, cut at every run of inactive rows that is worth skipping."""
+def _stretches(active: Bool[Tensor, " rows"], num_columns: int) -> list[tuple[int, int, bool]]:
+    """Return (start, stop, skip) of consecutive rows, cut at every run of inactive rows that is worth skipping."""
     num_rows = active.shape[0]
     if active.device.type != "cpu":
         return [(0, num_rows, False)]
@@ -58,10 +59,11 @@ def _stretches(active: Tensor, num_columns: int) -> list[tuple[int, int, bool]]:
 
 def scratch_tiles(
     count: int, blocks: list[tuple[slice, bool]], num_columns: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """`count` tiles as tall as the tallest block, [count, R, num_columns], allocated once: page faults would double
-    the time. Rows lie a multiple of `_VECTOR` apart for every thread, for `exponentials`; there are two at least, for
-    `row_sums`."""
+) -> Float[Tensor, "{count} height {num_columns}"]:
+    """Return `count` tiles as tall as the tallest block, allocated once: page faults would double the time.
+
+    Rows lie a multiple of `_VECTOR` apart for every thread, for `exponentials`; there are at least two, for `row_sums`.
+    """
     tallest = max((rows.stop - rows.start for rows, skip in blocks if not skip), default=0)
     width = num_columns
     if device.type == "cpu":
@@ -72,17 +74,19 @@ def scratch_tiles(
 
 
 def _rows_for_all_threads(width: int, device: torch.device) -> int:
-    """Rows of so many numbers that keep every thread busy: fewer would be split among some of them, and elsewhere."""
+    """Return how many rows of `width` numbers keep every thread busy: torch would split fewer at other places."""
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     return 1 if threads == 1 else -(-threads * _GRAIN // width)
 
 
-def exponentials(x: Tensor, out: Tensor) -> Tensor:
-    """e^x into `out`, which may be x, both the first rows of a scratch tile. In fp32 as 2^{x·log2 e}, three times as
-    fast on some CPUs: x ≤ 0 is rounded once more, by as much as when the row's maximum was taken from it.
+def exponentials(
+    x: Float[Tensor, "rows columns"], out: Float[Tensor, "rows columns"]
+) -> Float[Tensor, "rows columns"]:
+    """Write e^x into `out` and return it; `out` may be x, and both are the first rows of a scratch tile.
 
-    Padding between rows is computed along, and rows until all threads have some: each thread's part then ends where
-    vectors end, and every number is computed in the vectorised way.
+    In fp32 it is 2^{x·log2 e}, three times as fast on some CPUs: x ≤ 0 is rounded once more, by as much as when the
+    row's maximum was taken from it. Padding between rows is computed along, and rows until all threads have some: each
+    thread's part then ends where vectors end, and every number is computed in the vectorised way.
     """
     if x.dtype == torch.float64:
         return torch.exp(x, out=out)
@@ -95,7 +99,7 @@ def _with_padding(x: Tensor) -> Tensor:
     return x.as_strided((max(x.shape[0], _rows_for_all_threads(width, x.device)) * width,), (1,))
 
 
-def row_sums(tile: Tensor, num_rows: int) -> Tensor:
-    """Sums of the tile's first rows. Torch splits the sum of one row alone between its threads, and so rounds it
+def row_sums(tile: Float[Tensor, "height columns"], num_rows: int) -> Float[Tensor, " {num_rows}"]:
+    """Return sums of the tile's first rows. Torch splits the sum of one row alone between its threads, and so rounds it
     otherwise than among others: then the tile's next row, whatever it holds, keeps it company."""
     return tile[: max(2, num_rows)].sum(dim=-1)[:num_rows]

@@ -8,6 +8,7 @@ fp64 logits keep fp64 throughout, which is what the gradient checks use.
 from __future__ import annotations
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rl_megatron.logprobs.kernels.tiles import exponentials, row_blocks, row_sums, scratch_tiles
@@ -17,15 +18,15 @@ LOWEST_EXPONENT = -1000.0
 
 
 def row_stats(
-    logits: Tensor,
-    columns: Tensor,
+    logits: Float[Tensor, "rows vocab_local"],
+    columns: Int[Tensor, " rows"],
     num_columns: int,
-    temperature: Tensor | None,
+    temperature: Float[Tensor, " rows"] | None,
     entropy: bool,
-    active: Tensor,
-    threshold: Tensor | None = None,
-) -> Tensor:
-    """One-pass statistics of this rank's shard, per row, with x = logits / T:
+    active: Bool[Tensor, " rows"],
+    threshold: Float[Tensor, " rows"] | None = None,
+) -> Float[Tensor, "rows 4"]:
+    """Return one-pass statistics of this rank's shard, per row, with x = logits / T:
 
         m = max_v x_v,  s = Σ_v e^{x_v−m},  t = Σ_v e^{x_v−m}·(x_v−m),  x_y = x at the target's column
 
@@ -66,20 +67,20 @@ def row_stats(
 
 
 def write_row_gradients(
-    out: Tensor,
-    logits: Tensor,
+    out: Float[Tensor, "rows vocab_local"],
+    logits: Float[Tensor, "rows vocab_local"],
     num_columns: int,
-    temperature: Tensor | None,
-    row_max: Tensor,
-    log_sum: Tensor,
-    base: Tensor,
-    entropy_grad: Tensor | None,
-    columns: Tensor,
-    column_grads: Tensor,
-    active: Tensor,
-    threshold: Tensor | None = None,
+    temperature: Float[Tensor, " rows"] | None,
+    row_max: Float[Tensor, " rows"],
+    log_sum: Float[Tensor, " rows"],
+    base: Float[Tensor, " rows"],
+    entropy_grad: Float[Tensor, " rows"] | None,
+    columns: Int[Tensor, "rows targets"],
+    column_grads: Float[Tensor, "rows targets"],
+    active: Bool[Tensor, " rows"],
+    threshold: Float[Tensor, " rows"] | None = None,
 ) -> None:
-    """Writes dL/dlogits into `out`, which may be `logits` itself. With ℓ_v = (x_v−M) − log s and p_v = e^{ℓ_v}:
+    """Write dL/dlogits into `out`, which may be `logits` itself. With ℓ_v = (x_v−M) − log s and p_v = e^{ℓ_v}:
 
         dz_v = (1/T)·[ p_v·(A − g_H·ℓ_v) + Σ_j g_j·1[v = column_j] ]
 
@@ -118,8 +119,12 @@ def write_row_gradients(
         target.copy_(gradient)  # the only rounding to the logits' dtype
 
 
-def gather_columns(logits: Tensor, columns: Tensor, temperature: Tensor | None) -> Tensor:
-    """x at the given local columns, 0 where the column is −1 (another rank's).
+def gather_columns(
+    logits: Float[Tensor, "rows vocab_local"],
+    columns: Int[Tensor, "rows ids"],
+    temperature: Float[Tensor, " rows"] | None,
+) -> Float[Tensor, "rows ids"]:
+    """Return x at the given local columns, 0 if the column is −1 (another rank's).
 
     Shapes: logits [N, V_local > 0]; columns [N, J]; temperature [N] or None. Returns [N, J] in fp32 (fp64 for fp64).
     """
@@ -130,8 +135,10 @@ def gather_columns(logits: Tensor, columns: Tensor, temperature: Tensor | None) 
 
 
 def _scaled(block: Tensor, temperature: Tensor | None, threshold: Tensor | None, rows: slice, tile: Tensor) -> Tensor:
-    """The block in the tile's dtype, −inf below the threshold, divided by the temperature there (in the logits' dtype
-    it would be rounded)."""
+    """Return the block in the tile's dtype, −inf below the threshold, divided by the temperature.
+
+    In the logits' dtype the quotient would be rounded.
+    """
     x = tile[: block.shape[0]].copy_(block)
     if threshold is not None:
         x.masked_fill_(x < threshold[rows, None], -torch.inf)
@@ -139,7 +146,7 @@ def _scaled(block: Tensor, temperature: Tensor | None, threshold: Tensor | None,
 
 
 def _zero_rows(gradient: Tensor, inactive: Tensor) -> None:
-    """On a CPU the rows alone are visited; on a GPU asking which they are would make it wait."""
+    """Set inactive rows to 0. A CPU visits these rows alone; a GPU would have to wait to know which they are."""
     if inactive.device.type != "cpu":
         gradient.masked_fill_(inactive[:, None], 0.0)
     elif inactive.any():

@@ -2,21 +2,26 @@
 
 `kernels/torch.py` states the contract; these functions keep it. x is z · (1/T), one multiplication per logit; the
 rounding of 1/T is shared by a row's every x and cancels between them. Nothing is tuned at run time and there are no
-atomics: a row's bits depend on its own logits and on how many columns there are. Products and sums are fused where
-`fma` says so
-and nowhere else: x − M must be exactly 0 for the likeliest column, which a product left unrounded would spoil.
+atomics: a row's bits depend on its own logits and on how many columns there are. Products and sums are fused only where
+`fma` says so: x − M must be exactly 0 for the likeliest column, which a product left unrounded would spoil.
 
 Import this module only where triton is wanted. On a CPU it runs in Triton's interpreter, if TRITON_INTERPRET=1 was set
 before the first import of triton.
 """
 
+# Triton types a launch as a call of the Python function, without its own keywords, and a kernel branches on constants
+# that decide which names exist. Type checkers do not know this language, so its annotations are not type hints.
+# pyright: reportCallIssue=false, reportUnboundVariable=false
+
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import no_type_check
 
 import torch
 import triton
 import triton.language as tl
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rl_megatron.logprobs.kernels import torch as torch_kernels
@@ -30,15 +35,15 @@ ELEMENTS_PER_THREAD = 16  # two to four 128-bit loads in flight
 
 
 def row_stats(
-    logits: Tensor,
-    columns: Tensor,
+    logits: Float[Tensor, "rows vocab_local"],
+    columns: Int[Tensor, " rows"],
     num_columns: int,
-    temperature: Tensor | None,
+    temperature: Float[Tensor, " rows"] | None,
     entropy: bool,
-    active: Tensor,
-    threshold: Tensor | None = None,
-) -> Tensor:
-    """(m, s, t, x_y) of each row; formulas, shapes and units in `torch_kernels.row_stats`.
+    active: Bool[Tensor, " rows"],
+    threshold: Float[Tensor, " rows"] | None = None,
+) -> Float[Tensor, "rows 4"]:
+    """Return (m, s, t, x_y) of each row; formulas, shapes and units in `torch_kernels.row_stats`.
 
     Online over blocks: where a block raises m to m', δ = m − m',  t ← e^δ·(t + δ·s),  s ← e^δ·s.
     """
@@ -58,20 +63,20 @@ def row_stats(
 
 
 def write_row_gradients(
-    out: Tensor,
-    logits: Tensor,
+    out: Float[Tensor, "rows vocab_local"],
+    logits: Float[Tensor, "rows vocab_local"],
     num_columns: int,
-    temperature: Tensor | None,
-    row_max: Tensor,
-    log_sum: Tensor,
-    base: Tensor,
-    entropy_grad: Tensor | None,
-    columns: Tensor,
-    column_grads: Tensor,
-    active: Tensor,
-    threshold: Tensor | None = None,
+    temperature: Float[Tensor, " rows"] | None,
+    row_max: Float[Tensor, " rows"],
+    log_sum: Float[Tensor, " rows"],
+    base: Float[Tensor, " rows"],
+    entropy_grad: Float[Tensor, " rows"] | None,
+    columns: Int[Tensor, "rows targets"],
+    column_grads: Float[Tensor, "rows targets"],
+    active: Bool[Tensor, " rows"],
+    threshold: Float[Tensor, " rows"] | None = None,
 ) -> None:
-    """dL/dlogits into `out`, which may be `logits`; formula and shapes in `torch_kernels.write_row_gradients`.
+    """Write dL/dlogits into `out`, which may be `logits`; formula and shapes in `torch_kernels.write_row_gradients`.
 
     One target column is met on the way. The values of several are computed before the first write and stored after the
     last: a column is then right however often it is named, and its gradients are summed in the order given.
@@ -97,8 +102,12 @@ def write_row_gradients(
         )  # fmt: skip
 
 
-def gather_columns(logits: Tensor, columns: Tensor, temperature: Tensor | None) -> Tensor:
-    """`torch_kernels.gather_columns`, x rounded as the kernels round it."""
+def gather_columns(
+    logits: Float[Tensor, "rows vocab_local"],
+    columns: Int[Tensor, "rows ids"],
+    temperature: Float[Tensor, " rows"] | None,
+) -> Float[Tensor, "rows ids"]:
+    """Return `torch_kernels.gather_columns`, x rounded as the kernels round it."""
     if _left_to_torch(logits):
         return torch_kernels.gather_columns(logits, columns, temperature)
     x = torch_kernels.gather_columns(logits, columns, None)
@@ -106,14 +115,14 @@ def gather_columns(logits: Tensor, columns: Tensor, temperature: Tensor | None) 
 
 
 def block_of(num_columns: int) -> tuple[int, int]:
-    """(columns per step, warps) of a program. Each step ends in a reduction over the program's warps: four keep that
-    short and leave room for several programs on a multiprocessor, eight are for rows long enough to be few."""
-    block = min(triton.next_power_of_2(num_columns), 4096 if num_columns >= 1 << 16 else 2048)
+    """Return (columns per step, warps) of a program. Each step ends in a reduction over its warps: four keep that short
+    and leave room for several programs on a multiprocessor, eight are for rows long enough to be few."""
+    block = min(1 << (num_columns - 1).bit_length(), 4096 if num_columns >= 1 << 16 else 2048)
     return block, max(1, block // (32 * ELEMENTS_PER_THREAD))
 
 
 def _left_to_torch(logits: Tensor) -> bool:
-    """fp64 logits, since the arithmetic here is fp32, and those whose columns are not adjacent in memory."""
+    """Return whether these are fp64 logits, the arithmetic here being fp32, or columns that do not touch in memory."""
     return logits.dtype == torch.float64 or (logits.shape[1] > 1 and logits.stride(1) != 1)
 
 
@@ -122,17 +131,18 @@ def _on_device_of(tensor: Tensor) -> AbstractContextManager:
 
 
 def _packed(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Per-row arguments with their rows next to each other: a broadcast temperature has stride 0."""
+    """Return per-row arguments with their rows next to each other: a broadcast temperature has stride 0."""
     return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 
 
 def _row_stride(rows: Tensor) -> int:
-    """A row alone may have any stride. What the compiler makes of it decides the order of sums, so it takes the one
-    that it would have among others."""
+    """Return the stride between rows. A row alone may have any; what the compiler makes of it decides the order of
+    sums, so it takes the one that it would have among others."""
     return rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]
 
 
 @triton.jit
+@no_type_check
 def _row_stats_kernel(
     stats, logits, columns, active, temperature, threshold, row_stride, num_columns,
     ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
@@ -179,6 +189,7 @@ def _row_stats_kernel(
 
 
 @triton.jit
+@no_type_check
 def _accumulated(z, lowest, scale, m, weights, moments, ENTROPY: tl.constexpr):
     """(m, s, t) with one more block, s and t still one sum per lane."""
     z = z.to(tl.float32)
@@ -201,6 +212,7 @@ def _accumulated(z, lowest, scale, m, weights, moments, ENTROPY: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _row_gradients_kernel(
     out, logits, temperature, row_max, log_sum, base, entropy_grad, columns, column_grads, active, threshold,
     out_stride, row_stride, num_columns, num_targets, TARGETS: tl.constexpr, BLOCK: tl.constexpr,
@@ -263,6 +275,7 @@ def _row_gradients_kernel(
 
 
 @triton.jit
+@no_type_check
 def _gradient(z, lowest, inverse, m, log_s, slope, bend):
     """(1/T)·p·(A − g_H·ℓ), with slope = A/T and bend = g_H/T."""
     z = z.to(tl.float32)
