@@ -25,7 +25,9 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig, OptimizerConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import Denominators, FusedHead, Microbatch, NonFiniteLoss, Runner, over_steps
-from rl_megatron.losses.interfaces import Loss, LossFunction, LossInputType
+from rl_megatron.losses.base import Loss
+from rl_megatron.losses.contract import LossFunction
+from rl_megatron.losses.foreign import as_loss
 from rl_megatron.model.backend import choose_backend
 from rl_megatron.model.build import Head, build_model, unwrap
 from rl_megatron.model.layers.router import move_biases, moving_routers
@@ -138,14 +140,15 @@ class MegatronPolicy(ColocatedPolicy, ReferencedPolicy):
         Raises: NonFiniteLoss, on every rank, before a weight moved; ValueError where the sizes would separate rows
             that the loss needs together (preference pairs).
         """
-        gbs, unit = gbs or self.global_batch_size, _rows_per_unit(loss_fn)
+        loss = as_loss(loss_fn)
+        gbs, unit = gbs or self.global_batch_size, loss.group_size
         batching = self._batching(mbs)
         counts = {"the batch": data.size, "gbs": gbs}
         if batching.kind == "padded":
             counts["mbs"] = batching.rows
         for name, rows in counts.items():
             if rows % unit:
-                raise ValueError(f"{type(loss_fn).__name__} needs {unit} rows together, and {name} has {rows} rows")
+                raise ValueError(f"{loss.display_name} needs {unit} rows together, and {name} has {rows} rows")
         lengths = self._check(data)
         data = data.to(self.topology.device)
         if eval_mode:
@@ -157,21 +160,21 @@ class MegatronPolicy(ColocatedPolicy, ReferencedPolicy):
             rows = slice(start, min(start + gbs, data.size))
             batch = data.slice(rows.start, rows.stop)
             planned = batching.plan(batch, lengths[rows], self.topology, unit, self._cost)
-            reports.append((self._evaluate if eval_mode else self._step)(batch, planned, loss_fn))
+            reports.append((self._evaluate if eval_mode else self._step)(batch, planned, loss))
         self._leave_training()  # the next step's forward gathers weights, or whoever wants them before
-        result = over_steps(reports, loss_fn)
+        result = over_steps(reports, loss)
         return result | ({} if eval_mode else {"num_updates": int(sum(r["updated"] for r in reports))})
 
     def _batching(self, mbs: int | None) -> Batching:
         return self.batching if mbs is None else replace(self.batching, rows=mbs)
 
-    def _evaluate(self, batch: BatchedDataDict, planned: Planned, loss_fn: LossFunction) -> dict[str, float]:
-        report = self._runner.train_step(planned.microbatches, loss_fn, Denominators.count(batch), forward_only=True)
+    def _evaluate(self, batch: BatchedDataDict, planned: Planned, loss: Loss) -> dict[str, float]:
+        report = self._runner.train_step(planned.microbatches, loss, Denominators.count(batch), forward_only=True)
         return report | {"packing_efficiency": planned.efficiency}
 
-    def _step(self, batch: BatchedDataDict, planned: Planned, loss_fn: LossFunction) -> dict[str, float]:
+    def _step(self, batch: BatchedDataDict, planned: Planned, loss: Loss) -> dict[str, float]:
         denominators = Denominators.count(batch)
-        report = self._accumulate_gradients(planned, loss_fn, denominators)
+        report = self._accumulate_gradients(planned, loss, denominators)
         updated, grad_norm, lr = False, 0.0, self.optimizer.param_groups[0]["lr"]
         if denominators.tokens > 0:
             self.optimizer.prepare_grads()
@@ -191,25 +194,23 @@ class MegatronPolicy(ColocatedPolicy, ReferencedPolicy):
         self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None
     ) -> dict[str, float]:
         """The loss's metrics on one global batch; its gradient is left in the parameters' `main_grad`."""
-        batch = batch.to(self.topology.device)
-        planned = self.plan(batch, loss_fn, mbs)
+        loss, batch = as_loss(loss_fn), batch.to(self.topology.device)
+        planned = self.plan(batch, loss, mbs)
         self.prepare_for_training()
-        report = self._accumulate_gradients(planned, loss_fn, Denominators.count(batch))
+        report = self._accumulate_gradients(planned, loss, Denominators.count(batch))
         self.finish_training()
         return report
 
     def plan(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None) -> Planned:
         """This rank's microbatches of one global batch."""
-        unit = _rows_per_unit(loss_fn)
+        unit = as_loss(loss_fn).group_size
         return self._batching(mbs).plan(batch, self._check(batch), self.topology, unit, self._cost)
 
-    def _accumulate_gradients(
-        self, planned: Planned, loss_fn: LossFunction, denominators: Denominators
-    ) -> dict[str, float]:
+    def _accumulate_gradients(self, planned: Planned, loss: Loss, denominators: Denominators) -> dict[str, float]:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        report = self._runner.train_step(planned.microbatches, loss_fn, denominators)
+        report = self._runner.train_step(planned.microbatches, loss, denominators)
         self._weights_are_scattered = False  # its forward gathered them
         return report
 
@@ -354,16 +355,3 @@ class MegatronPolicy(ColocatedPolicy, ReferencedPolicy):
     def describe(self) -> dict[str, Any]:
         """Model, layout and precision, for summaries."""
         return {"model": asdict(self.model_config), "layout": self.topology.describe(), "precision": self.precision}
-
-
-def _rows_per_unit(loss_fn: LossFunction) -> int:
-    """How many rows in a row the loss needs together.
-
-    Raises: TypeError, on every rank, for a loss that follows the protocol alone and does not take logprobs.
-    """
-    if not isinstance(loss_fn, Loss) and getattr(loss_fn, "input_type", None) is not LossInputType.LOGPROB:
-        raise TypeError(
-            f"{type(loss_fn).__name__} takes {getattr(loss_fn, 'input_type', None)}, and a loss function that is no "
-            "rl_megatron.losses.Loss is given next_token_logprobs; let its input_type be LOGPROB, or derive from Loss"
-        )
-    return getattr(loss_fn, "rows_per_unit", 1)

@@ -41,8 +41,8 @@ from torch import Tensor
 from rl_megatron import data, losses
 from rl_megatron.compat.nemo_rl import import_table
 from rl_megatron.logprobs import Sharding, next_token_stats
+from rl_megatron.losses.base import token_scores
 from rl_megatron.losses.functional import kl_penalty, masked_mean
-from rl_megatron.losses.interfaces import token_scores
 from rl_megatron.policy import interfaces as policy
 
 # The keys of a recipe's `dpo` section that are its trainer's, not its loss's.
