@@ -95,6 +95,7 @@ def _check_rank(rank: int | None, group: dist.ProcessGroup | None) -> None:
 def output_form(sharding: Sharding) -> dict[str, Any]:
     """Return the keywords that describe `sharding` in a call with a model's output."""
     return {
+        "vocab_parallel_rank": None if sharding.tp_group is None else dist.get_rank(sharding.tp_group),
         "vocab_parallel_group": sharding.tp_group,
         "context_parallel_group": sharding.cp_group,
         "valid_vocab_size": sharding.valid_vocab_size,

@@ -79,7 +79,8 @@ class SequencePackingLossWrapper:
     def _from_output(
         self, output: Tensor, data: Mapping[str, Any], sharding: Sharding, rank: int | None, inputs: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
-        return self._loss(output, data=data, vocab_parallel_rank=rank, **output_form(sharding), **inputs)
+        keywords = output_form(sharding) | {"vocab_parallel_rank": rank} | inputs
+        return self._loss(output, data=data, **keywords)
 
     def _from_logprobs(
         self, output: Tensor, data: Mapping[str, Any], sharding: Sharding, rank: int | None, inputs: dict[str, Any]
