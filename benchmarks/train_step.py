@@ -45,7 +45,7 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import FusedHead, Microbatch
 from rl_megatron.execution.microbatch import ModelInput
 from rl_megatron.losses import build_loss
-from rl_megatron.losses.interfaces import LossFunction
+from rl_megatron.losses.contract import LossFunction
 from rl_megatron.model.build import build_model
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.policy.optimizer import build_optimizer, wrap_for_gradients

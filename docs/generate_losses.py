@@ -358,7 +358,7 @@ def _overview() -> Iterator[str]:
     yield "|---|---|---|---|"
     for name in FORMULAS:
         loss = build_loss(name)
-        over = {"token_level": "tokens", "sequence_level": "pairs" if loss.rows_per_unit == 2 else "sequences"}
+        over = {"token_level": "tokens", "sequence_level": "pairs" if loss.group_size == 2 else "sequences"}
         reads = _names(dict.fromkeys((loss.output_name, *loss.input_names)))
         yield f"| [`{name}`](#{name}) | `{type(loss).__name__}` | {reads} | {over[loss.loss_type.value]} |"
 

@@ -131,7 +131,7 @@ def test_a_recipe_loads_and_its_loss_suits_its_algorithm(name):
     stage = load(RECIPES[name].overrides.split()).first
     preflight.check_loss(stage)
     loss = configured_loss(stage.loss)
-    assert loss.rows_per_unit == (2 if name in PAIRS else 1)
+    assert loss.group_size == (2 if name in PAIRS else 1)
     defaults = build_loss(stage.loss["name"]).cfg
     for key in re.findall(r"loss\.(\w+)=", RECIPES[name].overrides):
         assert getattr(loss.cfg, key) == stage.loss[key] != getattr(defaults, key), key

@@ -21,7 +21,7 @@ from rl_megatron.algorithms.stage import Stage
 from rl_megatron.config.schema import PPOConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import MSEValueLoss
-from rl_megatron.losses.interfaces import LossFunction
+from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.registry import configured_loss
 
 

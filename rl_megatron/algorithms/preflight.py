@@ -20,7 +20,7 @@ from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.data.order import BatchSchedule
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.transformers.engine import engine_devices
-from rl_megatron.losses.interfaces import LossFunction, LossInputType
+from rl_megatron.losses.contract import LossFunction, LossInputType
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.model.build import check_vocabulary
 from rl_megatron.model.families import family_of_model
@@ -239,7 +239,7 @@ def _has_advantages(loss_fn: LossFunction) -> bool:
 
 
 def _takes_pairs(of: LossInputType) -> Callable[[LossFunction], bool]:
-    return lambda loss_fn: getattr(loss_fn, "rows_per_unit", 1) == 2 and loss_fn.input_type is of
+    return lambda loss_fn: getattr(loss_fn, "group_size", 1) == 2 and loss_fn.input_type is of
 
 
 _PAIR_KEYS = frozenset({"input_ids", "input_lengths", "token_mask", "sample_mask"})

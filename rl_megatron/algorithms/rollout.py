@@ -13,8 +13,8 @@ from rl_megatron.algorithms.rewards import completions, score
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.order import BatchSchedule
+from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.functional import kl_penalty, masked_mean
-from rl_megatron.losses.interfaces import LossFunction
 from rl_megatron.policy.interfaces import PolicyInterface
 
 # What rollouts carry when they reach the loss.

@@ -15,7 +15,7 @@ from rl_megatron.data.order import BatchSchedule
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.generation.interfaces import RolloutEngine
-from rl_megatron.losses.interfaces import LossFunction
+from rl_megatron.losses.contract import LossFunction
 from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.observability.phase_timer import PhaseTimer
 from rl_megatron.policy.megatron_policy import MegatronPolicy

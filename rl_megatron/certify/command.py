@@ -104,7 +104,7 @@ def _objectives(config: RunConfig) -> tuple[dict[str, Objective], dict[str, Batc
     different: list[tuple[list[str], Objective, Batching]] = []
     for name, objective, stage in wanted:
         batching = small_batching(
-            stage.train.batching, stage.train.micro_batch_size, objective.rows_per_unit, stage.parallel
+            stage.train.batching, stage.train.micro_batch_size, objective.group_size, stage.parallel
         )
         names = next((names for names, *known in different if known == [objective, batching]), None)
         if names is None:

@@ -14,8 +14,8 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import FusedHead
-from rl_megatron.losses import build_loss
-from rl_megatron.losses.interfaces import LossFunction, LossInputType
+from rl_megatron.losses import as_loss, build_loss
+from rl_megatron.losses.contract import LossFunction, LossInputType
 from rl_megatron.model.build import Head
 from rl_megatron.topology.topology import sequence_multiple
 
@@ -38,11 +38,11 @@ class Objective:
 
     @property
     def head(self) -> Head:
-        return "score" if getattr(self.build(), "input_type", None) is LossInputType.LOGIT else "lm"
+        return "score" if as_loss(self.build()).input_type is LossInputType.LOGIT else "lm"
 
     @property
-    def rows_per_unit(self) -> int:
-        return getattr(self.build(), "rows_per_unit", 1)
+    def group_size(self) -> int:
+        return as_loss(self.build()).group_size
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.losses.batch import first_nan
-from rl_megatron.losses.interfaces import LossFunction, Reduction
+from rl_megatron.losses.base import Loss
+from rl_megatron.losses.contract import Reduction
+from rl_megatron.losses.streams import first_nan
 from rl_megatron.topology.topology import Topology
 
 
@@ -39,7 +40,7 @@ class Denominators:
 
 
 def reduce_metrics(
-    reports: list[dict[str, Tensor]], loss_fn: LossFunction, batches: Sequence[BatchedDataDict], topology: Topology
+    reports: list[dict[str, Tensor]], loss_fn: Loss, batches: Sequence[BatchedDataDict], topology: Topology
 ) -> dict[str, float]:
     """Each metric of the last stage's microbatches over microbatches, then data-parallel ranks (context- and
     tensor-parallel ranks hold equal values), then to all pipeline stages; at most one collective per kind of reduction.
@@ -49,7 +50,7 @@ def reduce_metrics(
     NonFiniteLoss, naming microbatch and metrics, where the loss is NaN or infinite.
     """
     device = topology.device
-    reductions = dict(getattr(loss_fn, "metric_reductions", {}))
+    reductions = dict(loss_fn.metric_reductions)
     reductions.setdefault("loss", Reduction.SUM)
     names = sorted(reductions)
     # What a microbatch returns is known to its rank alone, so shapes follow from what is declared: a value of every
@@ -83,12 +84,12 @@ def _row(report: dict[str, Tensor], names: list[str], reductions: Mapping[str, R
 
 
 def _describe_undeclared(
-    reports: list[dict[str, Tensor]], names: list[str], loss_fn: LossFunction, topology: Topology
+    reports: list[dict[str, Tensor]], names: list[str], loss_fn: Loss, topology: Topology
 ) -> str:
     everywhere: list = [None] * topology.world_size
     dist.all_gather_object(everywhere, {name for report in reports for name in report} - set(names))
     return (
-        f"{type(loss_fn).__name__} returned metrics {sorted(set().union(*everywhere))} whose reduction it does not "
+        f"{loss_fn.display_name} returned metrics {sorted(set().union(*everywhere))} whose reduction it does not "
         "declare; add them to metric_reductions"
     )
 
@@ -97,12 +98,11 @@ def _describe_failure(
     reports: list[dict[str, Tensor]],
     result: dict[str, float],
     batches: Sequence[BatchedDataDict],
-    loss_fn: LossFunction,
+    loss_fn: Loss,
     topology: Topology,
 ) -> str:
-    keys = getattr(loss_fn, "required_keys", ()), getattr(loss_fn, "next_token_keys", frozenset())
     bad = {
-        index: first_nan(batches[index], {}, *keys)
+        index: first_nan(batches[index], {}, loss_fn.required_keys, loss_fn.next_token_keys)
         for index, report in enumerate(reports)
         if not torch.isfinite(report["loss"])
     }
@@ -117,10 +117,10 @@ def _describe_failure(
     return f"the loss is {result['loss']} (first seen in {where or 'the sum'}); metrics: {values}"
 
 
-def over_steps(reports: list[dict[str, float]], loss_fn: LossFunction) -> dict[str, float]:
+def over_steps(reports: list[dict[str, float]], loss_fn: Loss) -> dict[str, float]:
     """Metrics of several optimizer steps as one: the least of minima, the greatest of maxima, the mean of the rest;
     each over the steps that have it."""
-    reductions = getattr(loss_fn, "metric_reductions", {})
+    reductions = loss_fn.metric_reductions
     combine = {Reduction.MIN: min, Reduction.MAX: max}
     return {
         name: combine.get(reductions.get(name), lambda values: sum(values) / len(values))(

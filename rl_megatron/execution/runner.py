@@ -25,7 +25,7 @@ from rl_megatron.execution.microbatch import ModelInput
 from rl_megatron.execution.p2p import PlannedCommunicator
 from rl_megatron.log import once
 from rl_megatron.logprobs import DeferredLogits, LogprobStats, Sharding, next_token_stats, vocab_parallel_top_k
-from rl_megatron.losses.interfaces import Loss, LossFunction, nan_left_to_caller
+from rl_megatron.losses.base import Loss
 from rl_megatron.model.heads.deferred import DeferredHead, UncopiedHead
 from rl_megatron.model.layers.router import balancing_loss, balancing_routers, begin_step, forget_graphs, moving_routers
 from rl_megatron.topology.topology import Topology
@@ -52,7 +52,7 @@ class Runner:
     def train_step(
         self,
         microbatches: list[Microbatch],
-        loss_fn: LossFunction,
+        loss_fn: Loss,
         denominators: Denominators,
         forward_only: bool = False,
     ) -> dict[str, float]:
@@ -68,9 +68,9 @@ class Runner:
         routers = [] if forward_only else balancing_routers(self.chunks)
         if not forward_only:
             begin_step(self.chunks, denominators.positions)
-        head = self._head() if _reads_deferred_logits(loss_fn) else None
-        if self.fused_head is not None and not _reads_deferred_logits(loss_fn):
-            once(f"{type(loss_fn).__name__} reads whole logits: the fused head is off for it")
+        head = self._head() if loss_fn.reads_deferred_logits else None
+        if self.fused_head is not None and head is None:
+            once(f"{loss_fn.display_name} reads whole logits: the fused head is off for it")
         reports = self._run(microbatches, step, forward_only, head)[: len(microbatches)]
         report = reduce_metrics(reports, loss_fn, [microbatch.batch for microbatch in microbatches], self.topology)
         if routers:
@@ -183,47 +183,16 @@ class Runner:
         output: Tensor | DeferredLogits,
         sharding: Sharding,
         *,
-        loss_fn: LossFunction,
+        loss_fn: Loss,
         denominators: Denominators,
     ):
-        counts = {"global_valid_seqs": denominators.sequences, "global_valid_toks": denominators.tokens}
-        if isinstance(loss_fn, Loss) and type(loss_fn).__call__ is Loss.__call__:
-            loss, metrics = loss_fn.on_output(output, batch, **counts, sharding=sharding)
-        elif isinstance(loss_fn, Loss):  # a call of its own, which may add to what `evaluate` says
-            with nan_left_to_caller():  # an error on one rank would leave the others waiting
-                loss, metrics = loss_fn(output, data=batch, **counts, **_as_keywords(sharding))
-        else:  # anything that follows the protocol: it takes logprobs
-            logprobs = _stats(batch, output, sharding).logprobs
-            loss, metrics = loss_fn(data=batch, **counts, next_token_logprobs=logprobs)
+        loss, metrics = loss_fn.on_output(output, batch, denominators.sequences, denominators.tokens, sharding)
         report = {name: torch.as_tensor(value, device=loss.device).detach().double() for name, value in metrics.items()}
         report["loss"] = loss.detach().double()
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), report
-
-
-def _reads_deferred_logits(loss_fn: LossFunction) -> bool:
-    """Built losses say so; a loss with a call of its own, or that reads the output in a way of its own and says nothing
-    about it, may do anything with logits; what is no `Loss` is given logprobs."""
-    if not isinstance(loss_fn, Loss):
-        return True
-    ancestry = type(loss_fn).__mro__
-    says, reads = (
-        next(i for i, each in enumerate(ancestry) if name in vars(each))
-        for name in ("reads_deferred_logits", "read_output")
-    )
-    return loss_fn.reads_deferred_logits and says <= reads and type(loss_fn).__call__ is Loss.__call__
 
 
 def _stats(batch: BatchedDataDict, logits: Tensor | DeferredLogits, sharding: Sharding) -> LogprobStats:
     mask = batch["token_mask"] * batch["sample_mask"][:, None] if "token_mask" in batch else None
     temperature = batch.get("temperature", 1.0)
     return next_token_stats(logits, batch["input_ids"], sharding, temperature=temperature, mask=mask)
-
-
-def _as_keywords(sharding: Sharding) -> dict:
-    return {
-        "vocab_parallel_group": sharding.tp_group,
-        "context_parallel_group": sharding.cp_group,
-        "valid_vocab_size": sharding.valid_vocab_size,
-        "cu_seqlens": sharding.cu_seqlens,
-        "cu_seqlens_padded": sharding.cu_seqlens_padded,
-    }

@@ -1,10 +1,12 @@
 """Losses: pure formulas over per-token log-probabilities, each a file, each registered by name.
 
-Importing the room registers every loss; `build_loss(name, cfg)` makes one.
+Importing this package registers every loss; `build_loss(name, cfg)` makes one.
 """
 
-from rl_megatron.losses.clipped_pg import ClippedPGLossFn
-from rl_megatron.losses.clipped_pg_config import ClippedPGLossConfig, ClippedPGLossDataDict
+from rl_megatron.losses.base import LogprobLoss, Loss, ScoreLoss, accepts_deferred_logits
+from rl_megatron.losses.calling import Call, NaNLoss
+from rl_megatron.losses.clipped_pg import ClippedPGLossConfig, ClippedPGLossDataDict, ClippedPGLossFn
+from rl_megatron.losses.contract import LossFunction, LossInputType, LossType, Reduction
 from rl_megatron.losses.distillation import DistillationLossConfig, DistillationLossDataDict, DistillationLossFn
 from rl_megatron.losses.dpo import DPOLossConfig, DPOLossDataDict, DPOLossFn
 from rl_megatron.losses.draft import (
@@ -13,26 +15,19 @@ from rl_megatron.losses.draft import (
     DraftCrossEntropyLossFn,
     DraftLossWrapper,
 )
+from rl_megatron.losses.foreign import as_loss
 from rl_megatron.losses.functional import kl_penalty, masked_mean
-from rl_megatron.losses.interfaces import (
-    LogprobLoss,
-    Loss,
-    LossFunction,
-    LossInputType,
-    LossType,
-    Reduction,
-    ScoreLoss,
-)
 from rl_megatron.losses.ipo import IPOLossConfig, IPOLossFn
 from rl_megatron.losses.nll import NLLLoss, NLLLossConfig
 from rl_megatron.losses.packing_wrapper import SequencePackingLossWrapper
 from rl_megatron.losses.ppo import PPOLoss
 from rl_megatron.losses.preference import PreferenceLoss, PreferenceLossConfig, PreferenceLossDataDict
-from rl_megatron.losses.registry import LOSSES, build_loss, register
+from rl_megatron.losses.registry import LOSSES, build_loss, register_loss
 from rl_megatron.losses.value import MSEValueLoss, MSEValueLossConfig, MSEValueLossDataDict
 
 __all__ = [
     "LOSSES",
+    "Call",
     "ClippedPGLossConfig",
     "ClippedPGLossDataDict",
     "ClippedPGLossFn",
@@ -58,6 +53,7 @@ __all__ = [
     "MSEValueLossDataDict",
     "NLLLoss",
     "NLLLossConfig",
+    "NaNLoss",
     "PPOLoss",
     "PreferenceLoss",
     "PreferenceLossConfig",
@@ -65,8 +61,10 @@ __all__ = [
     "Reduction",
     "ScoreLoss",
     "SequencePackingLossWrapper",
+    "accepts_deferred_logits",
+    "as_loss",
     "build_loss",
     "kl_penalty",
     "masked_mean",
-    "register",
+    "register_loss",
 ]

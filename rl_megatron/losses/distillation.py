@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NotRequired, TypedDict
@@ -11,17 +11,16 @@ import torch
 from torch import Tensor
 
 from rl_megatron.logprobs import DeferredLogits, Sharding, next_token_stats
-from rl_megatron.losses.batch import TokenMask, TokenStreams, real, require, require_integers
+from rl_megatron.losses.base import Loss, accepts_deferred_logits
+from rl_megatron.losses.contract import Count, LossInputType, LossType, Reduction
 from rl_megatron.losses.functional import masked_mean
-from rl_megatron.losses.interfaces import Count, Loss, LossInputType, LossType, Reduction
-from rl_megatron.losses.registry import register
+from rl_megatron.losses.registry import register_loss
 from rl_megatron.losses.settings import check_types, parse_settings
+from rl_megatron.losses.streams import real, require, require_integers
 
 KL_TYPES = ("forward", "reverse", "mixed")
 # What stands for log 0 where the teacher says nothing: log-probability of a token outside its top-k.
 LOG_INFINITESIMAL = -100.0
-
-Divergence = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # log q, log p [..., K], Σ_v q·log q [...] → [...]
 
 
 class DistillationLossDataDict(TypedDict):
@@ -63,7 +62,7 @@ class DistillationLossConfig:
             )
 
 
-@register("distillation")
+@register_loss("distillation")
 class DistillationLossFn(Loss):
     """L = Σ_t m_t·(w·KL(p‖q) + (1−w)·KL(q‖p))_t / N_tokens, with p the teacher and q the student after token t:
 
@@ -91,33 +90,33 @@ class DistillationLossFn(Loss):
 
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.DISTILLATION
-    reads_deferred_logits = True
     input_names = ("student_topk_logprobs", "teacher_topk_logprobs")
     output_keys = ("teacher_topk_logits", "teacher_topk_indices")
     next_token_keys = frozenset(output_keys)
 
     def __init__(self, cfg: Any = None) -> None:
-        self.cfg = cfg = parse_settings(DistillationLossConfig, cfg)
-        forward_weight = {"forward": 1.0, "reverse": 0.0, "mixed": cfg.mixed_kl_weight}[cfg.kl_type]
-        terms: dict[str, tuple[float, Divergence]] = {
-            "forward_kl": (forward_weight, forward_kl),
-            "reverse_kl": (1.0 - forward_weight, reverse_kl_with_rest if cfg.zero_outside_topk else reverse_kl),
-        }
-        self._terms = {name: (weight, kl) for name, (weight, kl) in terms.items() if weight > 0}
+        self.cfg = parse_settings(DistillationLossConfig, cfg)
+
+    @property
+    def _weights(self) -> dict[str, float]:
+        """The weight of each divergence whose weight is not 0."""
+        forward = {"forward": 1.0, "reverse": 0.0, "mixed": self.cfg.mixed_kl_weight}[self.cfg.kl_type]
+        return {name: weight for name, weight in {"forward_kl": forward, "reverse_kl": 1.0 - forward}.items() if weight}
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
-        return Reduction.table("loss", "num_valid_samples", *self._terms)
+        return Reduction.table("loss", "num_valid_samples", *self._weights)
 
     @property
     def needs_entropy(self) -> bool:
         """Whether `evaluate` wants H_all."""
-        return self.cfg.zero_outside_topk and "reverse_kl" in self._terms
+        return self.cfg.zero_outside_topk and "reverse_kl" in self._weights
 
+    @accepts_deferred_logits
     def read_output(
         self, output: Tensor | DeferredLogits, data: Mapping[str, Any], sharding: Sharding
     ) -> dict[str, Tensor]:
-        input_ids = require_integers(data, "input_ids", self)
+        input_ids = require_integers(data, "input_ids", self.display_name)
         teacher_logits, indices = self._teacher(data, input_ids)
         temperature = data["temperature"] if "temperature" in data else 1.0
         stats = next_token_stats(
@@ -127,7 +126,7 @@ class DistillationLossFn(Loss):
             temperature=temperature,
             entropy=self.needs_entropy,
             gather_ids=indices[:, :-1].to(output.device),
-            mask=TokenMask.of(data, self).including_first.to(output.device),
+            mask=self.mask(data).including_first.to(output.device),
         )
         teacher_logits = teacher_logits[:, :-1].to(stats.gathered) / _per_prediction(temperature, stats.logprobs)
         student = stats.gathered if self.cfg.zero_outside_topk else stats.gathered.log_softmax(dim=-1)
@@ -135,11 +134,12 @@ class DistillationLossFn(Loss):
         return streams | ({"H_all": -stats.entropy} if self.needs_entropy else {})
 
     def _teacher(self, data: Mapping[str, Any], input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        logits = real(require(data, "teacher_topk_logits", self), "data['teacher_topk_logits']", self)
-        indices = require_integers(data, "teacher_topk_indices", self)
+        name = self.display_name
+        logits = real(require(data, "teacher_topk_logits", name), "data['teacher_topk_logits']", name)
+        indices = require_integers(data, "teacher_topk_indices", name)
         if indices.shape != logits.shape or logits.shape[:-1] != input_ids.shape or logits.shape[-1] == 0:
             raise ValueError(
-                f"{type(self).__name__}: teacher_topk_logits {tuple(logits.shape)} and teacher_topk_indices "
+                f"{self.display_name}: teacher_topk_logits {tuple(logits.shape)} and teacher_topk_indices "
                 f"{tuple(indices.shape)} must both be [B, S, K] with one K ≥ 1, for input_ids {tuple(input_ids.shape)}"
             )
         return logits, indices
@@ -153,21 +153,28 @@ class DistillationLossFn(Loss):
         teacher_topk_logprobs: Tensor,
         H_all: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        streams = TokenStreams(data, self, student_topk_logprobs)
+        streams = self.streams(data, student_topk_logprobs)
         student = streams.select("student_topk_logprobs", student_topk_logprobs, trailing=1)
         teacher = streams.select("teacher_topk_logprobs", teacher_topk_logprobs, trailing=1)
         if teacher.shape != student.shape:
             raise ValueError(
-                f"{type(self).__name__}: student_topk_logprobs {tuple(student.shape)} and teacher_topk_logprobs "
+                f"{self.display_name}: student_topk_logprobs {tuple(student.shape)} and teacher_topk_logprobs "
                 f"{tuple(teacher.shape)} must both be [B, S-1, K] with one K"
             )
         if self.needs_entropy and H_all is None:
-            raise ValueError(f"{type(self).__name__}: zero_outside_topk=True with a reverse KL needs H_all")
+            raise ValueError(f"{self.display_name}: zero_outside_topk=True with a reverse KL needs H_all")
         negative_entropy = streams.select("H_all", H_all) if self.needs_entropy else None
         token_mean = partial(masked_mean, mask=streams.mask, global_normalization_factor=global_valid_toks)
 
-        kls = {name: token_mean(kl(student, teacher, negative_entropy)) for name, (_, kl) in self._terms.items()}
-        loss = sum(weight * kls[name] for name, (weight, _) in self._terms.items())
+        kls: dict[str, Tensor] = {}
+        if "forward_kl" in self._weights:
+            kls["forward_kl"] = token_mean(forward_kl(student, teacher))
+        if "reverse_kl" in self._weights:
+            if negative_entropy is None:
+                kls["reverse_kl"] = token_mean(reverse_kl(student, teacher))
+            else:
+                kls["reverse_kl"] = token_mean(reverse_kl_with_rest(student, teacher, negative_entropy))
+        loss = sum((weight * kls[name] for name, weight in self._weights.items()), streams.mask.new_zeros(()))
         return loss, {
             "loss": loss.detach(),
             "num_valid_samples": streams.sample_mask.sum(),
@@ -175,25 +182,27 @@ class DistillationLossFn(Loss):
         }
 
 
-def forward_kl(student: Tensor, teacher: Tensor, negative_entropy: Tensor | None = None) -> Tensor:
-    """Σ_k p·(log p − log q), from log q and log p [..., K]."""
+def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return Σ_k p·(log p − log q), from log q and log p [..., K]."""
     return _expectation(teacher, teacher - student)
 
 
-def reverse_kl(student: Tensor, teacher: Tensor, negative_entropy: Tensor | None = None) -> Tensor:
-    """Σ_k q·(log q − log p), from log q and log p [..., K]."""
+def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return Σ_k q·(log q − log p), from log q and log p [..., K]."""
     return _expectation(student, student - teacher)
 
 
 def reverse_kl_with_rest(student: Tensor, teacher: Tensor, negative_entropy: Tensor) -> Tensor:
-    """Σ_v q·log q − Σ_k q·log p + 100·(1 − Σ_k q): the reverse KL over the whole vocabulary, the teacher's log p being
-    −100 outside the top-k. From log q and log p [..., K] and Σ_v q·log q [...]."""
+    """Return Σ_v q·log q − Σ_k q·log p + 100·(1 − Σ_k q), from log q and log p [..., K] and Σ_v q·log q [...].
+
+    It is the reverse KL over the whole vocabulary if the teacher's log p is −100 outside the top-k.
+    """
     rest = 1.0 - student.exp().sum(dim=-1)
     return negative_entropy - _expectation(student, teacher) - LOG_INFINITESIMAL * rest
 
 
 def _expectation(logprobs: Tensor, values: Tensor) -> Tensor:
-    """Σ_k p·v over [..., K]; what has probability 0 adds 0, however infinite v is there."""
+    """Return Σ_k p·v over [..., K]; what has probability 0 adds 0, however infinite v is there."""
     return (logprobs.exp() * torch.where(logprobs == -torch.inf, 0.0, values)).sum(dim=-1)
 
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from torch import Tensor
 
 from rl_megatron.losses import functional as F
-from rl_megatron.losses.batch import TokenStreams
-from rl_megatron.losses.interfaces import Count, LogprobLoss, Reduction
+from rl_megatron.losses.base import LogprobLoss
+from rl_megatron.losses.contract import Count, Reduction
 from rl_megatron.losses.preference import PreferenceLoss
-from rl_megatron.losses.registry import register
+from rl_megatron.losses.registry import register_loss
 from rl_megatron.losses.settings import check_ranges, check_types, parse_settings
-
-OverRow = Callable[..., Tensor]  # values, mask, dim → one value a row: F.masked_sum or F.masked_mean
+from rl_megatron.losses.streams import TokenStreams
 
 
 class DPOLossDataDict(TypedDict):
@@ -47,9 +46,10 @@ class ReferencePreferenceLoss(LogprobLoss, PreferenceLoss):
         return (*super().required_keys, "reference_policy_logprobs")
 
     def _over_log_ratios(
-        self, streams: TokenStreams, logprobs: Tensor, global_valid_seqs: Count, over_row: OverRow, beta: float
+        self, streams: TokenStreams, logprobs: Tensor, global_valid_seqs: Count, average: bool, beta: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        rewards = over_row(logprobs - streams["reference_policy_logprobs"], streams.token_mask, dim=-1)
+        over_sequence = F.masked_mean if average else F.masked_sum
+        rewards = over_sequence(logprobs - streams["reference_policy_logprobs"], streams.token_mask, dim=-1)
         has_tokens = (streams.mask != 0).any(dim=1)
         return self._over_pairs(rewards, streams.sample_mask, has_tokens, global_valid_seqs, beta)
 
@@ -84,7 +84,7 @@ class DPOLossConfig:
             )
 
 
-@register("dpo")
+@register_loss("dpo")
 class DPOLossFn(ReferencePreferenceLoss):
     """L = w_p·L_pref + w_s·L_sft, by default DPO's w_p = 1, w_s = 0:
 
@@ -110,10 +110,7 @@ class DPOLossFn(ReferencePreferenceLoss):
     )
 
     def __init__(self, cfg: Any = None) -> None:
-        self.cfg = cfg = parse_settings(DPOLossConfig, cfg)
-        self._reward_over_row = F.masked_mean if cfg.preference_average_log_probs else F.masked_sum
-        self._nll_over_row = F.masked_mean if cfg.sft_average_log_probs else F.masked_sum
-        self._sft_loss = self._chosen_nll if cfg.sft_loss_weight > 0 else _no_sft_loss
+        self.cfg = parse_settings(DPOLossConfig, cfg)
 
     def evaluate(
         self,
@@ -123,21 +120,20 @@ class DPOLossFn(ReferencePreferenceLoss):
         next_token_logprobs: Tensor,
         next_token_entropy: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        cfg, streams = self.cfg, TokenStreams(data, self, next_token_logprobs)
+        cfg, streams = self.cfg, self.streams(data, next_token_logprobs)
         logprobs = streams.select("next_token_logprobs", next_token_logprobs)
         preference_loss, metrics = self._over_log_ratios(
-            streams, logprobs, global_valid_seqs, self._reward_over_row, cfg.reference_policy_kl_penalty
+            streams, logprobs, global_valid_seqs, cfg.preference_average_log_probs, cfg.reference_policy_kl_penalty
         )
-        sft_loss = self._sft_loss(streams, logprobs, global_valid_seqs)
+        sft_loss = logprobs.new_zeros(())
+        if cfg.sft_loss_weight > 0:
+            sft_loss = self._chosen_nll(streams, logprobs, global_valid_seqs)
         loss = cfg.preference_loss_weight * preference_loss + cfg.sft_loss_weight * sft_loss
         losses = {"loss": loss, "preference_loss": preference_loss, "sft_loss": sft_loss}
         return loss, {name: value.detach() for name, value in losses.items()} | metrics
 
     def _chosen_nll(self, streams: TokenStreams, logprobs: Tensor, global_valid_seqs: Count) -> Tensor:
-        chosen, _ = self.split_output_tensor(-self._nll_over_row(logprobs, streams.token_mask, dim=-1))
+        over_sequence = F.masked_mean if self.cfg.sft_average_log_probs else F.masked_sum
+        chosen, _ = self.split_output_tensor(-over_sequence(logprobs, streams.token_mask, dim=-1))
         samples, _ = self.split_output_tensor(streams.sample_mask)
         return F.masked_mean(chosen, samples, global_normalization_factor=global_valid_seqs / 2)
-
-
-def _no_sft_loss(streams: TokenStreams, logprobs: Tensor, global_valid_seqs: Count) -> Tensor:
-    return logprobs.new_zeros(())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 import torch
@@ -12,11 +12,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rl_megatron.logprobs import Sharding, vocab_parallel_soft_cross_entropy, vocab_subset
-from rl_megatron.losses.batch import TokenMask, TokenStreams, real, require
+from rl_megatron.losses.base import Loss
+from rl_megatron.losses.calling import Call
+from rl_megatron.losses.contract import Count, LossInputType, LossType, Reduction
 from rl_megatron.losses.functional import masked_mean
-from rl_megatron.losses.interfaces import Count, Loss, LossInputType, LossType, Reduction
-from rl_megatron.losses.registry import register
+from rl_megatron.losses.registry import register_loss
 from rl_megatron.losses.settings import parse_settings
+from rl_megatron.losses.streams import real, require
 
 
 class DraftCrossEntropyLossDataDict(TypedDict):
@@ -33,7 +35,7 @@ class DraftCrossEntropyLossConfig:
     """Nothing to set."""
 
 
-@register("draft_cross_entropy")
+@register_loss("draft_cross_entropy")
 class DraftCrossEntropyLossFn(Loss):
     """L = Σ_t m_{t+1}·CE_t / N_tokens,    CE_t = −Σ_v p_{t+1}(v)·log q_t(v)
 
@@ -69,15 +71,10 @@ class DraftCrossEntropyLossFn(Loss):
         self._policy_ids = None if d2t is None else _policy_ids(d2t)
         self._vocab_parallel_group = vocab_parallel_group
 
-    def __call__(self, *args: Any, **inputs: Any) -> tuple[Tensor, dict[str, Any]]:
-        if "teacher_logits" in inputs:
-            inputs, args = self._read_aligned(self._bind(args, inputs)), ()
-        return super().__call__(*args, **inputs)
-
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
-        mask = TokenMask.of(data, self).including_first.to(output.device)
+        name, mask = self.display_name, self.mask(data).including_first.to(output.device)
         layout = sharding.layout(output, tuple(mask.shape))
-        teacher = real(require(data, "teacher_logits", self), "data['teacher_logits']", self)
+        teacher = real(require(data, "teacher_logits", name), "data['teacher_logits']", name)
         self._check_alike(output, teacher)
         teacher, vocab_size = self._restricted(teacher, output, sharding.tp_group, sharding.valid_vocab_size)
         teacher, rows = layout.following(teacher)
@@ -87,32 +84,34 @@ class DraftCrossEntropyLossFn(Loss):
         )
         return {"draft_cross_entropy": layout.gather(cross_entropy)[:, :-1]}
 
-    def _read_aligned(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Arguments with teacher_logits, student_logits and mask, as arguments of the stream's form."""
-        data, student = inputs["data"], inputs.pop("student_logits")
-        teacher = real(inputs.pop("teacher_logits"), "teacher_logits", self)
+    def prepare(self, call: Call) -> Call:
+        """Return a call with teacher_logits= and mask= beside the student's as a call with draft_cross_entropy."""
+        student, inputs = call.output, dict(call.inputs)
+        if student is None or "teacher_logits" not in inputs:
+            return call
+        teacher = real(inputs.pop("teacher_logits"), "teacher_logits", self.display_name)
         mask = inputs.pop("mask", inputs.pop("token_mask", None))
         if mask is None or mask.shape != student.shape[:-1]:
             raise ValueError(
-                f"{type(self).__name__}: teacher_logits= needs mask= beside it, [B, S] for student_logits "
+                f"{self.display_name}: teacher_logits= needs mask= beside it, [B, S] for student_logits "
                 f"{tuple(student.shape)}, got {None if mask is None else tuple(mask.shape)}"
             )
         self._check_alike(student, teacher)
-        group = inputs.get("vocab_parallel_group") or self._vocab_parallel_group
-        teacher, vocab_size = self._restricted(teacher, student, group, inputs.pop("valid_vocab_size", None))
-        data = {**data, "token_mask": pad(mask, (1, 0))}  # entry t of the mask speaks of token t+1
-        counted = TokenMask.of(data, self).tokens.to(student.device) != 0
+        group = call.sharding.tp_group or self._vocab_parallel_group
+        teacher, vocab_size = self._restricted(teacher, student, group, call.sharding.valid_vocab_size)
+        data = {**call.data, "token_mask": pad(mask, (1, 0))}  # entry t of the mask corresponds to token t+1
+        counted = self.mask(data).tokens.to(student.device) != 0
         rows = torch.arange(mask.numel(), device=student.device).view(mask.shape)
         cross_entropy = vocab_parallel_soft_cross_entropy(
             student, teacher, group, teacher_rows=torch.where(counted, rows, -1), valid_vocab_size=vocab_size
         )
-        return {**inputs, "data": data, "draft_cross_entropy": cross_entropy}
+        return replace(call, data=data, output=None, inputs={**inputs, "draft_cross_entropy": cross_entropy})
 
     def _check_alike(self, student: Tensor, teacher: Tensor) -> None:
         columns_differ = self._policy_ids is None and teacher.shape[-1] != student.shape[-1]
         if teacher.shape[:-1] != student.shape[:-1] or columns_differ:
             raise ValueError(
-                f"{type(self).__name__}: teacher_logits {tuple(teacher.shape)} must be laid out like student_logits "
+                f"{self.display_name}: teacher_logits {tuple(teacher.shape)} must be laid out like student_logits "
                 f"{tuple(student.shape)}" + ("; a draft with a vocabulary of its own needs d2t" * columns_differ)
             )
 
@@ -132,7 +131,7 @@ class DraftCrossEntropyLossFn(Loss):
         global_valid_toks: Count,
         draft_cross_entropy: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        streams = TokenStreams(data, self, draft_cross_entropy)
+        streams = self.streams(data, draft_cross_entropy)
         cross_entropy = streams.select("draft_cross_entropy", draft_cross_entropy)
         loss = masked_mean(cross_entropy, streams.mask, global_normalization_factor=global_valid_toks)
         return loss, {"loss": loss.detach(), "num_valid_samples": streams.sample_mask.sum()}
@@ -162,7 +161,7 @@ class DraftLossWrapper(Loss):
             raise ValueError(f"loss_weight={loss_weight} must not be negative")
         self.loss_fn, self.loss_weight, self.draft_loss_fn = loss_fn, loss_weight, DraftCrossEntropyLossFn(d2t=d2t)
         self.loss_type, self.input_type = loss_fn.loss_type, loss_fn.input_type
-        self.output_name, self.rows_per_unit = loss_fn.output_name, loss_fn.rows_per_unit
+        self.output_name, self.group_size = loss_fn.output_name, loss_fn.group_size
         self.next_token_keys, self.output_keys = loss_fn.next_token_keys, (*loss_fn.output_keys, "student_logits")
         self.input_names = (*loss_fn.input_names, *self.draft_loss_fn.input_names)
 
@@ -178,7 +177,8 @@ class DraftLossWrapper(Loss):
         policy = self.loss_fn.read_output(output, data, sharding)
         # Last, so that autograd goes back through it first: the policy's backward then turns its logits, the teacher,
         # into their gradient. Were it the other way round, the operator would raise.
-        student = real(require(data, "student_logits", self), "data['student_logits']", self)
+        name = self.display_name
+        student = real(require(data, "student_logits", name), "data['student_logits']", name)
         draft = self.draft_loss_fn.read_output(student, {**data, "teacher_logits": output.detach()}, sharding)
         return policy | draft
 

@@ -6,7 +6,6 @@ Unless said otherwise tensors are [B, T] with T = S−1, and results have that s
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,8 +17,6 @@ MAX_LOG_RATIO = 20.0
 
 # Where clamps are off, k3's exponential stays finite in fp32, and with it the gradient of a later clamp: 0 · ∞ is NaN.
 _LARGEST_EXPONENT = 80.0
-
-KLKind = Literal["k1", "k2", "k3"]
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -77,7 +74,7 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 def kl_penalty(
     logprobs: Tensor,
     logprobs_reference: Tensor,
-    kind: KLKind = "k3",
+    kind: str = "k3",
     input_clamp: float | None = 20.0,
     output_clamp: float | None = 10.0,
     weights: Tensor | None = None,

@@ -9,10 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from rl_megatron.losses import functional as F
-from rl_megatron.losses.batch import TokenStreams
+from rl_megatron.losses.contract import Count
 from rl_megatron.losses.dpo import ReferencePreferenceLoss
-from rl_megatron.losses.interfaces import Count
-from rl_megatron.losses.registry import register
+from rl_megatron.losses.registry import register_loss
 from rl_megatron.losses.settings import check_ranges, check_types, parse_settings
 
 
@@ -31,7 +30,7 @@ class IPOLossConfig:
         check_ranges(self, above_zero=("tau",))
 
 
-@register("ipo")
+@register_loss("ipo")
 class IPOLossFn(ReferencePreferenceLoss):
     """L = Σ_pairs w·( r_chosen − r_rejected − 1/(2τ) )² / (N_seqs / 2),  r = log-ratios to the reference
 
@@ -43,7 +42,6 @@ class IPOLossFn(ReferencePreferenceLoss):
 
     def __init__(self, cfg: Any = None) -> None:
         self.cfg = parse_settings(IPOLossConfig, cfg)
-        self._reward_over_row = F.masked_mean if self.cfg.preference_average_log_probs else F.masked_sum
 
     def _pair_loss(self, margin: Tensor) -> Tensor:
         return F.identity_preference(margin, self.cfg.tau)
@@ -56,7 +54,8 @@ class IPOLossFn(ReferencePreferenceLoss):
         next_token_logprobs: Tensor,
         next_token_entropy: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        streams = TokenStreams(data, self, next_token_logprobs)
+        streams = self.streams(data, next_token_logprobs)
         logprobs = streams.select("next_token_logprobs", next_token_logprobs)
-        loss, metrics = self._over_log_ratios(streams, logprobs, global_valid_seqs, self._reward_over_row, beta=1.0)
+        average = self.cfg.preference_average_log_probs
+        loss, metrics = self._over_log_ratios(streams, logprobs, global_valid_seqs, average, beta=1.0)
         return loss, {"loss": loss.detach()} | metrics

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from rl_megatron.losses.functional import MAX_LOG_RATIO, KLKind, bounded_exp, js_divergence, kl_penalty
+from rl_megatron.losses.functional import MAX_LOG_RATIO, bounded_exp, js_divergence, kl_penalty
 
 MISMATCH_METRICS = ("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error")
 
 
 def mismatch_metrics(
-    prev_logprobs: Tensor, generation_logprobs: Tensor, token_mean: Callable[[Tensor], Tensor], kl_kind: KLKind
+    prev_logprobs: Tensor, generation_logprobs: Tensor, token_mean: Callable[[Tensor], Tensor], kl_kind: str
 ) -> dict[str, Tensor]:
     """token_mult_prob_error = mean e^{|log π_generation − log π_prev|}, 1 where the two agree;
     gen_kl_error = KL(generation‖prev), policy_kl_error = KL(prev‖generation), js_divergence_error: 0 where they agree.

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from rl_megatron.losses.batch import TokenStreams
+from rl_megatron.losses.base import LogprobLoss
+from rl_megatron.losses.contract import Count, LossType, Reduction
 from rl_megatron.losses.functional import masked_mean, masked_sum
-from rl_megatron.losses.interfaces import Count, LogprobLoss, LossType, Reduction
-from rl_megatron.losses.registry import register
+from rl_megatron.losses.registry import register_loss
 from rl_megatron.losses.settings import parse_settings
 
 
@@ -20,7 +20,7 @@ class NLLLossConfig:
     """Nothing to set."""
 
 
-@register("nll")
+@register_loss("nll")
 class NLLLoss(LogprobLoss):
     """L = −Σ_t m_t·log π(y_t) / N_tokens, N_tokens counted over the global batch.
 
@@ -46,7 +46,7 @@ class NLLLoss(LogprobLoss):
         dpo_loss: bool = False,
         dpo_average_log_probs: bool = False,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        streams = TokenStreams(data, self, next_token_logprobs)
+        streams = self.streams(data, next_token_logprobs)
         logprobs = streams.select("next_token_logprobs", next_token_logprobs)
         if not dpo_loss:
             loss = -masked_mean(logprobs, streams.mask, global_normalization_factor=global_valid_toks)

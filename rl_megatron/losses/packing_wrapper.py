@@ -1,4 +1,4 @@
-"""Any loss on a packed output: all sequences of a batch one after the other in one row of the model."""
+"""Run any loss on a packed output: all sequences of a batch one after the other in one row of the model."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ from torch import Tensor
 
 from rl_megatron.logprobs import Sharding, next_token_stats
 from rl_megatron.logprobs.vocab_parallel import check
-from rl_megatron.losses.batch import TokenMask
-from rl_megatron.losses.interfaces import Count, Loss, LossFunction, LossInputType, Reduction
+from rl_megatron.losses.base import Loss
+from rl_megatron.losses.calling import output_form
+from rl_megatron.losses.contract import Count, LossFunction, Reduction
+from rl_megatron.losses.foreign import as_loss, takes_logprobs
 
 
 class SequencePackingLossWrapper:
-    """loss_fn on a packed output, in one pass: the value, metrics and gradient of summing loss_fn over the pack one
-    sequence at a time (one pair at a time where it judges pairs), each with its own slice of output and data,
+    """A loss function on a packed output, in one pass.
+
+    It gives the value, metrics and gradient of summing loss_fn over the pack one sequence at a time (one pair at a time
+    if it judges pairs), each with its own slice of output and data,
 
         L = Σ_b loss_fn(output[start_b : start_b + length_b], data[b, : length_b])
 
     and as loss_fn on the same tokens padded to rows of their own: parts divided by global counts add up.
 
     It is a `LossFunction` like the one it wraps, for data that stays unpacked, [B, S]. Whatever lies in the packed row
-    outside the sequences, NaN included, has no effect. A loss function of another make is called with
+    outside the sequences, NaN included, has no effect. A loss function that is not a `Loss` is called with
     next_token_logprobs [B, S-1] (at temperature 1; 0 past the end of a sequence), if that is its input_type.
 
     Shapes: cu_seqlens_q, cu_seqlens_q_padded [B+1], counted over all context-parallel ranks: row b of data has
@@ -36,7 +40,7 @@ class SequencePackingLossWrapper:
     """
 
     def __init__(self, loss_fn: LossFunction, cu_seqlens_q: Tensor, cu_seqlens_q_padded: Tensor | None = None) -> None:
-        if not isinstance(loss_fn, Loss) and getattr(loss_fn, "input_type", None) is not LossInputType.LOGPROB:
+        if not isinstance(loss_fn, Loss) and not takes_logprobs(loss_fn):
             raise TypeError(
                 f"SequencePackingLossWrapper cannot tell what {type(loss_fn).__name__} takes from a packed output: "
                 "derive it from rl_megatron.losses.Loss, or let its input_type be LOGPROB and take next_token_logprobs"
@@ -44,11 +48,13 @@ class SequencePackingLossWrapper:
         self.loss_fn = loss_fn
         self.cu_seqlens_q, self.cu_seqlens_q_padded = cu_seqlens_q, cu_seqlens_q_padded
         self.loss_type, self.input_type = loss_fn.loss_type, loss_fn.input_type
-        self.rows_per_unit = getattr(loss_fn, "rows_per_unit", 1)
+        self._loss = as_loss(loss_fn)
+        self._on_packed = self._from_output if isinstance(loss_fn, Loss) else self._from_logprobs
+        self.group_size = self._loss.group_size
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
-        return getattr(self.loss_fn, "metric_reductions", {})
+        return self._loss.metric_reductions
 
     def __call__(
         self,
@@ -63,17 +69,24 @@ class SequencePackingLossWrapper:
         valid_vocab_size: int | None = None,
         **inputs: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
-        self._check_that_all_that_counts_is_packed(TokenMask.of(data, self.loss_fn).including_first)
-        packing = {"cu_seqlens": self.cu_seqlens_q, "cu_seqlens_padded": self.cu_seqlens_q_padded}
-        if isinstance(self.loss_fn, Loss):
-            return self.loss_fn(
-                next_token_logits, data, global_valid_seqs, global_valid_toks, vocab_parallel_rank,
-                vocab_parallel_group, context_parallel_group, valid_vocab_size=valid_vocab_size, **packing, **inputs,
-            )  # fmt: skip
-        sharding = Sharding(vocab_parallel_group, context_parallel_group, valid_vocab_size, **packing)
-        logprobs = next_token_stats(next_token_logits, data["input_ids"], sharding).logprobs
-        counts = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
-        return self.loss_fn(data=data, **counts, next_token_logprobs=logprobs, **inputs)
+        self._check_that_all_that_counts_is_packed(self._loss.mask(data).including_first)
+        sharding = Sharding(
+            vocab_parallel_group, context_parallel_group, valid_vocab_size, self.cu_seqlens_q, self.cu_seqlens_q_padded
+        )
+        inputs |= {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
+        return self._on_packed(next_token_logits, data, sharding, vocab_parallel_rank, inputs)
+
+    def _from_output(
+        self, output: Tensor, data: Mapping[str, Any], sharding: Sharding, rank: int | None, inputs: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        keywords = output_form(sharding) | {"vocab_parallel_rank": rank} | inputs
+        return self._loss(output, data=data, **keywords)
+
+    def _from_logprobs(
+        self, output: Tensor, data: Mapping[str, Any], sharding: Sharding, rank: int | None, inputs: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        logprobs = next_token_stats(output, data["input_ids"], sharding).logprobs
+        return self.loss_fn(data=data, next_token_logprobs=logprobs, **inputs)
 
     def _check_that_all_that_counts_is_packed(self, mask: Tensor) -> None:
         lengths = self.cu_seqlens_q.diff().to(mask.device)

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from rl_megatron.logprobs import Sharding
 from rl_megatron.losses import functional as F
-from rl_megatron.losses.batch import TokenMask, real
-from rl_megatron.losses.interfaces import Count, Loss, LossInputType, LossType, Reduction, token_scores
-from rl_megatron.losses.registry import register
+from rl_megatron.losses.base import Loss, token_scores
+from rl_megatron.losses.contract import Count, LossInputType, LossType, Reduction
+from rl_megatron.losses.registry import register_loss
 from rl_megatron.losses.settings import check_ranges, check_types, parse_settings
+from rl_megatron.losses.streams import real
 
 
 class PreferenceLossDataDict(TypedDict):
@@ -37,7 +38,7 @@ class PreferenceLossConfig:
         check_ranges(self, above_zero=("beta",))
 
 
-@register("preference")
+@register_loss("preference")
 class PreferenceLoss(Loss):
     """L = −Σ_pairs w·log σ( β·(r_chosen − r_rejected) ) / (N_seqs / 2),  w = min of the two rows' sample_mask
 
@@ -59,7 +60,7 @@ class PreferenceLoss(Loss):
     loss_type = LossType.SEQUENCE_LEVEL
     input_type = LossInputType.LOGIT
     output_name = "rewards"
-    rows_per_unit = 2
+    group_size = 2
     metric_reductions: Mapping[str, Reduction] = Reduction.table(
         "loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean", "num_valid_samples"
     )
@@ -71,23 +72,23 @@ class PreferenceLoss(Loss):
         if sharding.cu_seqlens is None and (output.dim() == 1 or (output.dim() == 2 and output.size(1) == 1)):
             if sharding.cp_group is not None and sharding.cp_group.size() > 1:
                 raise ValueError(
-                    f"{type(self).__name__}: rewards {tuple(output.shape)}, one a row, cannot be cut over "
+                    f"{self.display_name}: rewards {tuple(output.shape)}, one a row, cannot be cut over "
                     f"{sharding.cp_group.size()} context parallel ranks; give one a token, [B, S]"
                 )
             return {"rewards": output.flatten()}
-        mask = TokenMask.of(data, self).including_first.to(output.device)
+        mask = self.mask(data).including_first.to(output.device)
         return {"rewards": last_score(token_scores(output, data, sharding, self), mask)}
 
     def evaluate(
         self, data: Mapping[str, Any], global_valid_seqs: Count, global_valid_toks: Count, rewards: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        mask = TokenMask.of(data, self)
+        mask = self.mask(data)
         if rewards.shape != mask.samples.shape:
             raise ValueError(
-                f"{type(self).__name__}: rewards {tuple(rewards.shape)} do not fit sample_mask "
+                f"{self.display_name}: rewards {tuple(rewards.shape)} do not fit sample_mask "
                 f"{tuple(mask.samples.shape)}"
             )
-        rewards = real(rewards, "rewards", self).to(torch.promote_types(rewards.dtype, torch.float32))
+        rewards = real(rewards, "rewards", self.display_name).to(torch.promote_types(rewards.dtype, torch.float32))
         has_tokens = (mask.including_first != 0).any(dim=1)
         loss, metrics = self._over_pairs(rewards, mask.samples, has_tokens, global_valid_seqs, self.cfg.beta)
         return loss, {"loss": loss.detach()} | metrics
@@ -111,7 +112,7 @@ class PreferenceLoss(Loss):
         """[B, …] → (chosen, rejected), each [B/2, …].  Raises: ValueError for an odd B."""
         if len(tensor) % 2:
             raise ValueError(
-                f"{type(self).__name__}: {len(tensor)} rows are not pairs; rows 0, 2, … are chosen and rows 1, 3, … "
+                f"{self.display_name}: {len(tensor)} rows are not pairs; rows 0, 2, … are chosen and rows 1, 3, … "
                 "rejected, so their number must be even"
             )
         return tensor[::2], tensor[1::2]

@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-from rl_megatron.config.errors import nearest
+from rl_megatron.config.registry import Registry
 
-LOSSES: dict[str, type] = {}
+LossClass = TypeVar("LossClass", bound=type)
+
+LOSSES: Registry[Any] = Registry("loss")
 
 
-def register(name: str) -> Callable[[type], type]:
-    """Class decorator: `LOSSES[name] = cls`. The class takes its settings as the one constructor argument."""
+def register_loss(name: str) -> Callable[[LossClass], LossClass]:
+    """Return a class decorator that registers a loss as `name`. The class takes its settings as its one argument.
 
-    def add(cls: type) -> type:
-        if name in LOSSES:
-            raise ValueError(f"loss {name!r} is already registered as {LOSSES[name].__name__}")
-        LOSSES[name] = cls
-        return cls
-
-    return add
+    Raises:
+        ValueError: another loss has this name.
+    """
+    return LOSSES.register(name)
 
 
 def build_loss(name: str, cfg: Any = None) -> Any:
-    """The loss `name` with settings `cfg` (None: defaults).
+    """Return the loss `name` with settings `cfg` (None: its defaults).
 
-    Raises: ValueError for an unknown name, naming the nearest; what the loss raises about its settings.
+    Raises:
+        UnknownName: there is no such loss; names the nearest one.
+        Exception: what the loss raises about its settings.
     """
-    if name not in LOSSES:
-        raise ValueError(f"there is no loss {name!r}{nearest(name, LOSSES)}")
     return LOSSES[name](cfg)
 
 
 def configured_loss(section: Mapping[str, Any]) -> Any:
-    """The loss of a configuration's section {name, **settings}. Raises: as `build_loss`."""
+    """Return the loss of a configuration's section {name, **settings}. It raises what `build_loss` raises."""
     return build_loss(section["name"], {key: value for key, value in section.items() if key != "name"})

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from rl_megatron.losses import functional as F
-from rl_megatron.losses.batch import TokenStreams
-from rl_megatron.losses.interfaces import Count, LossType, Reduction, ScoreLoss
-from rl_megatron.losses.registry import register
+from rl_megatron.losses.base import ScoreLoss
+from rl_megatron.losses.contract import Count, LossType, Reduction
+from rl_megatron.losses.registry import register_loss
 from rl_megatron.losses.settings import check_ranges, check_types, parse_settings
 
 
@@ -44,7 +44,7 @@ class MSEValueLossConfig:
         check_ranges(self, above_zero=("scale", "cliprange"))
 
 
-@register("mse_value")
+@register_loss("mse_value")
 class MSEValueLoss(ScoreLoss):
     """L = scale·½·Σ_t m_t·max( (v_t − R_t)², (clip(v_t, v_old,t ± c) − R_t)² ) / N_tokens;  without c the first square
 
@@ -71,7 +71,6 @@ class MSEValueLoss(ScoreLoss):
 
     def __init__(self, cfg: Any = None) -> None:
         self.cfg = parse_settings(MSEValueLossConfig, cfg)
-        self._error = _unclipped if self.cfg.cliprange is None else partial(_clipped, clip_range=self.cfg.cliprange)
 
     @property
     def required_keys(self) -> tuple[str, ...]:
@@ -80,10 +79,13 @@ class MSEValueLoss(ScoreLoss):
     def evaluate(
         self, data: Mapping[str, Any], global_valid_seqs: Count, global_valid_toks: Count, next_token_values: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        streams = TokenStreams(data, self, next_token_values)
+        streams = self.streams(data, next_token_values)
         values, returns = streams.select("next_token_values", next_token_values), streams["returns"]
         mean = partial(F.masked_mean, mask=streams.mask, global_normalization_factor=global_valid_toks)
-        error, clipped = self._error(values, returns, streams)
+        if self.cfg.cliprange is None:
+            error, clipped = F.squared_error(values, returns), torch.zeros_like(values, dtype=torch.bool)
+        else:
+            error, clipped = F.clipped_squared_error(values, streams["values"], returns, self.cfg.cliprange)
         loss = self.cfg.scale * mean(error)
         metrics = {
             "loss": loss,
@@ -97,11 +99,3 @@ class MSEValueLoss(ScoreLoss):
             "num_valid_samples": streams.sample_mask.sum(),
         }
         return loss, {name: metric.detach() for name, metric in metrics.items()}
-
-
-def _unclipped(values: Tensor, returns: Tensor, streams: TokenStreams) -> tuple[Tensor, Tensor]:
-    return F.squared_error(values, returns), torch.zeros_like(values, dtype=torch.bool)
-
-
-def _clipped(values: Tensor, returns: Tensor, streams: TokenStreams, clip_range: float) -> tuple[Tensor, Tensor]:
-    return F.clipped_squared_error(values, streams["values"], returns, clip_range)

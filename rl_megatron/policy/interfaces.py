@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 from torch import Tensor
 
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.losses.interfaces import LossFunction
+from rl_megatron.losses.contract import LossFunction
 
 
 class LogprobOutputSpec(TypedDict):

@@ -21,7 +21,9 @@ from rl_megatron.checkpoint.training_state import TrainingState
 from rl_megatron.config.schema import ModelConfig, OptimizerConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import Denominators, FusedHead, over_steps
-from rl_megatron.losses.interfaces import Loss, LossFunction, LossInputType
+from rl_megatron.losses.base import Loss
+from rl_megatron.losses.contract import LossFunction
+from rl_megatron.losses.foreign import as_loss
 from rl_megatron.model.build import Head
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.policy.inference import Inference, build_runner, checked_lengths, on_device
@@ -158,14 +160,15 @@ class MegatronPolicy(ColocatablePolicyInterface):
             NonFiniteLoss: The loss or the gradient norm is not finite; raised on every rank, before a weight changed.
             ValueError: The sizes would separate sequences that the loss needs together (preference pairs).
         """
-        gbs, unit = gbs or self._global_batch_size, _rows_per_unit(loss_fn)
+        loss, gbs = as_loss(loss_fn), gbs or self._global_batch_size
+        group_size = loss.group_size
         batching = self._batching(mbs)
         counts = {"the batch": data.size, "gbs": gbs}
         if batching.kind == "padded":
             counts["mbs"] = batching.sequences
-        for name, rows in counts.items():
-            if rows % unit:
-                raise ValueError(f"{type(loss_fn).__name__} needs {unit} rows together, and {name} has {rows} rows")
+        for name, count in counts.items():
+            if count % group_size:
+                raise ValueError(f"{loss.display_name} needs {group_size} rows together, and {name} has {count} rows")
         lengths = checked_lengths(self.model_config, data)
         data = on_device(data, self.topology.device)
         if eval_mode:
@@ -176,23 +179,23 @@ class MegatronPolicy(ColocatablePolicyInterface):
         for start in range(0, data.size, gbs):
             rows = slice(start, min(start + gbs, data.size))
             batch = data.slice(rows.start, rows.stop)
-            planned = plan_microbatches(batch, lengths[rows], batching, self.topology, unit, self._inference.cost)
-            reports.append((self._evaluate if eval_mode else self._step)(batch, planned, loss_fn))
+            planned = plan_microbatches(batch, lengths[rows], batching, self.topology, group_size, self._inference.cost)
+            reports.append((self._evaluate if eval_mode else self._step)(batch, planned, loss))
         self.model.set_training(False)  # weights are gathered by the next step's forward, or by whoever reads them
-        result = over_steps(reports, loss_fn)
+        result = over_steps(reports, loss)
         return result | ({} if eval_mode else {"num_updates": int(sum(r["updated"] for r in reports))})
 
     def _batching(self, mbs: int | None) -> Batching:
         return self.batching if mbs is None else replace(self.batching, sequences=mbs)
 
-    def _evaluate(self, batch: BatchedDataDict, planned: RankPlan, loss_fn: LossFunction) -> dict[str, float]:
-        report = self.runner.train_step(planned.microbatches, loss_fn, Denominators.count(batch), forward_only=True)
+    def _evaluate(self, batch: BatchedDataDict, planned: RankPlan, loss: Loss) -> dict[str, float]:
+        report = self.runner.train_step(planned.microbatches, loss, Denominators.count(batch), forward_only=True)
         return report | {"packing_efficiency": planned.efficiency}
 
-    def _step(self, batch: BatchedDataDict, planned: RankPlan, loss_fn: LossFunction) -> dict[str, float]:
+    def _step(self, batch: BatchedDataDict, planned: RankPlan, loss: Loss) -> dict[str, float]:
         optimizer, scheduler = self._optimizer_and_scheduler()
         denominators = Denominators.count(batch)
-        report = self._accumulate_gradients(planned, loss_fn, denominators)
+        report = self._accumulate_gradients(planned, loss, denominators)
         updated, grad_norm, lr = False, 0.0, optimizer.param_groups[0]["lr"]
         if denominators.tokens > 0:
             grad_norm, updated = take_step(self.model, optimizer, scheduler, report["loss"])
@@ -203,26 +206,24 @@ class MegatronPolicy(ColocatablePolicyInterface):
         self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None
     ) -> dict[str, float]:
         """Return the loss's metrics on one global batch, and leave its gradient in the parameters' `main_grad`."""
-        batch = on_device(batch, self.topology.device)
-        planned = self.plan(batch, loss_fn, mbs)
+        loss, batch = as_loss(loss_fn), on_device(batch, self.topology.device)
+        planned = self.plan(batch, loss, mbs)
         self.prepare_for_training()
-        report = self._accumulate_gradients(planned, loss_fn, Denominators.count(batch))
+        report = self._accumulate_gradients(planned, loss, Denominators.count(batch))
         self.finish_training()
         return report
 
     def plan(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None) -> RankPlan:
         """Return this rank's microbatches of one global batch."""
-        lengths, unit = checked_lengths(self.model_config, batch), _rows_per_unit(loss_fn)
-        return plan_microbatches(batch, lengths, self._batching(mbs), self.topology, unit, self._inference.cost)
+        lengths, group_size = checked_lengths(self.model_config, batch), as_loss(loss_fn).group_size
+        return plan_microbatches(batch, lengths, self._batching(mbs), self.topology, group_size, self._inference.cost)
 
-    def _accumulate_gradients(
-        self, planned: RankPlan, loss_fn: LossFunction, denominators: Denominators
-    ) -> dict[str, float]:
+    def _accumulate_gradients(self, planned: RankPlan, loss: Loss, denominators: Denominators) -> dict[str, float]:
         optimizer, _ = self._optimizer_and_scheduler()
         for chunk in self.model.chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        report = self.runner.train_step(planned.microbatches, loss_fn, denominators)
+        report = self.runner.train_step(planned.microbatches, loss, denominators)
         self.model.mark_gathered()
         return report
 
@@ -386,16 +387,3 @@ class MegatronPolicy(ColocatablePolicyInterface):
         if self.topology.is_cuda:
             torch.cuda.empty_cache()
         return held
-
-
-def _rows_per_unit(loss_fn: LossFunction) -> int:
-    """How many rows in a row the loss needs together.
-
-    Raises: TypeError, on every rank, for a loss that follows the protocol alone and does not take logprobs.
-    """
-    if not isinstance(loss_fn, Loss) and getattr(loss_fn, "input_type", None) is not LossInputType.LOGPROB:
-        raise TypeError(
-            f"{type(loss_fn).__name__} takes {getattr(loss_fn, 'input_type', None)}, and a loss function that is no "
-            "rl_megatron.losses.Loss is given next_token_logprobs; let its input_type be LOGPROB, or derive from Loss"
-        )
-    return getattr(loss_fn, "rows_per_unit", 1)

@@ -13,6 +13,9 @@ import pytest
 import torch
 
 from rl_megatron.compat import nemo_rl
+from rl_megatron.compat.nemo_rl.functions import calculate_kl, calculate_kl_penalty_joschu2020
+from rl_megatron.compat.nemo_rl.loss_inputs import PackedLossWrapper, prepare_loss_input
+from rl_megatron.compat.nemo_rl.losses import DPOLossFn
 from rl_megatron.losses import LossInputType, NLLLoss
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -199,9 +202,9 @@ def test_an_imported_nemo_rl_is_not_replaced_under_its_users(real):
 
 def test_a_dpo_section_is_taken_whole_and_a_mistyped_key_is_not():
     section = {"max_num_steps": 150, "val_period": 25, "seed": 42, "reference_policy_kl_penalty": 0.1}
-    assert nemo_rl.DPOLossFn(section).cfg.reference_policy_kl_penalty == 0.1
+    assert DPOLossFn(section).cfg.reference_policy_kl_penalty == 0.1
     with pytest.raises(KeyError, match="sft_los_weight.*did you mean 'sft_loss_weight'"):
-        nemo_rl.DPOLossFn(section | {"sft_los_weight": 0.1})
+        DPOLossFn(section | {"sft_los_weight": 0.1})
 
 
 # ---- functions
@@ -220,24 +223,24 @@ def test_calculate_kl_takes_nemo_rls_arguments():
     logprobs, reference = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, 40.0])
     x = torch.tensor([-0.5, 20.0])  # the second is clamped
     for kind, kl in {"k1": -x, "k2": x**2 / 2, "k3": x.exp() - 1 - x}.items():
-        torch.testing.assert_close(nemo_rl.calculate_kl(logprobs, reference, kind, 20.0, None), kl)
-        torch.testing.assert_close(nemo_rl.calculate_kl(logprobs, reference, kl_type=kind), kl.clamp(-10, 10))
-    weighted = nemo_rl.calculate_kl(logprobs, reference, "k1", 20.0, None, torch.tensor([2.0, 3.0]))
+        torch.testing.assert_close(calculate_kl(logprobs, reference, kind, 20.0, None), kl)
+        torch.testing.assert_close(calculate_kl(logprobs, reference, kl_type=kind), kl.clamp(-10, 10))
+    weighted = calculate_kl(logprobs, reference, "k1", 20.0, None, torch.tensor([2.0, 3.0]))
     torch.testing.assert_close(weighted, -x * torch.tensor([2.0, 3.0]))
     torch.testing.assert_close(
-        nemo_rl.calculate_kl_penalty_joschu2020(logprobs[:1], reference[:1]), (x.exp() - 1 - x)[:1]
+        calculate_kl_penalty_joschu2020(logprobs[:1], reference[:1]), (x.exp() - 1 - x)[:1]
     )
 
 
 def test_another_preparation_of_packed_logits_is_refused():
     with pytest.raises(TypeError, match="prepare_loss_input or prepare_packed_loss_input"):
-        nemo_rl.PackedLossWrapper(NLLLoss(), lambda **inputs: inputs, torch.tensor([0, 4]))
+        PackedLossWrapper(NLLLoss(), lambda **inputs: inputs, torch.tensor([0, 4]))
 
 
 def test_a_loss_that_prepares_its_own_input_is_refused():
     loss_fn = SimpleNamespace(input_type=LossInputType.DRAFT)
     with pytest.raises(ValueError, match="LossInputType.DRAFT is its own to prepare"):
-        nemo_rl.prepare_loss_input(torch.zeros(1, 4, 3), {}, loss_fn)
+        prepare_loss_input(torch.zeros(1, 4, 3), {}, loss_fn)
 
 
 def test_a_value_loss_takes_values_that_are_aligned_with_returns():

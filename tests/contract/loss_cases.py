@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.losses import ClippedPGLossConfig
-from rl_megatron.losses.interfaces import Loss
+from rl_megatron.losses.base import Loss
 
 Batch = dict[str, Tensor]
 Streams = dict[str, Tensor]

@@ -117,7 +117,7 @@ def test_it_moves_at_all(case):
 @every_case
 def test_what_it_declares_about_itself(case):
     loss, batch, output = setup(case)
-    assert len(output) % loss.rows_per_unit == 0
+    assert len(output) % loss.group_size == 0
     assert (batch["sample_mask"] == 0).any(), "the tests below need a masked row"
     streams = streams_of(loss, output, batch)
     assert set(loss.input_names or [loss.output_name]) <= streams.keys()
@@ -196,11 +196,11 @@ def test_parts_add_up(case, split):
     loss, batch, output = setup(case)
     streams, counts = streams_of(loss, output, batch), valid_counts(batch)
     value, metrics, gradients = evaluate(loss, batch, streams)
-    units = len(output) // loss.rows_per_unit
+    units = len(output) // loss.group_size
     sizes = {"uneven": [1, units - 1], "one by one": [1] * units, "with an empty part": [2, 0, units - 2]}[split]
     parts, start = [], 0
     for size in sizes:
-        index = slice(start, start + size * loss.rows_per_unit)
+        index = slice(start, start + size * loss.group_size)
         parts.append(evaluate(loss, rows(batch, index), rows(streams, index), counts))
         start = index.stop
     torch.testing.assert_close(sum(part[0] for part in parts), value, **NEARLY)
@@ -213,8 +213,8 @@ def test_the_order_of_rows_does_not_matter(case):
     """Units change places; within a unit, as a pair of chosen and rejected, the order has a meaning."""
     loss, batch, output = setup(case)
     streams = streams_of(loss, output, batch)
-    units = torch.randperm(len(output) // loss.rows_per_unit, generator=torch.Generator().manual_seed(2))
-    order = (units[:, None] * loss.rows_per_unit + torch.arange(loss.rows_per_unit)).flatten()
+    units = torch.randperm(len(output) // loss.group_size, generator=torch.Generator().manual_seed(2))
+    order = (units[:, None] * loss.group_size + torch.arange(loss.group_size)).flatten()
     assert (order != torch.arange(len(order))).any()
     value, metrics, gradients = evaluate(loss, batch, streams)
     other_value, other_metrics, other_gradients = evaluate(loss, rows(batch, order), rows(streams, order))

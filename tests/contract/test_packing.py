@@ -40,7 +40,7 @@ SHAPES = st.builds(
 def drawn(case, shape, seed, dtype):
     """(loss, shape in whole units of it, batch, output, counts)."""
     loss = build_loss(case.name, case.cfg)
-    shape = shape.in_units_of(loss.rows_per_unit)
+    shape = shape.in_units_of(loss.group_size)
     batch, output = random_batch(case, shape, torch.Generator().manual_seed(seed))
     batch = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
     return loss, shape, batch, output.to(dtype), valid_counts(batch)
@@ -67,8 +67,8 @@ def packed_row(case, loss, shape, batch, output, counts):
 def one_at_a_time(loss, shape, batch, output, counts):
     """The definition: each sequence (or pair) alone, cut to its length, and the parts combined."""
     output, parts = output.clone().requires_grad_(), []
-    for first in range(0, len(shape.lengths), loss.rows_per_unit):
-        rows = slice(first, first + loss.rows_per_unit)
+    for first in range(0, len(shape.lengths), loss.group_size):
+        rows = slice(first, first + loss.group_size)
         length = max(1, *shape.lengths[rows])
         data = {key: x[rows] if x.dim() == 1 else x[rows, :length] for key, x in batch.items()}
         parts.append(loss.on_output(output[rows, :length], data, *counts, Sharding()))
@@ -132,7 +132,7 @@ def test_it_is_a_loss_function_like_the_one_it_wraps(case):
     loss = build_loss(case.name, case.cfg)
     wrapper = SequencePackingLossWrapper(loss, torch.tensor([0, 2]))
     assert isinstance(wrapper, LossFunction)
-    for name in ("loss_type", "input_type", "metric_reductions", "rows_per_unit"):
+    for name in ("loss_type", "input_type", "metric_reductions", "group_size"):
         assert getattr(wrapper, name) == getattr(loss, name)
 
 
@@ -204,7 +204,7 @@ class TestCalling:
         wrapper = SequencePackingLossWrapper(Own(), *self.shape.cu_seqlens)
         want, _ = SequencePackingLossWrapper(NLLLoss(), *self.shape.cu_seqlens)(packed, batch, *counts)
         torch.testing.assert_close(wrapper(packed, batch, *counts)[0], want, rtol=1e-14, atol=0)
-        assert isinstance(wrapper, LossFunction) and wrapper.rows_per_unit == 1 and wrapper.metric_reductions == {}
+        assert isinstance(wrapper, LossFunction) and wrapper.group_size == 1 and wrapper.metric_reductions == {}
         Own.input_type = LossInputType.LOGIT
         with pytest.raises(TypeError, match="cannot tell what Own takes from a packed output: derive it from"):
             SequencePackingLossWrapper(Own(), *self.shape.cu_seqlens)

@@ -236,7 +236,7 @@ def _measure(layout: Layout) -> dict[str, Measurement]:
     workload = layout.workload()
     where = topology.build(layout.parallel, start_device("cpu"), workload.seed)
     batching = {
-        name: small_batching(layout.factors.batching, layout.factors.rows, objective.rows_per_unit, layout.parallel)
+        name: small_batching(layout.factors.batching, layout.factors.rows, objective.group_size, layout.parallel)
         for name, objective in workload.objectives.items()
     }
     return measure(workload, where, batching)

@@ -13,10 +13,9 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from rl_megatron import log
 from rl_megatron.certify.workload import SMALL_FUSED_HEAD, batch_of_all_kinds
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.execution.runner import _reads_deferred_logits
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.megatron import MegatronEngine
-from rl_megatron.losses import ClippedPGLossFn, NLLLoss
+from rl_megatron.losses import ClippedPGLossFn, NLLLoss, accepts_deferred_logits
 from rl_megatron.model.build import unwrap
 from rl_megatron.policy import optimizer as optimizer_module
 from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, MODEL, OPTIMIZER, VOCAB_SIZE, build_policy, weights
@@ -71,8 +70,7 @@ def test_a_loss_with_a_call_of_its_own_is_given_logits_and_that_is_said_once(ran
 class LayoutOfLogits(NLLLoss):
     """Notes whether logits [B, S, V] lie as the head made them, [S, B, V]."""
 
-    reads_deferred_logits = True
-
+    @accepts_deferred_logits
     def read_output(self, output, data, sharding):
         self.as_made = output.size(0) > 1 and output.transpose(0, 1).is_contiguous()
         return super().read_output(output, data, sharding)
@@ -87,25 +85,6 @@ def layouts_of_logits():
 
 def test_whole_logits_are_read_where_the_head_wrote_them(ranks):
     assert ranks.run(1, layouts_of_logits) == [True]
-
-
-class OwnReading(NLLLoss):
-    """A loss that reads the output in a way of its own."""
-
-    def read_output(self, output, data, sharding):
-        return super().read_output(output * 1, data, sharding)
-
-
-class OwnReadingOfAny(OwnReading):
-    reads_deferred_logits = True
-
-
-def what_reads_deferred_logits():
-    return [_reads_deferred_logits(loss()) for loss in (NLLLoss, OwnCall, OwnReading, OwnReadingOfAny)]
-
-
-def test_a_subclass_that_reads_otherwise_has_to_say_that_it_takes_deferred_logits(ranks):
-    assert ranks.run(1, what_reads_deferred_logits) == [[True, False, False, True]]
 
 
 def refused_load(directory):

@@ -12,8 +12,7 @@ import torch
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import NonFiniteLoss, over_steps
-from rl_megatron.losses import NLLLoss
-from rl_megatron.losses.interfaces import LogprobLoss, LossInputType, LossType, Reduction
+from rl_megatron.losses import LogprobLoss, LossInputType, LossType, NLLLoss, Reduction
 from tests.parallel.layouts import (
     DISTRIBUTED_OPTIMIZER,
     EXPERTS,

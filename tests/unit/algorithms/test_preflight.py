@@ -79,7 +79,7 @@ def test_a_loss_that_needs_what_rollouts_do_not_carry(monkeypatch):
     class Judged(ClippedPGLossFn):
         required_keys = ("advantages", "verdicts")
 
-    monkeypatch.setitem(LOSSES, "judged", Judged)
+    monkeypatch.setitem(LOSSES._entries, "judged", Judged)
     with pytest.raises(ConfigError, match=r"loss.name=judged needs \['verdicts'\], which ppo's batches do not carry"):
         check_loss(stage_of("ppo", {"name": "judged"}))
 
@@ -97,7 +97,7 @@ class Protocol:
 
 
 class OfPairs(Protocol):
-    rows_per_unit = 2
+    group_size = 2
 
 
 class Judging(Protocol):
@@ -116,7 +116,7 @@ class Judging(Protocol):
     ],
 )
 def test_losses_that_follow_the_protocol_alone(monkeypatch, algorithm, loss, words):
-    monkeypatch.setitem(LOSSES, "own", loss)
+    monkeypatch.setitem(LOSSES._entries, "own", loss)
     assert isinstance(loss(None), LossFunction) and not needs_reference(loss(None))
     with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
         check_loss(stage_of(algorithm, {"name": "own"}))

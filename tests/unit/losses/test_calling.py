@@ -16,7 +16,7 @@ from rl_megatron.losses import (
     LossType,
     NLLLoss,
     build_loss,
-    register,
+    register_loss,
 )
 
 BATCH = {
@@ -39,8 +39,8 @@ def test_registry():
     assert isinstance(build_loss("nll"), LossFunction)
     with pytest.raises(ValueError, match="no loss 'cliped_pg'; did you mean 'clipped_pg'"):
         build_loss("cliped_pg")
-    with pytest.raises(ValueError, match="'nll' is already registered as NLLLoss"):
-        register("nll")(object)
+    with pytest.raises(ValueError, match=r"loss 'nll' is registered already, as rl_megatron\.losses\.nll\.NLLLoss"):
+        register_loss("nll")(object)
     with pytest.raises(KeyError, match="no key 'beta'"):
         build_loss("nll", {"beta": 1})
 

@@ -54,7 +54,7 @@ class TestPreference:
     def test_it_is_what_the_interface_says(self):
         loss_fn = PreferenceLoss()
         assert loss_fn.loss_type is LossType.SEQUENCE_LEVEL and loss_fn.input_type is LossInputType.LOGIT
-        assert loss_fn.rows_per_unit == 2
+        assert loss_fn.group_size == 2
 
     @pytest.mark.parametrize("shape", [(6,), (6, 1)])
     def test_one_reward_a_row(self, shape):
@@ -239,7 +239,7 @@ class TestDPO:
     def test_it_is_a_preference_loss_over_logprobs(self):
         loss_fn = DPOLossFn()
         assert isinstance(loss_fn, PreferenceLoss) and not isinstance(loss_fn, ScoreLoss)
-        assert loss_fn.input_type is LossInputType.LOGPROB and loss_fn.rows_per_unit == 2
+        assert loss_fn.input_type is LossInputType.LOGPROB and loss_fn.group_size == 2
         assert loss_fn.output_name == "next_token_logits"
 
     def test_an_odd_number_of_rows_is_named(self):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_megatron.losses import ClippedPGLossFn, DPOLossFn, MSEValueLoss, NLLLoss, PreferenceLoss, build_loss
-from rl_megatron.losses.batch import first_nan
+from rl_megatron.losses.streams import first_nan
 from tests.contract.loss_cases import VOCAB, pair_batch, policy_batch, token_logits, value_batch
 
 BATCH = policy_batch(torch.Generator().manual_seed(0))

@@ -101,8 +101,13 @@ class ClippedPGLossConfig:
 
     @property
     def kl_coefficient(self) -> float:
-        """β of the loss: 0 where the reward carries the KL."""
+        """β of the loss: 0 if the reward carries the KL."""
         return 0.0 if self.use_kl_in_reward else self.reference_policy_kl_penalty
+
+    @property
+    def truncation_type(self) -> str | None:
+        """How importance weights are truncated: one of `TRUNCATION_TYPES`, or None if they are not."""
+        return self.truncated_importance_sampling_type
 
     def _check_ranges(self) -> None:
         check_ranges(
@@ -150,7 +155,7 @@ class ClippedPGLossConfig:
                 raise ValueError(f"use_cispo=True excludes {key}={getattr(self, key)}: {reason}; set {key}={value}")
 
     def _check_truncation(self) -> None:
-        kind = self.truncated_importance_sampling_type
+        kind = self.truncation_type
         low, high = self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio
         if kind is None:
             if high is not None or low is not None:

@@ -1,58 +1,76 @@
-"""Reading a batch: keys, shapes, dtypes and the mask, checked once, so that formulas start from clean streams."""
+"""Read a batch: check keys, shapes, dtypes and the mask once, so that formulas start from clean streams.
+
+`loss` is always the name of the loss that reads, for messages.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-if TYPE_CHECKING:
-    from rl_megatron.losses.interfaces import Loss
 
+def require(data: Mapping[str, Any], key: str, loss: str) -> Any:
+    """Return data[key].
 
-def require(data: Mapping[str, Any], key: str, loss: Loss) -> Any:
-    """data[key]. Raises: KeyError naming the key, the loss and what the batch has."""
+    Raises:
+        KeyError: the batch has no such key; names the key, the loss and the keys that there are.
+    """
     if key not in data:
-        raise KeyError(f"{type(loss).__name__} needs data[{key!r}]; the batch has {sorted(data.keys())}")
+        raise KeyError(f"{loss} needs data[{key!r}]; the batch has {sorted(data.keys())}")
     return data[key]
 
 
-def require_integers(data: Mapping[str, Any], key: str, loss: Loss) -> Tensor:
-    """data[key], a tensor of ids. Raises: KeyError as `require`; TypeError naming key and dtype."""
+def require_integers(data: Mapping[str, Any], key: str, loss: str) -> Tensor:
+    """Return data[key], a tensor of ids.
+
+    Raises:
+        KeyError: see `require`.
+        TypeError: the dtype cannot hold ids; names key and dtype.
+    """
     value = _tensor(require(data, key, loss), f"data[{key!r}]", loss)
     if value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
         raise _wrong_type(f"data[{key!r}]", value, "must hold ids, in an integer dtype", loss)
     return value
 
 
-def require_mask(data: Mapping[str, Any], key: str, loss: Loss) -> Tensor:
-    """data[key], booleans or weights. Raises: KeyError as `require`; TypeError naming key and dtype."""
+def require_mask(data: Mapping[str, Any], key: str, loss: str) -> Tensor:
+    """Return data[key], booleans or weights.
+
+    Raises:
+        KeyError: see `require`.
+        TypeError: the dtype is complex; names key and dtype.
+    """
     value = _tensor(require(data, key, loss), f"data[{key!r}]", loss)
     if value.is_complex():
         raise _wrong_type(f"data[{key!r}]", value, "must hold booleans or real weights", loss)
     return value
 
 
-def real(value: Any, name: str, loss: Loss) -> Tensor:
-    """`value`, real numbers. Raises: TypeError naming it and its dtype."""
+def real(value: Any, name: str, loss: str) -> Tensor:
+    """Return `value`, which holds real numbers.
+
+    Raises:
+        TypeError: it holds something else; names it and its dtype.
+    """
     value = _tensor(value, name, loss)
     if value.is_complex() or value.dtype is torch.bool:
         raise _wrong_type(name, value, "must hold real numbers", loss)
     return value
 
 
-def _tensor(value: Any, name: str, loss: Loss) -> Tensor:
+def _tensor(value: Any, name: str, loss: str) -> Tensor:
     if not isinstance(value, Tensor):
-        raise TypeError(f"{type(loss).__name__}: {name} must be a tensor, got {type(value).__name__}")
+        raise TypeError(f"{loss}: {name} must be a tensor, got {type(value).__name__}")
     return value
 
 
-def _wrong_type(name: str, value: Tensor, rule: str, loss: Loss) -> TypeError:
-    return TypeError(f"{type(loss).__name__}: {name} is {str(value.dtype).removeprefix('torch.')}; it {rule}")
+def _wrong_type(name: str, value: Tensor, rule: str, loss: str) -> TypeError:
+    return TypeError(f"{loss}: {name} is {str(value.dtype).removeprefix('torch.')}; it {rule}")
 
 
 def first_nan(
@@ -61,12 +79,13 @@ def first_nan(
     required_keys: Sequence[str] = (),
     next_token_keys: Collection[str] = frozenset(),
 ) -> str | None:
-    """The first NaN that counts among the streams of a batch, as "data['advantages'][2, 5]", or None. For telling why a
-    loss is NaN: it reads everything, first the data that the loss reads, then what it has from the model, then the
-    rest.
+    """Return the first NaN that counts among the streams of a batch, as "data['advantages'][2, 5]", or None.
+
+    It tells why a loss is NaN. It reads everything: first the data that the loss reads, then what the loss has from
+    the model, then the rest.
 
     Shapes: data's streams [B, S, …] or [B]; inputs [B, S-1, …], [B, S, …] or [B]. Entry t of data's next_token_keys
-        belongs to token t+1.
+        corresponds to token t+1.
     """
     mask = (data["token_mask"] * data["sample_mask"][:, None]) != 0
     by_shape = {mask.shape: mask, mask[:, 1:].shape: mask[:, 1:], mask.shape[:1]: data["sample_mask"] != 0}
@@ -89,26 +108,32 @@ def first_nan(
 class TokenMask:
     """Which tokens count: m[b, t] = token_mask[b, t]·sample_mask[b].
 
-    Weights between 0 and 1 are weights; what is 0 is nowhere read.
+    Values between 0 and 1 are weights; what has weight 0 is not read anywhere.
     """
 
     including_first: Tensor  # [B, S], aligned with input_ids
     samples: Tensor  # [B]
 
     @classmethod
-    def of(cls, data: Mapping[str, Any], loss: Loss) -> TokenMask:
-        """Raises: KeyError naming a missing key; TypeError naming a dtype; ValueError naming shapes that do not fit."""
+    def of(cls, data: Mapping[str, Any], loss: str) -> TokenMask:
+        """Return the mask of a batch.
+
+        Raises:
+            KeyError: a key is missing.
+            TypeError: a mask's dtype is complex.
+            ValueError: the masks' shapes do not fit; names both.
+        """
         token_mask, sample_mask = require_mask(data, "token_mask", loss), require_mask(data, "sample_mask", loss)
         if token_mask.dim() != 2 or sample_mask.shape != token_mask.shape[:1]:
             raise ValueError(
-                f"{type(loss).__name__}: token_mask must be [B, S] and sample_mask [B], "
+                f"{loss}: token_mask must be [B, S] and sample_mask [B], "
                 f"got {tuple(token_mask.shape)} and {tuple(sample_mask.shape)}"
             )
         return cls(token_mask * sample_mask[:, None], sample_mask)
 
     @property
     def tokens(self) -> Tensor:
-        """[B, S-1], aligned with next-token logprobs: the first token has no prediction."""
+        """The mask [B, S-1] aligned with next-token logprobs: nothing predicts the first token."""
         return self.including_first[:, 1:]
 
 
@@ -116,14 +141,30 @@ class TokenStreams:
     """The batch as `[B, S-1]` streams beside what the model says of the next token, in its dtype and on its device.
 
     Masked positions of every stream are 0, by `torch.where`: whatever was there, NaN included, reaches neither a value
-    nor a gradient, and no formula has to think of it again.
+    nor a gradient, so no formula has to handle it again.
     """
 
-    def __init__(self, data: Mapping[str, Any], loss: Loss, like: Tensor) -> None:
-        self.data, self._loss = data, loss
-        for key in loss.required_keys:
-            if key not in loss.output_keys:
-                require(data, key, loss)
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        like: Tensor,
+        loss: str,
+        required_keys: Sequence[str] = (),
+        next_token_keys: Collection[str] = frozenset(),
+    ) -> None:
+        """Read the masks of `data`.
+
+        Args:
+            like: the tensor whose dtype (at least fp32) and device the streams have.
+            required_keys: keys that `data` must have.
+            next_token_keys: keys of streams whose entry t corresponds to token t+1.
+
+        Raises:
+            KeyError: a required key is missing.
+        """
+        self.data, self._loss, self._next_token_keys = data, loss, next_token_keys
+        for key in required_keys:
+            require(data, key, loss)
         mask = TokenMask.of(data, loss)
         self._like = like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32))
         self.mask = mask.tokens.to(self._like)
@@ -131,16 +172,16 @@ class TokenStreams:
 
     @property
     def token_mask(self) -> Tensor:
-        """[B, S-1], the weights of tokens within their sample: without the sample's own, and 0 where that is 0."""
+        """The weights [B, S-1] of tokens within their sample: without the sample's own, and 0 if that is 0."""
         token_mask = self.data["token_mask"][:, 1:].to(self._like)
         return torch.where(self.sample_mask[:, None] != 0, token_mask, 0.0)
 
     def select(self, name: str, stream: Tensor, trailing: int = 0) -> Tensor:
-        """A [B, S-1] stream with its masked positions zeroed, or one with so many `trailing` dimensions more."""
+        """Return a stream [B, S-1, …] with its masked positions zeroed; it has `trailing` dimensions after [B, S-1]."""
         if stream.shape[: stream.dim() - trailing] != self.mask.shape:
             more = f" and {trailing} more dimension(s)" if trailing else ""
             raise ValueError(
-                f"{type(self._loss).__name__}: {name} {tuple(stream.shape)} does not fit token_mask[:, 1:] "
+                f"{self._loss}: {name} {tuple(stream.shape)} does not fit token_mask[:, 1:] "
                 f"{tuple(self.mask.shape)}{more}"
             )
         counts = (self.mask != 0).view(*self.mask.shape, *(1,) * trailing)
@@ -150,25 +191,31 @@ class TokenStreams:
         return key in self.data
 
     def __getitem__(self, key: str) -> Tensor:
-        """data[key] [B, S] (or [B], one value per sequence) without its first column, or without its last where the
-        loss has it among its `next_token_keys`."""
+        """Return data[key] [B, S] (or [B], one value per sequence) without its first column.
+
+        A stream among the loss's next_token_keys comes without its last column instead.
+        """
         value = real(require(self.data, key, self._loss), f"data[{key!r}]", self._loss)
         batch, length = self.mask.shape[0], self.mask.shape[1] + 1
         if value.shape == (batch,):
             value = value[:, None].expand(batch, length)
         if value.shape != (batch, length):
             raise ValueError(
-                f"{type(self._loss).__name__}: data[{key!r}] {tuple(value.shape)} does not fit token_mask "
+                f"{self._loss}: data[{key!r}] {tuple(value.shape)} does not fit token_mask "
                 f"{(batch, length)}"
             )
-        return self.select(f"data[{key!r}]", value[:, :-1] if key in self._loss.next_token_keys else value[:, 1:])
+        return self.select(f"data[{key!r}]", value[:, :-1] if key in self._next_token_keys else value[:, 1:])
+
+    def get(self, key: str) -> Tensor | None:
+        """Return self[key], or None if the batch has no such key."""
+        return self[key] if key in self else None
 
     def per_sample(self, key: str) -> Tensor:
-        """data[key] [B], zero where the sample is masked."""
+        """Return data[key] [B], with 0 for masked samples."""
         value = real(require(self.data, key, self._loss), f"data[{key!r}]", self._loss)
         if value.shape != self.sample_mask.shape:
             raise ValueError(
-                f"{type(self._loss).__name__}: data[{key!r}] {tuple(value.shape)} must be one value per sample "
+                f"{self._loss}: data[{key!r}] {tuple(value.shape)} must be one value per sample "
                 f"{tuple(self.sample_mask.shape)}"
             )
         return torch.where(self.sample_mask != 0, value.to(self._like), 0.0)

@@ -1,0 +1,148 @@
+"""NeMo RL's losses: the core's formulas, with NeMo RL's settings, rules and private methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from rl_megatron import losses
+from rl_megatron.compat.nemo_rl.errors import require
+from rl_megatron.compat.nemo_rl.settings import (
+    ClippedPGLossConfig,
+    DistillationLossConfig,
+    DPOLossConfig,
+    MseValueLossConfig,
+    Setting,
+    settings_as_attributes,
+)
+from rl_megatron.logprobs import Sharding
+from rl_megatron.losses.base import token_scores
+from rl_megatron.losses.calling import Call, bind
+from rl_megatron.losses.distillation import LOG_INFINITESIMAL
+from rl_megatron.losses.settings import parse_settings
+
+# The keys of a recipe's `dpo` section that are its trainer's, not its loss's.
+_DPO_TRAINER_KEYS = frozenset(
+    "max_num_epochs max_num_steps val_period val_batches val_global_batch_size val_micro_batch_size val_at_start "
+    "val_at_end seed".split()
+)
+
+
+class NeedsRank(losses.Loss):
+    """A loss that wants vocab_parallel_rank beside vocab_parallel_group, as NeMo RL's losses over logits do."""
+
+    def prepare(self, call: Call) -> Call:
+        require(
+            call.sharding.tp_group is None or call.vocab_parallel_rank is not None,
+            "vocab_parallel_rank must be provided when vocab_parallel_group is provided",
+        )
+        return super().prepare(call)
+
+
+class _PenaltyInLoss(Setting):
+    """The KL penalty that the loss adds: 0 if the reward carries it."""
+
+    def __get__(self, loss: Any, owner: type | None = None) -> Any:
+        return self if loss is None else loss.cfg.kl_coefficient
+
+
+class _TokenLevel(Setting):
+    """What the loss averages over, which `loss_type` tells too."""
+
+    def __set__(self, loss: Any, value: Any) -> None:
+        super().__set__(loss, value)
+        loss.loss_type = losses.LossType.TOKEN_LEVEL if value else losses.LossType.SEQUENCE_LEVEL
+
+
+@settings_as_attributes(ClippedPGLossConfig)
+class ClippedPGLossFn(NeedsRank, losses.ClippedPGLossFn):
+    """`rl_megatron.losses.ClippedPGLossFn` with NeMo RL's settings."""
+
+    def __init__(self, cfg: Any = None) -> None:
+        super().__init__(parse_settings(ClippedPGLossConfig, cfg))
+
+
+ClippedPGLossFn.reference_policy_kl_penalty = _PenaltyInLoss("reference_policy_kl_penalty")
+ClippedPGLossFn.token_level_loss = _TokenLevel("token_level_loss")
+
+
+class NLLLoss(NeedsRank, losses.NLLLoss):
+    """`rl_megatron.losses.NLLLoss`."""
+
+
+@settings_as_attributes(DPOLossConfig)
+class DPOLossFn(NeedsRank, losses.DPOLossFn):
+    """`rl_megatron.losses.DPOLossFn`, which may be given a recipe's whole `dpo` section."""
+
+    def __init__(self, cfg: Any = None) -> None:
+        if isinstance(cfg, Mapping):
+            cfg = {key: cfg[key] for key in cfg if key not in _DPO_TRAINER_KEYS}
+        super().__init__(parse_settings(DPOLossConfig, cfg))
+
+    def prepare(self, call: Call) -> Call:
+        require(
+            self.cfg.sft_loss_weight == 0 or call.global_valid_toks is not None,
+            "global_valid_toks must be provided for SFT loss",
+        )
+        return super().prepare(call)
+
+    def _dpo_loss(self, *args: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return (preference loss, accuracy, mean reward of chosen, of rejected sequences).
+
+        Args:
+            args: next-token logits, or next-token logprobs [B, S-1]; data; global_valid_seqs; vocab_parallel_rank;
+                vocab_parallel_group; context_parallel_group.
+            named: the same by name.
+        """
+        groups = ("vocab_parallel_rank", "vocab_parallel_group", "context_parallel_group")
+        named |= dict(zip(groups, args[3:], strict=False))
+        call = self.prepare(bind(self, args[:3], {"global_valid_toks": 0} | named))
+        inputs = dict(call.inputs)
+        if call.output is not None:
+            inputs |= self.read_output(call.output, call.data, call.sharding)
+        streams = self.streams(call.data, inputs["next_token_logprobs"])
+        logprobs = streams.select("next_token_logprobs", inputs["next_token_logprobs"])
+        loss, metrics = self._over_log_ratios(
+            streams, logprobs, call.global_valid_seqs, self.cfg.preference_average_log_probs,
+            self.cfg.reference_policy_kl_penalty,
+        )  # fmt: skip
+        return loss, metrics["accuracy"], metrics["rewards_chosen_mean"], metrics["rewards_rejected_mean"]
+
+    def _preference_loss(
+        self, rewards: Tensor, sample_mask: Any, global_valid_seqs: Any, *further: Any, **named: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return what `PreferenceLoss._preference_loss` does, or for (logits, data, …), as in 0.1, `_dpo_loss`."""
+        if isinstance(sample_mask, Mapping):
+            return self._dpo_loss(rewards, sample_mask, global_valid_seqs, *further, **named)
+        return super()._preference_loss(rewards, sample_mask, global_valid_seqs, *further, **named)
+
+
+@settings_as_attributes(DistillationLossConfig)
+class DistillationLossFn(NeedsRank, losses.DistillationLossFn):
+    """`rl_megatron.losses.DistillationLossFn` with NeMo RL's settings."""
+
+    log_infinitesimal = LOG_INFINITESIMAL
+
+    def __init__(self, cfg: Any = None) -> None:
+        super().__init__(parse_settings(DistillationLossConfig, cfg))
+
+    def _teacher(self, data: Mapping[str, Any], input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        top_k = data["teacher_topk_indices"].shape[-1] if "teacher_topk_indices" in data else None
+        require(top_k != 0, f"topk must be positive, got {top_k}")
+        return super()._teacher(data, input_ids)
+
+
+@settings_as_attributes(MseValueLossConfig)
+class MseValueLossFn(losses.MSEValueLoss):
+    """`rl_megatron.losses.MSEValueLoss` on values that are aligned with `returns` already.
+
+    NeMo RL's workers shift what the value head says before the loss sees it: entry t is the value before token t.
+    """
+
+    def __init__(self, cfg: Any = None) -> None:
+        super().__init__(parse_settings(MseValueLossConfig, cfg))
+
+    def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
+        return {"next_token_values": token_scores(output, data, sharding, self)[:, 1:]}

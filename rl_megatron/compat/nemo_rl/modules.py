@@ -1,0 +1,74 @@
+"""The table of NeMo RL's modules and their contents, for both of its generations."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+
+from rl_megatron import losses
+from rl_megatron.compat.nemo_rl import batch_settings, batched_data_dict, functions, loss_inputs, settings
+from rl_megatron.compat.nemo_rl import losses as nemo_losses
+from rl_megatron.losses.functional import masked_mean
+from rl_megatron.policy import interfaces as policy
+
+_INTERFACES = {"LossFunction": losses.LossFunction, "LossType": losses.LossType}
+_LOSSES = {
+    "ClippedPGLossConfig": settings.ClippedPGLossConfig,
+    "ClippedPGLossDataDict": losses.ClippedPGLossDataDict,
+    "ClippedPGLossFn": nemo_losses.ClippedPGLossFn,
+    "DPOLossConfig": settings.DPOLossConfig,
+    "DPOLossDataDict": losses.DPOLossDataDict,
+    "DPOLossFn": nemo_losses.DPOLossFn,
+    "DistillationLossConfig": settings.DistillationLossConfig,
+    "DistillationLossDataDict": losses.DistillationLossDataDict,
+    "DistillationLossFn": nemo_losses.DistillationLossFn,
+    "DraftCrossEntropyLossFn": losses.DraftCrossEntropyLossFn,
+    "MseValueLossConfig": settings.MseValueLossConfig,
+    "MseValueLossFn": nemo_losses.MseValueLossFn,
+    "NLLLoss": nemo_losses.NLLLoss,
+    "NLLLossFn": nemo_losses.NLLLoss,
+    "PreferenceLoss": losses.PreferenceLoss,
+    "PreferenceLossDataDict": losses.PreferenceLossDataDict,
+    "PreferenceLossFn": losses.PreferenceLoss,
+    "Tensor": TypeVar("Tensor", bound=torch.Tensor),
+}
+_LOGITS_WRAPPER = {"SequencePackingLossWrapper": losses.SequencePackingLossWrapper}
+_WRAPPERS = {
+    "SequencePackingFusionLossWrapper": loss_inputs.PackedLossWrapper,
+    "SequencePackingLossWrapper": loss_inputs.PackedLossWrapper,
+    "wrap_loss_fn_with_input_preparation": loss_inputs.wrap_loss_fn_with_input_preparation,
+}
+_INPUTS = {
+    "prepare_loss_input": loss_inputs.prepare_loss_input,
+    "prepare_packed_loss_input": loss_inputs.prepare_packed_loss_input,
+}
+
+MODULES: dict[str, dict[str, Any]] = {
+    "nemo_rl.algorithms.interfaces": _INTERFACES,
+    "nemo_rl.algorithms.loss": _LOSSES | _WRAPPERS | _INPUTS,
+    "nemo_rl.algorithms.loss.interfaces": _INTERFACES | {"LossInputType": losses.LossInputType},
+    "nemo_rl.algorithms.loss.loss_functions": _LOSSES,
+    "nemo_rl.algorithms.loss.loss_input": _INPUTS,
+    "nemo_rl.algorithms.loss.utils": _INPUTS,
+    "nemo_rl.algorithms.loss.wrapper": _WRAPPERS,
+    "nemo_rl.algorithms.loss_functions": _LOSSES | _LOGITS_WRAPPER,
+    "nemo_rl.algorithms.utils": {
+        "calculate_kl": functions.calculate_kl,
+        "calculate_kl_penalty_joschu2020": functions.calculate_kl_penalty_joschu2020,
+        "masked_mean": masked_mean,
+    },
+    "nemo_rl.distributed.batched_data_dict": {
+        "BatchedDataDict": batched_data_dict.BatchedDataDict,
+        "DynamicBatchingArgs": batch_settings.DynamicBatchingArgs,
+        "SequencePackingArgs": batch_settings.SequencePackingArgs,
+        "SlicedDataDict": batched_data_dict.BatchedDataDict,
+    },
+    "nemo_rl.models.policy.interfaces": {
+        "ColocatablePolicyInterface": policy.ColocatablePolicyInterface,
+        "LogprobOutputSpec": policy.LogprobOutputSpec,
+        "PolicyInterface": policy.PolicyInterface,
+        "ReferenceLogprobOutputSpec": policy.ReferenceLogprobOutputSpec,
+        "TopkLogitsOutputSpec": policy.TopkLogitsOutputSpec,
+    },
+}

@@ -1,0 +1,130 @@
+"""The two ways in which NeMo RL calls a loss, with a model's output or with streams read off it, as one `Call`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_megatron.logprobs import Sharding
+from rl_megatron.losses.contract import CallForms, Count
+from rl_megatron.losses.streams import first_nan
+
+_COUNTS = ("global_valid_seqs", "global_valid_toks")
+_GROUPS = ("vocab_parallel_rank", "vocab_parallel_group", "context_parallel_group")
+_LAYOUT = ("valid_vocab_size", "cu_seqlens", "cu_seqlens_padded")
+_POSITIONAL = ("data", *_COUNTS, *_GROUPS)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call of a loss.
+
+    Attributes:
+        output: the model's output, or None if the call brings the streams read off it.
+        sharding: how the output lies over ranks; not used without an output.
+        vocab_parallel_rank: what the caller gave; the group knows its own rank.
+        inputs: all other keywords: streams, and options of the loss's `evaluate`.
+    """
+
+    data: Mapping[str, Any]
+    global_valid_seqs: Count
+    global_valid_toks: Count
+    output: Tensor | None
+    sharding: Sharding
+    vocab_parallel_rank: int | None
+    inputs: dict[str, Any]
+
+
+class NaNLoss(ValueError):
+    """A loss is NaN because an input that counts is NaN; carries what the loss would have returned."""
+
+    def __init__(self, message: str, loss: Tensor, metrics: dict[str, Any]) -> None:
+        super().__init__(message)
+        self.loss, self.metrics = loss, metrics
+
+
+def bind(forms: CallForms, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Call:
+    """Return the arguments of a call by name. A tensor in the first place is the model's output or a stream.
+
+    Raises:
+        TypeError: arguments are missing, given twice or too many.
+        ValueError: vocab_parallel_rank is not this process's rank in vocab_parallel_group.
+    """
+    named = _by_position(forms, args)
+    if twice := named.keys() & keywords.keys():
+        raise TypeError(f"{forms.display_name} got {sorted(twice)} both by position and by name")
+    named |= keywords
+    if "logits" in named:  # the name that callers use who know nothing but the input type
+        named[forms.output_name] = named.pop("logits")
+    if missing := [key for key in ("data", *_COUNTS) if key not in named]:
+        raise TypeError(f"{forms.display_name} is missing {missing}")
+    streams_given = any(named.get(name) is not None for name in forms.input_names)
+    if (named.get(forms.output_name) is None) != streams_given:
+        names = (forms.output_name, *forms.input_names[:1])
+        raise TypeError(f"{forms.display_name} takes {'either ' if len(names) > 1 else ''}{' or '.join(names)}")
+    output = named.pop(forms.output_name, None)
+    rank, tp_group, cp_group = (named.pop(name, None) for name in _GROUPS)
+    _check_rank(rank, tp_group)
+    sharding = Sharding(tp_group, cp_group, **{name: named.pop(name, None) for name in _LAYOUT})
+    data, seqs, toks = (named.pop(name) for name in ("data", *_COUNTS))
+    return Call(data, seqs, toks, output, sharding, rank, named)
+
+
+def _by_position(forms: CallForms, args: tuple[Any, ...]) -> dict[str, Any]:
+    names = (*_POSITIONAL, *forms.further_positional)
+    if args and isinstance(args[0], Tensor):
+        names = (forms.name_of(args[0]), *names)
+    if len(args) > len(names):
+        raise TypeError(f"{forms.display_name} takes {len(names)} positional arguments, got {len(args)}")
+    return dict(zip(names, args, strict=False))
+
+
+def _check_rank(rank: int | None, group: dist.ProcessGroup | None) -> None:
+    if group is not None and rank not in (None, dist.get_rank(group)):
+        raise ValueError(
+            f"vocab_parallel_rank={rank}, but this process is rank {dist.get_rank(group)} of vocab_parallel_group"
+        )
+
+
+def output_form(sharding: Sharding) -> dict[str, Any]:
+    """Return the keywords that describe `sharding` in a call with a model's output."""
+    return {
+        "vocab_parallel_rank": None if sharding.tp_group is None else dist.get_rank(sharding.tp_group),
+        "vocab_parallel_group": sharding.tp_group,
+        "context_parallel_group": sharding.cp_group,
+        "valid_vocab_size": sharding.valid_vocab_size,
+        "cu_seqlens": sharding.cu_seqlens,
+        "cu_seqlens_padded": sharding.cu_seqlens_padded,
+    }
+
+
+def refuse_nan(
+    name: str,
+    loss: Tensor,
+    metrics: dict[str, Any],
+    data: Mapping[str, Any],
+    inputs: Mapping[str, Any],
+    required_keys: tuple[str, ...],
+    next_token_keys: frozenset[str],
+) -> None:
+    """Raise `NaNLoss`, naming the input and the position, if a NaN input that counts made the loss NaN."""
+    if not math.isnan(float(loss.detach().sum())):
+        return
+    if culprit := first_nan(data, inputs, required_keys, next_token_keys):
+        raise NaNLoss(f"{name} is NaN: {culprit} is NaN and not masked", loss, metrics)
+
+
+def as_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics with scalar tensors as Python numbers, in one transfer from the device.
+
+    Per-sample metrics stay tensors, and numbers stay as they are.
+    """
+    scalars = {name: value for name, value in metrics.items() if isinstance(value, Tensor) and value.dim() == 0}
+    numbers = torch.stack([value.double() for value in scalars.values()]).tolist() if scalars else []
+    return {**metrics, **dict(zip(scalars, numbers, strict=True))}

@@ -1,0 +1,58 @@
+"""The correction for the probabilities of the engine that generated the tokens, and how far they are from ours."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_megatron.losses import functional as F
+from rl_megatron.losses.clipped_pg.config import ClippedPGLossConfig
+from rl_megatron.losses.clipped_pg.means import Means
+from rl_megatron.losses.mismatch import mismatch_metrics
+
+
+def importance_weights(
+    cfg: ClippedPGLossConfig, prev_logprobs: Tensor, generation_logprobs: Tensor, token_mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return (π_prev/π_generation after truncation, whether it was outside its bounds) of every token.
+
+    Under GSPO the weight is the sequence's: the product over its tokens.
+
+    Shapes: all arguments and both results [B, S-1]. `token_mask` is without the sample's weight.
+    """
+    log_ratio = prev_logprobs - generation_logprobs
+    if cfg.sequence_level_importance_ratios:
+        weights = F.importance_weight(F.masked_sum(log_ratio, token_mask, dim=-1)[:, None].expand_as(log_ratio))
+    else:
+        weights = F.importance_weight(log_ratio)
+    high, low = cfg.truncated_importance_sampling_ratio, cfg.truncated_importance_sampling_ratio_min or 0.0
+    if cfg.truncation_type is None or high is None:
+        return weights, torch.zeros_like(weights, dtype=torch.bool)
+    if cfg.truncation_type == "tis":
+        return F.truncated_weights(weights, low, high)
+    if cfg.truncation_type == "icepop":
+        return F.icepop_weights(weights, low, high)
+    return F.sequence_masked_weights(weights, log_ratio, token_mask, low, high)
+
+
+def generation_metrics(
+    cfg: ClippedPGLossConfig,
+    logprobs: Tensor,
+    prev_logprobs: Tensor,
+    generation_logprobs: Tensor,
+    weights: Tensor,
+    outside: Tensor,
+    means: Means,
+) -> dict[str, Tensor]:
+    """Return how far π_prev is from the engine that generated the tokens, and what the correction does about it.
+
+    Shapes: all tensors [B, S-1]; `weights` and `outside` are those of `importance_weights`.
+    """
+    metrics = mismatch_metrics(prev_logprobs, generation_logprobs, means.over_tokens, cfg.reference_policy_kl_type)
+    weight_mean = means.over_sequences if cfg.sequence_level_importance_ratios else means.over_tokens
+    metrics["sampling_importance_ratio"] = weight_mean(weights)
+    metrics["approx_entropy"] = -means.over_tokens(F.bounded_exp(logprobs - generation_logprobs) * logprobs)
+    if cfg.truncation_type is not None:
+        outside_mean = means.over_sequences if cfg.truncation_type == "seq-mask-tis" else means.over_tokens
+        metrics["is_oob_ratio"] = outside_mean(outside.to(weights))
+    return metrics

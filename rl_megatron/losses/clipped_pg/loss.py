@@ -1,0 +1,169 @@
+"""The loss itself: ratio, surrogate, weight, means, KL, NLL and entropy, in this order.
+
+    L = mean( w·ℓ ) + β·mean( KL ) + μ·NLL⁺ − c_H·mean( H )
+
+ℓ is the surrogate, w the correction for the generation engine's probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_megatron.losses import functional as F
+from rl_megatron.losses.base import LogprobLoss
+from rl_megatron.losses.clipped_pg.config import ClippedPGLossConfig
+from rl_megatron.losses.clipped_pg.importance import generation_metrics, importance_weights
+from rl_megatron.losses.clipped_pg.means import Means
+from rl_megatron.losses.clipped_pg.ratios import policy_ratio, ratio_metrics
+from rl_megatron.losses.clipped_pg.surrogates import surrogate_loss
+from rl_megatron.losses.contract import Count, LossType, Reduction
+from rl_megatron.losses.mismatch import MISMATCH_METRICS
+from rl_megatron.losses.registry import register_loss
+from rl_megatron.losses.settings import parse_settings
+from rl_megatron.losses.streams import TokenStreams
+
+
+@register_loss("clipped_pg")
+class ClippedPGLossFn(LogprobLoss):
+    """L = mean( w·ℓ ) + β·mean( KL(π‖π_ref) ) + μ·NLL⁺ − c_H·mean( H ), by default GRPO's:
+
+        ℓ = −min( r·A, clip(r, 1−ε_min, 1+ε_max)·A ),  r = π/π_prev,  w = 1,  mean over the global batch's tokens
+
+    NLL⁺ is the mean of −log π over tokens of samples with a positive reward. Its denominator has to be a global count,
+    or the term would grow with the number of microbatches: data["global_positive_toks"] (that count over the global
+    batch, a scalar or repeated per sample) if the batch carries it, which is VAPO's mean; else global_valid_toks,
+    which weighs each positive token like any other token of the loss.
+
+    KL is estimated from the sampled tokens and differentiated together with their probability: see
+    `functional.score_function_weight`. The log-ratio log π/π_prev saturates at ±20,
+    `functional.MAX_LOG_RATIO`.
+
+    Metrics: those of `metric_reductions`. Means are over the global batch's tokens whatever the loss averages over,
+    except `loss`, `kl_penalty` (like the loss; without β), `num_valid_samples`, `positive_nll_loss` (see above),
+    `sampling_importance_ratio` (over sequences under GSPO) and `is_oob_ratio` (over sequences for seq-mask-tis).
+    `clip_fraction` is the share of tokens whose ratio was outside the clip range. With disable_ppo_ratio the ratio
+    metrics hold log-probabilities. Generation metrics are present where the batch has generation_logprobs, `entropy`
+    where next_token_entropy is given.
+
+    TRL's GRPOTrainer computes the same with loss_type "dapo" (the defaults here), "grpo" (token_level_loss=False; with
+    importance_sampling_level "sequence" it is GSPO), "dr_grpo" (fixed_sequence_length=max_completion_length) and
+    "cispo" (ratio_clip_min=1: TRL has no floor); its RLOOTrainer, on-policy, with disable_ppo_ratio and
+    fixed_sequence_length=1. Not the same: TRL's "bnpo" is a mean of the microbatches' means; a row without tokens
+    counts in the denominator of "grpo"; delta is ratio_clip_c only from 1 + ratio_clip_max on; the KL is differentiated
+    without the tokens' probability, unless use_bias_correction_kl is set.
+
+    Shapes, Raises: see `Loss.evaluate`; advantages are [B, S] or [B].
+    Source: PPO arXiv:1707.06347, GRPO arXiv:2402.03300, REINFORCE/RLOO arXiv:2402.14740, DAPO arXiv:2503.14476, VAPO
+        arXiv:2504.05118; the parts of the formula are sourced in `functional`.
+    """
+
+    cfg: ClippedPGLossConfig
+
+    def __init__(self, cfg: Any = None) -> None:
+        self.cfg = parse_settings(ClippedPGLossConfig, cfg)
+        self.loss_type = LossType.TOKEN_LEVEL if self.cfg.token_level_loss else LossType.SEQUENCE_LEVEL
+
+    @property
+    def metric_reductions(self) -> Mapping[str, Reduction]:
+        ratios = ("probs_ratio", "probs_ratio_clamped")
+        return Reduction.table(
+            "loss", *ratios, "kl_penalty", "clip_fraction", "num_valid_samples", "positive_nll_loss", "entropy",
+            "sampling_importance_ratio", "approx_entropy", *MISMATCH_METRICS,
+            *(["is_oob_ratio"] if self.cfg.truncation_type is not None else []),
+            minima=[f"{name}_min" for name in ratios],
+            maxima=[f"{name}_max" for name in ratios],
+        )  # fmt: skip
+
+    @property
+    def required_keys(self) -> tuple[str, ...]:
+        cfg = self.cfg
+        corrects = cfg.use_importance_sampling_correction
+        conditional = {
+            "prev_logprobs": not cfg.force_on_policy_ratio and (corrects or not cfg.disable_ppo_ratio),
+            "generation_logprobs": corrects or (cfg.use_on_policy_kl_approximation and cfg.kl_coefficient > 0),
+            "reference_policy_logprobs": cfg.kl_coefficient > 0,
+            "rewards": cfg.positive_example_nll_weight > 0,
+        }
+        return (*super().required_keys, "advantages", *(key for key, needed in conditional.items() if needed))
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.cfg.entropy_coeff != 0
+
+    def evaluate(
+        self,
+        data: Mapping[str, Any],
+        global_valid_seqs: Count,
+        global_valid_toks: Count,
+        next_token_logprobs: Tensor,
+        next_token_entropy: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        cfg, streams = self.cfg, self.streams(data, next_token_logprobs)
+        means = Means(cfg, streams, global_valid_seqs, global_valid_toks)
+        logprobs = streams.select("next_token_logprobs", next_token_logprobs)
+        entropy = None if next_token_entropy is None else streams.select("next_token_entropy", next_token_entropy)
+        prev = logprobs.detach() if cfg.force_on_policy_ratio else streams.get("prev_logprobs")
+        generation = streams.get("generation_logprobs")
+        metrics: dict[str, Tensor] = {}
+
+        ratio, clipped_ratio = policy_ratio(cfg, logprobs, prev, streams.mask)
+        metrics |= ratio_metrics(ratio, clipped_ratio, means)
+        loss_of_tokens = surrogate_loss(cfg, streams["advantages"], ratio, clipped_ratio, logprobs)
+        if prev is not None and generation is not None:
+            weights, outside = importance_weights(cfg, prev, generation, streams.token_mask)
+            metrics |= generation_metrics(cfg, logprobs, prev, generation, weights, outside, means)
+            if cfg.use_importance_sampling_correction:
+                loss_of_tokens = weights * loss_of_tokens
+        loss = means.of_loss(loss_of_tokens)
+
+        kl = nll = streams.mask.new_zeros(())
+        if cfg.kl_coefficient > 0:
+            kl = means.of_loss(self._kl(streams, logprobs, generation))
+            loss = loss + cfg.kl_coefficient * kl
+        if cfg.positive_example_nll_weight > 0:
+            nll = self._positive_nll(streams, logprobs, global_valid_toks)
+            loss = loss + cfg.positive_example_nll_weight * nll
+        if entropy is not None:
+            metrics["entropy"] = means.over_tokens(entropy)
+        if cfg.entropy_coeff > 0:
+            if entropy is None:
+                raise ValueError(f"entropy_coeff={cfg.entropy_coeff} needs next_token_entropy, and none was given")
+            loss = loss - cfg.entropy_coeff * means.of_loss(entropy)
+
+        metrics |= {"kl_penalty": kl, "positive_nll_loss": nll, "loss": loss}
+        metrics |= {"num_valid_samples": streams.sample_mask.sum()}
+        return loss, {name: metric.detach() for name, metric in metrics.items()}
+
+    def _kl(self, streams: TokenStreams, logprobs: Tensor, generation: Tensor | None) -> Tensor:
+        """Return the weighted estimate of KL(π‖π_ref) at every token, [B, S-1].
+
+        If logprobs were filtered (top-k, top-p), data["curr_logprobs_unfiltered"] [B, S-1] stands for them, because
+        the reference's logprobs are never filtered.
+        """
+        cfg, unfiltered = self.cfg, "curr_logprobs_unfiltered"
+        if unfiltered in streams:
+            logprobs = streams.select(f"data[{unfiltered!r}]", streams.data[unfiltered])
+        if cfg.use_on_policy_kl_approximation:
+            assert generation is not None  # a required key
+            weights = F.importance_weight(logprobs - generation)
+        else:
+            weights = F.score_function_weight(logprobs)
+        return F.kl_penalty(
+            logprobs, streams["reference_policy_logprobs"], cfg.reference_policy_kl_type, cfg.kl_input_clamp_value,
+            cfg.kl_output_clamp_value, weights,
+        )  # fmt: skip
+
+    def _positive_nll(self, streams: TokenStreams, logprobs: Tensor, global_valid_toks: Count) -> Tensor:
+        """Return the sum of −log π over tokens of samples with a positive reward, over a global count (see the class).
+
+        That count is data["global_positive_toks"], a scalar or repeated per sample, if the batch carries it.
+        """
+        rewards, key = streams.per_sample("rewards"), "global_positive_toks"
+        positive = torch.where(rewards.isnan(), rewards, (rewards > 0).to(rewards))  # NaN stays NaN
+        mask = streams.mask * positive[:, None]
+        count = torch.as_tensor(streams.data[key]).flatten()[:1].sum() if key in streams else global_valid_toks
+        return F.masked_mean(-logprobs, mask, global_normalization_factor=count)

@@ -1,0 +1,37 @@
+"""The averages that a policy gradient loss and its metrics are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rl_megatron.losses import functional as F
+from rl_megatron.losses.clipped_pg.config import ClippedPGLossConfig
+from rl_megatron.losses.contract import Count
+from rl_megatron.losses.streams import TokenStreams
+
+
+@dataclass(frozen=True)
+class Means:
+    """Means of [B, S-1] streams over the global batch; each returns this part's share, a scalar."""
+
+    cfg: ClippedPGLossConfig
+    streams: TokenStreams
+    global_valid_seqs: Count
+    global_valid_toks: Count
+
+    def over_tokens(self, values: Tensor) -> Tensor:
+        """Return the mean over tokens."""
+        return F.masked_mean(values, self.streams.mask, global_normalization_factor=self.global_valid_toks)
+
+    def over_sequences(self, values: Tensor) -> Tensor:
+        """Return the mean over sequences of each sequence's mean over its tokens."""
+        return F.sequence_mean(values, self.streams.mask, self.streams.sample_mask, self.global_valid_seqs)
+
+    def of_loss(self, values: Tensor) -> Tensor:
+        """Return the mean that the loss takes: over tokens, sequences, or sequences of a length taken as fixed."""
+        if self.cfg.fixed_sequence_length is not None:
+            count = self.global_valid_seqs * self.cfg.fixed_sequence_length
+            return F.masked_mean(values, self.streams.mask, global_normalization_factor=count)
+        return self.over_tokens(values) if self.cfg.token_level_loss else self.over_sequences(values)

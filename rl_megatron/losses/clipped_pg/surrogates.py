@@ -1,0 +1,21 @@
+"""The surrogate objectives: the per-token loss that a ratio and an advantage give."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rl_megatron.losses import functional as F
+from rl_megatron.losses.clipped_pg.config import ClippedPGLossConfig
+
+
+def surrogate_loss(
+    cfg: ClippedPGLossConfig, advantages: Tensor, ratio: Tensor, clipped_ratio: Tensor, logprobs: Tensor
+) -> Tensor:
+    """Return the loss of every token: PPO's, with a ceiling if dual clip is on, or CISPO's.
+
+    Shapes: all arguments and the result [B, S-1].
+    """
+    if cfg.use_cispo:
+        return F.cispo_surrogate(advantages, clipped_ratio, logprobs)
+    loss = F.clipped_surrogate(advantages, ratio, clipped_ratio)
+    return loss if cfg.ratio_clip_c is None else F.dual_clip(loss, advantages, cfg.ratio_clip_c)
