@@ -8,8 +8,8 @@ import torch
 
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.compat import nemo_rl
-from rl_megatron.compat.nemo_rl.batch_settings import BatchError
 from rl_megatron.compat.nemo_rl.batched_data_dict import BatchedDataDict
+from rl_megatron.compat.nemo_rl.errors import RuleError
 from rl_megatron.data import BatchedDataDict as CoreBatch
 from tests.unit.data.test_batch import assert_same
 from tests.unit.data.test_batch import batch_of as core_batch_of
@@ -122,8 +122,8 @@ class TestShards:
         ],
     )
     def test_errors_are_assertions_and_value_errors_that_name_the_remedy(self, arguments, message):
-        assert issubclass(BatchError, ValueError) and issubclass(BatchError, AssertionError)
-        with pytest.raises(BatchError, match=message):
+        assert issubclass(RuleError, ValueError) and issubclass(RuleError, AssertionError)
+        with pytest.raises(RuleError, match=message):
             batch_of(LENGTHS).shard_by_batch_size(**arguments)
 
     def test_keys_of_different_sizes_are_an_assertion(self):

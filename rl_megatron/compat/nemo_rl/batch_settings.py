@@ -1,4 +1,4 @@
-"""Settings of NeMo RL's `shard_by_batch_size`, plain dictionaries to callers, and the errors of its batches."""
+"""Settings of NeMo RL's `shard_by_batch_size`, which are plain dictionaries to callers."""
 
 from __future__ import annotations
 
@@ -7,17 +7,10 @@ from typing import Any, Required, TypedDict, TypeVar
 
 from rl_megatron.batching.config import DynamicPlanArgs, PackingPlanArgs
 from rl_megatron.batching.cost import SequenceCost
+from rl_megatron.compat.nemo_rl.errors import RuleError
 from rl_megatron.config.errors import unknown_name
 
 _PlanArgs = TypeVar("_PlanArgs", DynamicPlanArgs, PackingPlanArgs)
-
-
-class BatchError(ValueError, AssertionError):
-    """A broken rule of a batch's sizes or arguments: a ValueError, and an AssertionError as in NeMo RL."""
-
-
-class BatchRangeError(BatchError, IndexError):
-    """A request for sequences that the batch does not have."""
 
 
 class DynamicBatchingArgs(TypedDict, total=False):
@@ -73,7 +66,7 @@ def plan_args(
         arguments: What the planner takes.
 
     Raises:
-        BatchError: A key is unknown or missing, or a value is out of range.
+        RuleError: A key is unknown or missing, or a value is out of range.
     """
     known = declared.__annotations__
     try:
@@ -81,9 +74,9 @@ def plan_args(
             if key not in known:
                 raise unknown_name(f"key of {declared.__name__}", key, known)
         if "max_tokens_per_microbatch" not in settings:
-            raise BatchError(f"{declared.__name__} needs the key 'max_tokens_per_microbatch', got {sorted(settings)}.")
+            raise RuleError(f"{declared.__name__} needs the key 'max_tokens_per_microbatch', got {sorted(settings)}.")
         rest = dict(settings)
         keys = rest.pop("input_key", "input_ids"), rest.pop("input_lengths_key", "input_lengths")
         return arguments(**rest), *keys
     except ValueError as error:
-        raise BatchError(f"{declared.__name__}: {error}") from error
+        raise RuleError(f"{declared.__name__}: {error}") from error

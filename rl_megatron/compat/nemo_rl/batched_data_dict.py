@@ -7,7 +7,7 @@ What is different from `nemo_rl.distributed.batched_data_dict`, on purpose:
 - Microbatches are planned by `rl_megatron.batching`: every shard has the same number of them in every step batch, and
   packing algorithms are "balanced" (the default) and the keys of `rl_megatron.batching.packing.ALGORITHMS`.
 - Two more settings keep sequences together (`group_size`) and say what is balanced (`cost`).
-- Rules that NeMo RL asserts raise `BatchError`, which is a ValueError as well as an AssertionError. Microbatch
+- Rules that NeMo RL asserts raise `RuleError`, which is a ValueError as well as an AssertionError. Microbatch
   iterators raise it when they are made, not when they are first read.
 - `get_batch` does not need a `batch_size` if microbatches were planned.
 - `reorder_data` and `truncate_tensors` return the batch. The latter leaves tensors shorter than the length as they are.
@@ -28,13 +28,8 @@ import torch.distributed as dist
 
 from rl_megatron.batching.config import DynamicPlanArgs, PackingPlanArgs
 from rl_megatron.batching.plan import MicrobatchPlan, plan_dynamic_batching, plan_sequence_packing
-from rl_megatron.compat.nemo_rl.batch_settings import (
-    BatchError,
-    BatchRangeError,
-    DynamicBatchingArgs,
-    SequencePackingArgs,
-    plan_args,
-)
+from rl_megatron.compat.nemo_rl.batch_settings import DynamicBatchingArgs, SequencePackingArgs, plan_args
+from rl_megatron.compat.nemo_rl.errors import RangeError, RuleError
 from rl_megatron.data import batch as core
 
 DictT = TypeVar("DictT", bound=Mapping[str, Any])
@@ -71,11 +66,11 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         `from_batches(shards).reorder_data(order)` is the batch that `shard_by_batch_size` split.
 
         Raises:
-            BatchError: `order` is not a permutation of the sequences.
+            RuleError: `order` is not a permutation of the sequences.
         """
         size = self._equal_size()
         if sorted(order) != list(range(size)):
-            raise BatchError(f"order must hold each of 0 … {size - 1} once, got {list(order)[:16]} …")
+            raise RuleError(f"order must hold each of 0 … {size - 1} once, got {list(order)[:16]} …")
         inverse = sorted(range(len(order)), key=order.__getitem__)
         self.data = self.select_indices(inverse).data
         return self
@@ -93,11 +88,11 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         """Return sequences `start` to `end - 1`. Tensors are views of this batch's.
 
         Raises:
-            BatchRangeError: The batch does not have all of these sequences.
+            RangeError: The batch does not have all of these sequences.
         """
         size = self._equal_size()
         if not 0 <= start <= end <= size:
-            raise BatchRangeError(
+            raise RangeError(
                 f"slice({start}, {end}) of a batch of size {size}: 0 ≤ start ≤ end ≤ size must hold."
             )
         return super().slice(start, end)
@@ -106,12 +101,12 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         """Return a copy of the `rank`-th of `chunks` equal parts: `[a, b, c, d]`, rank 1 of 2 → `[c, d]`.
 
         Raises:
-            BatchRangeError: There is no such part.
-            BatchError: The parts would not be equal.
+            RangeError: There is no such part.
+            RuleError: The parts would not be equal.
         """
         size = self._equal_size()
         if not 0 <= rank < chunks:
-            raise BatchRangeError(f"chunk {rank} of {chunks}: ranks run from 0 to {chunks - 1}.")
+            raise RangeError(f"chunk {rank} of {chunks}: ranks run from 0 to {chunks - 1}.")
         _require_multiple(size, "Batch size", chunks, "chunks")
         share = size // chunks
         return self.select_indices(range(rank * share, (rank + 1) * share))
@@ -143,7 +138,7 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         kinds = [{key: isinstance(value, _TensorSpec) for key, value in rank.items()} for rank in theirs]
         for rank, kind in enumerate(kinds):
             if kind != kinds[0]:  # checked before any tensor is exchanged, or the ranks would wait for each other
-                raise BatchError(
+                raise RuleError(
                     f"rank {rank} gathers {sorted(kind)} and rank 0 gathers {sorted(kinds[0])}: keys must agree, and "
                     f"which of them are tensors."
                 )
@@ -183,16 +178,16 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
             with `get_batch` and the iterator of that plan.
 
         Raises:
-            BatchError: Both plans are asked for, sizes do not divide, or a sequence exceeds the token budget.
+            RuleError: Both plans are asked for, sizes do not divide, or a sequence exceeds the token budget.
         """
         if allow_uneven_shards and batch_size is not None:
-            raise BatchError("batch_size must be None if allow_uneven_shards is True")
+            raise RuleError("batch_size must be None if allow_uneven_shards is True")
         if dynamic_batching_args is not None and sequence_packing_args is not None:
-            raise BatchError("dynamic_batching_args and sequence_packing_args cannot be passed together")
+            raise RuleError("dynamic_batching_args and sequence_packing_args cannot be passed together")
         size = self._equal_size()
         batch_size = size if batch_size is None else batch_size
         if batch_size < 1 or shards < 1:
-            raise BatchError(f"cannot split {size} sequences in batches of {batch_size} over {shards} shards.")
+            raise RuleError(f"cannot split {size} sequences in batches of {batch_size} over {shards} shards.")
         _require_multiple(size, "Total batch size", batch_size, "batch_size")
         if not allow_uneven_shards:
             _require_multiple(batch_size, "Batch size", shards, "shards")
@@ -216,7 +211,7 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         try:
             return [plan_dynamic_batching(lengths[i : i + starts.step], width, shards, args) for i in starts]
         except ValueError as error:
-            raise BatchError(str(error)) from error
+            raise RuleError(str(error)) from error
 
     def _plan_packing(
         self, settings: Mapping[str, Any], starts: range, shards: int, allow_uneven: bool
@@ -226,7 +221,7 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         try:
             return [plan_sequence_packing(lengths[i : i + starts.step], shards, args, allow_uneven) for i in starts]
         except ValueError as error:
-            raise BatchError(str(error)) from error
+            raise RuleError(str(error)) from error
 
     def _shards_of(self, plans: list[MicrobatchPlan], batch_size: int) -> tuple[list[Self], list[int]]:
         """Return the shards that one plan per step batch describes, and the order of sequences over all of them."""
@@ -251,7 +246,7 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
 
     def _lengths(self, key: str) -> list[int]:
         if key not in self.data:
-            raise BatchError(f"planning microbatches needs lengths under {key!r}; the batch has {sorted(self.data)}.")
+            raise RuleError(f"planning microbatches needs lengths under {key!r}; the batch has {sorted(self.data)}.")
         lengths = self.data[key]
         return [int(length) for length in (lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths)]
 
@@ -259,11 +254,11 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         """Return S of `[B, S]`, if cutting dimension 1 of any tensor cuts a sequence and nothing else."""
         tokens = self.data.get(key)
         if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
-            raise BatchError(f"dynamic batching needs {key!r} as a [B, S] tensor; the batch has {sorted(self.data)}.")
+            raise RuleError(f"dynamic batching needs {key!r} as a [B, S] tensor; the batch has {sorted(self.data)}.")
         width = tokens.shape[1]
         for other, value in self.data.items():
             if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] not in (1, width):
-                raise BatchError(
+                raise RuleError(
                     f"dynamic batching cuts dimension 1 to the longest sequence, and {other!r} {tuple(value.shape)} is "
                     f"not as wide as {key!r} {tuple(tokens.shape)}: align it with the tokens, or carry it as a list."
                 )
@@ -278,15 +273,15 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
                 planned; a plan knows the sizes of its step batches.
 
         Raises:
-            BatchError: There is neither a plan nor a `batch_size`.
-            BatchRangeError: There is no such step batch.
+            RuleError: There is neither a plan nor a `batch_size`.
+            RangeError: There is no such step batch.
         """
         if self.micro_batch_indices is None or self.micro_batch_lengths is None:
             if batch_size is None:
-                raise BatchError("get_batch needs batch_size: this batch has no planned microbatches to read it from.")
+                raise RuleError("get_batch needs batch_size: this batch has no planned microbatches to read it from.")
             return self.slice(batch_idx * batch_size, (batch_idx + 1) * batch_size)
         if not 0 <= batch_idx < len(self.micro_batch_indices):
-            raise BatchRangeError(f"batch {batch_idx} of a shard with {len(self.micro_batch_indices)} batches.")
+            raise RangeError(f"batch {batch_idx} of a shard with {len(self.micro_batch_indices)} batches.")
         ends = [bounds[-1][1] for bounds in self.micro_batch_indices]
         start = sum(ends[:batch_idx])
         batch = self.slice(start, start + ends[batch_idx])
@@ -300,7 +295,7 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         """Return an iterator over consecutive slices of `microbatch_size` sequences.
 
         Raises:
-            BatchError: The sizes do not divide; raised by the call itself.
+            RuleError: The sizes do not divide; raised by the call itself.
         """
         size = self._equal_size()
         _require_multiple(size, "Data dict size", microbatch_size, "the provided microbatch size")
@@ -330,26 +325,26 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
 
     def _planned(self) -> tuple[list[list[int]], list[int]]:
         if self.micro_batch_indices is None or self.micro_batch_lengths is None:
-            raise BatchError(
+            raise RuleError(
                 "no microbatches are planned: call shard_by_batch_size with dynamic_batching_args or "
                 "sequence_packing_args first."
             )
         if len(self.micro_batch_indices) != 1:
-            raise BatchError(f"the shard holds {len(self.micro_batch_indices)} batches: pick one with get_batch(i).")
+            raise RuleError(f"the shard holds {len(self.micro_batch_indices)} batches: pick one with get_batch(i).")
         return self.micro_batch_indices[0], self.micro_batch_lengths[0]
 
     def _equal_size(self) -> int:
-        """Return the size. Raises BatchError if keys disagree on it."""
+        """Return the size. Raises RuleError if keys disagree on it."""
         try:
             return self.size
         except ValueError as error:
-            raise BatchError(f"Batch sizes are not the same across the batch: {error}") from error
+            raise RuleError(f"Batch sizes are not the same across the batch: {error}") from error
 
 
 def _require_multiple(value: int, value_name: str, divisor: int, divisor_name: str) -> None:
     if divisor < 1 or value % divisor:
         remedy = f"; append padding sequences with `pad_to_multiple({divisor})`" if divisor > 1 else ""
-        raise BatchError(f"{value_name} ({value}) is not a multiple of {divisor_name} ({divisor}){remedy}")
+        raise RuleError(f"{value_name} ({value}) is not a multiple of {divisor_name} ({divisor}){remedy}")
 
 
 class _TensorSpec(NamedTuple):

@@ -10,6 +10,10 @@ class RuleError(ValueError, AssertionError):
     """A rule of NeMo RL's is broken; the message states the rule."""
 
 
+class RangeError(RuleError, IndexError):
+    """Sequences are asked for that a batch does not have."""
+
+
 def require(holds: bool, rule: str) -> None:
     """Raise `RuleError` with `rule` unless it holds."""
     if not holds:

@@ -11,7 +11,7 @@ from rl_megatron.config.load import load
 from rl_megatron.config.metrics import METRICS
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import MSEValueLoss, build_loss
-from rl_megatron.weight_sync.sender import RefitCost
+from rl_megatron.weight_sync.sender import SyncTimings
 
 
 def names(declared):
@@ -31,7 +31,7 @@ def test_the_statistics_of_rollouts_are_declared():
 
 
 def test_what_a_weight_sync_reports_is_declared():
-    of_policy = RefitCost(bytes=8).metrics().keys()
+    of_policy = SyncTimings(bytes=8).metrics().keys()
     of_engines = {f"refit_{phase}_{unit}" for phase in ("verify", "copy") for unit in ("seconds", "gb_per_s")}
     assert of_policy | of_engines == names(metrics.WEIGHT_SYNC)
 
