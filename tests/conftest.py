@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -9,6 +10,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported; worker processes inherit it
 
 from tests.worker_pool import WorkerPool
+
+# Most tests here take several processes: all are slow, except the few that are marked `quick`.
+SLOW_DIRECTORIES = [Path(__file__).parent / name for name in ("parallel", "end_to_end")]
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +35,10 @@ def backend(request):
 
 def pytest_addoption(parser):
     parser.addoption("--whole-grid", action="store_true", help="hold every layout of the grid against one process")
+
+
+def pytest_itemcollected(item):
+    """Mark every test of a slow directory `slow`, unless it is marked `quick`."""
+    in_slow_directory = any(item.path.is_relative_to(directory) for directory in SLOW_DIRECTORIES)
+    if in_slow_directory and item.get_closest_marker("quick") is None:
+        item.add_marker(pytest.mark.slow)

@@ -126,6 +126,7 @@ def test_a_killed_run_goes_on_bitwise(tmp_path, forks, ranks):
         assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.quick
 def test_a_run_killed_while_saving_keeps_the_checkpoint_before(tmp_path, forks):
     """Killed as soon as the directory of the second save appears."""
     directory = prepare(tmp_path)

@@ -77,11 +77,13 @@ def one_node(tmp_path_factory):
     return output_dir
 
 
+@pytest.mark.slow
 def test_train_sh_starts_the_ranks_of_one_node(one_node):
     assert world(one_node).startswith("2 rank(s): tensor 2")
     assert [line["step"] for line in metrics(one_node) if line["kind"] == "train"] == [1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranked", [False, True], ids=["c10d", "static"])
 def test_two_nodes_form_one_job_with_the_metrics_of_one_node(one_node, tmp_path, ranked):
     meeting = {"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
