@@ -184,6 +184,24 @@ def test_a_failed_installation_is_reported_and_tried_again(quickstart):
     assert run().returncode == 0 and count("-m pip install") == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "-n 2 --dist worksteal -m not slow"),
+        (["--all", "-x"], "-n 2 --dist worksteal -x"),
+        (["tests/unit", "-k", "dual_clip"], "tests/unit -k dual_clip"),
+    ],
+    ids=["fast tests", "every test", "what is named"],
+)
+def test_test_sh_runs_the_fast_tests_every_test_or_what_is_named(quickstart, arguments, expected):
+    tree, _, _ = quickstart
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "VENV")}
+    command = [tree / "scripts" / "test.sh", *arguments]
+    finished = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert (tree / "calls").read_text().splitlines()[-1] == f"-m pytest {expected}"
+
+
 @pytest.fixture
 def gpu_check(tmp_path):
     """gpu_check.sh with a Python that only notes its calls and sees so many GPUs: run(gpus, …) → (finished, calls)."""
