@@ -1,3 +1,4 @@
+import gc
 import os
 from pathlib import Path
 
@@ -35,6 +36,10 @@ def backend(request):
 
 def pytest_addoption(parser):
     parser.addoption("--whole-grid", action="store_true", help="hold every layout of the grid against one process")
+
+
+def pytest_collection_finish():
+    gc.freeze()  # Garbage collections then skip the modules and tests, a million objects that nothing ever frees.
 
 
 def pytest_itemcollected(item):

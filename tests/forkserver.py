@@ -14,14 +14,6 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PRELOADED = [
-    "rl_megatron.algorithms.run",
-    "rl_megatron.certify.command",
-    "torch.distributed.checkpoint",
-    "torch.utils.tensorboard",
-    "matplotlib.pyplot",
-    "pytest",
-]
 
 
 def environment() -> dict[str, str]:
@@ -33,7 +25,7 @@ def environment() -> dict[str, str]:
 def fork_context() -> ForkServerContext:
     """Return the multiprocessing context whose processes are forks of the server, which the first call starts."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(["tests.preloaded"])
     with _in_environment(environment()):
         forkserver.ensure_running()
     return context

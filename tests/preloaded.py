@@ -1,0 +1,13 @@
+"""What the server of `tests.forkserver` imports before the first fork."""
+
+import gc
+
+import matplotlib.pyplot  # noqa: F401
+import pytest  # noqa: F401
+import torch.distributed.checkpoint
+import torch.utils.tensorboard  # noqa: F401
+
+import rl_megatron.algorithms.run
+import rl_megatron.certify.command  # noqa: F401
+
+gc.freeze()  # A collection in a fork then skips a million objects that nothing ever frees.
