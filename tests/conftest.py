@@ -1,4 +1,6 @@
+import gc
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -12,6 +14,9 @@ from tests import shape_checks
 from tests.worker_pool import WorkerPool
 
 shape_checks.install()  # before anything imports the modules that it checks
+
+# Most tests here take several processes: all are slow, except the few that are marked `quick`.
+SLOW_DIRECTORIES = [Path(__file__).parent / name for name in ("parallel", "end_to_end")]
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +39,14 @@ def backend(request):
 
 def pytest_addoption(parser):
     parser.addoption("--whole-grid", action="store_true", help="hold every layout of the grid against one process")
+
+
+def pytest_collection_finish():
+    gc.freeze()  # Garbage collections then skip the modules and tests, a million objects that nothing ever frees.
+
+
+def pytest_itemcollected(item):
+    """Mark every test of a slow directory `slow`, unless it is marked `quick`."""
+    in_slow_directory = any(item.path.is_relative_to(directory) for directory in SLOW_DIRECTORIES)
+    if in_slow_directory and item.get_closest_marker("quick") is None:
+        item.add_marker(pytest.mark.slow)

@@ -92,6 +92,7 @@ def results_of(content, **wanted):
     return {result["variant"]: result for result in case["results"]}
 
 
+@pytest.mark.slow
 def test_every_mode_of_the_logprob_race_runs(quick_run):
     _, content = quick_run
     raced = {(c["case"]["mode"], c["case"]["dtype"], c["case"]["tensor"]) for c in content["cases"]}
@@ -104,6 +105,7 @@ def test_every_mode_of_the_logprob_race_runs(quick_run):
     assert content["environment"].keys() >= {"processor", "threads", "copy_bytes_per_second", "versions", "commit"}
 
 
+@pytest.mark.slow
 def test_ours_is_exact_in_place_and_talks_once(quick_run):
     _, content = quick_run
     for mode, tensor in product(("logprob", "entropy", "gather"), (1, 2)):
@@ -117,6 +119,7 @@ def test_ours_is_exact_in_place_and_talks_once(quick_run):
     assert results["torch float().log_softmax"]["logprob_error"] < 1e-5
 
 
+@pytest.mark.slow
 def test_megatron_core_takes_part_on_several_ranks(quick_run):
     _, content = quick_run
     results = results_of(content, mode="logprob", dtype="fp32", tensor=2)
@@ -124,6 +127,7 @@ def test_megatron_core_takes_part_on_several_ranks(quick_run):
     assert "torch log_softmax" not in results
 
 
+@pytest.mark.slow
 def test_a_peer_is_raced_in_the_modes_that_it_answers(quick_run):
     printed, content = quick_run
     both, one = "tests.test_benchmarks:exact_peer", "tests.test_benchmarks:plain_peer"
@@ -195,6 +199,7 @@ def test_the_peak_is_what_was_alive_at_once():
     assert counters.peak == 2 * x.nbytes and counters.live == kept.untyped_storage().nbytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--packed", "--precision", "bf16", "--fused-head"]], ids=["padded", "packed"])
 def test_a_grpo_step_has_the_gradient_of_the_bare_step(options, tmp_path):
     small = ["--model", "nano", "--vocab-size", "256", "--tokens", "256", "--length", "32", "--steps", "1"]
@@ -212,6 +217,7 @@ def test_a_grpo_step_has_the_gradient_of_the_bare_step(options, tmp_path):
     assert figures["ratio"] == figures["grpo"] / figures["bare"]
 
 
+@pytest.mark.slow
 def test_conversions_hold_a_part_of_a_file(tmp_path):
     """Of three files: a conversion that held the whole model would have a peak of three times the largest. Smaller
     ones would drown in what a process takes to start at all."""
@@ -220,6 +226,7 @@ def test_conversions_hold_a_part_of_a_file(tmp_path):
     assert all(row.peak > 2**20 for row in measured), "measured nothing"
 
 
+@pytest.mark.slow
 def test_saves_are_raced(tmp_path):
     small = ["--hidden", "32", "--layers", "1", "--repetitions", "1", "--directory", str(tmp_path)]
     done = subprocess.run(
@@ -265,6 +272,7 @@ def test_the_peer_of_the_page_is_a_peer():
     torch.testing.assert_close(names["logprobs"](logits, targets), plain_peer(logits, targets))
 
 
+@pytest.mark.slow
 def test_refit_takes_one_collective_a_bucket_and_less_than_one_by_one(capsys):
     tiny = [
         "--layers",

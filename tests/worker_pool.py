@@ -1,23 +1,24 @@
 """Gloo ranks that outlive a test.
 
-Importing torch and megatron-core takes seconds, so the ranks are started once per session and every test borrows as
-many as it needs: each call joins the first `world_size` of them in a fresh process group, runs one function on every
-rank, and takes the group down again. A function that fails on any rank fails the test with that rank's traceback.
+The ranks are forks of `tests.forkserver`, started once per session, and every test borrows as many as it needs: each
+call joins the first `world_size` of them in a fresh process group, runs one function on every rank, and takes the group
+down again. A function that fails on any rank fails the test with that rank's traceback.
 """
 
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
-from tests import shape_checks
+from tests.forkserver import fork_context
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 
@@ -27,9 +28,7 @@ class RankFailed(AssertionError):
 
 
 def _serve(rank: int, connection: Connection) -> None:
-    """Runs on a rank: take (function, arguments), answer (ok, result or traceback), until told to stop."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    shape_checks.install()
+    """Take (function, arguments) on a rank and answer (ok, result or traceback), until told to stop."""
     import torch
     import torch.distributed as dist
 
@@ -53,7 +52,7 @@ def _serve(rank: int, connection: Connection) -> None:
 
 
 def _leave_topology() -> None:
-    """megatron-core keeps its groups in module globals; the next job must not find this one's."""
+    """Take down megatron-core's groups, which are module globals: the next job must not find this one's."""
     import sys
 
     parallel_state = sys.modules.get("megatron.core.parallel_state")
@@ -62,16 +61,17 @@ def _leave_topology() -> None:
 
 
 class WorkerPool:
-    """Ranks 0 … n-1 as spawned processes, grown on demand."""
+    """Ranks 0 … n-1 as forked processes, grown on demand, and the results of `reference`."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
-        self._workers: list[tuple[multiprocessing.Process, Connection]] = []
+        self._context = fork_context()
+        self._workers: list[tuple[BaseProcess, Connection]] = []
+        self._references: dict[bytes, bytes] = {}
         self._scratch = tempfile.TemporaryDirectory(prefix="rl_megatron_pool_")
         self._jobs = 0
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """`function(*args)` on `world_size` ranks of one process group; the results in rank order.
+        """Run `function(*args)` on `world_size` ranks of one process group and return the results in rank order.
 
         `function` must be importable (module level) and its arguments and results picklable.
         """
@@ -97,6 +97,17 @@ class WorkerPool:
                 results[rank] = result
         return results
 
+    def reference(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return what `function(*args)` gives on one rank, computed once per session for the same arguments.
+
+        This is for functions whose result depends on nothing but their arguments, files included. Every caller gets a
+        copy of its own.
+        """
+        key = pickle.dumps((function, args))
+        if key not in self._references:
+            self._references[key] = pickle.dumps(self.run(1, function, *args)[0])
+        return pickle.loads(self._references[key])
+
     def _start(self, rank: int) -> None:
         ours, theirs = self._context.Pipe()
         # Not a daemon: daemons may not have children, and saving a checkpoint starts writers.
@@ -106,6 +117,7 @@ class WorkerPool:
         self._workers.append((process, ours))
 
     def close(self) -> None:
+        """End every rank; the next job starts new ones."""
         for process, connection in self._workers:
             process.terminate()
             process.join()

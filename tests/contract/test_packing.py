@@ -89,6 +89,7 @@ def assert_close(got, want, dtype, where):
     assert (got[2] - want[2]).abs().max().item() / scale <= of_gradient, (*where, dtype)
 
 
+@pytest.mark.slow
 def test_packed_equals_unpacked():
     """Each batch is drawn for every loss, in one of its configurations, and tried in fp64 and in fp32."""
     batches, tried = set(), set()

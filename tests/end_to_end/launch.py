@@ -1,13 +1,12 @@
 """The command line as processes: the real command, torchrun, or forks of a process that has imported torch already.
 
-Importing torch and megatron-core takes seconds and is the same in every run, so most runs here are forks: processes of
-their own, with their own exit status, output and death, that begin with the imports behind them.
+Most runs here are forks of `tests.forkserver`: processes of their own, with their own exit status, output and death,
+that start with the imports done.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import resource
 import signal
@@ -15,13 +14,16 @@ import socket
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.forkserver import environment, fork_context
+
 TIMEOUT = 600  # seconds; far more than any run here takes, on a machine that does much else
 
 # One layer, 200 rows: a step takes milliseconds.
@@ -40,14 +42,46 @@ class Finished:
     err: str
 
 
-def environment() -> dict[str, str]:
-    """This process's, without ranks, with the repository importable from anywhere."""
-    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+class Running(ABC):
+    """A running `rl-megatron` whose processes can be killed together."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    @abstractmethod
+    def is_running(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def pids(self) -> list[int]: ...
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Send SIGKILL to every process of the run and wait for their end."""
+
+    @abstractmethod
+    def finish(self) -> Finished:
+        """Wait for the run's end and return it."""
+
+    @abstractmethod
+    def _output(self) -> tuple[str, str]:
+        """Return what the run has written so far to its standard output and error."""
+
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+        """Poll `condition()` while the run goes on; fail with its output if it ends or takes too long."""
+        deadline = time.monotonic() + TIMEOUT
+        while not condition():
+            assert self.is_running, f"the run ended before {what}:\n" + "\n".join(self._output())
+            assert time.monotonic() < deadline, f"no {what} after {TIMEOUT} s:\n" + "\n".join(self._output())
+            time.sleep(0.002)
 
 
-class Command:
-    """A running `rl-megatron`, alone or on several ranks under torchrun, whose processes can be killed together."""
+class Command(Running):
+    """The real command, alone or on several ranks under torchrun."""
 
     def __init__(self, directory: Path, *arguments: str, ranks: int = 1):
         launcher = [] if ranks == 1 else ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
@@ -61,9 +95,6 @@ class Command:
             start_new_session=True,
         )
 
-    def __enter__(self) -> Command:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.kill()
         self._out.close()
@@ -73,25 +104,19 @@ class Command:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
+    @property
+    def pids(self) -> list[int]:
+        return [self._process.pid]
+
     def finish(self) -> Finished:
         self._process.wait(TIMEOUT)
         return Finished(self._process.returncode, *self._output())
 
-    def wait_until(self, condition, what: str) -> None:
-        """Polls `condition()` while the command runs; fails, showing its output, where it ends or takes too long."""
-        deadline = time.monotonic() + TIMEOUT
-        while not condition():
-            assert self.is_running, f"the run ended before {what}:\n" + "\n".join(self._output())
-            assert time.monotonic() < deadline, f"no {what} after {TIMEOUT} s:\n" + "\n".join(self._output())
-            time.sleep(0.002)
-
     def kill(self) -> None:
-        """SIGKILL to every process of the command, the launcher first so that it cannot tidy up."""
+        # The launcher dies first, so that it cannot tidy up.
         for pid in [self._process.pid, *_descendants(self._process.pid)] if self.is_running else []:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         self._process.wait(TIMEOUT)
 
     def _output(self) -> tuple[str, str]:
@@ -101,13 +126,13 @@ class Command:
 
 
 def command(directory: Path, *arguments: str, ranks: int = 1) -> Finished:
-    """The real command from start to end."""
+    """Run the real command from start to end."""
     with Command(directory, *arguments, ranks=ranks) as running:
         return running.finish()
 
 
 def _descendants(pid: int) -> list[int]:
-    """torchrun starts its ranks in sessions of their own, so a process group does not hold them all."""
+    """Return the processes below `pid`: torchrun starts ranks in sessions of their own, so a group lacks some."""
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(FileNotFoundError):  # threads come and go while one looks
@@ -117,56 +142,57 @@ def _descendants(pid: int) -> list[int]:
 
 
 class Forks:
-    """`run(directory, *arguments, ranks=…)`: `rl_megatron.cli.main` in forks of one process with the imports done."""
+    """`run(directory, *arguments)`: `rl_megatron.cli.main` in forks of one process with the imports done."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(
-            ["rl_megatron.algorithms.run", "torch.utils.tensorboard", "matplotlib.pyplot"]
-        )
-        before = dict(os.environ)
-        os.environ.update(environment())
-        try:
-            forkserver.ensure_running()
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
+        self._context = fork_context()
 
     def run(self, directory: Path, *arguments: str) -> Finished:
+        """Run the command alone and return its end."""
         return self.run_ranks(directory, *arguments, ranks=1)[0]
 
-    def run_ranks(self, directory: Path, *arguments: str, ranks: int, **limits: int) -> list[Finished]:
-        """Every rank's end, in order."""
-        with self.start(directory, *arguments, ranks=ranks, **limits) as running:
-            return running.finish()
+    def run_ranks(self, directory: Path, *arguments: str, ranks: int, **options: Any) -> list[Finished]:
+        """Return every rank's end, in order."""
+        with self.start(directory, *arguments, ranks=ranks, **options) as running:
+            return running.finish_ranks()
 
-    def start(self, directory: Path, *arguments: str, ranks: int, largest_file: int | None = None) -> Forked:
-        """`largest_file`: bytes at which a file cannot grow any more, as on a full disk."""
+    def start(
+        self,
+        directory: Path,
+        *arguments: str,
+        ranks: int = 1,
+        largest_file: int | None = None,
+        before: Callable[[], object] | None = None,
+    ) -> Forked:
+        """Start the command on `ranks` ranks.
+
+        Args:
+            largest_file: Bytes at which a file cannot grow any more, as on a full disk.
+            before: A function at module level that every rank calls before it enters the command.
+        """
         port = _free_port()
         processes = [
-            self._context.Process(target=_main, args=(directory, arguments, rank, ranks, port, largest_file))
+            self._context.Process(target=_main, args=(directory, arguments, rank, ranks, port, largest_file, before))
             for rank in range(ranks)
         ]
         return Forked(directory, processes)
 
 
-class Forked:
-    """Running ranks that can be killed together."""
+class Forked(Running):
+    """Forked ranks of one run, rank 0 first."""
 
-    def __init__(self, directory: Path, processes: list[multiprocessing.Process]) -> None:
+    def __init__(self, directory: Path, processes: Sequence[BaseProcess]) -> None:
         self._directory, self._processes = directory, processes
         for process in processes:
             process.start()
 
-    def __enter__(self) -> Forked:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
     @property
     def is_running(self) -> bool:
         return all(process.is_alive() for process in self._processes)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes if process.pid is not None]
 
     def kill(self) -> None:
         for process in self._processes:
@@ -174,19 +200,37 @@ class Forked:
         for process in self._processes:
             process.join(TIMEOUT)
 
-    def finish(self) -> list[Finished]:
+    def finish(self) -> Finished:
+        """Wait for every rank; return the end of the lowest one that failed, or of rank 0."""
+        ended = self.finish_ranks()
+        return next((rank for rank in ended if rank.status), ended[0])
+
+    def finish_ranks(self) -> list[Finished]:
+        """Wait for every rank and return their ends in order."""
         for process in self._processes:
             process.join(TIMEOUT)
             assert process.exitcode is not None, f"still running after {TIMEOUT} s in {self._directory}"
-        outputs = [
-            [(self._directory / f"{name}{rank}.txt").read_text() for name in ("out", "err")]
-            for rank in range(len(self._processes))
+        outputs = [(self._read("out", rank), self._read("err", rank)) for rank in range(len(self._processes))]
+        return [
+            Finished(process.exitcode or 0, *output) for process, output in zip(self._processes, outputs, strict=True)
         ]
-        return [Finished(process.exitcode, *output) for process, output in zip(self._processes, outputs, strict=True)]
+
+    def _output(self) -> tuple[str, str]:
+        return self._read("out", 0), self._read("err", 0)
+
+    def _read(self, name: str, rank: int) -> str:
+        path = self._directory / f"{name}{rank}.txt"
+        return path.read_text() if path.exists() else ""
 
 
 def _main(
-    directory: Path, arguments: tuple[str, ...], rank: int, ranks: int, port: int, largest_file: int | None
+    directory: Path,
+    arguments: tuple[str, ...],
+    rank: int,
+    ranks: int,
+    port: int,
+    largest_file: int | None,
+    before: Callable[[], object] | None,
 ) -> None:
     os.chdir(directory)
     if largest_file is not None:  # Python ignores the signal, so that writing fails as it does on a full disk
@@ -196,6 +240,8 @@ def _main(
     if ranks > 1:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
         os.environ.update({key: str(value) for key, value in place.items()})
+    if before is not None:
+        before()
     from rl_megatron.cli import main
 
     sys.exit(main(list(arguments)))

@@ -2,50 +2,50 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.end_to_end.launch import REPOSITORY, TIMEOUT, command, environment
+from tests.end_to_end.launch import command
+from tests.forkserver import REPOSITORY
 
-# Each wraps something on the ranks of the layout; the reference is a process of its own, which stays right.
-WRONG = {
-    "the loss": (
-        "loss of sft",
-        "from rl_megatron.execution.runner import Runner\n"
-        "right = Runner._loss_of\n"
-        "def wrong(self, *args, **kwargs):\n"
-        "    loss, count, report = right(self, *args, **kwargs)\n"
-        "    return 2 * loss, count, report | {'loss': 2 * report['loss']}\n"
-        "Runner._loss_of = wrong\n",
-    ),
-    "the gradient alone": (
-        "gradient of sft",
-        "from rl_megatron.execution.runner import Runner\n"
-        "right = Runner._loss_of\n"
-        "def wrong(self, *args, **kwargs):\n"
-        "    loss, count, report = right(self, *args, **kwargs)\n"
-        "    return 2 * loss, count, report\n"
-        "Runner._loss_of = wrong\n",
-    ),
-    "attention": (
-        "loss of sft",
-        "from rl_megatron.model import attention\n"
-        "right = attention.attend\n"
-        "attention.attend = lambda *args: 1.01 * right(*args)\n",
-    ),
-}  # fmt: skip
+# Each breaks something on the ranks of the layout; the reference is a process of its own, which stays right.
 
 
-def certify_with(tmp_path, breakage: str, *arguments: str) -> subprocess.CompletedProcess:
-    script = tmp_path / "certify.py"
-    run = f"from rl_megatron.cli import main\nraise SystemExit(main({['certify', *arguments]!r}))\n"
-    script.write_text(breakage + run)
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
-        cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=TIMEOUT,
-    )  # fmt: skip
+def double_the_loss() -> None:
+    from rl_megatron.execution.runner import Runner
+
+    right = Runner._loss_of
+
+    def wrong(self, *args, **kwargs):
+        loss, count, report = right(self, *args, **kwargs)
+        return 2 * loss, count, report | {"loss": 2 * report["loss"]}
+
+    Runner._loss_of = wrong
+
+
+def double_the_gradient_alone() -> None:
+    from rl_megatron.execution.runner import Runner
+
+    right = Runner._loss_of
+
+    def wrong(self, *args, **kwargs):
+        loss, count, report = right(self, *args, **kwargs)
+        return 2 * loss, count, report
+
+    Runner._loss_of = wrong
+
+
+def scale_attention() -> None:
+    from rl_megatron.model.layers import attention
+
+    right = attention.attend
+    attention.attend = lambda *args: 1.01 * right(*args)
+
+
+def lose_the_reference() -> None:
+    """Name a module that does not exist as the one that the other process is to run."""
+    from rl_megatron.certify import single_process
+
+    single_process.__name__ = "rl_megatron.certify.nowhere"
 
 
 def test_a_layout_that_holds(tmp_path):
@@ -69,34 +69,41 @@ def test_a_layout_that_holds(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"stdout.txt", "stderr.txt"}, "it leaves nothing behind"
 
 
-def test_a_reference_that_fails_ends_every_rank(tmp_path):
-    # The module that the other process is to run.
-    breakage = "from rl_megatron.certify import reference\nreference.__name__ = 'rl_megatron.certify.nowhere'\n"
-    done = certify_with(tmp_path, breakage, "parallel.tensor=2")
-    assert done.returncode == 1 and done.stderr.count("RuntimeError: the reference process failed") >= 2
+def test_a_reference_that_fails_ends_every_rank(tmp_path, forks):
+    done = forks.run_ranks(tmp_path, "certify", "parallel.tensor=2", ranks=2, before=lose_the_reference)
+    assert [rank.status for rank in done] == [1, 1]
+    assert all("RuntimeError: the reference process failed" in rank.err for rank in done), done
 
 
-def test_experts_that_balance_are_certified_without_that(tmp_path):
+def test_experts_that_balance_are_certified_without_that(tmp_path, forks):
     overrides = ("model=nano_moe", "model.router_aux_loss=0.01", "parallel.context=2", "parallel.expert=2")
-    done = command(tmp_path, "certify", *overrides, "train.batching=packed", ranks=2)
-    assert done.status == 0, done.out + done.err
+    done = forks.run_ranks(tmp_path, "certify", *overrides, "train.batching=packed", ranks=2)
+    assert [rank.status for rank in done] == [0, 0], done
 
 
-def test_the_documented_layout_of_eight_ranks_holds(tmp_path):
+def test_the_documented_layout_of_eight_ranks_holds(tmp_path, forks):
     degrees = ("parallel.tensor=2", "parallel.context=2", "parallel.pipeline=2")
     assert f"certify {' '.join(degrees)}" in (REPOSITORY / "README.md").read_text()
-    done = command(tmp_path, "certify", *degrees, ranks=8)
-    assert done.status == 0, done.err
-    assert "8 rank(s): tensor 2 × pipeline 2 × context 2 × data 1" in " ".join(done.out.split())
-    assert "This layout gives what one process gives" in done.out
+    done = forks.run_ranks(tmp_path, "certify", *degrees, ranks=8)
+    assert [rank.status for rank in done] == [0] * 8, done
+    assert "8 rank(s): tensor 2 × pipeline 2 × context 2 × data 1" in " ".join(done[0].out.split())
+    assert "This layout gives what one process gives" in done[0].out
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_scaling_is_named(tmp_path, what):
-    first, breakage = WRONG[what]
-    done = certify_with(tmp_path, breakage, "parallel.context=2")
-    assert f"does NOT give what one process gives: {first} differs by" in " ".join(done.stdout.split()), done.stderr
-    assert done.returncode == 1 and "DIFFERS" in done.stdout
+@pytest.mark.parametrize(
+    ("breakage", "first"),
+    [
+        (double_the_loss, "loss of sft"),
+        (double_the_gradient_alone, "gradient of sft"),
+        (scale_attention, "loss of sft"),
+    ],
+    ids=["the loss", "the gradient alone", "attention"],
+)
+def test_a_wrong_scaling_is_named(tmp_path, forks, breakage, first):
+    done = forks.run_ranks(tmp_path, "certify", "parallel.context=2", ranks=2, before=breakage)
+    said = f"does NOT give what one process gives: {first} differs by"
+    assert said in " ".join(done[0].out.split()), done[0].err
+    assert [rank.status for rank in done] == [1, 1] and "DIFFERS" in done[0].out
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ import re
 import shlex
 
 from rl_megatron.config.eval_metrics import HIGHER_IS_BETTER
-from tests.end_to_end.launch import REPOSITORY, TINY
+from tests.end_to_end.launch import TINY
+from tests.forkserver import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "checkpoints.md").read_text()
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]

@@ -19,13 +19,13 @@ def test_help_and_version(tmp_path):
     assert command(tmp_path, "--version").out.strip() == rl_megatron.__version__
 
 
-def test_print_config_shows_the_effective_configuration_and_writes_nothing(tmp_path):
-    shown = command(tmp_path, "train", "experiment=quickstart", "--print-config", "optimizer.beta2=0.5")
+def test_print_config_shows_the_effective_configuration_and_writes_nothing(tmp_path, forks):
+    shown = forks.run(tmp_path, "train", "experiment=quickstart", "--print-config", "optimizer.beta2=0.5")
     assert shown.status == 0 and shown.err == ""
     config = yaml.safe_load(shown.out)
     assert list(config["stages"]) == ["pretrain", "sft", "grpo"]
     assert {stage["optimizer"]["beta2"] for stage in config["stages"].values()} == {0.5}
-    assert {path.name for path in tmp_path.iterdir()} == {"stdout.txt", "stderr.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"out0.txt", "err0.txt"}
 
 
 def test_an_unknown_command_or_option_is_refused_with_the_usage(tmp_path, forks):
@@ -34,7 +34,7 @@ def test_an_unknown_command_or_option_is_refused_with_the_usage(tmp_path, forks)
         assert refused.status == 2 and "usage: rl-megatron" in refused.err
 
 
-def test_a_run_writes_what_it_promises_and_a_second_start_only_reads_it(tmp_path):
+def test_a_run_writes_what_it_promises_and_a_second_start_only_reads_it(tmp_path, forks):
     first = command(tmp_path, "train", *TINY)
     assert first.status == 0, first.err
     out = tmp_path / "out"
@@ -52,7 +52,7 @@ def test_a_run_writes_what_it_promises_and_a_second_start_only_reads_it(tmp_path
 
     before = metrics(out, timed=True)
     files = {path: path.stat().st_mtime_ns for path in (out / "checkpoints").rglob("*")}
-    second = command(tmp_path, "train", *TINY)
+    second = forks.run(tmp_path, "train", *TINY)
     assert second.status == 0, second.err
     assert metrics(out, timed=True) == before, "nothing was trained again"
     assert {path: path.stat().st_mtime_ns for path in (out / "checkpoints").rglob("*")} == files

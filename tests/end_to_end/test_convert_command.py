@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from rl_megatron.model.families import FAMILIES
-from tests.end_to_end.launch import REPOSITORY, TINY, checkpoints, environment
+from tests.end_to_end.launch import TINY, checkpoints
+from tests.forkserver import REPOSITORY, environment
 from tests.parallel.family_cases import hf_model, save, tensors
 
 # The keys of TINY that are not of the model: that one is imported.

@@ -12,7 +12,7 @@ import pytest
 import rl_megatron.algorithms.metrics  # noqa: F401  # declares all of them
 from rl_megatron.config.eval_metrics import EVAL_METRICS
 from rl_megatron.config.metrics import METRICS
-from tests.end_to_end.launch import TINY, Command, metrics
+from tests.end_to_end.launch import TINY, metrics
 
 STEPS = 10  # the first of which has to be seen, and the engine killed, before the last is over
 GRPO = (
@@ -79,8 +79,8 @@ def test_every_metric_that_a_run_writes_is_declared(undisturbed):
         assert line.keys() - {"stage", "step", "kind", "seconds"} <= declared
 
 
-def test_an_engine_killed_in_mid_run_is_survived_bitwise(tmp_path, undisturbed):
-    with Command(tmp_path, "train", *GRPO, *ENGINE) as running:
+def test_an_engine_killed_in_mid_run_is_survived_bitwise(tmp_path, undisturbed, forks):
+    with forks.start(tmp_path, "train", *GRPO, *ENGINE) as running:
         running.wait_until(lambda: any(line["kind"] == "train" for line in metrics(tmp_path / "out")), "first step")
         (engine,) = engines(tmp_path)
         os.kill(engine, signal.SIGKILL)
@@ -91,11 +91,11 @@ def test_an_engine_killed_in_mid_run_is_survived_bitwise(tmp_path, undisturbed):
     assert engines(tmp_path) == []
 
 
-def test_an_engine_ends_with_a_run_that_is_killed(tmp_path):
-    with Command(tmp_path, "train", *GRPO, *ENGINE, "train.steps=1000") as running:
+def test_an_engine_ends_with_a_run_that_is_killed(tmp_path, forks):
+    with forks.start(tmp_path, "train", *GRPO, *ENGINE, "train.steps=1000") as running:
         running.wait_until(lambda: len(metrics(tmp_path / "out")) > 1, "first step")
         assert engines(tmp_path)
-        os.kill(running._process.pid, signal.SIGKILL)
+        os.kill(running.pids[0], signal.SIGKILL)
         wait_until(lambda: engines(tmp_path) == [], seconds=10)
 
 

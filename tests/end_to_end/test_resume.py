@@ -60,14 +60,14 @@ def reached(out, stage, step):
     return any(line["stage"] == stage and line["step"] >= step and line["kind"] == "train" for line in metrics(out))
 
 
-def kill_behind_a_checkpoint(directory, stage, ranks):
-    """Starts the command and kills it when `stage` has its first checkpoint and has recorded a step behind it."""
+def kill_behind_a_checkpoint(directory, stage, running):
+    """Kill the run when `stage` has its first checkpoint and has recorded a step behind it."""
     out, first = directory / "out", f"step-{SAVE_EVERY:06d}"
 
     def is_behind():
         return first in checkpoints(out, stage) and reached(out, stage, SAVE_EVERY + 1)
 
-    with Command(directory, *ARGUMENTS, ranks=ranks) as running:
+    with running:
         running.wait_until(is_behind, f"step {SAVE_EVERY + 1} of {stage} and {first}")
         running.kill()
     assert first in checkpoints(out, stage)
@@ -86,21 +86,21 @@ def weights(checkpoint, scratch):
 
 @pytest.mark.parametrize("ranks", [1, 2], ids=["alone", "torchrun"])
 def test_a_killed_run_goes_on_bitwise(tmp_path, forks, ranks):
+    """The first kill is of the real command, under torchrun if there are two ranks; the others are of forks."""
     whole, cut = prepare(tmp_path / "whole"), prepare(tmp_path / "cut")
     done = forks.run_ranks(whole, *ARGUMENTS, ranks=ranks)
     assert [rank.status for rank in done] == [0] * ranks, done
 
-    kill_behind_a_checkpoint(cut, "sft", ranks)
+    kill_behind_a_checkpoint(cut, "sft", Command(cut, *ARGUMENTS, ranks=ranks))
     assert not checkpoints(cut / "out", "grpo"), "killed too late to tell anything"
     saved = cut / "out" / "checkpoints" / "sft"
     # a save that was under way, at a step that the run started again does not save at
     shutil.copytree(saved / f"step-{SAVE_EVERY:06d}", saved / f"step-{SAVE_EVERY + 1:06d}.incomplete")
-    kill_behind_a_checkpoint(cut, "grpo", ranks)
+    kill_behind_a_checkpoint(cut, "grpo", forks.start(cut, *ARGUMENTS, ranks=ranks))
     assert not [name for name in checkpoints(cut / "out", "sft") if name.endswith(".incomplete")]
-    kill_behind_a_checkpoint(cut, "ppo", ranks)
-    with Command(cut, *ARGUMENTS, ranks=ranks) as running:
-        finished = running.finish()
-    assert finished.status == 0, finished.err
+    kill_behind_a_checkpoint(cut, "ppo", forks.start(cut, *ARGUMENTS, ranks=ranks))
+    finished = forks.run_ranks(cut, *ARGUMENTS, ranks=ranks)
+    assert [rank.status for rank in finished] == [0] * ranks, finished
 
     expected, found = metrics(whole / "out"), metrics(cut / "out")
     assert found == expected
@@ -126,11 +126,12 @@ def test_a_killed_run_goes_on_bitwise(tmp_path, forks, ranks):
         assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.quick
 def test_a_run_killed_while_saving_keeps_the_checkpoint_before(tmp_path, forks):
     """Killed as soon as the directory of the second save appears."""
     directory = prepare(tmp_path)
     stage = directory / "out" / "checkpoints" / "sft"
-    with Command(directory, *ARGUMENTS) as running:
+    with forks.start(directory, *ARGUMENTS) as running:
         running.wait_until(lambda: list(stage.glob(f"step-{2 * SAVE_EVERY:06d}*")), "second save")
         running.kill()
     assert f"step-{SAVE_EVERY:06d}" in checkpoints(directory / "out", "sft")

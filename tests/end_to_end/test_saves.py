@@ -7,8 +7,9 @@ import subprocess
 import sys
 import time
 
-from tests.end_to_end.launch import REPOSITORY, TINY, checkpoints, environment, metrics
+from tests.end_to_end.launch import TINY, checkpoints, metrics
 from tests.end_to_end.test_resume import weights
+from tests.forkserver import REPOSITORY, environment
 
 KILLS = 20
 STEPS = 40
@@ -83,7 +84,7 @@ def test_a_disk_that_fills_and_a_byte_that_changes(tmp_path, forks):
     assert [rank.status for rank in done] == [0, 0], done
     small = (stage / "step-000004" / "__0_0.distcp").stat().st_size // 2
     with forks.start(tmp_path, *SHORT, "train.steps=8", ranks=2, largest_file=small) as running:
-        full = running.finish()
+        full = running.finish_ranks()
     assert [rank.status for rank in full] == [1, 1], full
     warning, error = (
         [line for line in full[0].err.splitlines() if "could not be saved" in line and f"step-{step:06d}" in line]

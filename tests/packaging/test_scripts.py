@@ -77,11 +77,13 @@ def one_node(tmp_path_factory):
     return output_dir
 
 
+@pytest.mark.slow
 def test_train_sh_starts_the_ranks_of_one_node(one_node):
     assert world(one_node).startswith("2 rank(s): tensor 2")
     assert [line["step"] for line in metrics(one_node) if line["kind"] == "train"] == [1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranked", [False, True], ids=["c10d", "static"])
 def test_two_nodes_form_one_job_with_the_metrics_of_one_node(one_node, tmp_path, ranked):
     meeting = {"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -180,6 +182,24 @@ def test_a_failed_installation_is_reported_and_tried_again(quickstart):
     assert failed.returncode != 0 and "the installation failed" in failed.stderr
     assert count("torch.distributed.run") == 0
     assert run().returncode == 0 and count("-m pip install") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "-n 2 --dist worksteal -m not slow"),
+        (["--all", "-x"], "-n 2 --dist worksteal -x"),
+        (["tests/unit", "-k", "dual_clip"], "tests/unit -k dual_clip"),
+    ],
+    ids=["fast tests", "every test", "what is named"],
+)
+def test_test_sh_runs_the_fast_tests_every_test_or_what_is_named(quickstart, arguments, expected):
+    tree, _, _ = quickstart
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "VENV")}
+    command = [tree / "scripts" / "test.sh", *arguments]
+    finished = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert (tree / "calls").read_text().splitlines()[-1] == f"-m pytest {expected}"
 
 
 @pytest.fixture

@@ -215,20 +215,16 @@ class Result:
 
 
 class Grid:
-    """Runs layouts on a pool of ranks; one process is measured once for each model."""
+    """Runs layouts on a pool of ranks, which measures one process once for each model."""
 
     def __init__(self, ranks: WorkerPool):
         self._ranks = ranks
-        self._references: dict[ModelConfig, dict[str, Measurement]] = {}
 
     def run(self, layout: Layout) -> Result:
-        reference = layout.reference
-        if reference.model not in self._references:
-            self._references[reference.model] = self._ranks.run(1, measure_in_one_process, reference)[0]
+        wanted = self._ranks.reference(measure_in_one_process, layout.reference)
         started = time.perf_counter()
         found = self._ranks.run(layout.factors.ranks, _measure, layout)[0]
         seconds = time.perf_counter() - started
-        wanted = self._references[reference.model]
         return Result(layout, {name: compare(found[name], wanted[name]) for name in wanted}, seconds)
 
 

@@ -120,7 +120,7 @@ def loss_and_logprobs(parallel: dict) -> tuple[float, torch.Tensor]:
 def test_loss_is_not_off_by_the_logarithm_of_the_tensor_degree(ranks):
     """A vocabulary-parallel loss on logits that are whole already counts every token of the vocabulary once per rank:
     the loss is log(tensor) too high (NVIDIA/Megatron-LM issue 7452, finding 2)."""
-    wanted_loss, wanted = ranks.run(1, loss_and_logprobs, {})[0]
+    wanted_loss, wanted = ranks.reference(loss_and_logprobs, {})
     for loss, found in ranks.run(2, loss_and_logprobs, TENSOR):
         assert loss == pytest.approx(wanted_loss, rel=1e-5)
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
@@ -177,7 +177,7 @@ def test_a_context_rank_without_a_valid_token_spoils_nothing(ranks):
 def test_tokens_keep_their_positions_under_context_parallelism(ranks):
     """Each rank's two chunks must be rotated by their positions in the whole sequence, not by those in the rank's part
     (NVIDIA/Megatron-LM issue 560); wrong ones show on both sides of every cut."""
-    _, wanted = ranks.run(1, loss_and_logprobs, {})[0]
+    _, wanted = ranks.reference(loss_and_logprobs, {})
     for _, found in ranks.run(2, loss_and_logprobs, CONTEXT):
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
 
@@ -240,7 +240,7 @@ def tied_weights(parallel: dict, optimizer: OptimizerConfig) -> tuple[torch.Tens
 def test_tied_embeddings_stay_tied(ranks, optimizer):
     """First and last stage hold a copy each; where gradients are reduce-scattered before the copies' gradients are
     added, different parts of them met, and the copies drifted apart (NVIDIA/Megatron-LM issues 844 and 656)."""
-    _, wanted = ranks.run(1, tied_weights, {}, OPTIMIZER)[0]
+    _, wanted = ranks.reference(tied_weights, {}, OPTIMIZER)
     found = ranks.run(4, tied_weights, PIPELINE, optimizer)
     for embedding, _ in found:
         assert torch.equal(embedding, found[0][0])

@@ -78,7 +78,7 @@ def test_an_optimizer_that_took_no_step_yet_continues(ranks, tmp_path, distribut
     [
         (TENSOR, PIPELINE),
         (TENSOR, (1, {})),
-        (PIPELINE, TENSOR),
+        pytest.param(PIPELINE, TENSOR, marks=pytest.mark.quick),
         ((1, {}), INTERLEAVED),
         (INTERLEAVED, DATA),
         (DATA, TENSOR),

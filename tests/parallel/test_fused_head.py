@@ -120,7 +120,7 @@ def two_steps(parallel, optimizer, fused_head, precision):
 @pytest.mark.parametrize("fused_head", [None, SMALL_FUSED_HEAD], ids=["whole", "fused"])
 @pytest.mark.parametrize("optimizer", [OVERLAPPED, replace(OPTIMIZER, overlap=True)], ids=["distributed", "plain"])
 def test_overlapped_gathers_and_sums_change_nothing(ranks, optimizer, fused_head):
-    losses, logprobs, after = ranks.run(1, two_steps, {}, OPTIMIZER, None, "fp32")[0]
+    losses, logprobs, after = ranks.reference(two_steps, {}, OPTIMIZER, None, "fp32")
     found = ranks.run(4, two_steps_in_small_buckets, {"tensor": 2}, optimizer, fused_head, "fp32")[0]
     assert found[0] == pytest.approx(losses, rel=1e-5)
     torch.testing.assert_close(found[1], logprobs, rtol=1e-5, atol=1e-5)
@@ -129,7 +129,7 @@ def test_overlapped_gathers_and_sums_change_nothing(ranks, optimizer, fused_head
 
 
 def test_in_bf16_it_is_as_near_to_fp32_as_whole_logits_are(ranks):
-    _, exact, _ = ranks.run(1, two_steps, {}, OPTIMIZER, None, "fp32")[0]
+    _, exact, _ = ranks.reference(two_steps, {}, OPTIMIZER, None, "fp32")
     whole, fused = (
         ranks.run(2, two_steps, {"tensor": 2}, OPTIMIZER, fused_head, "bf16")[0][1]
         for fused_head in (None, SMALL_FUSED_HEAD)

@@ -74,7 +74,7 @@ KINDS = {
 )
 def test_kinds_of_layers_generate_what_the_trainer_and_one_process_say(ranks, kind, parallel):
     few = {name: SAMPLINGS[name] for name in ("temperature 1", "greedy")}
-    wanted = ranks.run(1, rollouts_and_logprobs, {}, few, 256, KINDS[kind])[0]
+    wanted = ranks.reference(rollouts_and_logprobs, {}, few, 256, KINDS[kind])
     found = ranks.run(2, rollouts_and_logprobs, parallel, few, 4, KINDS[kind])[0]
     for name, (rollouts, logprobs) in found.items():
         sampled = rollouts["token_mask"].bool()

@@ -12,7 +12,7 @@ import pytest
 from docs import generate_layouts
 from tests.parallel.grid import VALUES, Factors, Grid, Layout, is_possible, pairs, possible_pairs, whole_grid
 
-# Values in the order of `Factors`.
+# Values in the order of `Factors`. Between them, QUICK split every kind of parallelism in two, on four ranks each.
 FEW = [
     Layout(Factors(*values))
     for values in (
@@ -25,10 +25,17 @@ FEW = [
 ]
 
 
+QUICK = FEW[1:3]
+
+
 def pytest_generate_tests(metafunc):
     if "layout" in metafunc.fixturenames:
         layouts = whole_grid() if metafunc.config.getoption("--whole-grid") else FEW
-        metafunc.parametrize("layout", layouts, ids=lambda layout: layout.name.replace(" ", "-"))
+        metafunc.parametrize(
+            "layout",
+            [pytest.param(layout, marks=pytest.mark.quick if layout in QUICK else ()) for layout in layouts],
+            ids=lambda layout: layout.name.replace(" ", "-"),
+        )
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +47,18 @@ def test_a_layout_gives_what_one_process_gives(grid, layout):
     assert not grid.run(layout).failures
 
 
+@pytest.mark.quick
+def test_the_quick_layouts_split_every_kind_of_parallelism():
+    assert all(layout.factors.ranks == 4 for layout in QUICK)
+    for axis in ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "data"):
+        assert 2 in {getattr(layout.factors, axis) for layout in QUICK}, axis
+    assert any(layout.factors.sequence for layout in QUICK)
+    assert {layout.factors.batching for layout in QUICK} == {"packed", "dynamic"}
+    for setting in ("distributed_optimizer", "overlap", "fused_head", "tied"):
+        assert {getattr(layout.factors, setting) for layout in QUICK} == {False, True}, setting
+
+
+@pytest.mark.quick
 def test_the_few_layouts_show_every_value_of_every_factor():
     assert all(is_possible(layout.factors) and layout.factors.ranks <= 4 for layout in FEW)
     for place, (factor, values) in enumerate(VALUES.items()):

@@ -226,7 +226,7 @@ def uneven_rows(parallel: dict) -> tuple[float, torch.Tensor]:
 
 @pytest.mark.parametrize("layout", [DATA, (4, {}), INTERLEAVED], ids=str)
 def test_rows_that_do_not_divide_are_filled_up_without_weight(ranks, layout):
-    loss, logprobs = ranks.run(1, uneven_rows, {})[0]
+    loss, logprobs = ranks.reference(uneven_rows, {})
     found_loss, found = ranks.run(layout[0], uneven_rows, layout[1])[0]
     assert found_loss == pytest.approx(loss, rel=1e-5)
     assert found.shape == logprobs.shape == (5, 13)
@@ -322,7 +322,7 @@ def bf16_steps(parallel: dict) -> tuple[list[float], torch.dtype, torch.dtype]:
 @pytest.mark.parametrize("layout", [(1, {}), TENSOR, PIPELINE, DATA], ids=str)
 def test_bf16_learns_with_fp32_gradients(ranks, layout):
     losses, weight_dtype, gradient_dtype = ranks.run(layout[0], bf16_steps, layout[1])[0]
-    exact = ranks.run(1, fp32_losses)[0]
+    exact = ranks.reference(fp32_losses)
     assert (weight_dtype, gradient_dtype) == (torch.bfloat16, torch.float32)
     assert losses[-1] < losses[0] - 0.5
     assert losses == pytest.approx(exact, rel=0.03)
@@ -364,7 +364,7 @@ def bf16_gradients(parallel: dict) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("layout", [TENSOR, PIPELINE, DATA, (2, {"context": 2})], ids=str)
 def test_bf16_gradients_are_those_of_one_process_up_to_bf16(ranks, layout):
-    wanted = ranks.run(1, bf16_gradients, {})[0]
+    wanted = ranks.reference(bf16_gradients, {})
     found = ranks.run(layout[0], bf16_gradients, layout[1])[0]
     for name, gradient in wanted.items():
         cosine = torch.nn.functional.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0)

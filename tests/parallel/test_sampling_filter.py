@@ -41,7 +41,7 @@ def sharded(vocab, dtype, valid, sampling_filter):
 def test_shards_give_the_bits_of_the_whole(ranks, size, sampling_filter, rounds):
     for dtype, collectives in rounds.items():
         for valid in (120, 85):  # the last of four ranks then holds nothing but padding
-            want, none = ranks.run(1, sharded, 120, dtype, valid, sampling_filter)[0]
+            want, none = ranks.reference(sharded, 120, dtype, valid, sampling_filter)
             assert none == 0 and torch.isfinite(want).sum() >= ROWS - 3  # all but nothing, too few, and not active
             for found, calls in ranks.run(size, sharded, 120, dtype, valid, sampling_filter):
                 assert torch.equal(found, want) and calls == collectives
@@ -79,7 +79,7 @@ def filtered(outside, with_ids, dtype):
 @pytest.mark.parametrize(("with_ids", "dtype"), [(True, torch.float32), (False, torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("size", [2, 4])
 def test_filtered_logprobs_of_shards_equal_the_whole(ranks, size, with_ids, dtype, outside):
-    wanted, want_gradient, _ = ranks.run(1, filtered, outside, with_ids, dtype)[0]
+    wanted, want_gradient, _ = ranks.reference(filtered, outside, with_ids, dtype)
     results = ranks.run(size, filtered, outside, with_ids, dtype)
     rounds = {torch.float32: 4, torch.bfloat16: 2}[dtype]
     for streams, _, (forward, both) in results:

@@ -1,0 +1,17 @@
+"""What the server of `tests.forkserver` imports before the first fork."""
+
+import gc
+
+import matplotlib.pyplot  # noqa: F401
+import pytest  # noqa: F401
+import torch.distributed.checkpoint
+import torch.utils.tensorboard  # noqa: F401
+
+from tests import shape_checks
+
+shape_checks.install()  # before the imports below, whose modules it checks; every fork inherits it
+
+import rl_megatron.algorithms.run  # noqa: E402
+import rl_megatron.certify.command  # noqa: E402, F401
+
+gc.freeze()  # A collection in a fork then skips a million objects that nothing ever frees.
