@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rl_megatron.algorithms.checkpointer import Saver, critic_checkpoints
 from rl_megatron.checkpoint import directory as checkpoint
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.datasets import Dataset
 from rl_megatron.data.order import BatchSchedule
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.execution import NonFiniteLoss
@@ -20,16 +21,6 @@ from rl_megatron.observability.metrics_logger import Recorder
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 
 Evaluation = Callable[[], tuple[dict[str, float], list[dict[str, Any]]]]
-
-
-class Dataset(Protocol):
-    """Items that become rows; `rows_per_item` is 2 for preference pairs."""
-
-    rows_per_item: int
-
-    def __len__(self) -> int: ...
-
-    def batch(self, items: Sequence[int]) -> BatchedDataDict: ...
 
 
 @dataclass

@@ -4,14 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_megatron.algorithms import inputs
-from rl_megatron.algorithms.grpo import _advantages, _rounds, collect, grpo
+from rl_megatron.algorithms import rollout
+from rl_megatron.algorithms.grpo import _advantages, collect, grpo
 from rl_megatron.algorithms.rewards import completions
 from rl_megatron.algorithms.rollout import Sampler
+from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.config.load import load
-from rl_megatron.config.schema import GRPOConfig
 from rl_megatron.data.order import BatchSchedule
-from tests.unit.algorithms.fakes import Characters, Echo, Scripted
+from tests.unit.algorithms.fakes import Characters, Echo, Problems, Scripted
 
 SIZE = 2
 DIFFER, EQUAL = ["1", "0"], ["1", "1"]
@@ -25,10 +25,10 @@ def collecting(monkeypatch):
         config = load(
             ["algorithm=grpo", "algorithm.prompts_per_step=2", f"algorithm.samples_per_prompt={SIZE}", *overrides]
         ).first
-        monkeypatch.setattr(inputs, "stage_task", lambda config: Echo())
+        monkeypatch.setattr(rollout, "build_source", lambda stage: Problems(Echo()))
         engine = Scripted({prompt: list(texts) for prompt, texts in answers.items()})
         stage = SimpleNamespace(config=config, tokenizer=Characters(), engine=engine)
-        sampler = Sampler(stage, _rounds(config.algorithm))
+        sampler = Sampler(stage, config.algorithm)
         return lambda step: collect(sampler, step, config.algorithm), engine
 
     return make
@@ -124,7 +124,7 @@ def test_steps_share_no_rounds(collecting):
 def test_the_kl_in_the_reward_is_recorded(monkeypatch):
     overrides = ["algorithm=grpo", "algorithm.prompts_per_step=2", "algorithm.samples_per_prompt=2"]
     overrides += ["algorithm.advantage_estimator=reinforce_plus_plus", "loss.use_kl_in_reward=true"]
-    monkeypatch.setattr(inputs, "stage_task", lambda config: Echo())
+    monkeypatch.setattr(rollout, "build_source", lambda stage: Problems(Echo()))
     records = []
     policy = SimpleNamespace(
         freeze_reference=lambda: None,
@@ -140,5 +140,5 @@ def test_the_kl_in_the_reward_is_recorded(monkeypatch):
         train=lambda step, rollouts, loss_fn: {"loss": 1.0},
         record=lambda step, report: records.append(report),
     )
-    grpo(stage)
+    grpo(stage, stage.config.algorithm)
     assert records[0]["reward_kl"] == 0.5
