@@ -66,7 +66,9 @@ def _certify(config: RunConfig) -> int:
     workload = Workload(model, objectives, optimizer=replace(Workload.optimizer, **taken), fused_head=fused_head)
 
     with tempfile.TemporaryDirectory(prefix="rl_megatron_certify_") as directory:
-        reference = Reference(workload, Path(directory), first.device) if dist.get_rank() == 0 else None
+        reference = (
+            Reference(workload, Path(directory), first.device, config.plugins) if dist.get_rank() == 0 else None
+        )
         try:
             found = measure(workload, layout, batching)
             # Rank 0 alone knows how the reference ended; the others must not wait for it in vain.
