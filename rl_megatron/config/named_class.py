@@ -22,11 +22,11 @@ def named_class(key: str, registry: Registry[Any]) -> BeforeValidator:
         if not isinstance(value, Mapping):
             return value  # pydantic accepts an instance and refuses anything else
         if key not in value:
-            raise _error(key, "missing", "must be set" + nearest("", registry), None)
+            raise _error(key, "must be set" + nearest("", registry), None)
         name = value[key]
         if not isinstance(name, str) or name not in registry:
             reason = f"there is no {registry.kind} {name!r}{nearest(str(name), registry)}"
-            raise _error(key, "unknown_name", reason, name)
+            raise _error(key, reason, name)
         return _adapter(registry[name]).validate_python(value)
 
     return BeforeValidator(build)
@@ -56,6 +56,6 @@ def _adapter(cls: type) -> TypeAdapter[Any]:
     return TypeAdapter(cls)
 
 
-def _error(key: str, kind: str, reason: str, value: Any) -> ValidationError:
-    detail = InitErrorDetails(type=PydanticCustomError(kind, "{reason}", {"reason": reason}), loc=(key,), input=value)
-    return ValidationError.from_exception_data("section", [detail])
+def _error(key: str, reason: str, value: Any) -> ValidationError:
+    error = PydanticCustomError("unknown_name", "{reason}", {"reason": reason})
+    return ValidationError.from_exception_data("section", [InitErrorDetails(type=error, loc=(key,), input=value)])

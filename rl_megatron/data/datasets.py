@@ -37,7 +37,7 @@ class Dataset(Protocol):
         """Return, for each item, the number of tokens of each of its sequences."""
         ...
 
-    def batch(self, items: Sequence[int]) -> BatchedDataDict:
+    def batch(self, items: Sequence[int], /) -> BatchedDataDict:
         """Return the sequences of the items with these numbers."""
         ...
 

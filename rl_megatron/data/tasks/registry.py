@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 from rl_megatron.config.errors import unknown_name
@@ -24,7 +24,7 @@ def register_task(name: str) -> Callable[[TaskT], TaskT]:
     """
 
     def add(cls: TaskT) -> TaskT:
-        if not is_dataclass(cls):
+        if "__dataclass_fields__" not in vars(cls):
             raise TypeError(f"task {name!r}: {cls.__qualname__} must be a dataclass, whose fields are its options")
         TASKS.register(name)(cls)
         cls.name = name  # for messages; it is no option, and so no field

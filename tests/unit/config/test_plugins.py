@@ -72,7 +72,7 @@ def test_a_plugin_that_an_installed_module_hides_is_refused(directory):
         loaded(directory, "json")
 
 
-@pytest.mark.parametrize("listed", ["mine", "3", "[1]", "{mine: 1}"])
+@pytest.mark.parametrize("listed", ["mine", "3", "[1]"])
 def test_plugins_are_a_list_of_module_paths(listed):
     with pytest.raises(ConfigError, match="plugins=.*: must be a list of module paths"):
         load([f"plugins={listed}"])
