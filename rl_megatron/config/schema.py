@@ -7,7 +7,7 @@ need two sections live in `load.py`; checks that need the world size live in `to
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform
 
 from pydantic import BeforeValidator, ConfigDict, Field, SerializeAsAny
 from pydantic.dataclasses import dataclass
@@ -18,7 +18,13 @@ from rl_megatron.config.named_class import named_class
 from rl_megatron.config.registry import Registry
 
 _STRICT = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
-section = dataclass(frozen=True, config=_STRICT, kw_only=True)
+Section = TypeVar("Section")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+def section(cls: type[Section]) -> type[Section]:
+    """Make `cls` a section of the configuration: a frozen dataclass whose keys, types and ranges pydantic checks."""
+    return dataclass(frozen=True, config=_STRICT, kw_only=True)(cls)
 
 
 def _no_switch(value: Any) -> Any:
