@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, cast, get_args, get_origin, get_type_hints
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -55,7 +55,8 @@ def load(overrides: list[str], config_dir: str | None = None) -> schema.RunConfi
     _take_tokenizer(tree)
     _refuse_unknown(tree, _STAGE_KEYS | _RUN_KEYS, "")
     _refuse_missing(tree, _STAGE_KEYS)
-    stages = _mapping(tree.pop("stages", None), "stages") or {_mapping(tree["algorithm"], "algorithm").get("name"): {}}
+    alone = str(_mapping(tree["algorithm"], "algorithm").get("name"))
+    stages = _mapping(tree.pop("stages", None), "stages") or {alone: {}}
     stages = {name: _mapping(changes, f"stages.{name}") for name, changes in stages.items()}
     run = {key: tree.pop(key) for key in list(tree) if key in _RUN_KEYS}
     _refuse_shadowed(overrides, stages)
@@ -116,7 +117,7 @@ def _compose(overrides: list[str], config_dir: str | None) -> dict[str, Any]:
         try:
             _refuse_unknown_stages(overrides, extra)
             composed = compose("config", overrides=[*map(_adding, overrides), *extra])
-            return OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
+            return cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True, throw_on_missing=False))
         except ConfigError:
             raise
         except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -154,7 +155,7 @@ def _explain(error: Exception, overrides: list[str]) -> str:
     groups = [override for override in overrides if "." not in override.split("=", 1)[0]]
     known = set(_schema_paths(schema.StageConfig)) | _RUN_KEYS | {"experiment"}
     try:
-        known |= set(_tree_paths(OmegaConf.to_container(compose("config", overrides=groups))))
+        known |= set(_tree_paths(cast(dict[str, Any], OmegaConf.to_container(compose("config", overrides=groups)))))
     except (HydraException, OmegaConfBaseException, ValueError):
         pass  # a group choice itself is wrong: Hydra's message lists the choices
     for override in overrides:
@@ -185,7 +186,7 @@ def _schema_paths(section: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _dataclass_members(hint: Any) -> Iterator[type]:
-    if is_dataclass(hint):
+    if isinstance(hint, type) and is_dataclass(hint):
         yield hint
     elif get_origin(hint) in (Annotated, Union, UnionType):
         for argument in get_args(hint):
