@@ -40,7 +40,8 @@ from itertools import chain
 from rich.console import Console
 from rich.table import Table
 
-from rl_megatron.algorithms.inputs import answer_rows, build_tokenizer
+from rl_megatron.algorithms.tokenizer import build_tokenizer
+from rl_megatron.algorithms.training_data import training_dataset
 from rl_megatron.batching.config import DynamicPlanArgs, PackingPlanArgs
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.plan import MicrobatchPlan, plan_dynamic_batching, plan_sequence_packing
@@ -56,7 +57,7 @@ def read_lengths(path: str, pack_size: int) -> tuple[list[int], SequenceCost]:
     overrides = ["experiment=gsm8k_sft", "model=qwen2_5_0_5b", f"model.max_sequence_length={pack_size}"]
     config = load([*overrides, f"data.path={path}"]).first
     tokenizer = build_tokenizer(config)
-    rows = answer_rows(config, tokenizer)
+    rows = training_dataset(config, tokenizer)
     lengths = rows.batch(range(len(rows)))["input_lengths"].tolist()
     order = epoch_order(len(rows), config.train.seed, epoch=0).tolist()
     return [lengths[row] for row in order], SequenceCost.of_model(config.model, tokenizer.vocab_size)

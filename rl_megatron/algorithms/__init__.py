@@ -1,0 +1,26 @@
+"""Algorithms: one file each, a training loop that registers itself. Importing this package registers all of them."""
+
+from rl_megatron.algorithms import dpo, grpo, ppo, pretrain, reward_model, sft
+from rl_megatron.algorithms.registry import (
+    ALGORITHMS,
+    Algorithm,
+    CriticNeeds,
+    LossNeeds,
+    algorithm_of,
+    register_algorithm,
+)
+
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "CriticNeeds",
+    "LossNeeds",
+    "algorithm_of",
+    "dpo",
+    "grpo",
+    "ppo",
+    "pretrain",
+    "register_algorithm",
+    "reward_model",
+    "sft",
+]

@@ -7,17 +7,34 @@ from __future__ import annotations
 
 from itertools import chain
 
-from rl_megatron.algorithms.inputs import heldout_pairs, preference_rows
+from rl_megatron.algorithms.pairs import pair_loss
+from rl_megatron.algorithms.registry import register_algorithm
 from rl_megatron.algorithms.stage import Stage
+from rl_megatron.algorithms.training_data import training_dataset
+from rl_megatron.config.algorithms import DPOConfig
+from rl_megatron.config.schema import StageConfig
+from rl_megatron.data.sources import HeldoutBatch, build_source
+from rl_megatron.losses.contract import LossInputType
 from rl_megatron.losses.registry import configured_loss
 
+_LOSS = pair_loss(
+    LossInputType.LOGPROB, "logprobs of pairs", "dpo or ipo", more_keys=frozenset({"reference_policy_logprobs"})
+)
 
-def dpo(stage: Stage) -> None:
+
+def _uses_reference(stage: StageConfig) -> bool:
+    return True
+
+
+@register_algorithm(DPOConfig, loss=_LOSS, uses_reference=_uses_reference)
+def dpo(stage: Stage, algorithm: DPOConfig) -> None:
+    """Train the stage's policy by DPO, or by another loss that compares pairs with a reference policy."""
     loss_fn = configured_loss(stage.config.loss)
-    dataset = preference_rows(stage.config, stage.tokenizer)
-    if stage.config.algorithm.precompute_reference:
-        heldout = heldout_pairs(stage.config, stage.tokenizer).batch
-        stage.policy.record_reference(stage.reference_logprobs, chain([heldout], stage.distinct_batches(dataset)))
+    dataset = training_dataset(stage.config, stage.tokenizer)
+    if algorithm.precompute_reference:
+        heldout = build_source(stage.config).heldout(stage.tokenizer)
+        evaluated = [heldout.batch] if isinstance(heldout, HeldoutBatch) else []
+        stage.policy.record_reference(stage.reference_logprobs, chain(evaluated, stage.distinct_batches(dataset)))
     else:
         stage.policy.freeze_reference()
     for step, pairs in stage.batches(dataset):

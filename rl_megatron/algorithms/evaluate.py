@@ -1,16 +1,26 @@
-"""Held-out measurements: likelihood of text, accuracy against a task's verifier, preference within pairs."""
+"""Evaluation on held-out data: likelihood of text, preference within pairs, accuracy by a task's rewards.
+
+Which of them a stage gets depends on the kind of its source's held-out data. A plugin's source with a kind of its own
+registers an evaluation for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self, TypeVar
 
 from torch import Tensor
 
+from rl_megatron.algorithms.registry import algorithm_of
 from rl_megatron.algorithms.rewards import completions, score
+from rl_megatron.algorithms.sampling import check_completions_fit, stage_sampling
+from rl_megatron.config.data_kinds import ANSWERS, DOCUMENTS, PAIRS, PROBLEMS
+from rl_megatron.config.registry import Registry
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.sources import build_source
 from rl_megatron.data.tasks import Problem, Task
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
@@ -19,71 +29,167 @@ from rl_megatron.losses.functional import masked_mean, masked_sum
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 
 _NUM_SAMPLES_KEPT = 6
+Measured = tuple[dict[str, float], list[dict[str, Any]]]
 
 
-def heldout_measures(stage: StageConfig) -> tuple[str, ...]:
-    """Which of the measures below the stage's evaluations give."""
-    source = stage.data.source
-    if source == "preference":
-        preference = ("preference_accuracy", "preference_margin")
-        return preference + (("reward_accuracy", "reward_margin") if stage.algorithm.name == "dpo" else ())
-    if source == "text":
-        return ("nll_per_token", "nll_per_character")
-    return ("accuracy",) if source == "task" else ("nll_per_token",)
+class Evaluation(ABC):
+    """Held-out data, and how a model is measured on it."""
+
+    @classmethod
+    @abstractmethod
+    def of_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
+        """Return the evaluation of what the stage's data source holds out.
+
+        Raises:
+            ConfigError: the held-out data cannot be used.
+        """
+
+    @classmethod
+    @abstractmethod
+    def metric_names(cls, stage: StageConfig) -> tuple[str, ...]:
+        """Return the eval metrics that the stage gets, of those in config/eval_metrics.py."""
+
+    @abstractmethod
+    def measure(self, policy: MegatronPolicy, engine: RolloutEngine) -> Measured:
+        """Return the eval metrics of the policy, and samples to look at."""
+
+    def item_lengths(self) -> list[list[int]]:
+        """Return, for each item that goes through the model in microbatches, the tokens of each of its sequences."""
+        return []
 
 
+EVALUATIONS: Registry[type[Evaluation]] = Registry("evaluation of a kind of data")
+EvaluationT = TypeVar("EvaluationT", bound=type[Evaluation])
+
+
+def register_evaluation(kind: str) -> Callable[[EvaluationT], EvaluationT]:
+    """Return a class decorator that registers the evaluation of a kind of held-out data."""
+
+    def add(cls: EvaluationT) -> EvaluationT:
+        EVALUATIONS.register(kind)(cls)
+        return cls
+
+    return add
+
+
+def metric_names(stage: StageConfig) -> tuple[str, ...]:
+    """Return the eval metrics that the stage's evaluations give."""
+    return EVALUATIONS[stage.data.heldout_kind].metric_names(stage)
+
+
+def build_evaluation(stage: StageConfig, tokenizer: Tokenizer) -> Evaluation:
+    """Return the evaluation of the stage's held-out data."""
+    heldout = build_source(stage).heldout(tokenizer)
+    return EVALUATIONS[stage.data.heldout_kind].of_stage(stage, heldout, tokenizer)
+
+
+@register_evaluation(ANSWERS)
 @dataclass(frozen=True)
-class HeldoutText:
-    """Held-out rows; `tokens_per_character`, where the rows are plain text, turns nats per token into per character."""
+class HeldoutAnswers(Evaluation):
+    """Held-out sequences, of which the tokens under the mask are predicted."""
 
     batch: BatchedDataDict
-    tokens_per_character: float | None = None
 
-    def measure(self, policy: MegatronPolicy) -> dict[str, float]:
-        """`nll_per_token` = −Σ log p / number of tokens, in nats, and `nll_per_character` for plain text."""
-        nll = policy.train(self.batch, NLLLoss(), eval_mode=True, gbs=self.batch.size)["loss"]
-        if self.tokens_per_character is None:
-            return {"nll_per_token": nll}
-        return {"nll_per_token": nll, "nll_per_character": nll * self.tokens_per_character}
+    @classmethod
+    def of_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
+        return cls(heldout.batch)
+
+    @classmethod
+    def metric_names(cls, stage: StageConfig) -> tuple[str, ...]:
+        return ("nll_per_token",)
+
+    def measure(self, policy: MegatronPolicy, engine: RolloutEngine | None = None) -> Measured:
+        """Return `nll_per_token` = −Σ log p / number of tokens, in nats."""
+        return {"nll_per_token": self._nll(policy)}, []
+
+    def item_lengths(self) -> list[list[int]]:
+        return self.batch["input_lengths"].view(-1, 1).tolist()
+
+    def _nll(self, policy: MegatronPolicy) -> float:
+        return policy.train(self.batch, NLLLoss(), eval_mode=True, gbs=self.batch.size)["loss"]
 
 
+@register_evaluation(DOCUMENTS)
 @dataclass(frozen=True)
-class HeldoutPairs:
-    """Held-out pairs, chosen rows 0, 2, 4 …, rejected rows 1, 3, 5 …; `per_token`, where answers of different lengths
-    are compared by their mean log-probability rather than by its sum."""
+class HeldoutText(HeldoutAnswers):
+    """Held-out windows of plain text. `tokens_per_character` turns nats per token into nats per character."""
+
+    tokens_per_character: float = 1.0
+
+    @classmethod
+    def of_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
+        if heldout.tokens_per_character is None:
+            raise TypeError(f"data.source={stage.data.source} holds out text without tokens_per_character: set it")
+        return cls(heldout.batch, heldout.tokens_per_character)
+
+    @classmethod
+    def metric_names(cls, stage: StageConfig) -> tuple[str, ...]:
+        return ("nll_per_token", "nll_per_character")
+
+    def measure(self, policy: MegatronPolicy, engine: RolloutEngine | None = None) -> Measured:
+        """Return `nll_per_token` and `nll_per_character`, in nats."""
+        nll = self._nll(policy)
+        return {"nll_per_token": nll, "nll_per_character": nll * self.tokens_per_character}, []
+
+
+@register_evaluation(PAIRS)
+@dataclass(frozen=True)
+class HeldoutPairs(Evaluation):
+    """Held-out pairs: chosen sequences 0, 2, 4 …, rejected sequences 1, 3, 5 ….
+
+    Attributes:
+        batch: The sequences.
+        per_token: Whether answers are compared by their mean log-probability, rather than by its sum.
+    """
 
     batch: BatchedDataDict
     per_token: bool = False
 
-    def measure(self, model: MegatronPolicy) -> dict[str, float]:
-        """`preference_accuracy`, the share of pairs whose chosen answer the model prefers (ties count half), and
-        `preference_margin`, by how much on average. What a model prefers: a reward model what it scores higher at its
-        last token; a language model what is likelier (margin in nats). Where it has a reference policy also
-        `reward_accuracy` and `reward_margin`, of log π − log π_ref, which is DPO's reward up to β."""
-        if model.head == "score":
-            return _preferences("preference", model.score(self.batch)["scores"])
-        likelihood = self._of_answers(model.get_logprobs(self.batch)["logprobs"])
-        measures = _preferences("preference", likelihood)
-        if model.has_reference:
-            reference = self._of_answers(model.get_reference_policy_logprobs(self.batch)["reference_logprobs"])
-            measures |= _preferences("reward", likelihood - reference)
-        return measures
+    @classmethod
+    def of_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
+        return cls(heldout.batch, per_token=bool(stage.loss.get("preference_average_log_probs")))
+
+    @classmethod
+    def metric_names(cls, stage: StageConfig) -> tuple[str, ...]:
+        names = ("preference_accuracy", "preference_margin")
+        return names + (("reward_accuracy", "reward_margin") if algorithm_of(stage).uses_reference(stage) else ())
+
+    def measure(self, policy: MegatronPolicy, engine: RolloutEngine | None = None) -> Measured:
+        """Return how often, and by how much, the model prefers the chosen answer.
+
+        `preference_accuracy` is the share of pairs whose chosen answer the model prefers (ties count half), and
+        `preference_margin` is by how much on average. A reward model prefers what it scores higher at its last token,
+        and a language model what is likelier (margin in nats). A policy with a reference also has `reward_accuracy` and
+        `reward_margin`, of log π − log π_ref, which is DPO's reward up to β.
+        """
+        if policy.head == "score":
+            return _preferences("preference_", policy.score(self.batch)["scores"]), []
+        likelihood = self._of_answers(policy.get_logprobs(self.batch)["logprobs"])
+        metrics = _preferences("preference_", likelihood)
+        if policy.has_reference:
+            reference = self._of_answers(policy.get_reference_policy_logprobs(self.batch)["reference_logprobs"])
+            metrics |= _preferences("reward_", likelihood - reference)
+        return metrics, []
+
+    def item_lengths(self) -> list[list[int]]:
+        return self.batch["input_lengths"].view(-1, 2).tolist()
 
     def _of_answers(self, logprobs: Tensor) -> Tensor:
         mask = self.batch["token_mask"]
         return masked_mean(logprobs, mask, dim=1) if self.per_token else masked_sum(logprobs, mask, dim=1)
 
 
-def _preferences(name: str, values: Tensor) -> dict[str, float]:
+def _preferences(prefix: str, values: Tensor) -> dict[str, float]:
     margins = (values[::2] - values[1::2]).double()
     return {
-        f"{name}_accuracy": ((margins.sign() + 1) / 2).mean().item(),
-        f"{name}_margin": margins.mean().item(),
+        f"{prefix}accuracy": ((margins.sign() + 1) / 2).mean().item(),
+        f"{prefix}margin": margins.mean().item(),
     }
 
 
+@register_evaluation(PROBLEMS)
 @dataclass(frozen=True)
-class HeldoutProblems:
+class HeldoutProblems(Evaluation):
     """Held-out problems, answered greedily."""
 
     task: Task
@@ -91,8 +197,17 @@ class HeldoutProblems:
     tokenizer: Tokenizer
     sampling: Sampling  # greedy
 
-    def measure(self, engine: RolloutEngine) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """`accuracy`, the mean reward in [0, 1], and a few samples to look at."""
+    @classmethod
+    def of_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
+        check_completions_fit(stage, heldout.problems, tokenizer)
+        return cls(heldout.task, heldout.problems, tokenizer, stage_sampling(stage, tokenizer, greedy=True))
+
+    @classmethod
+    def metric_names(cls, stage: StageConfig) -> tuple[str, ...]:
+        return ("accuracy",)
+
+    def measure(self, policy: MegatronPolicy | None, engine: RolloutEngine) -> Measured:
+        """Return `accuracy`, the mean reward in [0, 1], and a few samples to look at."""
         prompts = [self.tokenizer.encode(problem.prompt) for problem in self.problems]
         rollouts = engine.generate(prompts, self.sampling, seed=0)
         texts = completions(rollouts, self.tokenizer)

@@ -9,8 +9,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from rl_megatron.algorithms.advantages import group_relative, reinforce_plus_plus
+from rl_megatron.algorithms.registry import register_algorithm
 from rl_megatron.algorithms.rollout import (
+    ROLLOUT_LOSS,
     Sampler,
+    check_problems,
     join,
     keep_informative,
     logprob_mismatch,
@@ -18,22 +21,24 @@ from rl_megatron.algorithms.rollout import (
     reward_kl,
     rewards_per_token,
     statistics,
+    uses_reference,
     with_logprobs,
 )
 from rl_megatron.algorithms.stage import Stage
-from rl_megatron.config.schema import GRPOConfig
+from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.registry import configured_loss
 
 
-def grpo(stage: Stage) -> None:
-    algorithm = stage.config.algorithm
+@register_algorithm(GRPOConfig, loss=ROLLOUT_LOSS, uses_reference=uses_reference, check_data=check_problems)
+def grpo(stage: Stage, algorithm: GRPOConfig) -> None:
+    """Train the stage's policy by GRPO."""
     loss_fn = configured_loss(stage.config.loss)
     reference = needs_reference(loss_fn)
     if reference:
         stage.policy.freeze_reference()
-    sampler = Sampler(stage, _rounds(algorithm))
+    sampler = Sampler(stage, algorithm)
 
     for step in stage.steps():
         with stage.timer.phase("rollout"):
@@ -52,7 +57,7 @@ def collect(sampler: Sampler, step: int, algorithm: GRPOConfig) -> tuple[Batched
     group_size = algorithm.samples_per_prompt
     wanted = algorithm.prompts_per_step * group_size
     kept, seen = [], []
-    for round_ in range(_rounds(algorithm)):
+    for round_ in range(algorithm.rounds_per_step):
         rollouts = sampler.draw(step, round_)
         seen.append(rollouts)
         kept.append(keep_informative(rollouts, group_size) if algorithm.dynamic_sampling else rollouts)
@@ -63,10 +68,6 @@ def collect(sampler: Sampler, step: int, algorithm: GRPOConfig) -> tuple[Batched
         outcome["sampling_rounds"] = float(len(seen))
         kept = [part for part in kept if part.size] or seen[-1:]  # no group differed: a step without gradient
     return join(kept, wanted), outcome
-
-
-def _rounds(algorithm: GRPOConfig) -> int:
-    return algorithm.dynamic_sampling_max_rounds if algorithm.dynamic_sampling else 1
 
 
 def _advantages(rollouts: BatchedDataDict, algorithm: GRPOConfig, loss_fn: LossFunction) -> Tensor:

@@ -6,33 +6,54 @@ arXiv:2203.02155.
 
 from __future__ import annotations
 
+from typing import Any
+
 from rl_megatron.algorithms.advantages import generalized_advantages, whiten
 from rl_megatron.algorithms.metrics import CRITIC_PREFIX
+from rl_megatron.algorithms.registry import CriticNeeds, register_algorithm
 from rl_megatron.algorithms.rollout import (
+    ROLLOUT_LOSS,
     Sampler,
+    check_problems,
     logprob_mismatch,
     needs_reference,
     reward_kl,
     rewards_per_token,
     statistics,
+    uses_reference,
     with_logprobs,
 )
 from rl_megatron.algorithms.stage import Stage
-from rl_megatron.config.schema import PPOConfig
+from rl_megatron.config.algorithms import PPOConfig
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.losses import MSEValueLoss
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.registry import configured_loss
 
 
-def ppo(stage: Stage) -> None:
-    algorithm, critic = stage.config.algorithm, stage.critic
+def _value_loss(algorithm: PPOConfig) -> dict[str, Any]:
+    return {"name": "mse_value", "cliprange": algorithm.value_clip}
+
+
+CRITIC = CriticNeeds[PPOConfig](
+    optimizer=lambda algorithm: algorithm.critic_optimizer,
+    optimizer_steps=lambda algorithm, train: algorithm.critic_optimizer_steps(train),
+    loss=_value_loss,
+)
+
+
+@register_algorithm(
+    PPOConfig, loss=ROLLOUT_LOSS, critic=CRITIC, uses_reference=uses_reference, check_data=check_problems
+)
+def ppo(stage: Stage, algorithm: PPOConfig) -> None:
+    """Train the stage's policy and critic by PPO."""
+    critic = stage.critic
+    assert critic is not None  # a stage has one if its algorithm says so
     policy_loss = configured_loss(stage.config.loss)
-    value_loss = MSEValueLoss({"cliprange": algorithm.value_clip})
+    value_loss = configured_loss(_value_loss(algorithm))
     reference = needs_reference(policy_loss)
     if reference:
         stage.policy.freeze_reference()
-    sampler = Sampler(stage)
+    sampler = Sampler(stage, algorithm)
 
     for step in stage.steps():
         with stage.timer.phase("rollout"):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from rl_megatron.algorithms.inputs import pretraining_rows
+from rl_megatron.algorithms.registry import register_algorithm
 from rl_megatron.algorithms.stage import Stage
+from rl_megatron.algorithms.training_data import training_dataset
+from rl_megatron.config.algorithms import PretrainConfig
 from rl_megatron.losses import NLLLoss
 
 
-def pretrain(stage: Stage) -> None:
+@register_algorithm(PretrainConfig, fixed_loss="nll")
+def pretrain(stage: Stage, algorithm: PretrainConfig) -> None:
+    """Train the stage's policy on documents."""
     loss_fn = NLLLoss()
-    for step, batch in stage.batches(pretraining_rows(stage.config, stage.tokenizer)):
+    for step, batch in stage.batches(training_dataset(stage.config, stage.tokenizer)):
         stage.record(step, stage.train(step, batch, loss_fn))

@@ -5,12 +5,20 @@ Source: Bradley-Terry on pairs, as in Ouyang et al. 2022, arXiv:2203.02155 §3.5
 
 from __future__ import annotations
 
-from rl_megatron.algorithms.inputs import preference_rows
+from rl_megatron.algorithms.pairs import pair_loss
+from rl_megatron.algorithms.registry import register_algorithm
 from rl_megatron.algorithms.stage import Stage
+from rl_megatron.algorithms.training_data import training_dataset
+from rl_megatron.config.algorithms import RewardModelConfig
+from rl_megatron.losses.contract import LossInputType
 from rl_megatron.losses.registry import configured_loss
 
+_LOSS = pair_loss(LossInputType.LOGIT, "scores of pairs", "preference")
 
-def reward_model(stage: Stage) -> None:
+
+@register_algorithm(RewardModelConfig, loss=_LOSS, head="score")
+def reward_model(stage: Stage, algorithm: RewardModelConfig) -> None:
+    """Train the stage's model to score chosen answers above rejected ones."""
     loss_fn = configured_loss(stage.config.loss)
-    for step, pairs in stage.batches(preference_rows(stage.config, stage.tokenizer)):
+    for step, pairs in stage.batches(training_dataset(stage.config, stage.tokenizer)):
         stage.record(step, stage.train(step, pairs, loss_fn))

@@ -7,14 +7,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms import inputs
 from rl_megatron.algorithms.advantages import informative_groups, token_rewards
+from rl_megatron.algorithms.registry import LossNeeds
 from rl_megatron.algorithms.rewards import completions, score
+from rl_megatron.algorithms.sampling import check_completions_fit, stage_sampling
 from rl_megatron.algorithms.stage import Stage
+from rl_megatron.config.algorithms import RolloutConfig
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.order import BatchSchedule
+from rl_megatron.data.sources import build_source
+from rl_megatron.data.tasks import Problem
+from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.functional import kl_penalty, masked_mean
+from rl_megatron.losses.registry import configured_loss
 from rl_megatron.policy.interfaces import PolicyInterface
 
 # What rollouts carry when they reach the loss.
@@ -25,18 +33,52 @@ ROLLOUT_KEYS = frozenset(
 _ROUNDS_PER_SEED = 1000  # seeds of a step's rounds lie apart
 
 
+def _uses_advantages(loss_fn: LossFunction) -> bool:
+    return "advantages" in getattr(loss_fn, "required_keys", ("advantages",))  # one that does not say may well
+
+
+ROLLOUT_LOSS = LossNeeds("advantages", _uses_advantages, ROLLOUT_KEYS, "clipped_pg")
+
+
+def uses_reference(stage: StageConfig) -> bool:
+    """Return whether the stage's loss, or the reward on its behalf, compares with the reference policy."""
+    return needs_reference(configured_loss(stage.loss))
+
+
+def training_problems(stage: StageConfig, algorithm: RolloutConfig) -> list[Problem]:
+    """Return problems to sample completions for: enough for every step of the stage, or all there are."""
+    return build_source(stage).problems(algorithm.prompts_of_all_steps(stage.train))
+
+
+def check_problems(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """Check that a step has enough different problems; return the tokens of the longest prompt with its completion.
+
+    Raises:
+        ConfigError: there are too few problems, or a completion may not fit behind a prompt.
+    """
+    algorithm: RolloutConfig = stage.algorithm  # pyright: ignore[reportAssignmentType] registered for such alone
+    problems = training_problems(stage, algorithm)
+    longest = check_completions_fit(stage, problems, tokenizer)
+    if len(problems) < algorithm.prompts_per_step:
+        raise ConfigError(
+            f"algorithm.prompts_per_step={algorithm.prompts_per_step} exceeds the {len(problems)} training problems; "
+            "lower it or provide more data"
+        )
+    return [(longest,)]
+
+
 class Sampler:
     """Scored completions for the prompts of a step. Which prompts and random numbers step and round use depends on
     their numbers alone, so a resumed run draws what the uninterrupted one would have."""
 
-    def __init__(self, stage: Stage, rounds_per_step: int = 1):
+    def __init__(self, stage: Stage, algorithm: RolloutConfig):
         config = stage.config
         self._engine, self._tokenizer, self._seed = stage.engine, stage.tokenizer, config.train.seed
-        self._per_prompt, self._rounds = config.algorithm.samples_per_prompt, rounds_per_step
-        self._task = inputs.stage_task(config)
-        self._problems = inputs.training_problems(config, self._task)
-        self._order = BatchSchedule(len(self._problems), config.algorithm.prompts_per_step, config.train.seed)
-        self._sampling = inputs.sampling(config, stage.tokenizer)
+        self._per_prompt, self._rounds = algorithm.samples_per_prompt, algorithm.rounds_per_step
+        self._task = build_source(config).task()
+        self._problems = training_problems(config, algorithm)
+        self._order = BatchSchedule(len(self._problems), algorithm.prompts_per_step, config.train.seed)
+        self._sampling = stage_sampling(config, stage.tokenizer)
 
     def draw(self, step: int, round_: int = 0) -> BatchedDataDict:
         """`samples_per_prompt` completions of each of the round's prompts, groups contiguous, with `rewards` [B]."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import time
 from collections.abc import Callable
@@ -14,16 +13,14 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from rl_megatron import log
-from rl_megatron.algorithms import inputs, preflight, verify
-from rl_megatron.algorithms.dpo import dpo
-from rl_megatron.algorithms.grpo import grpo
+from rl_megatron.algorithms import preflight, verify
+from rl_megatron.algorithms.evaluate import build_evaluation
 from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, LogprobCheck
-from rl_megatron.algorithms.ppo import ppo
-from rl_megatron.algorithms.pretrain import pretrain
-from rl_megatron.algorithms.reward_model import reward_model
-from rl_megatron.algorithms.sft import sft
-from rl_megatron.algorithms.stage import Evaluation, Stage
+from rl_megatron.algorithms.registry import algorithm_of
+from rl_megatron.algorithms.sampling import stage_sampling
+from rl_megatron.algorithms.stage import Stage
 from rl_megatron.algorithms.synced_engine import SyncedEngine
+from rl_megatron.algorithms.tokenizer import save_tokenizer
 from rl_megatron.batching.config import Batching
 from rl_megatron.checkpoint.directory import complete_checkpoints, put_back
 from rl_megatron.checkpoint.save import SaveFailed
@@ -33,9 +30,8 @@ from rl_megatron.config.load import to_yaml
 from rl_megatron.config.schema import OptimizerConfig, RunConfig, StageConfig
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.execution import FusedHead, NonFiniteLoss
-from rl_megatron.generation.interfaces import EngineFailed, RolloutEngine
-from rl_megatron.generation.megatron import MegatronEngine
-from rl_megatron.generation.transformers.engine import TransformersEngine
+from rl_megatron.generation.engines import build_engine
+from rl_megatron.generation.interfaces import EngineFailed
 from rl_megatron.model.build import Head
 from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.policy.megatron_policy import MegatronPolicy
@@ -45,14 +41,6 @@ from rl_megatron.topology.device import start_device
 from rl_megatron.topology.topology import Topology
 from rl_megatron.weight_sync.plan import WeightsRefused
 
-ALGORITHMS: dict[str, Callable[[Stage], None]] = {
-    "pretrain": pretrain,
-    "sft": sft,
-    "dpo": dpo,
-    "reward_model": reward_model,
-    "grpo": grpo,
-    "ppo": ppo,
-}
 # What ends a run that began well: exit status 1.
 FAILURES = (NonFiniteLoss, WeightsRefused, EngineFailed, EngineMismatch, SaveFailed)
 _PATIENCE = timedelta(seconds=30)
@@ -114,7 +102,7 @@ def _put_back_checkpoints(output_dir: Path) -> None:
 def _begin_output(config: RunConfig, output_dir: Path, tokenizer: Tokenizer) -> None:
     """What a run's directory has from the start: tokenizer, effective configuration, and what the model came with from
     Hugging Face, for an export of this run's checkpoints."""
-    inputs.save_tokenizer(tokenizer, output_dir)
+    save_tokenizer(tokenizer, output_dir)
     (output_dir / "config.yaml").write_text(to_yaml(config))
     carried = hugging_face_files(Path(config.init_from)) if config.init_from else None
     kept = output_dir / HUGGING_FACE
@@ -160,21 +148,21 @@ def _run_stage(
     weights_from: str,
 ) -> dict[str, Any]:
     config = run_config.stages[name]
-    scores = config.algorithm.name == "reward_model"
-    steps = _optimizer_steps(config)
-    policy = _model(config, layout, tokenizer, weights, config.optimizer, steps, "score" if scores else "lm")
+    algorithm, settings = algorithm_of(config), config.algorithm
+    steps = settings.optimizer_steps(config.train)
+    policy = _model(config, layout, tokenizer, weights, config.optimizer, steps, algorithm.head)
     critic = None
-    if config.algorithm.name == "ppo":
-        steps = _optimizer_steps(config, of_critic=True)
-        critic = _model(config, layout, tokenizer, weights, config.algorithm.critic_optimizer, steps, "score")
-    engine = SyncedEngine(_engine(config, policy), _logprob_check(config, policy, tokenizer), metrics_logger.note)
-    evaluate = _evaluation(config, policy, engine, tokenizer)
+    if algorithm.critic is not None:
+        steps = algorithm.critic.optimizer_steps(settings, config.train)
+        critic = _model(config, layout, tokenizer, weights, algorithm.critic.optimizer(settings), steps, "score")
+    engine = SyncedEngine(build_engine(policy, config), _logprob_check(config, policy, tokenizer), metrics_logger.note)
+    evaluation = build_evaluation(config, tokenizer)
     stage = Stage(
-        name, config, policy, engine, tokenizer, metrics_logger, directory, run_config.resume, evaluate, weights_from,
-        critic, to_yaml(run_config),
+        name, config, policy, engine, tokenizer, metrics_logger, directory, run_config.resume,
+        lambda: evaluation.measure(policy, engine), weights_from, critic, to_yaml(run_config),
     )  # fmt: skip
     try:
-        ALGORITHMS[config.algorithm.name](stage)
+        algorithm.run(stage, settings)
     except FAILURES:  # on every rank
         stage.checkpointer.complete()
         raise
@@ -186,16 +174,10 @@ def _run_stage(
     return stage.results
 
 
-def _engine(config: StageConfig, policy: MegatronPolicy) -> RolloutEngine:
-    if config.generation.engine == "transformers":
-        return TransformersEngine(policy, config.generation, config.train.collective_timeout_minutes)
-    return MegatronEngine(policy, config.generation.batch_size)
-
-
 def _logprob_check(config: StageConfig, policy: MegatronPolicy, tokenizer: Tokenizer) -> LogprobCheck:
     generation = config.generation
     limit = LIMITS[config.precision] if generation.gate_limit is None else generation.gate_limit
-    return LogprobCheck(policy, tokenizer, inputs.sampling(config, tokenizer), generation.gate_prompts, limit)
+    return LogprobCheck(policy, tokenizer, stage_sampling(config, tokenizer), generation.gate_prompts, limit)
 
 
 def _model(
@@ -225,30 +207,6 @@ def _model(
     if weights is not None:
         model.load_checkpoint(weights, weights_only=True, verify=False)  # of this run, or verified before it began
     return model
-
-
-def _optimizer_steps(config: StageConfig, of_critic: bool = False) -> int:
-    """How many the stage's policy takes, or its critic: what a schedule without `decay_steps` is stretched over."""
-    algorithm, steps = config.algorithm, config.train.steps
-    if algorithm.name not in ("grpo", "ppo"):
-        return steps
-    if algorithm.name == "ppo" and not of_critic:
-        steps -= algorithm.critic_warmup_steps  # the policy takes none of these
-    rows = algorithm.prompts_per_step * algorithm.samples_per_prompt
-    return steps * algorithm.updates_per_rollout * math.ceil(rows / config.train.global_batch_size)
-
-
-def _evaluation(config: StageConfig, policy: MegatronPolicy, engine: RolloutEngine, tokenizer: Tokenizer) -> Evaluation:
-    """Held-out accuracy where the data has a verifier or pairs, held-out likelihood where it has text."""
-    if config.data.source == "preference":
-        pairs = inputs.heldout_pairs(config, tokenizer)
-        return lambda: (pairs.measure(policy), [])
-    task = inputs.stage_task(config)
-    if task is not None:
-        problems = inputs.heldout_problems(config, task, tokenizer)
-        return lambda: problems.measure(engine)
-    text = inputs.heldout_text(config, tokenizer)
-    return lambda: (text.measure(policy), [])
 
 
 def _finished_results(directory: Path, config: StageConfig) -> dict[str, Any] | None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rl_megatron.algorithms.checkpointer import Checkpointer, critic_checkpoints
 from rl_megatron.checkpoint.directory import complete_checkpoints
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.datasets import Dataset
 from rl_megatron.data.order import BatchSchedule
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.execution import NonFiniteLoss
@@ -21,16 +22,6 @@ from rl_megatron.observability.phase_timer import PhaseTimer
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 
 Evaluation = Callable[[], tuple[dict[str, float], list[dict[str, Any]]]]
-
-
-class Dataset(Protocol):
-    """Items that become sequences; `group_size` of them stay together: 2 for preference pairs."""
-
-    group_size: int
-
-    def __len__(self) -> int: ...
-
-    def batch(self, items: Sequence[int]) -> BatchedDataDict: ...
 
 
 @dataclass

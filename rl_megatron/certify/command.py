@@ -14,6 +14,7 @@ from rich.table import Table
 
 from rl_megatron import log
 from rl_megatron.algorithms.preflight import check_loss
+from rl_megatron.algorithms.registry import algorithm_of
 from rl_megatron.batching.config import Batching
 from rl_megatron.certify.measurement import Difference, Measurement, compare, fails, measure
 from rl_megatron.certify.single_process import Reference
@@ -29,7 +30,7 @@ from rl_megatron.certify.workload import (
     small_batching,
 )
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.schema import RunConfig, StageConfig
+from rl_megatron.config.schema import RunConfig
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
 
@@ -65,7 +66,9 @@ def _certify(config: RunConfig) -> int:
     workload = Workload(model, objectives, optimizer=replace(Workload.optimizer, **taken), fused_head=fused_head)
 
     with tempfile.TemporaryDirectory(prefix="rl_megatron_certify_") as directory:
-        reference = Reference(workload, Path(directory), first.device) if dist.get_rank() == 0 else None
+        reference = (
+            Reference(workload, Path(directory), first.device, config.plugins) if dist.get_rank() == 0 else None
+        )
         try:
             found = measure(workload, layout, batching)
             # Rank 0 alone knows how the reference ended; the others must not wait for it in vain.
@@ -96,9 +99,8 @@ def _objectives(config: RunConfig) -> tuple[dict[str, Objective], dict[str, Batc
     What several stages train alike is measured once, under all their names."""
     wanted = []
     for name, stage in config.stages.items():
-        wanted.append((name, _objective_of(stage), stage))
-        if stage.algorithm.name == "ppo":
-            wanted.append((f"{name} critic", Objective("mse_value", {"cliprange": stage.algorithm.value_clip}), stage))
+        for model, loss in algorithm_of(stage).losses(stage).items():
+            wanted.append((name if model == "policy" else f"{name} {model}", Objective.of_section(loss), stage))
     wanted += [(f"standard {name}", objective, config.first) for name, objective in STANDARD_OBJECTIVES.items()]
 
     different: list[tuple[list[str], Objective, Batching]] = []
@@ -115,12 +117,6 @@ def _objectives(config: RunConfig) -> tuple[dict[str, Objective], dict[str, Batc
         {", ".join(names): objective for names, objective, _ in different},
         {", ".join(names): batching for names, _, batching in different},
     )
-
-
-def _objective_of(stage: StageConfig) -> Objective:
-    if stage.algorithm.name in ("pretrain", "sft"):
-        return Objective("nll")
-    return Objective(stage.loss["name"], {key: value for key, value in stage.loss.items() if key != "name"})
 
 
 def _table(

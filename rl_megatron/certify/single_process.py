@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from rl_megatron import log
 from rl_megatron.batching.config import Batching
 from rl_megatron.certify.measurement import Measurement, measure
 from rl_megatron.certify.workload import NUM_ROWS, Workload
+from rl_megatron.config.plugins import import_plugins
 from rl_megatron.config.schema import ParallelConfig
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
@@ -41,14 +43,15 @@ def measure_in_one_process(workload: Workload, device: str = "auto") -> dict[str
 class Reference:
     """`measure_in_one_process` in a new process, which runs beside the layout that it is compared with."""
 
-    def __init__(self, workload: Workload, directory: Path, device: str):
+    def __init__(self, workload: Workload, directory: Path, device: str, plugins: Sequence[str] = ()):
         self._result = directory / "reference.pt"
-        torch.save((workload, device), directory / "workload.pt")
+        torch.save((workload, device, list(plugins)), directory / "workload.pt")
         environment = {
             key: value
             for key, value in os.environ.items()
             if key not in _OF_A_RANK and not key.startswith("TORCHELASTIC")
         }
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # where this process found the plugins
         command = [sys.executable, "-m", __name__, str(directory / "workload.pt"), str(self._result)]
         self._process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
@@ -66,7 +69,8 @@ class Reference:
 
 def _main(workload_path: str, result_path: str) -> None:
     log.setup()
-    workload, device = torch.load(workload_path, weights_only=False)
+    workload, device, plugins = torch.load(workload_path, weights_only=False)
+    import_plugins(plugins)
     torch.save(measure_in_one_process(workload, device), result_path)
     dist.destroy_process_group()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,6 +33,11 @@ class Objective:
 
     loss: str
     settings: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_section(cls, section: Mapping[str, Any]) -> Objective:
+        """Return the objective of a configuration's loss section, {name, **settings}."""
+        return cls(section["name"], {key: value for key, value in section.items() if key != "name"})
 
     def build(self) -> LossFunction:
         return build_loss(self.loss, self.settings)

@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, help_text in _COMMANDS.items():
         command = commands.add_parser(name, help=help_text)
         command.add_argument("overrides", nargs="*", help="Hydra overrides, key=value; experiment=NAME picks one")
-        command.add_argument("--config-dir", help="a directory of your own configs, searched beside the shipped ones")
+        command.add_argument("--config-dir", help="a directory of your own configs and plugins, beside ours")
         command.add_argument("--print-config", action="store_true", help="print the effective configuration and stop")
     inspect = commands.add_parser("inspect", help="show what a checkpoint holds, or which checkpoints a run has")
     inspect.add_argument("path", type=Path, help="a checkpoint, the directory of a stage's, or a run's output_dir")

@@ -1,11 +1,14 @@
-"""Rules of the generation section: keys that would do nothing where they stand."""
+"""The rollout engines as a configuration sees them, and the rules of the generation section."""
 
 from __future__ import annotations
 
-from rl_megatron.config.errors import ConfigError
+from dataclasses import dataclass
+
+from rl_megatron.config.errors import ConfigError, nearest
+from rl_megatron.config.registry import Registry
 from rl_megatron.config.schema import GenerationConfig
 
-_OF_PROCESSES = (
+_KEYS_OF_PROCESSES = (
     "num_engines",
     "engine_device",
     "engine_timeout_minutes",
@@ -15,16 +18,41 @@ _OF_PROCESSES = (
 )
 
 
+@dataclass(frozen=True)
+class EngineDeclaration:
+    """What a configuration can set of a rollout engine.
+
+    Attributes:
+        runs_in_processes: Whether it runs in processes of its own, to which weights have to be sent.
+    """
+
+    runs_in_processes: bool
+
+
+ENGINE_DECLARATIONS: Registry[EngineDeclaration] = Registry("rollout engine")
+ENGINE_DECLARATIONS.register("megatron")(EngineDeclaration(runs_in_processes=False))
+ENGINE_DECLARATIONS.register("transformers")(EngineDeclaration(runs_in_processes=True))
+
+
 def check_generation(generation: GenerationConfig) -> None:
-    """Raises: ConfigError naming a key that has no effect."""
-    default = GenerationConfig()
-    if generation.engine == "megatron":
-        for key in _OF_PROCESSES:
+    """Check that the engine exists and that every key has an effect.
+
+    Raises:
+        ConfigError: an unknown engine, or a key that has no effect; the message names it.
+    """
+    name, default = generation.engine, GenerationConfig()
+    if name not in ENGINE_DECLARATIONS:
+        raise ConfigError(
+            f"generation.engine={name!r}: there is no rollout engine {name!r}{nearest(name, ENGINE_DECLARATIONS)}"
+        )
+    if not ENGINE_DECLARATIONS[name].runs_in_processes:
+        for key in _KEYS_OF_PROCESSES:
             value = getattr(generation, key)
             if value != getattr(default, key):
+                others = [other for other, engine in ENGINE_DECLARATIONS.items() if engine.runs_in_processes]
                 raise ConfigError(
-                    f"generation.{key}={value} does nothing: generation.engine=megatron has no process or weights of "
-                    f"its own; set generation.engine=transformers, or leave generation.{key} out"
+                    f"generation.{key}={value} does nothing: generation.engine={name} has no process or weights of "
+                    f"its own; set generation.engine={' or '.join(others)}, or leave generation.{key} out"
                 )
     if generation.gate_prompts == 0 and generation.gate_limit is not None:
         raise ConfigError(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, cast, get_args, get_origin, get_type_hints
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -16,23 +16,20 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
-from rl_megatron.config import checkpoint_metadata, schema
+from rl_megatron.config import algorithms, checkpoint_metadata, data_sources, schema
 from rl_megatron.config.engines import check_generation
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.model_rules import check_model
+from rl_megatron.config.plugins import import_plugins, listed_plugins
 
 _STAGE_KEYS = {field.name for field in fields(schema.StageConfig)}
-_RUN_KEYS = {"stages", "output_dir", "init_from", "resume"}
-# What each algorithm learns from, and the values of data.source that have it.
-_LEARNS_FROM = {
-    "pretrain": ("text", ("text", "task")),
-    "sft": ("prompts and answers", ("prompt_answer", "task")),
-    "dpo": ("pairs", ("preference",)),
-    "reward_model": ("pairs", ("preference",)),
-    "grpo": ("rewards", ("task",)),
-    "ppo": ("rewards", ("task",)),
+_RUN_KEYS = {field.name for field in fields(schema.RunConfig)}
+_OPEN_SECTIONS = ("stages.", "algorithm.", "data.")  # their keys depend on a name chosen within
+# Sections whose dataclass a key of theirs chooses.
+_CHOOSING_KEYS = {
+    "algorithm": ("name", algorithms.ALGORITHM_CONFIGS),
+    "data": ("source", data_sources.SOURCE_CONFIGS),
 }
-_OPEN_SECTIONS = ("stages.", "algorithm.", "data.task.")  # their keys depend on a name chosen within
 
 
 def config_directory() -> Path:
@@ -42,34 +39,36 @@ def config_directory() -> Path:
 
 
 def load(overrides: list[str], config_dir: str | None = None) -> schema.RunConfig:
-    """The run that `overrides` (Hydra's syntax: `experiment=quickstart train.seed=1`) describe.
+    """Return the run that `overrides` describe, after importing its plugins.
 
-    `config_dir`: a directory of the user's own, searched before the shipped one (its `experiment/mine.yaml` answers to
-    `experiment=mine`).
+    Args:
+        overrides: Hydra's syntax, as in `experiment=quickstart train.seed=1`.
+        config_dir: A directory of the user's own. Its YAML files are found as the shipped ones are
+            (`experiment/mine.yaml` answers to `experiment=mine`), and its Python modules can be plugins.
 
-    Raises: ConfigError naming the key, the value, the rule and, for a mistyped key, the nearest one.
+    Raises:
+        ConfigError: the message names the key, the value, the rule and, for a mistyped key, the nearest one.
     """
     tree = _compose(overrides, config_dir)
     tree.pop("experiment", None)
+    import_plugins(listed_plugins(tree.get("plugins")), None if config_dir is None else Path(config_dir))
     _take_tokenizer(tree)
     _refuse_unknown(tree, _STAGE_KEYS | _RUN_KEYS, "")
     _refuse_missing(tree, _STAGE_KEYS)
-    stages = _mapping(tree.pop("stages", None), "stages") or {_mapping(tree["algorithm"], "algorithm").get("name"): {}}
+    alone = str(_mapping(tree["algorithm"], "algorithm").get("name"))
+    stages = _mapping(tree.pop("stages", None), "stages") or {alone: {}}
     stages = {name: _mapping(changes, f"stages.{name}") for name, changes in stages.items()}
     run = {key: tree.pop(key) for key in list(tree) if key in _RUN_KEYS}
     _refuse_shadowed(overrides, stages)
     built = {name: _build_stage(name, tree, changes) for name, changes in stages.items()}
-    config = _validated(schema.RunConfig, {"stages": {}, **run}, "")
-    config = schema.RunConfig(
-        stages=built, output_dir=config.output_dir, init_from=config.init_from, resume=config.resume
-    )
+    config = replace(_validated(schema.RunConfig, {"stages": {}, **run}, ""), stages=built)
     for name, stage in built.items():
         _check_stage(name, stage, config.first)
     for name, stage in list(built.items())[:-1]:
-        if stage.algorithm.name == "reward_model":
+        if not stage.algorithm.leaves_language_model:
             raise ConfigError(
-                f"stages.{name} is a reward_model, which has no language model to hand on; put it last, or in a run of "
-                "its own"
+                f"stages.{name} is a {stage.algorithm.name}, which has no language model to hand on; put it last, or "
+                "in a run of its own"
             )
     return config
 
@@ -83,14 +82,23 @@ def _take_tokenizer(tree: dict[str, Any]) -> None:
 
 
 def to_yaml(config: schema.RunConfig) -> str:
-    """The effective configuration, every default filled in, as YAML that can be read back."""
+    """Return the effective configuration, every default filled in, as YAML that `from_yaml` reads."""
     return yaml.safe_dump(TypeAdapter(schema.RunConfig).dump_python(config, mode="json"), sort_keys=False)
 
 
 def from_yaml(text: str, where: str) -> schema.RunConfig:
-    """What `to_yaml` wrote, keys since added at their default.  Raises: ConfigError naming `where`."""
+    """Return what `to_yaml` wrote, after importing its plugins; keys that were added since take their default.
+
+    Raises:
+        ConfigError: the text is not a configuration, or a plugin cannot be imported; the message names `where`.
+    """
     try:
-        return TypeAdapter(schema.RunConfig).validate_python(yaml.safe_load(text))
+        tree = yaml.safe_load(text)
+        if isinstance(tree, Mapping):
+            import_plugins(listed_plugins(tree.get("plugins")))
+        return TypeAdapter(schema.RunConfig).validate_python(tree)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     except (ValidationError, yaml.YAMLError) as error:
         raise ConfigError(f"{where} is not a configuration that this version can read: {error}") from error
 
@@ -109,7 +117,7 @@ def _compose(overrides: list[str], config_dir: str | None) -> dict[str, Any]:
         try:
             _refuse_unknown_stages(overrides, extra)
             composed = compose("config", overrides=[*map(_adding, overrides), *extra])
-            return OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
+            return cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True, throw_on_missing=False))
         except ConfigError:
             raise
         except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -147,7 +155,7 @@ def _explain(error: Exception, overrides: list[str]) -> str:
     groups = [override for override in overrides if "." not in override.split("=", 1)[0]]
     known = set(_schema_paths(schema.StageConfig)) | _RUN_KEYS | {"experiment"}
     try:
-        known |= set(_tree_paths(OmegaConf.to_container(compose("config", overrides=groups))))
+        known |= set(_tree_paths(cast(dict[str, Any], OmegaConf.to_container(compose("config", overrides=groups)))))
     except (HydraException, OmegaConfBaseException, ValueError):
         pass  # a group choice itself is wrong: Hydra's message lists the choices
     for override in overrides:
@@ -168,26 +176,30 @@ def _tree_paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _schema_paths(section: Any, prefix: str = "") -> Iterator[str]:
-    """Every key path of a dataclass: "train", "train.steps", …; the members of a union all count."""
-    for name, hint in get_type_hints(section).items():
+    """Yield every key path of a dataclass: "train", "train.steps", …; the members of a union all count."""
+    hints = get_type_hints(section)
+    for name in (field.name for field in fields(section)):
         path = f"{prefix}{name}"
         yield path
-        for member in _dataclass_members(hint):
+        for member in _dataclass_members(hints[name]):
             yield from _schema_paths(member, f"{path}.")
 
 
 def _dataclass_members(hint: Any) -> Iterator[type]:
-    if is_dataclass(hint):
+    if isinstance(hint, type) and is_dataclass(hint):
         yield hint
     elif get_origin(hint) in (Annotated, Union, UnionType):
         for argument in get_args(hint):
             yield from _dataclass_members(argument)
 
 
-def _algorithms() -> dict[str, type]:
-    return {
-        member.__dataclass_fields__["name"].default: member for member in _dataclass_members(schema.AlgorithmConfig)
-    }
+def _chosen_class(section: str, values: Any) -> type | None:
+    """Return the registered dataclass that a section's name chooses, or None if the section has no such name."""
+    if section not in _CHOOSING_KEYS or not isinstance(values, Mapping):
+        return None
+    key, registry = _CHOOSING_KEYS[section]
+    name = values.get(key)
+    return registry[name] if isinstance(name, str) and name in registry else None
 
 
 def _refuse_shadowed(overrides: list[str], stages: Mapping[str, Mapping[str, Any]]) -> None:
@@ -213,12 +225,10 @@ def _shadows(changes: Mapping[str, Any], path: list[str]) -> bool:
 
 
 def _has_key(changes: Mapping[str, Any], key: str) -> bool:
-    """Whether `key` is one of the stage's: the keys of `algorithm` depend on its name."""
+    """Return whether `key` is one of the stage's: the keys of `algorithm` and `data` depend on a name in them."""
     section, _, name = key.partition(".")
-    if section != "algorithm" or not isinstance(changes["algorithm"], Mapping):
-        return True
-    algorithm = _algorithms().get(changes["algorithm"].get("name"))
-    return algorithm is None or name.partition(".")[0] in algorithm.__dataclass_fields__
+    chosen = _chosen_class(section, changes[section])
+    return chosen is None or name.partition(".")[0] in {field.name for field in fields(chosen)}
 
 
 def _replaces(section: str, value: Mapping[str, Any]) -> bool:
@@ -240,28 +250,37 @@ def _build_stage(name: str, base: Mapping[str, Any], changes: Mapping[str, Any])
     merged = dict(base)
     for key, value in changes.items():
         if isinstance(value, Mapping) and not _replaces(key, value):
-            merged[key] = OmegaConf.to_container(OmegaConf.merge(merged.get(key) or {}, value))
+            below = _without_keys_of_another(key, merged.get(key) or {}, value)
+            merged[key] = OmegaConf.to_container(OmegaConf.merge(below, value))
         else:
             merged[key] = value
     return _validated(schema.StageConfig, merged, where if changes else "")
+
+
+def _without_keys_of_another(section: str, below: Mapping[str, Any], changes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a run's section as a stage builds on it: without the keys that only the run's own choice of name has."""
+    before, after = _chosen_class(section, below), _chosen_class(section, changes)
+    if before is None or after is None:
+        return below
+    only_before = {field.name for field in fields(before)} - {field.name for field in fields(after)}
+    return {key: value for key, value in below.items() if key not in only_before}
 
 
 def _validated(section: type, values: Mapping[str, Any], where: str) -> Any:
     try:
         return TypeAdapter(section).validate_python(values)
     except ValidationError as error:
-        raise ConfigError("; ".join(_describe(detail, section, where) for detail in error.errors())) from error
+        raise ConfigError("; ".join(_describe(detail, section, values, where) for detail in error.errors())) from error
 
 
-def _describe(detail: Mapping[str, Any], section: type, where: str) -> str:
-    location, known = [str(part) for part in detail["loc"]], _schema_paths(section)
-    if location[:1] == ["algorithm"] and len(location) > 2:
-        member = location.pop(1)  # pydantic names the union's member; the key path does not
-        known = _schema_paths(_algorithms()[member], "algorithm.")
+def _describe(detail: Mapping[str, Any], section: type, values: Mapping[str, Any], where: str) -> str:
+    location = [str(part) for part in detail["loc"]]
     if location[:2] == ["model", "rope_scaling"] and len(location) > 3:
-        location.pop(2)  # likewise
+        location.pop(2)  # pydantic names the union's member; the key path does not
     path = ".".join(location)
     if detail["type"] == "unexpected_keyword_argument":
+        chosen = _chosen_class(location[0], values.get(location[0]))
+        known = _schema_paths(section) if chosen is None else _schema_paths(chosen, f"{location[0]}.")
         return f"unknown key {where + path!r}{nearest(path, known)}"
     message = detail["msg"].removeprefix("Value error, ")
     return f"{where}{path}={detail['input']!r}: {message[0].lower()}{message[1:]}"
@@ -287,82 +306,24 @@ def _mapping(value: Any, where: str) -> Mapping[str, Any]:
 
 
 def _check_stage(name: str, stage: schema.StageConfig, first: schema.StageConfig) -> None:
-    """Rules that span sections."""
-    model, data = stage.model, stage.data
+    """Check the rules that span sections."""
     for section in ("model", "parallel", "tokenizer", "precision", "device"):
         if getattr(stage, section) != getattr(first, section):
             raise ConfigError(f"stages.{name}.{section} differs from the first stage's; stages share one {section}")
-    check_model(model)
-    if data.source != "task" and data.path is None:
-        raise ConfigError(f"data.path is not set and data.source={data.source} reads it; add data.path=…")
-    if data.source == "task" and "name" not in data.task:
-        raise ConfigError("data.source=task needs data.task.name (arithmetic, gsm8k)")
-    _check_optimizer("optimizer", stage.optimizer)
+    check_model(stage.model)
+    stage.data.check(stage)
+    stage.optimizer.check("optimizer")
     check_generation(stage.generation)
-    _check_algorithm(stage)
+    _check_kind_of_data(stage)
+    stage.algorithm.check(stage)
 
 
-def _check_algorithm(stage: schema.StageConfig) -> None:
-    """What the stage's algorithm asks of the other sections."""
-    algorithm, data = stage.algorithm, stage.data
-    needed, sources = _LEARNS_FROM[algorithm.name]
-    if data.source not in sources:
-        raise ConfigError(
-            f"algorithm={algorithm.name} needs {needed}: data.source={data.source} has none; "
-            f"use data.source={' or '.join(sources)}"
-        )
-    if data.source == "preference":
-        _check_whole_pairs(stage)
-    if algorithm.name == "pretrain" and data.sequence_length > stage.model.max_sequence_length:
-        raise ConfigError(
-            f"data.sequence_length={data.sequence_length} exceeds model.max_sequence_length="
-            f"{stage.model.max_sequence_length}; lower the one or raise the other"
-        )
-    if algorithm.name in ("grpo", "ppo") and stage.generation.temperature == 0:
-        raise ConfigError(
-            f"generation.temperature=0 is greedy: {algorithm.name} needs differing samples; set it above 0"
-        )
-    if algorithm.name == "grpo" and algorithm.samples_per_prompt == 1:
-        if algorithm.advantage_estimator == "group_relative" or algorithm.dynamic_sampling:
-            raise ConfigError(
-                "algorithm.samples_per_prompt=1 leaves a sample without a group to be compared with; set it to 2 or "
-                "more, or algorithm.advantage_estimator=reinforce_plus_plus without dynamic_sampling"
-            )
-    if algorithm.name == "grpo" and algorithm.advantage_estimator == "reinforce_plus_plus":
-        for key, default in {"leave_one_out": False, "normalize_std": True}.items():
-            if getattr(algorithm, key) != default:
-                raise ConfigError(
-                    f"algorithm.{key}={str(not default).lower()} is of advantages relative to a group, which "
-                    f"algorithm.advantage_estimator=reinforce_plus_plus does not compute; set it to "
-                    f"{str(default).lower()}, or algorithm.advantage_estimator=group_relative"
-                )
-    if algorithm.name == "ppo":
-        _check_optimizer("algorithm.critic_optimizer", algorithm.critic_optimizer)
-        if algorithm.critic_warmup_steps >= stage.train.steps:
-            raise ConfigError(
-                f"algorithm.critic_warmup_steps={algorithm.critic_warmup_steps} must be less than train.steps="
-                f"{stage.train.steps}, or the policy never learns"
-            )
-
-
-def _check_whole_pairs(stage: schema.StageConfig) -> None:
-    counts = {
-        "train.global_batch_size": stage.train.global_batch_size,
-        "train.micro_batch_size": stage.train.micro_batch_size,
-        "data.num_eval_rows": stage.data.num_eval_rows,
-    }
-    for key, count in counts.items():
-        if count % 2:
-            raise ConfigError(
-                f"{key}={count} must be even: a pair is two rows, chosen and rejected; set it to {count + 1}"
-            )
-
-
-def _check_optimizer(where: str, optimizer: schema.OptimizerConfig) -> None:
-    if optimizer.decay_steps is not None and optimizer.warmup_steps >= optimizer.decay_steps:
-        raise ConfigError(
-            f"{where}.warmup_steps={optimizer.warmup_steps} must be less than "
-            f"{where}.decay_steps={optimizer.decay_steps}"
-        )
-    if optimizer.min_lr > optimizer.lr:
-        raise ConfigError(f"{where}.min_lr={optimizer.min_lr} must not exceed {where}.lr={optimizer.lr}")
+def _check_kind_of_data(stage: schema.StageConfig) -> None:
+    needed, source = stage.algorithm.learns_from, stage.data.source
+    if needed in stage.data.provides:
+        return
+    others = data_sources.sources_providing(needed)
+    raise ConfigError(
+        f"algorithm={stage.algorithm.name} needs {needed}: data.source={source} has none; use "
+        + (f"data.source={' or '.join(others)}" if others else "a plugin that registers a data source with them")
+    )

@@ -15,7 +15,7 @@ class Registry(Mapping[str, T], Generic[T]):
 
     def __init__(self, kind: str):
         """`kind` is what an error message calls an entry, for example "loss"."""
-        self._kind = kind
+        self.kind = kind
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
@@ -27,7 +27,7 @@ class Registry(Mapping[str, T], Generic[T]):
 
         def add(entry: T) -> T:
             if name in self._entries and not _is_same(self._entries[name], entry):
-                raise ValueError(f"{self._kind} {name!r} is registered already, as {_describe(self._entries[name])}")
+                raise ValueError(f"{self.kind} {name!r} is registered already, as {_describe(self._entries[name])}")
             self._entries[name] = entry
             return entry
 
@@ -40,7 +40,7 @@ class Registry(Mapping[str, T], Generic[T]):
             UnknownName: no entry has this name; the message gives the nearest one.
         """
         if name not in self._entries:
-            raise UnknownName(f"there is no {self._kind} {name!r}{nearest(name, self._entries)}")
+            raise UnknownName(f"there is no {self.kind} {name!r}{nearest(name, self._entries)}")
         return self._entries[name]
 
     def __contains__(self, name: object) -> bool:

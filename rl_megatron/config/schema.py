@@ -7,12 +7,15 @@ need two sections live in `load.py`; checks that need the world size live in `to
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, SerializeAsAny
 from pydantic.dataclasses import dataclass
 
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.eval_metrics import HIGHER_IS_BETTER
+from rl_megatron.config.named_class import named_class
+from rl_megatron.config.registry import Registry
 
 _STRICT = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
 Section = TypeVar("Section")
@@ -39,6 +42,10 @@ ClosedFraction = Annotated[float, Field(ge=0.0, le=1.0), Number]
 PositiveFloat = Annotated[float, Field(gt=0.0), Number]
 NonNegativeFloat = Annotated[float, Field(ge=0.0), Number]
 Measure = Literal[tuple(HIGHER_IS_BETTER)]
+
+# The dataclass of every algorithm's settings by algorithm.name, and of every data source's by data.source.
+ALGORITHM_CONFIGS: Registry[type[AlgorithmConfig]] = Registry("algorithm")
+SOURCE_CONFIGS: Registry[type[DataConfig]] = Registry("data source")
 
 
 @section
@@ -176,6 +183,23 @@ class OptimizerConfig:
     # gathered while the next forward does.
     overlap: bool = False
 
+    def check(self, where: str) -> None:
+        """Check the keys against one another.
+
+        Args:
+            where: The section's key path, for the message.
+
+        Raises:
+            ConfigError: the warmup does not end before the decay does, or `min_lr` exceeds `lr`.
+        """
+        if self.decay_steps is not None and self.warmup_steps >= self.decay_steps:
+            raise ConfigError(
+                f"{where}.warmup_steps={self.warmup_steps} must be less than {where}.decay_steps={self.decay_steps}; "
+                "lower the one or raise the other"
+            )
+        if self.min_lr > self.lr:
+            raise ConfigError(f"{where}.min_lr={self.min_lr} must not exceed {where}.lr={self.lr}")
+
 
 @section
 class TrainConfig:
@@ -210,10 +234,20 @@ class TokenizerConfig:
 
 @section
 class DataConfig:
-    """What the model reads. `source`: text (a file), prompt_answer (JSONL), preference (JSONL of pairs, or of graded
-    solutions to pair), or task (generated or local problems)."""
+    """What the model reads. Each data source declares a subclass, as in config/data_sources.py; keys that a source does
+    not use have no effect.
 
-    source: Literal["text", "prompt_answer", "preference", "task"] = "task"
+    Attributes:
+        provides: The kinds of training data that the source has, of config/data_kinds.py or its own.
+        heldout_kind: The kind of its held-out data, which decides how a stage is evaluated.
+        reads_path: Whether the source needs `path`.
+    """
+
+    provides: ClassVar[tuple[str, ...]] = ()
+    heldout_kind: ClassVar[str]
+    reads_path: ClassVar[bool] = True
+
+    source: str
     path: str | None = None  # file, or directory with train.jsonl and test.jsonl; of preferences: data/preferences.py
     heldout_fraction: Fraction = 0.05  # split off a single file
     sequence_length: Positive = 128  # pretraining windows
@@ -221,9 +255,18 @@ class DataConfig:
     answer_template: str = "{answer}"  # of preferences: {answer} is the chosen or the rejected text
     too_long: Literal["error", "truncate", "drop"] = "error"  # rows past model.max_sequence_length
     num_eval_rows: Positive = 256  # held-out rows (or problems) per evaluation; a pair is two rows
-    task: dict[str, Any] = field(default_factory=dict)  # name and keys of a task of data/tasks
+    task: dict[str, Any] = field(default_factory=dict)  # name and keys of a registered task (data/tasks)
     num_documents: Positive = 20_000  # generated pretraining documents
     num_demonstrations: Positive = 1_000  # generated SFT demonstrations
+
+    def check(self, stage: StageConfig) -> None:
+        """Check what the source asks of the other sections of its stage.
+
+        Raises:
+            ConfigError: a key contradicts another or is missing; the message names it.
+        """
+        if self.reads_path and self.path is None:
+            raise ConfigError(f"data.path is not set and data.source={self.source} reads it; add data.path=…")
 
 
 @section
@@ -234,9 +277,9 @@ class GenerationConfig:
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     stop_tokens: tuple[str, ...] = ()  # besides the end-of-sequence token; each must be one token
     batch_size: Positive = 256  # rows decoded together on one data-parallel rank, or in one engine's process
-    # megatron: the training model itself generates, sharded as it is. transformers: a Hugging Face model does, in
-    # processes of its own, which get the policy's weights whenever they changed.
-    engine: Literal["megatron", "transformers"] = "megatron"
+    # A registered rollout engine. megatron: the training model itself generates, sharded as it is. transformers: a
+    # Hugging Face model does, in processes of its own, which get the policy's weights whenever they changed.
+    engine: str = "megatron"
     num_engines: Positive = 1  # such processes; prompts are shared out
     # auto: the CPU where the policy computes on it; else, for refit=collective, the GPUs after those of the machine's
     # ranks, and for shared_memory rank 0's. cuda: GPUs from the machine's first on; cuda:N: from N on.
@@ -254,85 +297,44 @@ class GenerationConfig:
 
 
 @section
-class PretrainConfig:
-    """Next-token prediction on text."""
+class AlgorithmConfig:
+    """The settings that every algorithm has. Each algorithm declares a subclass, as in config/algorithms.py.
 
-    name: Literal["pretrain"] = "pretrain"
+    Attributes:
+        learns_from: The kind of training data, one of config/data_kinds.py or a data source's own.
+        leaves_language_model: Whether a stage after this one can start from its weights.
+        may_change_on_resume: Keys whose values may differ from those that the run began with.
+    """
 
+    learns_from: ClassVar[str]
+    leaves_language_model: ClassVar[bool] = True
+    may_change_on_resume: ClassVar[frozenset[str]] = frozenset()
 
-@section
-class SFTConfig:
-    """Next-token prediction on answers, given prompts."""
+    name: str
 
-    name: Literal["sft"] = "sft"
+    def check(self, stage: StageConfig) -> None:
+        """Check what the algorithm asks of the other sections of its stage.
 
+        Raises:
+            ConfigError: a key contradicts another; the message names both.
+        """
 
-@section
-class GRPOConfig:
-    """Group-relative policy optimisation against a verifiable reward."""
-
-    name: Literal["grpo"] = "grpo"
-    prompts_per_step: Positive = 32
-    samples_per_prompt: Positive = 8  # at least 2 where advantages are relative to the group
-    # group_relative: against the other samples of the prompt; reinforce_plus_plus: returns against the whole batch, in
-    # which loss.use_kl_in_reward counts the KL as a cost of each token.
-    advantage_estimator: Literal["group_relative", "reinforce_plus_plus"] = "group_relative"
-    leave_one_out: bool = False  # baseline: mean of the other samples of the group
-    normalize_std: bool = True  # divide advantages by the group's standard deviation (Dr. GRPO: false)
-    dynamic_sampling: bool = False  # DAPO: keep only groups with differing rewards, sampling on until full
-    dynamic_sampling_max_rounds: Positive = 4
-    updates_per_rollout: Positive = 1  # passes over each rollout; train.global_batch_size splits a pass into steps
-
-
-@section
-class PPOConfig:
-    """Proximal policy optimisation against a verifiable reward, with a learned critic."""
-
-    name: Literal["ppo"] = "ppo"
-    prompts_per_step: Positive = 32
-    samples_per_prompt: Positive = 4
-    discount: Annotated[float, Field(gt=0.0, le=1.0), Number] = 1.0  # γ, per token
-    gae_lambda: ClosedFraction = 0.95  # λ: 0 trusts the critic, 1 the rewards that came
-    whiten_advantages: bool = True  # mean 0 and standard deviation 1 over the tokens of a rollout
-    updates_per_rollout: Positive = 1  # passes over each rollout; train.global_batch_size splits a pass into steps
-    critic_optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    critic_warmup_steps: NonNegative = 0  # first steps, in which only the critic learns
-    value_clip: PositiveFloat | None = 0.2  # how far a value may move from the rollout's; null: as far as it likes
-
-
-@section
-class DPOConfig:
-    """Direct preference optimisation on pairs."""
-
-    name: Literal["dpo"] = "dpo"
-    # The reference policy's logprobs of all pairs are computed before the first step and kept in output_dir; no second
-    # model is held beside the policy.
-    precompute_reference: bool = False
-
-
-@section
-class RewardModelConfig:
-    """Bradley-Terry reward model on pairs."""
-
-    name: Literal["reward_model"] = "reward_model"
-
-
-AlgorithmConfig = Annotated[
-    PretrainConfig | SFTConfig | DPOConfig | RewardModelConfig | GRPOConfig | PPOConfig, Field(discriminator="name")
-]
+    def optimizer_steps(self, train: TrainConfig) -> int:
+        """Return how many optimizer steps the policy takes, which is the default length of the learning-rate decay."""
+        return train.steps
 
 
 @section
 class StageConfig:
     """One algorithm run from start to end: everything a stage may set."""
 
-    algorithm: AlgorithmConfig
+    algorithm: Annotated[SerializeAsAny[AlgorithmConfig], named_class("name", ALGORITHM_CONFIGS)]
     model: ModelConfig
     parallel: ParallelConfig
     optimizer: OptimizerConfig
     train: TrainConfig
     tokenizer: TokenizerConfig
-    data: DataConfig
+    data: Annotated[SerializeAsAny[DataConfig], named_class("source", SOURCE_CONFIGS)]
     generation: GenerationConfig
     loss: dict[str, Any]  # name and keys of a registered loss (rl_megatron/losses)
     precision: Literal["fp32", "bf16"]
@@ -345,6 +347,7 @@ class RunConfig:
 
     stages: dict[str, StageConfig]
     output_dir: str
+    plugins: tuple[str, ...] = ()  # modules of the user's own that register losses, tasks, algorithms, …
     init_from: str | None = None  # a checkpoint directory to start the first stage from
     resume: bool = True  # continue from the newest checkpoint in output_dir
 

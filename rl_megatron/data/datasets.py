@@ -1,28 +1,45 @@
-"""Datasets: rows that become batches. `dataset.batch(rows)` is a pure function of the row numbers.
+"""Datasets: sequences that become batches. `dataset.batch(items)` is a pure function of the items' numbers.
 
-Three kinds, one per way of training: `TextDataset` (pretraining: a stream of tokens in windows), `PromptAnswerDataset`
-(SFT: the answer is learned, the prompt is read) and `PromptDataset` (RL: the policy answers the prompt). A fourth, of
-pairs of answers, is in `preferences`. Whatever is wrong with the data raises while the dataset is built, before the
-first step.
+There are two here, `TextDataset` (pretraining: a stream of tokens in windows) and `PromptAnswerDataset` (SFT: the
+answer is learned, the prompt is read). Pairs of answers are in `preferences`. Whatever is wrong with the data raises
+while the dataset is built, before the first step.
 
 Keys of a batch: `input_ids` `[B, S]` int64, padded on the right; `input_lengths` `[B]` int64; `token_mask` `[B, S]`
-fp32, entry t speaks of token t; `sample_mask` `[B]` fp32.
+fp32, entry t corresponds to token t; `sample_mask` `[B]` fp32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Protocol, Self
 
 import torch
 
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.collate import Padding, span_mask
 from rl_megatron.data.encoding import Row, TooLong, answer_batch, encode_answer, encode_prompts, within_limit
-from rl_megatron.data.sources import Record
-from rl_megatron.data.tasks.task import Demonstration, Problem
+from rl_megatron.data.files import Record
+from rl_megatron.data.tasks.task import Demonstration
 from rl_megatron.data.templates import require_fields
 from rl_megatron.data.tokenizer import Tokenizer
+
+
+class Dataset(Protocol):
+    """Items that become the sequences of a batch. `group_size` is how many each becomes: two for a pair."""
+
+    group_size: int
+
+    def __len__(self) -> int:
+        """Return the number of items."""
+        ...
+
+    def item_lengths(self) -> Sequence[tuple[int, ...]]:
+        """Return, for each item, the number of tokens of each of its sequences."""
+        ...
+
+    def batch(self, items: Sequence[int], /) -> BatchedDataDict:
+        """Return the sequences of the items with these numbers."""
+        ...
 
 
 class TextDataset:
@@ -121,7 +138,7 @@ class PromptAnswerDataset:
             Row(prompt_ids, encode_answer(record, tokenizer, answer_template), record)
             for prompt_ids, record in encode_prompts(records, tokenizer, prompt_template)
         ]
-        self._rows = within_limit(rows, "max_sequence_length", max_sequence_length, too_long)
+        self._rows = within_limit(rows, max_sequence_length, too_long)
         self._padding = Padding(tokenizer.pad_id, pad_to_multiple_of)
 
     @classmethod
@@ -158,73 +175,3 @@ class PromptAnswerDataset:
     def batch(self, rows: Sequence[int]) -> BatchedDataDict:
         """Prompt, answer and `<eos>` of these rows: `input_ids`, `input_lengths`, `token_mask`, `sample_mask`."""
         return answer_batch([self._rows[row] for row in rows], self._padding)
-
-
-class PromptDataset:
-    """Prompts for rollouts, each with the record it came from: `token_mask` is 0 throughout.
-
-    Args:
-        records, tokenizer, prompt_template, pad_to_multiple_of: as for `PromptAnswerDataset`.
-        max_prompt_length: tokens of a prompt, at most.
-        too_long: "error" or "drop". There is no "truncate": half a question has another answer.
-
-    Raises:
-        ValueError: as for `PromptAnswerDataset`, and an empty prompt (a policy needs a token to start from).
-    """
-
-    def __init__(
-        self,
-        records: Sequence[Record],
-        tokenizer: Tokenizer,
-        max_prompt_length: int,
-        *,
-        prompt_template: str = "{question}\n",
-        too_long: Literal["error", "drop"] = "error",
-        pad_to_multiple_of: int = 1,
-    ) -> None:
-        if too_long == "truncate":
-            raise ValueError('too_long = "truncate" would ask half a question: use "drop" or raise max_prompt_length.')
-        rows = [
-            Row(prompt_ids, [], record) for prompt_ids, record in encode_prompts(records, tokenizer, prompt_template)
-        ]
-        for row in rows:
-            if not row.prompt_ids:
-                raise ValueError(f"{row.record.origin}: the prompt has no token: template {prompt_template!r}.")
-        self._rows = within_limit(rows, "max_prompt_length", max_prompt_length, too_long)
-        self._padding = Padding(tokenizer.pad_id, pad_to_multiple_of)
-
-    @classmethod
-    def from_problems(
-        cls,
-        problems: Sequence[Problem],
-        tokenizer: Tokenizer,
-        max_prompt_length: int,
-        *,
-        prompt_template: str = "{prompt}",
-        too_long: Literal["error", "drop"] = "error",
-        pad_to_multiple_of: int = 1,
-    ) -> Self:
-        """A task's problems; `batch["records"][i]["problem"]` is the `Problem` that the task's `reward` asks for."""
-        records = [
-            Record({"prompt": problem.prompt, "problem": problem}, f"problem {number}")
-            for number, problem in enumerate(problems)
-        ]
-        return cls(
-            records,
-            tokenizer,
-            max_prompt_length,
-            prompt_template=prompt_template,
-            too_long=too_long,
-            pad_to_multiple_of=pad_to_multiple_of,
-        )
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def batch(self, rows: Sequence[int]) -> BatchedDataDict:
-        """These prompts: `input_ids`, `input_lengths`, `token_mask`, `sample_mask` and `records`, a list of dicts."""
-        chosen = [self._rows[row] for row in rows]
-        batch = self._padding.collate([row.prompt_ids for row in chosen])
-        batch["token_mask"] = torch.zeros(batch["input_ids"].shape)
-        batch["records"] = [dict(row.record.values) for row in chosen]
-        return batch

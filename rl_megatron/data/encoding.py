@@ -12,7 +12,7 @@ import torch
 from rl_megatron.config.errors import unknown_name
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.collate import Padding, span_mask
-from rl_megatron.data.sources import Record
+from rl_megatron.data.files import Record
 from rl_megatron.data.templates import require_fields
 from rl_megatron.data.tokenizer import Tokenizer
 
@@ -71,8 +71,8 @@ def encode_answer(record: Record, tokenizer: Tokenizer, template: str) -> list[i
     return [*tokenizer.encode_template(template, record.values), tokenizer.eos_id]
 
 
-def within_limit(items: list[ItemT], limit_name: str, limit: int, policy: TooLong, noun: str = "row") -> list[ItemT]:
-    """The items of at most `limit` tokens; what becomes of the others is `policy`'s choice.
+def within_limit(items: list[ItemT], limit: int, policy: TooLong, noun: str = "row") -> list[ItemT]:
+    """Return the items of at most `limit` tokens, the max_sequence_length; `policy` says what becomes of the others.
 
     Raises:
         ValueError: no items, a longer one under "error", an unknown policy, or no item left.
@@ -87,18 +87,20 @@ def within_limit(items: list[ItemT], limit_name: str, limit: int, policy: TooLon
     longest = max(item.num_tokens for item in longer)
     if policy == "error":
         raise ValueError(
-            f"{longer[0].record.origin}: {longer[0].num_tokens} tokens, {limit_name} is {limit} ({len(longer)} "
-            f"of {len(items)} {noun}s are longer, the longest has {longest}): raise {limit_name}, or choose "
-            f"too_long=drop{' or too_long=truncate' if limit_name == 'max_sequence_length' else ''}."
+            f"{longer[0].record.origin}: {longer[0].num_tokens} tokens, max_sequence_length is {limit} ({len(longer)} "
+            f"of {len(items)} {noun}s are longer, the longest has {longest}): raise max_sequence_length, or choose "
+            "too_long=drop or too_long=truncate."
         )
     kept = [fitting for item in items if (fitting := _fitting(item, limit, policy)) is not None]
     num_dropped = len(items) - len(kept)
     logger.warning(
-        "%d of %d %ss exceed %s = %d (the longest has %d tokens): dropped %d, truncated %d",
-        *(len(longer), len(items), noun, limit_name, limit, longest, num_dropped, len(longer) - num_dropped),
+        "%d of %d %ss exceed max_sequence_length = %d (the longest has %d tokens): dropped %d, truncated %d",
+        *(len(longer), len(items), noun, limit, longest, num_dropped, len(longer) - num_dropped),
     )
     if not kept:
-        raise ValueError(f"every {noun} exceeds {limit_name} = {limit} (the longest has {longest} tokens): raise it.")
+        raise ValueError(
+            f"every {noun} exceeds max_sequence_length = {limit} (the longest has {longest} tokens): raise it."
+        )
     return kept
 
 

@@ -18,7 +18,7 @@ from rl_megatron.config.errors import nearest
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.collate import Padding
 from rl_megatron.data.encoding import Row, TooLong, answer_batch, encode_answer, encode_prompts, within_limit
-from rl_megatron.data.sources import Record, existing_path, read_jsonl, split_heldout
+from rl_megatron.data.files import Record, existing_path, read_jsonl, split_heldout
 from rl_megatron.data.templates import require_fields, template_fields
 from rl_megatron.data.tokenizer import Tokenizer
 
@@ -98,7 +98,7 @@ class PreferenceDataset:
         for pair in pairs:
             if pair.chosen.answer_ids == pair.rejected.answer_ids:
                 raise ValueError(f"{pair.record.origin}: 'chosen' and 'rejected' are the same tokens: remove the pair.")
-        self._pairs = within_limit(pairs, "max_sequence_length", max_sequence_length, too_long, noun="pair")
+        self._pairs = within_limit(pairs, max_sequence_length, too_long, noun="pair")
         self._padding = Padding(tokenizer.pad_id, multiple=1)
 
     def __len__(self) -> int:

@@ -13,7 +13,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
 from rl_megatron.checkpoint.optimizer_state import allocate_moments
-from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import OptimizerConfig
 from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.model.layers.router import move_biases, moving_routers
@@ -102,13 +101,6 @@ def build_scheduler(optimizer: MegatronOptimizer, config: OptimizerConfig, total
         ConfigError: The warmup is longer than the decay, or `min_lr` exceeds `lr`.
     """
     decay_steps = config.decay_steps or max(total_steps, config.warmup_steps + 1)
-    if config.warmup_steps >= decay_steps:
-        raise ConfigError(
-            f"optimizer.warmup_steps={config.warmup_steps} must be less than optimizer.decay_steps={decay_steps}; "
-            "lower the warmup or raise decay_steps"
-        )
-    if config.min_lr > config.lr:
-        raise ConfigError(f"optimizer.min_lr={config.min_lr} must not exceed optimizer.lr={config.lr}")
     return OptimizerParamScheduler(
         optimizer,
         init_lr=config.lr / (config.warmup_steps + 1),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_megatron.algorithms.inputs import answer_rows, build_tokenizer
+from rl_megatron.algorithms.tokenizer import build_tokenizer
+from rl_megatron.algorithms.training_data import training_dataset
 from rl_megatron.config.load import load
 from rl_megatron.config.schema import OptimizerConfig
 from rl_megatron.data.batch import BatchedDataDict
@@ -112,7 +113,7 @@ def quickstart_steps(parallel: dict, rollouts: BatchedDataDict | None) -> list[t
     tokenizer = build_tokenizer(config.first)
     policy = build_policy(parallel, model=sft.model, optimizer=OptimizerConfig(lr=1e-3, distributed=False),
                           vocab_size=tokenizer.vocab_size, micro_batch_size=8)  # fmt: skip
-    rows = answer_rows(sft, tokenizer)
+    rows = training_dataset(sft, tokenizer)
     order = BatchSchedule(len(rows), sft.train.global_batch_size, sft.train.seed)
     batches = [(rows.batch(order.items_at(step)), NLLLoss()) for step in range(3)]
     keys = {key: value for key, value in grpo.loss.items() if key != "name"}

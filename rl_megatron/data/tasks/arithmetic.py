@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
+from rl_megatron.data.tasks.registry import register_task
 from rl_megatron.data.tasks.task import Demonstration, Problem
 
 OPERATORS = {"+": int.__add__, "-": int.__sub__}
@@ -17,6 +18,7 @@ OPERATORS = {"+": int.__add__, "-": int.__sub__}
 MAX_HELDOUT_PAIRS = 20_000
 
 
+@register_task("arithmetic")
 @dataclass(frozen=True)
 class Arithmetic:
     """`a+b=` and `a-b=` for operands from 0 to `max_operand`.
@@ -36,7 +38,7 @@ class Arithmetic:
         ValueError: a `max_operand` below 1, no, unknown or repeated operators, or a fraction outside (0, 1).
     """
 
-    name: ClassVar[str] = "arithmetic"
+    name: ClassVar[str]
 
     max_operand: int = 99
     operators: tuple[str, ...] = ("+", "-")

@@ -9,8 +9,9 @@ from decimal import Decimal
 from functools import cached_property
 from typing import ClassVar
 
+from rl_megatron.data.files import Record, load_records
 from rl_megatron.data.order import epoch_order
-from rl_megatron.data.sources import Record, load_records
+from rl_megatron.data.tasks.registry import register_task
 from rl_megatron.data.tasks.task import Demonstration, Problem
 from rl_megatron.data.templates import require_fields
 
@@ -36,6 +37,7 @@ def extract_answer(text: str) -> Decimal | None:
     return -number if "-" in (match["sign"] or "") else number
 
 
+@register_task("gsm8k")
 @dataclass(frozen=True)
 class GSM8K:
     """Problems from local JSONL: `question`, and `answer` that ends in `#### N`.
@@ -50,7 +52,7 @@ class GSM8K:
         ValueError: a malformed line, a missing field, or an answer without `#### N`; named as file:line.
     """
 
-    name: ClassVar[str] = "gsm8k"
+    name: ClassVar[str]
 
     path: str
     prompt_template: str = "{question}\n"

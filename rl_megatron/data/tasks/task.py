@@ -28,6 +28,7 @@ class Task(Protocol):
     """A source of verifiable problems. Every method is deterministic: same task, same arguments, same result.
 
     `count=None` means all there are; a task that generates its training problems has no such number and raises.
+    `register_task` sets `name`.
     """
 
     name: ClassVar[str]

@@ -12,7 +12,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model_rules import check_model
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.families.deepseek import DEEPSEEK_V3
-from rl_megatron.model.families.family import Family
+from rl_megatron.model.families.family import FAMILIES, Family, register_family
 from rl_megatron.model.families.gemma3 import GEMMA3
 from rl_megatron.model.families.hf_config import HFConfig, only
 from rl_megatron.model.families.llama import LLAMA
@@ -22,7 +22,9 @@ from rl_megatron.model.families.qwen2 import QWEN2
 from rl_megatron.model.families.qwen3 import QWEN3
 from rl_megatron.model.families.qwen3_moe import QWEN3_MOE
 
-FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3)
+for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3):  # of two that fit, the first
+    register_family(_family)
+
 # Model keys that change neither what the weights mean nor what comes of them.
 NOT_OF_THE_WEIGHTS = frozenset(
     {"recompute", "backend", "init_std", "max_sequence_length", "router_aux_loss", "router_bias_update"}
@@ -55,11 +57,10 @@ def family_of_config(hf_config: Mapping[str, Any], where: str) -> Family:
     Raises: ConfigError listing the known architectures.
     """
     named = hf_config.get("architectures") or []
-    for family in FAMILIES:
+    for family in FAMILIES.values():
         if family.architecture in named:
             return family
-    known = ", ".join(family.architecture for family in FAMILIES)
-    raise ConfigError(f"{where}: architectures={list(named)} has no family here; known are {known}")
+    raise ConfigError(f"{where}: architectures={list(named)} has no family here; known are {', '.join(FAMILIES)}")
 
 
 def family_of_model(model: ModelConfig, vocab_size: int) -> Family:
@@ -68,7 +69,7 @@ def family_of_model(model: ModelConfig, vocab_size: int) -> Family:
     Raises: ConfigError where none does.
     """
     wanted = _meaning(model, vocab_size)
-    for family in FAMILIES:
+    for family in FAMILIES.values():
         try:
             written = family.read_config(family.write_config(model, vocab_size))
         except (ConfigError, ValidationError):
@@ -76,7 +77,7 @@ def family_of_model(model: ModelConfig, vocab_size: int) -> Family:
         if _meaning(written, vocab_size) == wanted:
             return family
     raise ConfigError(
-        f"model: none of {', '.join(family.architecture for family in FAMILIES)} is a model of these keys, so it "
+        f"model: none of {', '.join(FAMILIES)} is a model of these keys, so it "
         "cannot be written for Hugging Face"
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rl_megatron.config.registry import Registry
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.families.table import WeightTable
 
@@ -34,3 +35,15 @@ class Family:
     table: Callable[[ModelConfig, int], WeightTable]
     is_dropped: Callable[[str, ModelConfig], bool] = _none
     ignored: frozenset[str] = frozenset()
+
+
+FAMILIES: Registry[Family] = Registry("model family")  # by architecture
+
+
+def register_family(family: Family) -> Family:
+    """Register a family under its architecture, and return it.
+
+    Raises:
+        ValueError: another family has this architecture already.
+    """
+    return FAMILIES.register(family.architecture)(family)

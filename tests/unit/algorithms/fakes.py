@@ -40,6 +40,19 @@ class Echo:
 
 
 @dataclass
+class Problems:
+    """A data source of one task's problems."""
+
+    of_task: Echo
+
+    def task(self):
+        return self.of_task
+
+    def problems(self, wanted):
+        return self.of_task.train_problems(wanted)
+
+
+@dataclass
 class Scripted:
     """An engine that answers a prompt with the next of the texts laid ready for it, and remembers what it was asked."""
 

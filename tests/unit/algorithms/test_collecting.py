@@ -4,15 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_megatron.algorithms import inputs
-from rl_megatron.algorithms.grpo import _advantages, _rounds, collect, grpo
+from rl_megatron.algorithms import rollout
+from rl_megatron.algorithms.grpo import _advantages, collect, grpo
 from rl_megatron.algorithms.rewards import completions
 from rl_megatron.algorithms.rollout import Sampler
+from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.config.load import load
-from rl_megatron.config.schema import GRPOConfig
 from rl_megatron.data.order import BatchSchedule
 from rl_megatron.observability.phase_timer import PhaseTimer
-from tests.unit.algorithms.fakes import Characters, Echo, Scripted
+from tests.unit.algorithms.fakes import Characters, Echo, Problems, Scripted
 
 SIZE = 2
 DIFFER, EQUAL = ["1", "0"], ["1", "1"]
@@ -26,10 +26,10 @@ def collecting(monkeypatch):
         config = load(
             ["algorithm=grpo", "algorithm.prompts_per_step=2", f"algorithm.samples_per_prompt={SIZE}", *overrides]
         ).first
-        monkeypatch.setattr(inputs, "stage_task", lambda config: Echo())
+        monkeypatch.setattr(rollout, "build_source", lambda stage: Problems(Echo()))
         engine = Scripted({prompt: list(texts) for prompt, texts in answers.items()})
         stage = SimpleNamespace(config=config, tokenizer=Characters(), engine=engine)
-        sampler = Sampler(stage, _rounds(config.algorithm))
+        sampler = Sampler(stage, config.algorithm)
         return lambda step: collect(sampler, step, config.algorithm), engine
 
     return make
@@ -125,7 +125,7 @@ def test_steps_share_no_rounds(collecting):
 def test_the_kl_in_the_reward_is_recorded(monkeypatch):
     overrides = ["algorithm=grpo", "algorithm.prompts_per_step=2", "algorithm.samples_per_prompt=2"]
     overrides += ["algorithm.advantage_estimator=reinforce_plus_plus", "loss.use_kl_in_reward=true"]
-    monkeypatch.setattr(inputs, "stage_task", lambda config: Echo())
+    monkeypatch.setattr(rollout, "build_source", lambda stage: Problems(Echo()))
     records = []
     policy = SimpleNamespace(
         freeze_reference=lambda: None,
@@ -142,6 +142,6 @@ def test_the_kl_in_the_reward_is_recorded(monkeypatch):
         record=lambda step, report: records.append(report),
         timer=PhaseTimer(),
     )
-    grpo(stage)
+    grpo(stage, stage.config.algorithm)
     assert records[0]["reward_kl"] == 0.5
     assert list(stage.timer.collect()) == ["rollout", "logprobs"]

@@ -4,8 +4,10 @@ import json
 
 import pytest
 
-from rl_megatron.algorithms.inputs import build_tokenizer, heldout_pairs, preference_rows
+from rl_megatron.algorithms.evaluate import build_evaluation
 from rl_megatron.algorithms.preflight import check
+from rl_megatron.algorithms.tokenizer import build_tokenizer
+from rl_megatron.algorithms.training_data import training_dataset
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load
 
@@ -40,9 +42,9 @@ def decoded(tokenizer, batch):
 def test_pairs_are_shared_out_by_question(configured):
     stage = configured().first
     tokenizer = build_tokenizer(stage)
-    train, heldout = preference_rows(stage, tokenizer), preference_rows(stage, tokenizer, heldout=True)
-    assert (len(train), len(heldout)) == (32, 8)
-    texts = [set(decoded(tokenizer, rows.batch(range(len(rows))))[::2]) for rows in (train, heldout)]
+    train, heldout = training_dataset(stage, tokenizer), build_evaluation(stage, tokenizer).batch
+    assert (len(train), heldout.size) == (32, 16)
+    texts = [set(decoded(tokenizer, batch)[::2]) for batch in (train.batch(range(len(train))), heldout)]
     assert len(texts[0]) == 16 and len(texts[1]) == 4 and not texts[0] & texts[1]
     assert all(text.startswith("Question: ") and "\nAnswer: There are" in text for text in texts[0])
 
@@ -51,10 +53,10 @@ def test_pairs_are_shared_out_by_question(configured):
 def test_the_same_heldout_pairs_are_measured_every_time(configured, limit, rows):
     stage = configured(f"data.num_eval_rows={limit}").first
     tokenizer = build_tokenizer(stage)
-    batch = heldout_pairs(stage, tokenizer).batch
+    batch, again = (build_evaluation(stage, tokenizer).batch for _ in range(2))
     assert batch.size == rows
-    first = preference_rows(stage, tokenizer, heldout=True).batch([0])
-    assert decoded(tokenizer, batch)[:2] == decoded(tokenizer, first)
+    everything = build_evaluation(configured().first, tokenizer).batch
+    assert decoded(tokenizer, batch) == decoded(tokenizer, again) == decoded(tokenizer, everything)[:rows]
 
 
 def test_the_tokenizer_learns_prompts_and_both_answers_of_the_training_questions(configured):

@@ -11,7 +11,7 @@ import torch
 from rl_megatron.algorithms import checkpointer
 from rl_megatron.algorithms import ppo as story
 from rl_megatron.algorithms import stage as stage_module
-from rl_megatron.algorithms.run import _optimizer_steps
+from rl_megatron.algorithms.ppo import CRITIC
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.checkpoint.retention import delete_older
 from rl_megatron.config.checkpoint_metadata import MANIFEST
@@ -64,7 +64,7 @@ class Written:
 class Rollouts:
     """Two completions a prompt, the second one right."""
 
-    def __init__(self, stage):
+    def __init__(self, stage, algorithm):
         pass
 
     def draw(self, step):
@@ -102,7 +102,7 @@ def run(monkeypatch):
             "ppo", config, Model("policy", log), None, tokenizer, metrics_logger, where, True, lambda: ({}, []),
             "init_from=null", Model("critic", log),
         )  # fmt: skip
-        story.ppo(stage)
+        story.ppo(stage, config.algorithm)
         return log, records["train"]
 
     return go
@@ -186,11 +186,12 @@ def test_a_resumed_stage_has_the_critic_of_its_step(run):
 def test_the_schedule_counts_the_optimizer_steps_of_a_rollout():
     config = load([*OVERRIDES, "algorithm.updates_per_rollout=3", "train.steps=5", "train.global_batch_size=48"]).first
     assert config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt == 64
-    assert _optimizer_steps(config) == _optimizer_steps(config, of_critic=True) == 5 * 3 * 2
+    algorithm, train = config.algorithm, config.train
+    assert algorithm.optimizer_steps(train) == CRITIC.optimizer_steps(algorithm, train) == 5 * 3 * 2
 
 
 def test_the_policys_schedule_leaves_the_critics_warmup_out():
     """It would otherwise never come to its end."""
     config = load([*OVERRIDES, "algorithm.critic_warmup_steps=2", "train.steps=5", "train.global_batch_size=32"]).first
-    assert _optimizer_steps(config) == (5 - 2) * 2
-    assert _optimizer_steps(config, of_critic=True) == 5 * 2
+    assert config.algorithm.optimizer_steps(config.train) == (5 - 2) * 2
+    assert CRITIC.optimizer_steps(config.algorithm, config.train) == 5 * 2

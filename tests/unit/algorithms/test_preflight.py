@@ -11,7 +11,6 @@ import yaml
 
 from rl_megatron.algorithms.preflight import (
     _check_budget,
-    _check_engine,
     _check_keep_best,
     _check_saved,
     _check_unchanged,
@@ -22,6 +21,7 @@ from rl_megatron.algorithms.rollout import needs_reference
 from rl_megatron.algorithms.run import _on_all_or_none
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load, to_yaml
+from rl_megatron.generation.engines import check_engine
 from rl_megatron.generation.transformers.engine import engine_devices
 from rl_megatron.losses import LOSSES, ClippedPGLossFn, LossFunction, LossInputType, LossType
 
@@ -47,7 +47,6 @@ def stage_of(algorithm, loss):
         ("ppo", {"name": "dpo"}, "no advantages.*use clipped_pg"),
         ("grpo", {"name": "clipped_pgg"}, "clipped_pg"),
         ("grpo", {"name": "clipped_pg", "ratio_clip_mx": 0.2}, "did you mean 'ratio_clip_max'"),
-        ("grpo", IN_REWARD, "use_kl_in_reward.*advantage_estimator=reinforce_plus_plus"),
         ("dpo", {"name": "clipped_pg"}, "no logprobs of pairs.*use dpo or ipo"),
         ("dpo", {"name": "preference"}, "no logprobs of pairs"),
         ("reward_model", {"name": "dpo"}, "no scores of pairs.*use preference"),
@@ -295,7 +294,7 @@ def test_engines_have_devices_before_anything_begins(monkeypatch, overrides, gpu
     given = ["generation.engine=transformers", *(f"generation.{override}" for override in overrides)]
     stage = load(["algorithm=grpo", "device=cpu", *given]).first
     with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
-        _check_engine(stage, SimpleNamespace(vocab_size=50))
+        check_engine(stage, 50)
 
 
 def test_an_engine_on_the_cpu_needs_shared_memory_beside_gpus():

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_megatron.algorithms import grpo, inputs, ppo
+from rl_megatron.algorithms import rollout
 from rl_megatron.algorithms.advantages import group_relative
+from rl_megatron.algorithms.grpo import _advantages
+from rl_megatron.algorithms.ppo import with_advantages
 from rl_megatron.algorithms.rewards import completions, score
 from rl_megatron.algorithms.rollout import (
     Sampler,
@@ -18,14 +20,14 @@ from rl_megatron.algorithms.rollout import (
     rewards_per_token,
     statistics,
 )
+from rl_megatron.config.algorithms import GRPOConfig, PPOConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load
-from rl_megatron.config.schema import GRPOConfig, PPOConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.order import BatchSchedule
 from rl_megatron.data.tasks import Problem
 from rl_megatron.losses import build_loss
-from tests.unit.algorithms.fakes import Characters, Echo, Scripted
+from tests.unit.algorithms.fakes import Characters, Echo, Problems, Scripted
 
 
 @pytest.fixture
@@ -36,10 +38,11 @@ def rollouts_of(monkeypatch):
         config = load(
             ["algorithm=grpo", f"algorithm.prompts_per_step={len(answers)}", f"algorithm.samples_per_prompt={size}"]
         ).first
-        monkeypatch.setattr(inputs, "stage_task", lambda config: Echo(tuple(answers)))
+        monkeypatch.setattr(rollout, "build_source", lambda stage: Problems(Echo(tuple(answers))))
         monkeypatch.setattr(BatchSchedule, "items_at", lambda self, step: list(range(len(answers))))
         engine = Scripted({prompt: list(texts) for prompt, texts in answers.items()})
-        return Sampler(SimpleNamespace(config=config, tokenizer=Characters(), engine=engine)).draw(1), engine
+        stage = SimpleNamespace(config=config, tokenizer=Characters(), engine=engine)
+        return Sampler(stage, config.algorithm).draw(1), engine
 
     return make
 
@@ -56,7 +59,7 @@ def test_groups_are_contiguous_and_scored(rollouts_of):
 
 def test_advantages_weigh_the_completion_and_not_the_prompt(rollouts_of):
     rollouts, _ = rollouts_of({"a": ["1", "0.5"], "bcd": ["22", "22"]})
-    found = grpo._advantages(rollouts, algorithm(), None)
+    found = _advantages(rollouts, algorithm(), None)
     of_rows = group_relative(rollouts["rewards"], 2)
     assert of_rows[0] > 0 and of_rows[2] == 0
     assert torch.equal(found, of_rows[:, None] * rollouts["token_mask"])
@@ -65,7 +68,7 @@ def test_advantages_weigh_the_completion_and_not_the_prompt(rollouts_of):
 
 def test_the_algorithm_chooses_the_advantages(rollouts_of):
     rollouts, _ = rollouts_of({"a": ["3", "1"]})
-    found = grpo._advantages(rollouts, algorithm(leave_one_out=True, normalize_std=False), None)
+    found = _advantages(rollouts, algorithm(leave_one_out=True, normalize_std=False), None)
     assert found.amax(1).tolist() == [2.0, 0.0] and found.amin(1).tolist() == [0.0, -2.0]
 
 
@@ -82,7 +85,7 @@ def with_policies(rollouts):
 def test_reinforce_plus_plus_weighs_tokens_against_the_whole_batch(rollouts_of):
     rollouts = with_policies(rollouts_of({"a": ["1", "5"], "b": ["2", "22"]})[0])
     loss_fn = build_loss("clipped_pg", KL_IN_REWARD)
-    found = grpo._advantages(rollouts, algorithm(advantage_estimator="reinforce_plus_plus"), loss_fn)
+    found = _advantages(rollouts, algorithm(advantage_estimator="reinforce_plus_plus"), loss_fn)
     penalty = 0.5 * 0.25
     to_go = torch.tensor([[1 - 2 * penalty, 1 - penalty], [5 - 2 * penalty, 5 - penalty]])
     sampled = rollouts["token_mask"].bool()
@@ -97,7 +100,7 @@ def test_ppo_rewards_carry_the_kl_where_the_loss_leaves_it_to_them(rollouts_of):
     rollouts["values"] = 0.5 * rollouts["token_mask"]
     config = PPOConfig(gae_lambda=1.0, whiten_advantages=False)
     for cfg, penalty in [(KL_IN_REWARD, 0.125), (KL_IN_REWARD | {"use_kl_in_reward": False}, 0.0)]:
-        found = ppo.with_advantages(BatchedDataDict(dict(rollouts)), config, build_loss("clipped_pg", cfg))
+        found = with_advantages(BatchedDataDict(dict(rollouts)), config, build_loss("clipped_pg", cfg))
         assert found["returns"][0].tolist() == [0.0, 1 - 2 * penalty, 1 - penalty]
         assert found["advantages"][1].tolist() == [0.0, 4.5 - 2 * penalty, 4.5 - penalty]
 

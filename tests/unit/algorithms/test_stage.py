@@ -5,14 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl_megatron.algorithms import checkpointer, inputs
+from rl_megatron.algorithms import checkpointer
 from rl_megatron.algorithms import stage as stage_module
-from rl_megatron.algorithms.evaluate import HeldoutPairs, HeldoutProblems, HeldoutText
-from rl_megatron.algorithms.run import _finished_results, _optimizer_steps
+from rl_megatron.algorithms.evaluate import HeldoutAnswers, HeldoutPairs, HeldoutProblems, HeldoutText
+from rl_megatron.algorithms.run import _finished_results
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.config.load import load
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.order import BatchSchedule
+from rl_megatron.data.sources import HeldoutBatch
 from rl_megatron.data.tasks import Problem
 from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.generation.interfaces import Sampling
@@ -183,13 +184,15 @@ def test_a_finished_stage_is_known_by_its_last_step(monkeypatch, tmp_path):
 )
 def test_the_schedule_counts_optimizer_steps(overrides, steps):
     """32 prompts with 8 samples are 256 rows, `global_batch_size` of them in an optimizer step."""
-    assert _optimizer_steps(load(overrides).first) == steps
+    stage = load(overrides).first
+    assert stage.algorithm.optimizer_steps(stage.train) == steps
 
 
 def test_heldout_problems_are_answered_and_scored():
     problems = [Problem(prompt, "1") for prompt in "abcdefgh"]
     engine = Scripted({prompt: ["1" if prompt < "c" else "0"] for prompt in "abcdefgh"})
-    measures, samples = HeldoutProblems(Echo(), problems, Characters(), Sampling(4, temperature=0.0)).measure(engine)
+    evaluation = HeldoutProblems(Echo(), problems, Characters(), Sampling(4, temperature=0.0))
+    measures, samples = evaluation.measure(None, engine)
     assert measures == {"accuracy": 0.25}
     assert samples[0] == {"prompt": "a", "completion": "1", "answer": "1", "reward": 1.0}
     assert [sample["prompt"] for sample in samples] == list("abcdef"), "a few of them"
@@ -203,8 +206,8 @@ def test_heldout_text_is_measured_whole_without_training():
             return {"loss": 2.0}
 
     batch = BatchedDataDict(input_ids=torch.zeros(5, 3, dtype=torch.long))
-    assert HeldoutText(batch).measure(Measuring()) == {"nll_per_token": 2.0}
-    assert HeldoutText(batch, 0.25).measure(Measuring()) == {"nll_per_token": 2.0, "nll_per_character": 0.5}
+    assert HeldoutAnswers(batch).measure(Measuring()) == ({"nll_per_token": 2.0}, [])
+    assert HeldoutText(batch, 0.25).measure(Measuring()) == ({"nll_per_token": 2.0, "nll_per_character": 0.5}, [])
 
 
 class Pairs:
@@ -257,10 +260,10 @@ PAIR_MASK = torch.tensor([[0.0, 1.0, 1.0, 1.0], [0.0, 1.0, 0.0, 0.0]] * 2)
 def test_preference_is_by_sum_or_per_token():
     logprobs = torch.tensor([[9.0, -1.0, -1.0, -1.0], [9.0, -2.0, 9.0, 9.0]] * 2)
     batch = BatchedDataDict(token_mask=PAIR_MASK)
-    assert HeldoutPairs(batch).measure(Judge("lm", logprobs=logprobs)) == {
+    assert HeldoutPairs(batch).measure(Judge("lm", logprobs=logprobs))[0] == {
         "preference_accuracy": 0.0, "preference_margin": -1.0,
     }  # fmt: skip
-    assert HeldoutPairs(batch, per_token=True).measure(Judge("lm", logprobs=logprobs)) == {
+    assert HeldoutPairs(batch, per_token=True).measure(Judge("lm", logprobs=logprobs))[0] == {
         "preference_accuracy": 1.0, "preference_margin": 1.0,
     }  # fmt: skip
 
@@ -268,22 +271,21 @@ def test_preference_is_by_sum_or_per_token():
 def test_rewards_are_against_the_reference_and_ties_count_half():
     logprobs, reference = -PAIR_MASK, -PAIR_MASK.clone()
     reference[0, 1] = -3.0
-    measured = HeldoutPairs(BatchedDataDict(token_mask=PAIR_MASK)).measure(
+    measured, _ = HeldoutPairs(BatchedDataDict(token_mask=PAIR_MASK)).measure(
         Judge("lm", logprobs=logprobs, reference_logprobs=reference)
     )
     assert measured["reward_accuracy"] == 0.75 and measured["reward_margin"] == 1.0
 
 
 def test_a_reward_model_is_measured_by_its_scores():
-    measured = HeldoutPairs(BatchedDataDict(token_mask=PAIR_MASK)).measure(
+    measured, _ = HeldoutPairs(BatchedDataDict(token_mask=PAIR_MASK)).measure(
         Judge("score", scores=torch.tensor([2.0, 1.0, 0.0, 4.0]))
     )
     assert measured == {"preference_accuracy": 0.5, "preference_margin": -1.5}
 
 
 @pytest.mark.parametrize(("average", "per_token"), [("true", True), ("false", False)])
-def test_pairs_are_compared_as_the_loss_compares_them(monkeypatch, average, per_token):
+def test_pairs_are_compared_as_the_loss_compares_them(average, per_token):
     config = load(["algorithm=dpo", "loss=dpo", "data=gsm8k_pairs", "data.path=x",
                    f"loss.preference_average_log_probs={average}"]).first  # fmt: skip
-    monkeypatch.setattr(inputs, "preference_rows", lambda *_, **__: Pairs())
-    assert inputs.heldout_pairs(config, None).per_token is per_token
+    assert HeldoutPairs.of_stage(config, HeldoutBatch(BatchedDataDict()), Characters()).per_token is per_token

@@ -190,6 +190,7 @@ def test_what_hydra_refuses_is_one_line_as_well(refused, arguments, words):
         ("generation.temperature=-1", "greater than or equal to 0"),
         ("data.heldout_fraction=1", "less than 1"),
         ("data.source=web", "prompt_answer"),
+        ("algorithm.name=gpro", "did you mean 'grpo'?"),
         ("data.too_long=ignore", "truncate"),
         ("precision=fp8", "bf16"),
         ("device=tpu", "cuda"),
@@ -358,6 +359,10 @@ def test_a_scalar_that_a_stage_sets_shadows_the_override(refused, experiment):
         (["optimizer.min_lr=1"], ["optimizer.min_lr=1.0", "optimizer.lr=0.001", "exceed"]),
         (["algorithm=grpo", "generation.temperature=0"], ["generation.temperature=0", "grpo", "above 0"]),
         (["algorithm=ppo", "generation.temperature=0"], ["generation.temperature=0", "ppo", "above 0"]),
+        (
+            ["algorithm=grpo", "loss.use_kl_in_reward=true"],
+            ["loss.use_kl_in_reward=true", "algorithm.advantage_estimator=reinforce_plus_plus"],
+        ),
         (["data=gsm8k", "data.path=x", "algorithm=ppo"], ["algorithm=ppo", "rewards", "data.source=task"]),
         (
             ["algorithm=ppo", "algorithm.critic_warmup_steps=100"],
@@ -438,7 +443,7 @@ def test_experts_and_batching_that_contradict_themselves(overrides, said):
         ("generation.max_engine_restarts=0", ["generation.max_engine_restarts=0 does nothing"]),
         ("generation.refit_bucket_mb=1", ["generation.refit_bucket_mb=1.0 does nothing"]),
         ("generation.engine_timeout_minutes=1", ["generation.engine_timeout_minutes=1.0 does nothing"]),
-        ("generation.engine=vllm", ["generation.engine='vllm'", "'megatron' or 'transformers'"]),
+        ("generation.engine=vllm", ["generation.engine='vllm'", "no rollout engine", "megatron, transformers"]),
         ("generation.engine_device=gpu", ["generation.engine_device='gpu'", "cuda"]),
         ("generation.gate_limit=0", ["generation.gate_limit=0", "greater than 0"]),
     ],

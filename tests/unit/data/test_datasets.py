@@ -5,9 +5,7 @@ import torch
 
 from rl_megatron.data import (
     Demonstration,
-    Problem,
     PromptAnswerDataset,
-    PromptDataset,
     Record,
     TextDataset,
     load_records,
@@ -159,28 +157,3 @@ class TestPromptAnswer:
         for row, record in enumerate((heldout[7], heldout[11])):
             learned = batch["input_ids"][row][batch["token_mask"][row].bool()].tolist()
             assert tokenizer.decode(learned) == record.values["answer"] and learned[-1] == tokenizer.eos_id
-
-
-class TestPrompts:
-    def test_prompts_carry_their_record_and_no_loss(self, tokenizer):
-        batch = PromptDataset(RECORDS, tokenizer, 16).batch([1, 0])
-        assert batch["token_mask"].shape == batch["input_ids"].shape == (2, 6)
-        assert batch["token_mask"].sum() == 0
-        assert [record["answer"] for record in batch["records"]] == [20, 2]
-        rows = [ids[:length] for ids, length in zip(batch["input_ids"].tolist(), batch["input_lengths"], strict=True)]
-        assert [tokenizer.decode(row) for row in rows] == ["10+10\n", "1+1\n"]
-
-    def test_problems(self, tokenizer):
-        problems = [Problem("1+1=", "2"), Problem("10+10=", "20")]
-        batch = PromptDataset.from_problems(problems, tokenizer, 16).batch([1])
-        assert batch["records"][0]["problem"] is problems[1]
-        assert tokenizer.decode(batch["input_ids"][0].tolist()) == "10+10="
-
-    def test_prompts_are_never_cut(self, tokenizer):
-        with pytest.raises(ValueError, match="half a question"):
-            PromptDataset(RECORDS, tokenizer, 4, too_long="truncate")
-        with pytest.raises(ValueError, match=r"sums.jsonl:2: 6 tokens, max_prompt_length is 4 .*too_long=drop\.$"):
-            PromptDataset(RECORDS, tokenizer, 4)
-        assert len(PromptDataset(RECORDS, tokenizer, 4, too_long="drop")) == 1
-        with pytest.raises(ValueError, match="sums.jsonl:1: the prompt has no token"):
-            PromptDataset(RECORDS, tokenizer, 4, prompt_template="")

@@ -51,7 +51,7 @@ MODELS = {
 
 def config(architecture: str, **changes) -> dict:
     """What the family writes for its model, with keys changed, or left out where `...`."""
-    (family,) = (family for family in FAMILIES if family.architecture == architecture)
+    family = FAMILIES[architecture]
     written = family.write_config(MODELS[architecture], 77) | changes
     return {key: value for key, value in written.items() if value is not ...}
 

@@ -1,4 +1,4 @@
-"""Sources: what `data.path` names, read and split into training and held-out.
+"""Files: what `data.path` names, read and split into training and held-out.
 
 JSONL becomes records that know their file and line; plain text stays one string.
 """

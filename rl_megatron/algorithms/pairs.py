@@ -1,0 +1,24 @@
+"""What algorithms that learn from preference pairs ask of a loss."""
+
+from __future__ import annotations
+
+from rl_megatron.algorithms.registry import LossNeeds
+from rl_megatron.losses.contract import LossFunction, LossInputType
+
+PAIR_KEYS = frozenset({"input_ids", "input_lengths", "token_mask", "sample_mask"})
+
+
+def pair_loss(input_type: LossInputType, uses: str, choices: str, more_keys: frozenset[str] = frozenset()) -> LossNeeds:
+    """Return the needs of an algorithm whose loss compares the two answers of a pair.
+
+    Args:
+        input_type: What the loss reads of the model: logprobs of tokens, or scores.
+        uses: The same in words.
+        choices: The losses that suit, for messages.
+        more_keys: Keys of the algorithm's batches besides those of every pair.
+    """
+
+    def suits(loss_fn: LossFunction) -> bool:
+        return getattr(loss_fn, "group_size", 1) == 2 and loss_fn.input_type is input_type
+
+    return LossNeeds(uses, suits, PAIR_KEYS | more_keys, choices)

@@ -1,0 +1,72 @@
+"""The data sources of the package as a configuration sees them; what they read is in rl_megatron/data/sources.
+
+All of them share the keys of `DataConfig`. A plugin's source may declare keys of its own.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from rl_megatron.config.data_kinds import ANSWERS, DOCUMENTS, PAIRS, PROBLEMS
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.named_class import register_class
+from rl_megatron.config.schema import SOURCE_CONFIGS, DataConfig, StageConfig, section
+
+register_source_config = register_class("source", SOURCE_CONFIGS)
+
+
+def sources_providing(kind: str) -> list[str]:
+    """Return the names of the registered sources that provide a kind of data."""
+    return [name for name, config in SOURCE_CONFIGS.items() if kind in config.provides]
+
+
+@register_source_config
+@section
+class TextConfig(DataConfig):
+    """A text file, read as one stream of tokens."""
+
+    provides: ClassVar[tuple[str, ...]] = (DOCUMENTS,)
+    heldout_kind: ClassVar[str] = DOCUMENTS
+
+    source: Literal["text"] = "text"
+
+
+@register_source_config
+@section
+class PromptAnswerConfig(DataConfig):
+    """JSONL whose records hold a prompt and its answer."""
+
+    provides: ClassVar[tuple[str, ...]] = (ANSWERS,)
+    heldout_kind: ClassVar[str] = ANSWERS
+
+    source: Literal["prompt_answer"] = "prompt_answer"
+
+
+@register_source_config
+@section
+class PreferenceConfig(DataConfig):
+    """JSONL of pairs, or of graded solutions to pair."""
+
+    provides: ClassVar[tuple[str, ...]] = (PAIRS,)
+    heldout_kind: ClassVar[str] = PAIRS
+
+    source: Literal["preference"] = "preference"
+
+
+@register_source_config
+@section
+class TaskConfig(DataConfig):
+    """Problems of a registered task, generated or from local files."""
+
+    provides: ClassVar[tuple[str, ...]] = (DOCUMENTS, ANSWERS, PROBLEMS)
+    heldout_kind: ClassVar[str] = PROBLEMS
+    reads_path: ClassVar[bool] = False
+
+    source: Literal["task"] = "task"
+
+    def check(self, stage: StageConfig) -> None:
+        super().check(stage)
+        if "name" not in self.task:
+            raise ConfigError(
+                f"data.source={self.source} needs data.task.name, the name of a registered task such as arithmetic"
+            )

@@ -1,0 +1,21 @@
+"""Data sources: what `data.source` chooses. Each is one file, and registers itself for its config class."""
+
+from rl_megatron.data.sources.preference import PreferenceSource
+from rl_megatron.data.sources.prompt_answer import PromptAnswerSource
+from rl_megatron.data.sources.registry import SOURCES, build_source, register_source
+from rl_megatron.data.sources.source import DataSource, HeldoutBatch, HeldoutProblemSet
+from rl_megatron.data.sources.task import TaskSource
+from rl_megatron.data.sources.text import TextSource
+
+__all__ = [
+    "SOURCES",
+    "DataSource",
+    "HeldoutBatch",
+    "HeldoutProblemSet",
+    "PreferenceSource",
+    "PromptAnswerSource",
+    "TaskSource",
+    "TextSource",
+    "build_source",
+    "register_source",
+]

@@ -1,0 +1,52 @@
+"""JSONL of preference pairs: some prompts are held out with all their pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rl_megatron.config.data_sources import PreferenceConfig
+from rl_megatron.data.datasets import Dataset
+from rl_megatron.data.files import Record
+from rl_megatron.data.preferences import PreferenceDataset, answer_records, load_preferences
+from rl_megatron.data.sources.registry import register_source
+from rl_megatron.data.sources.source import DataSource, HeldoutBatch, heldout_part, required_path
+from rl_megatron.data.templates import require_fields
+from rl_megatron.data.tokenizer import Tokenizer
+
+
+@register_source(PreferenceConfig)
+class PreferenceSource(DataSource[PreferenceConfig]):
+    """Pairs of answers to one prompt, given as such or made of graded solutions."""
+
+    def texts(self) -> Iterator[str]:
+        """Return the prompt and both answers of every training pair."""
+        data, records = self.data, self._parts()[0]
+        require_fields(records, data.prompt_template)
+        for record in records:
+            sides = answer_records(record)
+            require_fields(sides, data.answer_template)
+            yield data.prompt_template.format(**record.values)
+            yield from (data.answer_template.format(**side.values) for side in sides)
+
+    def dataset(self, kind: str, tokenizer: Tokenizer) -> Dataset:
+        """Return the training pairs."""
+        return self._dataset(self._parts()[0], tokenizer)
+
+    def heldout(self, tokenizer: Tokenizer) -> HeldoutBatch:
+        """Return the first held-out pairs in their order, two sequences each."""
+        pairs = self._dataset(heldout_part(self._parts(), self.data), tokenizer)
+        return HeldoutBatch(pairs.batch(range(min(len(pairs), self.data.num_eval_rows // 2))))
+
+    def _parts(self) -> tuple[list[Record], list[Record]]:
+        data = self.data
+        return load_preferences(required_path(data), data.heldout_fraction, data.prompt_template)
+
+    def _dataset(self, records: list[Record], tokenizer: Tokenizer) -> PreferenceDataset:
+        return PreferenceDataset(
+            records,
+            tokenizer,
+            self.stage.model.max_sequence_length,
+            prompt_template=self.data.prompt_template,
+            answer_template=self.data.answer_template,
+            too_long=self.data.too_long,
+        )

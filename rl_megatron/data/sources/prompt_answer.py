@@ -1,0 +1,48 @@
+"""JSONL of prompts and answers: the answers are learned, some records are held out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rl_megatron.config.data_sources import PromptAnswerConfig
+from rl_megatron.data.datasets import Dataset, PromptAnswerDataset
+from rl_megatron.data.files import Record, load_records
+from rl_megatron.data.sources.registry import register_source
+from rl_megatron.data.sources.source import DataSource, HeldoutBatch, heldout_part, required_path
+from rl_megatron.data.templates import require_fields
+from rl_megatron.data.tokenizer import Tokenizer
+
+
+@register_source(PromptAnswerConfig)
+class PromptAnswerSource(DataSource[PromptAnswerConfig]):
+    """Records of one JSONL file, or of a directory with `train.jsonl` and `test.jsonl`."""
+
+    def texts(self) -> Iterator[str]:
+        """Return prompt and answer of every training record."""
+        data, records = self.data, self._parts()[0]
+        require_fields(records, data.prompt_template)
+        require_fields(records, data.answer_template)
+        for record in records:
+            yield data.prompt_template.format(**record.values) + data.answer_template.format(**record.values)
+
+    def dataset(self, kind: str, tokenizer: Tokenizer) -> Dataset:
+        """Return the training records."""
+        return self._dataset(self._parts()[0], tokenizer)
+
+    def heldout(self, tokenizer: Tokenizer) -> HeldoutBatch:
+        """Return the first held-out records."""
+        records = self._dataset(heldout_part(self._parts(), self.data), tokenizer)
+        return HeldoutBatch(records.batch(range(min(len(records), self.data.num_eval_rows))))
+
+    def _parts(self) -> tuple[list[Record], list[Record]]:
+        return load_records(required_path(self.data), self.data.heldout_fraction)
+
+    def _dataset(self, records: list[Record], tokenizer: Tokenizer) -> PromptAnswerDataset:
+        return PromptAnswerDataset(
+            records,
+            tokenizer,
+            self.stage.model.max_sequence_length,
+            prompt_template=self.data.prompt_template,
+            answer_template=self.data.answer_template,
+            too_long=self.data.too_long,
+        )

@@ -1,0 +1,70 @@
+"""A registered task: problems to answer, demonstrations to learn from and, if it is generated, documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rl_megatron.config.data_kinds import ANSWERS, DOCUMENTS
+from rl_megatron.config.data_sources import TaskConfig, sources_providing
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.data.datasets import Dataset, PromptAnswerDataset, TextDataset
+from rl_megatron.data.sources.registry import register_source
+from rl_megatron.data.sources.source import DataSource, HeldoutProblemSet
+from rl_megatron.data.tasks.registry import build_task, reads_path
+from rl_megatron.data.tasks.task import GeneratedTask, Problem, Task
+from rl_megatron.data.tokenizer import Tokenizer
+
+
+@register_source(TaskConfig)
+class TaskSource(DataSource[TaskConfig]):
+    """The task that `data.task` names. `data.path` stands for its option `path`, if it has one."""
+
+    def texts(self) -> Iterator[str]:
+        """Return documents of a generated task, and demonstrations of another."""
+        task = self.task()
+        if isinstance(task, GeneratedTask):
+            yield from task.pretraining_documents(self.data.num_documents, seed=self.stage.train.seed)
+        else:
+            yield from (shown.prompt + shown.answer for shown in task.demonstrations())
+
+    def dataset(self, kind: str, tokenizer: Tokenizer) -> Dataset:
+        """Return the task's documents or demonstrations."""
+        if kind == DOCUMENTS:
+            return self._documents(tokenizer)
+        if kind == ANSWERS:
+            return self._demonstrations(tokenizer)
+        return super().dataset(kind, tokenizer)
+
+    def task(self) -> Task:
+        options = dict(self.data.task)
+        if self.data.path is not None and reads_path(options["name"]):
+            options.setdefault("path", self.data.path)
+        return build_task(**options)
+
+    def problems(self, wanted: int) -> list[Problem]:
+        """Return `wanted` training problems of a generated task, and all of another."""
+        task = self.task()
+        return task.train_problems(wanted if isinstance(task, GeneratedTask) else None, seed=self.stage.train.seed)
+
+    def heldout(self, tokenizer: Tokenizer) -> HeldoutProblemSet:
+        """Return held-out problems."""
+        task = self.task()
+        return HeldoutProblemSet(task, task.heldout_problems(self.data.num_eval_rows))
+
+    def _documents(self, tokenizer: Tokenizer) -> TextDataset:
+        task, data = self.task(), self.data
+        if not isinstance(task, GeneratedTask):
+            others = [name for name in sources_providing(DOCUMENTS) if name != data.source]
+            raise ConfigError(
+                f"data.task.name={task.name} has no text to pretrain on; use data.source={' or '.join(others)}"
+            )
+        documents = task.pretraining_documents(data.num_documents, seed=self.stage.train.seed)
+        return TextDataset(documents, tokenizer, data.sequence_length)
+
+    def _demonstrations(self, tokenizer: Tokenizer) -> PromptAnswerDataset:
+        return PromptAnswerDataset.from_demonstrations(
+            self.task().demonstrations(self.data.num_demonstrations, seed=self.stage.train.seed),
+            tokenizer,
+            self.stage.model.max_sequence_length,
+            too_long=self.data.too_long,
+        )

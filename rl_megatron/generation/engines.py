@@ -1,0 +1,53 @@
+"""The rollout engines of the package, registered; and the engine that a stage's configuration chooses.
+
+An engine's own process imports other modules of this package, but not this one, which needs a policy.
+"""
+
+from __future__ import annotations
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import StageConfig
+from rl_megatron.generation.interfaces import RolloutEngine
+from rl_megatron.generation.megatron import MegatronEngine
+from rl_megatron.generation.registry import ENGINES, register_engine
+from rl_megatron.generation.transformers.engine import TransformersEngine, engine_devices
+from rl_megatron.model.families import family_of_model
+from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.topology.device import choose_device
+
+
+def build_engine(policy: MegatronPolicy, stage: StageConfig) -> RolloutEngine:
+    """Return the rollout engine of a stage's policy."""
+    return ENGINES[stage.generation.engine].build(policy, stage)
+
+
+def check_engine(stage: StageConfig, vocab_size: int) -> None:
+    """Check that the stage's rollout engine can serve it.
+
+    Args:
+        stage: The stage's configuration.
+        vocab_size: The number of tokens of its tokenizer.
+
+    Raises:
+        ConfigError: it cannot; the message names the key.
+    """
+    ENGINES[stage.generation.engine].check(stage, vocab_size)
+
+
+def _check_transformers(stage: StageConfig, vocab_size: int) -> None:
+    """Check that the engine's devices exist, and that Hugging Face knows the model."""
+    engine_devices(stage.generation, choose_device(stage.device))
+    try:
+        family_of_model(stage.model, stage.model.vocab_size or vocab_size)
+    except ConfigError as error:
+        raise ConfigError(f"generation.engine=transformers: {error}; set generation.engine=megatron") from error
+
+
+@register_engine("megatron")
+def _megatron(policy: MegatronPolicy, stage: StageConfig) -> RolloutEngine:
+    return MegatronEngine(policy, stage.generation.batch_size)
+
+
+@register_engine("transformers", runs_in_processes=True, check=_check_transformers)
+def _transformers(policy: MegatronPolicy, stage: StageConfig) -> RolloutEngine:
+    return TransformersEngine(policy, stage.generation, stage.train.collective_timeout_minutes)

@@ -1,0 +1,60 @@
+"""Rollout engines by name: `generation.engine` chooses one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rl_megatron.config.engines import ENGINE_DECLARATIONS, EngineDeclaration
+from rl_megatron.config.registry import Registry
+from rl_megatron.config.schema import StageConfig
+from rl_megatron.generation.interfaces import RolloutEngine
+from rl_megatron.policy.megatron_policy import MegatronPolicy
+
+BuildEngine = Callable[[MegatronPolicy, StageConfig], RolloutEngine]
+CheckEngine = Callable[[StageConfig, int], None]
+
+
+def _accept(stage: StageConfig, vocab_size: int) -> None:
+    """Accept any stage."""
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """A kind of rollout engine.
+
+    Attributes:
+        build: Makes the engine of a stage's policy.
+        check: Raises ConfigError, before anything begins, if the engine cannot serve a stage whose tokenizer has so
+            many tokens.
+    """
+
+    build: BuildEngine
+    check: CheckEngine = _accept
+
+
+ENGINES: Registry[EngineKind] = Registry("rollout engine")
+
+
+def register_engine(
+    name: str, *, runs_in_processes: bool = False, check: CheckEngine = _accept
+) -> Callable[[BuildEngine], BuildEngine]:
+    """Return a decorator that registers a function which builds a rollout engine.
+
+    Args:
+        name: The value of `generation.engine` that chooses it.
+        runs_in_processes: Whether the keys of engines in processes of their own (`generation.num_engines`,
+            `generation.refit`, …) have an effect on it.
+        check: See `EngineKind`.
+
+    Raises:
+        ValueError: another engine has this name already.
+    """
+
+    def add(build: BuildEngine) -> BuildEngine:
+        ENGINES.register(name)(EngineKind(build, check))
+        if name not in ENGINE_DECLARATIONS:  # those of the package are declared in config/engines.py
+            ENGINE_DECLARATIONS.register(name)(EngineDeclaration(runs_in_processes))
+        return build
+
+    return add

@@ -1,0 +1,142 @@
+"""Algorithms and data sources are known by name in their own files alone: elsewhere the registered object is asked."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rl_megatron.algorithms import ALGORITHMS
+from rl_megatron.config.schema import ALGORITHM_CONFIGS, SOURCE_CONFIGS
+from rl_megatron.data.sources import SOURCES
+
+PACKAGE = Path(__file__).resolve().parents[1] / "rl_megatron"
+CONFIG_CLASSES = {cls.__name__ for cls in (*ALGORITHM_CONFIGS.values(), *SOURCE_CONFIGS.values())}
+OWN_FILES = {
+    **{name: {each.config.__module__, each.run.__module__} for name, each in ALGORITHMS.items()},
+    **{name: {SOURCE_CONFIGS[name].__module__, each.__module__} for name, each in SOURCES.items()},
+}
+# Where the word means another thing that is registered or printed by this name.
+OTHER_MEANINGS = {
+    ("rl_megatron.losses.dpo", "dpo"): "the loss",
+    ("rl_megatron.losses.preference", "preference"): "the loss",
+    ("rl_megatron.algorithms.reward_model", "preference"): "the loss",
+    ("rl_megatron.certify.workload", "dpo"): "the loss",
+    ("rl_megatron.certify.workload", "preference"): "the loss",
+    ("rl_megatron.certify.workload", "reward_model"): "the objective that docs/layouts.md names",
+    ("rl_megatron.data.tasks.registry", "task"): "what an error message calls a task",
+    **{("rl_megatron.algorithms", name): "the module in __all__" for name in ALGORITHMS},
+}
+CHOICE = re.compile(rf"\b(?:algorithm|algorithm\.name|data\.source)=({'|'.join(OWN_FILES)})\b")
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def docstrings(tree: ast.AST) -> set[int]:
+    """The ids of the nodes that are docstrings."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)
+    }
+
+
+def names_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(Line, name) of every algorithm or source that a string outside docstrings is, or tells the reader to choose."""
+    left_out = docstrings(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in left_out:
+            found = {node.value} & OWN_FILES.keys() | set(CHOICE.findall(node.value))
+            yield from ((node.lineno, name) for name in sorted(found))
+
+
+def is_choice(node: ast.AST) -> bool:
+    """Whether an expression is `….algorithm.name` or `….data.source`."""
+    if not isinstance(node, ast.Attribute):
+        return False
+    section = getattr(node.value, "attr", None) or getattr(node.value, "id", None)
+    return (section, node.attr) in {("algorithm", "name"), ("data", "source")}
+
+
+def classes_compared_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(Line, class) where a config class is compared by type: isinstance, issubclass, type() and match."""
+    for node in ast.walk(tree):
+        compared: list[ast.AST] = []
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("isinstance", "issubclass"):
+            compared = node.args[1:]
+        elif isinstance(node, ast.Compare):
+            compared = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchClass):
+            compared = [node.cls]
+        for each in (inner for part in compared for inner in ast.walk(part)):
+            name = getattr(each, "id", None) or getattr(each, "attr", None)
+            if name in CONFIG_CLASSES:
+                yield node.lineno, name
+
+
+def offences(source: str, module: str) -> list[str]:
+    """What one module says of an algorithm or a source that is not its own, as "line: what"."""
+    tree = ast.parse(source)
+    found = [
+        f"{line}: the name {name!r}"
+        for line, name in names_in(tree)
+        if module not in OWN_FILES[name] and (module, name) not in OTHER_MEANINGS
+    ]
+    found += [f"{line}: {name} compared by type" for line, name in classes_compared_in(tree)]
+    if module not in set().union(*OWN_FILES.values()):
+        found += [
+            f"{node.lineno}: the choice compared"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Compare) and any(map(is_choice, (node.left, *node.comparators)))
+        ]
+    return found
+
+
+def test_no_other_file_knows_an_algorithm_or_a_data_source_by_name():
+    found = {module_name(path): offences(path.read_text(), module_name(path)) for path in PACKAGE.rglob("*.py")}
+    assert {module: broken for module, broken in found.items() if broken} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        ("if stage.algorithm.name == 'ppo': pass", "rl_megatron.algorithms.run"),
+        ("TABLE = {'grpo': 1}", "rl_megatron.config.load"),
+        ("critic = stage.algorithm.name in CRITICS", "rl_megatron.algorithms.verify"),
+        ("text = data.source != other", "rl_megatron.algorithms.evaluate"),
+        ("raise ValueError(f'{x}: use data.source=text')", "rl_megatron.data.sources.task"),
+        ("isinstance(stage.algorithm, PPOConfig)", "rl_megatron.algorithms.ppo"),
+        ("isinstance(stage.data, (int, data_sources.TextConfig))", "rl_megatron.algorithms.run"),
+        ("type(stage.algorithm) is GRPOConfig", "rl_megatron.algorithms.run"),
+        ("match settings:\n    case DPOConfig():\n        pass", "rl_megatron.algorithms.run"),
+    ],
+)
+def test_an_offence_is_found(source, module):
+    assert len(offences(source, module)) >= 1
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        ('"""For algorithm=ppo, or "grpo"."""', "rl_megatron.algorithms.run"),
+        ("name = 'ppo'", "rl_megatron.algorithms.ppo"),
+        ("algorithm = ALGORITHMS[stage.algorithm.name]", "rl_megatron.algorithms.run"),
+        ("raise ValueError('the text of a task')", "rl_megatron.algorithms.run"),
+    ],
+)
+def test_what_is_allowed_is_no_offence(source, module):
+    assert offences(source, module) == []
+
+
+def test_every_exception_is_needed():
+    """An entry of OTHER_MEANINGS that nothing needs any more would hide an offence."""
+    trees = {module_name(path): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    said = {(module, name) for module, tree in trees.items() for _, name in names_in(tree)}
+    assert OTHER_MEANINGS.keys() <= said
