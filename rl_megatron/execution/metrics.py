@@ -1,4 +1,4 @@
-"""What a step reports: global denominators before it, metrics reduced over all ranks after it."""
+"""Count a step's global denominators before it, and reduce its metrics over all ranks after it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ class NonFiniteLoss(RuntimeError):
 
 @dataclass(frozen=True)
 class Denominators:
-    """Of the whole global batch: valid sequences and valid predicted tokens, by which the losses divide; and positions,
-    all tokens of rows that weigh anything, prompts included."""
+    """Counts of the whole global batch.
+
+    Losses divide by valid sequences and by valid predicted tokens. Positions are all tokens, prompts included, of
+    sequences whose sample_mask is above 0.
+    """
 
     sequences: Tensor
     tokens: Tensor
@@ -31,7 +34,7 @@ class Denominators:
 
     @classmethod
     def count(cls, batch: Mapping[str, Tensor]) -> Denominators:
-        """Σ sample_mask, Σ token_mask[:, 1:]·sample_mask and Σ input_lengths over rows with a sample_mask above 0."""
+        """Return Σ sample_mask, Σ token_mask[:, 1:]·sample_mask, and Σ input_lengths if sample_mask is above 0."""
         sample_mask = batch["sample_mask"].float()
         tokens = (batch["token_mask"][:, 1:].float() * sample_mask[:, None]).sum()
         width = torch.full_like(sample_mask, batch["input_ids"].size(1))
@@ -42,12 +45,15 @@ class Denominators:
 def reduce_metrics(
     reports: list[dict[str, Tensor]], loss_fn: Loss, batches: Sequence[BatchedDataDict], topology: Topology
 ) -> dict[str, float]:
-    """Each metric of the last stage's microbatches over microbatches, then data-parallel ranks (context- and
-    tensor-parallel ranks hold equal values), then to all pipeline stages; at most one collective per kind of reduction.
-    A metric that only some microbatches return is reduced over those.
+    """Return each metric of the last stage's microbatches, reduced as the loss declares, on every rank.
 
-    Raises, on every rank: ValueError where a microbatch returns a metric whose reduction is not declared;
-    NonFiniteLoss, naming microbatch and metrics, where the loss is NaN or infinite.
+    It is reduced over microbatches, then over data-parallel ranks (context- and tensor-parallel ranks hold equal
+    values), and sent to all pipeline stages, with at most one collective for each kind of reduction. A metric that only
+    some microbatches return is reduced over those.
+
+    Raises:
+        ValueError: on every rank: a microbatch returns a metric whose reduction is not declared.
+        NonFiniteLoss: on every rank: the loss is NaN or infinite; names microbatch and metrics.
     """
     device = topology.device
     reductions = dict(loss_fn.metric_reductions)
@@ -76,7 +82,7 @@ def reduce_metrics(
 
 
 def _row(report: dict[str, Tensor], names: list[str], reductions: Mapping[str, Reduction]) -> Tensor:
-    """[2·names + 1] of one microbatch: values (identities where it has none), which it has, whether it has others."""
+    """Return [2·names + 1] of one microbatch: values (or identities), which it has, whether it has other metrics."""
     loss = report["loss"]
     values = [report[name] if name in report else loss.new_tensor(reductions[name].identity) for name in names]
     flags = [float(name in report) for name in names] + [float(not report.keys() <= set(names))]
@@ -118,8 +124,10 @@ def _describe_failure(
 
 
 def over_steps(reports: list[dict[str, float]], loss_fn: Loss) -> dict[str, float]:
-    """Metrics of several optimizer steps as one: the least of minima, the greatest of maxima, the mean of the rest;
-    each over the steps that have it."""
+    """Return the metrics of several optimizer steps as one, each over the steps that have it.
+
+    That is the least of minima, the greatest of maxima, and the mean of the rest.
+    """
     reductions = loss_fn.metric_reductions
     combine = {Reduction.MIN: min, Reduction.MAX: max}
     return {
@@ -131,7 +139,7 @@ def over_steps(reports: list[dict[str, float]], loss_fn: Loss) -> dict[str, floa
 
 
 def _across(reduction: Reduction, stacked: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[microbatches, metrics] → [metrics], reduced over microbatches and over the group."""
+    """Return [metrics] from [microbatches, metrics], reduced over microbatches and over the group."""
     local, op = {
         Reduction.SUM: (stacked.sum(0), dist.ReduceOp.SUM),
         Reduction.MIN: (stacked.amin(0), dist.ReduceOp.MIN),

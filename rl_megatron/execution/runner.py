@@ -56,13 +56,17 @@ class Runner:
         denominators: Denominators,
         forward_only: bool = False,
     ) -> dict[str, float]:
-        """Adds the gradient of Σ over all microbatches of all ranks of `loss_fn` to the chunks' main gradients.
+        """Add the gradient of Σ over all microbatches of all ranks of `loss_fn` to the chunks' main gradients.
 
-        `microbatches`: this data-parallel rank's part, equally many on every rank. Returns every metric, reduced as it
-        declares, the same on all ranks; "loss" is the loss whose gradient was taken, to which that of "router_aux_loss"
-        was added where a mixture of experts has one.
+        Args:
+            microbatches: this data-parallel rank's part, equally many on every rank.
 
-        Raises: NonFiniteLoss on every rank, naming microbatch and metrics, where the loss is NaN or infinite.
+        Returns:
+            Every metric, reduced as it declares, the same on all ranks; "loss" is the loss whose gradient was taken, to
+            which that of "router_aux_loss" was added if a mixture of experts has one.
+
+        Raises:
+            NonFiniteLoss: on every rank: the loss is NaN or infinite; names microbatch and metrics.
         """
         step = partial(self._loss_of, loss_fn=loss_fn, denominators=denominators)
         routers = [] if forward_only else balancing_routers(self.chunks)

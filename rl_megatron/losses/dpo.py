@@ -20,7 +20,7 @@ from rl_megatron.losses.streams import TokenStreams
 class DPOLossDataDict(TypedDict):
     """The batch. Rows interleave as for `PreferenceLoss`; sample_mask [B], the rest [B, S].
 
-    Entry t of reference_policy_logprobs speaks of token t+1, unlike every other stream: see `DPOLossFn`.
+    Entry t of reference_policy_logprobs corresponds to token t+1, unlike every other stream: see `DPOLossFn`.
     """
 
     input_ids: Tensor
@@ -34,9 +34,9 @@ class ReferencePreferenceLoss(LogprobLoss, PreferenceLoss):
 
         r_b = Σ_t m_bt·( log π(y_bt) − log π_ref(y_bt) ),  with preference_average_log_probs divided by Σ_t m_bt
 
-    **data["reference_policy_logprobs"] [B, S] is rolled by −1**, as in NeMo RL: entry t speaks of token t+1, so that
-    `[:, :-1]` meets the next-token logprobs; the last column is not read. `torch.roll(logprobs, -1, dims=-1)` makes it
-    of logprobs that are aligned with input_ids.
+    **data["reference_policy_logprobs"] [B, S] is rolled by −1**, as in NeMo RL: entry t corresponds to token t+1, so
+    that `[:, :-1]` meets the next-token logprobs; the last column is not read. `torch.roll(logprobs, -1, dims=-1)`
+    makes it of logprobs that are aligned with input_ids.
     """
 
     next_token_keys = frozenset({"reference_policy_logprobs"})
@@ -48,6 +48,7 @@ class ReferencePreferenceLoss(LogprobLoss, PreferenceLoss):
     def _over_log_ratios(
         self, streams: TokenStreams, logprobs: Tensor, global_valid_seqs: Count, average: bool, beta: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return (loss, its metrics other than "loss") of rewards that are sums or means of log-ratios."""
         over_sequence = F.masked_mean if average else F.masked_sum
         rewards = over_sequence(logprobs - streams["reference_policy_logprobs"], streams.token_mask, dim=-1)
         has_tokens = (streams.mask != 0).any(dim=1)
@@ -133,6 +134,7 @@ class DPOLossFn(ReferencePreferenceLoss):
         return loss, {name: value.detach() for name, value in losses.items()} | metrics
 
     def _chosen_nll(self, streams: TokenStreams, logprobs: Tensor, global_valid_seqs: Count) -> Tensor:
+        """Return the chosen sequences' share of the SFT loss."""
         over_sequence = F.masked_mean if self.cfg.sft_average_log_probs else F.masked_sum
         chosen, _ = self.split_output_tensor(-over_sequence(logprobs, streams.token_mask, dim=-1))
         samples, _ = self.split_output_tensor(streams.sample_mask)

@@ -1,4 +1,4 @@
-"""How far the trainer's probabilities of the sampled tokens are from those of the engine that generated them."""
+"""Measure how far the trainer's probabilities of sampled tokens are from those of the engine that generated them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ MISMATCH_METRICS = ("token_mult_prob_error", "gen_kl_error", "policy_kl_error", 
 def mismatch_metrics(
     prev_logprobs: Tensor, generation_logprobs: Tensor, token_mean: Callable[[Tensor], Tensor], kl_kind: str
 ) -> dict[str, Tensor]:
-    """token_mult_prob_error = mean e^{|log π_generation − log π_prev|}, 1 where the two agree;
-    gen_kl_error = KL(generation‖prev), policy_kl_error = KL(prev‖generation), js_divergence_error: 0 where they agree.
+    """Return `MISMATCH_METRICS` of the sampled tokens.
+
+    token_mult_prob_error = mean e^{|log π_generation − log π_prev|} is 1 if the two agree. The other three are 0 then:
+    gen_kl_error = KL(generation‖prev), policy_kl_error = KL(prev‖generation), js_divergence_error.
 
     Differences beyond 20 nats are reported as 20, so that one token does not turn a report into ∞.
 

@@ -96,7 +96,7 @@ class PreferenceLoss(Loss):
     def _over_pairs(
         self, rewards: Tensor, sample_mask: Tensor, has_tokens: Tensor, global_valid_seqs: Count, beta: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """(loss, its metrics other than "loss"); rewards, sample_mask, has_tokens [B]."""
+        """Return (loss, its metrics other than "loss"); rewards, sample_mask, has_tokens [B]."""
         sample_mask, has_tokens = sample_mask.to(rewards), has_tokens.to(rewards)
         loss, accuracy, chosen, rejected = self._preference_loss(
             rewards, sample_mask * has_tokens, global_valid_seqs, beta
@@ -109,7 +109,11 @@ class PreferenceLoss(Loss):
         }
 
     def split_output_tensor(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, …] → (chosen, rejected), each [B/2, …].  Raises: ValueError for an odd B."""
+        """Return (chosen, rejected), each [B/2, …], of a tensor [B, …].
+
+        Raises:
+            ValueError: B is odd.
+        """
         if len(tensor) % 2:
             raise ValueError(
                 f"{self.display_name}: {len(tensor)} rows are not pairs; rows 0, 2, … are chosen and rows 1, 3, … "
@@ -120,7 +124,7 @@ class PreferenceLoss(Loss):
     def _preference_loss(
         self, rewards: Tensor, sample_mask: Tensor, global_valid_seqs: Count, beta: float = 1.0
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(loss, accuracy, mean reward of chosen rows, of rejected rows), each divided by global_valid_seqs / 2.
+        """Return (loss, accuracy, mean reward of chosen, of rejected sequences), each over global_valid_seqs / 2.
 
         Shapes: rewards, sample_mask [B]; results scalars.
         """
@@ -136,7 +140,7 @@ class PreferenceLoss(Loss):
 
 
 def last_score(scores: Tensor, mask: Tensor) -> Tensor:
-    """scores[b, last t with mask[b, t] ≠ 0], [B, S] → [B]; 0, without a gradient, where there is none."""
+    """Return scores[b, last t with mask[b, t] ≠ 0], [B, S] → [B]; 0, without a gradient, if there is no such t."""
     position = torch.arange(mask.size(1), device=mask.device)
     last = torch.where(mask != 0, position, -1).amax(dim=1)
     return torch.where(last >= 0, scores.gather(1, last.clamp(min=0)[:, None])[:, 0], 0.0)

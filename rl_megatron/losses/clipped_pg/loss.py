@@ -46,15 +46,15 @@ class ClippedPGLossFn(LogprobLoss):
     except `loss`, `kl_penalty` (like the loss; without β), `num_valid_samples`, `positive_nll_loss` (see above),
     `sampling_importance_ratio` (over sequences under GSPO) and `is_oob_ratio` (over sequences for seq-mask-tis).
     `clip_fraction` is the share of tokens whose ratio was outside the clip range. With disable_ppo_ratio the ratio
-    metrics hold log-probabilities. Generation metrics are present where the batch has generation_logprobs, `entropy`
-    where next_token_entropy is given.
+    metrics hold log-probabilities. Generation metrics are present if the batch has generation_logprobs, `entropy`
+    if next_token_entropy is given.
 
     TRL's GRPOTrainer computes the same with loss_type "dapo" (the defaults here), "grpo" (token_level_loss=False; with
     importance_sampling_level "sequence" it is GSPO), "dr_grpo" (fixed_sequence_length=max_completion_length) and
     "cispo" (ratio_clip_min=1: TRL has no floor); its RLOOTrainer, on-policy, with disable_ppo_ratio and
-    fixed_sequence_length=1. Not the same: TRL's "bnpo" is a mean of the microbatches' means; a row without tokens
-    counts in the denominator of "grpo"; delta is ratio_clip_c only from 1 + ratio_clip_max on; the KL is differentiated
-    without the tokens' probability, unless use_bias_correction_kl is set.
+    fixed_sequence_length=1. Not the same: TRL's "bnpo" is a mean of the microbatches' means; a sequence without
+    tokens counts in the denominator of "grpo"; delta is ratio_clip_c only from 1 + ratio_clip_max on; the KL is
+    differentiated without the tokens' probability, unless use_bias_correction_kl is set.
 
     Shapes, Raises: see `Loss.evaluate`; advantages are [B, S] or [B].
     Source: PPO arXiv:1707.06347, GRPO arXiv:2402.03300, REINFORCE/RLOO arXiv:2402.14740, DAPO arXiv:2503.14476, VAPO
