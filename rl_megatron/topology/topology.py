@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig, ParallelConfig
 from rl_megatron.topology.context_parallel import zigzag_chunks
+from rl_megatron.topology.device import start_device
 
 
 class ParallelDegrees(Protocol):
@@ -230,6 +231,20 @@ def _pipelines_that_fit(num_layers: int, stages: int, chunks: int) -> str:
         last = (units - (stages - 1) * (units // stages)) * chunks
         fits.append(f"parallel.last_stage_layers={last}")
     return " or ".join(fits) or f"parallel.virtual_pipeline=1 and parallel.pipeline in {divisors(num_layers)}"
+
+
+def start_topology(parallel: ParallelConfig | None = None, *, device: str = "auto", seed: int = 0) -> Topology:
+    """Choose the device, join the process group, and build the topology: all that a script needs before a policy.
+
+    Args:
+        parallel: the degrees; by default all ranks are data parallel.
+        device: "auto" (a GPU if there is one), "cpu" or "cuda".
+        seed: of megatron-core's random number generators.
+
+    Raises:
+        ConfigError: the degrees do not fit the world size, or the device is not there.
+    """
+    return build(parallel or ParallelConfig(), start_device(device), seed)
 
 
 def build(parallel: ParallelConfig, device: torch.device, seed: int) -> Topology:

@@ -1,0 +1,82 @@
+"""Load the weights of a Hugging Face directory into a sharded model: each rank reads the rows that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rl_megatron.checkpoint.hf_weights import BLOCK_BYTES, check_tensors, check_tied, find_tensors, read_json, tied_head
+from rl_megatron.checkpoint.safetensors_files import Place, WeightReader
+from rl_megatron.config.schema import ModelConfig
+from rl_megatron.model.families import read_model
+from rl_megatron.model.families.table import Rows, WeightTable
+from rl_megatron.model.shards import Piece, pieces
+
+
+@dataclass(frozen=True)
+class HuggingFaceWeights:
+    """A Hugging Face directory whose config.json and tensors were checked against each other.
+
+    Attributes:
+        directory: where it lies.
+        model: the model section that its config.json describes; `vocab_size` is set.
+        table: where each row of its tensors belongs.
+        places: where each of its tensors lies.
+    """
+
+    directory: Path
+    model: ModelConfig
+    table: WeightTable
+    places: dict[str, Place]
+
+    def load_into(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Fill the model chunks of this rank. Rows that pad the vocabulary become 0; they enter no softmax.
+
+        Args:
+            chunks: of a model built from `self.model`, under any parallel layout.
+
+        Raises:
+            OSError: a file ends early; it was cut after it was checked.
+        """
+        with WeightReader(self.places) as reader:
+            for piece in pieces(chunks):
+                _fill(piece, self.table.of_megatron[piece.name], reader)
+
+
+def open_hugging_face(directory: Path) -> HuggingFaceWeights:
+    """Check a Hugging Face directory and return what is needed to load its weights. Reads headers, not weights.
+
+    Raises:
+        ConfigError: the architecture is unknown, or a tensor is missing, unknown, or has another shape or dtype than
+            config.json asks for; the message names it.
+    """
+    config_file = directory / "config.json"
+    family, model = read_model(read_json(config_file), str(config_file))
+    assert model.vocab_size is not None  # every family's config.json has one
+    table = family.table(model, model.vocab_size)
+    places = find_tensors(directory)
+    check_tensors(places, table, str(directory), lambda name: family.is_dropped(name, model))
+    if tied_head(places, table):
+        with WeightReader(places) as reader:
+            check_tied(reader, str(directory))
+    return HuggingFaceWeights(directory, model, table, places)
+
+
+@torch.no_grad()
+def _fill(piece: Piece, sources: Sequence[Rows], reader: WeightReader) -> None:
+    """Copy into this rank's piece of a Megatron tensor the rows of Hugging Face tensors that belong there."""
+    begin, end = piece.offset[0], piece.offset[0] + piece.tensor.size(0)
+    columns = tuple(slice(o, o + n) for o, n in zip(piece.offset[1:], piece.tensor.shape[1:], strict=True))
+    piece.tensor.zero_()
+    for rows in sources:
+        place = reader.places[rows.hf_name]
+        height = max(1, BLOCK_BYTES // max(1, place.row_bytes))
+        low, high = max(begin, rows.row), min(end, rows.row + rows.count)
+        for first in range(low, high, height):
+            last = min(first + height, high)
+            block = torch.empty(last - first, *place.shape[1:], dtype=place.dtype)
+            reader.read_rows(rows.hf_name, rows.hf_row + first - rows.row, block)
+            piece.tensor[first - begin : last - begin].copy_(block[(slice(None), *columns)])
