@@ -45,7 +45,7 @@ from rl_megatron.algorithms.training_data import training_dataset
 from rl_megatron.batching.config import DynamicPlanArgs, PackingPlanArgs
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.plan import MicrobatchPlan, plan_dynamic_batching, plan_sequence_packing
-from rl_megatron.config.load import load
+from rl_megatron.config.load import load_config
 from rl_megatron.data import epoch_order
 
 _REPETITIONS = 5
@@ -55,7 +55,7 @@ Planner = Callable[[Sequence[int], int, int, SequenceCost], MicrobatchPlan]
 def read_lengths(path: str, pack_size: int) -> tuple[list[int], SequenceCost]:
     """Tokens of every training row at `path`, in the order of the first epoch, and what a sequence costs the model."""
     overrides = ["experiment=gsm8k_sft", "model=qwen2_5_0_5b", f"model.max_sequence_length={pack_size}"]
-    config = load([*overrides, f"data.path={path}"]).first
+    config = load_config([*overrides, f"data.path={path}"]).first
     tokenizer = build_tokenizer(config)
     rows = training_dataset(config, tokenizer)
     lengths = rows.batch(range(len(rows)))["input_lengths"].tolist()

@@ -39,7 +39,7 @@ from torch.nn.functional import pad
 
 from rl_megatron.batching.config import Batching
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load
+from rl_megatron.config.load import load_config
 from rl_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import FusedHead, Microbatch
@@ -218,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     micro_rows = max(1, options.micro_batch_tokens // options.length)
     try:
         overrides = [f"parallel.{key}" for key in options.layout]
-        config = load([f"model={options.model}", f"model.max_sequence_length={options.length}", *overrides]).first
+        config = load_config([f"model={options.model}", f"model.max_sequence_length={options.length}", *overrides]).first
         parallel: ParallelConfig = config.parallel
         layout = topology.build(parallel, start_device(options.device), _SEED)
         batching = Batching("packed" if options.packed else "padded", micro_rows, options.micro_batch_tokens)

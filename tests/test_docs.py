@@ -15,7 +15,7 @@ import pytest
 from docs import generate_losses
 from rl_megatron.algorithms import preflight
 from rl_megatron.algorithms.logprob_check import LIMITS
-from rl_megatron.config.load import load
+from rl_megatron.config.load import load_config
 from rl_megatron.config.schema import GenerationConfig
 from rl_megatron.losses import LOSSES, NLLLoss, build_loss
 from rl_megatron.losses.registry import configured_loss
@@ -128,7 +128,7 @@ def test_a_surrogate_pulls_where_its_paper_says(name, upwards, downwards):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_loads_and_its_loss_suits_its_algorithm(name):
-    stage = load(RECIPES[name].overrides.split()).first
+    stage = load_config(RECIPES[name].overrides.split()).first
     preflight.check_loss(stage)
     loss = configured_loss(stage.loss)
     assert loss.group_size == (2 if name in PAIRS else 1)
@@ -151,7 +151,7 @@ COMMANDS = [
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_the_page_on_engines_loads_and_its_model_has_a_family(command):
     words = command.split()
-    stage = load(words[words.index("train") + 1 :]).first
+    stage = load_config(words[words.index("train") + 1 :]).first
     assert stage.generation.engine == "transformers"
     family_of_model(stage.model, vocab_size=260)
 

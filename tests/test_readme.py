@@ -12,7 +12,7 @@ import pytest
 
 from rl_megatron.cli import _parser
 from rl_megatron.config.checkpoint_metadata import MANIFEST
-from rl_megatron.config.load import load
+from rl_megatron.config.load import load_config
 from rl_megatron.config.schema import ModelConfig
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -43,7 +43,7 @@ def test_command_is_right(command, tmp_path, monkeypatch):
             Path(begun).mkdir(parents=True)
             (Path(begun) / MANIFEST).write_text(json.dumps({"model": asdict(ModelConfig())}))
         overrides = [word for word in words[words.index(started) + 1 :] if not word.startswith("--")]
-        assert load(overrides).stages
+        assert load_config(overrides).stages
     else:
         assert words[0] == "bash" and words[1].startswith("scripts/")
 

@@ -162,7 +162,7 @@ class HeldoutPairs(Evaluation):
         and a language model what is likelier (margin in nats). A policy with a reference also has `reward_accuracy` and
         `reward_margin`, of log π − log π_ref, which is DPO's reward up to β.
         """
-        if policy.head == "score":
+        if policy.model.head == "score":
             return _preferences("preference_", policy.score(self.batch)["scores"]), []
         likelihood = self._of_answers(policy.get_logprobs(self.batch)["logprobs"])
         metrics = _preferences("preference_", likelihood)

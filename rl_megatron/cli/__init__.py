@@ -87,9 +87,9 @@ def main(arguments: list[str] | None = None) -> int:
 
             return inspect(parsed.path, parsed.tensors, not parsed.no_verify, parsed.json)
         parsed.overrides += rest
-        from rl_megatron.config.load import load, to_yaml
+        from rl_megatron.config.load import load_config, to_yaml
 
-        config = load(parsed.overrides, parsed.config_dir)
+        config = load_config(parsed.overrides, parsed.config_dir)
         if parsed.print_config:
             print(to_yaml(config), end="")
             return 0

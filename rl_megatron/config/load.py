@@ -38,7 +38,7 @@ def config_directory() -> Path:
     return installed if installed.is_dir() else Path(__file__).resolve().parents[2] / "configs"
 
 
-def load(overrides: list[str], config_dir: str | None = None) -> schema.RunConfig:
+def load_config(overrides: list[str], config_dir: str | None = None) -> schema.RunConfig:
     """Return the run that `overrides` describe, after importing its plugins.
 
     Args:

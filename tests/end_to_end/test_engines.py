@@ -112,7 +112,7 @@ def run_that_loses(tensor: str, directory: Path) -> tuple[int, str, int]:
     """On a rank: (exit status, what it said, how often completions were asked for) of a run whose refits drop a tensor
     between the model and the wire."""
     from rl_megatron.algorithms.run import run
-    from rl_megatron.config.load import load
+    from rl_megatron.config.load import load_config
     from rl_megatron.generation.transformers.engine import TransformersEngine
     from rl_megatron.weight_sync.exporter import WeightExporter
 
@@ -129,7 +129,7 @@ def run_that_loses(tensor: str, directory: Path) -> tuple[int, str, int]:
     TransformersEngine.generate = lambda *arguments: asked.append(arguments) or draw(*arguments)
     try:
         with redirect_stderr(said):
-            status = run(load([*GRPO, *ENGINE, "parallel.tensor=2", f"output_dir={directory}"]))
+            status = run(load_config([*GRPO, *ENGINE, "parallel.tensor=2", f"output_dir={directory}"]))
     finally:
         WeightExporter.fill, TransformersEngine.generate = fill, draw
     return status, said.getvalue(), len(asked)

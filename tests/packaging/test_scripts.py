@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_megatron.config.load import load
+from rl_megatron.config.load import load_config
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted([*(REPO / "scripts").glob("*.sh"), *(REPO / "scripts").glob("*.slurm"), REPO / ".ci" / "run"])
@@ -252,4 +252,4 @@ def test_the_short_run_of_gpu_check_composes():
     script = (REPO / "scripts" / "gpu_check.sh").read_text()
     (command,) = re.findall(r"-m rl_megatron train (.*?) &&\n", script, re.DOTALL)
     overrides = shlex.split(command.replace("\\\n", " ").replace("$out", "out"))
-    assert load(overrides).stages["grpo"].train.steps == 8
+    assert load_config(overrides).stages["grpo"].train.steps == 8

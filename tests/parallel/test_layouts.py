@@ -7,7 +7,7 @@ import torch
 
 from rl_megatron.algorithms.tokenizer import build_tokenizer
 from rl_megatron.algorithms.training_data import training_dataset
-from rl_megatron.config.load import load
+from rl_megatron.config.load import load_config
 from rl_megatron.config.schema import OptimizerConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.order import BatchSchedule
@@ -108,7 +108,7 @@ def test_distributed_optimizer_moves_the_weights_of_one_process(ranks, one_proce
 
 def quickstart_steps(parallel: dict, rollouts: BatchedDataDict | None) -> list[tuple[dict, dict]]:
     """The quickstart's own model and data: its first three SFT steps, then two GRPO steps on `rollouts`."""
-    config = load(["experiment=quickstart"])
+    config = load_config(["experiment=quickstart"])
     sft, grpo = config.stages["sft"], config.stages["grpo"]
     tokenizer = build_tokenizer(config.first)
     policy = build_policy(parallel, model=sft.model, optimizer=OptimizerConfig(lr=1e-3, distributed=False),

@@ -8,7 +8,7 @@ import pytest
 
 from rl_megatron.algorithms.checkpointer import Checkpointer
 from rl_megatron.checkpoint.save import SaveFailed
-from rl_megatron.config.load import load
+from rl_megatron.config.load import load_config
 
 
 @dataclass
@@ -51,7 +51,7 @@ def make(tmp_path, monkeypatch):
             "rl_megatron.algorithms.checkpointer.delete_older",
             lambda where, *_: log.append(("delete older", where.name)),
         )
-        settings = replace(load([]).first.train, **train)
+        settings = replace(load_config([]).first.train, **train)
         models = Model("policy", log, set(policy_fails)), Model("critic", log, set(critic_fails))
         return Checkpointer(Path(tmp_path / "ppo"), settings, *models), models
 

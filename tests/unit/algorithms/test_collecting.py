@@ -9,7 +9,7 @@ from rl_megatron.algorithms.grpo import _advantages, collect, grpo
 from rl_megatron.algorithms.rewards import completions
 from rl_megatron.algorithms.rollout import Sampler
 from rl_megatron.config.algorithms import GRPOConfig
-from rl_megatron.config.load import load
+from rl_megatron.config.load import load_config
 from rl_megatron.data.order import BatchSchedule
 from rl_megatron.observability.phase_timer import PhaseTimer
 from tests.unit.algorithms.fakes import Characters, Echo, Problems, Scripted
@@ -23,7 +23,7 @@ def collecting(monkeypatch):
     """`collecting(answers, *overrides)`: (collect, engine), the engine answering each prompt with its next answer."""
 
     def make(answers, *overrides):
-        config = load(
+        config = load_config(
             ["algorithm=grpo", "algorithm.prompts_per_step=2", f"algorithm.samples_per_prompt={SIZE}", *overrides]
         ).first
         monkeypatch.setattr(rollout, "build_source", lambda stage: Problems(Echo()))
@@ -133,7 +133,7 @@ def test_the_kl_in_the_reward_is_recorded(monkeypatch):
         get_reference_policy_logprobs=lambda batch: {"reference_logprobs": -1.5 * batch["token_mask"]},
     )
     stage = SimpleNamespace(
-        config=load([*overrides, "loss.reference_policy_kl_type=k1"]).first,
+        config=load_config([*overrides, "loss.reference_policy_kl_type=k1"]).first,
         tokenizer=Characters(),
         engine=Scripted({prompt: DIFFER * 2 for prompt in "abcd"}),
         policy=policy,

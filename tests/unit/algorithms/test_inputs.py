@@ -9,7 +9,7 @@ from rl_megatron.algorithms.preflight import check
 from rl_megatron.algorithms.tokenizer import build_tokenizer
 from rl_megatron.algorithms.training_data import training_dataset
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load
+from rl_megatron.config.load import load_config
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def configured(tmp_path):
         f"data.path={tmp_path / 'solutions.jsonl'}",
         "tokenizer.vocab_size=300",
     ]
-    return lambda *overrides: load([*fixed, *overrides])
+    return lambda *overrides: load_config([*fixed, *overrides])
 
 
 def decoded(tokenizer, batch):

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from rl_megatron.algorithms import metrics
-from rl_megatron.algorithms.evaluate import heldout_measures
+from rl_megatron.algorithms.evaluate import metric_names
 from rl_megatron.algorithms.rollout import logprob_mismatch, reward_kl, statistics
 from rl_megatron.config.eval_metrics import EVAL_METRICS
-from rl_megatron.config.load import load
+from rl_megatron.config.load import load_config
 from rl_megatron.config.metrics import METRICS
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import MSEValueLoss, build_loss
@@ -53,7 +53,7 @@ def test_the_critics_metrics_are_those_of_its_loss_and_optimizer():
     ids=lambda overrides: overrides[0],
 )
 def test_what_an_evaluation_reports_is_declared(overrides):
-    given = heldout_measures(load(overrides).first)
+    given = metric_names(load_config(overrides).first)
     assert given and set(given) <= EVAL_METRICS.keys()
 
 

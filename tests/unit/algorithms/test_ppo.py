@@ -15,7 +15,7 @@ from rl_megatron.algorithms.ppo import CRITIC
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.checkpoint.retention import delete_older
 from rl_megatron.config.checkpoint_metadata import MANIFEST
-from rl_megatron.config.load import load
+from rl_megatron.config.load import load_config
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import ClippedPGLossFn, MSEValueLoss
 
@@ -82,7 +82,7 @@ def run(monkeypatch):
 
     def go(*overrides, saved=(), **train):
         log, records = [], {}
-        config = load([*OVERRIDES, *overrides]).first
+        config = load_config([*OVERRIDES, *overrides]).first
         config = replace(config, train=replace(config.train, **train))
         metrics_logger = SimpleNamespace(
             begin_stage=lambda *_: None,
@@ -184,7 +184,7 @@ def test_a_resumed_stage_has_the_critic_of_its_step(run):
 
 
 def test_the_schedule_counts_the_optimizer_steps_of_a_rollout():
-    config = load([*OVERRIDES, "algorithm.updates_per_rollout=3", "train.steps=5", "train.global_batch_size=48"]).first
+    config = load_config([*OVERRIDES, "algorithm.updates_per_rollout=3", "train.steps=5", "train.global_batch_size=48"]).first
     assert config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt == 64
     algorithm, train = config.algorithm, config.train
     assert algorithm.optimizer_steps(train) == CRITIC.optimizer_steps(algorithm, train) == 5 * 3 * 2
@@ -192,6 +192,6 @@ def test_the_schedule_counts_the_optimizer_steps_of_a_rollout():
 
 def test_the_policys_schedule_leaves_the_critics_warmup_out():
     """It would otherwise never come to its end."""
-    config = load([*OVERRIDES, "algorithm.critic_warmup_steps=2", "train.steps=5", "train.global_batch_size=32"]).first
+    config = load_config([*OVERRIDES, "algorithm.critic_warmup_steps=2", "train.steps=5", "train.global_batch_size=32"]).first
     assert config.algorithm.optimizer_steps(config.train) == (5 - 2) * 2
     assert CRITIC.optimizer_steps(config.algorithm, config.train) == 5 * 2

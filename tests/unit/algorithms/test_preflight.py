@@ -20,7 +20,7 @@ from rl_megatron.algorithms.preflight import (
 from rl_megatron.algorithms.rollout import needs_reference
 from rl_megatron.algorithms.run import _on_all_or_none
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load, to_yaml
+from rl_megatron.config.load import load_config, to_yaml
 from rl_megatron.generation.engines import check_engine
 from rl_megatron.generation.transformers.engine import engine_devices
 from rl_megatron.losses import LOSSES, ClippedPGLossFn, LossFunction, LossInputType, LossType
@@ -37,7 +37,7 @@ IN_REWARD = {"name": "clipped_pg", "use_kl_in_reward": True}
 
 
 def stage_of(algorithm, loss):
-    return replace(load(OVERRIDES[algorithm]).first, loss=loss)
+    return replace(load_config(OVERRIDES[algorithm]).first, loss=loss)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ TOKENIZER = SimpleNamespace(digest="t")
 
 
 def test_a_critic_is_checked_beside_its_policy(tmp_path):
-    stage = load(["algorithm=ppo", "train.steps=5"]).first
+    stage = load_config(["algorithm=ppo", "train.steps=5"]).first
     newest = save(tmp_path / "ppo", 3, stage.model)
     with pytest.raises(ConfigError, match=r"ppo\.critic/step-000003 does not exist"):
         _check_saved(newest, stage, TOKENIZER, "")
@@ -178,7 +178,7 @@ def test_a_stage_keeps_the_reference_it_began_with(tmp_path, algorithm, loss, co
 
 def test_where_a_stage_begins(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    alone = load(["init_from=runs/a/", "train.seed=4"])
+    alone = load_config(["init_from=runs/a/", "train.seed=4"])
     given = f"init_from={tmp_path.resolve()}/runs/a"
     for same in ("runs/a", "runs/b/../a", str(tmp_path / "runs" / "a")):
         assert weights_source(replace(alone, init_from=same), tmp_path, "sft") == given
@@ -194,12 +194,12 @@ def test_where_a_stage_begins(tmp_path, monkeypatch):
 
 
 def test_either_optimizer_may_change_and_the_algorithm_may_not(tmp_path):
-    before = load(["algorithm=ppo", "precision=fp32"])
+    before = load_config(["algorithm=ppo", "precision=fp32"])
     (tmp_path / "config.yaml").write_text(to_yaml(before))
     save(tmp_path / "checkpoints" / "ppo", 3, before.first.model)
-    _check_unchanged(load(["algorithm=ppo", "optimizer.lr=0.1", "algorithm.critic_optimizer.lr=0.1"]), tmp_path)
+    _check_unchanged(load_config(["algorithm=ppo", "optimizer.lr=0.1", "algorithm.critic_optimizer.lr=0.1"]), tmp_path)
     with pytest.raises(ConfigError, match=r"algorithm: .*'gae_lambda': 0\.95.* → .*'gae_lambda': 0\.5"):
-        _check_unchanged(load(["algorithm=ppo", "algorithm.gae_lambda=0.5"]), tmp_path)
+        _check_unchanged(load_config(["algorithm=ppo", "algorithm.gae_lambda=0.5"]), tmp_path)
 
 
 def missing_on(rank: int) -> str:
@@ -242,7 +242,7 @@ def test_what_one_rank_finds_ends_all(ranks, rank, message):
     ],
 )
 def test_the_largest_item_must_fit_a_microbatch_of_tokens(batching, overrides, items, said):
-    stage = load([*overrides, f"train.batching={batching}", "train.micro_batch_tokens=39"]).first
+    stage = load_config([*overrides, f"train.batching={batching}", "train.micro_batch_tokens=39"]).first
     with pytest.raises(ConfigError) as refused:
         _check_budget(stage, items)
     assert "train.micro_batch_tokens=39 does not hold" in str(refused.value) and said in str(refused.value)
@@ -251,7 +251,7 @@ def test_the_largest_item_must_fit_a_microbatch_of_tokens(batching, overrides, i
 
 
 def test_a_run_from_before_a_key_was_there_goes_on(tmp_path):
-    config = load([])
+    config = load_config([])
     (tmp_path / "checkpoints" / "sft" / "step-000001").mkdir(parents=True)
     (tmp_path / "checkpoints" / "sft" / "step-000001" / "manifest.json").write_text("{}")
     before = yaml.safe_load(to_yaml(config))
@@ -259,7 +259,7 @@ def test_a_run_from_before_a_key_was_there_goes_on(tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(before, sort_keys=False))
     _check_unchanged(config, tmp_path)
     with pytest.raises(ConfigError, match="model: .*'num_experts': None.* → .*'num_experts': 4"):
-        _check_unchanged(load(["model.num_experts=4"]), tmp_path)
+        _check_unchanged(load_config(["model.num_experts=4"]), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_a_run_from_before_a_key_was_there_goes_on(tmp_path):
 )
 def test_the_best_is_known_where_every_checkpoint_is_measured(overrides, words):
     with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
-        _check_keep_best(load(["algorithm=grpo", *overrides]).first)
+        _check_keep_best(load_config(["algorithm=grpo", *overrides]).first)
 
 
 @pytest.mark.parametrize(
@@ -292,13 +292,13 @@ def test_the_best_is_known_where_every_checkpoint_is_measured(overrides, words):
 def test_engines_have_devices_before_anything_begins(monkeypatch, overrides, gpus, words):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     given = ["generation.engine=transformers", *(f"generation.{override}" for override in overrides)]
-    stage = load(["algorithm=grpo", "device=cpu", *given]).first
+    stage = load_config(["algorithm=grpo", "device=cpu", *given]).first
     with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
         check_engine(stage, 50)
 
 
 def test_an_engine_on_the_cpu_needs_shared_memory_beside_gpus():
-    settings = load(
+    settings = load_config(
         ["algorithm=grpo", "generation.engine=transformers", "generation.engine_device=cpu"]
     ).first.generation
     with pytest.raises(ConfigError, match="engine_device=cpu and generation.refit=collective.*set generation.refit="):
@@ -307,4 +307,4 @@ def test_an_engine_on_the_cpu_needs_shared_memory_beside_gpus():
 
 def test_an_unknown_measure_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match="train.keep_best='acuracy'.*'accuracy', 'nll_per_token'"):
-        load(["train.keep_best=acuracy"])
+        load_config(["train.keep_best=acuracy"])

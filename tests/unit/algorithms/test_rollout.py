@@ -22,7 +22,7 @@ from rl_megatron.algorithms.rollout import (
 )
 from rl_megatron.config.algorithms import GRPOConfig, PPOConfig
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load
+from rl_megatron.config.load import load_config
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.order import BatchSchedule
 from rl_megatron.data.tasks import Problem
@@ -35,7 +35,7 @@ def rollouts_of(monkeypatch):
     """`rollouts_of(answers)`: one group per entry of {prompt: its completions}, in this order; and the engine."""
 
     def make(answers, size=2):
-        config = load(
+        config = load_config(
             ["algorithm=grpo", f"algorithm.prompts_per_step={len(answers)}", f"algorithm.samples_per_prompt={size}"]
         ).first
         monkeypatch.setattr(rollout, "build_source", lambda stage: Problems(Echo(tuple(answers))))

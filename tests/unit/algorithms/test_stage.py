@@ -10,7 +10,7 @@ from rl_megatron.algorithms import stage as stage_module
 from rl_megatron.algorithms.evaluate import HeldoutAnswers, HeldoutPairs, HeldoutProblems, HeldoutText
 from rl_megatron.algorithms.run import _finished_results
 from rl_megatron.algorithms.stage import Stage
-from rl_megatron.config.load import load
+from rl_megatron.config.load import load_config
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.order import BatchSchedule
 from rl_megatron.data.sources import HeldoutBatch
@@ -78,7 +78,7 @@ def make(monkeypatch):
         monkeypatch.setattr(
             checkpointer, "delete_older", lambda directory, keep, *_: log.append(("delete older", keep))
         )
-        config = load([])
+        config = load_config([])
         config = replace(config.first, train=replace(config.first.train, **train))
         evaluate = lambda: ({"accuracy": 0.75}, ["sample"])  # noqa: E731
         return Stage("sft", config, Policy(log, nan_at), None, Characters(), Silent(log), "here", resume, evaluate, "a")
@@ -161,7 +161,7 @@ def test_a_nan_names_stage_and_step_and_keeps_the_cause(make):
 
 
 def test_a_finished_stage_is_known_by_its_last_step(monkeypatch, tmp_path):
-    config = load(["train.steps=6"]).first
+    config = load_config(["train.steps=6"]).first
     manifest = {"step": 6, "results": {"measures": {}}}
     monkeypatch.setattr("rl_megatron.algorithms.verify.complete_checkpoints", lambda directory: [tmp_path])
     monkeypatch.setattr("rl_megatron.algorithms.verify.read_manifest", lambda path, model: manifest)
@@ -184,7 +184,7 @@ def test_a_finished_stage_is_known_by_its_last_step(monkeypatch, tmp_path):
 )
 def test_the_schedule_counts_optimizer_steps(overrides, steps):
     """32 prompts with 8 samples are 256 rows, `global_batch_size` of them in an optimizer step."""
-    stage = load(overrides).first
+    stage = load_config(overrides).first
     assert stage.algorithm.optimizer_steps(stage.train) == steps
 
 
@@ -224,7 +224,7 @@ class Pairs:
 
 def test_batches_are_those_of_the_step_in_whole_pairs(make):
     """A batch of 8 rows is 4 pairs; five batches are two epochs."""
-    order = BatchSchedule(10, 4, load([]).first.train.seed)
+    order = BatchSchedule(10, 4, load_config([]).first.train.seed)
     drawn = list(make([], steps=5, global_batch_size=8).batches(Pairs()))
     assert drawn == [(step, order.items_at(step - 1)) for step in range(1, 6)]
     resumed = list(make([], saved=["3"], steps=5, global_batch_size=8).batches(Pairs()))
@@ -232,7 +232,7 @@ def test_batches_are_those_of_the_step_in_whole_pairs(make):
 
 
 def test_distinct_batches_are_what_the_steps_read_each_item_once(make):
-    order = BatchSchedule(10, 4, load([]).first.train.seed)
+    order = BatchSchedule(10, 4, load_config([]).first.train.seed)
     drawn = list(make([], steps=5, global_batch_size=8).distinct_batches(Pairs()))
     first, second, third = (order.items_at(step) for step in range(3))
     assert drawn[:2] == [first, second] and set(drawn[2]) == set(third) - {*first, *second}
@@ -286,6 +286,6 @@ def test_a_reward_model_is_measured_by_its_scores():
 
 @pytest.mark.parametrize(("average", "per_token"), [("true", True), ("false", False)])
 def test_pairs_are_compared_as_the_loss_compares_them(average, per_token):
-    config = load(["algorithm=dpo", "loss=dpo", "data=gsm8k_pairs", "data.path=x",
+    config = load_config(["algorithm=dpo", "loss=dpo", "data=gsm8k_pairs", "data.path=x",
                    f"loss.preference_average_log_probs={average}"]).first  # fmt: skip
     assert HeldoutPairs.of_stage(config, HeldoutBatch(BatchedDataDict()), Characters()).per_token is per_token

@@ -7,7 +7,7 @@ import pytest
 from rl_megatron.algorithms.verify import _to_be_read, with_remedy
 from rl_megatron.checkpoint.directory import Damaged, name_of, publish, read_manifest
 from rl_megatron.config.checkpoint_metadata import MANIFEST
-from rl_megatron.config.load import load
+from rl_megatron.config.load import load_config
 
 
 def save(directory, step, model):
@@ -22,8 +22,8 @@ def save(directory, step, model):
 @pytest.fixture
 def config():
     """Two stages of four steps each, the second with a critic."""
-    sft, ppo = (load([f"algorithm={name}", "train.steps=4"]).first for name in ("sft", "ppo"))
-    return replace(load([]), stages={"sft": sft, "ppo": ppo})
+    sft, ppo = (load_config([f"algorithm={name}", "train.steps=4"]).first for name in ("sft", "ppo"))
+    return replace(load_config([]), stages={"sft": sft, "ppo": ppo})
 
 
 def test_only_what_a_run_goes_on_from_is_read(tmp_path, config):

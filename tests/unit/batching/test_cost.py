@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from rl_megatron.batching.cost import SequenceCost
-from rl_megatron.config.load import load
+from rl_megatron.config.load import load_config
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.families import family_of_model
 
@@ -24,7 +24,7 @@ def test_a_cost_that_ranks_nothing_is_refused(numbers):
 
 def test_of_a_known_model():
     """Qwen2.5-0.5B has 494,032,768 parameters, its output head being its embedding: all but biases and norms."""
-    model = load(["experiment=gsm8k_sft", "model=qwen2_5_0_5b", "data.path=unread"]).first.model
+    model = load_config(["experiment=gsm8k_sft", "model=qwen2_5_0_5b", "data.path=unread"]).first.model
     cost = SequenceCost.of_model(model, vocab_size=151_936)
     biases, norms = 24 * (896 + 2 * 128), (2 * 24 + 1) * 896
     assert cost.per_token == 6 * (494_032_768 - biases - norms)
@@ -59,7 +59,7 @@ def test_of_a_model_is_what_its_matmuls_count():
 def test_of_a_model_is_what_its_weight_table_says(preset, heads):
     """Six FLOPs for each element of the matrices that a token meets: of experts as many as it visits, of the embedding
     none, of the head all."""
-    model = load([f"model={preset}"]).first.model
+    model = load_config([f"model={preset}"]).first.model
     table = family_of_model(model, vocab_size=1000).table(model, 1000)
     met = model.hidden_size * 1000 if model.tie_embeddings else 0
     for name, shape in table.shapes.items():

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from rl_megatron.certify.workload import shrunk
-from rl_megatron.config.load import config_directory, load
+from rl_megatron.config.load import config_directory, load_config
 from rl_megatron.config.model_rules import check_model
 from rl_megatron.config.schema import ModelConfig, ParallelConfig
 from rl_megatron.topology.topology import validate_model
@@ -24,7 +24,7 @@ DEGREES = [
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_shrunk_model_is_of_its_family_and_fits(preset, degrees):
-    model = load([f"model={preset}"]).first.model
+    model = load_config([f"model={preset}"]).first.model
     expert = 1 if model.num_experts is None else 2
     small, parallel = shrunk(model, ParallelConfig(**degrees, expert=expert))
     check_model(small)

@@ -10,7 +10,7 @@ import yaml
 
 from rl_megatron.config.checkpoint_metadata import carried_tokenizer, hugging_face_files, run_tokenizer
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load, to_yaml
+from rl_megatron.config.load import load_config, to_yaml
 from rl_megatron.config.schema import Llama3Rope, ModelConfig
 
 SCALED = Llama3Rope(factor=8.0, original_max_position_embeddings=64)
@@ -37,9 +37,9 @@ def checkpoint(directory, model: dict | None = None, *files: str):
 def test_the_model_is_the_checkpoints_and_recomputation_the_runs(tmp_path):
     begun = f"init_from={checkpoint(tmp_path / 'a, b=c')}"  # whatever the directory is called
     begun = begun.replace("=", "='", 1) + "'"
-    config = load(["model=init_from", begun])
+    config = load_config(["model=init_from", begun])
     assert config.first.model == replace(MODEL, recompute="none")
-    changed = load(["model=init_from", begun, "model.recompute=selective", "model.max_sequence_length=99"])
+    changed = load_config(["model=init_from", begun, "model.recompute=selective", "model.max_sequence_length=99"])
     assert changed.first.model == replace(MODEL, recompute="selective", max_sequence_length=99)
     shown = yaml.safe_load(to_yaml(config))["stages"]["sft"]["model"]
     assert shown["rope_scaling"]["factor"] == 8.0 and shown["num_layers"] == 3
@@ -47,7 +47,7 @@ def test_the_model_is_the_checkpoints_and_recomputation_the_runs(tmp_path):
 
 def test_keys_added_since_have_their_default(tmp_path):
     old = {key: value for key, value in asdict(MODEL).items() if key != "sliding_window"}
-    model = load(["model=init_from", f"init_from={checkpoint(tmp_path / 'old', old)}"]).first.model
+    model = load_config(["model=init_from", f"init_from={checkpoint(tmp_path / 'old', old)}"]).first.model
     assert model == replace(MODEL, recompute="none")
 
 
@@ -65,21 +65,21 @@ def test_a_checkpoint_that_cannot_be_read(tmp_path, content, message):
     if content is not None:
         (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(ConfigError, match=message) as error:
-        load(["model=init_from", f"init_from={tmp_path}"])
+        load_config(["model=init_from", f"init_from={tmp_path}"])
     assert "interpolation" not in str(error.value)
 
 
 def test_a_checkpoint_has_to_be_named():
     with pytest.raises(ConfigError, match="^model=init_from takes the model section of a checkpoint: add init_from="):
-        load(["model=init_from"])
+        load_config(["model=init_from"])
 
 
 def test_a_carried_tokenizer_is_used_unless_another_is_named(tmp_path):
     carrying = checkpoint(tmp_path / "carrying", None, "hugging_face/tokenizer.json", "hugging_face/config.json")
-    assert load([f"init_from={carrying}"]).first.tokenizer.path == str(carrying / "hugging_face")
-    assert load([f"init_from={carrying}", "tokenizer.path=mine"]).first.tokenizer.path == "mine"
+    assert load_config([f"init_from={carrying}"]).first.tokenizer.path == str(carrying / "hugging_face")
+    assert load_config([f"init_from={carrying}", "tokenizer.path=mine"]).first.tokenizer.path == "mine"
     bare = checkpoint(tmp_path / "bare", None, "hugging_face/config.json")
-    assert load([f"init_from={bare}"]).first.tokenizer.path is None
+    assert load_config([f"init_from={bare}"]).first.tokenizer.path is None
 
 
 def test_what_a_run_began_with_is_found_from_its_checkpoints(tmp_path):

@@ -7,7 +7,7 @@ import yaml
 
 from rl_megatron.cli import main
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load
+from rl_megatron.config.load import load_config
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_a_mistyped_key_of_an_own_experiment_names_the_nearest(refused, experime
 def test_an_own_experiment_loads(experiment):
     tree = {"train": {"steps": 3}, "stages": {"one": {"algorithm": {"name": "sft"}}, "two": None}}
     name, _, directory = experiment(tree)
-    config = load([name, "train.seed=4"], directory)
+    config = load_config([name, "train.seed=4"], directory)
     assert list(config.stages) == ["one", "two"]
     assert {(stage.train.steps, stage.train.seed) for stage in config.stages.values()} == {(3, 4)}
 
@@ -215,7 +215,7 @@ def test_a_group_has_at_least_two_samples_where_they_are_compared(refused):
     alone = ["algorithm=grpo", "algorithm.samples_per_prompt=1"]
     assert "algorithm.samples_per_prompt=1" in refused(*alone)
     alone.append("algorithm.advantage_estimator=reinforce_plus_plus")
-    assert load(alone).first.algorithm.samples_per_prompt == 1
+    assert load_config(alone).first.algorithm.samples_per_prompt == 1
     assert "without dynamic_sampling" in refused(*alone, "algorithm.dynamic_sampling=true")
 
 
@@ -227,12 +227,12 @@ def test_what_is_of_groups_alone_is_refused_beside_reinforce_plus_plus(refused, 
     message = refused(*REINFORCE, f"algorithm.{setting}")
     assert message.startswith(f"algorithm.{setting} is of advantages relative to a group")
     assert f"set it to {remedy}, or algorithm.advantage_estimator=group_relative" in message
-    load(["algorithm=grpo", f"algorithm.{setting}"])
+    load_config(["algorithm=grpo", f"algorithm.{setting}"])
 
 
 def test_dynamic_sampling_has_its_effect_beside_reinforce_plus_plus():
     """It chooses the groups that are kept, whatever their advantages are made of."""
-    assert load([*REINFORCE, "algorithm.dynamic_sampling=true"]).first.algorithm.dynamic_sampling
+    assert load_config([*REINFORCE, "algorithm.dynamic_sampling=true"]).first.algorithm.dynamic_sampling
 
 
 def test_a_reward_model_hands_no_weights_on(refused, tmp_path):
@@ -242,7 +242,7 @@ def test_a_reward_model_hands_no_weights_on(refused, tmp_path):
         "  scorer: {algorithm: {name: reward_model}}\n  after: {algorithm: {name: dpo}}\n"
     )
     with pytest.raises(ConfigError, match="stages.scorer is a reward_model.*put it last"):
-        load(["experiment=mine"], str(tmp_path))
+        load_config(["experiment=mine"], str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -275,11 +275,11 @@ def test_the_bounds_of_ppo_and_the_pairs_load(algorithm):
     """What the rules below must let pass."""
     if algorithm == "ppo":
         values = ["discount=1", "gae_lambda=0", "value_clip=null", "critic_warmup_steps=99", "samples_per_prompt=1"]
-        stage = load(["algorithm=ppo", *(f"algorithm.{value}" for value in values)]).first
+        stage = load_config(["algorithm=ppo", *(f"algorithm.{value}" for value in values)]).first
         assert (stage.algorithm.gae_lambda, stage.algorithm.value_clip) == (0.0, None)
     else:
         pairs = ["data=gsm8k_pairs", "data.path=x", "train.global_batch_size=2", "train.micro_batch_size=2"]
-        assert load([f"algorithm={algorithm}", *pairs]).first.algorithm.name == algorithm
+        assert load_config([f"algorithm={algorithm}", *pairs]).first.algorithm.name == algorithm
 
 
 def test_a_value_in_a_stage_is_named_with_its_stage(refused, three):
@@ -327,7 +327,7 @@ def test_a_nested_key_is_known_by_its_first_part(refused, experiment, key, remed
 
 def test_the_paths_that_the_refusal_proposes_work(three):
     name, _, directory = three
-    config = load([name, "stages.grpo.algorithm.updates_per_rollout=3", "stages.sft.train.steps=7"], directory)
+    config = load_config([name, "stages.grpo.algorithm.updates_per_rollout=3", "stages.sft.train.steps=7"], directory)
     assert config.stages["grpo"].algorithm.updates_per_rollout == 3
     assert config.stages["sft"].train.steps == 7
 
@@ -431,7 +431,7 @@ def test_rules_hold_in_every_stage(refused, three, override, words):
 )
 def test_experts_and_batching_that_contradict_themselves(overrides, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
-        load(overrides)
+        load_config(overrides)
 
 
 @pytest.mark.parametrize(

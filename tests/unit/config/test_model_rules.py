@@ -7,7 +7,7 @@ import re
 import pytest
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import from_yaml, load, to_yaml
+from rl_megatron.config.load import from_yaml, load_config, to_yaml
 from rl_megatron.config.schema import LinearRope, YarnRope
 
 LATENT = ["model=deepseek_v3"]
@@ -53,12 +53,12 @@ YARN = "kind:yarn,factor:8,original_max_position_embeddings:512"
 )
 def test_mistakes_are_named(overrides, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
-        load(overrides)
+        load_config(overrides)
 
 
 def test_a_nested_section_may_be_written_and_changed_key_by_key():
-    assert load(["model.rope_scaling={kind:linear,factor:8}"]).first.model.rope_scaling == LinearRope(factor=8.0)
-    config = load([*LATENT, "model.rope_scaling.factor=20"])
+    assert load_config(["model.rope_scaling={kind:linear,factor:8}"]).first.model.rope_scaling == LinearRope(factor=8.0)
+    config = load_config([*LATENT, "model.rope_scaling.factor=20"])
     assert config.first.model.rope_scaling == YarnRope(
         factor=20.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0
     )

@@ -9,7 +9,7 @@ import pytest
 from rl_megatron.config import plugins
 from rl_megatron.config.algorithms import register_algorithm_config
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import from_yaml, load, to_yaml
+from rl_megatron.config.load import from_yaml, load_config, to_yaml
 from rl_megatron.config.schema import AlgorithmConfig, section
 
 
@@ -24,7 +24,7 @@ def directory(tmp_path, monkeypatch):
 
 
 def loaded(directory, *names):
-    return load([f"plugins=[{','.join(names)}]"], str(directory))
+    return load_config([f"plugins=[{','.join(names)}]"], str(directory))
 
 
 def test_a_module_of_the_config_directory_is_imported_and_kept_in_the_effective_configuration(directory):
@@ -41,7 +41,7 @@ def test_a_module_of_the_config_directory_is_imported_and_kept_in_the_effective_
 
 
 def test_the_config_directory_comes_last_and_only_if_there_are_plugins(directory):
-    load([], str(directory))
+    load_config([], str(directory))
     assert str(directory) not in sys.path
     (directory / "plugin_of_mine.py").write_text("")
     loaded(directory, "plugin_of_mine")
@@ -75,11 +75,11 @@ def test_a_plugin_that_an_installed_module_hides_is_refused(directory):
 @pytest.mark.parametrize("listed", ["mine", "3", "[1]"])
 def test_plugins_are_a_list_of_module_paths(listed):
     with pytest.raises(ConfigError, match="plugins=.*: must be a list of module paths"):
-        load([f"plugins={listed}"])
+        load_config([f"plugins={listed}"])
 
 
 def test_a_saved_configuration_whose_plugin_is_gone_is_named():
-    text = to_yaml(load([])).replace("plugins: []", "plugins: [plugin_that_is_gone]")
+    text = to_yaml(load_config([])).replace("plugins: []", "plugins: [plugin_that_is_gone]")
     with pytest.raises(ConfigError, match="out/config.yaml: plugins: there is no module 'plugin_that_is_gone'"):
         from_yaml(text, "out/config.yaml")
 
@@ -89,12 +89,12 @@ def test_an_entry_point_is_imported_and_a_broken_one_is_named(directory, monkeyp
     sys.path.append(str(directory))
     here = EntryPoint("mine", "plugin_by_entry_point", plugins.ENTRY_POINT_GROUP)
     monkeypatch.setattr(plugins, "_installed", lambda: (here,))
-    load([])
+    load_config([])
     assert "plugin_by_entry_point" in sys.modules
     gone = EntryPoint("mine", "plugin_that_is_gone", plugins.ENTRY_POINT_GROUP)
     monkeypatch.setattr(plugins, "_installed", lambda: (gone,))
     with pytest.raises(ConfigError, match="no module 'plugin_that_is_gone'.*entry points"):
-        load([])
+        load_config([])
 
 
 def test_settings_that_would_take_unknown_keys_cannot_be_registered():

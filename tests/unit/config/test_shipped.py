@@ -7,7 +7,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from rl_megatron.config import algorithms, schema
-from rl_megatron.config.load import config_directory, load, to_yaml
+from rl_megatron.config.load import config_directory, load_config, to_yaml
 
 CONFIGS = config_directory()
 GROUPS = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name != "experiment")
@@ -55,7 +55,7 @@ def plain(value):
 
 def needs_a_path(name):
     try:
-        load([f"experiment={name}"])
+        load_config([f"experiment={name}"])
     except ValueError as error:
         assert "data.path" in str(error)
         return True
@@ -64,14 +64,14 @@ def needs_a_path(name):
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_loads(name):
-    config = load([f"experiment={name}", *(["data.path=somewhere"] if needs_a_path(name) else [])])
+    config = load_config([f"experiment={name}", *(["data.path=somewhere"] if needs_a_path(name) else [])])
     assert config.stages and config.output_dir != "outputs/run", "an experiment writes to a directory of its own"
 
 
 # model=init_from has its values from a checkpoint: tests/unit/config/test_checkpoint_metadata.py
 @pytest.mark.parametrize(("group", "option"), [pair for pair in OPTIONS if pair != ("model", "init_from")])
 def test_every_option_of_every_group_loads(group, option):
-    stage = load([f"{group}={option}", *ALSO.get((group, option), [])]).first
+    stage = load_config([f"{group}={option}", *ALSO.get((group, option), [])]).first
     chosen, given = getattr(stage, group), read(group, f"{option}.yaml")
     for key, value in given.items():
         if f"{group}.{key}" != "data.path":
@@ -141,7 +141,7 @@ def test_the_loss_defaults_are_those_of_the_loss():
     ],
 )
 def test_the_effective_configuration_reads_back(overrides):
-    config = load(overrides)
+    config = load_config(overrides)
     text = to_yaml(config)
     assert TypeAdapter(schema.RunConfig).validate_python(yaml.safe_load(text)) == config
     assert list(yaml.safe_load(text)["stages"]) == list(config.stages), "the order of the stages is kept"
@@ -155,7 +155,7 @@ def test_stages_build_on_the_sections_of_the_run(tmp_path):
     (tmp_path / "experiment").mkdir()
     tree = yaml.safe_dump({"stages": stages}, sort_keys=False)
     (tmp_path / "experiment" / "two.yaml").write_text("# @package _global_\n" + tree)
-    config = load(["experiment=two", "optimizer.beta2=0.25", "stages.sft.train.seed=7"], str(tmp_path))
+    config = load_config(["experiment=two", "optimizer.beta2=0.25", "stages.sft.train.seed=7"], str(tmp_path))
     assert [stage.optimizer.beta2 for stage in config.stages.values()] == [0.25] * 2
     assert [stage.optimizer.lr for stage in config.stages.values()] == [0.5, 1e-3]
     assert [stage.train.seed for stage in config.stages.values()] == [7, 0]
@@ -164,6 +164,6 @@ def test_stages_build_on_the_sections_of_the_run(tmp_path):
 
 
 def test_the_configuration_is_frozen():
-    config = load([])
+    config = load_config([])
     with pytest.raises(AttributeError):
         config.first.train.steps = 3

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load
+from rl_megatron.config.load import load_config
 from rl_megatron.model import backend
 from rl_megatron.model.backend import choose_backend
 
@@ -23,7 +23,7 @@ def installed(monkeypatch):
 
 @pytest.mark.parametrize("preset", ["nano", "nano_moe", "qwen3_30b_a3b"])
 def test_auto_is_transformer_engine_on_a_gpu_that_has_it(installed, preset):
-    model = load([f"model={preset}"]).first.model
+    model = load_config([f"model={preset}"]).first.model
     assert (choose_backend(model, CUDA), choose_backend(model, CPU)) == ("transformer_engine", "portable")
     assert choose_backend(replace(model, backend="portable"), CUDA) == "portable"
 
@@ -32,13 +32,13 @@ def test_auto_is_transformer_engine_on_a_gpu_that_has_it(installed, preset):
     ("preset", "key"), [("gemma3_1b", "model.local_rope_base=10000.0"), ("deepseek_v3", "model.kv_lora_rank=512")]
 )
 def test_what_only_portable_layers_have_is_named(installed, preset, key):
-    model = load([f"model={preset}"]).first.model
+    model = load_config([f"model={preset}"]).first.model
     assert choose_backend(model, CUDA) == "portable"
     with pytest.raises(ConfigError, match=f"model.backend=transformer_engine: .*{key}; use model.backend=auto"):
         choose_backend(replace(model, backend="transformer_engine"), CUDA)
 
 
 def test_transformer_engine_without_a_gpu_is_refused():
-    model = load(["model.backend=transformer_engine"]).first.model
+    model = load_config(["model.backend=transformer_engine"]).first.model
     with pytest.raises(ConfigError, match="it needs a GPU"):
         choose_backend(model, CPU)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import config_directory, load
+from rl_megatron.config.load import config_directory, load_config
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.families import FAMILIES, family_of_model, read_model, same_weights
 
@@ -78,7 +78,7 @@ def test_transformers_makes_nothing_else_of_what_a_family_writes(architecture):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_has_a_family_or_is_known_not_to(preset):
-    model = load([f"model={preset}"]).first.model
+    model = load_config([f"model={preset}"]).first.model
     if preset == "nano_moe":  # a shared expert beside Mixtral's: no family here has one
         with pytest.raises(ConfigError, match="none of Llama.* cannot be written for Hugging Face"):
             family_of_model(model, 300)

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoConfig, DeepseekV3Config, Gemma3TextConfig
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load
+from rl_megatron.config.load import load_config
 from rl_megatron.config.model_rules import check_model
 from rl_megatron.config.schema import LinearRope, ModelConfig
 from rl_megatron.model.families import family_of_config, family_of_model
@@ -46,7 +46,7 @@ def test_a_published_config_is_the_preset_of_its_name(preset):
     hf = PUBLISHED[preset]
     model = family_of_config(hf, "config.json").read_config(hf)
     check_model(model)
-    ours = load([f"model={preset}"]).first.model
+    ours = load_config([f"model={preset}"]).first.model
     assert replace(model, vocab_size=None, max_sequence_length=4096) == ours
 
 
