@@ -18,7 +18,7 @@ setup(
     license="Apache-2.0",
     packages=[*find_packages(include=["rl_megatron", "rl_megatron.*"]), "rl_megatron.configs"],
     package_dir={"rl_megatron.configs": "configs"},  # the repository's configs/ travels inside the package
-    package_data={"rl_megatron": ["py.typed"], "rl_megatron.configs": ["**/*.yaml"]},
+    package_data={"rl_megatron": ["py.typed", "*.pyi"], "rl_megatron.configs": ["**/*.yaml"]},
     python_requires=">=3.11",
     # Lower bounds: the oldest releases that the unit, contract and parallel tests were run with, together.
     # constraints.txt pins the newest ones tried.

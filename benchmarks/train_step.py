@@ -218,7 +218,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     micro_rows = max(1, options.micro_batch_tokens // options.length)
     try:
         overrides = [f"parallel.{key}" for key in options.layout]
-        config = load_config([f"model={options.model}", f"model.max_sequence_length={options.length}", *overrides]).first
+        shape = [f"model={options.model}", f"model.max_sequence_length={options.length}"]
+        config = load_config([*shape, *overrides]).first
         parallel: ParallelConfig = config.parallel
         layout = topology.build(parallel, start_device(options.device), _SEED)
         batching = Batching("packed" if options.packed else "padded", micro_rows, options.micro_batch_tokens)

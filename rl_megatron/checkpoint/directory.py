@@ -12,9 +12,12 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.errors import ConfigError
@@ -152,6 +155,18 @@ def read_manifest(checkpoint: Path, model: ModelConfig | None = None) -> dict[st
             listed = ", ".join(f"model.{k}: checkpoint {saved[k]}, run {wanted[k]}" for k in differing)
             raise ConfigError(f"checkpoint {checkpoint} is of another model ({listed}); set these keys alike")
     return manifest
+
+
+def saved_model(checkpoint: Path, manifest: Mapping[str, Any]) -> ModelConfig:
+    """Return the model section of a manifest. Keys that were added since it was written have their defaults.
+
+    Raises:
+        ConfigError: the section has a key or a value that this version does not know.
+    """
+    try:
+        return TypeAdapter(ModelConfig).validate_python(manifest["model"])
+    except ValidationError as error:
+        raise ConfigError(f"checkpoint {checkpoint}: its model section is not understood: {error}") from error
 
 
 def size_of(entry: dict[str, Any] | int) -> int:

@@ -15,25 +15,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from rl_megatron.checkpoint.directory import publish, read_manifest, system_error
-from rl_megatron.checkpoint.hf_weights import BLOCK_BYTES, check_tensors, check_tied, find_tensors, read_json, tied_head
+from rl_megatron.checkpoint.directory import publish, read_manifest, saved_model, system_error
+from rl_megatron.checkpoint.hf_load import open_hugging_face
+from rl_megatron.checkpoint.hf_weights import BLOCK_BYTES, read_json
 from rl_megatron.checkpoint.safetensors_files import INDEX, WeightReader, WeightWriter
 from rl_megatron.checkpoint.tensors import StoredTensor, TensorWriter, model_tensors, read_parts
 from rl_megatron.checkpoint.verify import check_digests
 from rl_megatron.config.checkpoint_metadata import (
     HUGGING_FACE,
     carried_tokenizer,
-    has_tokenizer,
     hugging_face_files,
     run_tokenizer,
 )
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
-from rl_megatron.data.tokenizer import Tokenizer, load_tokenizer
-from rl_megatron.model.build import check_vocabulary
+from rl_megatron.data.tokenizer import load_tokenizer
 from rl_megatron.model.families import family_of_model, read_model, same_weights
 from rl_megatron.model.families.table import Shape, WeightTable
 from rl_megatron.model.shards import stored_name
@@ -54,21 +52,14 @@ def import_weights(source: Path, checkpoint: Path, progress: Progress = lambda d
 
     Raises: ConfigError naming what is wrong with the input, before anything is written, or with writing.
     """
-    config_file = source / "config.json"
-    family, model = read_model(read_json(config_file), str(config_file))
-    table = family.table(model, model.vocab_size)
-    places = find_tensors(source)
-    check_tensors(places, table, str(source), lambda name: family.is_dropped(name, model))
-    tokenizer = _tokenizer_of(source, model)
-    with WeightReader(places) as reader, _whole_or_not_at_all(checkpoint) as partial:
-        if tied_head(places, table):
-            check_tied(reader, str(source))
-        _write_checkpoint(reader, table, model, partial, progress)
+    weights = open_hugging_face(source)
+    with WeightReader(weights.places) as reader, _whole_or_not_at_all(checkpoint) as partial:
+        _write_checkpoint(reader, weights.table, weights.model, partial, progress)
         _copy_side_files(source, partial / HUGGING_FACE)
-        manifest = {"step": 0, "model": asdict(model), "head": "lm", "source": str(source.resolve())}
-        manifest["vocab_size"] = model.vocab_size if tokenizer is None else tokenizer.vocab_size
-        if tokenizer is not None:
-            manifest["tokenizer"] = tokenizer.digest
+        manifest = {"step": 0, "model": asdict(weights.model), "head": "lm", "source": str(source.resolve())}
+        manifest["vocab_size"] = weights.vocab_size
+        if weights.tokenizer is not None:
+            manifest["tokenizer"] = weights.tokenizer.digest
         publish(partial, checkpoint, manifest)
     return manifest
 
@@ -108,19 +99,6 @@ def export_weights(
 
 
 # --- import ---
-
-
-def _tokenizer_of(source: Path, model: ModelConfig) -> Tokenizer | None:
-    """The tokenizer of a Hugging Face directory, whose tokens all have a row in the embedding."""
-    if not has_tokenizer(source):
-        return None
-    try:
-        tokenizer = load_tokenizer(source)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{source}: its tokenizer cannot be read: {error}") from error
-    tokenizer.leave_out_special_tokens_from(model.vocab_size)
-    check_vocabulary(model, tokenizer.vocab_size)
-    return tokenizer
 
 
 def _write_checkpoint(
@@ -164,10 +142,7 @@ def _blocks(reader: WeightReader, table: WeightTable, name: str, shape: Shape) -
 
 def _described(checkpoint: Path, manifest: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any], WeightTable]:
     """The checkpoint's model, its config.json, and its table."""
-    try:
-        model = TypeAdapter(ModelConfig).validate_python(manifest["model"])
-    except ValidationError as error:
-        raise ConfigError(f"checkpoint {checkpoint}: its model section is not understood: {error}") from error
+    model = saved_model(checkpoint, manifest)
     carried = hugging_face_files(checkpoint)
     if carried is not None:
         config = read_json(carried / "config.json")

@@ -10,9 +10,15 @@ import torch
 
 from rl_megatron.checkpoint.hf_weights import BLOCK_BYTES, check_tensors, check_tied, find_tensors, read_json, tied_head
 from rl_megatron.checkpoint.safetensors_files import Place, WeightReader
+from rl_megatron.checkpoint.training_state import HEAD_PREFIX
+from rl_megatron.config.checkpoint_metadata import has_tokenizer
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
+from rl_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rl_megatron.model.build import check_vocabulary
 from rl_megatron.model.families import read_model
 from rl_megatron.model.families.table import Rows, WeightTable
+from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.model.shards import Piece, pieces
 
 
@@ -23,27 +29,37 @@ class HuggingFaceWeights:
     Attributes:
         directory: where it lies.
         model: the model section that its config.json describes; `vocab_size` is set.
+        rows: rows of its embedding.
         table: where each row of its tensors belongs.
         places: where each of its tensors lies.
+        tokenizer: the tokenizer beside the weights, or None.
     """
 
     directory: Path
     model: ModelConfig
+    rows: int
     table: WeightTable
     places: dict[str, Place]
+    tokenizer: Tokenizer | None
 
-    def load_into(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Fill the model chunks of this rank. Rows that pad the vocabulary become 0; they enter no softmax.
+    @property
+    def vocab_size(self) -> int:
+        """The number of ids that have a meaning: the tokenizer's, or the rows of the embedding without one."""
+        return self.rows if self.tokenizer is None else self.tokenizer.vocab_size
 
-        Args:
-            chunks: of a model built from `self.model`, under any parallel layout.
+    def load_into(self, model: ShardedModel) -> None:
+        """Fill this rank's part of a model built from `self.model`, under any parallel layout.
+
+        Rows that pad the vocabulary become 0; they enter no softmax. A score head keeps its fresh weights.
 
         Raises:
             OSError: a file ends early; it was cut after it was checked.
         """
         with WeightReader(self.places) as reader:
-            for piece in pieces(chunks):
-                _fill(piece, self.table.of_megatron[piece.name], reader)
+            for piece in pieces(model.chunks):
+                if model.head == "lm" or not piece.name.startswith(HEAD_PREFIX):
+                    _fill(piece, self.table.of_megatron[piece.name], reader)
+        model.version += 1
 
 
 def open_hugging_face(directory: Path) -> HuggingFaceWeights:
@@ -55,14 +71,28 @@ def open_hugging_face(directory: Path) -> HuggingFaceWeights:
     """
     config_file = directory / "config.json"
     family, model = read_model(read_json(config_file), str(config_file))
-    assert model.vocab_size is not None  # every family's config.json has one
+    if model.vocab_size is None:
+        raise ConfigError(f"{config_file} has no vocab_size, which tells how many rows the embedding has")
     table = family.table(model, model.vocab_size)
     places = find_tensors(directory)
     check_tensors(places, table, str(directory), lambda name: family.is_dropped(name, model))
     if tied_head(places, table):
         with WeightReader(places) as reader:
             check_tied(reader, str(directory))
-    return HuggingFaceWeights(directory, model, table, places)
+    return HuggingFaceWeights(directory, model, model.vocab_size, table, places, _tokenizer_of(directory, model))
+
+
+def _tokenizer_of(directory: Path, model: ModelConfig) -> Tokenizer | None:
+    """Return the tokenizer of a Hugging Face directory, all of whose tokens have a row in the embedding."""
+    if model.vocab_size is None or not has_tokenizer(directory):
+        return None
+    try:
+        tokenizer = load_tokenizer(directory)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{directory}: its tokenizer cannot be read: {error}") from error
+    tokenizer.leave_out_special_tokens_from(model.vocab_size)
+    check_vocabulary(model, tokenizer.vocab_size)
+    return tokenizer
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -15,10 +15,12 @@ from torch import Tensor
 
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.plan import RankPlan, plan_microbatches
+from rl_megatron.checkpoint.directory import read_manifest, saved_model
+from rl_megatron.checkpoint.hf_load import open_hugging_face
 from rl_megatron.checkpoint.load import load_checkpoint
 from rl_megatron.checkpoint.save import Save, begin_checkpoint
 from rl_megatron.checkpoint.training_state import TrainingState
-from rl_megatron.config.schema import ModelConfig, OptimizerConfig
+from rl_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import Denominators, FusedHead, over_steps
 from rl_megatron.losses.base import Loss
@@ -32,7 +34,7 @@ from rl_megatron.policy.optimizer import build_optimizer, build_scheduler, take_
 from rl_megatron.policy.recorded_reference import RecordedReference
 from rl_megatron.policy.reference import Placement, ReferenceModel
 from rl_megatron.policy.training_memory import TrainingMemory
-from rl_megatron.topology.topology import Topology
+from rl_megatron.topology.topology import Topology, start_topology
 from rl_megatron.weight_sync.exporter import weights_digest
 from rl_megatron.weight_sync.ipc import WeightHandle
 from rl_megatron.weight_sync.plan import RefitPlan
@@ -90,6 +92,54 @@ class MegatronPolicy(ColocatablePolicyInterface):
         self._fused_head = fused_head
         self._reference_placement: Placement = reference_placement
         self.finish_training()
+
+    @classmethod
+    def from_hf(
+        cls, directory: str | Path, *, parallel: ParallelConfig | None = None, device: str = "auto", **options: Any
+    ) -> Self:
+        """Build a policy from a Hugging Face directory; each rank reads the rows of its own shards.
+
+        Args:
+            directory: config.json, safetensors files and, if there is one, the tokenizer.
+            parallel: The parallel degrees; by default all ranks are data parallel.
+            device: "auto" (a GPU if there is one), "cpu" or "cuda".
+            **options: More arguments of the constructor, such as `precision` and `optimizer`.
+
+        Raises:
+            ConfigError: The directory is not a model that can be read, or the degrees do not fit.
+        """
+        weights = open_hugging_face(Path(directory))
+        topology = start_topology(parallel, device=device, seed=options.get("seed", 0))
+        policy = cls(weights.model, topology, **{"vocab_size": weights.vocab_size} | options)
+        weights.load_into(policy.model)
+        if policy.optimizer is not None:
+            policy.optimizer.reload_model_params()
+        return policy
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | Path,
+        *,
+        parallel: ParallelConfig | None = None,
+        device: str = "auto",
+        weights_only: bool = False,
+        **options: Any,
+    ) -> Self:
+        """Build a policy from a checkpoint that was saved under any parallel layout.
+
+        Model, vocabulary size, head and precision are the checkpoint's. The other arguments are those of `from_hf`, and
+        `weights_only` is that of `load_checkpoint`.
+
+        Raises:
+            ConfigError: The checkpoint cannot be read, or the degrees do not fit.
+        """
+        manifest = read_manifest(Path(path))
+        topology = start_topology(parallel, device=device, seed=options.get("seed", 0))
+        saved = {key: manifest[key] for key in ("vocab_size", "head", "precision") if key in manifest}
+        policy = cls(saved_model(Path(path), manifest), topology, **saved | options)
+        policy.load_checkpoint(path, weights_only=weights_only)
+        return policy
 
     # --- what the model is ---
 

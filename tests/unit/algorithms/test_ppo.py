@@ -184,7 +184,8 @@ def test_a_resumed_stage_has_the_critic_of_its_step(run):
 
 
 def test_the_schedule_counts_the_optimizer_steps_of_a_rollout():
-    config = load_config([*OVERRIDES, "algorithm.updates_per_rollout=3", "train.steps=5", "train.global_batch_size=48"]).first
+    overrides = [*OVERRIDES, "algorithm.updates_per_rollout=3", "train.steps=5", "train.global_batch_size=48"]
+    config = load_config(overrides).first
     assert config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt == 64
     algorithm, train = config.algorithm, config.train
     assert algorithm.optimizer_steps(train) == CRITIC.optimizer_steps(algorithm, train) == 5 * 3 * 2
@@ -192,6 +193,7 @@ def test_the_schedule_counts_the_optimizer_steps_of_a_rollout():
 
 def test_the_policys_schedule_leaves_the_critics_warmup_out():
     """It would otherwise never come to its end."""
-    config = load_config([*OVERRIDES, "algorithm.critic_warmup_steps=2", "train.steps=5", "train.global_batch_size=32"]).first
+    overrides = [*OVERRIDES, "algorithm.critic_warmup_steps=2", "train.steps=5", "train.global_batch_size=32"]
+    config = load_config(overrides).first
     assert config.algorithm.optimizer_steps(config.train) == (5 - 2) * 2
     assert CRITIC.optimizer_steps(config.algorithm, config.train) == 5 * 2

@@ -1,0 +1,41 @@
+"""The names that `rl_megatron` offers: they exist, type checkers know them, and importing the package stays light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import rl_megatron
+
+STUB = Path(rl_megatron.__file__).with_suffix(".pyi")
+
+
+def test_every_public_name_can_be_imported():
+    for name in rl_megatron.__all__:
+        assert getattr(rl_megatron, name) is not None
+    assert set(rl_megatron.__all__) <= set(dir(rl_megatron))
+
+
+def test_the_stub_declares_each_name_where_it_is_loaded_from():
+    declared = {
+        alias.asname: (node.module or "").removeprefix("rl_megatron.")
+        for node in ast.parse(STUB.read_text()).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert declared == rl_megatron._HOME
+
+
+def test_importing_the_package_imports_no_torch():
+    program = "import sys, rl_megatron\nrl_megatron.ConfigError\nprint('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "False"
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    try:
+        rl_megatron.MegatronPolicies
+    except AttributeError as error:
+        assert "MegatronPolicies" in str(error)
+    else:
+        raise AssertionError("an unknown name was found")
