@@ -54,6 +54,7 @@ setup(
         "dev": [
             "beartype>=0.20",
             "hypothesis",
+            "pyright[nodejs]>=1.1.400",
             "pytest>=8",
             "pytest-xdist",
             "ruff",

@@ -1,7 +1,11 @@
 """rl_megatron: train language models, from pretraining to reinforcement learning, on megatron-core.
 
 The names below can be imported from here. Each is loaded when it is first asked for, so that `import rl_megatron`
-imports no torch; `rl_megatron/__init__.pyi` tells type checkers what they are.
+imports no torch; `rl_megatron/__init__.pyi` tells type checkers what they are. Of the subpackages, each imports only
+those before it:
+
+    config → topology → data → batching → logprobs → losses → model → execution → checkpoint → weight_sync → policy →
+    generation → observability → algorithms → certify → compat → cli
 """
 
 import importlib
