@@ -31,6 +31,7 @@ from rl_megatron.config.checkpoint_metadata import (
     run_tokenizer,
 )
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model_shape import num_experts
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from rl_megatron.model.build import check_vocabulary
@@ -56,7 +57,8 @@ def import_weights(source: Path, checkpoint: Path, progress: Progress = lambda d
     """
     config_file = source / "config.json"
     family, model = read_model(read_json(config_file), str(config_file))
-    table = family.table(model, model.vocab_size)
+    vocab_size = _vocab_size(model)
+    table = family.table(model, vocab_size)
     places = find_tensors(source)
     check_tensors(places, table, str(source), lambda name: family.is_dropped(name, model))
     tokenizer = _tokenizer_of(source, model)
@@ -66,7 +68,7 @@ def import_weights(source: Path, checkpoint: Path, progress: Progress = lambda d
         _write_checkpoint(reader, table, model, partial, progress)
         _copy_side_files(source, partial / HUGGING_FACE)
         manifest = {"step": 0, "model": asdict(model), "head": "lm", "source": str(source.resolve())}
-        manifest["vocab_size"] = model.vocab_size if tokenizer is None else tokenizer.vocab_size
+        manifest["vocab_size"] = vocab_size if tokenizer is None else tokenizer.vocab_size
         if tokenizer is not None:
             manifest["tokenizer"] = tokenizer.digest
         publish(partial, checkpoint, manifest)
@@ -110,6 +112,12 @@ def export_weights(
 # --- import ---
 
 
+def _vocab_size(model: ModelConfig) -> int:
+    """Return the rows of the embedding of a model that `read_model` has read."""
+    assert model.vocab_size is not None  # every family's config.json has one
+    return model.vocab_size
+
+
 def _tokenizer_of(source: Path, model: ModelConfig) -> Tokenizer | None:
     """The tokenizer of a Hugging Face directory, whose tokens all have a row in the embedding."""
     if not has_tokenizer(source):
@@ -118,7 +126,7 @@ def _tokenizer_of(source: Path, model: ModelConfig) -> Tokenizer | None:
         tokenizer = load_tokenizer(source)
     except (ValueError, OSError) as error:
         raise ConfigError(f"{source}: its tokenizer cannot be read: {error}") from error
-    tokenizer.leave_out_special_tokens_from(model.vocab_size)
+    tokenizer.leave_out_special_tokens_from(_vocab_size(model))
     check_vocabulary(model, tokenizer.vocab_size)
     return tokenizer
 
@@ -136,7 +144,7 @@ def _write_checkpoint(
                 if expert is None:
                     writer.write(key, shape, offset, block)
                 else:  # megatron-core stacks them
-                    writer.write(key, (model.num_experts, *shape), (expert, *offset), block[None])
+                    writer.write(key, (num_experts(model), *shape), (expert, *offset), block[None])
                 done += block.nbytes
                 progress(done, total)
         writer.finish()
@@ -177,7 +185,7 @@ def _described(checkpoint: Path, manifest: Mapping[str, Any]) -> tuple[ModelConf
                 f"checkpoint {checkpoint} is of another model than {carried / 'config.json'} describes; export it from "
                 "the run that made it"
             )
-        return model, config, family.table(read, read.vocab_size)
+        return model, config, family.table(read, _vocab_size(read))
     directory = run_tokenizer(checkpoint)
     tokenizer = None if directory is None else load_tokenizer(directory)
     rows = model.vocab_size or (manifest.get("vocab_size") if tokenizer is None else tokenizer.vocab_size)
