@@ -20,6 +20,7 @@ from rl_megatron.data.order import BatchSchedule
 from rl_megatron.data.sources import build_source
 from rl_megatron.data.tasks import Problem
 from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.losses.clipped_pg.config import ClippedPGLossConfig
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.functional import kl_penalty, masked_mean
 from rl_megatron.losses.registry import configured_loss
@@ -101,8 +102,14 @@ def with_logprobs(rollouts: BatchedDataDict, policy: PolicyInterface, reference:
 
 def kl_in_reward(loss_fn: LossFunction) -> float:
     """β where the loss leaves the KL penalty to the reward (`use_kl_in_reward`), else 0."""
+    cfg = _kl_settings(loss_fn)
+    return 0.0 if cfg is None else cfg.reference_policy_kl_penalty
+
+
+def _kl_settings(loss_fn: LossFunction) -> ClippedPGLossConfig | None:
+    """Return the settings of a loss that leaves the KL penalty to the reward, or None."""
     cfg = getattr(loss_fn, "cfg", None)
-    return cfg.reference_policy_kl_penalty if getattr(cfg, "use_kl_in_reward", False) else 0.0
+    return cfg if getattr(cfg, "use_kl_in_reward", False) else None
 
 
 def needs_reference(loss_fn: LossFunction) -> bool:
@@ -126,9 +133,9 @@ def reward_kl(rollouts: BatchedDataDict, loss_fn: LossFunction) -> dict[str, flo
 
 def _kl_of_tokens(rollouts: BatchedDataDict, loss_fn: LossFunction) -> Tensor | None:
     """[B, S]: KL(π_prev‖π_ref), estimated and clamped as the loss's settings say; None where the reward has no KL."""
-    if kl_in_reward(loss_fn) == 0:
+    cfg = _kl_settings(loss_fn)
+    if cfg is None or cfg.reference_policy_kl_penalty == 0:
         return None
-    cfg = loss_fn.cfg
     return kl_penalty(
         rollouts["prev_logprobs"], rollouts["reference_policy_logprobs"], cfg.reference_policy_kl_type,
         cfg.kl_input_clamp_value, cfg.kl_output_clamp_value,

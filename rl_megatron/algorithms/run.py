@@ -118,13 +118,18 @@ def _refuse_failure(failure: str | None) -> None:
 
 
 def _on_all_or_none(check: Callable[[], _T]) -> _T:
-    """`check()` on every rank; where it fails on any, the first failure is raised on all. A file may be missing on one
-    node only, and a rank that went on alone would wait for the others."""
+    """Return what `check` returns. Collective.
+
+    A file may be missing on one node only, and a rank that went on alone would wait for the others.
+
+    Raises:
+        ConfigError: `check` raised it on any rank; it is raised on all, with the message of the first.
+    """
     try:
-        result, failure = check(), None
+        result = check()
     except ConfigError as error:
-        result, failure = None, str(error)
-    failure = agreed_failure(failure)
+        raise ConfigError(agreed_failure(str(error))) from None
+    failure = agreed_failure(None)
     if failure is not None:
         raise ConfigError(failure)
     return result
@@ -134,7 +139,9 @@ def _leave_together() -> None:
     """A rank that exits takes the others down, which may have yet to speak; they all come here, or time is up."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         with suppress(RuntimeError):  # another rank ended in another way
-            dist.barrier(async_op=True).wait(_PATIENCE)
+            barrier = dist.barrier(async_op=True)
+            if barrier is not None:  # as it is on every member of the group
+                barrier.wait(_PATIENCE)
 
 
 def _run_stage(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
+from rl_megatron.config.model_shape import LatentShape, head_size
 from rl_megatron.config.schema import ModelConfig
 
 
@@ -67,13 +68,13 @@ def _attention(model: ModelConfig) -> tuple[int, float]:
     """Return (parameters of a layer's projections, width of its heads: the mean of keys' and values')."""
     hidden, heads = model.hidden_size, model.num_attention_heads
     if model.kv_lora_rank is None:
-        head_dim = model.head_dim or hidden // heads
+        head_dim = head_size(model)
         return hidden * (2 * heads + 2 * model.num_query_groups) * head_dim, heads * head_dim
-    keys, values = model.qk_nope_head_dim + model.qk_rope_head_dim, model.v_head_dim
+    shape = LatentShape.of(model)
     if model.q_lora_rank is None:
-        queries = hidden * heads * keys
+        queries = hidden * heads * shape.query
     else:
-        queries = model.q_lora_rank * (hidden + heads * keys)
-    down = hidden * (model.kv_lora_rank + model.qk_rope_head_dim)
-    up = model.kv_lora_rank * heads * (model.qk_nope_head_dim + values)
-    return queries + down + up + heads * values * hidden, heads * (keys + values) / 2
+        queries = model.q_lora_rank * (hidden + heads * shape.query)
+    down = hidden * (shape.latent + shape.rope)
+    up = shape.latent * heads * shape.key_and_value
+    return queries + down + up + heads * shape.value * hidden, heads * (shape.query + shape.value) / 2

@@ -334,7 +334,10 @@ def _pack(groups: Groups, num_shards: int, algorithm: str) -> list[Packs]:
 
 def _sums(sequences: list[list[list[int]]], values: Sequence[_Number]) -> list[list[_Number]]:
     """Return the sum of the sequences' values in every microbatch of every shard."""
-    return [[sum(values[sequence] for sequence in microbatch) for microbatch in shard] for shard in sequences]
+    # A sum begins with the int 0, which is also a float.
+    return [  # pyright: ignore[reportReturnType]
+        [sum(values[sequence] for sequence in microbatch) for microbatch in shard] for shard in sequences
+    ]
 
 
 def _num_groups(num_sequences: int, num_shards: int, group_size: int) -> int:

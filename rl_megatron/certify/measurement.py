@@ -13,7 +13,7 @@ from rl_megatron.certify.workload import Workload, check_keys
 from rl_megatron.model.build import Head
 from rl_megatron.model.shards import gather_full
 from rl_megatron.policy.megatron_policy import MegatronPolicy
-from rl_megatron.policy.optimizer import complete_gradients
+from rl_megatron.policy.optimizer import complete_gradients, main_gradient
 from rl_megatron.topology.topology import Topology
 
 LOSS_TOLERANCE = 1e-6  # relative
@@ -72,8 +72,8 @@ def measure(workload: Workload, topology: Topology, batching: Mapping[str, Batch
         planned = policy.plan(batch, losses[name])
         stream = policy.get_values(batch)["values"] if head == "score" else policy.get_logprobs(batch)["logprobs"]
         metrics = policy.accumulate_gradients(batch, losses[name])
-        complete_gradients(policy.model.chunks)
-        gradients = gather_full(policy.model.chunks, value=lambda parameter: parameter.main_grad)
+        complete_gradients(policy.model.wrapped_chunks)
+        gradients = gather_full(policy.model.chunks, value=main_gradient)
         weights: dict[str, Tensor] = {}
         if name == last_of_head[head]:
             report = policy.train(batch, losses[name], gbs=batch.size)

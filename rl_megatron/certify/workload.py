@@ -173,9 +173,7 @@ def shrunk(model: ModelConfig, parallel: ParallelConfig) -> tuple[ModelConfig, P
             v_head_dim=6,
         ),
     )
-    if model.num_experts is not None:
-        small = replace(small, **_few_experts(model, parallel))
-    return small, replace(parallel, **uneven)
+    return replace(small, **_few_experts(model, parallel)), replace(parallel, **uneven)
 
 
 def _where_set(model: ModelConfig, **values: int) -> dict[str, int]:
@@ -183,6 +181,9 @@ def _where_set(model: ModelConfig, **values: int) -> dict[str, int]:
 
 
 def _few_experts(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
+    """Return the keys of a small mixture of experts like the model's, or none if the model is dense."""
+    if model.num_experts is None:
+        return {}
     chosen, unit, fewest = model.experts_per_token, parallel.expert, max(4, model.experts_per_token + 1)
     if model.router_groups is not None:
         chosen, unit, fewest = 2, math.lcm(2, parallel.expert), 4  # of one group of two

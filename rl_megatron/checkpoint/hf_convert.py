@@ -30,6 +30,7 @@ from rl_megatron.config.checkpoint_metadata import (
     run_tokenizer,
 )
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model_shape import num_experts
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.data.tokenizer import load_tokenizer
 from rl_megatron.model.families import family_of_model, read_model, same_weights
@@ -114,7 +115,7 @@ def _write_checkpoint(
                 if expert is None:
                     writer.write(key, shape, offset, block)
                 else:  # megatron-core stacks them
-                    writer.write(key, (model.num_experts, *shape), (expert, *offset), block[None])
+                    writer.write(key, (num_experts(model), *shape), (expert, *offset), block[None])
                 done += block.nbytes
                 progress(done, total)
         writer.finish()
@@ -152,7 +153,7 @@ def _described(checkpoint: Path, manifest: Mapping[str, Any]) -> tuple[ModelConf
                 f"checkpoint {checkpoint} is of another model than {carried / 'config.json'} describes; export it from "
                 "the run that made it"
             )
-        return model, config, family.table(read, read.vocab_size)
+        return model, config, family.table(read, _vocab_size(read))
     directory = run_tokenizer(checkpoint)
     tokenizer = None if directory is None else load_tokenizer(directory)
     rows = model.vocab_size or (manifest.get("vocab_size") if tokenizer is None else tokenizer.vocab_size)

@@ -47,7 +47,10 @@ def _fill(path: Path, manifest: dict[str, Any], into: TrainingState, weights_onl
     older = "format" not in manifest  # such checkpoints hold empty states of a backend's modules
     strict = StrictHandling.RAISE_UNEXPECTED if partial or older else StrictHandling.RAISE_ALL
     try:
-        loaded = dist_checkpointing.load(state, str(path), strict=strict)
+        # A tuple comes only of a `strict` that returns the keys that differ.
+        loaded: dict[str, Any] = dist_checkpointing.load(  # pyright: ignore[reportAssignmentType]
+            state, str(path), strict=strict
+        )
     except dist_checkpointing.core.CheckpointingException as error:
         raise ConfigError(f"checkpoint {path} does not fit this run: {str(error)[:_MESSAGE_LENGTH]}") from error
     for index, chunk in enumerate(into.chunks):

@@ -18,9 +18,14 @@ def random_state_file(rank: int) -> str:
     return f"random_{rank:05d}.pt"
 
 
+def _megatron_generators() -> Any:
+    """Return megatron-core's generators, an object of its own or of Transformer Engine."""
+    return get_cuda_rng_tracker()
+
+
 def random_state() -> bytes:
     """Return the state of this rank's generators."""
-    state: dict[str, Any] = {"cpu": torch.get_rng_state(), "megatron": get_cuda_rng_tracker().get_states()}
+    state: dict[str, Any] = {"cpu": torch.get_rng_state(), "megatron": _megatron_generators().get_states()}
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     buffer = io.BytesIO()
@@ -32,6 +37,6 @@ def restore_random_state(saved: bytes) -> None:
     """Set this rank's generators to what `random_state` returned."""
     state = torch.load(io.BytesIO(saved), weights_only=True)
     torch.set_rng_state(state["cpu"])
-    get_cuda_rng_tracker().set_states(state["megatron"])
+    _megatron_generators().set_states(state["megatron"])
     if "cuda" in state and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state["cuda"])

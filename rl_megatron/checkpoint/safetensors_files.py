@@ -92,7 +92,7 @@ class WeightReader:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.view(torch.uint8).reshape(-1).numpy()) if tensor.numel() else memoryview(b"")
+    return tensor.view(torch.uint8).reshape(-1).numpy().data if tensor.numel() else memoryview(b"")
 
 
 def read_header(path: Path) -> dict[str, Place]:

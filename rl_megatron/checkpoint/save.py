@@ -14,7 +14,7 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -62,9 +62,12 @@ class _Part:
             (self.directory / name).write_bytes(content)
         if self.bucket is not None:
             # megatron-core passes queues between processes, and turns the garbage collector off while it writes.
+            # Within one process those of the standard library do.
             found, working = queue.Queue(), queue.Queue()
             working.put(0)
-            FileSystemWriterAsync.write_preloaded_data(self.transforms, 0, self.bucket, found, working, True)
+            FileSystemWriterAsync.write_preloaded_data(
+                self.transforms, 0, self.bucket, found, working, True  # pyright: ignore[reportArgumentType]
+            )
             _, results = found.get_nowait()
             if isinstance(results, Exception):
                 raise results
@@ -207,11 +210,11 @@ def _make_empty(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _plan(tensors: dict[str, Any], partial: Path) -> tuple[FileSystemWriterAsync, Any]:
+def _plan(tensors: dict | list, partial: Path) -> tuple[FileSystemWriterAsync, Any]:
     """Return megatron-core's writer, which knows what this rank writes, and on rank 0 all metadata. Collective."""
     # megatron-core would start a server process per rank for results, which this module passes on itself.
     filesystem_async._results_queue = queue.SimpleQueue()
-    shards: dict[str, list[ShardedTensor]] = {}
+    shards: dict[str, list[ShardedBase]] = {}
     for entry in nested_values(tensors):
         if is_main_replica(entry.replica_id):
             shards.setdefault(entry.key, []).append(entry)
@@ -221,12 +224,12 @@ def _plan(tensors: dict[str, Any], partial: Path) -> tuple[FileSystemWriterAsync
     return writer, planned[1]
 
 
-def _copied(buckets: list, kept: list[Tensor]) -> Any | None:
+def _copied(buckets: list | None, kept: Sequence[Tensor | None]) -> Any | None:
     """Return this rank's bucket with its tensors copied to the CPU, so that none shares memory with one of `kept`."""
     if not buckets:
         return None
     ((path, name, (objects, tensors)),) = buckets
-    storages = {tensor.untyped_storage().data_ptr() for tensor in kept}
+    storages = {tensor.untyped_storage().data_ptr() for tensor in kept if tensor is not None}
 
     def own(tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in storages:

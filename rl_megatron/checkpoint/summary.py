@@ -38,7 +38,8 @@ def tensors(path: Path) -> list[TensorEntry]:
     Raises:
         Damaged: The index cannot be read.
     """
-    from torch.distributed.checkpoint import FileSystemReader  # takes seconds; a list of checkpoints needs none of it
+    # These imports take seconds, and a list of checkpoints needs neither.
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     try:

@@ -17,9 +17,14 @@ from pathlib import Path
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 
@@ -123,4 +128,5 @@ def read_parts(tensor: StoredTensor) -> Iterator[tuple[Part, Tensor]]:
     for part in tensor.parts:
         with part.file.open("rb", buffering=0) as file:
             view = _create_file_view(file, part.start, part.length)
-            yield part, torch.load(view, map_location="cpu", weights_only=True)
+            contents = torch.load(view, map_location="cpu", weights_only=True)  # pyright: ignore[reportArgumentType]
+            yield part, contents

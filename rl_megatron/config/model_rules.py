@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model_shape import rotary_size
 from rl_megatron.config.schema import Llama3Rope, ModelConfig, YarnRope
 
 
@@ -60,7 +61,7 @@ def _check_latents(model: ModelConfig) -> None:
             f"model.num_query_groups={model.num_query_groups}: with model.kv_lora_rank every head has keys of its own; "
             f"set it to model.num_attention_heads={model.num_attention_heads}"
         )
-    if model.qk_rope_head_dim % 2:
+    if rotary_size(model) % 2:
         raise ConfigError(f"model.qk_rope_head_dim={model.qk_rope_head_dim} must be even: RoPE turns pairs")
 
 
@@ -169,21 +170,22 @@ def _check_router(model: ModelConfig) -> None:
             f"model.router_groups={groups} and model.router_groups_per_token={visited}: one does nothing without the "
             "other; set both or neither"
         )
-    if groups is None:
+    experts = model.num_experts
+    if groups is None or visited is None or experts is None:
         return
-    if model.num_experts % groups or model.num_experts // groups < 2:
+    if experts % groups or experts // groups < 2:
         raise ConfigError(
-            f"model.router_groups={groups} must divide model.num_experts={model.num_experts} into groups of two or more"
+            f"model.router_groups={groups} must divide model.num_experts={experts} into groups of two or more"
         )
     if visited >= groups:
         raise ConfigError(
             f"model.router_groups_per_token={visited} of model.router_groups={groups} excludes nothing; lower it, or "
             "set both to null"
         )
-    if chosen > visited * (model.num_experts // groups):
+    if chosen > visited * (experts // groups):
         raise ConfigError(
-            f"model.experts_per_token={chosen} exceeds the {visited * (model.num_experts // groups)} experts of "
-            f"model.router_groups_per_token={visited} groups of {model.num_experts // groups}; lower it"
+            f"model.experts_per_token={chosen} exceeds the {visited * (experts // groups)} experts of "
+            f"model.router_groups_per_token={visited} groups of {experts // groups}; lower it"
         )
     if chosen // visited != 2:
         raise ConfigError(

@@ -7,7 +7,7 @@ need two sections live in `load.py`; checks that need the world size live in `to
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform
 
 from pydantic import BeforeValidator, ConfigDict, Field, SerializeAsAny
 from pydantic.dataclasses import dataclass
@@ -24,7 +24,7 @@ Section = TypeVar("Section")
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def section(cls: type[Section]) -> type[Section]:
     """Make `cls` a section of the configuration: a frozen dataclass whose keys, types and ranges pydantic checks."""
-    return dataclass(frozen=True, config=_STRICT, kw_only=True)(cls)
+    return dataclass(frozen=True, config=_STRICT, kw_only=True)(cls)  # pyright: ignore[reportReturnType]  # it is cls
 
 
 def _no_switch(value: Any) -> Any:
@@ -41,7 +41,10 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0), Number]
 ClosedFraction = Annotated[float, Field(ge=0.0, le=1.0), Number]
 PositiveFloat = Annotated[float, Field(gt=0.0), Number]
 NonNegativeFloat = Annotated[float, Field(ge=0.0), Number]
-Measure = Literal[tuple(HIGHER_IS_BETTER)]
+if TYPE_CHECKING:
+    Measure = str  # the names are only known once the evaluation metrics are declared
+else:
+    Measure = Literal[tuple(HIGHER_IS_BETTER)]
 
 # The dataclass of every algorithm's settings by algorithm.name, and of every data source's by data.source.
 ALGORITHM_CONFIGS: Registry[type[AlgorithmConfig]] = Registry("algorithm")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -129,7 +129,7 @@ def over_steps(reports: list[dict[str, float]], loss_fn: Loss) -> dict[str, floa
     That is the least of minima, the greatest of maxima, and the mean of the rest.
     """
     reductions = loss_fn.metric_reductions
-    combine = {Reduction.MIN: min, Reduction.MAX: max}
+    combine: dict[Reduction | None, Callable[[list[float]], float]] = {Reduction.MIN: min, Reduction.MAX: max}
     return {
         name: combine.get(reductions.get(name), lambda values: sum(values) / len(values))(
             [report[name] for report in reports if name in report]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer import TransformerConfig
 
 from rl_megatron.topology.topology import Topology
 
@@ -25,7 +25,7 @@ class PlannedCommunicator(P2PCommunicator):
     stage receives none for its first chunk, the last stage no gradients for its last.
     """
 
-    def __init__(self, topology: Topology, config: ModelParallelConfig, shapes: Sequence[Shape]):
+    def __init__(self, topology: Topology, config: TransformerConfig, shapes: Sequence[Shape]):
         super().__init__(topology.groups.pp, config)
         chunks, local = topology.virtual_pipeline, [_activation(shape, topology, config) for shape in shapes]
         self._group = topology.pipeline if chunks > 1 else len(local)
@@ -45,7 +45,7 @@ class PlannedCommunicator(P2PCommunicator):
         )
 
 
-def _activation(shape: Shape, topology: Topology, config: ModelParallelConfig) -> list[int]:
+def _activation(shape: Shape, topology: Topology, config: TransformerConfig) -> list[int]:
     """[S, b, H] of the hidden states between stages, on this rank."""
     rows, length = shape
     cut = topology.context * (topology.tensor if topology.sequence else 1)

@@ -78,7 +78,9 @@ class Runner:
         reports = self._run(microbatches, step, forward_only, head)[: len(microbatches)]
         report = reduce_metrics(reports, loss_fn, [microbatch.batch for microbatch in microbatches], self.topology)
         if routers:
-            report["router_aux_loss"] = balancing_loss(routers, dist.group.WORLD, self.topology.device)
+            world = dist.group.WORLD
+            assert world is not None  # every rank of a topology is in it
+            report["router_aux_loss"] = balancing_loss(routers, world, self.topology.device)
         return report
 
     @torch.no_grad()

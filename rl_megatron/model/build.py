@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model_shape import query_size, rotary_size
 from rl_megatron.config.schema import ModelConfig, YarnRope
 from rl_megatron.model.backend import block_spec, choose_backend
 from rl_megatron.model.heads.score import ScoreHead
 from rl_megatron.model.layers.attention import PortableRotaryEmbedding
 from rl_megatron.model.layers.rope import frequencies, rotary_scale, yarn_mscale
-from rl_megatron.model.shape import query_size, rotary_size
 from rl_megatron.model.shards import initialise_parameters
 from rl_megatron.topology.topology import Topology, padded_vocab_size, validate_model
 

@@ -52,24 +52,26 @@ class ShardedModel:
         self.version = 0
         self.is_scattered = False
 
+    @property
+    def wrapped_chunks(self) -> list[DistributedDataParallel]:
+        """The chunks that are wrapped in megatron-core's DDP: all of a model that is trained, and none of another."""
+        return [chunk for chunk in self.chunks if isinstance(chunk, DistributedDataParallel)]
+
     def gather_parameters(self) -> None:
         """Give every rank the current weights if an overlapped optimizer step left them scattered; collective then.
 
         The next training forward would gather them too, module by module.
         """
         if self.is_scattered:
-            for chunk in self.chunks:
-                if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+            for chunk in self.wrapped_chunks:
+                if chunk.ddp_config.overlap_param_gather:
                     chunk.start_param_sync(force_sync=True)
             self.is_scattered = False
 
     def mark_updated(self, changed: bool) -> None:
         """Note an optimizer step, and whether it changed weights. An overlapped step leaves them scattered."""
         self.version += int(changed)
-        self.is_scattered = any(
-            isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather
-            for chunk in self.chunks
-        )
+        self.is_scattered = any(chunk.ddp_config.overlap_param_gather for chunk in self.wrapped_chunks)
 
     def mark_gathered(self) -> None:
         """Note that a training forward has gathered the weights."""

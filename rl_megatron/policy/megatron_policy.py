@@ -80,7 +80,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         self.scheduler: OptimizerParamScheduler | None = None
         if optimizer is not None:
             self.model.chunks[:] = wrap_for_gradients(self.model.chunks, topology, optimizer)
-            self.optimizer = build_optimizer(self.model.chunks, optimizer, precision)
+            self.optimizer = build_optimizer(self.model.wrapped_chunks, optimizer, precision)
             self.scheduler = build_scheduler(self.optimizer, optimizer, total_steps)
         self.weights = WeightSender(self.model)
         self.memory = TrainingMemory(self.model, self.optimizer)
@@ -270,7 +270,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
 
     def _accumulate_gradients(self, planned: RankPlan, loss: Loss, denominators: Denominators) -> dict[str, float]:
         optimizer, _ = self._optimizer_and_scheduler()
-        for chunk in self.model.chunks:
+        for chunk in self.model.wrapped_chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         report = self.runner.train_step(planned.microbatches, loss, denominators)

@@ -11,6 +11,7 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
+from torch import Tensor
 
 from rl_megatron.checkpoint.optimizer_state import allocate_moments
 from rl_megatron.config.schema import OptimizerConfig
@@ -59,11 +60,17 @@ def complete_gradients(chunks: list[DistributedDataParallel]) -> None:
     for chunk in chunks:
         if not chunk.ddp_config.use_distributed_optimizer:
             continue
-        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+        buffers: list = chunk.buffers  # pyright: ignore[reportAssignmentType]  # DDP hides the method of modules
+        for buffer in buffers + chunk.expert_parallel_buffers:
             group = buffer.data_parallel_group
             for bucket in buffer.buckets:
                 parts = list(bucket.grad_data.chunk(group.size()))
                 dist.all_gather(parts, parts[group.rank()].clone(), group=group)
+
+
+def main_gradient(parameter: torch.nn.Parameter) -> Tensor:
+    """Return the gradient of a parameter in the buffer that megatron-core's DDP keeps."""
+    return parameter.main_grad  # pyright: ignore[reportAttributeAccessIssue]  # DDP sets it
 
 
 def build_optimizer(
@@ -86,7 +93,7 @@ def build_optimizer(
             use_distributed_optimizer=config.distributed,
             overlap_param_gather=config.overlap and config.distributed,
         ),
-        chunks,
+        [*chunks],
     )
     allocate_moments(optimizer)
     return optimizer
@@ -139,7 +146,7 @@ def take_step(
     grad_norm = float(optimizer.get_grad_norm())
     if not math.isfinite(grad_norm):  # step() would clip by it, and so ruin every weight
         raise NonFiniteLoss(f"the gradient norm is {grad_norm} at a finite loss of {loss:.4g}")
-    updated, _, _ = optimizer.step()
+    updated, _, _ = optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]  # abstract, without a result's type
     model.mark_updated(updated)
     if updated:
         move_biases(moving_routers(model.chunks), model.topology.groups.tp_dp_cp)

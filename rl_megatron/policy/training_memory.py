@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
@@ -24,15 +23,13 @@ class TrainingMemory:
     def free_gradients(self) -> None:
         """Give the memory of the gradient buffers back; their contents are lost. Doing it twice is harmless."""
         is_cuda = self._model.topology.is_cuda
-        for chunk in self._model.chunks:
-            if isinstance(chunk, DistributedDataParallel):
-                chunk.offload_grad_buffers(synchronize=is_cuda, empty_cache=is_cuda)
+        for chunk in self._model.wrapped_chunks:
+            chunk.offload_grad_buffers(synchronize=is_cuda, empty_cache=is_cuda)
 
     def allocate_gradients(self) -> None:
         """Allocate the gradient buffers again, filled with zeros, if they were freed."""
-        for chunk in self._model.chunks:
-            if isinstance(chunk, DistributedDataParallel):
-                chunk.restore_grad_buffers(synchronize=self._model.topology.is_cuda)
+        for chunk in self._model.wrapped_chunks:
+            chunk.restore_grad_buffers(synchronize=self._model.topology.is_cuda)
 
     def offload_optimizer(self) -> None:
         """Move the optimizer state of a GPU to the host. On the CPU nothing moves: the host is the device."""

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented
 
 _POLL_SECONDS = 0.0005
 
@@ -46,12 +47,12 @@ class StandaloneGroup:
         timeout = timedelta(seconds=timeout_seconds)
         try:
             # The store is kept because rank 0's is the server that the others' connections need.
-            self._store = dist.TCPStore(ip, port, world_size, is_master=rank == 0, timeout=timeout)
-            self._group = self._connect(dist.PrefixStore("standalone", self._store), timeout)
+            self._store = TCPStore(ip, port, world_size, is_master=rank == 0, timeout=timeout)
+            self._group = self._connect(PrefixStore("standalone", self._store), timeout)
         except (RuntimeError, ValueError) as error:  # torch's own are RuntimeErrors
             raise CollectiveFailed(f"{self._who} could not join: {error}") from error
 
-    def _connect(self, store: dist.Store, timeout: timedelta) -> Any:
+    def _connect(self, store: Store, timeout: timedelta) -> Any:
         if self.device.type != "cuda":
             return dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
         options = dist.ProcessGroupNCCL.Options()

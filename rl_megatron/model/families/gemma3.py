@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model_shape import head_size
 from rl_megatron.config.schema import ModelConfig, YarnRope
 from rl_megatron.model.families.family import Family
 from rl_megatron.model.families.rope import DEFAULT_BASE, read_scaling, write_scaling
 from rl_megatron.model.families.table import TableBuilder, WeightTable, attention, embeddings, gated_mlp
-from rl_megatron.model.shape import head_size
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 _GLOBAL_BASE = 1_000_000.0  # where a config does not say

@@ -19,11 +19,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from rl_megatron.config.model_shape import LatentShape
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.layers.attention import PortableAttention
 from rl_megatron.model.layers.norms import PortableRMSNorm
 from rl_megatron.model.layers.rope import rotary_scale
-from rl_megatron.model.shape import LatentShape
 
 LATENT_NORM_EPSILON = 1e-6  # of DeepSeek's models, whatever the ε of their other norms
 

@@ -1,9 +1,9 @@
-"""The sizes that model/shape.py reads off a model's configuration."""
+"""The sizes that config/model_shape.py reads off a model's configuration."""
 
 import pytest
 
+from rl_megatron.config.model_shape import LatentShape, head_size, num_experts, query_size, rotary_size
 from rl_megatron.config.schema import ModelConfig
-from rl_megatron.model.shape import LatentShape, head_size, num_experts, query_size, rotary_size
 
 LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 
