@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.checkpoint.directory import publish, read_manifest, saved_model, system_error
-from rl_megatron.checkpoint.hf_load import open_hugging_face
+from rl_megatron.checkpoint.hf_load import embedding_rows, open_hugging_face
 from rl_megatron.checkpoint.hf_weights import BLOCK_BYTES, read_json
 from rl_megatron.checkpoint.safetensors_files import INDEX, WeightReader, WeightWriter
 from rl_megatron.checkpoint.tensors import StoredTensor, TensorWriter, model_tensors, read_parts
@@ -153,7 +153,7 @@ def _described(checkpoint: Path, manifest: Mapping[str, Any]) -> tuple[ModelConf
                 f"checkpoint {checkpoint} is of another model than {carried / 'config.json'} describes; export it from "
                 "the run that made it"
             )
-        return model, config, family.table(read, _vocab_size(read))
+        return model, config, family.table(read, embedding_rows(read, carried / "config.json"))
     directory = run_tokenizer(checkpoint)
     tokenizer = None if directory is None else load_tokenizer(directory)
     rows = model.vocab_size or (manifest.get("vocab_size") if tokenizer is None else tokenizer.vocab_size)

@@ -71,26 +71,36 @@ def open_hugging_face(directory: Path) -> HuggingFaceWeights:
     """
     config_file = directory / "config.json"
     family, model = read_model(read_json(config_file), str(config_file))
-    if model.vocab_size is None:
-        raise ConfigError(f"{config_file} has no vocab_size, which tells how many rows the embedding has")
-    table = family.table(model, model.vocab_size)
+    rows = embedding_rows(model, config_file)
+    table = family.table(model, rows)
     places = find_tensors(directory)
     check_tensors(places, table, str(directory), lambda name: family.is_dropped(name, model))
     if tied_head(places, table):
         with WeightReader(places) as reader:
             check_tied(reader, str(directory))
-    return HuggingFaceWeights(directory, model, model.vocab_size, table, places, _tokenizer_of(directory, model))
+    return HuggingFaceWeights(directory, model, rows, table, places, _tokenizer_of(directory, model, rows))
 
 
-def _tokenizer_of(directory: Path, model: ModelConfig) -> Tokenizer | None:
+def embedding_rows(model: ModelConfig, config_file: Path) -> int:
+    """Return the rows of the embedding of a model that `config_file` describes.
+
+    Raises:
+        ConfigError: config.json does not tell them.
+    """
+    if model.vocab_size is None:
+        raise ConfigError(f"{config_file} has no vocab_size, which tells how many rows the embedding has")
+    return model.vocab_size
+
+
+def _tokenizer_of(directory: Path, model: ModelConfig, rows: int) -> Tokenizer | None:
     """Return the tokenizer of a Hugging Face directory, all of whose tokens have a row in the embedding."""
-    if model.vocab_size is None or not has_tokenizer(directory):
+    if not has_tokenizer(directory):
         return None
     try:
         tokenizer = load_tokenizer(directory)
     except (ValueError, OSError) as error:
         raise ConfigError(f"{directory}: its tokenizer cannot be read: {error}") from error
-    tokenizer.leave_out_special_tokens_from(model.vocab_size)
+    tokenizer.leave_out_special_tokens_from(rows)
     check_vocabulary(model, tokenizer.vocab_size)
     return tokenizer
 

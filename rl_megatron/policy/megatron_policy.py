@@ -30,10 +30,16 @@ from rl_megatron.model.build import Head
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.policy.inference import Inference, build_runner, checked_lengths, on_device
 from rl_megatron.policy.interfaces import ColocatablePolicyInterface
-from rl_megatron.policy.optimizer import build_optimizer, build_scheduler, take_step, wrap_for_gradients
+from rl_megatron.policy.optimizer import build_optimizer, build_scheduler, wrap_for_gradients
 from rl_megatron.policy.recorded_reference import RecordedReference
 from rl_megatron.policy.reference import Placement, ReferenceModel
 from rl_megatron.policy.training_memory import TrainingMemory
+from rl_megatron.policy.training_step import (
+    accumulate_gradients,
+    evaluate_batch,
+    require_whole_groups,
+    train_on_batch,
+)
 from rl_megatron.topology.topology import Topology, start_topology
 from rl_megatron.weight_sync.exporter import weights_digest
 from rl_megatron.weight_sync.ipc import WeightHandle
@@ -99,18 +105,14 @@ class MegatronPolicy(ColocatablePolicyInterface):
     ) -> Self:
         """Build a policy from a Hugging Face directory; each rank reads the rows of its own shards.
 
-        Args:
-            directory: config.json, safetensors files and, if there is one, the tokenizer.
-            parallel: The parallel degrees; by default all ranks are data parallel.
-            device: "auto" (a GPU if there is one), "cpu" or "cuda".
-            **options: More arguments of the constructor, such as `precision` and `optimizer`.
+        `parallel` and `device` are those of `start_topology`, and `options` go to the constructor.
 
         Raises:
             ConfigError: The directory is not a model that can be read, or the degrees do not fit.
         """
         weights = open_hugging_face(Path(directory))
         topology = start_topology(parallel, device=device, seed=options.get("seed", 0))
-        policy = cls(weights.model, topology, **{"vocab_size": weights.vocab_size} | options)
+        policy = cls(weights.model, topology, vocab_size=weights.vocab_size, **options)
         weights.load_into(policy.model)
         if policy.optimizer is not None:
             policy.optimizer.reload_model_params()
@@ -136,7 +138,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         """
         manifest = read_manifest(Path(path))
         topology = start_topology(parallel, device=device, seed=options.get("seed", 0))
-        saved = {key: manifest[key] for key in ("vocab_size", "head", "precision") if key in manifest}
+        saved: dict[str, Any] = {k: manifest[k] for k in ("vocab_size", "head", "precision") if k in manifest}
         policy = cls(saved_model(Path(path), manifest), topology, **saved | options)
         policy.load_checkpoint(path, weights_only=weights_only)
         return policy
@@ -211,14 +213,9 @@ class MegatronPolicy(ColocatablePolicyInterface):
             ValueError: The sizes would separate sequences that the loss needs together (preference pairs).
         """
         loss, gbs = as_loss(loss_fn), gbs or self._global_batch_size
-        group_size = loss.group_size
         batching = self._batching(mbs)
-        counts = {"the batch": data.size, "gbs": gbs}
-        if batching.kind == "padded":
-            counts["mbs"] = batching.sequences
-        for name, count in counts.items():
-            if count % group_size:
-                raise ValueError(f"{loss.display_name} needs {group_size} rows together, and {name} has {count} rows")
+        per_microbatch = {"mbs": batching.sequences} if batching.kind == "padded" else {}
+        require_whole_groups(loss, {"the batch": data.size, "gbs": gbs, **per_microbatch})
         lengths = checked_lengths(self.model_config, data)
         data = on_device(data, self.topology.device)
         if eval_mode:
@@ -229,28 +226,18 @@ class MegatronPolicy(ColocatablePolicyInterface):
         for start in range(0, data.size, gbs):
             rows = slice(start, min(start + gbs, data.size))
             batch = data.slice(rows.start, rows.stop)
-            planned = plan_microbatches(batch, lengths[rows], batching, self.topology, group_size, self._inference.cost)
-            reports.append((self._evaluate if eval_mode else self._step)(batch, planned, loss))
+            planned = self._plan(batch, lengths[rows], batching, loss)
+            if eval_mode:
+                reports.append(evaluate_batch(self.runner, batch, planned, loss))
+            else:
+                update = self._optimizer_and_scheduler()
+                reports.append(train_on_batch(self.model, self.runner, *update, batch, planned, loss))
         self.model.set_training(False)  # weights are gathered by the next step's forward, or by whoever reads them
         result = over_steps(reports, loss)
         return result | ({} if eval_mode else {"num_updates": int(sum(r["updated"] for r in reports))})
 
     def _batching(self, mbs: int | None) -> Batching:
         return self.batching if mbs is None else replace(self.batching, sequences=mbs)
-
-    def _evaluate(self, batch: BatchedDataDict, planned: RankPlan, loss: Loss) -> dict[str, float]:
-        report = self.runner.train_step(planned.microbatches, loss, Denominators.count(batch), forward_only=True)
-        return report | {"packing_efficiency": planned.efficiency}
-
-    def _step(self, batch: BatchedDataDict, planned: RankPlan, loss: Loss) -> dict[str, float]:
-        optimizer, scheduler = self._optimizer_and_scheduler()
-        denominators = Denominators.count(batch)
-        report = self._accumulate_gradients(planned, loss, denominators)
-        updated, grad_norm, lr = False, 0.0, optimizer.param_groups[0]["lr"]
-        if denominators.tokens > 0:
-            grad_norm, updated = take_step(self.model, optimizer, scheduler, report["loss"])
-        outcome = {"grad_norm": grad_norm, "lr": lr, "updated": float(updated)}
-        return report | outcome | {"packing_efficiency": planned.efficiency}
 
     def accumulate_gradients(
         self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None
@@ -259,23 +246,18 @@ class MegatronPolicy(ColocatablePolicyInterface):
         loss, batch = as_loss(loss_fn), on_device(batch, self.topology.device)
         planned = self.plan(batch, loss, mbs)
         self.prepare_for_training()
-        report = self._accumulate_gradients(planned, loss, Denominators.count(batch))
+        optimizer, _ = self._optimizer_and_scheduler()
+        denominators = Denominators.count(batch)
+        report = accumulate_gradients(self.model, self.runner, optimizer, planned, loss, denominators)
         self.finish_training()
         return report
 
     def plan(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None) -> RankPlan:
         """Return this rank's microbatches of one global batch."""
-        lengths, group_size = checked_lengths(self.model_config, batch), as_loss(loss_fn).group_size
-        return plan_microbatches(batch, lengths, self._batching(mbs), self.topology, group_size, self._inference.cost)
+        return self._plan(batch, checked_lengths(self.model_config, batch), self._batching(mbs), as_loss(loss_fn))
 
-    def _accumulate_gradients(self, planned: RankPlan, loss: Loss, denominators: Denominators) -> dict[str, float]:
-        optimizer, _ = self._optimizer_and_scheduler()
-        for chunk in self.model.wrapped_chunks:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        report = self.runner.train_step(planned.microbatches, loss, denominators)
-        self.model.mark_gathered()
-        return report
+    def _plan(self, batch: BatchedDataDict, lengths: list[int], batching: Batching, loss: Loss) -> RankPlan:
+        return plan_microbatches(batch, lengths, batching, self.topology, loss.group_size, self._inference.cost)
 
     def _optimizer_and_scheduler(self) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
         if self.optimizer is None or self.scheduler is None:

@@ -1,0 +1,79 @@
+"""One optimizer step on this rank's microbatches of a global batch, or its loss alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from rl_megatron.batching.plan import RankPlan
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.execution import Denominators, Runner
+from rl_megatron.losses.base import Loss
+from rl_megatron.model.sharded_model import ShardedModel
+from rl_megatron.policy.optimizer import take_step
+
+
+def require_whole_groups(loss: Loss, counts: Mapping[str, int]) -> None:
+    """Refuse sizes that would separate sequences which the loss needs together.
+
+    Args:
+        loss: Its `group_size` is 2 for preference pairs.
+        counts: Numbers of sequences, by what has so many.
+
+    Raises:
+        ValueError: A number is not a multiple of the group size.
+    """
+    for name, count in counts.items():
+        if count % loss.group_size:
+            size = loss.group_size
+            raise ValueError(f"{loss.display_name} needs {size} rows together, and {name} has {count} rows")
+
+
+def evaluate_batch(runner: Runner, batch: BatchedDataDict, planned: RankPlan, loss: Loss) -> dict[str, float]:
+    """Return the loss's metrics on one global batch, without gradients. Collective."""
+    report = runner.train_step(planned.microbatches, loss, Denominators.count(batch), forward_only=True)
+    return report | {"packing_efficiency": planned.efficiency}
+
+
+def accumulate_gradients(
+    model: ShardedModel,
+    runner: Runner,
+    optimizer: MegatronOptimizer,
+    planned: RankPlan,
+    loss: Loss,
+    denominators: Denominators,
+) -> dict[str, float]:
+    """Return the loss's metrics, and leave its gradient in the parameters' `main_grad`. Collective."""
+    for chunk in model.wrapped_chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    report = runner.train_step(planned.microbatches, loss, denominators)
+    model.mark_gathered()
+    return report
+
+
+def train_on_batch(
+    model: ShardedModel,
+    runner: Runner,
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    batch: BatchedDataDict,
+    planned: RankPlan,
+    loss: Loss,
+) -> dict[str, float]:
+    """Take one optimizer step, and return the loss's metrics with `grad_norm`, `lr` and `updated`. Collective.
+
+    A batch without a valid token changes nothing: weights, moments and learning rate stay.
+
+    Raises:
+        NonFiniteLoss: The loss or the gradient norm is not finite; raised on every rank, before a weight changed.
+    """
+    denominators = Denominators.count(batch)
+    report = accumulate_gradients(model, runner, optimizer, planned, loss, denominators)
+    updated, grad_norm, lr = False, 0.0, optimizer.param_groups[0]["lr"]
+    if denominators.tokens > 0:
+        grad_norm, updated = take_step(model, optimizer, scheduler, report["loss"])
+    outcome = {"grad_norm": grad_norm, "lr": lr, "updated": float(updated)}
+    return report | outcome | {"packing_efficiency": planned.efficiency}
