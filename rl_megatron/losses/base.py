@@ -234,5 +234,5 @@ def token_scores(output: Tensor, data: Mapping[str, Any], sharding: Sharding, lo
             f"{loss.display_name}: {loss.output_name} {tuple(output.shape)} must be one score a token, [B, S] or "
             f"[B, S, 1] for token_mask {tuple(mask.shape)}"
         )
-    layout = sharding.layout(scores, tuple(mask.shape))
+    layout = sharding.layout(scores, (mask.size(0), mask.size(1)))
     return layout.gather(scores.to(torch.promote_types(scores.dtype, torch.float32)))

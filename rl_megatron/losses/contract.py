@@ -70,9 +70,14 @@ class LossFunction(Protocol):
 class CallForms(Protocol):
     """What a loss declares about the ways of calling it. `Loss` explains each attribute."""
 
-    output_name: str
-    input_names: tuple[str, ...]
-    further_positional: tuple[str, ...]
+    @property
+    def output_name(self) -> str: ...
+
+    @property
+    def input_names(self) -> tuple[str, ...]: ...
+
+    @property
+    def further_positional(self) -> tuple[str, ...]: ...
 
     @property
     def display_name(self) -> str: ...

@@ -128,10 +128,13 @@ class DistillationLossFn(Loss):
             gather_ids=indices[:, :-1].to(output.device),
             mask=self.mask(data).including_first.to(output.device),
         )
-        teacher_logits = teacher_logits[:, :-1].to(stats.gathered) / _per_prediction(temperature, stats.logprobs)
-        student = stats.gathered if self.cfg.zero_outside_topk else stats.gathered.log_softmax(dim=-1)
+        student = stats.gathered
+        assert student is not None  # ids to gather were given
+        teacher_logits = teacher_logits[:, :-1].to(student) / _per_prediction(temperature, stats.logprobs)
+        if not self.cfg.zero_outside_topk:
+            student = student.log_softmax(dim=-1)
         streams = {"student_topk_logprobs": student, "teacher_topk_logprobs": teacher_logits.log_softmax(dim=-1)}
-        return streams | ({"H_all": -stats.entropy} if self.needs_entropy else {})
+        return streams | ({} if stats.entropy is None else {"H_all": -stats.entropy})
 
     def _teacher(self, data: Mapping[str, Any], input_ids: Tensor) -> tuple[Tensor, Tensor]:
         name = self.display_name
@@ -161,9 +164,11 @@ class DistillationLossFn(Loss):
                 f"{self.display_name}: student_topk_logprobs {tuple(student.shape)} and teacher_topk_logprobs "
                 f"{tuple(teacher.shape)} must both be [B, S-1, K] with one K"
             )
-        if self.needs_entropy and H_all is None:
-            raise ValueError(f"{self.display_name}: zero_outside_topk=True with a reverse KL needs H_all")
-        negative_entropy = streams.select("H_all", H_all) if self.needs_entropy else None
+        negative_entropy = None
+        if self.needs_entropy:
+            if H_all is None:
+                raise ValueError(f"{self.display_name}: zero_outside_topk=True with a reverse KL needs H_all")
+            negative_entropy = streams.select("H_all", H_all)
         token_mean = partial(masked_mean, mask=streams.mask, global_normalization_factor=global_valid_toks)
 
         kls: dict[str, Tensor] = {}

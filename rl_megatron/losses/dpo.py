@@ -138,4 +138,4 @@ class DPOLossFn(ReferencePreferenceLoss):
         over_sequence = F.masked_mean if self.cfg.sft_average_log_probs else F.masked_sum
         chosen, _ = self.split_output_tensor(-over_sequence(logprobs, streams.token_mask, dim=-1))
         samples, _ = self.split_output_tensor(streams.sample_mask)
-        return F.masked_mean(chosen, samples, global_normalization_factor=global_valid_seqs / 2)
+        return F.masked_mean(chosen, samples, global_normalization_factor=self._num_pairs(global_valid_seqs))

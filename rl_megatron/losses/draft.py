@@ -62,7 +62,7 @@ class DraftCrossEntropyLossFn(Loss):
     output_name = "student_logits"
     input_names = ("draft_cross_entropy",)
     output_keys = ("teacher_logits",)
-    metric_reductions = Reduction.table("loss", "num_valid_samples")
+    metric_reductions: Mapping[str, Reduction] = Reduction.table("loss", "num_valid_samples")
 
     def __init__(
         self, cfg: Any = None, *, d2t: Tensor | None = None, vocab_parallel_group: dist.ProcessGroup | None = None
@@ -73,7 +73,7 @@ class DraftCrossEntropyLossFn(Loss):
 
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
         name, mask = self.display_name, self.mask(data).including_first.to(output.device)
-        layout = sharding.layout(output, tuple(mask.shape))
+        layout = sharding.layout(output, (mask.size(0), mask.size(1)))
         teacher = real(require(data, "teacher_logits", name), "data['teacher_logits']", name)
         self._check_alike(output, teacher)
         teacher, vocab_size = self._restricted(teacher, output, sharding.tp_group, sharding.valid_vocab_size)

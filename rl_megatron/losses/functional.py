@@ -47,8 +47,12 @@ def masked_mean(
     return total / torch.where(count > 0, count, 1.0)
 
 
-def sequence_mean(values: Tensor, mask: Tensor, sample_mask: Tensor, global_valid_seqs: Tensor | float | int) -> Tensor:
-    """Σ_b s_b · (Σ_t m_bt·v_bt / Σ_t m_bt) / N_seqs: every sequence counts once, however long.
+def sequence_mean(
+    values: Tensor, mask: Tensor, sample_mask: Tensor, global_valid_seqs: Tensor | float | int | None
+) -> Tensor:
+    """Return Σ_b s_b · (Σ_t m_bt·v_bt / Σ_t m_bt) / N_seqs: every sequence counts once, however long.
+
+    N_seqs is global_valid_seqs, or Σ_b s_b if that is None.
 
     Shapes: values, mask [B, T]; sample_mask s [B]; global_valid_seqs a scalar. Returns a scalar.
     """

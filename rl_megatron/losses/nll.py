@@ -30,7 +30,7 @@ class NLLLoss(LogprobLoss):
 
     loss_type = LossType.TOKEN_LEVEL
     further_positional = ("dpo_loss", "dpo_average_log_probs")
-    metric_reductions = Reduction.table("loss", "num_unmasked_tokens", "num_valid_samples")
+    metric_reductions: Mapping[str, Reduction] = Reduction.table("loss", "num_unmasked_tokens", "num_valid_samples")
 
     def __init__(self, cfg: Any = None) -> None:
         self.cfg = parse_settings(NLLLossConfig, cfg)

@@ -74,8 +74,8 @@ class PPOLoss(torch.nn.Module):
         value_loss = F.masked_mean(error, value_mask)
 
         loss = policy_loss + self.value_coeff * value_loss
-        reports = policy_loss, value_loss, F.masked_mean(ratio, mask), F.masked_mean(clipped.to(ratio), mask)
-        return loss, *(report.detach() for report in reports)
+        mean_ratio, clip_fraction = F.masked_mean(ratio, mask), F.masked_mean(clipped.to(ratio), mask)
+        return loss, policy_loss.detach(), value_loss.detach(), mean_ratio.detach(), clip_fraction.detach()
 
 
 def _read(mask: Tensor | None, **streams: Tensor) -> tuple[Tensor, list[Tensor]]:

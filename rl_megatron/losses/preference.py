@@ -131,9 +131,19 @@ class PreferenceLoss(Loss):
         weights = torch.minimum(*self.split_output_tensor(sample_mask))
         # A pair that does not count may still have a row that does: its NaN must not reach the margin's gradient.
         chosen, rejected = (torch.where(weights != 0, part, 0.0) for part in self.split_output_tensor(rewards))
-        mean = partial(F.masked_mean, mask=weights, global_normalization_factor=global_valid_seqs / 2)
+        mean = partial(F.masked_mean, mask=weights, global_normalization_factor=self._num_pairs(global_valid_seqs))
         losses = self._pair_loss(beta * (chosen - rejected))
         return mean(losses), mean((chosen > rejected).to(losses)), mean(chosen), mean(rejected)
+
+    def _num_pairs(self, global_valid_seqs: Count) -> Tensor | float:
+        """Return the number of pairs in the global batch.
+
+        Raises:
+            TypeError: the number of its sequences is None.
+        """
+        if global_valid_seqs is None:
+            raise TypeError(f"{self.display_name} needs global_valid_seqs, and got None")
+        return global_valid_seqs / 2
 
     def _pair_loss(self, margin: Tensor) -> Tensor:
         return F.bradley_terry(margin)

@@ -32,6 +32,10 @@ class Means:
     def of_loss(self, values: Tensor) -> Tensor:
         """Return the mean that the loss takes: over tokens, sequences, or sequences of a length taken as fixed."""
         if self.cfg.fixed_sequence_length is not None:
+            if self.global_valid_seqs is None:
+                raise TypeError(
+                    f"fixed_sequence_length={self.cfg.fixed_sequence_length} needs global_valid_seqs, and got None"
+                )
             count = self.global_valid_seqs * self.cfg.fixed_sequence_length
             return F.masked_mean(values, self.streams.mask, global_normalization_factor=count)
         return self.over_tokens(values) if self.cfg.token_level_loss else self.over_sequences(values)
