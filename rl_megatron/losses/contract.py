@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
+from jaxtyping import Shaped
 from torch import Tensor
 
-Count = Tensor | float | int | None
+Count = Shaped[Tensor, ""] | float | int | None
 
 
 class LossType(enum.Enum):

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NotRequired, TypedDict
 
 import torch
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from rl_megatron.logprobs import DeferredLogits, Sharding, next_token_stats
@@ -152,10 +153,10 @@ class DistillationLossFn(Loss):
         data: Mapping[str, Any],
         global_valid_seqs: Count,
         global_valid_toks: Count,
-        student_topk_logprobs: Tensor,
-        teacher_topk_logprobs: Tensor,
-        H_all: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+        student_topk_logprobs: Shaped[Tensor, "batch tokens ids"],
+        teacher_topk_logprobs: Shaped[Tensor, "batch tokens ids"],
+        H_all: Shaped[Tensor, "batch tokens"] | None = None,
+    ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
         streams = self.streams(data, student_topk_logprobs)
         student = streams.select("student_topk_logprobs", student_topk_logprobs, trailing=1)
         teacher = streams.select("teacher_topk_logprobs", teacher_topk_logprobs, trailing=1)
@@ -187,17 +188,25 @@ class DistillationLossFn(Loss):
         }
 
 
-def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
+def forward_kl(
+    student: Float[Tensor, "*shape ids"], teacher: Float[Tensor, "*shape ids"]
+) -> Float[Tensor, "*shape"]:
     """Return Σ_k p·(log p − log q), from log q and log p [..., K]."""
     return _expectation(teacher, teacher - student)
 
 
-def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
+def reverse_kl(
+    student: Float[Tensor, "*shape ids"], teacher: Float[Tensor, "*shape ids"]
+) -> Float[Tensor, "*shape"]:
     """Return Σ_k q·(log q − log p), from log q and log p [..., K]."""
     return _expectation(student, student - teacher)
 
 
-def reverse_kl_with_rest(student: Tensor, teacher: Tensor, negative_entropy: Tensor) -> Tensor:
+def reverse_kl_with_rest(
+    student: Float[Tensor, "*shape ids"],
+    teacher: Float[Tensor, "*shape ids"],
+    negative_entropy: Float[Tensor, "*shape"],
+) -> Float[Tensor, "*shape"]:
     """Return Σ_v q·log q − Σ_k q·log p + 100·(1 − Σ_k q), from log q and log p [..., K] and Σ_v q·log q [...].
 
     It is the reverse KL over the whole vocabulary if the teacher's log p is −100 outside the top-k.

@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -129,8 +130,8 @@ class DraftCrossEntropyLossFn(Loss):
         data: Mapping[str, Any],
         global_valid_seqs: Count,
         global_valid_toks: Count,
-        draft_cross_entropy: Tensor,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+        draft_cross_entropy: Shaped[Tensor, "batch tokens"],
+    ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
         streams = self.streams(data, draft_cross_entropy)
         cross_entropy = streams.select("draft_cross_entropy", draft_cross_entropy)
         loss = masked_mean(cross_entropy, streams.mask, global_normalization_factor=global_valid_toks)
@@ -187,7 +188,7 @@ class DraftLossWrapper(Loss):
         data: Mapping[str, Any],
         global_valid_seqs: Count,
         global_valid_toks: Count,
-        draft_cross_entropy: Tensor,
+        draft_cross_entropy: Shaped[Tensor, "batch tokens"],
         **inputs: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         counts = global_valid_seqs, global_valid_toks

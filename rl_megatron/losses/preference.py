@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, TypedDict
 
 import torch
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from rl_megatron.logprobs import Sharding
@@ -80,8 +81,12 @@ class PreferenceLoss(Loss):
         return {"rewards": last_score(token_scores(output, data, sharding, self), mask)}
 
     def evaluate(
-        self, data: Mapping[str, Any], global_valid_seqs: Count, global_valid_toks: Count, rewards: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+        self,
+        data: Mapping[str, Any],
+        global_valid_seqs: Count,
+        global_valid_toks: Count,
+        rewards: Shaped[Tensor, " batch"],
+    ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
         mask = self.mask(data)
         if rewards.shape != mask.samples.shape:
             raise ValueError(
@@ -108,7 +113,9 @@ class PreferenceLoss(Loss):
             "num_valid_samples": sample_mask.sum() / 2,
         }
 
-    def split_output_tensor(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+    def split_output_tensor(
+        self, tensor: Shaped[Tensor, " batch *more"]
+    ) -> tuple[Shaped[Tensor, " pairs *more"], Shaped[Tensor, " pairs *more"]]:
         """Return (chosen, rejected), each [B/2, …], of a tensor [B, …].
 
         Raises:
@@ -149,7 +156,9 @@ class PreferenceLoss(Loss):
         return F.bradley_terry(margin)
 
 
-def last_score(scores: Tensor, mask: Tensor) -> Tensor:
+def last_score(
+    scores: Float[Tensor, "batch sequence"], mask: Shaped[Tensor, "batch sequence"]
+) -> Float[Tensor, " batch"]:
     """Return scores[b, last t with mask[b, t] ≠ 0], [B, S] → [B]; 0, without a gradient, if there is no such t."""
     position = torch.arange(mask.size(1), device=mask.device)
     last = torch.where(mask != 0, position, -1).amax(dim=1)
