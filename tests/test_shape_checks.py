@@ -13,7 +13,7 @@ import pytest
 import torch
 from jaxtyping import TypeCheckError
 
-from rl_megatron import logprobs
+from rl_megatron import logprobs, losses
 from rl_megatron.algorithms.advantages import whiten
 from rl_megatron.logprobs import DeferredLogits, LogprobStats, vocab_parallel_logprobs
 from tests import shape_checks
@@ -85,12 +85,12 @@ def test_spawned_ranks_check_shapes_too(ranks):
     assert "batch sequence" in (refusal or "")
 
 
-def modules_of_logprobs():
-    names = [module.name for module in pkgutil.walk_packages(logprobs.__path__, logprobs.__name__ + ".")]
+def modules_of(package):
+    names = [module.name for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
     return [name for name in names if not name.endswith(".triton")]  # imported only if it is wanted
 
 
-@pytest.mark.parametrize("name", ["rl_megatron.algorithms.advantages", *modules_of_logprobs()])
+@pytest.mark.parametrize("name", ["rl_megatron.algorithms.advantages", *modules_of(logprobs), *modules_of(losses)])
 def test_every_annotation_can_be_read(name):
     """jaxtyping takes an annotation that it cannot read, with two dimensions `*name` for one, as no annotation."""
     module = importlib.import_module(name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,7 @@ def check_prompts(prompts: list[list[int]], sampling: Sampling, max_sequence_len
 
 
 def rollouts(
-    prompts: list[list[int]], parts: tuple[Tensor, Tensor, Tensor, Tensor], sampling: Sampling, weight_version: int
+    prompts: list[list[int]], parts: Sequence[Tensor], sampling: Sampling, weight_version: int
 ) -> BatchedDataDict:
     """The record that `RolloutEngine.generate` promises, on the CPU. `parts`: those of `Completions`, of all rows.
 

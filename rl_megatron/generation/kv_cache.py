@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -47,11 +49,12 @@ class CachedAttention(torch.nn.Module):
         super().__init__()
         self.columns, self.softmax_scale = columns, config.softmax_scale
         self.window = sliding_window(config, layer_number)
-        self.keys = self.values = None
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
         start, stop = self.columns.filled, self.columns.filled + key.size(0)
-        if self.keys is None:
+        if self.keys is None or self.values is None:
             self.keys, self.values = (x.new_zeros(self.columns.capacity, *x.shape[1:]) for x in (key, value))
         self.keys[start:stop], self.values[start:stop] = key, value
         mask = self.columns.mask(key.size(0), self.window)
@@ -62,7 +65,7 @@ class CachedAttention(torch.nn.Module):
 def caching(models: list[GPTModel], columns: Columns) -> Iterator[None]:
     """Within, each layer's core attention caches, whatever the backend; sequence parallelism, which cannot split a
     single column, is off. Core attention has no parameters, so nothing else changes."""
-    attentions = [layer.self_attention for model in models for layer in model.decoder.layers]
+    attentions = [cast(Attention, layer.self_attention) for model in models for layer in model.decoder.layers]
     originals = [attention.core_attention for attention in attentions]
     # megatron-core can switch sequence parallelism off too, but remembers modules by the id of their model, and a later
     # model may have the id of a dead one.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.distributed as dist
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
@@ -115,7 +118,7 @@ class MegatronEngine:
                 received = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
                 dist.recv(received, src=before, group=topology.groups.pp)
                 model.set_input_tensor(received)
-            rotary = model.rotary_pos_emb.get_emb(stop)[start:stop]
+            rotary = cast(RotaryEmbedding, model.rotary_pos_emb).get_emb(stop)[start:stop]
             hidden = model.decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary)
             if model.post_process:
                 shared = model.share_embeddings_and_output_weights

@@ -91,6 +91,6 @@ def _gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return torch.stack(parts)
 
 
-def _all_reduce(x: Tensor, op: dist.ReduceOp, group: dist.ProcessGroup | None) -> None:
+def _all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
     if group is not None and group.size() > 1:
         dist.all_reduce(x, op=op, group=group)

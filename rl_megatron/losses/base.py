@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from rl_megatron.logprobs import DeferredLogits, Sharding, next_token_stats
@@ -221,7 +222,9 @@ class ScoreLoss(Loss):
         return {self.input_names[0]: token_scores(output, data, sharding, self)[:, :-1]}
 
 
-def token_scores(output: Tensor, data: Mapping[str, Any], sharding: Sharding, loss: Loss) -> Tensor:
+def token_scores(
+    output: Shaped[Tensor, "rows length *one"], data: Mapping[str, Any], sharding: Sharding, loss: Loss
+) -> Float[Tensor, "batch sequence"]:
     """Return a score head's output [B, S] or [B, S, 1], sharded or packed, as whole [B, S] in fp32 or more.
 
     Raises:
@@ -234,5 +237,5 @@ def token_scores(output: Tensor, data: Mapping[str, Any], sharding: Sharding, lo
             f"{loss.display_name}: {loss.output_name} {tuple(output.shape)} must be one score a token, [B, S] or "
             f"[B, S, 1] for token_mask {tuple(mask.shape)}"
         )
-    layout = sharding.layout(scores, tuple(mask.shape))
+    layout = sharding.layout(scores, (mask.size(0), mask.size(1)))
     return layout.gather(scores.to(torch.promote_types(scores.dtype, torch.float32)))

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
+from jaxtyping import Shaped
 from torch import Tensor
 
-Count = Tensor | float | int | None
+Count = Shaped[Tensor, ""] | float | int | None
 
 
 class LossType(enum.Enum):
@@ -70,9 +71,14 @@ class LossFunction(Protocol):
 class CallForms(Protocol):
     """What a loss declares about the ways of calling it. `Loss` explains each attribute."""
 
-    output_name: str
-    input_names: tuple[str, ...]
-    further_positional: tuple[str, ...]
+    @property
+    def output_name(self) -> str: ...
+
+    @property
+    def input_names(self) -> tuple[str, ...]: ...
+
+    @property
+    def further_positional(self) -> tuple[str, ...]: ...
 
     @property
     def display_name(self) -> str: ...

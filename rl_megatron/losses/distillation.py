@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NotRequired, TypedDict
 
 import torch
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from rl_megatron.logprobs import DeferredLogits, Sharding, next_token_stats
@@ -128,10 +129,13 @@ class DistillationLossFn(Loss):
             gather_ids=indices[:, :-1].to(output.device),
             mask=self.mask(data).including_first.to(output.device),
         )
-        teacher_logits = teacher_logits[:, :-1].to(stats.gathered) / _per_prediction(temperature, stats.logprobs)
-        student = stats.gathered if self.cfg.zero_outside_topk else stats.gathered.log_softmax(dim=-1)
+        student = stats.gathered
+        assert student is not None  # ids to gather were given
+        teacher_logits = teacher_logits[:, :-1].to(student) / _per_prediction(temperature, stats.logprobs)
+        if not self.cfg.zero_outside_topk:
+            student = student.log_softmax(dim=-1)
         streams = {"student_topk_logprobs": student, "teacher_topk_logprobs": teacher_logits.log_softmax(dim=-1)}
-        return streams | ({"H_all": -stats.entropy} if self.needs_entropy else {})
+        return streams | ({} if stats.entropy is None else {"H_all": -stats.entropy})
 
     def _teacher(self, data: Mapping[str, Any], input_ids: Tensor) -> tuple[Tensor, Tensor]:
         name = self.display_name
@@ -149,10 +153,10 @@ class DistillationLossFn(Loss):
         data: Mapping[str, Any],
         global_valid_seqs: Count,
         global_valid_toks: Count,
-        student_topk_logprobs: Tensor,
-        teacher_topk_logprobs: Tensor,
-        H_all: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+        student_topk_logprobs: Shaped[Tensor, "batch tokens ids"],
+        teacher_topk_logprobs: Shaped[Tensor, "batch tokens ids"],
+        H_all: Shaped[Tensor, "batch tokens"] | None = None,
+    ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
         streams = self.streams(data, student_topk_logprobs)
         student = streams.select("student_topk_logprobs", student_topk_logprobs, trailing=1)
         teacher = streams.select("teacher_topk_logprobs", teacher_topk_logprobs, trailing=1)
@@ -161,9 +165,11 @@ class DistillationLossFn(Loss):
                 f"{self.display_name}: student_topk_logprobs {tuple(student.shape)} and teacher_topk_logprobs "
                 f"{tuple(teacher.shape)} must both be [B, S-1, K] with one K"
             )
-        if self.needs_entropy and H_all is None:
-            raise ValueError(f"{self.display_name}: zero_outside_topk=True with a reverse KL needs H_all")
-        negative_entropy = streams.select("H_all", H_all) if self.needs_entropy else None
+        negative_entropy = None
+        if self.needs_entropy:
+            if H_all is None:
+                raise ValueError(f"{self.display_name}: zero_outside_topk=True with a reverse KL needs H_all")
+            negative_entropy = streams.select("H_all", H_all)
         token_mean = partial(masked_mean, mask=streams.mask, global_normalization_factor=global_valid_toks)
 
         kls: dict[str, Tensor] = {}
@@ -182,17 +188,25 @@ class DistillationLossFn(Loss):
         }
 
 
-def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
+def forward_kl(
+    student: Float[Tensor, "*shape ids"], teacher: Float[Tensor, "*shape ids"]
+) -> Float[Tensor, "*shape"]:
     """Return Σ_k p·(log p − log q), from log q and log p [..., K]."""
     return _expectation(teacher, teacher - student)
 
 
-def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
+def reverse_kl(
+    student: Float[Tensor, "*shape ids"], teacher: Float[Tensor, "*shape ids"]
+) -> Float[Tensor, "*shape"]:
     """Return Σ_k q·(log q − log p), from log q and log p [..., K]."""
     return _expectation(student, student - teacher)
 
 
-def reverse_kl_with_rest(student: Tensor, teacher: Tensor, negative_entropy: Tensor) -> Tensor:
+def reverse_kl_with_rest(
+    student: Float[Tensor, "*shape ids"],
+    teacher: Float[Tensor, "*shape ids"],
+    negative_entropy: Float[Tensor, "*shape"],
+) -> Float[Tensor, "*shape"]:
     """Return Σ_v q·log q − Σ_k q·log p + 100·(1 − Σ_k q), from log q and log p [..., K] and Σ_v q·log q [...].
 
     It is the reverse KL over the whole vocabulary if the teacher's log p is −100 outside the top-k.

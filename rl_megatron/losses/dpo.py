@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from rl_megatron.losses import functional as F
@@ -118,9 +119,9 @@ class DPOLossFn(ReferencePreferenceLoss):
         data: Mapping[str, Any],
         global_valid_seqs: Count,
         global_valid_toks: Count,
-        next_token_logprobs: Tensor,
-        next_token_entropy: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+        next_token_logprobs: Shaped[Tensor, "batch tokens"],
+        next_token_entropy: Shaped[Tensor, "batch tokens"] | None = None,
+    ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
         cfg, streams = self.cfg, self.streams(data, next_token_logprobs)
         logprobs = streams.select("next_token_logprobs", next_token_logprobs)
         preference_loss, metrics = self._over_log_ratios(
@@ -138,4 +139,4 @@ class DPOLossFn(ReferencePreferenceLoss):
         over_sequence = F.masked_mean if self.cfg.sft_average_log_probs else F.masked_sum
         chosen, _ = self.split_output_tensor(-over_sequence(logprobs, streams.token_mask, dim=-1))
         samples, _ = self.split_output_tensor(streams.sample_mask)
-        return F.masked_mean(chosen, samples, global_normalization_factor=global_valid_seqs / 2)
+        return F.masked_mean(chosen, samples, global_normalization_factor=self._num_pairs(global_valid_seqs))

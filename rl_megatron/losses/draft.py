@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -62,7 +63,7 @@ class DraftCrossEntropyLossFn(Loss):
     output_name = "student_logits"
     input_names = ("draft_cross_entropy",)
     output_keys = ("teacher_logits",)
-    metric_reductions = Reduction.table("loss", "num_valid_samples")
+    metric_reductions: Mapping[str, Reduction] = Reduction.table("loss", "num_valid_samples")
 
     def __init__(
         self, cfg: Any = None, *, d2t: Tensor | None = None, vocab_parallel_group: dist.ProcessGroup | None = None
@@ -73,7 +74,7 @@ class DraftCrossEntropyLossFn(Loss):
 
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
         name, mask = self.display_name, self.mask(data).including_first.to(output.device)
-        layout = sharding.layout(output, tuple(mask.shape))
+        layout = sharding.layout(output, (mask.size(0), mask.size(1)))
         teacher = real(require(data, "teacher_logits", name), "data['teacher_logits']", name)
         self._check_alike(output, teacher)
         teacher, vocab_size = self._restricted(teacher, output, sharding.tp_group, sharding.valid_vocab_size)
@@ -129,8 +130,8 @@ class DraftCrossEntropyLossFn(Loss):
         data: Mapping[str, Any],
         global_valid_seqs: Count,
         global_valid_toks: Count,
-        draft_cross_entropy: Tensor,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+        draft_cross_entropy: Shaped[Tensor, "batch tokens"],
+    ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
         streams = self.streams(data, draft_cross_entropy)
         cross_entropy = streams.select("draft_cross_entropy", draft_cross_entropy)
         loss = masked_mean(cross_entropy, streams.mask, global_normalization_factor=global_valid_toks)
@@ -187,7 +188,7 @@ class DraftLossWrapper(Loss):
         data: Mapping[str, Any],
         global_valid_seqs: Count,
         global_valid_toks: Count,
-        draft_cross_entropy: Tensor,
+        draft_cross_entropy: Shaped[Tensor, "batch tokens"],
         **inputs: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         counts = global_valid_seqs, global_valid_toks

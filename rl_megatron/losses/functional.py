@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 import torch
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -19,19 +20,28 @@ MAX_LOG_RATIO = 20.0
 _LARGEST_EXPONENT = 80.0
 
 
-def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Σ m·v over the positions where m ≠ 0; the rest is not read, so NaN there has no effect on value or gradient."""
+def masked_sum(
+    values: Float[Tensor, "*shape"],
+    mask: Shaped[Tensor, "*shape"],
+    dim: int | None = None,
+) -> Float[Tensor, " ..."]:
+    """Return Σ m·v over the positions where m ≠ 0.
+
+    The rest is not read, so NaN there has no effect on value or gradient.
+    """
     kept = torch.where(mask != 0, values, 0.0) * mask
     return kept.sum() if dim is None else kept.sum(dim=dim)
 
 
 def masked_mean(
-    values: Tensor,
-    mask: Tensor,
+    values: Float[Tensor, "*shape"],
+    mask: Shaped[Tensor, "*shape"],
     dim: int | None = None,
-    global_normalization_factor: Tensor | float | int | None = None,
-) -> Tensor:
-    """Σ m·v / N with N = global_normalization_factor, or Σ m (over `dim`) if that is None; exactly 0 where N is 0.
+    global_normalization_factor: Shaped[Tensor, ""] | float | int | None = None,
+) -> Float[Tensor, " ..."]:
+    """Return Σ m·v / N, and exactly 0 where N is 0.
+
+    N is global_normalization_factor, or Σ m (over `dim`) if that is None.
 
     With a global N the parts of a batch add up to the batch's mean.
 
@@ -47,39 +57,46 @@ def masked_mean(
     return total / torch.where(count > 0, count, 1.0)
 
 
-def sequence_mean(values: Tensor, mask: Tensor, sample_mask: Tensor, global_valid_seqs: Tensor | float | int) -> Tensor:
-    """Σ_b s_b · (Σ_t m_bt·v_bt / Σ_t m_bt) / N_seqs: every sequence counts once, however long.
+def sequence_mean(
+    values: Float[Tensor, "batch tokens"],
+    mask: Shaped[Tensor, "batch tokens"],
+    sample_mask: Shaped[Tensor, " batch"],
+    global_valid_seqs: Shaped[Tensor, ""] | float | int | None,
+) -> Float[Tensor, ""]:
+    """Return Σ_b s_b · (Σ_t m_bt·v_bt / Σ_t m_bt) / N_seqs: every sequence counts once, however long.
+
+    N_seqs is global_valid_seqs, or Σ_b s_b if that is None.
 
     Shapes: values, mask [B, T]; sample_mask s [B]; global_valid_seqs a scalar. Returns a scalar.
     """
     return masked_mean(masked_mean(values, mask, dim=-1), sample_mask, global_normalization_factor=global_valid_seqs)
 
 
-def masked_min(values: Tensor, mask: Tensor) -> Tensor:
-    """min over m ≠ 0, a scalar; +∞ if there is nothing, so that parts combine by min."""
+def masked_min(values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"]) -> Float[Tensor, ""]:
+    """Return the minimum over m ≠ 0, a scalar; +∞ if there is nothing, so that parts combine by min."""
     kept = torch.where(mask != 0, values, torch.inf).flatten()
     return torch.cat([kept, kept.new_full((1,), torch.inf)]).amin()
 
 
-def masked_max(values: Tensor, mask: Tensor) -> Tensor:
-    """max over m ≠ 0, a scalar; −∞ if there is nothing, so that parts combine by max."""
+def masked_max(values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"]) -> Float[Tensor, ""]:
+    """Return the maximum over m ≠ 0, a scalar; −∞ if there is nothing, so that parts combine by max."""
     return -masked_min(-values, mask)
 
 
-def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp(clamp(x, ±MAX_LOG_RATIO)): finite, and with a gradient of 0 where it saturates."""
+def bounded_exp(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Return exp(clamp(x, ±MAX_LOG_RATIO)): finite, and with a gradient of 0 where it saturates."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def kl_penalty(
-    logprobs: Tensor,
-    logprobs_reference: Tensor,
+    logprobs: Float[Tensor, "*shape"],
+    logprobs_reference: Float[Tensor, "*shape"],
     kind: str = "k3",
     input_clamp: float | None = 20.0,
     output_clamp: float | None = 10.0,
-    weights: Tensor | None = None,
-) -> Tensor:
-    """Per-token estimate of KL(π‖π_ref) from tokens of π, with x = clamp(log π_ref − log π, ±input_clamp):
+    weights: Float[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """Return the per-token estimate of KL(π‖π_ref) from tokens of π, with x = clamp(log π_ref − log π, ±input_clamp):
 
         k1 = −x          k2 = x²/2          k3 = eˣ − 1 − x
 
@@ -103,37 +120,46 @@ def kl_penalty(
     return kl if output_clamp is None else kl.clamp(-output_clamp, output_clamp)
 
 
-def score_function_weight(logprobs: Tensor) -> Tensor:
-    """e^{lp − sg(lp)}: 1, with gradient ∇lp. Times an estimate k of a KL it adds the term k·∇log π, without which the
-    gradient of E_π[k] misses that the expectation itself depends on π.
+def score_function_weight(logprobs: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Return e^{lp − sg(lp)}: 1, with gradient ∇lp.
+
+    Times an estimate k of a KL it adds the term k·∇log π, without which the gradient of E_π[k] misses that the
+    expectation itself depends on π.
 
     Source: Tang & Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL" (arXiv:2506.09477).
     """
     return (logprobs - logprobs.detach()).exp()
 
 
-def importance_weight(log_ratio: Tensor) -> Tensor:
-    """e^x, and 0 where that is NaN or infinite: a token whose weight cannot be represented is left out."""
+def importance_weight(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Return e^x, and 0 where that is NaN or infinite: a token whose weight cannot be represented is left out."""
     representable = torch.isfinite(log_ratio.exp())
     # The inner where keeps the overflow out of the derivative, which would be 0 · ∞.
     return torch.where(representable, torch.where(representable, log_ratio, 0.0).exp(), 0.0)
 
 
-def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """Mean of the log-ratio over each sequence's tokens, at every token: log of the ratio's geometric mean.
+def sequence_log_ratio(
+    log_ratio: Float[Tensor, "batch tokens"],
+    mask: Shaped[Tensor, "batch tokens"],
+) -> Float[Tensor, "batch tokens"]:
+    """Return the mean of the log-ratio over each sequence's tokens, at every token: log of the ratio's geometric mean.
 
     Source: Zheng et al. 2025, "Group Sequence Policy Optimization" (arXiv:2507.18071), eq. 7.
     """
     return masked_mean(log_ratio, mask, dim=-1)[:, None].expand_as(log_ratio)
 
 
-def clip_ratio(ratio: Tensor, below: float, above: float) -> Tensor:
-    """clip(r, 1 − below, 1 + above)."""
+def clip_ratio(ratio: Float[Tensor, "*shape"], below: float, above: float) -> Float[Tensor, "*shape"]:
+    """Return clip(r, 1 − below, 1 + above)."""
     return ratio.clamp(1.0 - below, 1.0 + above)
 
 
-def clipped_surrogate(advantages: Tensor, ratio: Tensor, clipped_ratio: Tensor) -> Tensor:
-    """−min(r·A, clip(r)·A), the pessimistic bound.
+def clipped_surrogate(
+    advantages: Float[Tensor, "*shape"],
+    ratio: Float[Tensor, "*shape"],
+    clipped_ratio: Float[Tensor, "*shape"],
+) -> Float[Tensor, "*shape"]:
+    """Return −min(r·A, clip(r)·A), the pessimistic bound.
 
     Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms" (arXiv:1707.06347), eq. 7; two separate
         bounds: Yu et al. 2025, "DAPO" (arXiv:2503.14476).
@@ -141,32 +167,50 @@ def clipped_surrogate(advantages: Tensor, ratio: Tensor, clipped_ratio: Tensor) 
     return torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
 
 
-def dual_clip(surrogate: Tensor, advantages: Tensor, ceiling: float) -> Tensor:
-    """Where A < 0: min(loss, −c·A), so that a ratio far above 1 cannot dominate. c = ceiling > 1.
+def dual_clip(
+    surrogate: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*shape"],
+    ceiling: float,
+) -> Float[Tensor, "*shape"]:
+    """Return min(loss, −c·A) where A < 0, and the loss elsewhere, so that a ratio far above 1 cannot dominate.
+
+    c = ceiling > 1.
 
     Source: Ye et al. 2019, "Mastering Complex Control in MOBA Games with Deep RL" (arXiv:1912.09729), eq. 3.
     """
     return torch.where(advantages < 0, torch.minimum(surrogate, -advantages * ceiling), surrogate)
 
 
-def cispo_surrogate(advantages: Tensor, clipped_ratio: Tensor, logprobs: Tensor) -> Tensor:
-    """−sg(clip(r))·A·log π: the clipped ratio is a weight, so clipped tokens keep their gradient.
+def cispo_surrogate(
+    advantages: Float[Tensor, "*shape"],
+    clipped_ratio: Float[Tensor, "*shape"],
+    logprobs: Float[Tensor, "*shape"],
+) -> Float[Tensor, "*shape"]:
+    """Return −sg(clip(r))·A·log π: the clipped ratio is a weight, so clipped tokens keep their gradient.
 
     Source: MiniMax 2025, "MiniMax-M1" (arXiv:2506.13585), eq. 4.
     """
     return -advantages * clipped_ratio.detach() * logprobs
 
 
-def truncated_weights(weights: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """(clamp(w, low, high), whether w was outside).
+def truncated_weights(
+    weights: Float[Tensor, "*shape"],
+    low: float,
+    high: float,
+) -> tuple[Float[Tensor, "*shape"], Bool[Tensor, "*shape"]]:
+    """Return (clamp(w, low, high), whether w was outside).
 
     Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS).
     """
     return weights.clamp(low, high), (weights < low) | (weights > high)
 
 
-def icepop_weights(weights: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """(w, or 0 where w is outside [low, high]; whether w was outside).
+def icepop_weights(
+    weights: Float[Tensor, "*shape"],
+    low: float,
+    high: float,
+) -> tuple[Float[Tensor, "*shape"], Bool[Tensor, "*shape"]]:
+    """Return (w, or 0 where w is outside [low, high]; whether w was outside).
 
     Source: Ling team 2025, "Small Leak Can Sink a Great Ship: Boost RL Training on MoE with IcePop".
     """
@@ -175,9 +219,14 @@ def icepop_weights(weights: Tensor, low: float, high: float) -> tuple[Tensor, Te
 
 
 def sequence_masked_weights(
-    weights: Tensor, log_ratio: Tensor, mask: Tensor, low: float, high: float
-) -> tuple[Tensor, Tensor]:
-    """(w, or 0 throughout a sequence whose geometric mean of e^x is outside [low, high]; whether it was, per token).
+    weights: Float[Tensor, "batch tokens"],
+    log_ratio: Float[Tensor, "batch tokens"],
+    mask: Shaped[Tensor, "batch tokens"],
+    low: float,
+    high: float,
+) -> tuple[Float[Tensor, "batch tokens"], Bool[Tensor, "batch tokens"]]:
+    """Return (w, or 0 throughout a sequence whose geometric mean of e^x is outside [low, high]; per token, whether it
+    was).
 
     Source: Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference
         Mismatch".
@@ -188,8 +237,10 @@ def sequence_masked_weights(
     return torch.where(outside, 0.0, weights), outside
 
 
-def js_divergence(logprobs: Tensor, other: Tensor) -> Tensor:
-    """½·k3(x) + ½·k3(x') with x = log π − log M, x' = log π' − log M and M = ½(π + π'); symmetric, never negative.
+def js_divergence(logprobs: Float[Tensor, "*shape"], other: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Return ½·k3(x) + ½·k3(x') with x = log π − log M, x' = log π' − log M and M = ½(π + π').
+
+    It is symmetric and never negative.
 
     Source: the k3 estimator of `kl_penalty`, applied to both halves of the Jensen-Shannon divergence.
     """
@@ -198,15 +249,18 @@ def js_divergence(logprobs: Tensor, other: Tensor) -> Tensor:
     return 0.5 * (halves[0] + halves[1])
 
 
-def squared_error(values: Tensor, returns: Tensor) -> Tensor:
-    """½·(v − R)²."""
+def squared_error(values: Float[Tensor, "*shape"], returns: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Return ½·(v − R)²."""
     return 0.5 * (values - returns).square()
 
 
 def clipped_squared_error(
-    values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float
-) -> tuple[Tensor, Tensor]:
-    """(½·max( (v − R)², (clip(v, v_old ± clip_range) − R)² ), whether the clipped error is the larger one).
+    values: Float[Tensor, "*shape"],
+    old_values: Float[Tensor, "*shape"],
+    returns: Float[Tensor, "*shape"],
+    clip_range: float,
+) -> tuple[Float[Tensor, "*shape"], Bool[Tensor, "*shape"]]:
+    """Return (½·max( (v − R)², (clip(v, v_old ± clip_range) − R)² ), whether the clipped error is the larger one).
 
     Source: OpenAI baselines, ppo2/model.py.
     """
@@ -215,16 +269,16 @@ def clipped_squared_error(
     return torch.maximum(unclipped, clipped), clipped > unclipped
 
 
-def bradley_terry(margin: Tensor) -> Tensor:
-    """−log σ(x): the negative log-likelihood that the chosen one wins, x ahead.
+def bradley_terry(margin: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Return −log σ(x): the negative log-likelihood that the chosen one wins, x ahead.
 
     Source: Bradley & Terry 1952; as a loss on rewards: Christiano et al. 2017 (arXiv:1706.03741).
     """
     return -logsigmoid(margin)
 
 
-def identity_preference(margin: Tensor, tau: float) -> Tensor:
-    """(x − 1/(2τ))²: the margin is driven to a finite value, where −log σ would drive it to infinity.
+def identity_preference(margin: Float[Tensor, "*shape"], tau: float) -> Float[Tensor, "*shape"]:
+    """Return (x − 1/(2τ))²: the margin is driven to a finite value, where −log σ would drive it to infinity.
 
     Source: Azar et al. 2023, "A General Theoretical Paradigm to Understand Learning from Human Preferences"
         (arXiv:2310.12036), eq. 17.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from rl_megatron.losses import functional as F
@@ -51,9 +52,9 @@ class IPOLossFn(ReferencePreferenceLoss):
         data: Mapping[str, Any],
         global_valid_seqs: Count,
         global_valid_toks: Count,
-        next_token_logprobs: Tensor,
-        next_token_entropy: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+        next_token_logprobs: Shaped[Tensor, "batch tokens"],
+        next_token_entropy: Shaped[Tensor, "batch tokens"] | None = None,
+    ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
         streams = self.streams(data, next_token_logprobs)
         logprobs = streams.select("next_token_logprobs", next_token_logprobs)
         average = self.cfg.preference_average_log_probs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from jaxtyping import Float
 from torch import Tensor
 
 from rl_megatron.losses.functional import MAX_LOG_RATIO, bounded_exp, js_divergence, kl_penalty
@@ -12,8 +13,11 @@ MISMATCH_METRICS = ("token_mult_prob_error", "gen_kl_error", "policy_kl_error", 
 
 
 def mismatch_metrics(
-    prev_logprobs: Tensor, generation_logprobs: Tensor, token_mean: Callable[[Tensor], Tensor], kl_kind: str
-) -> dict[str, Tensor]:
+    prev_logprobs: Float[Tensor, "batch tokens"],
+    generation_logprobs: Float[Tensor, "batch tokens"],
+    token_mean: Callable[[Tensor], Tensor],
+    kl_kind: str,
+) -> dict[str, Float[Tensor, ""]]:
     """Return `MISMATCH_METRICS` of the sampled tokens.
 
     token_mult_prob_error = mean e^{|log π_generation − log π_prev|} is 1 if the two agree. The other three are 0 then:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from rl_megatron.losses.base import LogprobLoss
@@ -30,7 +31,7 @@ class NLLLoss(LogprobLoss):
 
     loss_type = LossType.TOKEN_LEVEL
     further_positional = ("dpo_loss", "dpo_average_log_probs")
-    metric_reductions = Reduction.table("loss", "num_unmasked_tokens", "num_valid_samples")
+    metric_reductions: Mapping[str, Reduction] = Reduction.table("loss", "num_unmasked_tokens", "num_valid_samples")
 
     def __init__(self, cfg: Any = None) -> None:
         self.cfg = parse_settings(NLLLossConfig, cfg)
@@ -40,12 +41,12 @@ class NLLLoss(LogprobLoss):
         data: Mapping[str, Any],
         global_valid_seqs: Count,
         global_valid_toks: Count,
-        next_token_logprobs: Tensor,
-        next_token_entropy: Tensor | None = None,
+        next_token_logprobs: Shaped[Tensor, "batch tokens"],
+        next_token_entropy: Shaped[Tensor, "batch tokens"] | None = None,
         *,
         dpo_loss: bool = False,
         dpo_average_log_probs: bool = False,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Float[Tensor, ""] | Float[Tensor, " batch"], dict[str, Tensor]]:
         streams = self.streams(data, next_token_logprobs)
         logprobs = streams.select("next_token_logprobs", next_token_logprobs)
         if not dpo_loss:

@@ -6,6 +6,7 @@ import math
 from functools import reduce
 
 import torch
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from rl_megatron.losses import functional as F
@@ -43,15 +44,17 @@ class PPOLoss(torch.nn.Module):
 
     def forward(
         self,
-        pi_old_logprobs: Tensor,
-        pi_logprobs: Tensor,
-        advantages: Tensor,
-        phi_old_values: Tensor,
-        phi_values: Tensor,
-        returns: Tensor,
-        padding_masks: Tensor | None = None,
-        value_padding_masks: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        pi_old_logprobs: Shaped[Tensor, "*shape"],
+        pi_logprobs: Shaped[Tensor, "*shape"],
+        advantages: Shaped[Tensor, "*shape"],
+        phi_old_values: Shaped[Tensor, "*value_shape"],
+        phi_values: Shaped[Tensor, "*value_shape"],
+        returns: Shaped[Tensor, "*value_shape"],
+        padding_masks: Shaped[Tensor, "*shape"] | None = None,
+        value_padding_masks: Shaped[Tensor, "*value_shape"] | None = None,
+    ) -> tuple[
+        Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, ""]
+    ]:
         """(loss, policy loss, value loss, mean ratio, share of tokens whose clipped loss is the larger); all but the
         loss without a gradient.
 
@@ -74,8 +77,8 @@ class PPOLoss(torch.nn.Module):
         value_loss = F.masked_mean(error, value_mask)
 
         loss = policy_loss + self.value_coeff * value_loss
-        reports = policy_loss, value_loss, F.masked_mean(ratio, mask), F.masked_mean(clipped.to(ratio), mask)
-        return loss, *(report.detach() for report in reports)
+        mean_ratio, clip_fraction = F.masked_mean(ratio, mask), F.masked_mean(clipped.to(ratio), mask)
+        return loss, policy_loss.detach(), value_loss.detach(), mean_ratio.detach(), clip_fraction.detach()
 
 
 def _read(mask: Tensor | None, **streams: Tensor) -> tuple[Tensor, list[Tensor]]:

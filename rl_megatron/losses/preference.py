@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, TypedDict
 
 import torch
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from rl_megatron.logprobs import Sharding
@@ -80,8 +81,12 @@ class PreferenceLoss(Loss):
         return {"rewards": last_score(token_scores(output, data, sharding, self), mask)}
 
     def evaluate(
-        self, data: Mapping[str, Any], global_valid_seqs: Count, global_valid_toks: Count, rewards: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+        self,
+        data: Mapping[str, Any],
+        global_valid_seqs: Count,
+        global_valid_toks: Count,
+        rewards: Shaped[Tensor, " batch"],
+    ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
         mask = self.mask(data)
         if rewards.shape != mask.samples.shape:
             raise ValueError(
@@ -108,7 +113,9 @@ class PreferenceLoss(Loss):
             "num_valid_samples": sample_mask.sum() / 2,
         }
 
-    def split_output_tensor(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+    def split_output_tensor(
+        self, tensor: Shaped[Tensor, " batch *more"]
+    ) -> tuple[Shaped[Tensor, " pairs *more"], Shaped[Tensor, " pairs *more"]]:
         """Return (chosen, rejected), each [B/2, …], of a tensor [B, …].
 
         Raises:
@@ -131,15 +138,27 @@ class PreferenceLoss(Loss):
         weights = torch.minimum(*self.split_output_tensor(sample_mask))
         # A pair that does not count may still have a row that does: its NaN must not reach the margin's gradient.
         chosen, rejected = (torch.where(weights != 0, part, 0.0) for part in self.split_output_tensor(rewards))
-        mean = partial(F.masked_mean, mask=weights, global_normalization_factor=global_valid_seqs / 2)
+        mean = partial(F.masked_mean, mask=weights, global_normalization_factor=self._num_pairs(global_valid_seqs))
         losses = self._pair_loss(beta * (chosen - rejected))
         return mean(losses), mean((chosen > rejected).to(losses)), mean(chosen), mean(rejected)
+
+    def _num_pairs(self, global_valid_seqs: Count) -> Tensor | float:
+        """Return the number of pairs in the global batch.
+
+        Raises:
+            TypeError: the number of its sequences is None.
+        """
+        if global_valid_seqs is None:
+            raise TypeError(f"{self.display_name} needs global_valid_seqs, and got None")
+        return global_valid_seqs / 2
 
     def _pair_loss(self, margin: Tensor) -> Tensor:
         return F.bradley_terry(margin)
 
 
-def last_score(scores: Tensor, mask: Tensor) -> Tensor:
+def last_score(
+    scores: Float[Tensor, "batch sequence"], mask: Shaped[Tensor, "batch sequence"]
+) -> Float[Tensor, " batch"]:
     """Return scores[b, last t with mask[b, t] ≠ 0], [B, S] → [B]; 0, without a gradient, if there is no such t."""
     position = torch.arange(mask.size(1), device=mask.device)
     last = torch.where(mask != 0, position, -1).amax(dim=1)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_megatron.config.errors import nearest
 
-Settings = TypeVar("Settings")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Settings = TypeVar("Settings", bound="DataclassInstance")
 
 
 def parse_settings(cls: type[Settings], cfg: Any) -> Settings:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -111,8 +112,8 @@ class TokenMask:
     Values between 0 and 1 are weights; what has weight 0 is not read anywhere.
     """
 
-    including_first: Tensor  # [B, S], aligned with input_ids
-    samples: Tensor  # [B]
+    including_first: Shaped[Tensor, "batch sequence"]  # aligned with input_ids
+    samples: Shaped[Tensor, " batch"]
 
     @classmethod
     def of(cls, data: Mapping[str, Any], loss: str) -> TokenMask:
@@ -132,7 +133,7 @@ class TokenMask:
         return cls(token_mask * sample_mask[:, None], sample_mask)
 
     @property
-    def tokens(self) -> Tensor:
+    def tokens(self) -> Shaped[Tensor, "batch tokens"]:
         """The mask [B, S-1] aligned with next-token logprobs: nothing predicts the first token."""
         return self.including_first[:, 1:]
 
@@ -171,12 +172,14 @@ class TokenStreams:
         self.sample_mask = mask.samples.to(self._like)
 
     @property
-    def token_mask(self) -> Tensor:
+    def token_mask(self) -> Float[Tensor, "batch tokens"]:
         """The weights [B, S-1] of tokens within their sample: without the sample's own, and 0 if that is 0."""
         token_mask = self.data["token_mask"][:, 1:].to(self._like)
         return torch.where(self.sample_mask[:, None] != 0, token_mask, 0.0)
 
-    def select(self, name: str, stream: Tensor, trailing: int = 0) -> Tensor:
+    def select(
+        self, name: str, stream: Shaped[Tensor, "batch tokens *more"], trailing: int = 0
+    ) -> Float[Tensor, "batch tokens *more"]:
         """Return a stream [B, S-1, …] with its masked positions zeroed; it has `trailing` dimensions after [B, S-1]."""
         if stream.shape[: stream.dim() - trailing] != self.mask.shape:
             more = f" and {trailing} more dimension(s)" if trailing else ""
@@ -190,7 +193,7 @@ class TokenStreams:
     def __contains__(self, key: str) -> bool:
         return key in self.data
 
-    def __getitem__(self, key: str) -> Tensor:
+    def __getitem__(self, key: str) -> Float[Tensor, "batch tokens"]:
         """Return data[key] [B, S] (or [B], one value per sequence) without its first column.
 
         A stream among the loss's next_token_keys comes without its last column instead.
@@ -206,11 +209,11 @@ class TokenStreams:
             )
         return self.select(f"data[{key!r}]", value[:, :-1] if key in self._next_token_keys else value[:, 1:])
 
-    def get(self, key: str) -> Tensor | None:
+    def get(self, key: str) -> Float[Tensor, "batch tokens"] | None:
         """Return self[key], or None if the batch has no such key."""
         return self[key] if key in self else None
 
-    def per_sample(self, key: str) -> Tensor:
+    def per_sample(self, key: str) -> Float[Tensor, " batch"]:
         """Return data[key] [B], with 0 for masked samples."""
         value = real(require(self.data, key, self._loss), f"data[{key!r}]", self._loss)
         if value.shape != self.sample_mask.shape:

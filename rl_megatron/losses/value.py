@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NotRequired, TypedDict
 
 import torch
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from rl_megatron.losses import functional as F
@@ -77,8 +78,12 @@ class MSEValueLoss(ScoreLoss):
         return (*super().required_keys, "returns", *(() if self.cfg.cliprange is None else ("values",)))
 
     def evaluate(
-        self, data: Mapping[str, Any], global_valid_seqs: Count, global_valid_toks: Count, next_token_values: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+        self,
+        data: Mapping[str, Any],
+        global_valid_seqs: Count,
+        global_valid_toks: Count,
+        next_token_values: Shaped[Tensor, "batch tokens"],
+    ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
         streams = self.streams(data, next_token_values)
         values, returns = streams.select("next_token_values", next_token_values), streams["returns"]
         mean = partial(F.masked_mean, mask=streams.mask, global_normalization_factor=global_valid_toks)

@@ -49,7 +49,7 @@ def prepare_packed_loss_input(
     """Return what `prepare_loss_input` does for packed logits, which are [1, T/cp, V/tp]; data stays [B, S]."""
     _require_rank(vocab_parallel_rank, vocab_parallel_group)
     sharding = Sharding(
-        vocab_parallel_group, context_parallel_group, None, _offsets(cu_seqlens_q), _offsets(cu_seqlens_q_padded)
+        vocab_parallel_group, context_parallel_group, None, *_offsets(cu_seqlens_q, cu_seqlens_q_padded)
     )
     return _read_output(logits, data, loss_fn, sharding), data
 
@@ -92,7 +92,9 @@ def wrap_loss_fn_with_input_preparation(
         vocab_parallel_group=vocab_parallel_group,
         context_parallel_group=context_parallel_group,
     )
-    return loss_fn(data=data, global_valid_seqs=global_valid_seqs, global_valid_toks=global_valid_toks, **inputs)
+    # Which counts may be None is the loss's to say.
+    counts: dict[str, Any] = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
+    return loss_fn(data=data, **counts, **inputs)
 
 
 class PackedLossWrapper(losses.SequencePackingLossWrapper):
@@ -117,7 +119,7 @@ class PackedLossWrapper(losses.SequencePackingLossWrapper):
                 f"prepare_fn={prepare_fn!r}: packed logits are read by prepare_loss_input or prepare_packed_loss_input "
                 "of nemo_rl.algorithms.loss"
             )
-        super().__init__(loss_fn, _offsets(cu_seqlens_q), _offsets(cu_seqlens_q_padded))
+        super().__init__(loss_fn, *_offsets(cu_seqlens_q, cu_seqlens_q_padded))
         self._groups = (vocab_parallel_rank, vocab_parallel_group, context_parallel_group)
 
     def __call__(
@@ -130,5 +132,7 @@ class PackedLossWrapper(losses.SequencePackingLossWrapper):
         return super().__call__(next_token_logits, data, global_valid_seqs, global_valid_toks, *self._groups)
 
 
-def _offsets(cu_seqlens: Tensor | tuple[int, ...] | None) -> Tensor | None:
-    return None if cu_seqlens is None else torch.as_tensor(cu_seqlens)
+def _offsets(
+    cu_seqlens: Tensor | tuple[int, ...], padded: Tensor | tuple[int, ...] | None
+) -> tuple[Tensor, Tensor | None]:
+    return torch.as_tensor(cu_seqlens), None if padded is None else torch.as_tensor(padded)

@@ -56,16 +56,14 @@ class _TokenLevel(Setting):
         loss.loss_type = losses.LossType.TOKEN_LEVEL if value else losses.LossType.SEQUENCE_LEVEL
 
 
-@settings_as_attributes(ClippedPGLossConfig)
+@settings_as_attributes(
+    ClippedPGLossConfig, reference_policy_kl_penalty=_PenaltyInLoss, token_level_loss=_TokenLevel
+)
 class ClippedPGLossFn(NeedsRank, losses.ClippedPGLossFn):
     """`rl_megatron.losses.ClippedPGLossFn` with NeMo RL's settings."""
 
     def __init__(self, cfg: Any = None) -> None:
         super().__init__(parse_settings(ClippedPGLossConfig, cfg))
-
-
-ClippedPGLossFn.reference_policy_kl_penalty = _PenaltyInLoss("reference_policy_kl_penalty")
-ClippedPGLossFn.token_level_loss = _TokenLevel("token_level_loss")
 
 
 class NLLLoss(NeedsRank, losses.NLLLoss):

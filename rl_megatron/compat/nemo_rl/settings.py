@@ -28,12 +28,17 @@ class Setting:
         loss.cfg = replace(loss.cfg, **{self._name: value})
 
 
-def settings_as_attributes(config: type) -> Callable[[LossClass], LossClass]:
-    """Return a class decorator that makes every field of a config dataclass a `Setting` of the loss."""
+def settings_as_attributes(config: type, **kinds: type[Setting]) -> Callable[[LossClass], LossClass]:
+    """Return a class decorator that makes every field of a config dataclass a `Setting` of the loss.
+
+    Args:
+        config: The dataclass.
+        kinds: The subclass of `Setting` for each field that needs one.
+    """
 
     def add(loss: LossClass) -> LossClass:
         for field in fields(config):
-            setattr(loss, field.name, Setting(field.name))
+            setattr(loss, field.name, kinds.get(field.name, Setting)(field.name))
         return loss
 
     return add

@@ -167,7 +167,7 @@ class TransformersEngine:
     def _join(self) -> None:
         """Join policy and engines in one process group, the policy's ranks first."""
         before = self.policy.topology.world_size
-        address = self._from_rank_0(_free_address() if self._leads else None)
+        address = self._from_rank_0(_free_address)
         common = (before + len(self._devices), self._timeout, self.policy.topology.device.type)
         handles = self.policy.init_collective(*address, before + len(self._devices), self._timeout)
         questions = [(*address, before + index, *common) for index in range(len(self._devices))]
@@ -190,7 +190,7 @@ class TransformersEngine:
                     for handle in handles:
                         handle.wait()
                 elif self._leads:
-                    heard = self._workers.answers(_JOINING_POLL_SECONDS)
+                    heard = self._engines().answers(_JOINING_POLL_SECONDS)
                     failure = heard and heard.failure
             except CollectiveFailed as error:
                 failure = str(error)
@@ -199,6 +199,16 @@ class TransformersEngine:
             if failures:
                 raise CollectiveFailed(failures[0])
             joined = tuple(over for over, _ in states)
+
+    def _engines(self) -> EngineWorkers:
+        """Return the engines that run, on rank 0.
+
+        Raises:
+            RuntimeError: none runs, or this is another rank.
+        """
+        if self._workers is None:
+            raise RuntimeError("no rollout engine runs here: rank 0 of the policy starts them at the first weight sync")
+        return self._workers
 
     def _leave(self, at_once: bool) -> None:
         self._served, self._started = None, False
@@ -222,7 +232,7 @@ class TransformersEngine:
             WeightsRefused: on every rank.
         """
         if self._leads:
-            self._workers.ask(method, *arguments_of_each)
+            self._engines().ask(method, *arguments_of_each)
         broken = None
         if meanwhile is not None:
             try:
@@ -231,7 +241,7 @@ class TransformersEngine:
                 broken = str(error)
             broken = next((each for each in self._of_every_rank(broken) if each is not None), None)
         if broken is not None and self._leads:
-            self._workers.hurry(_SECONDS_AFTER_A_BREAK, "a collective failed")
+            self._engines().hurry(_SECONDS_AFTER_A_BREAK, "a collective failed")
         answers = self._answers()
         if answers.died is not None:
             raise EngineDied(answers.died)
@@ -252,11 +262,12 @@ class TransformersEngine:
         """
         answers = None
         while answers is None:
-            answers = self._from_rank_0(self._workers.answers(self._timeout / 4) if self._leads else None)
+            answers = self._from_rank_0(lambda: self._engines().answers(self._timeout / 4))
         return answers
 
-    def _from_rank_0(self, value: _T) -> _T:
-        box = [value]
+    def _from_rank_0(self, read: Callable[[], _T]) -> _T:
+        """Return, on every rank, what `read` returns on rank 0, which alone calls it."""
+        box: list[Any] = [read() if self._leads else None]
         if self.policy.topology.world_size > 1:
             dist.broadcast_object_list(box, src=0, device=self.policy.topology.device)
         return box[0]

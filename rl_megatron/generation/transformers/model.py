@@ -45,7 +45,7 @@ def _route_in_fp32(router: torch.nn.Module) -> None:
     as_it_was = copy.copy(router)  # it shares the parameters
 
     def forward(hidden_states: Tensor) -> tuple[Tensor, ...]:
-        return functional_call(as_it_was, {"weight": router.weight.float()}, (hidden_states.float(),))
+        return functional_call(as_it_was, {"weight": router.get_parameter("weight").float()}, (hidden_states.float(),))
 
     router.forward = forward
 

@@ -17,7 +17,7 @@ import struct
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,7 @@ class EngineWorkers:
                 break
             if now >= until:
                 return None
-            by_connection = {worker.connection: worker for worker in self._waiting.values()}
+            by_connection: dict[Any, _Worker] = {worker.connection: worker for worker in self._waiting.values()}
             for connection in wait(list(by_connection), min(until, self._deadline) - now):
                 self._hear(by_connection[connection])
         if self._answers == Answers():
@@ -166,7 +166,7 @@ class EngineWorkers:
         (kind,) = failure
         as_grave = _GRAVEST_FIRST[: _GRAVEST_FIRST.index(kind) + 1]
         if all(getattr(self._answers, each) is None for each in as_grave):
-            self._answers = Answers(**failure)
+            self._answers = replace(Answers(), **failure)
 
     def shutdown(self, at_once: bool = False) -> None:
         for worker in self._workers:

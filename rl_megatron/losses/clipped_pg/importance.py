@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rl_megatron.losses import functional as F
@@ -12,8 +13,11 @@ from rl_megatron.losses.mismatch import mismatch_metrics
 
 
 def importance_weights(
-    cfg: ClippedPGLossConfig, prev_logprobs: Tensor, generation_logprobs: Tensor, token_mask: Tensor
-) -> tuple[Tensor, Tensor]:
+    cfg: ClippedPGLossConfig,
+    prev_logprobs: Float[Tensor, "batch tokens"],
+    generation_logprobs: Float[Tensor, "batch tokens"],
+    token_mask: Float[Tensor, "batch tokens"],
+) -> tuple[Float[Tensor, "batch tokens"], Bool[Tensor, "batch tokens"]]:
     """Return (π_prev/π_generation after truncation, whether it was outside its bounds) of every token.
 
     Under GSPO the weight is the sequence's: the product over its tokens.
@@ -37,13 +41,13 @@ def importance_weights(
 
 def generation_metrics(
     cfg: ClippedPGLossConfig,
-    logprobs: Tensor,
-    prev_logprobs: Tensor,
-    generation_logprobs: Tensor,
-    weights: Tensor,
-    outside: Tensor,
+    logprobs: Float[Tensor, "batch tokens"],
+    prev_logprobs: Float[Tensor, "batch tokens"],
+    generation_logprobs: Float[Tensor, "batch tokens"],
+    weights: Float[Tensor, "batch tokens"],
+    outside: Bool[Tensor, "batch tokens"],
     means: Means,
-) -> dict[str, Tensor]:
+) -> dict[str, Float[Tensor, ""]]:
     """Return how far π_prev is from the engine that generated the tokens, and what the correction does about it.
 
     Shapes: all tensors [B, S-1]; `weights` and `outside` are those of `importance_weights`.

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from rl_megatron.losses import functional as F
@@ -99,9 +100,9 @@ class ClippedPGLossFn(LogprobLoss):
         data: Mapping[str, Any],
         global_valid_seqs: Count,
         global_valid_toks: Count,
-        next_token_logprobs: Tensor,
-        next_token_entropy: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+        next_token_logprobs: Shaped[Tensor, "batch tokens"],
+        next_token_entropy: Shaped[Tensor, "batch tokens"] | None = None,
+    ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
         cfg, streams = self.cfg, self.streams(data, next_token_logprobs)
         means = Means(cfg, streams, global_valid_seqs, global_valid_toks)
         logprobs = streams.select("next_token_logprobs", next_token_logprobs)

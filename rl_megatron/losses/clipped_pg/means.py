@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxtyping import Float
 from torch import Tensor
 
 from rl_megatron.losses import functional as F
@@ -21,17 +22,21 @@ class Means:
     global_valid_seqs: Count
     global_valid_toks: Count
 
-    def over_tokens(self, values: Tensor) -> Tensor:
+    def over_tokens(self, values: Float[Tensor, "batch tokens"]) -> Float[Tensor, ""]:
         """Return the mean over tokens."""
         return F.masked_mean(values, self.streams.mask, global_normalization_factor=self.global_valid_toks)
 
-    def over_sequences(self, values: Tensor) -> Tensor:
+    def over_sequences(self, values: Float[Tensor, "batch tokens"]) -> Float[Tensor, ""]:
         """Return the mean over sequences of each sequence's mean over its tokens."""
         return F.sequence_mean(values, self.streams.mask, self.streams.sample_mask, self.global_valid_seqs)
 
-    def of_loss(self, values: Tensor) -> Tensor:
+    def of_loss(self, values: Float[Tensor, "batch tokens"]) -> Float[Tensor, ""]:
         """Return the mean that the loss takes: over tokens, sequences, or sequences of a length taken as fixed."""
         if self.cfg.fixed_sequence_length is not None:
+            if self.global_valid_seqs is None:
+                raise TypeError(
+                    f"fixed_sequence_length={self.cfg.fixed_sequence_length} needs global_valid_seqs, and got None"
+                )
             count = self.global_valid_seqs * self.cfg.fixed_sequence_length
             return F.masked_mean(values, self.streams.mask, global_normalization_factor=count)
         return self.over_tokens(values) if self.cfg.token_level_loss else self.over_sequences(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from rl_megatron.losses import functional as F
@@ -10,8 +11,11 @@ from rl_megatron.losses.clipped_pg.means import Means
 
 
 def policy_ratio(
-    cfg: ClippedPGLossConfig, logprobs: Tensor, prev_logprobs: Tensor | None, mask: Tensor
-) -> tuple[Tensor, Tensor]:
+    cfg: ClippedPGLossConfig,
+    logprobs: Float[Tensor, "batch tokens"],
+    prev_logprobs: Float[Tensor, "batch tokens"] | None,
+    mask: Shaped[Tensor, "batch tokens"],
+) -> tuple[Float[Tensor, "batch tokens"], Float[Tensor, "batch tokens"]]:
     """Return (ratio π/π_prev, clipped ratio) of every token.
 
     With disable_ppo_ratio both are the logprobs themselves, and prev_logprobs is not read.
@@ -31,7 +35,9 @@ def policy_ratio(
     return ratio, F.clip_ratio(ratio, below=cfg.ratio_clip_min, above=cfg.ratio_clip_max)
 
 
-def ratio_metrics(ratio: Tensor, clipped: Tensor, means: Means) -> dict[str, Tensor]:
+def ratio_metrics(
+    ratio: Float[Tensor, "batch tokens"], clipped: Float[Tensor, "batch tokens"], means: Means
+) -> dict[str, Float[Tensor, ""]]:
     """Return the share of clipped tokens, and mean, minimum and maximum of the ratio and of the clipped ratio."""
     mask = means.streams.mask
     metrics = {"clip_fraction": means.over_tokens((ratio != clipped).to(ratio))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxtyping import Float
 from torch import Tensor
 
 from rl_megatron.losses import functional as F
@@ -9,8 +10,12 @@ from rl_megatron.losses.clipped_pg.config import ClippedPGLossConfig
 
 
 def surrogate_loss(
-    cfg: ClippedPGLossConfig, advantages: Tensor, ratio: Tensor, clipped_ratio: Tensor, logprobs: Tensor
-) -> Tensor:
+    cfg: ClippedPGLossConfig,
+    advantages: Float[Tensor, "batch tokens"],
+    ratio: Float[Tensor, "batch tokens"],
+    clipped_ratio: Float[Tensor, "batch tokens"],
+    logprobs: Float[Tensor, "batch tokens"],
+) -> Float[Tensor, "batch tokens"]:
     """Return the loss of every token: PPO's, with a ceiling if dual clip is on, or CISPO's.
 
     Shapes: all arguments and the result [B, S-1].
