@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import rl_megatron
 
 STUB = Path(rl_megatron.__file__).with_suffix(".pyi")
@@ -33,9 +35,5 @@ def test_importing_the_package_imports_no_torch():
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    try:
-        rl_megatron.MegatronPolicies
-    except AttributeError as error:
-        assert "MegatronPolicies" in str(error)
-    else:
-        raise AssertionError("an unknown name was found")
+    with pytest.raises(AttributeError, match="MegatronPolicies"):
+        _ = rl_megatron.MegatronPolicies

@@ -16,13 +16,15 @@ from rl_megatron.algorithms.sampling import stage_sampling
 from rl_megatron.algorithms.tokenizer import run_tokenizer
 from rl_megatron.batching.packing import round_up
 from rl_megatron.checkpoint.directory import Damaged, check_head, complete_checkpoints, read_manifest
-from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.load import from_yaml, to_yaml
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.engines import check_engine
+from rl_megatron.losses.foreign import as_loss
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.model.build import check_vocabulary
+from rl_megatron.observability.sinks import SINKS
 from rl_megatron.topology.context_parallel import zigzag_chunks
 from rl_megatron.topology.topology import sequence_multiple
 
@@ -39,6 +41,7 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
     """
     if output_dir.exists() and not output_dir.is_dir():
         raise ConfigError(f"output_dir={output_dir} is a file; choose a directory")
+    _check_sinks(config)
     tokenizer = _bad_input_named(lambda: run_tokenizer(config.first, output_dir))
     if config.first.model.vocab_size is not None:
         tokenizer.leave_out_special_tokens_from(config.first.model.vocab_size)
@@ -170,6 +173,7 @@ def check_loss(stage: StageConfig) -> None:
         raise ConfigError(f"loss.name is not set, and {algorithm} learns by a loss; set it: {needs.choices}")
     try:
         loss_fn = configured_loss(stage.loss)
+        as_loss(loss_fn)  # refuses what no policy could run
     except (KeyError, TypeError, ValueError) as error:  # an unknown key, a wrong type, a value out of range
         raise ConfigError(f"loss: {error.args[0] if error.args else error}") from error
     if not needs.suits(loss_fn):
@@ -179,6 +183,15 @@ def check_loss(stage: StageConfig) -> None:
     missing = sorted(set(getattr(loss_fn, "required_keys", ())) - needs.batch_keys)
     if missing:
         raise ConfigError(f"loss.name={name} needs {missing}, which {algorithm}'s batches do not carry")
+
+
+def _check_sinks(config: RunConfig) -> None:
+    """Refuse unknown metric sinks, and a run without the file that its report and its resumption read."""
+    for name in config.metric_sinks:
+        if name not in SINKS:
+            raise ConfigError(f"metric_sinks: there is no metric sink {name!r}{nearest(name, SINKS)}")
+    if "jsonl" not in config.metric_sinks:
+        raise ConfigError(f"metric_sinks={list(config.metric_sinks)}: curves.png is drawn from jsonl's file; add jsonl")
 
 
 def _check_unchanged(config: RunConfig, output_dir: Path) -> None:

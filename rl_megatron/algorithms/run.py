@@ -74,7 +74,7 @@ def _run(config: RunConfig) -> None:
     _refuse_failure(on_main_rank(lambda: _begin_output(config, output_dir, tokenizer)))
     if dist.get_rank() == 0:
         log.LOGGER.info("%s, %s, vocabulary of %d", layout.describe(), device.type, tokenizer.vocab_size)
-    metrics_logger = MetricsLogger(output_dir, enabled=dist.get_rank() == 0)
+    metrics_logger = _on_all_or_none(lambda: _open_metrics(config, output_dir))
     results: dict[str, Any] = {}
     weights = Path(config.init_from) if config.init_from else None
     try:
@@ -92,6 +92,18 @@ def _run(config: RunConfig) -> None:
         kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
         raise type(error)(f"{error}; {kept}") from error
     metrics_logger.finish(_summary(results, layout, time.perf_counter() - started))
+
+
+def _open_metrics(config: RunConfig, output_dir: Path) -> MetricsLogger:
+    """Return the run's logger, whose sinks rank 0 opens.
+
+    Raises:
+        ConfigError: a sink cannot be opened.
+    """
+    try:
+        return MetricsLogger(output_dir, enabled=dist.get_rank() == 0, sinks=config.metric_sinks)
+    except Exception as error:  # a sink may be the user's code, and the other ranks wait to hear of it
+        raise ConfigError(f"metric_sinks={list(config.metric_sinks)} cannot be opened: {error}") from error
 
 
 def _put_back_checkpoints(output_dir: Path) -> None:

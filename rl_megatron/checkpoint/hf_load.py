@@ -55,11 +55,11 @@ class HuggingFaceWeights:
         Raises:
             OSError: a file ends early; it was cut after it was checked.
         """
+        model.version += 1  # even if reading fails: some weights may have changed by then
         with WeightReader(self.places) as reader:
             for piece in pieces(model.chunks):
                 if model.head == "lm" or not piece.name.startswith(HEAD_PREFIX):
                     _fill(piece, self.table.of_megatron[piece.name], reader)
-        model.version += 1
 
 
 def open_hugging_face(directory: Path) -> HuggingFaceWeights:

@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
     inspect.add_argument("--no-verify", action="store_true", help="leave the files' contents unread")
     inspect.add_argument("--json", action="store_true", help="for programs")
+    _add_plugins(inspect)
     _add_convert(commands)
     return parser
 
@@ -62,6 +63,14 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
         if name == "export":
             limit = "largest file of weights, such as 500MB or 5GB (the default)"
             direction.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help=limit)
+        _add_plugins(direction)
+
+
+def _add_plugins(command: argparse.ArgumentParser) -> None:
+    """Add the options of a command that reads no configuration, which would list plugins."""
+    plugin = "a module of your own to import first, such as one with a model family; may be given several times"
+    command.add_argument("--plugin", action="append", default=[], metavar="MODULE", help=plugin)
+    command.add_argument("--config-dir", help="a directory whose modules can be plugins")
 
 
 def _convert(parsed: argparse.Namespace) -> int:
@@ -79,6 +88,10 @@ def main(arguments: list[str] | None = None) -> int:
     if any(argument.startswith("-") for argument in rest) or (rest and parsed.command in ("inspect", "convert")):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
+        if parsed.command in ("convert", "inspect"):
+            from rl_megatron.config.plugins import import_plugins
+
+            import_plugins(parsed.plugin, Path(parsed.config_dir) if parsed.config_dir else None)
         if parsed.command == "convert":
             return _convert(parsed)
         if parsed.command == "inspect":

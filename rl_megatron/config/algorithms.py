@@ -29,7 +29,7 @@ from rl_megatron.config.schema import (
     section,
 )
 
-register_algorithm_config = register_class("name", ALGORITHM_CONFIGS)
+register_algorithm_config = register_class("name", ALGORITHM_CONFIGS, declared="learns_from")
 
 
 @section

@@ -12,7 +12,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.named_class import register_class
 from rl_megatron.config.schema import SOURCE_CONFIGS, DataConfig, StageConfig, section
 
-register_source_config = register_class("source", SOURCE_CONFIGS)
+register_source_config = register_class("source", SOURCE_CONFIGS, declared="heldout_kind")
 
 
 def sources_providing(kind: str) -> list[str]:

@@ -32,8 +32,14 @@ def named_class(key: str, registry: Registry[Any]) -> BeforeValidator:
     return BeforeValidator(build)
 
 
-def register_class(key: str, registry: Registry[Any]) -> Callable[[ClassT], ClassT]:
-    """Return a class decorator that registers a section's dataclass under the default of its field `key`."""
+def register_class(key: str, registry: Registry[Any], declared: str) -> Callable[[ClassT], ClassT]:
+    """Return a class decorator that registers a section's dataclass under the default of its field `key`.
+
+    Args:
+        key: The field whose default is the name.
+        registry: Where the class goes.
+        declared: The ClassVar that every such class has to set.
+    """
 
     def add(cls: ClassT) -> ClassT:
         settings = cls.__dict__.get("__pydantic_config__")
@@ -46,6 +52,8 @@ def register_class(key: str, registry: Registry[Any]) -> Callable[[ClassT], Clas
         if not isinstance(name, str):
             where = f"{cls.__module__}.{cls.__qualname__}.{key}"
             raise TypeError(f'{where} needs a default, the name to register, as in {key}: Literal["mine"] = "mine"')
+        if not hasattr(cls, declared):
+            raise TypeError(f"{cls.__module__}.{cls.__qualname__} must declare the class variable {declared}")
         return registry.register(name)(cls)
 
     return add

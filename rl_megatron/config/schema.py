@@ -351,6 +351,7 @@ class RunConfig:
     stages: dict[str, StageConfig]
     output_dir: str
     plugins: tuple[str, ...] = ()  # modules of the user's own that register losses, tasks, algorithms, …
+    metric_sinks: tuple[str, ...] = ("jsonl", "tensorboard")  # where metrics are written; jsonl is always one of them
     init_from: str | None = None  # a checkpoint directory to start the first stage from
     resume: bool = True  # continue from the newest checkpoint in output_dir
 

@@ -33,6 +33,7 @@ class EngineKind:
     check: CheckEngine = _accept
 
 
+_OWN_ENGINES = "rl_megatron.generation.engines"  # they are declared in config/engines.py before they are registered
 ENGINES: Registry[EngineKind] = Registry("rollout engine")
 
 
@@ -52,8 +53,10 @@ def register_engine(
     """
 
     def add(build: BuildEngine) -> BuildEngine:
+        if name in ENGINE_DECLARATIONS and build.__module__ != _OWN_ENGINES:
+            raise ValueError(f"rollout engine {name!r} is one of the package's own; choose another name")
         ENGINES.register(name)(EngineKind(build, check))
-        if name not in ENGINE_DECLARATIONS:  # those of the package are declared in config/engines.py
+        if name not in ENGINE_DECLARATIONS:
             ENGINE_DECLARATIONS.register(name)(EngineDeclaration(runs_in_processes))
         return build
 

@@ -24,14 +24,26 @@ def accepts_deferred_logits(read_output: Method) -> Method:
     The mark belongs to the method: a subclass with a `read_output` of its own is given whole logits, which is right
     whatever it does with them and only slower, until it says that it takes both.
     """
-    read_output.__dict__["accepts_deferred_logits"] = True
+    read_output.__dict__["accepts_deferred_logits"] = read_output
     return read_output
+
+
+def _only_reads_and_evaluates(on_output: Method) -> Method:
+    """Mark a `Loss.on_output` that hands the output to `read_output` and does nothing else with it; return it."""
+    on_output.__dict__["only_reads_and_evaluates"] = on_output
+    return on_output
 
 
 def _adds_nothing_to_evaluate(call: Method) -> Method:
     """Mark a `Loss.__call__` that runs `read_output` and `evaluate` and nothing else, and return it."""
-    call.__dict__["adds_nothing_to_evaluate"] = True
+    call.__dict__["adds_nothing_to_evaluate"] = call
     return call
+
+
+def _is_marked(method: Callable[..., Any], mark: str) -> bool:
+    """Return whether the method itself has the mark: `functools.wraps` copies marks to other functions."""
+    function = getattr(method, "__func__", method)
+    return getattr(function, mark, None) is function
 
 
 class Loss(ABC):
@@ -79,13 +91,17 @@ class Loss(ABC):
 
     @property
     def reads_deferred_logits(self) -> bool:
-        """Whether `read_output` takes `DeferredLogits` as well as logits: see `accepts_deferred_logits`."""
-        return getattr(self.read_output, "accepts_deferred_logits", False)
+        """Whether `read_output` takes `DeferredLogits` as well as logits: see `accepts_deferred_logits`.
+
+        A subclass with an `on_output` of its own may read the output itself, and is given whole logits.
+        """
+        own = _is_marked(self.on_output, "only_reads_and_evaluates")
+        return own and _is_marked(self.read_output, "accepts_deferred_logits")
 
     @property
     def has_own_call(self) -> bool:
         """Whether a subclass replaced `__call__`, which may then do more than `evaluate` does."""
-        return not getattr(self.__call__, "adds_nothing_to_evaluate", False)
+        return not _is_marked(self.__call__, "adds_nothing_to_evaluate")
 
     @abstractmethod
     def read_output(self, output: Any, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
@@ -110,6 +126,7 @@ class Loss(ABC):
             TypeError: a dtype makes no sense; names the key and the dtype.
         """
 
+    @_only_reads_and_evaluates
     def on_output(
         self,
         output: Tensor | DeferredLogits,

@@ -93,8 +93,11 @@ def _check_rank(rank: int | None, group: dist.ProcessGroup | None) -> None:
 
 
 def output_form(sharding: Sharding) -> dict[str, Any]:
-    """Return the keywords that describe `sharding` in a call with a model's output."""
-    return {
+    """Return the keywords that describe `sharding` in a call with a model's output; those without a value are left out.
+
+    A loss whose call is NeMo RL's has no keyword for some of them.
+    """
+    described = {
         "vocab_parallel_rank": None if sharding.tp_group is None else dist.get_rank(sharding.tp_group),
         "vocab_parallel_group": sharding.tp_group,
         "context_parallel_group": sharding.cp_group,
@@ -102,6 +105,7 @@ def output_form(sharding: Sharding) -> dict[str, Any]:
         "cu_seqlens": sharding.cu_seqlens,
         "cu_seqlens_padded": sharding.cu_seqlens_padded,
     }
+    return {name: value for name, value in described.items() if value is not None}
 
 
 def refuse_nan(

@@ -10,7 +10,7 @@ from torch import Tensor
 from rl_megatron.logprobs import DeferredLogits, Sharding
 from rl_megatron.losses.base import LogprobLoss, Loss
 from rl_megatron.losses.calling import NaNLoss, output_form
-from rl_megatron.losses.contract import Count, LossFunction, LossInputType, Reduction
+from rl_megatron.losses.contract import Count, LossFunction, LossInputType, LossType, Reduction
 
 
 def as_loss(loss_fn: LossFunction | Loss) -> Loss:
@@ -89,7 +89,7 @@ class ProtocolLoss(LogprobLoss):
                 "rl_megatron.losses.Loss is given next_token_logprobs; let its input_type be LOGPROB, or derive it "
                 "from Loss"
             )
-        self.loss_type = loss_fn.loss_type
+        self.loss_type = getattr(loss_fn, "loss_type", LossType.TOKEN_LEVEL)  # nothing that runs a loss asks for it
         self.group_size = getattr(loss_fn, "group_size", 1)
         self.next_token_keys = getattr(loss_fn, "next_token_keys", frozenset())
 

@@ -13,8 +13,6 @@ from rl_megatron.observability.progress import ConsoleProgress
 from rl_megatron.observability.report import write_report
 from rl_megatron.observability.sinks import SINKS, MetricLine, MetricSink
 
-DEFAULT_SINKS = ("jsonl", "tensorboard")
-
 
 class MetricsLogger:
     """The metrics of one run. It makes lines of them and gives each line to every sink and to the console.
@@ -23,7 +21,7 @@ class MetricsLogger:
     does nothing.
     """
 
-    def __init__(self, output_dir: Path, enabled: bool, sinks: Sequence[str] = DEFAULT_SINKS):
+    def __init__(self, output_dir: Path, enabled: bool, sinks: Sequence[str] = ("jsonl", "tensorboard")):
         """Open the sinks.
 
         Args:

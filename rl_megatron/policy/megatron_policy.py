@@ -28,18 +28,13 @@ from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.foreign import as_loss
 from rl_megatron.model.build import Head
 from rl_megatron.model.sharded_model import ShardedModel
+from rl_megatron.policy import training_step
 from rl_megatron.policy.inference import Inference, build_runner, checked_lengths, on_device
 from rl_megatron.policy.interfaces import ColocatablePolicyInterface
 from rl_megatron.policy.optimizer import build_optimizer, build_scheduler, wrap_for_gradients
 from rl_megatron.policy.recorded_reference import RecordedReference
 from rl_megatron.policy.reference import Placement, ReferenceModel
 from rl_megatron.policy.training_memory import TrainingMemory
-from rl_megatron.policy.training_step import (
-    accumulate_gradients,
-    evaluate_batch,
-    require_whole_groups,
-    train_on_batch,
-)
 from rl_megatron.topology.topology import Topology, start_topology
 from rl_megatron.weight_sync.exporter import weights_digest
 from rl_megatron.weight_sync.ipc import WeightHandle
@@ -57,6 +52,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
 
     Attributes:
         model: The sharded model, which owns the weights and their version.
+        model_config, topology, vocab_size: Its shape, how it is sharded, and the tokenizer's vocabulary size.
         weights: Sends the weights to rollout engines.
         reference: The frozen model or the recorded logprobs that the policy is compared with, if any.
         memory: Where gradient buffers and optimizer state are.
@@ -82,6 +78,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         reference_placement: Placement = "resident",
     ):
         self.model = ShardedModel(model, topology, vocab_size=vocab_size, precision=precision, seed=seed, head=head)
+        self.model_config, self.topology, self.vocab_size = model, topology, vocab_size
         self.optimizer: MegatronOptimizer | None = None
         self.scheduler: OptimizerParamScheduler | None = None
         if optimizer is not None:
@@ -120,14 +117,9 @@ class MegatronPolicy(ColocatablePolicyInterface):
 
     @classmethod
     def from_checkpoint(
-        cls,
-        path: str | Path,
-        *,
-        parallel: ParallelConfig | None = None,
-        device: str = "auto",
-        weights_only: bool = False,
-        **options: Any,
-    ) -> Self:
+        cls, path: str | Path, *, parallel: ParallelConfig | None = None, device: str = "auto",
+        weights_only: bool = False, **options: Any,
+    ) -> Self:  # fmt: skip
         """Build a policy from a checkpoint that was saved under any parallel layout.
 
         Model, vocabulary size, head and precision are the checkpoint's. The other arguments are those of `from_hf`, and
@@ -142,23 +134,6 @@ class MegatronPolicy(ColocatablePolicyInterface):
         policy = cls(saved_model(Path(path), manifest), topology, **saved | options)
         policy.load_checkpoint(path, weights_only=weights_only)
         return policy
-
-    # --- what the model is ---
-
-    @property
-    def topology(self) -> Topology:
-        """How the model is sharded over ranks."""
-        return self.model.topology
-
-    @property
-    def model_config(self) -> ModelConfig:
-        """The model's shape."""
-        return self.model.config
-
-    @property
-    def vocab_size(self) -> int:
-        """The tokenizer's vocabulary size."""
-        return self.model.vocab_size
 
     @property
     def weight_version(self) -> int:
@@ -215,7 +190,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         loss, gbs = as_loss(loss_fn), gbs or self._global_batch_size
         batching = self._batching(mbs)
         per_microbatch = {"mbs": batching.sequences} if batching.kind == "padded" else {}
-        require_whole_groups(loss, {"the batch": data.size, "gbs": gbs, **per_microbatch})
+        training_step.require_whole_groups(loss, {"the batch": data.size, "gbs": gbs, **per_microbatch})
         lengths = checked_lengths(self.model_config, data)
         data = on_device(data, self.topology.device)
         if eval_mode:
@@ -228,10 +203,10 @@ class MegatronPolicy(ColocatablePolicyInterface):
             batch = data.slice(rows.start, rows.stop)
             planned = self._plan(batch, lengths[rows], batching, loss)
             if eval_mode:
-                reports.append(evaluate_batch(self.runner, batch, planned, loss))
+                reports.append(training_step.evaluate_batch(self.runner, batch, planned, loss))
             else:
                 update = self._optimizer_and_scheduler()
-                reports.append(train_on_batch(self.model, self.runner, *update, batch, planned, loss))
+                reports.append(training_step.train_on_batch(self.model, self.runner, *update, batch, planned, loss))
         self.model.set_training(False)  # weights are gathered by the next step's forward, or by whoever reads them
         result = over_steps(reports, loss)
         return result | ({} if eval_mode else {"num_updates": int(sum(r["updated"] for r in reports))})
@@ -248,7 +223,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         self.prepare_for_training()
         optimizer, _ = self._optimizer_and_scheduler()
         denominators = Denominators.count(batch)
-        report = accumulate_gradients(self.model, self.runner, optimizer, planned, loss, denominators)
+        report = training_step.accumulate_gradients(self.model, self.runner, optimizer, planned, loss, denominators)
         self.finish_training()
         return report
 

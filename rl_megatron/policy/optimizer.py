@@ -107,6 +107,7 @@ def build_scheduler(optimizer: MegatronOptimizer, config: OptimizerConfig, total
     Raises:
         ConfigError: The warmup is longer than the decay, or `min_lr` exceeds `lr`.
     """
+    config.check("optimizer")  # a script may not have gone through load_config
     decay_steps = config.decay_steps or max(total_steps, config.warmup_steps + 1)
     return OptimizerParamScheduler(
         optimizer,

@@ -18,6 +18,7 @@ from rl_megatron.model.shards import pieces
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
+from rl_megatron.weight_sync.exporter import weights_digest
 from tests.parallel.family_cases import CASES, SHAPE, architecture, assert_same_tensors, hf_model, save, tensors
 
 VOCAB_SIZE = SHAPE["vocab_size"]
@@ -73,8 +74,18 @@ def build(parallel: dict, model: ModelConfig, precision: str = "fp32") -> Megatr
     return MegatronPolicy(model, layout, vocab_size=VOCAB_SIZE, precision=precision)
 
 
-def logits_and_checkpoint(parallel: dict, model: ModelConfig, checkpoint: str, batch: dict, directory: str):
-    """Every logit of the policy that began with `checkpoint`, and where it was saved under this layout."""
+def logits_and_checkpoint(
+    parallel: dict, model: ModelConfig, source: str, checkpoint: str, batch: dict, directory: str
+):
+    """Every logit of the policy that began with `checkpoint`, and where it was saved under this layout.
+
+    A policy built straight from the Hugging Face directory `source` has the same weights, bit for bit.
+    """
+    policy = build(parallel, model)
+    policy.load_checkpoint(checkpoint, weights_only=True)
+    of_import = weights_digest(policy.model)
+    direct = MegatronPolicy.from_hf(source, parallel=ParallelConfig(**parallel), device="cpu")
+    assert weights_digest(direct.model) == of_import and direct.model_config == model
     policy = build(parallel, model)
     policy.load_checkpoint(checkpoint, weights_only=True)
     top = policy.get_topk_logits(BatchedDataDict(batch), k=VOCAB_SIZE)
@@ -86,7 +97,7 @@ def logits_and_checkpoint(parallel: dict, model: ModelConfig, checkpoint: str, b
 def test_logits_are_those_of_transformers_and_tensors_come_back(ranks, imported, tmp_path, case, layout):
     """Imported, computed with under the layout, saved by it, exported."""
     of, run = imported(case), tmp_path / "run"
-    given = (layout[1], of.model, str(of.checkpoint), of.batch, str(run / "checkpoints" / "sft"))
+    given = (layout[1], of.model, str(of.source), str(of.checkpoint), of.batch, str(run / "checkpoints" / "sft"))
     logits, saved = ranks.run(layout[0], logits_and_checkpoint, *given)[0]
     assert (logits - of.logits).abs().max() <= 1e-4
     assert of.logits.std() > 0.3, "logits that are all alike would hide errors"

@@ -1,5 +1,6 @@
 """`as_loss`: how any loss function that a policy is given becomes a `Loss` that a runner calls by `on_output`."""
 
+import functools
 import math
 import pickle
 
@@ -174,3 +175,21 @@ def test_a_foreign_loss_reads_deferred_logits_as_ours_do():
     deferred = DeferredLogits(hidden, weight, 1)
     logits = (hidden @ weight.T).transpose(0, 1)
     torch.testing.assert_close(run(Protocol(), deferred)[0], run(Protocol(), logits)[0])
+
+
+class WrappedCall(NLLLoss):
+    @functools.wraps(NLLLoss.__call__)
+    def __call__(self, *args, **inputs):
+        loss, metrics = super().__call__(*args, **inputs)
+        return 10 * loss, metrics
+
+
+class WrappedReading(NLLLoss):
+    @functools.wraps(NLLLoss.read_output)
+    def read_output(self, output, data, sharding):
+        return super().read_output(output * 1, data, sharding)
+
+
+def test_what_functools_wraps_copies_is_no_promise():
+    torch.testing.assert_close(run(WrappedCall())[0], 10 * run(NLLLoss())[0])
+    assert not WrappedReading().reads_deferred_logits
