@@ -38,11 +38,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rl_megatron.batching.config import Batching
+from rl_megatron.batching.microbatch import Microbatch
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
 from rl_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.execution import FusedHead, Microbatch
+from rl_megatron.execution import FusedHead
 from rl_megatron.execution.microbatch import ModelInput
 from rl_megatron.losses import build_loss
 from rl_megatron.losses.contract import LossFunction
@@ -69,7 +70,7 @@ class Given:
     @classmethod
     def of(cls, microbatch: Microbatch, policy: MegatronPolicy) -> Given:
         ids, backend = microbatch.batch["input_ids"], policy.runner.backend
-        made = ModelInput.of(microbatch, policy.topology, policy.vocab_size, backend, balances_experts=False)
+        made = ModelInput.build(microbatch, policy.topology, policy.vocab_size, backend, balances_experts=False)
         layout = made.sharding.layout(made.tokens, tuple(ids.shape))
         mask = microbatch.batch["token_mask"] * microbatch.batch["sample_mask"][:, None]
         labels, mask = (layout.scatter(pad(x[:, 1:], (0, 1)), 0) for x in (ids, mask.float()))

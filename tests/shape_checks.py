@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, reduce
 from operator import or_
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from beartype import BeartypeConf, beartype
-from jaxtyping import AbstractArray, install_import_hook
+from jaxtyping import AbstractArray, config, install_import_hook
 
 CHECKED = ("rl_megatron.logprobs", "rl_megatron.losses", "rl_megatron.algorithms.advantages")
 
@@ -30,6 +31,16 @@ def install() -> None:
     if imported:
         raise RuntimeError(f"shape checks come too late: {imported} are imported already; install them first")
     install_import_hook(CHECKED, "tests.shape_checks.compare_after_call")
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Compare nothing within the block: comparing takes longer than a loss of a few tokens."""
+    config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        config.update("jaxtyping_disable", False)
 
 
 def compare_after_call(function: Callable) -> Callable:

@@ -52,7 +52,8 @@ def _fill(path: Path, manifest: dict[str, Any], into: TrainingState, weights_onl
             state, str(path), strict=strict
         )
     except dist_checkpointing.core.CheckpointingException as error:
-        raise ConfigError(f"checkpoint {path} does not fit this run: {str(error)[:_MESSAGE_LENGTH]}") from error
+        remedy = "" if partial else "; weights_only=True starts a new training from its weights alone"
+        raise ConfigError(f"checkpoint {path} does not fit this run: {str(error)[:_MESSAGE_LENGTH]}{remedy}") from error
     for index, chunk in enumerate(into.chunks):
         load_model(chunk, loaded[f"model{index}"], without=HEAD_PREFIX if new_head else None)
     if into.optimizer is None or into.scheduler is None:

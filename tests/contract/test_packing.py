@@ -18,6 +18,7 @@ from rl_megatron.losses import (
     SequencePackingLossWrapper,
     build_loss,
 )
+from tests import shape_checks
 from tests.contract.loss_cases import VOCAB
 from tests.contract.packing import PACKABLE, Shape, random_batch
 from tests.contract.test_losses import combine, valid_counts
@@ -107,7 +108,8 @@ def test_packed_equals_unpacked():
             tried.add(str(case))
         batches.add(seed)
 
-    holds()
+    with shape_checks.paused():  # thousands of calls, whose shapes the other tests of losses compare
+        holds()
     assert len(batches) >= NUM_BATCHES and len(tried) == len(PACKABLE)
 
 

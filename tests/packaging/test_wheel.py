@@ -55,7 +55,8 @@ def test_the_wheel_holds_the_package_and_every_configuration_and_nothing_else(wh
     modules = {path.relative_to(REPO).as_posix() for path in (REPO / "rl_megatron").rglob("*.py")}
     configs = {f"rl_megatron/{path.relative_to(REPO).as_posix()}" for path in (REPO / "configs").rglob("*.yaml")}
     assert "rl_megatron/configs/experiment/quickstart.yaml" in configs
-    assert held == modules | configs
+    types = {"rl_megatron/py.typed", "rl_megatron/__init__.pyi"}
+    assert held == modules | configs | types
 
 
 def test_the_console_script_trains_from_an_empty_directory(installed, tmp_path):

@@ -123,7 +123,7 @@ def test_an_export_is_what_was_imported(imported, tmp_path, case):
 
 
 def parameters(model: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
-    return sorted({(piece.name, piece.global_shape) for piece in pieces(build({}, model).chunks)})
+    return sorted({(piece.name, piece.global_shape) for piece in pieces(build({}, model).model.chunks)})
 
 
 @pytest.mark.parametrize("case", CASES)

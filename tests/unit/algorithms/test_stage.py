@@ -1,6 +1,7 @@
 """The steps of a stage: when it evaluates, saves and where it starts again; held-out measurements."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -245,7 +246,7 @@ class Judge:
     """A model whose logprobs and scores are laid ready."""
 
     def __init__(self, head, **answers):
-        self.head, self.answers = head, answers
+        self.model, self.answers = SimpleNamespace(head=head), answers
         self.has_reference = "reference_logprobs" in answers
 
     def __getattr__(self, name):
