@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -189,6 +190,7 @@ def test_another_process_opens_the_weights_and_nothing_is_left_when_it_is_killed
 
 def cycles(parallel: dict, offload: bool) -> tuple[dict, list[int], int]:
     """(Weights after twenty steps, bytes of living tensors after the third and the last, of gradients in between)."""
+    others = {id(tensor): weakref.ref(tensor) for tensor in living_tensors()}  # of earlier tests on this rank
     policy = llama(parallel, dataclasses.replace(LLAMA, num_layers=2), optimizer=DISTRIBUTED_OPTIMIZER)
     batch, living, gradients = random_batch(4, 12, 0), [], 0
     for cycle in range(20):
@@ -202,14 +204,19 @@ def cycles(parallel: dict, offload: bool) -> tuple[dict, list[int], int]:
             buffers = [buffer for chunk in policy.model.chunks for buffer in chunk.buffers]
             gradients += sum(buffer.grad_data.untyped_storage().size() for buffer in buffers)
             if cycle in (2, 19):
-                living.append(bytes_of_tensors())
+                living.append(bytes_besides(others))
     return digests(policy.stream_weights()), living, gradients
 
 
-def bytes_of_tensors() -> int:
-    gc.collect()
-    tensors = [found for found in gc.get_objects() if type(found) in (torch.Tensor, torch.nn.Parameter)]
+def bytes_besides(others: dict[int, weakref.ref]) -> int:
+    """Return the bytes of the living tensors that are not among `others`, weak references by id."""
+    tensors = [tensor for tensor in living_tensors() if others.get(id(tensor), lambda: None)() is not tensor]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().size() for t in tensors}.values())
+
+
+def living_tensors() -> list[torch.Tensor]:
+    gc.collect()
+    return [found for found in gc.get_objects() if type(found) in (torch.Tensor, torch.nn.Parameter)]
 
 
 @pytest.mark.parametrize("layout", [(1, {}), (2, {})], ids=str)
