@@ -13,6 +13,7 @@ from rl_megatron.algorithms.preflight import (
     _check_budget,
     _check_keep_best,
     _check_saved,
+    _check_sinks,
     _check_unchanged,
     check_loss,
     weights_source,
@@ -308,3 +309,12 @@ def test_an_engine_on_the_cpu_needs_shared_memory_beside_gpus():
 def test_an_unknown_measure_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match="train.keep_best='acuracy'.*'accuracy', 'nll_per_token'"):
         load_config(["train.keep_best=acuracy"])
+
+
+@pytest.mark.parametrize(
+    ("sinks", "words"),
+    [("[jsonl,tensorbord]", "no metric sink 'tensorbord'; did you mean 'tensorboard'"), ("[tensorboard]", "add jsonl")],
+)
+def test_metric_sinks_that_cannot_be_used(sinks, words):
+    with pytest.raises(ConfigError, match=words):
+        _check_sinks(load_config([f"metric_sinks={sinks}"]))

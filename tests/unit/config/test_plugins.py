@@ -6,6 +6,7 @@ from typing import Literal
 
 import pytest
 
+from rl_megatron.cli import main
 from rl_megatron.config import plugins
 from rl_megatron.config.algorithms import register_algorithm_config
 from rl_megatron.config.errors import ConfigError
@@ -109,3 +110,13 @@ def test_settings_that_would_take_unknown_keys_cannot_be_registered():
         register_algorithm_config(Loose)
     with pytest.raises(TypeError, match="Nameless.name needs a default"):
         register_algorithm_config(Nameless)
+
+
+@pytest.mark.parametrize("command", [["convert", "import", "nowhere", "here"], ["inspect", "nowhere"]], ids=str)
+def test_commands_without_a_configuration_import_plugins_too(directory, command, capsys):
+    (directory / "plugin_of_mine.py").write_text("print('imported')")
+    options = ["--plugin", "plugin_of_mine", "--config-dir", str(directory)]
+    assert main([*command, *options]) == 2, "there is nothing to convert or inspect"
+    assert "imported" in capsys.readouterr().out
+    assert main([*command, "--plugin", "no_such_plugin"]) == 2
+    assert "no_such_plugin" in capsys.readouterr().err
