@@ -50,8 +50,12 @@ class DataSource(Generic[ConfigT]):
         self.stage, self.data = stage, data
 
     def texts(self) -> Iterator[str]:
-        """Return the training text that a tokenizer can be trained on."""
-        raise NotImplementedError(f"{type(self).__name__} does not define texts()")
+        """Return the training text that a tokenizer can be trained on.
+
+        Raises:
+            ConfigError: the source has none; a run on it names a tokenizer.
+        """
+        raise ConfigError(f"data.source={self.data.source} has no text to train a tokenizer on; set tokenizer.path")
 
     def dataset(self, kind: str, tokenizer: Tokenizer) -> Dataset:
         """Return the training data of a kind that becomes batches without the policy: documents, answers, pairs.
@@ -75,7 +79,7 @@ class DataSource(Generic[ConfigT]):
         Raises:
             ConfigError: nothing is held out.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not define heldout()")
+        raise ConfigError(f"data.source={self.data.source} has no held-out data: {type(self).__name__} lacks heldout()")
 
 
 def heldout_part(parts: tuple[PartT, PartT], data: DataConfig) -> PartT:
