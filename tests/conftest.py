@@ -1,4 +1,5 @@
 import gc
+import logging
 import os
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported; worker processes inherit it
 
+from rl_megatron import log
 from tests import shape_checks
 from tests.worker_pool import WorkerPool
 
@@ -25,6 +27,33 @@ def ranks():
     pool = WorkerPool()
     yield pool
     pool.close()
+
+
+class Messages(logging.Handler):
+    """A log handler that keeps the messages it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@pytest.fixture
+def logged(monkeypatch):
+    """Collect the messages that rl_megatron logs during the test, from INFO up.
+
+    pytest's caplog sees a message twice, or never, depending on whether an earlier test called `log.setup`.
+    """
+    handler = Messages()
+    monkeypatch.setattr(log.LOGGER, "handlers", [handler])
+    monkeypatch.setattr(log.LOGGER, "propagate", False)
+    monkeypatch.setattr(log, "_said", set())
+    level = log.LOGGER.level
+    log.LOGGER.setLevel(logging.INFO)
+    yield handler.messages
+    log.LOGGER.setLevel(level)
 
 
 @pytest.fixture(params=["torch", "triton"])

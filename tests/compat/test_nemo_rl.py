@@ -227,9 +227,7 @@ def test_calculate_kl_takes_nemo_rls_arguments():
         torch.testing.assert_close(calculate_kl(logprobs, reference, kl_type=kind), kl.clamp(-10, 10))
     weighted = calculate_kl(logprobs, reference, "k1", 20.0, None, torch.tensor([2.0, 3.0]))
     torch.testing.assert_close(weighted, -x * torch.tensor([2.0, 3.0]))
-    torch.testing.assert_close(
-        calculate_kl_penalty_joschu2020(logprobs[:1], reference[:1]), (x.exp() - 1 - x)[:1]
-    )
+    torch.testing.assert_close(calculate_kl_penalty_joschu2020(logprobs[:1], reference[:1]), (x.exp() - 1 - x)[:1])
 
 
 def test_another_preparation_of_packed_logits_is_refused():

@@ -7,7 +7,7 @@ import yaml
 
 from tests.end_to_end.launch import TINY, checkpoints, metrics
 
-PLUGIN = '''
+PLUGIN = """
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -105,7 +105,7 @@ def passes(stage, settings):
         for _ in range(settings.passes):
             report = stage.train(step, batch, loss_fn)
         stage.record(step, report | {"passes": float(settings.passes)})
-'''
+"""
 EXPERIMENT = {
     "plugins": ["my_plugin"],
     "data": {"source": "words", "words": ["alpha", "beta", "gamma"]},

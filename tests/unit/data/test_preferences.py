@@ -1,5 +1,4 @@
 import json
-import logging
 
 import pytest
 import torch
@@ -80,11 +79,10 @@ class TestDataset:
         ):
             dataset(PAIRS, tokenizer, 8)
 
-    def test_a_pair_is_dropped_whole(self, tokenizer, caplog):
-        with caplog.at_level(logging.WARNING):
-            kept = dataset(PAIRS, tokenizer, 8, too_long="drop")
+    def test_a_pair_is_dropped_whole(self, tokenizer, logged):
+        kept = dataset(PAIRS, tokenizer, 8, too_long="drop")
         assert texts(tokenizer, kept.batch([0])) == ["9+1=10<eos>", "9+1=100<eos>"] and len(kept) == 1
-        assert [record.getMessage() for record in caplog.records] == [
+        assert logged == [
             "2 of 3 pairs exceed max_sequence_length = 8 (the longest has 10 tokens): dropped 2, truncated 0"
         ]
         with pytest.raises(ValueError, match="every pair exceeds max_sequence_length = 5"):
@@ -219,7 +217,7 @@ class TestGradedSolutions:
         row = graded("1+1", ("2", True), ("3", False), ("2", True), ("3", False))
         assert sides(load_preferences(write_jsonl(tmp_path / "s.jsonl", [row]), 0)[0]) == [("2", "3")]
 
-    def test_questions_without_both_grades_are_left_out_and_counted_once(self, tmp_path, caplog):
+    def test_questions_without_both_grades_are_left_out_and_counted_once(self, tmp_path, logged):
         rows = [
             graded("0", ("2", True), ("two", True)),
             graded("1", ("2", True), ("3", False)),
@@ -227,10 +225,9 @@ class TestGradedSolutions:
             {"question": "nobody has answered"},
         ]
         file = write_jsonl(tmp_path / "solutions.jsonl", rows)
-        with caplog.at_level(logging.INFO):
-            for _ in range(2):
-                assert [record.values["question"] for record in load_preferences(file, 0)[0]] == ["1"]
-        (message,) = [record.getMessage() for record in caplog.records]
+        for _ in range(2):
+            assert [record.values["question"] for record in load_preferences(file, 0)[0]] == ["1"]
+        (message,) = logged
         assert "3 of 4 questions left out" in message and str(file) in message
 
     @pytest.mark.parametrize("name", ["solutions.jsonl", "train.jsonl"])

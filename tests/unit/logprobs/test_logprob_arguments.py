@@ -1,6 +1,5 @@
 """Arguments that do not fit are named, and so is a backend that cannot run."""
 
-import logging
 import math
 import re
 import subprocess
@@ -9,7 +8,6 @@ import sys
 import pytest
 import torch
 
-from rl_megatron import log
 from rl_megatron.logprobs import kernels, vocab_parallel_logprobs
 from rl_megatron.logprobs.kernels import backends
 from rl_megatron.logprobs.kernels.backends import TORCH, choose_kernels
@@ -81,13 +79,10 @@ class TestTheBackendThatIsChosen:
         assert choose_kernels("auto", GPU).row_stats is triton_kernels.row_stats
         assert choose_kernels("auto", CPU) == choose_kernels("torch", GPU) == TORCH
 
-    def test_auto_without_triton_is_torch_and_says_so_once(self, without_triton, monkeypatch, caplog):
-        monkeypatch.setattr(log, "_said", set())
-        monkeypatch.setattr(log.LOGGER, "propagate", True)
-        with caplog.at_level(logging.WARNING):
-            assert choose_kernels("auto", GPU) == choose_kernels("auto", GPU) == TORCH
-        (record,) = caplog.records
-        assert "`pip install triton`" in record.message
+    def test_auto_without_triton_is_torch_and_says_so_once(self, without_triton, logged):
+        assert choose_kernels("auto", GPU) == choose_kernels("auto", GPU) == TORCH
+        (message,) = logged
+        assert "`pip install triton`" in message
 
     def test_triton_without_triton_names_the_remedy(self, without_triton):
         with pytest.raises(ValueError, match="not installed: `pip install triton`"):
