@@ -41,7 +41,7 @@ _VOCABULARY, _ROWS, _LENGTH = 8192, 4, 64
 
 
 @dataclass(frozen=True)
-class Measured:
+class EvalResult:
     """Seconds of one save; `steps` are those of the steps taken while it was written."""
 
     pause: float
@@ -69,7 +69,7 @@ def step(policy: MegatronPolicy) -> float:
     return time.perf_counter() - started
 
 
-def save(policy: MegatronPolicy, directory: Path, number: int, background: bool) -> Measured:
+def save(policy: MegatronPolicy, directory: Path, number: int, background: bool) -> EvalResult:
     dist.barrier()
     started = time.perf_counter()
     under_way = policy.begin_checkpoint(directory, number)
@@ -83,7 +83,7 @@ def save(policy: MegatronPolicy, directory: Path, number: int, background: bool)
     finishing = time.perf_counter()
     under_way.finish()
     done = time.perf_counter()
-    return Measured(begun + done - finishing, done - finishing, done - started, steps)
+    return EvalResult(begun + done - finishing, done - finishing, done - started, steps)
 
 
 def slowest(seconds: list[float]) -> float:
@@ -118,7 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def race(policy: MegatronPolicy, directory: Path, repetitions: int) -> None:
     quiet = [step(policy) for _ in range(3)]
-    measured: dict[bool, list[Measured]] = {True: [], False: []}
+    measured: dict[bool, list[EvalResult]] = {True: [], False: []}
     for number in range(repetitions + 1):
         for background in (False, True):
             found = save(policy, directory, 1, background)

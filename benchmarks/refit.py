@@ -235,7 +235,7 @@ def whole_tensors(policy: Any) -> Iterator[Tensor]:
 
     table = family_of_model(policy.model_config, policy.vocab_size).table(policy.model_config, policy.vocab_size)
     local: dict[str, list[Any]] = {}
-    for piece in pieces(policy.model.chunks):
+    for piece in pieces(policy.model.model_chunks):
         local.setdefault(piece.name, []).append(piece)
     gathered: dict[str, Tensor] = {}
     for hf_name in table.hf_shapes:

@@ -86,23 +86,23 @@ class BareStep:
         model = build_model(
             policy.model_config, self.topology, vocab_size=policy.vocab_size, precision=precision, seed=_SEED
         )
-        self.chunks = wrap_for_gradients(model, self.topology, _OPTIMIZER)
-        self.optimizer = build_optimizer(self.chunks, _OPTIMIZER, precision)
+        self.model_chunks = wrap_for_gradients(model, self.topology, _OPTIMIZER)
+        self.optimizer = build_optimizer(self.model_chunks, _OPTIMIZER, precision)
         self.given = [Given.of(microbatch, policy) for microbatch in microbatches]
         self.shapes = [microbatch.shape(self.topology) for microbatch in microbatches]
-        for chunk in self.chunks:
+        for chunk in self.model_chunks:
             chunk.train()
 
     def __call__(self) -> float:
         """One step; returns its gradient norm."""
-        for chunk in self.chunks:
+        for chunk in self.model_chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        get_model_config(self.chunks[0]).variable_seq_lengths = len(set(self.shapes)) > 1
+        get_model_config(self.model_chunks[0]).variable_seq_lengths = len(set(self.shapes)) > 1
         get_forward_backward_func()(
             forward_step_func=self._forward,
-            data_iterator=[iter(self.given) for _ in self.chunks],
-            model=self.chunks,
+            data_iterator=[iter(self.given) for _ in self.model_chunks],
+            model=self.model_chunks,
             num_microbatches=len(self.given),
             seq_length=self.shapes[0][1],
             micro_batch_size=self.shapes[0][0],

@@ -14,7 +14,7 @@ from rl_megatron.logprobs import linear_logprobs, vocab_parallel_logprobs
 _CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}  # 32 MiB and 512 MiB in bf16
 
 
-def chunk_tokens(weight: Tensor) -> int:
+def block_tokens(weight: Tensor) -> int:
     """Rows of a chunk: what `linear_logprobs` takes by itself, so that the products alone have the same."""
     tokens = _CHUNK_LOGITS[weight.device.type] // len(weight)
     return max(1, tokens) if weight.device.type == "cpu" else max(1024, tokens // 1024 * 1024)
@@ -37,7 +37,7 @@ def fused_variants(device: torch.device) -> list[Variant]:
 
 
 def _linear(problem: Problem, hidden: Tensor, weight: Tensor) -> Outputs:
-    stats = linear_logprobs(hidden, weight, problem.targets, problem.group, chunk_tokens=chunk_tokens(weight))
+    stats = linear_logprobs(hidden, weight, problem.targets, problem.group, block_tokens=block_tokens(weight))
     return (stats.logprobs,)
 
 
@@ -68,7 +68,7 @@ def _liger(problem: Problem, hidden: Tensor, weight: Tensor) -> Outputs:
 
 
 def _products(problem: Problem, hidden: Tensor, weight: Tensor) -> Outputs:
-    return (_Products.apply(hidden, weight, chunk_tokens(weight)),)
+    return (_Products.apply(hidden, weight, block_tokens(weight)),)
 
 
 class _Products(torch.autograd.Function):

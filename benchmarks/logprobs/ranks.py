@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from benchmarks.logprobs.cases import Case, Grid
-from benchmarks.logprobs.report import Measured, environment
+from benchmarks.logprobs.report import EvalResult, environment
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Plan:
     seconds: float | None  # no case is begun after so many
 
 
-def run(plan: Plan) -> tuple[Measured, dict[str, Any], list[Case]]:
+def run(plan: Plan) -> tuple[EvalResult, dict[str, Any], list[Case]]:
     """All cases, what they were measured on, and the cases that the time did not suffice for."""
-    measured: Measured = []
+    measured: EvalResult = []
     left_out: list[Case] = []
     where: dict[str, Any] = {}
     began = time.monotonic()
@@ -84,7 +84,7 @@ def _rank(
     variants = logits_variants(device) + fused_variants(device)
     variants += [peer_variant(peer, device) for peer in plan.peers]
     machine = Machine.measure(device, layout.groups.tp)
-    found: Measured = []
+    found: EvalResult = []
     began = time.monotonic()
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

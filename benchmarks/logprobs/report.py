@@ -17,7 +17,7 @@ from rich.table import Table
 from benchmarks.logprobs.cases import Case
 from benchmarks.logprobs.race import Result
 
-Measured = list[tuple[Case, list[Result]]]
+EvalResult = list[tuple[Case, list[Result]]]
 _HEADINGS = (
     "", "time", "/ ours", "forward", "/ floor", "bytes/logit", "from memory", "extra B/token", "collectives", "error",
     "gradient error",
@@ -74,7 +74,7 @@ def table(case: Case, results: Sequence[Result]) -> Table:
     return made
 
 
-def markdown(measured: Measured, where: dict[str, Any]) -> str:
+def markdown(measured: EvalResult, where: dict[str, Any]) -> str:
     """One table per mode, its cases one after the other."""
     parts = [heading(where)]
     for mode in dict.fromkeys(case.mode for case, _ in measured):
@@ -110,7 +110,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
-def write(directory: Path, measured: Measured, where: dict[str, Any]) -> None:
+def write(directory: Path, measured: EvalResult, where: dict[str, Any]) -> None:
     """`logprobs.json` and `logprobs.png` in `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     cases = [
@@ -120,7 +120,7 @@ def write(directory: Path, measured: Measured, where: dict[str, Any]) -> None:
     plot(measured, heading(where), directory / "logprobs.png")
 
 
-def plot(measured: Measured, title: str, path: Path) -> None:
+def plot(measured: EvalResult, title: str, path: Path) -> None:
     """Time over ours, and extra bytes per token, of the largest case of each mode and dtype."""
     import matplotlib
 

@@ -29,7 +29,7 @@ from rl_megatron.losses.functional import masked_mean, masked_sum
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 
 _NUM_SAMPLES_KEPT = 6
-Measured = tuple[dict[str, float], list[dict[str, Any]]]
+EvalResult = tuple[dict[str, float], list[dict[str, Any]]]
 
 
 class Evaluation(ABC):
@@ -50,7 +50,7 @@ class Evaluation(ABC):
         """Return the eval metrics that the stage gets, of those in config/eval_metrics.py."""
 
     @abstractmethod
-    def measure(self, policy: MegatronPolicy, engine: RolloutEngine) -> Measured:
+    def evaluate(self, policy: MegatronPolicy, engine: RolloutEngine) -> EvalResult:
         """Return the eval metrics of the policy, and samples to look at."""
 
     def item_lengths(self) -> list[list[int]]:
@@ -98,7 +98,7 @@ class HeldoutAnswers(Evaluation):
     def metric_names(cls, stage: StageConfig) -> tuple[str, ...]:
         return ("nll_per_token",)
 
-    def measure(self, policy: MegatronPolicy, engine: RolloutEngine | None = None) -> Measured:
+    def evaluate(self, policy: MegatronPolicy, engine: RolloutEngine | None = None) -> EvalResult:
         """Return `nll_per_token` = −Σ log p / number of tokens, in nats."""
         return {"nll_per_token": self._nll(policy)}, []
 
@@ -126,7 +126,7 @@ class HeldoutText(HeldoutAnswers):
     def metric_names(cls, stage: StageConfig) -> tuple[str, ...]:
         return ("nll_per_token", "nll_per_character")
 
-    def measure(self, policy: MegatronPolicy, engine: RolloutEngine | None = None) -> Measured:
+    def evaluate(self, policy: MegatronPolicy, engine: RolloutEngine | None = None) -> EvalResult:
         """Return `nll_per_token` and `nll_per_character`, in nats."""
         nll = self._nll(policy)
         return {"nll_per_token": nll, "nll_per_character": nll * self.tokens_per_character}, []
@@ -154,7 +154,7 @@ class HeldoutPairs(Evaluation):
         names = ("preference_accuracy", "preference_margin")
         return names + (("reward_accuracy", "reward_margin") if algorithm_of(stage).uses_reference(stage) else ())
 
-    def measure(self, policy: MegatronPolicy, engine: RolloutEngine | None = None) -> Measured:
+    def evaluate(self, policy: MegatronPolicy, engine: RolloutEngine | None = None) -> EvalResult:
         """Return how often, and by how much, the model prefers the chosen answer.
 
         `preference_accuracy` is the share of pairs whose chosen answer the model prefers (ties count half), and
@@ -206,7 +206,7 @@ class HeldoutProblems(Evaluation):
     def metric_names(cls, stage: StageConfig) -> tuple[str, ...]:
         return ("accuracy",)
 
-    def measure(self, policy: MegatronPolicy | None, engine: RolloutEngine) -> Measured:
+    def evaluate(self, policy: MegatronPolicy | None, engine: RolloutEngine) -> EvalResult:
         """Return `accuracy`, the mean reward in [0, 1], and a few samples to look at."""
         prompts = [self.tokenizer.encode(problem.prompt) for problem in self.problems]
         rollouts = engine.generate(prompts, self.sampling, seed=0)

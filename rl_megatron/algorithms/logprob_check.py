@@ -81,14 +81,14 @@ class LogprobCheck:
 
     def _worst(self, rollouts: BatchedDataDict, trainers: Tensor, difference: Tensor) -> list[str]:
         """Describe the sequences that differ most, each at its worst token."""
-        by_row, positions = difference.max(dim=1)
+        largest, positions = difference.max(dim=1)
         described = []
-        for row in by_row.argsort(descending=True)[:_SHOWN].tolist():
-            position, start = int(positions[row]), int(rollouts["prompt_lengths"][row])
-            ids = rollouts["input_ids"][row]
+        for sequence in largest.argsort(descending=True)[:_SHOWN].tolist():
+            position, start = int(positions[sequence]), int(rollouts["prompt_lengths"][sequence])
+            ids = rollouts["input_ids"][sequence]
             described.append(
-                f"prompt {self.tokenizer.decode(ids[:start].tolist())!r} (row {row}), token {position - start + 1} "
-                f"{self.tokenizer.decode(ids[position : position + 1].tolist())!r}: trainer "
-                f"{trainers[row, position]:.4f}, engine {rollouts['generation_logprobs'][row, position]:.4f}"
+                f"prompt {self.tokenizer.decode(ids[:start].tolist())!r} (sequence {sequence}), token "
+                f"{position - start + 1} {self.tokenizer.decode(ids[position : position + 1].tolist())!r}: trainer "
+                f"{trainers[sequence, position]:.4f}, engine {rollouts['generation_logprobs'][sequence, position]:.4f}"
             )
         return described

@@ -25,7 +25,7 @@ from rl_megatron.losses.foreign import as_loss
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.model.build import check_vocabulary
 from rl_megatron.observability.sinks import SINKS
-from rl_megatron.topology.context_parallel import zigzag_chunks
+from rl_megatron.topology.context_parallel import zigzag_slices
 from rl_megatron.topology.topology import sequence_multiple
 
 # Sections that a run may not change between its start and its end. Others may: layout, steps, learning rate, …
@@ -47,7 +47,7 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
         tokenizer.leave_out_special_tokens_from(config.first.model.vocab_size)
     check_vocabulary(config.first.model, tokenizer.vocab_size)
     for name, stage in config.stages.items():
-        _bad_input_named(lambda stage=stage: _check_inputs(stage, tokenizer))
+        _bad_input_named(lambda stage=stage: _check_data_and_tokenizer(stage, tokenizer))
         saved = complete_checkpoints(output_dir / "checkpoints" / name)
         if saved and not config.resume:
             raise ConfigError(
@@ -110,7 +110,7 @@ def _check_checkpoint(path: Path, stage: StageConfig, tokenizer: Tokenizer) -> d
     return manifest
 
 
-def _check_inputs(stage: StageConfig, tokenizer: Tokenizer) -> None:
+def _check_data_and_tokenizer(stage: StageConfig, tokenizer: Tokenizer) -> None:
     """Build what the stage learns from and is evaluated on, which raises for whatever is wrong with it."""
     _check_keep_best(stage)
     stage_sampling(stage, tokenizer)
@@ -143,11 +143,11 @@ def _check_budget(stage: StageConfig, items: Iterable[Sequence[int]]) -> None:
     items = list(items)
     if train.batching == "padded" or not items:
         return
-    multiple, chunks = sequence_multiple(parallel), zigzag_chunks(parallel.context)
+    multiple, num_slices = sequence_multiple(parallel), zigzag_slices(parallel.context)
 
     def needed(item: Sequence[int]) -> int:
         if train.batching == "packed":
-            return round_up(sum(round_up(length, chunks) for length in item), multiple)
+            return round_up(sum(round_up(length, num_slices) for length in item), multiple)
         return len(item) * round_up(max(item), multiple)
 
     largest = max(items, key=needed)

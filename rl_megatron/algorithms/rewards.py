@@ -17,13 +17,13 @@ from rl_megatron.data.tokenizer import Tokenizer
 
 def completions(rollouts: BatchedDataDict, tokenizer: Tokenizer) -> list[str]:
     """The sampled text of each row, special tokens left out."""
-    rows = zip(
+    spans = zip(
         rollouts["input_ids"].tolist(),
         rollouts["prompt_lengths"].tolist(),
         rollouts["input_lengths"].tolist(),
         strict=True,
     )
-    return [tokenizer.decode(ids[start:stop]) for ids, start, stop in rows]
+    return [tokenizer.decode(ids[start:stop]) for ids, start, stop in spans]
 
 
 def score(task: Task, problems: Sequence[Problem], texts: Sequence[str]) -> Tensor:

@@ -83,7 +83,7 @@ class Sampler:
 
     def draw(self, step: int, round_: int = 0) -> BatchedDataDict:
         """`samples_per_prompt` completions of each of the round's prompts, groups contiguous, with `rewards` [B]."""
-        chosen = [self._problems[row] for row in self._order.items_at((step - 1) * self._rounds + round_)]
+        chosen = [self._problems[index] for index in self._order.items_at((step - 1) * self._rounds + round_)]
         repeated = [problem for problem in chosen for _ in range(self._per_prompt)]
         prompts = {problem.prompt: self._tokenizer.encode(problem.prompt) for problem in chosen}
         seed = (self._seed * 1_000_003 + step) * _ROUNDS_PER_SEED + round_
@@ -148,10 +148,10 @@ def keep_informative(rollouts: BatchedDataDict, group_size: int) -> BatchedDataD
     return rollouts.select_indices(kept.repeat_interleave(group_size).nonzero()[:, 0].tolist())
 
 
-def join(parts: Sequence[BatchedDataDict], max_rows: int) -> BatchedDataDict:
+def join(parts: Sequence[BatchedDataDict], limit: int) -> BatchedDataDict:
     """Several rounds of rollouts as one batch of at most `max_rows` rows."""
     joined = BatchedDataDict.from_batches(list(parts)) if len(parts) > 1 else parts[0]
-    return joined.slice(0, min(max_rows, joined.size))
+    return joined.slice(0, min(limit, joined.size))
 
 
 def statistics(rollouts: BatchedDataDict, group_size: int) -> dict[str, float]:

@@ -178,7 +178,7 @@ def _run_stage(
     evaluation = build_evaluation(config, tokenizer)
     stage = Stage(
         name, config, policy, engine, tokenizer, metrics_logger, directory, run_config.resume,
-        lambda: evaluation.measure(policy, engine), weights_from, critic, to_yaml(run_config),
+        lambda: evaluation.evaluate(policy, engine), weights_from, critic, to_yaml(run_config),
     )  # fmt: skip
     try:
         algorithm.run(stage, settings)
@@ -235,10 +235,10 @@ def _finished_results(directory: Path, config: StageConfig) -> dict[str, Any] | 
 
 
 def _summary(results: dict[str, Any], layout: Topology, seconds: float) -> dict[str, Any]:
-    measures = {name: result["measures"] for name, result in results.items()}
+    eval_metrics = {name: result["measures"] for name, result in results.items()}
     return {
-        "accuracy": {name: m["accuracy"] for name, m in measures.items() if "accuracy" in m},
-        "stages": measures,
+        "accuracy": {name: m["accuracy"] for name, m in eval_metrics.items() if "accuracy" in m},
+        "stages": eval_metrics,
         "samples": {name: result["samples"] for name, result in results.items() if result["samples"]},
         "seconds": round(seconds, 1),
         "world_size": layout.world_size,

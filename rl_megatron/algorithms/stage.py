@@ -128,9 +128,9 @@ class Stage:
 
     def _evaluate(self, step: int) -> None:
         with self.timer.phase("evaluate"):
-            measures, samples = self.evaluate()
-        self.results, self._evaluated_at = {"measures": measures, "samples": samples}, step
-        self.metrics_logger.record(step, measures, kind="eval")
+            eval_metrics, samples = self.evaluate()
+        self.results, self._evaluated_at = {"measures": eval_metrics, "samples": samples}, step
+        self.metrics_logger.record(step, eval_metrics, kind="eval")
 
     def _save(self, step: int, last: bool) -> None:
         train = self.config.train

@@ -9,7 +9,7 @@ import torch
 
 from rl_megatron.batching.packing import round_up
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.topology.context_parallel import zigzag_chunks
+from rl_megatron.topology.context_parallel import zigzag_slices
 from rl_megatron.topology.topology import Topology
 
 
@@ -48,7 +48,7 @@ def padded_lengths(lengths: Sequence[int], topology: Topology) -> list[int]:
     Each is a multiple of 2·cp if context parallelism cuts it into that many slices. The last one is longer if that is
     needed to divide the whole pack over the sequence-parallel ranks too.
     """
-    multiple = zigzag_chunks(topology.context)
+    multiple = zigzag_slices(topology.context)
     padded = [round_up(max(length, 1), multiple) for length in lengths]
     total = sum(padded)
     padded[-1] += round_up(total, topology.sequence_multiple) - total

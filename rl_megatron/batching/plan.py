@@ -22,7 +22,7 @@ from rl_megatron.batching.microbatch import Microbatch
 from rl_megatron.batching.packing import Packs, pack_sequences, round_up, split_packs
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.topology.context_parallel import zigzag_chunks
+from rl_megatron.topology.context_parallel import zigzag_slices
 from rl_megatron.topology.topology import Topology
 
 _Number = TypeVar("_Number", int, float)
@@ -154,9 +154,7 @@ def plan_microbatches(
         _microbatch(batching.kind, batch, chosen, lengths, width) for chosen, width in zip(ours, widths, strict=True)
     ]
     slots = sum(round_up(slots, topology.sequence_multiple) for slots in chain.from_iterable(plan.slots))
-    return RankPlan(
-        microbatches, tuple(chain.from_iterable(ours)), num_sequences, batch.size, num_tokens / slots
-    )
+    return RankPlan(microbatches, tuple(chain.from_iterable(ours)), num_sequences, batch.size, num_tokens / slots)
 
 
 def _plan_for_layout(
@@ -177,7 +175,7 @@ def _plan_for_layout(
     if batching.kind == "dynamic":
         dynamic = DynamicPlanArgs(budget, group_size=group_size, cost=cost, sequence_length_round=multiple)
         return plan_dynamic_batching(lengths, width, num_shards, dynamic)
-    slices = zigzag_chunks(topology.context)
+    slices = zigzag_slices(topology.context)
     packing = PackingPlanArgs(budget, group_size=group_size, cost=cost, sequence_length_pad_multiple=slices)
     return plan_sequence_packing(lengths, num_shards, packing)
 
@@ -236,9 +234,7 @@ def plan_padded(
     )
 
 
-def plan_dynamic_batching(
-    lengths: Sequence[int], width: int, num_shards: int, args: DynamicPlanArgs
-) -> MicrobatchPlan:
+def plan_dynamic_batching(lengths: Sequence[int], width: int, num_shards: int, args: DynamicPlanArgs) -> MicrobatchPlan:
     """Plan microbatches of sequences of similar length, of the same shapes on all shards.
 
     The groups are sorted by length and dealt out, there and back, so that place k holds groups of similar length on
@@ -367,9 +363,7 @@ def sequence_lengths(batch: Mapping[str, Tensor]) -> list[int]:
     wrong = ((lengths < 0) | (lengths > width)).nonzero()
     if len(wrong):
         number = int(wrong[0].item())
-        raise ValueError(
-            f"input_lengths[{number}]={lengths[number].item()} does not fit sequences of {width} tokens"
-        )
+        raise ValueError(f"input_lengths[{number}]={lengths[number].item()} does not fit sequences of {width} tokens")
     if "token_mask" in batch:
         mask = batch["token_mask"].cpu()
         lost = ((mask != 0) & (torch.arange(width) >= lengths[:, None])).nonzero()

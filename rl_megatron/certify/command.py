@@ -16,7 +16,7 @@ from rl_megatron import log
 from rl_megatron.algorithms.preflight import check_loss
 from rl_megatron.algorithms.registry import algorithm_of
 from rl_megatron.batching.config import Batching
-from rl_megatron.certify.measurement import Difference, Measurement, compare, fails, measure
+from rl_megatron.certify.measurement import Difference, Measurement, compare, fails, run_workload
 from rl_megatron.certify.single_process import Reference
 from rl_megatron.certify.workload import (
     NUM_ROWS,
@@ -66,11 +66,9 @@ def _certify(config: RunConfig) -> int:
     workload = Workload(model, objectives, optimizer=replace(Workload.optimizer, **taken), fused_head=fused_head)
 
     with tempfile.TemporaryDirectory(prefix="rl_megatron_certify_") as directory:
-        reference = (
-            Reference(workload, Path(directory), first.device, config.plugins) if dist.get_rank() == 0 else None
-        )
+        reference = Reference(workload, Path(directory), first.device, config.plugins) if dist.get_rank() == 0 else None
         try:
-            found = measure(workload, layout, batching)
+            found = run_workload(workload, layout, batching)
             # Rank 0 alone knows how the reference ended; the others must not wait for it in vain.
             wanted = reference.finish() if reference is not None else None
         finally:

@@ -50,7 +50,7 @@ class Difference:
         return self.error <= self.tolerance  # NaN does not
 
 
-def measure(workload: Workload, topology: Topology, batching: Mapping[str, Batching]) -> dict[str, Measurement]:
+def run_workload(workload: Workload, topology: Topology, batching: Mapping[str, Batching]) -> dict[str, Measurement]:
     """Every objective of the workload, by name, in microbatches as `batching` has them for it; all from the same
     weights. Collective.
 
@@ -72,14 +72,14 @@ def measure(workload: Workload, topology: Topology, batching: Mapping[str, Batch
         planned = policy.plan(batch, losses[name])
         stream = policy.get_values(batch)["values"] if head == "score" else policy.get_logprobs(batch)["logprobs"]
         metrics = policy.accumulate_gradients(batch, losses[name])
-        complete_gradients(policy.model.wrapped_chunks)
-        gradients = gather_full(policy.model.chunks, value=main_gradient)
+        complete_gradients(policy.model.wrapped_model_chunks)
+        gradients = gather_full(policy.model.model_chunks, value=main_gradient)
         weights: dict[str, Tensor] = {}
         if name == last_of_head[head]:
             report = policy.train(batch, losses[name], gbs=batch.size)
             metrics |= {"grad_norm": report["grad_norm"]}
             policy.finish_training()
-            weights = gather_full(policy.model.chunks)
+            weights = gather_full(policy.model.model_chunks)
         found[name] = Measurement(metrics, len(planned.microbatches), planned.efficiency, stream, gradients, weights)
     for policy in policies.values():
         policy.shutdown()
@@ -112,8 +112,8 @@ def _relative(found: float, wanted: float) -> float:
 
 def _stream_difference(found: Tensor, wanted: Tensor) -> Difference:
     errors = (found - wanted).abs()
-    row, position = divmod(int(errors.argmax()), errors.size(1))
-    return Difference("logprobs", errors.max().item(), STREAM_TOLERANCE, f"row {row}, token {position}")
+    sequence, position = divmod(int(errors.argmax()), errors.size(1))
+    return Difference("logprobs", errors.max().item(), STREAM_TOLERANCE, f"row {sequence}, token {position}")
 
 
 def _worst(quantity: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Difference:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from rl_megatron import log
 from rl_megatron.batching.config import Batching
-from rl_megatron.certify.measurement import Measurement, measure
+from rl_megatron.certify.measurement import Measurement, run_workload
 from rl_megatron.certify.workload import NUM_ROWS, Workload
 from rl_megatron.config.plugins import import_plugins
 from rl_megatron.config.schema import ParallelConfig
@@ -33,11 +33,11 @@ _OF_A_RANK = (
 )
 
 
-def measure_in_one_process(workload: Workload, device: str = "auto") -> dict[str, Measurement]:
+def run_in_one_process(workload: Workload, device: str = "auto") -> dict[str, Measurement]:
     """The workload in this process, a world of one, plainly: one microbatch of padded rows, whole logits."""
     layout = topology.build(ParallelConfig(), start_device(device), workload.seed)
     whole = {name: Batching("padded", NUM_ROWS) for name in workload.objectives}
-    return measure(workload.plainly(), layout, whole)
+    return run_workload(workload.plainly(), layout, whole)
 
 
 class Reference:
@@ -71,7 +71,7 @@ def _main(workload_path: str, result_path: str) -> None:
     log.setup()
     workload, device, plugins = torch.load(workload_path, weights_only=False)
     import_plugins(plugins)
-    torch.save(measure_in_one_process(workload, device), result_path)
+    torch.save(run_in_one_process(workload, device), result_path)
     dist.destroy_process_group()
 
 

@@ -20,7 +20,7 @@ from rl_megatron.losses.contract import LossFunction, LossInputType
 from rl_megatron.model.build import Head
 from rl_megatron.topology.topology import sequence_multiple
 
-SMALL_FUSED_HEAD = FusedHead(chunk_tokens=10)  # several chunks to a microbatch
+SMALL_FUSED_HEAD = FusedHead(block_tokens=10)  # several chunks to a microbatch
 WIDTH = 24  # tokens of the longest row
 NUM_ROWS = 12
 VOCAB_SIZE = 50  # no multiple of anything: the padded rows of the vocabulary must never matter
@@ -141,13 +141,13 @@ def shrunk(model: ModelConfig, parallel: ParallelConfig) -> tuple[ModelConfig, P
 
     Without the experts' balancing loss: its value depends, by what it is, on which rows share a microbatch.
     """
-    chunks = parallel.virtual_pipeline
+    num_model_chunks = parallel.virtual_pipeline
     uneven = {
-        key: chunks if getattr(parallel, key) is not None else None
+        key: num_model_chunks if getattr(parallel, key) is not None else None
         for key in ("first_stage_layers", "last_stage_layers")
     }
     ends = [layers for layers in uneven.values() if layers is not None]
-    per_stage = 2 * chunks if ends or parallel.pipeline * chunks == 1 else chunks
+    per_stage = 2 * num_model_chunks if ends or parallel.pipeline * num_model_chunks == 1 else num_model_chunks
     num_layers = sum(ends) + per_stage * (parallel.pipeline - len(ends))
     groups = parallel.tensor if parallel.tensor > 1 or model.num_query_groups == 1 else 2
     heads = groups * (model.num_attention_heads // model.num_query_groups)
@@ -184,10 +184,10 @@ def _few_experts(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]
     """Return the keys of a small mixture of experts like the model's, or none if the model is dense."""
     if model.num_experts is None:
         return {}
-    chosen, unit, fewest = model.experts_per_token, parallel.expert, max(4, model.experts_per_token + 1)
+    chosen, divisor, fewest = model.experts_per_token, parallel.expert, max(4, model.experts_per_token + 1)
     if model.router_groups is not None:
-        chosen, unit, fewest = 2, math.lcm(2, parallel.expert), 4  # of one group of two
-    num_experts = -(-fewest // unit) * unit
+        chosen, divisor, fewest = 2, math.lcm(2, parallel.expert), 4  # of one group of two
+    num_experts = -(-fewest // divisor) * divisor
     return {
         "num_experts": num_experts if model.router_groups is not None else min(model.num_experts, num_experts),
         "experts_per_token": chosen,

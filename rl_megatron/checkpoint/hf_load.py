@@ -57,7 +57,7 @@ class HuggingFaceWeights:
         """
         model.version += 1  # even if reading fails: some weights may have changed by then
         with WeightReader(self.places) as reader:
-            for piece in pieces(model.chunks):
+            for piece in pieces(model.model_chunks):
                 if model.head == "lm" or not piece.name.startswith(HEAD_PREFIX):
                     _fill(piece, self.table.of_megatron[piece.name], reader)
 

@@ -54,8 +54,8 @@ def _fill(path: Path, manifest: dict[str, Any], into: TrainingState, weights_onl
     except dist_checkpointing.core.CheckpointingException as error:
         remedy = "" if partial else "; weights_only=True starts a new training from its weights alone"
         raise ConfigError(f"checkpoint {path} does not fit this run: {str(error)[:_MESSAGE_LENGTH]}{remedy}") from error
-    for index, chunk in enumerate(into.chunks):
-        load_model(chunk, loaded[f"model{index}"], without=HEAD_PREFIX if new_head else None)
+    for index, model_chunk in enumerate(into.model_chunks):
+        load_model(model_chunk, loaded[f"model{index}"], without=HEAD_PREFIX if new_head else None)
     if into.optimizer is None or into.scheduler is None:
         return
     if weights_only:

@@ -11,25 +11,25 @@ from rl_megatron.checkpoint.directory import LEFTOVERS, Damaged, complete_checkp
 from rl_megatron.config.eval_metrics import better
 
 
-def best_checkpoint(checkpoints: list[Path], measure: str) -> Path | None:
+def best_checkpoint(checkpoints: list[Path], metric: str) -> Path | None:
     """Return the checkpoint with the best `measure` of its own step, the newest if several are equal, or None."""
     best, found = None, None
     for path in checkpoints:
         try:
-            value = measured(manifest_of(path), measure)
+            value = eval_metric_of(manifest_of(path), metric)
         except Damaged as error:
             log.once(f"{error}: it is not counted among the best")
             continue
-        if value is not None and (found is None or not better(measure, found, value)):
+        if value is not None and (found is None or not better(metric, found, value)):
             best, found = path, value
     return best
 
 
-def measured(manifest: dict[str, Any], measure: str) -> float | None:
+def eval_metric_of(manifest: dict[str, Any], metric: str) -> float | None:
     """Return `measure` of the weights in the checkpoint, or None if only an earlier step was evaluated."""
     if manifest.get("evaluated_at") != manifest["step"]:
         return None
-    return manifest.get("results", {}).get("measures", {}).get(measure)
+    return manifest.get("results", {}).get("measures", {}).get(metric)
 
 
 def delete_older(directory: Path, keep: int, companions: Path | None = None, keep_best: str | None = None) -> None:

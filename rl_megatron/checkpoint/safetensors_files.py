@@ -195,13 +195,13 @@ class WeightWriter:
 
 
 def _shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    shards, room = [], -1
+    shards, remaining = [], -1
     for name, size in sizes.items():
-        if size > room:
+        if size > remaining:
             shards.append([])
-            room = most
+            remaining = most
         shards[-1].append(name)
-        room -= size
+        remaining -= size
     return shards
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron.checkpoint.directory import CONFIG, Damaged, complete_checkpoints, read_manifest, size_of
-from rl_megatron.checkpoint.retention import best_checkpoint, measured
+from rl_megatron.checkpoint.retention import best_checkpoint, eval_metric_of
 from rl_megatron.checkpoint.verify import check_digests
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.errors import ConfigError
@@ -105,7 +105,9 @@ def list_checkpoints(path: Path) -> dict[str, list[dict[str, Any]]]:
         ConfigError: There are none.
     """
     stages = {directory.name: directory for directory in sorted((path / "checkpoints").glob("*")) if directory.is_dir()}
-    found = {name: rows for name, directory in (stages or {path.name: path}).items() if (rows := _rows(directory))}
+    found = {
+        name: entries for name, directory in (stages or {path.name: path}).items() if (entries := _entries(directory))
+    }
     if not found:
         raise ConfigError(
             f"{path} is not a checkpoint (it has no {MANIFEST}) and contains none; give a checkpoint "
@@ -114,22 +116,22 @@ def list_checkpoints(path: Path) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def _rows(directory: Path) -> list[dict[str, Any]]:
+def _entries(directory: Path) -> list[dict[str, Any]]:
     saved = complete_checkpoints(directory)
-    rows = []
+    entries = []
     for path in saved:
         try:
             manifest = read_manifest(path)
         except Damaged as error:
-            rows.append({"path": str(path), "damaged": str(error)})
+            entries.append({"path": str(path), "damaged": str(error)})
             continue
-        measures = {name: value for name in HIGHER_IS_BETTER if (value := measured(manifest, name)) is not None}
+        metrics = {name: value for name in HIGHER_IS_BETTER if (value := eval_metric_of(manifest, name)) is not None}
         size = sum(map(size_of, manifest["files"].values()))
-        rows.append({"path": str(path), "step": manifest["step"], "bytes": size, "measures": measures})
+        entries.append({"path": str(path), "step": manifest["step"], "bytes": size, "measures": metrics})
     best_by = {
-        name: best_checkpoint(saved, name) for name in {name for row in rows for name in row.get("measures", ())}
+        name: best_checkpoint(saved, name) for name in {name for entry in entries for name in entry.get("measures", ())}
     }
-    for row, path in zip(rows, saved, strict=True):
-        row["newest"] = path == saved[-1]
-        row["best"] = sorted(name for name, best in best_by.items() if best == path)
-    return rows
+    for entry, path in zip(entries, saved, strict=True):
+        entry["newest"] = path == saved[-1]
+        entry["best"] = sorted(name for name, best in best_by.items() if best == path)
+    return entries

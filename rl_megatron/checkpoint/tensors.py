@@ -55,10 +55,10 @@ class TensorWriter:
         if name not in self._tensors:
             properties = TensorProperties(dtype=part.dtype)
             self._tensors[name] = TensorStorageMetadata(properties, torch.Size(global_shape), [])
-        chunks, start = self._tensors[name].chunks, self._file.tell()
+        stored, start = self._tensors[name].chunks, self._file.tell()
         torch.save(part, self._file)
-        index = MetadataIndex(name, torch.Size(offset), len(chunks))
-        chunks.append(ChunkStorageMetadata(torch.Size(offset), part.shape))
+        index = MetadataIndex(name, torch.Size(offset), len(stored))
+        stored.append(ChunkStorageMetadata(torch.Size(offset), part.shape))
         length = self._file.tell() - start
         self._written.append(WriteResult(index, length, _StorageInfo(_FILE, start, length)))
 
@@ -128,5 +128,5 @@ def read_parts(tensor: StoredTensor) -> Iterator[tuple[Part, Tensor]]:
     for part in tensor.parts:
         with part.file.open("rb", buffering=0) as file:
             view = _create_file_view(file, part.start, part.length)
-            contents = torch.load(view, map_location="cpu", weights_only=True)  # pyright: ignore[reportArgumentType]
-            yield part, contents
+            value = torch.load(view, map_location="cpu", weights_only=True)  # pyright: ignore[reportArgumentType]
+            yield part, value

@@ -28,9 +28,9 @@ class TrainingState:
     scheduler: OptimizerParamScheduler | None
 
     @property
-    def chunks(self) -> list[GPTModel]:
+    def model_chunks(self) -> list[GPTModel]:
         """The model chunks without the wrappers around them."""
-        return [unwrap(chunk) for chunk in self.model.chunks]
+        return [unwrap(model_chunk) for model_chunk in self.model.model_chunks]
 
     def sharded(self, loading: bool, weights_only: bool = False, new_head: bool = False) -> dict[str, Any]:
         """Return the sharded state dict to save or, if `loading`, to fill. Collective.
@@ -40,7 +40,7 @@ class TrainingState:
             weights_only: Leave the optimizer and the schedule out.
             new_head: Leave the model's head out.
         """
-        models = [tensors_of_model(chunk) for chunk in self.chunks]
+        models = [tensors_of_model(model_chunk) for model_chunk in self.model_chunks]
         state: dict[str, Any] = {}
         for index, model in enumerate(models):
             kept = {key: entry for key, entry in model.items() if not (new_head and key.startswith(HEAD_PREFIX))}
@@ -51,22 +51,22 @@ class TrainingState:
         return state
 
 
-def tensors_of_model(chunk: GPTModel) -> dict[str, Any]:
+def tensors_of_model(model_chunk: GPTModel) -> dict[str, Any]:
     """Return the tensors of a model chunk with their places in the unsharded model.
 
     The "extra states" that modules declare are left out: they are for FP8, empty here, and differ between backends.
     """
-    entries = chunk.sharded_state_dict(metadata=dict(SHARDING_METADATA))
+    entries = model_chunk.sharded_state_dict(metadata=dict(SHARDING_METADATA))
     return {key: entry for key, entry in entries.items() if isinstance(entry, ShardedTensor | ShardedTensorFactory)}
 
 
-def load_model(chunk: torch.nn.Module, loaded: dict[str, Any], without: str | None = None) -> None:
+def load_model(model_chunk: torch.nn.Module, loaded: dict[str, Any], without: str | None = None) -> None:
     """Fill all tensors of a model chunk, except those whose names begin with `without`.
 
     Raises:
         RuntimeError: `loaded` lacks tensors of the model, or has others; the message names them.
     """
-    absent, unknown = chunk.load_state_dict(loaded, strict=False)
+    absent, unknown = model_chunk.load_state_dict(loaded, strict=False)
     absent = [key for key in absent if not key.endswith("_extra_state") and not (without and key.startswith(without))]
     if absent or unknown:
         raise RuntimeError(f"the loaded state lacks {absent} and has {unknown}, which the model has not")

@@ -69,10 +69,10 @@ def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("model", _listed({key: value for key, value in found["model"].items() if value is not None})),
         ("optimizer", states if found["optimizer_state"] else "no state: weights alone"),
     ]
-    measures = found.get("results", {}).get("measures", {})
-    if measures:
+    eval_metrics = found.get("results", {}).get("measures", {})
+    if eval_metrics:
         at = found.get("evaluated_at", found["step"])
-        facts.append(("held-out", _listed(measures) + ("" if at == found["step"] else f" (at step {at})")))
+        facts.append(("held-out", _listed(eval_metrics) + ("" if at == found["step"] else f" (at step {at})")))
     if "tokenizer" in found:
         facts.append(("tokenizer", f"digest {found['tokenizer']}, vocabulary of {found.get('vocab_size', 'unknown')}"))
     for name in ("precision", "layout", "weights_from", "data", "versions"):
@@ -88,13 +88,13 @@ def _listed(values: dict[str, Any]) -> str:
 
 
 def _list(console: Console, stages: dict[str, list[dict[str, Any]]]) -> None:
-    for stage, rows in stages.items():
+    for stage, entries in stages.items():
         table = Table("checkpoint", "bytes", "held-out", "", title=stage, title_justify="left", box=None)
         table.columns[1].justify = "right"
-        for row in rows:
-            if "damaged" in row:
-                table.add_row(Path(row["path"]).name, "", row["damaged"], "damaged")
+        for entry in entries:
+            if "damaged" in entry:
+                table.add_row(Path(entry["path"]).name, "", entry["damaged"], "damaged")
                 continue
-            marks = (["newest"] if row["newest"] else []) + [f"best {name}" for name in row["best"]]
-            table.add_row(Path(row["path"]).name, f"{row['bytes']:,}", _listed(row["measures"]), ", ".join(marks))
+            marks = (["newest"] if entry["newest"] else []) + [f"best {name}" for name in entry["best"]]
+            table.add_row(Path(entry["path"]).name, f"{entry['bytes']:,}", _listed(entry["measures"]), ", ".join(marks))
         console.print(table)

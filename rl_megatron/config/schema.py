@@ -42,9 +42,9 @@ ClosedFraction = Annotated[float, Field(ge=0.0, le=1.0), Number]
 PositiveFloat = Annotated[float, Field(gt=0.0), Number]
 NonNegativeFloat = Annotated[float, Field(ge=0.0), Number]
 if TYPE_CHECKING:
-    Measure = str  # the names are only known once the evaluation metrics are declared
+    EvalMetric = str  # the names are only known once the evaluation metrics are declared
 else:
-    Measure = Literal[tuple(HIGHER_IS_BETTER)]
+    EvalMetric = Literal[tuple(HIGHER_IS_BETTER)]
 
 # The dataclass of every algorithm's settings by algorithm.name, and of every data source's by data.source.
 ALGORITHM_CONFIGS: Registry[type[AlgorithmConfig]] = Registry("algorithm")
@@ -225,7 +225,7 @@ class TrainConfig:
     save_every: NonNegative = 0  # steps between checkpoints; 0: only at the end
     async_save: bool = True  # checkpoints are written from a copy while training goes on; the last is waited for
     keep_checkpoints: Positive = 2  # per stage; older ones are deleted
-    keep_best: Measure | None = None  # a held-out measure: the checkpoint that is best by it is kept, too
+    keep_best: EvalMetric | None = None  # a held-out measure: the checkpoint that is best by it is kept, too
     collective_timeout_minutes: PositiveFloat = 10.0
 
 

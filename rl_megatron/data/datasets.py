@@ -17,7 +17,14 @@ import torch
 
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.collate import Padding, span_mask
-from rl_megatron.data.encoding import Row, TooLong, answer_batch, encode_answer, encode_prompts, within_limit
+from rl_megatron.data.encoding import (
+    EncodedSequence,
+    TooLong,
+    answer_batch,
+    encode_answer,
+    encode_prompts,
+    within_limit,
+)
 from rl_megatron.data.files import Record
 from rl_megatron.data.tasks.task import Demonstration
 from rl_megatron.data.templates import require_fields
@@ -86,11 +93,11 @@ class TextDataset:
         """Tokens of each window, at most."""
         return [(self.sequence_length,)] * len(self)
 
-    def batch(self, rows: Sequence[int]) -> BatchedDataDict:
+    def batch(self, indices: Sequence[int]) -> BatchedDataDict:
         """The windows with these numbers: `input_ids`, `input_lengths`, `token_mask`, `sample_mask`."""
         stride = self.sequence_length - 1
         windows = self._stream.unfold(0, self.sequence_length, stride)
-        numbers = torch.tensor(list(rows), dtype=torch.long)
+        numbers = torch.tensor(list(indices), dtype=torch.long)
         lengths = (self.num_predicted_tokens + 1 - numbers * stride).clamp(max=self.sequence_length)
         return BatchedDataDict(
             input_ids=windows[numbers],
@@ -134,11 +141,11 @@ class PromptAnswerDataset:
         pad_to_multiple_of: int = 1,
     ) -> None:
         require_fields(records, answer_template)
-        rows = [
-            Row(prompt_ids, encode_answer(record, tokenizer, answer_template), record)
+        sequences = [
+            EncodedSequence(prompt_ids, encode_answer(record, tokenizer, answer_template), record)
             for prompt_ids, record in encode_prompts(records, tokenizer, prompt_template)
         ]
-        self._rows = within_limit(rows, max_sequence_length, too_long)
+        self._sequences = within_limit(sequences, max_sequence_length, too_long)
         self._padding = Padding(tokenizer.pad_id, pad_to_multiple_of)
 
     @classmethod
@@ -166,12 +173,12 @@ class PromptAnswerDataset:
         )
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._sequences)
 
     def item_lengths(self) -> list[tuple[int]]:
         """Tokens of each row, prompt and answer."""
-        return [(row.num_tokens,) for row in self._rows]
+        return [(sequence.num_tokens,) for sequence in self._sequences]
 
-    def batch(self, rows: Sequence[int]) -> BatchedDataDict:
+    def batch(self, indices: Sequence[int]) -> BatchedDataDict:
         """Prompt, answer and `<eos>` of these rows: `input_ids`, `input_lengths`, `token_mask`, `sample_mask`."""
-        return answer_batch([self._rows[row] for row in rows], self._padding)
+        return answer_batch([self._sequences[index] for index in indices], self._padding)

@@ -22,7 +22,7 @@ TooLong = Literal["error", "drop", "truncate"]
 
 
 @dataclass(frozen=True)
-class Row:
+class EncodedSequence:
     """The tokens of one prompt and of its answer, `<eos>` included."""
 
     prompt_ids: list[int]
@@ -33,7 +33,7 @@ class Row:
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.answer_ids)
 
-    def truncated(self, limit: int) -> Row | None:
+    def truncated(self, limit: int) -> EncodedSequence | None:
         """The first `limit` tokens, or None where no token of the answer remains to learn."""
         if max(1, len(self.prompt_ids)) >= limit:  # position 0 is never learned, even where the prompt is empty
             return None
@@ -87,9 +87,9 @@ def within_limit(items: list[ItemT], limit: int, policy: TooLong, noun: str = "r
     longest = max(item.num_tokens for item in longer)
     if policy == "error":
         raise ValueError(
-            f"{longer[0].record.origin}: {longer[0].num_tokens} tokens, max_sequence_length is {limit} ({len(longer)} "
-            f"of {len(items)} {noun}s are longer, the longest has {longest}): raise max_sequence_length, or choose "
-            "too_long=drop or too_long=truncate."
+            f"{longer[0].record.location}: {longer[0].num_tokens} tokens, max_sequence_length is {limit} "
+            f"({len(longer)} of {len(items)} {noun}s are longer, the longest has {longest}): raise max_sequence_length,"
+            " or choose too_long=drop or too_long=truncate."
         )
     kept = [fitting for item in items if (fitting := _fitting(item, limit, policy)) is not None]
     num_dropped = len(items) - len(kept)
@@ -111,10 +111,10 @@ def _fitting(item: ItemT, limit: int, policy: TooLong) -> ItemT | None:
     return None if policy == "drop" else item.truncated(limit)
 
 
-def answer_batch(rows: Sequence[Row], padding: Padding) -> BatchedDataDict:
+def answer_batch(sequences: Sequence[EncodedSequence], padding: Padding) -> BatchedDataDict:
     """Prompt, answer and `<eos>` of `rows`; `token_mask` is 1 on the answer and its `<eos>`, never at position 0."""
-    batch = padding.collate([row.prompt_ids + row.answer_ids for row in rows])
-    starts = torch.tensor([len(row.prompt_ids) for row in rows], dtype=torch.long)
+    batch = padding.collate([sequence.prompt_ids + sequence.answer_ids for sequence in sequences])
+    starts = torch.tensor([len(sequence.prompt_ids) for sequence in sequences], dtype=torch.long)
     # nothing stands before position 0 to predict it from, even where the prompt is empty
     batch["token_mask"] = span_mask(starts.clamp(min=1), batch["input_lengths"], batch["input_ids"].shape[1])
     return batch

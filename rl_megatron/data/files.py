@@ -25,7 +25,7 @@ class Record:
     """One JSON object and where it was read, as `file:line`."""
 
     values: Mapping[str, Any]
-    origin: str
+    location: str
 
 
 def existing_path(path: str | os.PathLike[str]) -> Path:

@@ -17,7 +17,14 @@ from rl_megatron import log
 from rl_megatron.config.errors import nearest
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.collate import Padding
-from rl_megatron.data.encoding import Row, TooLong, answer_batch, encode_answer, encode_prompts, within_limit
+from rl_megatron.data.encoding import (
+    EncodedSequence,
+    TooLong,
+    answer_batch,
+    encode_answer,
+    encode_prompts,
+    within_limit,
+)
 from rl_megatron.data.files import Record, existing_path, read_jsonl, split_heldout
 from rl_megatron.data.templates import require_fields, template_fields
 from rl_megatron.data.tokenizer import Tokenizer
@@ -31,8 +38,8 @@ _PAIR, _GRADED = "a pair", "graded solutions"  # the forms of a record
 
 @dataclass(frozen=True)
 class _Pair:
-    chosen: Row
-    rejected: Row
+    chosen: EncodedSequence
+    rejected: EncodedSequence
 
     @property
     def record(self) -> Record:
@@ -90,14 +97,21 @@ class PreferenceDataset:
         answers = [answer_records(record) for record in records]
         require_fields([chosen for chosen, _ in answers], answer_template)
         pairs = [
-            _Pair(*(Row(prompt_ids, encode_answer(side, tokenizer, answer_template), record) for side in sides))
+            _Pair(
+                *(
+                    EncodedSequence(prompt_ids, encode_answer(side, tokenizer, answer_template), record)
+                    for side in sides
+                )
+            )
             for (prompt_ids, record), sides in zip(
                 encode_prompts(records, tokenizer, prompt_template), answers, strict=True
             )
         ]
         for pair in pairs:
             if pair.chosen.answer_ids == pair.rejected.answer_ids:
-                raise ValueError(f"{pair.record.origin}: 'chosen' and 'rejected' are the same tokens: remove the pair.")
+                raise ValueError(
+                    f"{pair.record.location}: 'chosen' and 'rejected' are the same tokens: remove the pair."
+                )
         self._pairs = within_limit(pairs, max_sequence_length, too_long, noun="pair")
         self._padding = Padding(tokenizer.pad_id, multiple=1)
 
@@ -112,13 +126,15 @@ class PreferenceDataset:
     def batch(self, pairs: Sequence[int]) -> BatchedDataDict:
         """Two rows per pair, chosen 0, 2, 4, … and rejected 1, 3, 5, …: `input_ids` [2P, S], `input_lengths`,
         `token_mask`, `sample_mask`."""
-        rows = [row for number in pairs for row in (self._pairs[number].chosen, self._pairs[number].rejected)]
-        return answer_batch(rows, self._padding)
+        sequences = [
+            sequence for number in pairs for sequence in (self._pairs[number].chosen, self._pairs[number].rejected)
+        ]
+        return answer_batch(sequences, self._padding)
 
 
 def answer_records(record: Record) -> tuple[Record, Record]:
     """(Chosen, rejected): the record with either text as `answer`, which is what an answer template reads."""
-    chosen, rejected = (Record({**record.values, "answer": record.values[side]}, record.origin) for side in _SIDES)
+    chosen, rejected = (Record({**record.values, "answer": record.values[side]}, record.location) for side in _SIDES)
     return chosen, rejected
 
 
@@ -175,13 +191,14 @@ def _pairs(records: Sequence[Record]) -> list[Record]:
     form = _form(first)
     if form is None:
         raise ValueError(
-            f"{first.origin}: no preference, nor in any other record: it has {sorted(first.values)}; a record needs "
+            f"{first.location}: no preference, nor in any other record: it has {sorted(first.values)}; a record needs "
             f"'chosen' and 'rejected', or graded solutions, mappings with 'is_correct' and 'solution'."
         )
     for record in records:
         if _form(record) not in (form, None):
             raise ValueError(
-                f"{record.origin}: {_form(record)} in a file that begins with {form} ({first.origin}): use two files."
+                f"{record.location}: {_form(record)} in a file that begins with {form} ({first.location}): "
+                "use two files."
             )
     if form == _PAIR:
         for record in records:
@@ -189,7 +206,7 @@ def _pairs(records: Sequence[Record]) -> list[Record]:
         return list(records)
     pairs = [list(_pairs_of_solutions(record)) for record in records]
     num_left_out = pairs.count([])
-    file = first.origin.rpartition(":")[0]
+    file = first.location.rpartition(":")[0]
     if num_left_out == len(pairs):
         raise ValueError(f"{file}: no question has both a right and a wrong solution: there is no pair to learn from.")
     if num_left_out:
@@ -213,17 +230,19 @@ def _is_graded(value: Any) -> bool:
 def _check_pair(record: Record) -> None:
     for side in _SIDES:
         if side not in record.values:
-            raise ValueError(f"{record.origin}: the pair has no {side!r}{nearest(side, record.values)}")
+            raise ValueError(f"{record.location}: the pair has no {side!r}{nearest(side, record.values)}")
         _check_text(record, side, record.values[side])
     if record.values["chosen"] == record.values["rejected"]:
-        raise ValueError(f"{record.origin}: 'chosen' and 'rejected' are equal: there is nothing to prefer; remove it.")
+        raise ValueError(
+            f"{record.location}: 'chosen' and 'rejected' are equal: there is nothing to prefer; remove it."
+        )
 
 
 def _check_text(record: Record, key: str, text: Any) -> None:
     if not isinstance(text, str):
-        raise ValueError(f"{record.origin}: {key!r} is a {type(text).__name__}, it must be a string.")
+        raise ValueError(f"{record.location}: {key!r} is a {type(text).__name__}, it must be a string.")
     if not text.strip():
-        raise ValueError(f"{record.origin}: {key!r} is empty: fill it in, or remove it.")
+        raise ValueError(f"{record.location}: {key!r} is empty: fill it in, or remove it.")
 
 
 def _pairs_of_solutions(record: Record) -> Iterator[Record]:
@@ -232,12 +251,14 @@ def _pairs_of_solutions(record: Record) -> Iterator[Record]:
     grades: dict[str, bool] = {}
     for key, graded in solutions.items():
         if not isinstance(graded["is_correct"], bool) or "solution" not in graded:
-            raise ValueError(f"{record.origin}: {key!r} needs 'is_correct', true or false, and 'solution', a string.")
+            raise ValueError(f"{record.location}: {key!r} needs 'is_correct', true or false, and 'solution', a string.")
         text = graded["solution"]
         _check_text(record, f"{key}.solution", text)
         if grades.setdefault(text, graded["is_correct"]) != graded["is_correct"]:
-            raise ValueError(f"{record.origin}: the text of {key!r} is graded right and wrong: remove one of the two.")
+            raise ValueError(
+                f"{record.location}: the text of {key!r} is graded right and wrong: remove one of the two."
+            )
     fields = {key: value for key, value in record.values.items() if key not in solutions}
     for chosen in (text for text, right in grades.items() if right):
         for rejected in (text for text, right in grades.items() if not right):
-            yield Record({**fields, "chosen": chosen, "rejected": rejected}, record.origin)
+            yield Record({**fields, "chosen": chosen, "rejected": rejected}, record.location)

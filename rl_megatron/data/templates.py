@@ -32,4 +32,4 @@ def require_fields(records: Sequence[Record], template: str) -> None:
         for field in fields:
             if field not in record.values:
                 problem = unknown_name("field", field, record.values)
-                raise ValueError(f"{record.origin}: template {template!r} needs a field the record lacks: {problem}")
+                raise ValueError(f"{record.location}: template {template!r} needs a field the record lacks: {problem}")

@@ -64,11 +64,11 @@ def reduce_metrics(
     kinds = [reductions[name] for name in names] + [Reduction.MAX] * (len(names) + 1)
     reduced = torch.zeros(len(kinds), dtype=torch.float64, device=device)
     if topology.is_last_stage:
-        rows = torch.stack([_row(report, names, reductions) for report in reports])
+        vectors = torch.stack([_vector(report, names, reductions) for report in reports])
         for kind in Reduction:
             mine = [i for i, k in enumerate(kinds) if k is kind]
             if mine:
-                reduced[mine] = _across(kind, rows[:, mine], topology.groups.dp)
+                reduced[mine] = _across(kind, vectors[:, mine], topology.groups.dp)
     if topology.pipeline > 1:
         dist.broadcast(reduced, src=topology.last_stage_rank, group=topology.groups.pp)
     *known, undeclared = reduced.tolist()
@@ -81,7 +81,7 @@ def reduce_metrics(
     return result
 
 
-def _row(report: dict[str, Tensor], names: list[str], reductions: Mapping[str, Reduction]) -> Tensor:
+def _vector(report: dict[str, Tensor], names: list[str], reductions: Mapping[str, Reduction]) -> Tensor:
     """Return [2·names + 1] of one microbatch: values (or identities), which it has, whether it has other metrics."""
     loss = report["loss"]
     values = [report[name] if name in report else loss.new_tensor(reductions[name].identity) for name in names]
@@ -89,9 +89,7 @@ def _row(report: dict[str, Tensor], names: list[str], reductions: Mapping[str, R
     return torch.cat([torch.stack(values), loss.new_tensor(flags)])
 
 
-def _describe_undeclared(
-    reports: list[dict[str, Tensor]], names: list[str], loss_fn: Loss, topology: Topology
-) -> str:
+def _describe_undeclared(reports: list[dict[str, Tensor]], names: list[str], loss_fn: Loss, topology: Topology) -> str:
     everywhere: list = [None] * topology.world_size
     dist.all_gather_object(everywhere, {name for report in reports for name in report} - set(names))
     return (

@@ -58,12 +58,12 @@ class ModelInput:
         padding = ~layout.scatter(_weighted_tokens(batch), False) if balances_experts else None
         return cls(layout.scatter(ids, 0), packing, sharding, padding)
 
-    def padding_of(self, chunk: torch.nn.Module, topology: Topology) -> Tensor | None:
+    def padding_of(self, model_chunk: torch.nn.Module, topology: Topology) -> Tensor | None:
         """Return `padding` as megatron-core expects it for this model chunk.
 
         A chunk with the embedding cuts it over sequence-parallel ranks itself; others expect it cut.
         """
-        if self.padding is not None and topology.sequence and not unwrap(chunk).pre_process:
+        if self.padding is not None and topology.sequence and not unwrap(model_chunk).pre_process:
             return self.padding.chunk(topology.tensor, dim=1)[topology.tensor_rank]
         return self.padding
 

@@ -27,14 +27,14 @@ class PlannedCommunicator(P2PCommunicator):
 
     def __init__(self, topology: Topology, config: TransformerConfig, shapes: Sequence[Shape]):
         super().__init__(topology.groups.pp, config)
-        chunks, local = topology.virtual_pipeline, [_activation(shape, topology, config) for shape in shapes]
-        self._group = topology.pipeline if chunks > 1 else len(local)
-        self._activations = self._arrivals(local, chunks - (topology.pipeline_rank == 0))
-        self._gradients = self._arrivals(local, chunks - topology.is_last_stage)
+        num_model_chunks, local = topology.virtual_pipeline, [_activation(shape, topology, config) for shape in shapes]
+        self._group = topology.pipeline if num_model_chunks > 1 else len(local)
+        self._activations = self._arrivals(local, num_model_chunks - (topology.pipeline_rank == 0))
+        self._gradients = self._arrivals(local, num_model_chunks - topology.is_last_stage)
 
-    def _arrivals(self, shapes: list[list[int]], chunks: int) -> Iterator[list[int]]:
+    def _arrivals(self, shapes: list[list[int]], num_model_chunks: int) -> Iterator[list[int]]:
         for start in range(0, len(shapes), self._group):
-            for _ in range(chunks):
+            for _ in range(num_model_chunks):
                 yield from shapes[start : start + self._group]
 
     def _communicate_shapes(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next):
@@ -47,6 +47,6 @@ class PlannedCommunicator(P2PCommunicator):
 
 def _activation(shape: Shape, topology: Topology, config: TransformerConfig) -> list[int]:
     """[S, b, H] of the hidden states between stages, on this rank."""
-    rows, length = shape
+    num_sequences, length = shape
     cut = topology.context * (topology.tensor if topology.sequence else 1)
-    return [length // cut, rows, config.hidden_size]
+    return [length // cut, num_sequences, config.hidden_size]

@@ -36,14 +36,14 @@ class FusedHead:
     """That losses read logits a chunk of tokens at a time (`linear_logprobs`), of so many tokens (None: its default).
     Losses that read whole logits are given them."""
 
-    chunk_tokens: int | None = None
+    block_tokens: int | None = None
 
 
 @dataclass(frozen=True)
 class Runner:
     """Runs a model's chunks over microbatches on this rank's place in the topology."""
 
-    chunks: list[torch.nn.Module]
+    model_chunks: list[torch.nn.Module]
     topology: Topology
     vocab_size: int  # of the tokenizer; the padded rows past it never enter a softmax
     backend: str  # of the layers, as `choose_backend` says
@@ -69,9 +69,9 @@ class Runner:
             NonFiniteLoss: on every rank: the loss is NaN or infinite; names microbatch and metrics.
         """
         step = partial(self._loss_of, loss_fn=loss_fn, denominators=denominators)
-        routers = [] if forward_only else balancing_routers(self.chunks)
+        routers = [] if forward_only else balancing_routers(self.model_chunks)
         if not forward_only:
-            begin_step(self.chunks, denominators.positions)
+            begin_step(self.model_chunks, denominators.positions)
         head = self._head() if loss_fn.reads_deferred_logits else None
         if self.fused_head is not None and head is None:
             once(f"{loss_fn.display_name} reads whole logits: the fused head is off for it")
@@ -113,7 +113,7 @@ class Runner:
             pairs = torch.stack([values.view(torch.int32), ids.int()], dim=-1)
             return sharding.layout(pairs, tuple(batch["input_ids"].shape)).gather(pairs)
 
-        return self._collect(microbatches, of, head=UncopiedHead.of(self.chunks))
+        return self._collect(microbatches, of, head=UncopiedHead.of(self.model_chunks))
 
     def _collect(
         self, microbatches: list[Microbatch], of: Callable, head: DeferredHead | UncopiedHead | None
@@ -123,8 +123,8 @@ class Runner:
     def _head(self) -> DeferredHead | UncopiedHead | None:
         """How logits reach readers that take them in any memory layout, or deferred."""
         if self.fused_head is None:
-            return UncopiedHead.of(self.chunks)
-        return DeferredHead.of(self.chunks, self.fused_head.chunk_tokens)
+            return UncopiedHead.of(self.model_chunks)
+        return DeferredHead.of(self.model_chunks, self.fused_head.block_tokens)
 
     def _run(
         self, microbatches: list[Microbatch], on_output: Callable, forward_only: bool,
@@ -132,21 +132,23 @@ class Runner:
     ) -> list:  # fmt: skip
         """`on_output(batch, output, sharding)` of every microbatch, on the last stage; the output is what `head` makes
         of the model's, or without one contiguous logits or scores."""
-        topology, config = self.topology, get_model_config(self.chunks[0])
+        topology, config = self.topology, get_model_config(self.model_chunks[0])
         microbatches = self._filled_up(microbatches)
         shapes = [microbatch.shape(topology) for microbatch in microbatches]
         config.variable_seq_lengths = len(set(shapes)) > 1
-        balances_experts = not forward_only and bool(balancing_routers(self.chunks) or moving_routers(self.chunks))
+        balances_experts = not forward_only and bool(
+            balancing_routers(self.model_chunks) or moving_routers(self.model_chunks)
+        )
 
         prepared = [  # once for all chunks
             (microbatch, ModelInput.build(microbatch, topology, self.vocab_size, self.backend, balances_experts))
             for microbatch in microbatches
         ]
 
-        def forward_step(iterator: Iterator[tuple[Microbatch, ModelInput]], chunk: torch.nn.Module):
+        def forward_step(iterator: Iterator[tuple[Microbatch, ModelInput]], model_chunk: torch.nn.Module):
             microbatch, given = next(iterator)
-            masked = {} if given.padding is None else {"padding_mask": given.padding_of(chunk, topology)}
-            output = chunk(given.tokens, None, None, packed_seq_params=given.packing, **masked)
+            masked = {} if given.padding is None else {"padding_mask": given.padding_of(model_chunk, topology)}
+            output = model_chunk(given.tokens, None, None, packed_seq_params=given.packing, **masked)
             return output, lambda output, non_loss_data=False: on_output(
                 microbatch.batch, output if head is None else head.logits(output), given.sharding
             )
@@ -161,8 +163,8 @@ class Runner:
         with torch.set_grad_enabled(not forward_only), nullcontext() if head is None else head.in_use():
             results = forward_backward(
                 forward_step_func=forward_step,
-                data_iterator=[iter(prepared) for _ in self.chunks],
-                model=self.chunks,
+                data_iterator=[iter(prepared) for _ in self.model_chunks],
+                model=self.model_chunks,
                 num_microbatches=len(microbatches),
                 seq_length=shapes[0][1],
                 micro_batch_size=shapes[0][0],
@@ -171,7 +173,7 @@ class Runner:
                 p2p_communicator=PlannedCommunicator(topology, config, shapes) if pipelined else None,
                 pg_collection=topology.groups,
             )
-        forget_graphs(self.chunks)
+        forget_graphs(self.model_chunks)
         return results
 
     def _filled_up(self, microbatches: list[Microbatch]) -> list[Microbatch]:

@@ -36,18 +36,18 @@ def rollouts(
     if nan_at.any():
         first = nan_at[nan_at > 0].min().item()
         raise NonFiniteLoss(f"the model's logits are NaN or infinite at token {first} of a completion")
-    num_rows = len(prompts)
+    num_sequences = len(prompts)
     prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
     width = int((prompt_lengths + lengths).max())
-    input_ids = torch.zeros(num_rows, width, dtype=torch.long)
-    token_mask = torch.zeros(num_rows, width)
-    generation_logprobs = torch.zeros(num_rows, width)
-    for row, (prompt, length) in enumerate(zip(prompts, lengths.tolist(), strict=True)):
+    input_ids = torch.zeros(num_sequences, width, dtype=torch.long)
+    token_mask = torch.zeros(num_sequences, width)
+    generation_logprobs = torch.zeros(num_sequences, width)
+    for index, (prompt, length) in enumerate(zip(prompts, lengths.tolist(), strict=True)):
         end = len(prompt) + length
-        input_ids[row, : len(prompt)] = torch.tensor(prompt)
-        input_ids[row, len(prompt) : end] = completions[row, :length]
-        token_mask[row, len(prompt) : end] = 1.0
-        generation_logprobs[row, len(prompt) : end] = logprobs[row, :length]
+        input_ids[index, : len(prompt)] = torch.tensor(prompt)
+        input_ids[index, len(prompt) : end] = completions[index, :length]
+        token_mask[index, len(prompt) : end] = 1.0
+        generation_logprobs[index, len(prompt) : end] = logprobs[index, :length]
     last = completions.gather(1, (lengths - 1)[:, None])[:, 0]
     return BatchedDataDict(
         {
@@ -55,12 +55,12 @@ def rollouts(
             "input_lengths": prompt_lengths + lengths,
             "prompt_lengths": prompt_lengths,
             "token_mask": token_mask,
-            "sample_mask": torch.ones(num_rows),
+            "sample_mask": torch.ones(num_sequences),
             "generation_logprobs": generation_logprobs,
-            "temperature": torch.full((num_rows,), sampling.temperature or 1.0),
-            "top_k": torch.full((num_rows,), sampling.top_k),
-            "top_p": torch.full((num_rows,), float(sampling.top_p)),
-            "weight_version": torch.full((num_rows,), weight_version),
+            "temperature": torch.full((num_sequences,), sampling.temperature or 1.0),
+            "top_k": torch.full((num_sequences,), sampling.top_k),
+            "top_p": torch.full((num_sequences,), float(sampling.top_p)),
+            "weight_version": torch.full((num_sequences,), weight_version),
             "stopped": torch.isin(last, torch.tensor(sampling.stop_ids, dtype=torch.long)),
         }
     )

@@ -8,11 +8,11 @@ from torch import Tensor
 from rl_megatron.generation.interfaces import Sampling
 
 
-def row_uniforms(num_rows: int, sampling: Sampling, seed: int) -> Tensor:
+def sequence_uniforms(num_sequences: int, sampling: Sampling, seed: int) -> Tensor:
     """[num_rows, max_new_tokens] fp64 in [0, 1): the number that decides each row's tokens, whichever engine draws it
     and however rows are spread."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.rand(num_rows, sampling.max_new_tokens, generator=generator, dtype=torch.float64)
+    return torch.rand(num_sequences, sampling.max_new_tokens, generator=generator, dtype=torch.float64)
 
 
 def left_padded(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -26,12 +26,12 @@ class Completions:
     """Tokens [b, max_new], their logprobs [b, max_new] fp32, lengths [b] and, from 1 on, the token [b] whose logits
     were NaN, 0 where none were."""
 
-    def __init__(self, num_rows: int, sampling: Sampling, device: torch.device):
-        self.tokens = torch.zeros(num_rows, sampling.max_new_tokens, dtype=torch.long, device=device)
-        self.logprobs = torch.zeros(num_rows, sampling.max_new_tokens, device=device)
-        self.lengths = torch.zeros(num_rows, dtype=torch.long, device=device)
-        self.nan_at = torch.zeros(num_rows, dtype=torch.long, device=device)
-        self.running = torch.ones(num_rows, dtype=torch.bool, device=device)
+    def __init__(self, num_sequences: int, sampling: Sampling, device: torch.device):
+        self.tokens = torch.zeros(num_sequences, sampling.max_new_tokens, dtype=torch.long, device=device)
+        self.logprobs = torch.zeros(num_sequences, sampling.max_new_tokens, device=device)
+        self.lengths = torch.zeros(num_sequences, dtype=torch.long, device=device)
+        self.nan_at = torch.zeros(num_sequences, dtype=torch.long, device=device)
+        self.running = torch.ones(num_sequences, dtype=torch.bool, device=device)
         self._stops = torch.tensor(sampling.stop_ids, dtype=torch.long, device=device)
 
     def add(self, step: int, chosen: Tensor, logprobs: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.generation.completion_batch import check_prompts, rollouts
-from rl_megatron.generation.completions import Completions, left_padded, row_uniforms
+from rl_megatron.generation.completions import Completions, left_padded, sequence_uniforms
 from rl_megatron.generation.interfaces import Sampling, Served
 from rl_megatron.generation.kv_cache import Columns, caching
 from rl_megatron.generation.sampling import sample
@@ -52,29 +52,31 @@ class MegatronEngine:
         topology = self.policy.topology
         device, group = topology.device, topology.groups.dp_cp
         check_prompts(prompts, sampling, self.policy.model_config.max_sequence_length)
-        uniforms = row_uniforms(len(prompts), sampling, seed).to(device)
+        uniforms = sequence_uniforms(len(prompts), sampling, seed).to(device)
         per_rank = -(-len(prompts) // group.size())
         mine = [min(i, len(prompts) - 1) for i in range(group.rank() * per_rank, (group.rank() + 1) * per_rank)]
         self.policy.finish_training()
         batches = [mine[start : start + self.batch_size] for start in range(0, per_rank, self.batch_size)]
-        decoded = [self._decode([prompts[i] for i in rows], uniforms[rows], sampling).parts() for rows in batches]
+        decoded = [
+            self._decode([prompts[i] for i in indices], uniforms[indices], sampling).parts() for indices in batches
+        ]
         # Gathered before anything is refused: an error on one rank alone would leave the others waiting for its rows.
-        parts = tuple(_gather_rows(torch.cat(part), group)[: len(prompts)] for part in zip(*decoded, strict=True))
+        parts = tuple(_gather_sequences(torch.cat(part), group)[: len(prompts)] for part in zip(*decoded, strict=True))
         return rollouts(prompts, parts, sampling, self.policy.weight_version)
 
     def _decode(self, prompts: list[list[int]], uniforms: Tensor, sampling: Sampling) -> Completions:
         """Return the completions of a batch of prompts, on every rank of the model. Decoding ends at a NaN."""
         topology = self.policy.topology
-        device, num_rows = topology.device, len(prompts)
-        models = [unwrap(chunk) for chunk in self.policy.model.chunks]
+        device, num_sequences = topology.device, len(prompts)
+        models = [unwrap(model_chunk) for model_chunk in self.policy.model.model_chunks]
         tokens, first = left_padded(prompts, device)
-        completions = Completions(num_rows, sampling, device)
+        completions = Completions(num_sequences, sampling, device)
         columns = Columns(first, capacity=tokens.size(1) + sampling.max_new_tokens)
         with caching(models, columns):
             for step in range(sampling.max_new_tokens):
                 logits = self._forward(models, tokens, columns)
                 columns.filled += tokens.size(1)
-                drawn = torch.zeros(2, num_rows, dtype=torch.float64, device=device)
+                drawn = torch.zeros(2, num_sequences, dtype=torch.float64, device=device)
                 if logits is not None:
                     chosen, logprob = sample(
                         logits, uniforms[:, step], sampling, topology.groups.tp, self.policy.vocab_size
@@ -129,7 +131,7 @@ class MegatronEngine:
         return None
 
 
-def _gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _gather_sequences(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if group.size() == 1:
         return x
     parts = [torch.empty_like(x) for _ in range(group.size())]

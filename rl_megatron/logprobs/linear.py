@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_megatron.logprobs.api import IGNORE_INDEX, LogprobStats, check_shapes, row_temperature, vocab_shard
-from rl_megatron.logprobs.chunks import ChunkPlan, HiddenChunks
 from rl_megatron.logprobs.kernels.backends import choose_kernels
+from rl_megatron.logprobs.token_blocks import BlockPlan, HiddenBlocks
 from rl_megatron.logprobs.vocab_parallel import Upstream, merge, own_logits
 
 # Logits of a chunk. On a GPU 512 MiB in bf16: thousands of rows, so that reading the weights for each chunk is nothing
@@ -29,13 +29,13 @@ class DeferredLogits:
     """A language model's output whose logits have not been computed: what it says of them is read by `linear_logprobs`.
 
     hidden [S, B, H], the head's input; under sequence parallelism this rank's part of its first dimension, of
-    `sequence_shards` parts. weight [V/tp, H], the head's. chunk_tokens: see `linear_logprobs`.
+    `sequence_shards` parts. weight [V/tp, H], the head's. block_tokens: see `linear_logprobs`.
     """
 
     hidden: Float[Tensor, "sequence_local batch hidden"]
     weight: Float[Tensor, "vocab_local hidden"]
     sequence_shards: int
-    chunk_tokens: int | None = None
+    block_tokens: int | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -60,7 +60,7 @@ def linear_logprobs(
     entropy: bool = False,
     gather_ids: Int[Tensor, "*tokens ids"] | None = None,
     backend: str = "auto",
-    chunk_tokens: int | None = None,
+    block_tokens: int | None = None,
     sequence_parallel: bool = False,
 ) -> LogprobStats:
     """Return `vocab_parallel_logprobs(hidden · weightᵀ, targets, …)`, the logits living a chunk of tokens at a time.
@@ -81,7 +81,7 @@ def linear_logprobs(
 
     Shapes: hidden [..., H], with sequence_parallel [n/tp, ..., H] of [n, ..., H]; weight [V_local, H] of the same
         dtype; targets [...], whole. Results as in `vocab_parallel_logprobs`.
-    Args: chunk_tokens: rows of a chunk (default: as many as make 512 MiB of bf16 logits, on a CPU 32 MiB).
+    Args: block_tokens: rows of a chunk (default: as many as make 512 MiB of bf16 logits, on a CPU 32 MiB).
         backend: of the kernels; the products are torch's. The rest as in `vocab_parallel_logprobs`.
     Raises: ValueError for shapes that do not fit, and as `vocab_parallel_logprobs`.
     On a GPU, finding the rows to leave out waits once for the device.
@@ -92,12 +92,12 @@ def linear_logprobs(
     check_shapes(torch.Size((*targets.shape, len(weight))), targets, gather_ids)
     shard = vocab_shard(weight.shape[0], tp_group, vocab_range, valid_vocab_size)
     kernels = choose_kernels(backend, hidden.device)
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1; None leaves the choice to the kernel")
+    if block_tokens is not None and block_tokens < 1:
+        raise ValueError(f"block_tokens={block_tokens} must be at least 1; None leaves the choice to the kernel")
     width = torch.promote_types(hidden.dtype, torch.float32)
     temperatures = row_temperature(temperature, targets, list(range(targets.dim())), width)
     flat = targets.flatten()
-    plan = ChunkPlan.of(flat != ignore_index, shards, chunk_tokens or _chunk_tokens(weight))
+    plan = BlockPlan.of(flat != ignore_index, shards, block_tokens or _block_tokens(weight))
 
     selected = plan.select(flat, ignore_index)
     outputs = _LinearStats.apply(
@@ -107,7 +107,7 @@ def linear_logprobs(
         None if gather_ids is None else plan.select(gather_ids.flatten(0, -2), 0),
         None if temperatures is None else plan.select(temperatures, 1.0),
         selected == ignore_index,
-        HiddenChunks(plan, tp_group if shards > 1 else None),
+        HiddenBlocks(plan, tp_group if shards > 1 else None),
         shard,
         entropy,
         kernels,
@@ -136,7 +136,7 @@ def _check_linear_shapes(
         )
 
 
-def _chunk_tokens(weight: Float[Tensor, "vocab_local hidden"]) -> int:
+def _block_tokens(weight: Float[Tensor, "vocab_local hidden"]) -> int:
     on_cpu = weight.device.type == "cpu"
     tokens = (CHUNK_ELEMENTS_CPU if on_cpu else CHUNK_ELEMENTS_CUDA) // max(1, weight.shape[0])
     return max(1, tokens) if on_cpu else max(1024, tokens // 1024 * 1024)
@@ -146,14 +146,14 @@ class _LinearStats(torch.autograd.Function):
     """(logprobs [n], entropy [n] or None, gathered [n, K] or None) of the plan's n rows, in its order."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, gather_ids, temperature, ignored, chunks, shard, entropy, kernels):
+    def forward(ctx, hidden, weight, targets, gather_ids, temperature, ignored, blocks, shard, entropy, kernels):
         columns = shard.columns(targets)
         gather_columns = None if gather_ids is None else shard.columns(gather_ids)
         width = torch.promote_types(hidden.dtype, torch.float32)
         stats = hidden.new_empty(len(targets), 4, dtype=width)
         gathered = None if gather_ids is None else hidden.new_empty(gather_ids.shape, dtype=width)
-        scratch = hidden.new_empty(chunks.plan.longest, weight.shape[0])
-        for rows, h in chunks.of(hidden):
+        scratch = hidden.new_empty(blocks.plan.longest, weight.shape[0])
+        for rows, h in blocks.of(hidden):
             logits = torch.mm(h, weight.t(), out=scratch[: len(h)])
             rows_temperature = None if temperature is None else temperature[rows]
             stats[rows] = kernels.row_stats(
@@ -170,7 +170,7 @@ class _LinearStats(torch.autograd.Function):
             hidden, weight, columns, gather_columns, temperature, found.row_max, found.log_sum, found.entropy,
             found.active,
         )  # fmt: skip
-        ctx.chunks, ctx.shard, ctx.kernels = chunks, shard, kernels
+        ctx.blocks, ctx.shard, ctx.kernels = blocks, shard, kernels
         ctx.last_logits = scratch if any(ctx.needs_input_grad[:2]) else None
         return found.logprobs, found.entropy, found.gathered
 
@@ -184,11 +184,11 @@ class _LinearStats(torch.autograd.Function):
         upstream = Upstream.of(target_grad, entropy_grad, gathered_grads, columns, gather_columns, entropy, active)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         sum_group = ctx.shard.group if ctx.shard.is_parallel else None
-        hidden_grad = ctx.chunks.gradient(hidden, sum_group) if wants_hidden else None
+        hidden_grad = ctx.blocks.gradient(hidden, sum_group) if wants_hidden else None
         weight_grad = _WeightGradient(weight) if wants_weight else None
         last_logits, ctx.last_logits = ctx.last_logits, None
-        scratch = hidden.new_empty(ctx.chunks.plan.longest, len(weight)) if last_logits is None else last_logits
-        for rows, h in ctx.chunks.of(hidden, reverse=True):
+        scratch = hidden.new_empty(ctx.blocks.plan.longest, len(weight)) if last_logits is None else last_logits
+        for rows, h in ctx.blocks.of(hidden, reverse=True):
             logits = scratch[: len(h)]
             if last_logits is None:
                 torch.mm(h, weight.t(), out=logits)

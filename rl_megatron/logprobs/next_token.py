@@ -146,7 +146,7 @@ def _of_hidden(
         tp_group,
         temperature=temperature,
         gather_ids=None if gather_ids is None else gather_ids.transpose(0, 1),
-        chunk_tokens=logits.chunk_tokens,
+        block_tokens=logits.block_tokens,
         sequence_parallel=logits.sequence_shards > 1,
         **options,
     )

@@ -139,12 +139,12 @@ def _largest_threshold(
     weigh: a block of logits and its rows → int64 weights. needed: the rows' sums [N] → what must be reached.
     """
     # The leading digit has the sign, and counts from its lowest value.
-    origin = logits.new_full(active.shape, -_NUM_DIGITS // 2, dtype=torch.int64)
+    first = logits.new_full(active.shape, -_NUM_DIGITS // 2, dtype=torch.int64)
     prefix = total = remaining = None
     for shift in range(torch.finfo(logits.dtype).bits - _DIGIT_BITS, -1, -_DIGIT_BITS):
         if prefix is not None:
-            origin = prefix * _NUM_DIGITS
-        histogram = _histogram(logits, shard, active, weigh, origin, shift)
+            first = prefix * _NUM_DIGITS
+        histogram = _histogram(logits, shard, active, weigh, first, shift)
         if shard.is_parallel:
             dist.all_reduce(histogram, group=shard.group)
         at_least = histogram.flip(1).cumsum(1).flip(1)  # weight of this digit and of larger ones
@@ -153,7 +153,7 @@ def _largest_threshold(
             remaining = needed(total)
         digit = (at_least >= remaining[:, None]).sum(dim=1).sub(1).clamp(min=0)
         remaining = remaining - (at_least - histogram).gather(1, digit[:, None])[:, 0]
-        prefix = origin + digit
+        prefix = first + digit
     assert prefix is not None and total is not None  # floating-point numbers have at least one digit
     found = from_ordered_bits(prefix, logits.dtype).to(torch.promote_types(logits.dtype, torch.float32))
     return found.masked_fill((total == 0) | found.isnan() | ~active, -torch.inf)
@@ -164,7 +164,7 @@ def _histogram(
     shard: VocabShard,
     active: Bool[Tensor, " rows"],
     weigh: Callable[[Tensor, slice], Tensor],
-    origin: Int[Tensor, " rows"],
+    first: Int[Tensor, " rows"],
     shift: int,
 ) -> Int[Tensor, "rows digits"]:
     """Return, for each of 256 digits j, this shard's int64 weight with (ordered bits >> shift) = origin + j."""
@@ -175,6 +175,6 @@ def _histogram(
             if skip:
                 continue
             x = logits[block, : shard.num_columns]
-            place = (ordered_bits(x) >> shift).long().sub_(origin[block, None] - 1).clamp_(0, _NUM_DIGITS + 1)
+            place = (ordered_bits(x) >> shift).long().sub_(first[block, None] - 1).clamp_(0, _NUM_DIGITS + 1)
             histogram[block].scatter_add_(1, place, weigh(x, block))
     return histogram[:, 1:-1].contiguous()

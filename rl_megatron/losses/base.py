@@ -113,7 +113,7 @@ class Loss(ABC):
 
     @abstractmethod
     def evaluate(
-        self, data: Mapping[str, Any], global_valid_seqs: Count, global_valid_toks: Count, **inputs: Any
+        self, data: Mapping[str, Any], global_valid_seqs: Count, global_valid_toks: Count, **keywords: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this part's share of the loss and of each metric, as tensors: nothing waits for the device.
 
@@ -142,7 +142,7 @@ class Loss(ABC):
         return self.evaluate(data, global_valid_seqs, global_valid_toks, **self.read_output(output, data, sharding))
 
     @_adds_nothing_to_evaluate
-    def __call__(self, *args: Any, **inputs: Any) -> tuple[Tensor, dict[str, Any]]:
+    def __call__(self, *args: Any, **keywords: Any) -> tuple[Tensor, dict[str, Any]]:
         """Return the loss and its metrics as Python numbers. Both forms run `evaluate`.
 
         Form 1: (output, data, global_valid_seqs, global_valid_toks, vocab_parallel_rank=None,
@@ -162,13 +162,13 @@ class Loss(ABC):
                 input and the position.
             Also what `evaluate` raises.
         """
-        call = self.prepare(bind(self, args, inputs))
-        inputs = dict(call.inputs)
+        call = self.prepare(bind(self, args, keywords))
+        keywords = dict(call.keywords)
         if call.output is not None:
-            inputs |= self.read_output(call.output, call.data, call.sharding)
-        loss, metrics = self.evaluate(call.data, call.global_valid_seqs, call.global_valid_toks, **inputs)
+            keywords |= self.read_output(call.output, call.data, call.sharding)
+        loss, metrics = self.evaluate(call.data, call.global_valid_seqs, call.global_valid_toks, **keywords)
         numbers = as_numbers(metrics)
-        refuse_nan(self.display_name, loss, numbers, call.data, inputs, self.required_keys, self.next_token_keys)
+        refuse_nan(self.display_name, loss, numbers, call.data, keywords, self.required_keys, self.next_token_keys)
         return loss, numbers
 
     def prepare(self, call: Call) -> Call:

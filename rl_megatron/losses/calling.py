@@ -38,7 +38,7 @@ class Call:
     output: Tensor | None
     sharding: Sharding
     vocab_parallel_rank: int | None
-    inputs: dict[str, Any]
+    keywords: dict[str, Any]
 
 
 class NaNLoss(ValueError):
@@ -113,14 +113,14 @@ def refuse_nan(
     loss: Tensor,
     metrics: dict[str, Any],
     data: Mapping[str, Any],
-    inputs: Mapping[str, Any],
+    keywords: Mapping[str, Any],
     required_keys: tuple[str, ...],
     next_token_keys: frozenset[str],
 ) -> None:
     """Raise `NaNLoss`, naming the input and the position, if a NaN input that counts made the loss NaN."""
     if not math.isnan(float(loss.detach().sum())):
         return
-    if culprit := first_nan(data, inputs, required_keys, next_token_keys):
+    if culprit := first_nan(data, keywords, required_keys, next_token_keys):
         raise NaNLoss(f"{name} is NaN: {culprit} is NaN and not masked", loss, metrics)
 
 

@@ -78,20 +78,24 @@ class DraftCrossEntropyLossFn(Loss):
         teacher = real(require(data, "teacher_logits", name), "data['teacher_logits']", name)
         self._check_alike(output, teacher)
         teacher, vocab_size = self._restricted(teacher, output, sharding.tp_group, sharding.valid_vocab_size)
-        teacher, rows = layout.following(teacher)
+        teacher, positions = layout.following(teacher)
         counted = layout.scatter(pad(mask[:, 1:], (0, 1)), 0) != 0
         cross_entropy = vocab_parallel_soft_cross_entropy(
-            output, teacher, sharding.tp_group, teacher_rows=torch.where(counted, rows, -1), valid_vocab_size=vocab_size
+            output,
+            teacher,
+            sharding.tp_group,
+            teacher_rows=torch.where(counted, positions, -1),
+            valid_vocab_size=vocab_size,
         )
         return {"draft_cross_entropy": layout.gather(cross_entropy)[:, :-1]}
 
     def prepare(self, call: Call) -> Call:
         """Return a call with teacher_logits= and mask= beside the student's as a call with draft_cross_entropy."""
-        student, inputs = call.output, dict(call.inputs)
-        if student is None or "teacher_logits" not in inputs:
+        student, keywords = call.output, dict(call.keywords)
+        if student is None or "teacher_logits" not in keywords:
             return call
-        teacher = real(inputs.pop("teacher_logits"), "teacher_logits", self.display_name)
-        mask = inputs.pop("mask", inputs.pop("token_mask", None))
+        teacher = real(keywords.pop("teacher_logits"), "teacher_logits", self.display_name)
+        mask = keywords.pop("mask", keywords.pop("token_mask", None))
         if mask is None or mask.shape != student.shape[:-1]:
             raise ValueError(
                 f"{self.display_name}: teacher_logits= needs mask= beside it, [B, S] for student_logits "
@@ -102,11 +106,11 @@ class DraftCrossEntropyLossFn(Loss):
         teacher, vocab_size = self._restricted(teacher, student, group, call.sharding.valid_vocab_size)
         data = {**call.data, "token_mask": pad(mask, (1, 0))}  # entry t of the mask corresponds to token t+1
         counted = self.mask(data).tokens.to(student.device) != 0
-        rows = torch.arange(mask.numel(), device=student.device).view(mask.shape)
+        positions = torch.arange(mask.numel(), device=student.device).view(mask.shape)
         cross_entropy = vocab_parallel_soft_cross_entropy(
-            student, teacher, group, teacher_rows=torch.where(counted, rows, -1), valid_vocab_size=vocab_size
+            student, teacher, group, teacher_rows=torch.where(counted, positions, -1), valid_vocab_size=vocab_size
         )
-        return replace(call, data=data, output=None, inputs={**inputs, "draft_cross_entropy": cross_entropy})
+        return replace(call, data=data, output=None, keywords={**keywords, "draft_cross_entropy": cross_entropy})
 
     def _check_alike(self, student: Tensor, teacher: Tensor) -> None:
         columns_differ = self._policy_ids is None and teacher.shape[-1] != student.shape[-1]
@@ -189,10 +193,10 @@ class DraftLossWrapper(Loss):
         global_valid_seqs: Count,
         global_valid_toks: Count,
         draft_cross_entropy: Shaped[Tensor, "batch tokens"],
-        **inputs: Any,
+        **keywords: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         counts = global_valid_seqs, global_valid_toks
-        policy_loss, metrics = self.loss_fn.evaluate(data, *counts, **inputs)
+        policy_loss, metrics = self.loss_fn.evaluate(data, *counts, **keywords)
         draft_loss, _ = self.draft_loss_fn.evaluate(data, *counts, draft_cross_entropy)
         loss = policy_loss + self.loss_weight * draft_loss
         return loss, {**metrics, "loss": loss.detach(), "draft_loss": draft_loss.detach()}

@@ -57,8 +57,8 @@ class CalledLoss(Loss):
     def read_output(self, output: Any, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
         return self._loss_fn.read_output(output, data, sharding)
 
-    def evaluate(self, data: Mapping[str, Any], *counts: Count, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        return self._loss_fn.evaluate(data, *counts, **inputs)
+    def evaluate(self, data: Mapping[str, Any], *counts: Count, **keywords: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return self._loss_fn.evaluate(data, *counts, **keywords)
 
     def on_output(
         self,
@@ -74,8 +74,8 @@ class CalledLoss(Loss):
         except NaNLoss as error:  # an error on one rank would leave the others waiting
             return error.loss, error.metrics
 
-    def __call__(self, *args: Any, **inputs: Any) -> tuple[Tensor, dict[str, Any]]:
-        return self._loss_fn(*args, **inputs)
+    def __call__(self, *args: Any, **keywords: Any) -> tuple[Tensor, dict[str, Any]]:
+        return self._loss_fn(*args, **keywords)
 
 
 class ProtocolLoss(LogprobLoss):
@@ -106,10 +106,10 @@ class ProtocolLoss(LogprobLoss):
         return type(self._loss_fn).__name__
 
     def evaluate(
-        self, data: Mapping[str, Any], global_valid_seqs: Any, global_valid_toks: Any, **inputs: Any
+        self, data: Mapping[str, Any], global_valid_seqs: Any, global_valid_toks: Any, **keywords: Any
     ) -> tuple[Tensor, dict[str, Any]]:
         counts = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
-        return self._loss_fn(data=data, **counts, **inputs)
+        return self._loss_fn(data=data, **counts, **keywords)
 
 
 def takes_logprobs(loss_fn: Any) -> bool:

@@ -67,26 +67,26 @@ class SequencePackingLossWrapper:
         context_parallel_group: dist.ProcessGroup | None = None,
         *,
         valid_vocab_size: int | None = None,
-        **inputs: Any,
+        **keywords: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
         self._check_that_all_that_counts_is_packed(self._loss.mask(data).including_first)
         sharding = Sharding(
             vocab_parallel_group, context_parallel_group, valid_vocab_size, self.cu_seqlens_q, self.cu_seqlens_q_padded
         )
-        inputs |= {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
-        return self._on_packed(next_token_logits, data, sharding, vocab_parallel_rank, inputs)
+        keywords |= {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
+        return self._on_packed(next_token_logits, data, sharding, vocab_parallel_rank, keywords)
 
     def _from_output(
-        self, output: Tensor, data: Mapping[str, Any], sharding: Sharding, rank: int | None, inputs: dict[str, Any]
+        self, output: Tensor, data: Mapping[str, Any], sharding: Sharding, rank: int | None, keywords: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
-        keywords = output_form(sharding) | {"vocab_parallel_rank": rank} | inputs
+        keywords = output_form(sharding) | {"vocab_parallel_rank": rank} | keywords
         return self._loss(output, data=data, **keywords)
 
     def _from_logprobs(
-        self, output: Tensor, data: Mapping[str, Any], sharding: Sharding, rank: int | None, inputs: dict[str, Any]
+        self, output: Tensor, data: Mapping[str, Any], sharding: Sharding, rank: int | None, keywords: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
         logprobs = next_token_stats(output, data["input_ids"], sharding).logprobs
-        return self.loss_fn(data=data, next_token_logprobs=logprobs, **inputs)
+        return self.loss_fn(data=data, next_token_logprobs=logprobs, **keywords)
 
     def _check_that_all_that_counts_is_packed(self, mask: Tensor) -> None:
         lengths = self.cu_seqlens_q.diff().to(mask.device)

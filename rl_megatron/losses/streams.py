@@ -76,7 +76,7 @@ def _wrong_type(name: str, value: Tensor, rule: str, loss: str) -> TypeError:
 
 def first_nan(
     data: Mapping[str, Any],
-    inputs: Mapping[str, Any],
+    keywords: Mapping[str, Any],
     required_keys: Sequence[str] = (),
     next_token_keys: Collection[str] = frozenset(),
 ) -> str | None:
@@ -92,7 +92,7 @@ def first_nan(
     by_shape = {mask.shape: mask, mask[:, 1:].shape: mask[:, 1:], mask.shape[:1]: data["sample_mask"] != 0}
     rolled = {f"data[{key!r}]": pad(mask[:, 1:], (0, 1)) for key in next_token_keys}
     read = {f"data[{key!r}]": data[key] for key in (*required_keys, *sorted(next_token_keys)) if key in data}
-    for name, value in (read | dict(inputs) | {f"data[{key!r}]": value for key, value in data.items()}).items():
+    for name, value in (read | dict(keywords) | {f"data[{key!r}]": value for key, value in data.items()}).items():
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() == 0:
             continue
         counts = rolled.get(name, by_shape.get(value.shape[:2]))
@@ -204,8 +204,7 @@ class TokenStreams:
             value = value[:, None].expand(batch, length)
         if value.shape != (batch, length):
             raise ValueError(
-                f"{self._loss}: data[{key!r}] {tuple(value.shape)} does not fit token_mask "
-                f"{(batch, length)}"
+                f"{self._loss}: data[{key!r}] {tuple(value.shape)} does not fit token_mask {(batch, length)}"
             )
         return self.select(f"data[{key!r}]", value[:, :-1] if key in self._next_token_keys else value[:, 1:])
 

@@ -36,7 +36,7 @@ from rl_megatron.log import once
 from rl_megatron.model.layers.attention import PortableAttention, PortablePacking, PortableSelfAttention
 from rl_megatron.model.layers.latent_attention import LatentAttention
 from rl_megatron.model.layers.norms import NormedResidual, PortableRMSNorm
-from rl_megatron.model.layers.packed import PackedRows
+from rl_megatron.model.layers.packed import PackedSequences
 from rl_megatron.model.layers.router import BalancedRouter
 from rl_megatron.topology.topology import Topology
 
@@ -110,7 +110,7 @@ def packing_params(padded_lengths: Sequence[int], topology: Topology, backend: s
     """
     device, longest = topology.device, max(padded_lengths)
     if backend == "portable":
-        return PortablePacking(rows=PackedRows.of(padded_lengths, topology.groups.cp, device))
+        return PortablePacking(sequences=PackedSequences.of(padded_lengths, topology.groups.cp, device))
     # Padding comes after its sequence and attention is causal, so it may count as part of it. megatron-core takes RoPE
     # positions of the whole pack, wrongly, where max_seqlen is the pack's length: it must be the longest padded length.
     starts = torch.tensor([0, *accumulate(padded_lengths)], dtype=torch.int32, device=device)

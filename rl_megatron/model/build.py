@@ -143,20 +143,20 @@ def build_model(
     check_vocabulary(model, vocab_size)
     config = transformer_config(model, topology, precision)
     backend = choose_backend(model, topology.device)
-    chunks: list[torch.nn.Module] = [
-        _build_chunk(model, config, topology, backend, vocab_size, chunk, head)
-        for chunk in range(topology.virtual_pipeline)
+    model_chunks: list[torch.nn.Module] = [
+        _build_model_chunk(model, config, topology, backend, vocab_size, model_chunk, head)
+        for model_chunk in range(topology.virtual_pipeline)
     ]
     initialise_parameters(
-        chunks,
+        model_chunks,
         seed=seed,
         std=model.init_std,
         num_layers=model.num_layers,
         norm_weight=0.0 if model.zero_centered_norm else 1.0,
     )
     if precision == "bf16":
-        chunks = [_Bf16Module(config, chunk) for chunk in chunks]
-    return chunks
+        model_chunks = [_Bf16Module(config, model_chunk) for model_chunk in model_chunks]
+    return model_chunks
 
 
 def check_vocabulary(model: ModelConfig, vocab_size: int) -> None:
@@ -168,24 +168,24 @@ def check_vocabulary(model: ModelConfig, vocab_size: int) -> None:
         )
 
 
-def _build_chunk(
+def _build_model_chunk(
     model: ModelConfig,
     config: TransformerConfig,
     topology: Topology,
     backend: str,
     vocab_size: int,
-    chunk: int,
+    model_chunk: int,
     head: Head,
 ) -> GPTModel:
-    vp_stage = chunk if topology.virtual_pipeline > 1 else None
+    vp_stage = model_chunk if topology.virtual_pipeline > 1 else None
     module = GPTModel(
         config=config,
         # The annotation leaves out a block's submodules, which the decoder takes.
         transformer_layer_spec=block_spec(model, config, backend, vp_stage),  # pyright: ignore[reportArgumentType]
         vocab_size=padded_vocab_size(model.vocab_size or vocab_size, topology.tensor),
         max_sequence_length=model.max_sequence_length,
-        pre_process=topology.pipeline_rank == 0 and chunk == 0,
-        post_process=topology.is_last_stage and chunk == topology.virtual_pipeline - 1,
+        pre_process=topology.pipeline_rank == 0 and model_chunk == 0,
+        post_process=topology.is_last_stage and model_chunk == topology.virtual_pipeline - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=model.tie_embeddings and head == "lm",
         position_embedding_type="rope",
@@ -220,7 +220,7 @@ def _set_rope(module: GPTModel, model: ModelConfig, topology: Topology, backend:
     module.rotary_pos_emb.inv_freq = frequencies(size, model.rope_base, model.rope_scaling).to(device)
 
 
-def _multiplied(module: torch.nn.Module, inputs: tuple, output: Tensor, *, factor: float) -> Tensor:
+def _multiplied(module: torch.nn.Module, args: tuple, output: Tensor, *, factor: float) -> Tensor:
     """The factor is rounded to the model's dtype before, as Gemma was trained."""
     return output * output.new_tensor(factor)
 
@@ -229,12 +229,12 @@ class _Bf16Module(Float16Module):
     """megatron-core's half-precision wrapper without its upcast of the logits: the logprob kernels do their own maths
     in fp32, and an fp32 copy of the logits would be the largest tensor of the step."""
 
-    def forward(self, *inputs, fp32_output: bool = False, **kwargs):
-        return super().forward(*inputs, fp32_output=fp32_output, **kwargs)
+    def forward(self, *args, fp32_output: bool = False, **kwargs):
+        return super().forward(*args, fp32_output=fp32_output, **kwargs)
 
 
-def unwrap(chunk: torch.nn.Module) -> GPTModel:
+def unwrap(model_chunk: torch.nn.Module) -> GPTModel:
     """Return the GPTModel inside DDP and precision wrappers."""
-    while not isinstance(chunk, GPTModel):
-        chunk = chunk.get_submodule("module")
-    return chunk
+    while not isinstance(model_chunk, GPTModel):
+        model_chunk = model_chunk.get_submodule("module")
+    return model_chunk

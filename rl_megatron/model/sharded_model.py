@@ -46,16 +46,16 @@ class ShardedModel:
         self.vocab_size = vocab_size
         self.precision = precision
         self.head: Head = head
-        self.chunks: list[torch.nn.Module] = build_model(
+        self.model_chunks: list[torch.nn.Module] = build_model(
             config, topology, vocab_size=vocab_size, precision=precision, seed=seed, head=head
         )
         self.version = 0
         self.is_scattered = False
 
     @property
-    def wrapped_chunks(self) -> list[DistributedDataParallel]:
+    def wrapped_model_chunks(self) -> list[DistributedDataParallel]:
         """The chunks that are wrapped in megatron-core's DDP: all of a model that is trained, and none of another."""
-        return [chunk for chunk in self.chunks if isinstance(chunk, DistributedDataParallel)]
+        return [model_chunk for model_chunk in self.model_chunks if isinstance(model_chunk, DistributedDataParallel)]
 
     def gather_parameters(self) -> None:
         """Give every rank the current weights if an overlapped optimizer step left them scattered; collective then.
@@ -63,15 +63,17 @@ class ShardedModel:
         The next training forward would gather them too, module by module.
         """
         if self.is_scattered:
-            for chunk in self.wrapped_chunks:
-                if chunk.ddp_config.overlap_param_gather:
-                    chunk.start_param_sync(force_sync=True)
+            for model_chunk in self.wrapped_model_chunks:
+                if model_chunk.ddp_config.overlap_param_gather:
+                    model_chunk.start_param_sync(force_sync=True)
             self.is_scattered = False
 
     def mark_updated(self, changed: bool) -> None:
         """Note an optimizer step, and whether it changed weights. An overlapped step leaves them scattered."""
         self.version += int(changed)
-        self.is_scattered = any(chunk.ddp_config.overlap_param_gather for chunk in self.wrapped_chunks)
+        self.is_scattered = any(
+            model_chunk.ddp_config.overlap_param_gather for model_chunk in self.wrapped_model_chunks
+        )
 
     def mark_gathered(self) -> None:
         """Note that a training forward has gathered the weights."""
@@ -88,8 +90,8 @@ class ShardedModel:
 
     def set_training(self, training: bool) -> None:
         """Put every chunk into training or evaluation mode."""
-        for chunk in self.chunks:
-            chunk.train(training)
+        for model_chunk in self.model_chunks:
+            model_chunk.train(training)
 
     def frozen_copy(self) -> ShardedModel:
         """Return a second model with the same weights, in evaluation mode and without gradients. Collective."""
@@ -97,13 +99,13 @@ class ShardedModel:
         copy = ShardedModel(
             self.config, self.topology, vocab_size=self.vocab_size, precision=self.precision, head=self.head
         )
-        for own, copied in zip(self.chunks, copy.chunks, strict=True):
+        for own, copied in zip(self.model_chunks, copy.model_chunks, strict=True):
             unwrap(copied).load_state_dict(unwrap(own).state_dict())
             copied.eval().requires_grad_(False)
         return copy
 
     def release(self) -> bool:
         """Drop the chunks and return whether there were any. Whoever shares the list `chunks` loses them too."""
-        held = bool(self.chunks)
-        self.chunks.clear()
+        held = bool(self.model_chunks)
+        self.model_chunks.clear()
         return held

@@ -37,7 +37,7 @@ class Piece:
 
 
 def pieces(
-    chunks: Iterable[torch.nn.Module], value: Callable[[torch.nn.Parameter], Tensor] | None = None
+    model_chunks: Iterable[torch.nn.Module], value: Callable[[torch.nn.Parameter], Tensor] | None = None
 ) -> Iterator[Piece]:
     """Yield the pieces of all weights, routers' biases (which are buffers) included.
 
@@ -46,8 +46,8 @@ def pieces(
         value: what to yield the pieces of in place of each parameter, for example `lambda p: p.main_grad` for the
             gradients. Buffers are then left out.
     """
-    for chunk in chunks:
-        for entry in _innermost(chunk).sharded_state_dict(metadata=dict(SHARDING_METADATA)).values():
+    for model_chunk in model_chunks:
+        for entry in _innermost(model_chunk).sharded_state_dict(metadata=dict(SHARDING_METADATA)).values():
             if not isinstance(entry, ShardedTensor | ShardedTensorFactory):
                 continue  # extra state of modules: not a tensor of the model
             tensor = _tensor_of(entry)
@@ -61,11 +61,11 @@ def pieces(
                 yield _piece(shard)
 
 
-def _innermost(chunk: torch.nn.Module) -> MegatronModule:
+def _innermost(model_chunk: torch.nn.Module) -> MegatronModule:
     """Return the model inside DDP and precision wrappers."""
-    while not isinstance(chunk, MegatronModule) or hasattr(chunk, "module"):
-        chunk = chunk.get_submodule("module")
-    return chunk
+    while not isinstance(model_chunk, MegatronModule) or hasattr(model_chunk, "module"):
+        model_chunk = model_chunk.get_submodule("module")
+    return model_chunk
 
 
 def _tensor_of(entry: ShardedTensor | ShardedTensorFactory) -> Tensor:
@@ -119,11 +119,11 @@ def _as_tuple(replica_id: int | tuple) -> tuple:
 
 
 def gather_full(
-    chunks: Iterable[torch.nn.Module], value: Callable[[torch.nn.Parameter], Tensor] | None = None
+    model_chunks: Iterable[torch.nn.Module], value: Callable[[torch.nn.Parameter], Tensor] | None = None
 ) -> dict[str, Tensor]:
     """Every global tensor, whole, in fp32 on the CPU of rank 0 (empty on other ranks). For comparison and small models:
     it takes the whole model's memory on rank 0."""
-    mine = [(p.name, p.global_shape, p.offset, p.tensor.float().cpu()) for p in pieces(chunks, value)]
+    mine = [(p.name, p.global_shape, p.offset, p.tensor.float().cpu()) for p in pieces(model_chunks, value)]
     gathered: list = [None] * dist.get_world_size()
     dist.gather_object(mine, gathered if dist.get_rank() == 0 else None)
     if dist.get_rank() != 0:
@@ -143,7 +143,7 @@ def _any_nan(gathered: list, name: str) -> bool:
 
 
 def initialise_parameters(
-    chunks: Sequence[torch.nn.Module], *, seed: int, std: float, num_layers: int, norm_weight: float = 1.0
+    model_chunks: Sequence[torch.nn.Module], *, seed: int, std: float, num_layers: int, norm_weight: float = 1.0
 ) -> None:
     """Fill every parameter from (seed, global name, row): the same model whatever the layout it is sharded over.
 
@@ -151,7 +151,7 @@ def initialise_parameters(
     `norm_weight`; biases 0. Numbers are drawn on the CPU, so a GPU run starts from the same weights.
     """
     filled = 0
-    for piece in pieces(chunks):
+    for piece in pieces(model_chunks):
         filled += piece.tensor.numel()
         if piece.name.endswith(("norm.weight", "norm_weight")):
             piece.tensor.fill_(norm_weight)
@@ -160,14 +160,18 @@ def initialise_parameters(
         else:
             writes_residual = piece.name.endswith(("linear_proj.weight", "linear_fc2.weight"))
             _fill_normal(piece, seed, std / math.sqrt(2 * num_layers) if writes_residual else std)
-    built = sum(tensor.numel() for chunk in chunks for tensor in (*chunk.parameters(), *_saved_buffers(chunk)))
+    built = sum(
+        tensor.numel()
+        for model_chunk in model_chunks
+        for tensor in (*model_chunk.parameters(), *_saved_buffers(model_chunk))
+    )
     if filled != built:
         raise RuntimeError(f"initialised {filled} of {built} parameters: a module is missing from the sharding map")
 
 
-def _saved_buffers(chunk: torch.nn.Module) -> list[Tensor]:
-    saved = chunk.state_dict().keys()
-    return [buffer for name, buffer in chunk.named_buffers() if name in saved]
+def _saved_buffers(model_chunk: torch.nn.Module) -> list[Tensor]:
+    saved = model_chunk.state_dict().keys()
+    return [buffer for name, buffer in model_chunk.named_buffers() if name in saved]
 
 
 def _fill_normal(piece: Piece, seed: int, std: float) -> None:

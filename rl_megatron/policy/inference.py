@@ -28,7 +28,9 @@ def build_runner(model: ShardedModel, fused_head: FusedHead | None) -> Runner:
     """Return the runner of the model's chunks. It shares their list, so releasing the model releases it too."""
     backend = choose_backend(model.config, model.topology.device)
     # A score head computes no logits, so there is nothing to fuse.
-    return Runner(model.chunks, model.topology, model.vocab_size, backend, fused_head if model.head == "lm" else None)
+    return Runner(
+        model.model_chunks, model.topology, model.vocab_size, backend, fused_head if model.head == "lm" else None
+    )
 
 
 def on_device(data: BatchedDataDict, device: torch.device) -> BatchedDataDict:

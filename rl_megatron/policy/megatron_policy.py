@@ -82,8 +82,8 @@ class MegatronPolicy(ColocatablePolicyInterface):
         self.optimizer: MegatronOptimizer | None = None
         self.scheduler: OptimizerParamScheduler | None = None
         if optimizer is not None:
-            self.model.chunks[:] = wrap_for_gradients(self.model.chunks, topology, optimizer)
-            self.optimizer = build_optimizer(self.model.wrapped_chunks, optimizer, precision)
+            self.model.model_chunks[:] = wrap_for_gradients(self.model.model_chunks, topology, optimizer)
+            self.optimizer = build_optimizer(self.model.wrapped_model_chunks, optimizer, precision)
             self.scheduler = build_scheduler(self.optimizer, optimizer, total_steps)
         self.weights = WeightSender(self.model)
         self.memory = TrainingMemory(self.model, self.optimizer)
@@ -199,9 +199,9 @@ class MegatronPolicy(ColocatablePolicyInterface):
             self.prepare_for_training()
         reports = []
         for start in range(0, data.size, gbs):
-            rows = slice(start, min(start + gbs, data.size))
-            batch = data.slice(rows.start, rows.stop)
-            planned = self._plan(batch, lengths[rows], batching, loss)
+            part = slice(start, min(start + gbs, data.size))
+            batch = data.slice(part.start, part.stop)
+            planned = self._plan(batch, lengths[part], batching, loss)
             if eval_mode:
                 reports.append(training_step.evaluate_batch(self.runner, batch, planned, loss))
             else:

@@ -22,14 +22,14 @@ from rl_megatron.topology.topology import Topology
 
 
 def wrap_for_gradients(
-    chunks: list[torch.nn.Module], topology: Topology, optimizer: OptimizerConfig
+    model_chunks: list[torch.nn.Module], topology: Topology, optimizer: OptimizerConfig
 ) -> list[DistributedDataParallel]:
     """Return each chunk wrapped in megatron-core's DDP.
 
     Main gradients are fp32 and *summed* over data- and context-parallel ranks, because losses are normalised globally
     already. The pipeline schedule finishes them through `finalize_model_grads`.
     """
-    config = get_model_config(chunks[0])
+    config = get_model_config(model_chunks[0])
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=optimizer.distributed,
@@ -39,10 +39,12 @@ def wrap_for_gradients(
         check_for_nan_in_grad=False,  # the runner checks the loss, and `take_step` the gradient norm
     )
     wrapped = [
-        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0, pg_collection=topology.groups)
-        for index, chunk in enumerate(chunks)
+        DistributedDataParallel(
+            config, ddp_config, model_chunk, disable_bucketing=index > 0, pg_collection=topology.groups
+        )
+        for index, model_chunk in enumerate(model_chunks)
     ]
-    config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+    config.no_sync_func = [model_chunk.no_sync for model_chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
 
     def finalize(model, num_tokens=None, **kwargs):
         finalize_model_grads(model, None, **kwargs)  # no division by tokens: see execution/runner.py
@@ -52,16 +54,16 @@ def wrap_for_gradients(
 
 
 @torch.no_grad()
-def complete_gradients(chunks: list[DistributedDataParallel]) -> None:
+def complete_gradients(model_chunks: list[DistributedDataParallel]) -> None:
     """Give every rank the summed gradients of all its parameters. Collective.
 
     Under the distributed optimizer a backward pass leaves each rank only the sums whose weights it updates.
     """
-    for chunk in chunks:
-        if not chunk.ddp_config.use_distributed_optimizer:
+    for model_chunk in model_chunks:
+        if not model_chunk.ddp_config.use_distributed_optimizer:
             continue
-        buffers: list = chunk.buffers  # pyright: ignore[reportAssignmentType]  # DDP hides the method of modules
-        for buffer in buffers + chunk.expert_parallel_buffers:
+        buffers: list = model_chunk.buffers  # pyright: ignore[reportAssignmentType]  # DDP hides the method of modules
+        for buffer in buffers + model_chunk.expert_parallel_buffers:
             group = buffer.data_parallel_group
             for bucket in buffer.buckets:
                 parts = list(bucket.grad_data.chunk(group.size()))
@@ -74,7 +76,7 @@ def main_gradient(parameter: torch.nn.Parameter) -> Tensor:
 
 
 def build_optimizer(
-    chunks: list[DistributedDataParallel], config: OptimizerConfig, precision: str
+    model_chunks: list[DistributedDataParallel], config: OptimizerConfig, precision: str
 ) -> MegatronOptimizer:
     """Return Adam with decoupled weight decay over all chunks. Under bf16, master weights and moments are fp32."""
     bf16 = precision == "bf16"
@@ -93,7 +95,7 @@ def build_optimizer(
             use_distributed_optimizer=config.distributed,
             overlap_param_gather=config.overlap and config.distributed,
         ),
-        [*chunks],
+        [*model_chunks],
     )
     allocate_moments(optimizer)
     return optimizer
@@ -150,6 +152,6 @@ def take_step(
     updated, _, _ = optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]  # abstract, without a result's type
     model.mark_updated(updated)
     if updated:
-        move_biases(moving_routers(model.chunks), model.topology.groups.tp_dp_cp)
+        move_biases(moving_routers(model.model_chunks), model.topology.groups.tp_dp_cp)
     scheduler.step(increment=1)
     return grad_norm, bool(updated)

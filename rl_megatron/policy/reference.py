@@ -33,7 +33,7 @@ class ReferenceModel:
         self._host_weights: HostWeights | None = None
         device = model.topology.device
         if placement == "offload" and device.type == "cuda":
-            self._host_weights = HostWeights(self.model.chunks, device)
+            self._host_weights = HostWeights(self.model.model_chunks, device)
         elif placement == "offload":
             log.once("train.reference=offload: on a CPU the host's memory is the device's; the reference stays in it")
 

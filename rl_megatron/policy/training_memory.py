@@ -23,27 +23,27 @@ class TrainingMemory:
     def free_gradients(self) -> None:
         """Give the memory of the gradient buffers back; their contents are lost. Doing it twice is harmless."""
         is_cuda = self._model.topology.is_cuda
-        for chunk in self._model.wrapped_chunks:
-            chunk.offload_grad_buffers(synchronize=is_cuda, empty_cache=is_cuda)
+        for model_chunk in self._model.wrapped_model_chunks:
+            model_chunk.offload_grad_buffers(synchronize=is_cuda, empty_cache=is_cuda)
 
     def allocate_gradients(self) -> None:
         """Allocate the gradient buffers again, filled with zeros, if they were freed."""
-        for chunk in self._model.wrapped_chunks:
-            chunk.restore_grad_buffers(synchronize=self._model.topology.is_cuda)
+        for model_chunk in self._model.wrapped_model_chunks:
+            model_chunk.restore_grad_buffers(synchronize=self._model.topology.is_cuda)
 
     def offload_optimizer(self) -> None:
         """Move the optimizer state of a GPU to the host. On the CPU nothing moves: the host is the device."""
         if not self._model.topology.is_cuda:
             return
         if self._optimizer is not None and not self._optimizer_is_offloaded:
-            move_optimizer_state(self._optimizer, self._model.chunks, torch.device("cpu"))
+            move_optimizer_state(self._optimizer, self._model.model_chunks, torch.device("cpu"))
             self._optimizer_is_offloaded = True
         torch.cuda.empty_cache()
 
     def restore_optimizer(self) -> None:
         """Move the optimizer state back to the device if it was offloaded."""
         if self._optimizer is not None and self._optimizer_is_offloaded:
-            move_optimizer_state(self._optimizer, self._model.chunks, self._model.topology.device)
+            move_optimizer_state(self._optimizer, self._model.model_chunks, self._model.topology.device)
             self._optimizer_is_offloaded = False
 
     def release(self) -> None:
@@ -52,13 +52,15 @@ class TrainingMemory:
 
 
 @torch.no_grad()
-def move_optimizer_state(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module], device: torch.device) -> None:
+def move_optimizer_state(
+    optimizer: MegatronOptimizer, model_chunks: list[torch.nn.Module], device: torch.device
+) -> None:
     """Move moments and fp32 master weights to `device`.
 
     megatron-core's own offload moves every tensor that the optimizer steps. In fp32 those are views of the model's
     weights, which would no longer be views: the optimizer would go on training a copy. They stay where they are here.
     """
-    of_the_model = {p.untyped_storage().data_ptr() for chunk in chunks for p in chunk.parameters()}
+    of_the_model = {p.untyped_storage().data_ptr() for model_chunk in model_chunks for p in model_chunk.parameters()}
     for part in parts(optimizer):
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:

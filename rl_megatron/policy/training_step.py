@@ -46,8 +46,8 @@ def accumulate_gradients(
     denominators: Denominators,
 ) -> dict[str, float]:
     """Return the loss's metrics, and leave its gradient in the parameters' `main_grad`. Collective."""
-    for chunk in model.wrapped_chunks:
-        chunk.zero_grad_buffer()
+    for model_chunk in model.wrapped_model_chunks:
+        model_chunk.zero_grad_buffer()
     optimizer.zero_grad()
     report = runner.train_step(planned.microbatches, loss, denominators)
     model.mark_gathered()

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def zigzag_chunks(cp_size: int) -> int:
+def zigzag_slices(cp_size: int) -> int:
     """Return into how many equal chunks a sequence is cut, of which its length is therefore a multiple."""
     return 1 if cp_size == 1 else 2 * cp_size
 
@@ -28,9 +28,9 @@ def zigzag_positions(sequence_length: int, cp_rank: int, cp_size: int, device: t
             f"context parallelism over {cp_size} ranks cuts a sequence into {2 * cp_size} equal chunks, and "
             f"{sequence_length} positions do not divide; pad the sequences to a multiple of {2 * cp_size}"
         )
-    chunk = sequence_length // (2 * cp_size)
-    head, tail = cp_rank * chunk, (2 * cp_size - 1 - cp_rank) * chunk
-    within = torch.arange(chunk, device=device)
+    slice_length = sequence_length // (2 * cp_size)
+    head, tail = cp_rank * slice_length, (2 * cp_size - 1 - cp_rank) * slice_length
+    within = torch.arange(slice_length, device=device)
     return torch.cat([head + within, tail + within])
 
 

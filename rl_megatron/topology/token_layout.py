@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_megatron.topology.context_parallel import zigzag_chunks
+from rl_megatron.topology.context_parallel import zigzag_slices
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class TokenLayout:
     """
 
     place: Tensor
-    rows: tuple[int, int]
+    local_shape: tuple[int, int]
     cp_group: dist.ProcessGroup | None
 
     @classmethod
@@ -33,11 +33,11 @@ class TokenLayout:
         cls, batch: tuple[int, int], local_length: int, cp_group: dist.ProcessGroup | None, device: torch.device
     ) -> TokenLayout:
         """Each sequence in a row of its own, padded to local_length · cp positions."""
-        num_rows, width = batch
-        starts = torch.arange(num_rows + 1, device=device) * (local_length * _size(cp_group))
-        lengths = torch.full((num_rows,), width, device=device)
-        place = zigzag_places(lengths, starts[:-1], starts.diff(), width, num_rows * local_length, _size(cp_group))
-        return cls(place, (num_rows, local_length), cp_group)
+        num_sequences, width = batch
+        starts = torch.arange(num_sequences + 1, device=device) * (local_length * _size(cp_group))
+        lengths = torch.full((num_sequences,), width, device=device)
+        place = zigzag_places(lengths, starts[:-1], starts.diff(), width, num_sequences * local_length, _size(cp_group))
+        return cls(place, (num_sequences, local_length), cp_group)
 
     @classmethod
     def packed(
@@ -60,12 +60,12 @@ class TokenLayout:
 
     def scatter(self, x: Tensor, fill: float) -> Tensor:
         """[B, S, …] → this rank's [R, L, …], `fill` where no token lies. Takes part in no gradient."""
-        num_local, rank = math.prod(self.rows), 0 if self.cp_group is None else self.cp_group.rank()
+        num_local, rank = math.prod(self.local_shape), 0 if self.cp_group is None else self.cp_group.rank()
         mine = self.place.flatten() - rank * num_local
         nowhere = (mine < 0) | (mine >= num_local)
         local = x.new_full((num_local + 1, *x.shape[2:]), fill)  # the last entry takes what is not here
         local[mine.masked_fill(nowhere, num_local)] = x.flatten(0, 1)
-        return local[:num_local].view(*self.rows, *x.shape[2:])
+        return local[:num_local].view(*self.local_shape, *x.shape[2:])
 
     def gather(self, x: Tensor) -> Tensor:
         """Every rank's [R, L, …] → the whole [B, S, …], 0 where a token is in no row, from which every rank then
@@ -84,7 +84,7 @@ class TokenLayout:
         following = torch.nn.functional.pad(self.place[:, 1:], (0, 1), value=-1)
         if self.cp_group is None or self.cp_group.size() == 1:
             return x.detach(), self.scatter(following, -1)
-        num_local, rank, num_cuts = math.prod(self.rows), self.cp_group.rank(), 2 * (self.cp_group.size() - 1)
+        num_local, rank, num_cuts = math.prod(self.local_shape), self.cp_group.rank(), 2 * (self.cp_group.size() - 1)
         is_cut = (following >= 0) & (following // num_local != self.place // num_local)
         cut = torch.arange(len(is_cut), device=x.device)[:, None] * num_cuts + is_cut.cumsum(dim=1) - 1
         wanted = following.new_full((len(is_cut) * num_cuts + 1,), -1)  # the last entry takes what is no cut
@@ -116,11 +116,11 @@ def zigzag_places(
         cp_size: The number of context-parallel ranks.
     """
     position = torch.arange(width, device=lengths.device)
-    chunk_length = (padded_lengths // zigzag_chunks(cp_size)).clamp(min=1)[:, None]
-    chunk, within = position // chunk_length, position % chunk_length
+    slice_length = (padded_lengths // zigzag_slices(cp_size)).clamp(min=1)[:, None]
+    cp_slice, within = position // slice_length, position % slice_length
     # One rank has one chunk as long as the sequence: chunk 0 of rank 0.
-    rank = torch.minimum(chunk, 2 * cp_size - 1 - chunk)
-    second_half = (chunk >= cp_size) * chunk_length
+    rank = torch.minimum(cp_slice, 2 * cp_size - 1 - cp_slice)
+    second_half = (cp_slice >= cp_size) * slice_length
     local = starts[:, None] // cp_size + within + second_half
     return torch.where(position < lengths[:, None], rank * num_local + local, -1)
 

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig, ParallelConfig
-from rl_megatron.topology.context_parallel import zigzag_chunks
+from rl_megatron.topology.context_parallel import zigzag_slices
 from rl_megatron.topology.device import start_device
 
 
@@ -109,7 +109,7 @@ def sequence_multiple(parallel: ParallelDegrees) -> int:
 
     Context parallelism cuts a sequence into zigzag slices of equal length, and sequence parallelism into shards.
     """
-    return zigzag_chunks(parallel.context) * (parallel.tensor if parallel.sequence else 1)
+    return zigzag_slices(parallel.context) * (parallel.tensor if parallel.sequence else 1)
 
 
 def validate(parallel: ParallelConfig, world_size: int) -> int:
@@ -186,17 +186,17 @@ def validate_model(model: ModelConfig, parallel: ParallelDegrees) -> None:
 
 def _check_pipeline(model: ModelConfig, parallel: ParallelDegrees) -> None:
     """Every layer lies in exactly one chunk, and every chunk has one at least."""
-    stages, chunks = parallel.pipeline, parallel.virtual_pipeline
+    stages, per_stage = parallel.pipeline, parallel.virtual_pipeline
     ends = {"first": parallel.first_stage_layers, "last": parallel.last_stage_layers}
     uneven = {f"parallel.{name}_stage_layers": layers for name, layers in ends.items() if layers is not None}
     if not uneven:
-        if model.num_layers % (stages * chunks):
-            few = model.num_layers < stages * chunks
+        if model.num_layers % (stages * per_stage):
+            few = model.num_layers < stages * per_stage
             raise ConfigError(
-                f"parallel.pipeline={stages} × parallel.virtual_pipeline={chunks} must divide model.num_layers="
+                f"parallel.pipeline={stages} × parallel.virtual_pipeline={per_stage} must divide model.num_layers="
                 f"{model.num_layers}"
-                + (f", which leaves some of the {stages * chunks} chunks without a layer" if few else "")
-                + f"; set {_pipelines_that_fit(model.num_layers, stages, chunks)}"
+                + (f", which leaves some of the {stages * per_stage} model chunks without a layer" if few else "")
+                + f"; set {_pipelines_that_fit(model.num_layers, stages, per_stage)}"
             )
         return
     told = ", ".join(f"{key}={layers}" for key, layers in uneven.items())
@@ -204,31 +204,33 @@ def _check_pipeline(model: ModelConfig, parallel: ParallelDegrees) -> None:
         raise ConfigError(f"{told}: there is one pipeline stage, with all layers; set it to null")
     between, middle = model.num_layers - sum(uneven.values()), stages - len(uneven)
     for key, layers in uneven.items():
-        if layers % chunks:
-            raise ConfigError(f"{key}={layers} must be a multiple of parallel.virtual_pipeline={chunks}")
-    if (between != 0) if middle == 0 else (between < middle * chunks or between % (middle * chunks)):
-        fits = f"a positive multiple of {middle * chunks}" if middle else "0"
+        if layers % per_stage:
+            raise ConfigError(f"{key}={layers} must be a multiple of parallel.virtual_pipeline={per_stage}")
+    if (between != 0) if middle == 0 else (between < middle * per_stage or between % (middle * per_stage)):
+        fits = f"a positive multiple of {middle * per_stage}" if middle else "0"
         raise ConfigError(
             f"{told} leave {between} of model.num_layers={model.num_layers} layers for {middle} pipeline stage(s) of "
-            f"{chunks} chunk(s); that must be {fits}"
+            f"{per_stage} model chunk(s); that must be {fits}"
         )
 
 
-def _pipelines_that_fit(num_layers: int, stages: int, chunks: int) -> str:
+def _pipelines_that_fit(num_layers: int, stages: int, per_stage: int) -> str:
     """What to set instead, each beside the other degrees as they are; where nothing is, one chunk per stage."""
 
     def divisors(of: int) -> list[int]:
         return [d for d in range(1, of + 1) if of % d == 0]
 
     fits = []
-    units, partial_units = divmod(num_layers, chunks)  # a stage has the same number of layers in each of its chunks
-    if not partial_units:
-        pipelines = [d for d in divisors(units) if d > 1 or chunks == 1]  # only several stages can be interleaved
+    # Every model chunk of a stage has the same number of layers.
+    layer_groups, incomplete_groups = divmod(num_layers, per_stage)
+    if not incomplete_groups:
+        # Only several stages can be interleaved.
+        pipelines = [d for d in divisors(layer_groups) if d > 1 or per_stage == 1]
         fits += [f"parallel.pipeline in {pipelines}"] if pipelines else []
     if num_layers % stages == 0:
         fits.append(f"parallel.virtual_pipeline in {divisors(num_layers // stages)}")
-    if not partial_units and units >= stages:
-        last = (units - (stages - 1) * (units // stages)) * chunks
+    if not incomplete_groups and layer_groups >= stages:
+        last = (layer_groups - (stages - 1) * (layer_groups // stages)) * per_stage
         fits.append(f"parallel.last_stage_layers={last}")
     return " or ".join(fits) or f"parallel.virtual_pipeline=1 and parallel.pipeline in {divisors(num_layers)}"
 
@@ -281,5 +283,5 @@ def build(parallel: ParallelConfig, device: torch.device, seed: int) -> Topology
 
 def padded_vocab_size(vocab_size: int, tensor: int, multiple: int = 64) -> int:
     """The smallest multiple of lcm(`multiple`, `tensor`) that holds `vocab_size`: the same at every usual degree."""
-    unit = math.lcm(multiple, tensor)
-    return -(-vocab_size // unit) * unit
+    divisor = math.lcm(multiple, tensor)
+    return -(-vocab_size // divisor) * divisor

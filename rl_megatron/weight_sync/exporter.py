@@ -27,11 +27,11 @@ class _Block:
     tensor."""
 
     source: Tensor
-    origin: tuple[int, ...]
+    offset: tuple[int, ...]
 
     def within(self, whole: Tensor) -> Tensor:
         """Return the block's place in the whole tensor, as a view."""
-        return whole[tuple(slice(o, o + n) for o, n in zip(self.origin, self.source.shape, strict=True))]
+        return whole[tuple(slice(o, o + n) for o, n in zip(self.offset, self.source.shape, strict=True))]
 
 
 class WeightExporter:
@@ -65,7 +65,7 @@ class WeightExporter:
         hf_config = family.write_config(model.config, rows) | {"dtype": dtype}
         self.plan = RefitPlan(hf_config, model.vocab_size, plan_buckets(specs, max_bytes))
         self._device = model.topology.device
-        unknown, self._blocks = _blocks(model.chunks, table)
+        unknown, self._blocks = _blocks(model.model_chunks, table)
         self._check_coverage(specs, unknown)
 
     @property
@@ -94,7 +94,7 @@ class WeightExporter:
             for block in self._blocks.get(spec.name, ()):
                 rows = block.source.to(spec.torch_dtype)
                 block.within(whole).copy_(rows)
-                fingerprints[index] += fingerprint(rows, (*block.origin, 0)[:2])
+                fingerprints[index] += fingerprint(rows, (*block.offset, 0)[:2])
         return buffer
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
@@ -121,14 +121,14 @@ class WeightExporter:
         Counts alone could hide a gap behind an overlap, so places are added up as well.
         """
 
-        def counted(shape: Sequence[int], origin: Sequence[int]) -> Tensor:
-            return torch.stack([torch.tensor(math.prod(shape)), places(shape, origin, torch.device("cpu"))])
+        def counted(shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+            return torch.stack([torch.tensor(math.prod(shape)), places(shape, offset, torch.device("cpu"))])
 
         held = torch.zeros(len(specs) + 1, 2, dtype=torch.int64)
         held[-1, 0] = len(unknown)
         for index, spec in enumerate(specs):
             for block in self._blocks.get(spec.name, ()):
-                held[index] += counted(block.source.shape, block.origin)
+                held[index] += counted(block.source.shape, block.offset)
         held = held.to(self._device)
         if self._model.topology.world_size > 1:
             dist.all_reduce(held)
@@ -149,7 +149,7 @@ def weights_digest(model: ShardedModel) -> str:
     model.gather_parameters()
     topology = model.topology
     total = torch.zeros((), dtype=torch.int64, device=topology.device)
-    for piece in pieces(model.chunks):
+    for piece in pieces(model.model_chunks):
         if piece.is_first_replica:
             of_name = hashlib.blake2b(piece.name.encode(), digest_size=8).digest()
             odd = int.from_bytes(of_name, "big", signed=True) | 1
@@ -159,14 +159,14 @@ def weights_digest(model: ShardedModel) -> str:
     return f"{total.item() % 2**64:016x}"
 
 
-def _blocks(chunks: Sequence[torch.nn.Module], table: WeightTable) -> tuple[list[str], dict[str, list[_Block]]]:
+def _blocks(model_chunks: Sequence[torch.nn.Module], table: WeightTable) -> tuple[list[str], dict[str, list[_Block]]]:
     """Return (tensors that the table does not know, this rank's blocks of each Hugging Face tensor).
 
     Weights that several ranks hold count on the first of these ranks only.
     """
     unknown: list[str] = []
     blocks: dict[str, list[_Block]] = {}
-    for piece in pieces(chunks):
+    for piece in pieces(model_chunks):
         if not _is_known(piece, table):
             unknown.append(f"{piece.name} {list(piece.global_shape)}")
         elif piece.is_first_replica:
@@ -174,8 +174,8 @@ def _blocks(chunks: Sequence[torch.nn.Module], table: WeightTable) -> tuple[list
             for rows in table.of_megatron[piece.name]:
                 low, high = max(first, rows.row), min(last, rows.row + rows.count)
                 if low < high:
-                    origin = (rows.hf_row + low - rows.row, *piece.offset[1:])
-                    block = _Block(piece.tensor[low - first : high - first], origin)
+                    offset = (rows.hf_row + low - rows.row, *piece.offset[1:])
+                    block = _Block(piece.tensor[low - first : high - first], offset)
                     blocks.setdefault(rows.hf_name, []).append(block)
     return unknown, blocks
 

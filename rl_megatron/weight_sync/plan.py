@@ -135,7 +135,7 @@ def plan_buckets(specs: Iterable[TensorSpec], max_bytes: int) -> tuple[Bucket, .
     return tuple(Bucket(tuple(bucket)) for bucket in buckets)
 
 
-def fingerprint(block: Tensor, origin: Sequence[int] = (0, 0)) -> Tensor:
+def fingerprint(block: Tensor, offset: Sequence[int] = (0, 0)) -> Tensor:
     """Return a scalar int64: what `block` adds to the fingerprint of the tensor that it is a part of.
 
     Args:
@@ -145,8 +145,8 @@ def fingerprint(block: Tensor, origin: Sequence[int] = (0, 0)) -> Tensor:
     numbers = block.detach().unsqueeze(-1) if block.dim() < 2 else block.detach().flatten(1)
     numbers = numbers.view(torch.int8 if block.element_size() == 1 else torch.int16)
     per_element = max(1, block.element_size() // 2)
-    row_hashes = _row_hashes(origin[0], numbers.size(0), block.device)
-    column_hashes = _column_hashes(origin[1] * per_element, numbers.size(1), block.device).double()
+    row_hashes = _row_hashes(offset[0], numbers.size(0), block.device)
+    column_hashes = _column_hashes(offset[1] * per_element, numbers.size(1), block.device).double()
     total = torch.zeros((), dtype=torch.int64, device=block.device)
     for first in range(0, numbers.size(1), _COLUMNS_AT_ONCE):
         columns = slice(first, first + _COLUMNS_AT_ONCE)
@@ -158,13 +158,13 @@ def fingerprint(block: Tensor, origin: Sequence[int] = (0, 0)) -> Tensor:
     return total
 
 
-def places(shape: Sequence[int], origin: Sequence[int], device: torch.device) -> Tensor:
+def places(shape: Sequence[int], offset: Sequence[int], device: torch.device) -> Tensor:
     """Return a scalar int64: the fingerprint of a block of ones of `shape` [rows, columns] or [rows].
 
     If blocks cover a whole tensor, each element once, these numbers add up to that of the whole tensor.
     """
-    rows = _row_hashes(origin[0], shape[0], device).sum(1)
-    columns = _column_hashes(origin[1], shape[1], device) if len(shape) > 1 else _column_hashes(0, 1, device)
+    rows = _row_hashes(offset[0], shape[0], device).sum(1)
+    columns = _column_hashes(offset[1], shape[1], device) if len(shape) > 1 else _column_hashes(0, 1, device)
     return (rows * columns.sum(1)).sum()
 
 

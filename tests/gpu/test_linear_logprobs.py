@@ -27,7 +27,7 @@ def test_gradients_against_fp64(dtype, backend, in_main_grad):
     hidden, weight, targets = case(dtype)
     if in_main_grad:
         weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight, dtype=torch.float32), False
-    stats = linear_logprobs(hidden, weight, targets, entropy=True, backend=backend, chunk_tokens=512)
+    stats = linear_logprobs(hidden, weight, targets, entropy=True, backend=backend, block_tokens=512)
     (stats.logprobs.sum() + stats.entropy.sum()).backward()
 
     logits = (hidden @ weight.T).detach().double().requires_grad_()  # rounded as every chunk's are
@@ -50,6 +50,6 @@ def test_memory_does_not_grow_with_the_tokens():
         weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight, dtype=torch.float32), False
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        linear_logprobs(hidden, weight, targets, chunk_tokens=1024).logprobs.sum().backward()
+        linear_logprobs(hidden, weight, targets, block_tokens=1024).logprobs.sum().backward()
         peaks.append(torch.cuda.max_memory_allocated() - before - hidden.numel() * 2)
     assert peaks[1] - peaks[0] <= 200 * (16384 - 4096)

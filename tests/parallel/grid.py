@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from rl_megatron.certify.measurement import Difference, Measurement, compare, measure
-from rl_megatron.certify.single_process import measure_in_one_process
+from rl_megatron.certify.single_process import run_in_one_process
 from rl_megatron.certify.workload import SMALL_FUSED_HEAD, STANDARD_OBJECTIVES, Workload, small_batching
 from rl_megatron.config.schema import ModelConfig, ParallelConfig
 from rl_megatron.topology import topology
@@ -221,7 +221,7 @@ class Grid:
         self._ranks = ranks
 
     def run(self, layout: Layout) -> Result:
-        wanted = self._ranks.reference(measure_in_one_process, layout.reference)
+        wanted = self._ranks.reference(run_in_one_process, layout.reference)
         started = time.perf_counter()
         found = self._ranks.run(layout.factors.ranks, _measure, layout)[0]
         seconds = time.perf_counter() - started

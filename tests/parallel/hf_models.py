@@ -43,12 +43,12 @@ def policy_of(directory: Path, parallel: dict, model_keys: dict | None = None, *
     policy = build_policy(parallel, model=model, vocab_size=model.vocab_size, **policy_keys)
     fill(policy, table, tensors)
     if not model_keys and policy.topology.world_size == 1:
-        assert {piece.name for piece in pieces(policy.model.chunks)} == table.shapes.keys()
+        assert {piece.name for piece in pieces(policy.model.model_chunks)} == table.shapes.keys()
     return policy
 
 
 def fill(policy: MegatronPolicy, table: WeightTable, tensors: dict[str, Tensor]) -> None:
-    for piece in pieces(policy.model.chunks):
+    for piece in pieces(policy.model.model_chunks):
         whole = torch.zeros(piece.global_shape)  # the padding of the vocabulary stays 0
         wanted = table.shapes[piece.name]
         assert piece.global_shape[1:] == wanted[1:] and piece.global_shape[0] >= wanted[0], piece.name

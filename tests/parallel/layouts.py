@@ -62,12 +62,12 @@ def build_policy(
 
 def gradients(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
     """Every parameter's gradient, whole, on rank 0."""
-    return gather_full(policy.model.chunks, value=lambda parameter: parameter.main_grad)
+    return gather_full(policy.model.model_chunks, value=lambda parameter: parameter.main_grad)
 
 
 def weights(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
     policy.finish_training()
-    return gather_full(policy.model.chunks)
+    return gather_full(policy.model.model_chunks)
 
 
 def worst_relative_error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> tuple[float, str]:

@@ -85,7 +85,7 @@ def gradients_of_replicated_norms(parallel: dict) -> dict[str, torch.Tensor]:
     """This rank's own gradient of each norm; every tensor-parallel rank holds all of them."""
     policy = build_policy(parallel)
     policy.accumulate_gradients(batch(), NLLLoss())
-    named = unwrap(policy.model.chunks[0]).named_parameters()
+    named = unwrap(policy.model.model_chunks[0]).named_parameters()
     return {name: parameter.main_grad.clone() for name, parameter in named if "norm" in name}
 
 
@@ -187,9 +187,9 @@ def test_tokens_keep_their_positions_under_context_parallelism(ranks):
 
 def layers_built(parallel: dict, num_layers: int) -> list[str]:
     policy = build_policy(parallel, model=dataclasses.replace(MODEL, num_layers=num_layers))
-    names = [layer.layer_number for chunk in policy.model.chunks for layer in unwrap(chunk).decoder.layers]
+    names = [layer.layer_number for chunk in policy.model.model_chunks for layer in unwrap(chunk).decoder.layers]
     forwards = []
-    for chunk in policy.model.chunks:
+    for chunk in policy.model.model_chunks:
         for layer in unwrap(chunk).decoder.layers:
             layer.register_forward_hook(lambda layer, *_: forwards.append(layer.layer_number))
     policy.get_logprobs(batch(rows=2), micro_batch_size=2)
@@ -232,7 +232,7 @@ def tied_weights(parallel: dict, optimizer: OptimizerConfig) -> tuple[torch.Tens
     policy = build_policy(parallel, optimizer=optimizer)
     for seed in range(2):
         policy.train(batch(seed=seed), NLLLoss(), gbs=ROWS, mbs=3)
-    model = unwrap(policy.model.chunks[-1 if policy.topology.is_last_stage else 0])
+    model = unwrap(policy.model.model_chunks[-1 if policy.topology.is_last_stage else 0])
     return model.shared_embedding_or_output_weight().detach().clone(), weights(policy)
 
 

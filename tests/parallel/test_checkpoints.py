@@ -173,7 +173,7 @@ def names_of_a_checkpoint(directory: str) -> tuple[set[str], list[str]]:
     policy = build_policy({}, optimizer=DISTRIBUTED_OPTIMIZER)
     path = policy.save_checkpoint(directory, 1)
     held = set(FileSystemReader(path).read_metadata().state_dict_metadata)
-    model = unwrap(policy.model.chunks[0])
+    model = unwrap(policy.model.model_chunks[0])
     state = dict(model.state_dict())
     dropped = next(iter(state))
     refusals = []
@@ -182,7 +182,7 @@ def names_of_a_checkpoint(directory: str) -> tuple[set[str], list[str]]:
             load_model(model, wrong)
         refusals.append(str(error.value))
     assert dropped in refusals[0] and "surplus.weight" in refusals[1]
-    return held, [piece.name for piece in pieces(policy.model.chunks)]
+    return held, [piece.name for piece in pieces(policy.model.model_chunks)]
 
 
 def test_a_checkpoint_holds_tensors_alone(ranks, tmp_path):

@@ -11,7 +11,7 @@ from rl_megatron.algorithms.logprob_check import LIMITS
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.generation.completion_batch import rollouts
-from rl_megatron.generation.completions import row_uniforms
+from rl_megatron.generation.completions import sequence_uniforms
 from rl_megatron.generation.megatron import MegatronEngine
 from rl_megatron.generation.transformers.model import build_model, checkpoint_tensors, complete
 from rl_megatron.model.families import family_of_config, family_of_model
@@ -31,7 +31,7 @@ class InThisProcess:
             memory[name].copy_(tensor)
 
     def generate(self, prompts, sampling, seed):
-        uniforms = row_uniforms(len(prompts), sampling, seed)
+        uniforms = sequence_uniforms(len(prompts), sampling, seed)
         completions = complete(self.model, prompts, uniforms, sampling, VOCAB_SIZE)
         return rollouts(prompts, completions.parts(), sampling, self.policy.weight_version)
 

@@ -123,7 +123,7 @@ def test_an_export_is_what_was_imported(imported, tmp_path, case):
 
 
 def parameters(model: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
-    return sorted({(piece.name, piece.global_shape) for piece in pieces(build({}, model).model.chunks)})
+    return sorted({(piece.name, piece.global_shape) for piece in pieces(build({}, model).model.model_chunks)})
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -159,9 +159,9 @@ def test_bf16_stays_bf16_and_becomes_fp32_in_a_run_of_fp32(ranks, imported, tmp_
     given = (imported(case).model, precision, str(checkpoint), str(tmp_path / "run/checkpoints/a"))
     saved = ranks.run(2, loaded_and_saved, *given)[0]
     shutil.copytree(checkpoint / "hugging_face", tmp_path / "run" / "hugging_face")
-    for origin, dtype in ((checkpoint, "bfloat16"), (saved, {"bf16": "bfloat16", "fp32": "float32"}[precision])):
-        exported = tmp_path / f"hf {origin.name}"
-        export_weights(origin, exported)
+    for location, dtype in ((checkpoint, "bfloat16"), (saved, {"bf16": "bfloat16", "fp32": "float32"}[precision])):
+        exported = tmp_path / f"hf {location.name}"
+        export_weights(location, exported)
         wanted = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors(source).items()}
         assert_same_tensors(tensors(exported), wanted)
         config = json.loads((source / "config.json").read_text())

@@ -204,7 +204,7 @@ def trained_saved_and_loaded(directory, checkpoints) -> list[dict[str, torch.Ten
     found.append(router_biases(policy))
     path = policy.save_checkpoint(checkpoints, step=1)
     resumed = policy_of(directory, {"pipeline": 2}, precision="bf16")
-    for piece in pieces(resumed.model.chunks):
+    for piece in pieces(resumed.model.model_chunks):
         piece.tensor.zero_()
     resumed.load_checkpoint(path)
     return [*found, router_biases(resumed)]
@@ -276,7 +276,7 @@ def long_row() -> torch.Tensor:
 def logits_of_long_row(directory) -> torch.Tensor:
     policy = policy_of(directory, {}, {"max_sequence_length": 4096})
     with torch.no_grad():
-        return unwrap(policy.model.chunks[0])(long_row(), None, None)[..., :VOCAB_SIZE]
+        return unwrap(policy.model.model_chunks[0])(long_row(), None, None)[..., :VOCAB_SIZE]
 
 
 @pytest.mark.parametrize("family", ["llama3", "llama yarn"])

@@ -35,7 +35,7 @@ def without_whole_logits(parallel):
     """Trains and asks for logprobs while the head's own product is forbidden; then generates, which needs it."""
     policy = build_policy(parallel, fused_head=SMALL_FUSED_HEAD)
     batch = batch_of_all_kinds(VOCAB_SIZE, seed=1)
-    head = unwrap(policy.model.chunks[-1]).output_layer
+    head = unwrap(policy.model.model_chunks[-1]).output_layer
     own_class = type(head)
     head.__class__ = type("Forbidden", (own_class,), {"forward": mock.Mock(side_effect=AssertionError("whole logits"))})
     policy.train(batch, ClippedPGLossFn({}), gbs=12)
@@ -79,7 +79,7 @@ class LayoutOfLogits(NLLLoss):
 def layouts_of_logits():
     policy, batch, loss_fn = build_policy({}), batch_of_all_kinds(VOCAB_SIZE, seed=1), LayoutOfLogits()
     policy.train(batch, loss_fn, gbs=12)
-    assert "forward" not in vars(unwrap(policy.model.chunks[-1]).output_layer)
+    assert "forward" not in vars(unwrap(policy.model.model_chunks[-1]).output_layer)
     return loss_fn.as_made
 
 
@@ -93,7 +93,7 @@ def refused_load(directory):
     policy.train(batch_of_all_kinds(VOCAB_SIZE, seed=1), NLLLoss(), gbs=12)
     with pytest.raises(ConfigError):
         policy.load_checkpoint(directory)
-    return {name: weight.detach().clone() for name, weight in unwrap(policy.model.chunks[0]).named_parameters()}
+    return {name: weight.detach().clone() for name, weight in unwrap(policy.model.model_chunks[0]).named_parameters()}
 
 
 def test_a_checkpoint_that_is_refused_leaves_the_ranks_with_one_model(ranks, tmp_path):

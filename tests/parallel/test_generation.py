@@ -121,7 +121,7 @@ def test_rollouts_are_well_formed(one_process):
 def greedy_by_hand() -> tuple[torch.Tensor, torch.Tensor]:
     """Greedy decoding by whole forward passes without a cache, one prompt at a time."""
     policy = build_policy({})
-    model = policy.model.chunks[0]
+    model = policy.model.model_chunks[0]
     sampling = SAMPLINGS["greedy"]
     by_hand = []
     for prompt in prompts():
@@ -166,7 +166,7 @@ def test_on_policy_the_ratio_is_one(ranks, layout):
 
 def from_nan_weights(parallel: dict) -> str:
     policy = build_policy(parallel)
-    for chunk in policy.model.chunks:
+    for chunk in policy.model.model_chunks:
         for parameter in chunk.parameters():
             parameter.data.fill_(torch.nan)
     with pytest.raises(NonFiniteLoss) as error:
@@ -184,7 +184,7 @@ def test_nan_logits_are_refused_on_every_rank(ranks, layout):
 def from_nan_weights_of_one_rank(parallel: dict, model: ModelConfig) -> str:
     policy = build_policy(parallel, model=model)
     if policy.topology.data_rank == 1:
-        for chunk in policy.model.chunks:
+        for chunk in policy.model.model_chunks:
             for name, parameter in chunk.named_parameters():
                 if "embedding" in name or "output_layer" in name:  # not experts, which others visit
                     parameter.data.fill_(torch.nan)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_megatron.logprobs import chunks, linear_logprobs
+from rl_megatron.logprobs import linear_logprobs, token_blocks
 
 ROWS, BATCH, HIDDEN, VOCAB, VALID, IDS = 12, 2, 8, 48, 43, 3
 
@@ -28,7 +28,7 @@ def make_case(pattern):
     return hidden, weight, targets, ids, temperature, upstream
 
 
-def run(pattern, sequence_parallel, chunk_tokens):
+def run(pattern, sequence_parallel, block_tokens):
     """This rank's outputs, its hidden states' and weights' gradients, and the collectives of forward and of both."""
     rank, size = dist.get_rank(), dist.get_world_size()
     hidden, weight, targets, ids, temperature, upstream = make_case(pattern)
@@ -44,11 +44,11 @@ def run(pattern, sequence_parallel, chunk_tokens):
         return counted
 
     of_dist = {name: counting(name, getattr(dist, name)) for name in ("all_gather", "all_reduce")}
-    of_chunks = {name: counting(name, getattr(chunks, name)) for name in ("_gather", "_reduce_scatter")}
-    with mock.patch.multiple(dist, **of_dist), mock.patch.multiple(chunks, **of_chunks):
+    of_token_blocks = {name: counting(name, getattr(token_blocks, name)) for name in ("_gather", "_reduce_scatter")}
+    with mock.patch.multiple(dist, **of_dist), mock.patch.multiple(token_blocks, **of_token_blocks):
         stats = linear_logprobs(
             hidden, weight, targets, dist.group.WORLD, valid_vocab_size=VALID, temperature=temperature, entropy=True,
-            gather_ids=ids, chunk_tokens=chunk_tokens, sequence_parallel=sequence_parallel,
+            gather_ids=ids, block_tokens=block_tokens, sequence_parallel=sequence_parallel,
         )  # fmt: skip
         forward = dict(calls)
         gradients = torch.autograd.grad(list(stats), (hidden, weight), upstream)

@@ -275,7 +275,7 @@ def kept_alive_after_shutdown(model: ModelConfig) -> tuple[int, int]:
     parameters = []
     for policy in policies:
         policy.train(random_batch(4, 12, 0), NLLLoss(), gbs=4)
-        parameters += [weakref.ref(parameter) for parameter in policy.model.chunks[0].parameters()]
+        parameters += [weakref.ref(parameter) for parameter in policy.model.model_chunks[0].parameters()]
     policies.pop().shutdown()
     gc.collect()
     shut_down = sum(parameter() is not None for parameter in parameters)
@@ -315,7 +315,7 @@ def bf16_steps(parallel: dict) -> tuple[list[float], torch.dtype, torch.dtype]:
     policy = build_policy(parallel, precision="bf16", optimizer=DISTRIBUTED_OPTIMIZER)
     batch = random_batch(8, 16, 0)
     losses = [policy.train(batch, NLLLoss(), gbs=8)["loss"] for _ in range(8)]
-    parameter = next(policy.model.chunks[0].parameters())
+    parameter = next(policy.model.model_chunks[0].parameters())
     return losses, parameter.dtype, parameter.main_grad.dtype
 
 

@@ -28,7 +28,7 @@ def on_the_host(parallel: dict) -> tuple[torch.Tensor, torch.Tensor, list[int], 
     start = policy.get_logprobs(batch)["logprobs"]
     policy.freeze_reference()
     said = any("train.reference=offload" in message for message in log._said)
-    modules = policy.reference.model.chunks
+    modules = policy.reference.model.model_chunks
     policy.reference._host_weights = HostWeights(modules, CPU)  # what a GPU has: the host here is the device
     policy.train(batch, NLLLoss(), gbs=6)
     for _ in range(2):

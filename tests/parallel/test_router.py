@@ -77,7 +77,7 @@ def slope_and_gradient() -> tuple[float, float]:
     policy = build_policy({}, model=EXPERTS, batching=WHOLE)
     batch = batch_of_all_kinds(VOCAB_SIZE, seed=1)
     policy.accumulate_gradients(batch, NLLLoss())
-    routers = {name: p for name, p in policy.model.chunks[0].named_parameters() if name.endswith("router.weight")}
+    routers = {name: p for name, p in policy.model.model_chunks[0].named_parameters() if name.endswith("router.weight")}
     direction = {name: p.main_grad.clone() for name, p in routers.items()}
     norm = sum(d.square().sum() for d in direction.values()).sqrt().item()
 

@@ -99,7 +99,7 @@ def life_of_an_engine(parallel: dict, settings: dict) -> dict:
         engine.update_weights()
         found["recovered"] = drawn(engine)
 
-        for chunk in policy.model.chunks:
+        for chunk in policy.model.model_chunks:
             for parameter in chunk.parameters():
                 parameter.data.fill_(torch.nan)
         policy.model.version += 1

@@ -201,7 +201,7 @@ def cycles(parallel: dict, offload: bool) -> tuple[dict, list[int], int]:
                 policy.get_weights_ipc_handles(keys)
             policy.offload_after_refit()
             policy.get_logprobs(batch)
-            buffers = [buffer for chunk in policy.model.chunks for buffer in chunk.buffers]
+            buffers = [buffer for chunk in policy.model.model_chunks for buffer in chunk.buffers]
             gradients += sum(buffer.grad_data.untyped_storage().size() for buffer in buffers)
             if cycle in (2, 19):
                 living.append(bytes_besides(others))

@@ -50,11 +50,11 @@ class _Module(ModuleType):
 
     __path__: list[str] = []
 
-    def __init__(self, name: str, contents: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, members: Mapping[str, Any]) -> None:
         super().__init__(name, f"{name}, answered by rl_megatron.")
         self.__spec__ = ModuleSpec(name, loader=None, origin="rl_megatron", is_package=True)
-        self.__all__ = sorted(contents)
-        self.__dict__.update(contents)
+        self.__all__ = sorted(members)
+        self.__dict__.update(members)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(_what_is_missing(self, name))

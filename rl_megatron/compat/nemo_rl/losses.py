@@ -56,9 +56,7 @@ class _TokenLevel(Setting):
         loss.loss_type = losses.LossType.TOKEN_LEVEL if value else losses.LossType.SEQUENCE_LEVEL
 
 
-@settings_as_attributes(
-    ClippedPGLossConfig, reference_policy_kl_penalty=_PenaltyInLoss, token_level_loss=_TokenLevel
-)
+@settings_as_attributes(ClippedPGLossConfig, reference_policy_kl_penalty=_PenaltyInLoss, token_level_loss=_TokenLevel)
 class ClippedPGLossFn(NeedsRank, losses.ClippedPGLossFn):
     """`rl_megatron.losses.ClippedPGLossFn` with NeMo RL's settings."""
 
@@ -97,11 +95,11 @@ class DPOLossFn(NeedsRank, losses.DPOLossFn):
         groups = ("vocab_parallel_rank", "vocab_parallel_group", "context_parallel_group")
         named |= dict(zip(groups, args[3:], strict=False))
         call = self.prepare(bind(self, args[:3], {"global_valid_toks": 0} | named))
-        inputs = dict(call.inputs)
+        keywords = dict(call.keywords)
         if call.output is not None:
-            inputs |= self.read_output(call.output, call.data, call.sharding)
-        streams = self.streams(call.data, inputs["next_token_logprobs"])
-        logprobs = streams.select("next_token_logprobs", inputs["next_token_logprobs"])
+            keywords |= self.read_output(call.output, call.data, call.sharding)
+        streams = self.streams(call.data, keywords["next_token_logprobs"])
+        logprobs = streams.select("next_token_logprobs", keywords["next_token_logprobs"])
         loss, metrics = self._over_log_ratios(
             streams, logprobs, call.global_valid_seqs, self.cfg.preference_average_log_probs,
             self.cfg.reference_policy_kl_penalty,

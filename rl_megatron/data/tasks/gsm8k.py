@@ -84,7 +84,7 @@ class GSM8K:
             for record in records:
                 answer = record.values["answer"]
                 if not isinstance(answer, str) or extract_answer(answer) is None:
-                    raise ValueError(f"{record.origin}: the answer does not end in '#### N': {answer!r}.")
+                    raise ValueError(f"{record.location}: the answer does not end in '#### N': {answer!r}.")
         return splits
 
     def _problem(self, record: Record) -> Problem:
@@ -97,4 +97,4 @@ def _choose(records: Sequence[Record], count: int | None, seed: int) -> list[Rec
         return list(records)
     if count > len(records):
         raise ValueError(f"gsm8k: {count} problems were asked for, there are {len(records)}: ask for fewer.")
-    return [records[row] for row in epoch_order(len(records), seed, epoch=0)[:count].tolist()]
+    return [records[index] for index in epoch_order(len(records), seed, epoch=0)[:count].tolist()]

@@ -114,8 +114,8 @@ class TransformersEngine:
             self._sync_weights()
         parts = min(self.settings.num_engines, len(prompts))
         edges = [len(prompts) * part // parts for part in range(parts + 1)]
-        rows = zip(edges, edges[1:], strict=False)
-        return self._ask("generate", [(prompts[a:b], a, len(prompts), sampling, seed) for a, b in rows])
+        spans = zip(edges, edges[1:], strict=False)
+        return self._ask("generate", [(prompts[a:b], a, len(prompts), sampling, seed) for a, b in spans])
 
     def _sync_weights(self) -> None:
         """Start the engines if needed, and send them the policy's present weights.

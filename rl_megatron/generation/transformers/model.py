@@ -65,8 +65,8 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
             continue
         for expert, weight in enumerate(tensor):
             parts = {gate: weight[: len(weight) // 2], up: weight[len(weight) // 2 :]}
-            for each, rows in (parts if part == "gate_up_proj" else {down: weight}).items():
-                found[f"{prefix}.{expert}.{each}.weight"] = rows
+            for each, block in (parts if part == "gate_up_proj" else {down: weight}).items():
+                found[f"{prefix}.{expert}.{each}.weight"] = block
     return found
 
 

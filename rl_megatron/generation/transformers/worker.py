@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rl_megatron.generation.completions import row_uniforms
+from rl_megatron.generation.completions import sequence_uniforms
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.transformers.model import build_model, checkpoint_tensors, complete
 from rl_megatron.generation.transformers.process import die_with
@@ -64,15 +64,15 @@ class TransformersWorker:
         return self.receiver.seconds
 
     def generate(
-        self, prompts: list[list[int]], first_row: int, num_rows: int, sampling: Sampling, seed: int
+        self, prompts: list[list[int]], first_sequence: int, num_sequences: int, sampling: Sampling, seed: int
     ) -> tuple[int | None, tuple[Any, ...]]:
         """(The version served, the parts of `Completions` as arrays), of `prompts`, which are rows `first_row` and on
         of `num_rows`."""
-        uniforms = row_uniforms(num_rows, sampling, seed)[first_row : first_row + len(prompts)]
+        uniforms = sequence_uniforms(num_sequences, sampling, seed)[first_sequence : first_sequence + len(prompts)]
         batches = [slice(start, start + self._batch_size) for start in range(0, len(prompts), self._batch_size)]
         drawn = [
-            complete(self.model, prompts[rows], uniforms[rows], sampling, self._plan.vocab_size).parts()
-            for rows in batches
+            complete(self.model, prompts[indices], uniforms[indices], sampling, self._plan.vocab_size).parts()
+            for indices in batches
         ]
         return self.receiver.version, tuple(torch.cat(part).cpu().numpy() for part in zip(*drawn, strict=True))
 

@@ -26,16 +26,16 @@ class DeferredHead:
 
     model: GPTModel
     sequence_shards: int  # parts of its input's first dimension over sequence-parallel ranks
-    chunk_tokens: int | None
+    block_tokens: int | None
 
     @classmethod
-    def of(cls, chunks: list[torch.nn.Module], chunk_tokens: int | None) -> DeferredHead | None:
+    def of(cls, model_chunks: list[torch.nn.Module], block_tokens: int | None) -> DeferredHead | None:
         """None where no chunk of this rank has a language model's head."""
-        model = _model_with_head(chunks)
+        model = _model_with_head(model_chunks)
         if model is None:
             return None
         shards = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
-        return cls(model, shards, chunk_tokens)
+        return cls(model, shards, block_tokens)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -54,7 +54,7 @@ class DeferredHead:
         weight = self.model.shared_embedding_or_output_weight() if shared else head.weight
         if weight is None:
             raise RuntimeError("the head has no weight of its own, and the model shares none with it")
-        return DeferredLogits(hidden, weight, self.sequence_shards, self.chunk_tokens)
+        return DeferredLogits(hidden, weight, self.sequence_shards, self.block_tokens)
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class UncopiedHead:
     model: GPTModel
 
     @classmethod
-    def of(cls, chunks: list[torch.nn.Module]) -> UncopiedHead | None:
+    def of(cls, model_chunks: list[torch.nn.Module]) -> UncopiedHead | None:
         """None where no chunk of this rank has a language model's head."""
-        model = _model_with_head(chunks)
+        model = _model_with_head(model_chunks)
         return None if model is None else cls(model)
 
     @contextmanager
@@ -88,8 +88,8 @@ class UncopiedHead:
         return output.transpose(0, 1)
 
 
-def _model_with_head(chunks: list[torch.nn.Module]) -> GPTModel | None:
-    models = map(unwrap, chunks)
+def _model_with_head(model_chunks: list[torch.nn.Module]) -> GPTModel | None:
+    models = map(unwrap, model_chunks)
     return next((m for m in models if m.post_process and not isinstance(m.output_layer, ScoreHead)), None)
 
 

@@ -18,7 +18,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from rl_megatron.model.layers.packed import PackedRows, causal_mask
+from rl_megatron.model.layers.packed import PackedSequences, causal_mask
 from rl_megatron.topology.context_parallel import gather_and_reduce, zigzag_gather_and_reduce, zigzag_positions
 
 
@@ -27,7 +27,7 @@ class PortablePacking(PackedSeqParams):
     """Packed rows as they travel through megatron-core's layers to `PortableRotaryEmbedding` and `PortableAttention`.
     To the modules in between, a packed row is a batch of one long row."""
 
-    rows: PackedRows = field(kw_only=True)
+    sequences: PackedSequences = field(kw_only=True)
     qkv_format: str = field(default="sbhd", init=False)
 
 
@@ -56,15 +56,15 @@ class PortableRotaryEmbedding(RotaryEmbedding):
         transformer_input: Tensor,
         transformer_config: TransformerConfig,
         packed_seq_params: PackedSeqParams | None = None,
-    ) -> int | PackedRows:
+    ) -> int | PackedSequences:
         if isinstance(packed_seq_params, PortablePacking):
-            return packed_seq_params.rows
+            return packed_seq_params.sequences
         return super().get_rotary_seq_len(
             inference_context, transformer, transformer_input, transformer_config, packed_seq_params
         )
 
-    def forward(self, max_seq_len: int | PackedRows, *args: Any, **kwargs: Any) -> Tensor:
-        if isinstance(max_seq_len, PackedRows):
+    def forward(self, max_seq_len: int | PackedSequences, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(max_seq_len, PackedSequences):
             return self.get_emb(max_seq_len.longest)[max_seq_len.positions]
         return super().forward(max_seq_len, *args, **kwargs)
 
@@ -124,7 +124,7 @@ class PortableAttention(torch.nn.Module):
             return self._padded(query, key, value)
         if not isinstance(packed_seq_params, PortablePacking):
             raise TypeError(f"PortableAttention takes a PortablePacking, got {type(packed_seq_params).__name__}")
-        return self._packed(query, key, value, packed_seq_params.rows)
+        return self._packed(query, key, value, packed_seq_params.sequences)
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         whole = zigzag_gather_and_reduce(torch.cat([key, value], dim=-1), self.cp_group, dim=0)
@@ -136,11 +136,11 @@ class PortableAttention(torch.nn.Module):
             mask = causal_mask(torch.arange(length, device=device), length, self.window)
         return attend(query, key, value, mask, self.softmax_scale)
 
-    def _packed(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
         """Rows of like length are unpacked and attend together: no work on pairs of different sequences."""
         whole = gather_and_reduce(torch.cat([key, value], dim=-1)[:, 0], self.cp_group)
         outputs = []
-        for bucket in rows.buckets:
+        for bucket in sequences.buckets:
             key, value = (
                 whole.index_select(0, bucket.keys)
                 .view(*bucket.key_shape, *whole.shape[1:])
@@ -150,7 +150,7 @@ class PortableAttention(torch.nn.Module):
             queries = query[:, 0].index_select(0, bucket.queries).view(*bucket.query_shape, *query.shape[2:])
             mask = bucket.mask(self.window)
             outputs.append(attend(queries.transpose(0, 1), key, value, mask, self.softmax_scale).transpose(0, 1))
-        return torch.cat([output.flatten(0, 1) for output in outputs]).index_select(0, rows.slots)[:, None]
+        return torch.cat([output.flatten(0, 1) for output in outputs]).index_select(0, sequences.slots)[:, None]
 
 
 def sliding_window(config: TransformerConfig, layer_number: int) -> int | None:

@@ -32,8 +32,10 @@ class ReplicatedLinear(torch.nn.Linear):
     """x·Wᵀ, whole on every tensor-parallel rank: of each rank's own tokens under sequence parallelism, where its
     gradient is marked for the all-reduce, and of all of them without."""
 
-    def __init__(self, config: TransformerConfig, inputs: int, outputs: int):
-        super().__init__(inputs, outputs, bias=False, dtype=config.params_dtype, device=torch.cuda.current_device())
+    def __init__(self, config: TransformerConfig, in_features: int, out_features: int):
+        super().__init__(
+            in_features, out_features, bias=False, dtype=config.params_dtype, device=torch.cuda.current_device()
+        )
         # megatron-core reads this mark from the parameter.
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -87,11 +89,11 @@ class LatentAttention(MegatronModule):
             input_is_parallel=True, skip_bias_add=True, is_expert=False, tp_group=self.tp_group,
         )  # fmt: skip
 
-    def _up(self, inputs: int, outputs: int) -> ColumnParallelLinear:
+    def _up(self, in_features: int, out_features: int) -> ColumnParallelLinear:
         assert self.config.init_method is not None, "TransformerConfig fills it in"
         return ColumnParallelLinear(
-            inputs, outputs, config=self.config, init_method=self.config.init_method, bias=False, gather_output=False,
-            skip_bias_add=False, is_expert=False, tp_group=self.tp_group,
+            in_features, out_features, config=self.config, init_method=self.config.init_method, bias=False,
+            gather_output=False, skip_bias_add=False, is_expert=False, tp_group=self.tp_group,
         )  # fmt: skip
 
     def forward(

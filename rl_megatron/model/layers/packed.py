@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_megatron.topology.context_parallel import zigzag_chunks
+from rl_megatron.topology.context_parallel import zigzag_slices
 from rl_megatron.topology.token_layout import zigzag_places
 
 
@@ -34,8 +34,8 @@ class Bucket:
 
     @property
     def query_shape(self) -> tuple[int, int]:
-        rows, length = self.positions.shape
-        return rows, length
+        num_sequences, length = self.positions.shape
+        return num_sequences, length
 
     def mask(self, window: int | None) -> Tensor | None:
         """[b, 1, L/cp, L], which keys a query looks at; None where plain causal attention says it. Made once for all
@@ -48,7 +48,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class PackedRows:
+class PackedSequences:
     """The sequences of one packed row, each padded, cut zigzag over context-parallel ranks.
 
     positions: [T/cp] of this rank's tokens within their sequences.
@@ -64,7 +64,7 @@ class PackedRows:
     @classmethod
     def of(
         cls, padded_lengths: Sequence[int], cp_group: dist.ProcessGroup | None, device: torch.device
-    ) -> PackedRows:
+    ) -> PackedSequences:
         """Return the rows of a pack.
 
         Args:
@@ -76,11 +76,12 @@ class PackedRows:
         cp_size, cp_rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
         padded = torch.tensor(padded_lengths)
         start, local_length, num_local = padded.cumsum(0) - padded, padded // cp_size, sum(padded_lengths) // cp_size
-        row = torch.arange(len(padded_lengths)).repeat_interleave(local_length)
-        within = torch.arange(num_local) - (start // cp_size)[row]  # this rank's part of its sequence
-        chunk = (padded // zigzag_chunks(cp_size))[row]
-        head, tail = cp_rank * chunk + within, (zigzag_chunks(cp_size) - 1 - cp_rank) * chunk + within - chunk
-        positions = torch.where(within < chunk, head, tail)
+        sequence_of = torch.arange(len(padded_lengths)).repeat_interleave(local_length)
+        within = torch.arange(num_local) - (start // cp_size)[sequence_of]  # this rank's part of its sequence
+        slice_length = (padded // zigzag_slices(cp_size))[sequence_of]
+        head = cp_rank * slice_length + within
+        tail = (zigzag_slices(cp_size) - 1 - cp_rank) * slice_length + within - slice_length
+        positions = torch.where(within < slice_length, head, tail)
 
         by_length: dict[int, list[int]] = defaultdict(list)
         for sequence, length in enumerate(padded_lengths):
@@ -90,8 +91,8 @@ class PackedRows:
             length = max(padded_lengths[sequence] for sequence in members)
             place_in_bucket = torch.full((len(padded_lengths),), -1)
             place_in_bucket[members] = torch.arange(len(members))
-            mine = (place_in_bucket[row] >= 0).nonzero()[:, 0]  # this rank's tokens of these sequences
-            slot = place_in_bucket[row[mine]] * (length // cp_size) + within[mine]
+            mine = (place_in_bucket[sequence_of] >= 0).nonzero()[:, 0]  # this rank's tokens of these sequences
+            slot = place_in_bucket[sequence_of[mine]] * (length // cp_size) + within[mine]
             queries, query_positions = torch.zeros(2, len(members) * length // cp_size, dtype=torch.long)
             queries[slot], query_positions[slot] = mine, positions[mine]
             slots[mine] = num_slots + slot

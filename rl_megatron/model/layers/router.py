@@ -71,37 +71,41 @@ class _AlsoMinimised(torch.autograd.Function):
         return gradient, torch.ones_like(loss)
 
 
-def forget_graphs(chunks: Iterable[torch.nn.Module]) -> None:
+def forget_graphs(model_chunks: Iterable[torch.nn.Module]) -> None:
     """Drops the tensors that experts' dispatchers keep of the last microbatch. They hold its autograd graph, whose
     nodes hold DDP's hooks and with them the model: a cycle that Python's collector cannot see, so that the model would
     outlive its last reference."""
-    for layer in (module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)):
+    for layer in (
+        module for model_chunk in model_chunks for module in model_chunk.modules() if isinstance(module, MoELayer)
+    ):
         for name, value in vars(layer.token_dispatcher).items():
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 setattr(layer.token_dispatcher, name, None)
 
 
-def balancing_routers(chunks: Iterable[torch.nn.Module]) -> list[BalancedRouter]:
+def balancing_routers(model_chunks: Iterable[torch.nn.Module]) -> list[BalancedRouter]:
     """The routers whose balancing loss is on."""
-    return [router for router in _routers(chunks) if router.is_aux_loss_enabled()]
+    return [router for router in _routers(model_chunks) if router.is_aux_loss_enabled()]
 
 
-def moving_routers(chunks: Iterable[torch.nn.Module]) -> list[BalancedRouter]:
+def moving_routers(model_chunks: Iterable[torch.nn.Module]) -> list[BalancedRouter]:
     """The routers whose bias moves with each step."""
-    moves = [router for router in _routers(chunks) if router.enable_expert_bias]
+    moves = [router for router in _routers(model_chunks) if router.enable_expert_bias]
     return [router for router in moves if router.config.moe_router_bias_update_rate > 0]
 
 
-def _routers(chunks: Iterable[torch.nn.Module]) -> list[BalancedRouter]:
-    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, BalancedRouter)]
+def _routers(model_chunks: Iterable[torch.nn.Module]) -> list[BalancedRouter]:
+    return [
+        module for model_chunk in model_chunks for module in model_chunk.modules() if isinstance(module, BalancedRouter)
+    ]
 
 
-def begin_step(chunks: Iterable[torch.nn.Module], tokens: Tensor) -> None:
+def begin_step(model_chunks: Iterable[torch.nn.Module], tokens: Tensor) -> None:
     """Tell the routers how many tokens the global batch has, without sequences of zero loss weight."""
-    chunks = list(chunks)
-    for router in balancing_routers(chunks):
+    model_chunks = list(model_chunks)
+    for router in balancing_routers(model_chunks):
         router.step_tokens, router.reported = tokens.clamp(min=1.0), torch.zeros_like(tokens)
-    for router in moving_routers(chunks):
+    for router in moving_routers(model_chunks):
         router.visits = torch.zeros_like(_bias(router), dtype=torch.float32)
 
 

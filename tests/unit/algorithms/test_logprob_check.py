@@ -77,7 +77,7 @@ def test_past_the_limit_the_worst_are_named(by):
     message = str(mismatch.value)
     assert "generation.gate_limit=0.01" in message and "over 5 tokens" in message
     worst = message.partition("worst: ")[2]
-    assert worst.startswith("prompt 'bc' (row 1), token 1 '5': trainer ") and "engine -1.0000; prompt 'a'" in worst
+    assert worst.startswith("prompt 'bc' (sequence 1), token 1 '5': trainer ") and "engine -1.0000; prompt 'a'" in worst
 
 
 def test_without_prompts_nothing_is_checked():

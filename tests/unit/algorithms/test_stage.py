@@ -193,7 +193,7 @@ def test_heldout_problems_are_answered_and_scored():
     problems = [Problem(prompt, "1") for prompt in "abcdefgh"]
     engine = Scripted({prompt: ["1" if prompt < "c" else "0"] for prompt in "abcdefgh"})
     evaluation = HeldoutProblems(Echo(), problems, Characters(), Sampling(4, temperature=0.0))
-    measures, samples = evaluation.measure(None, engine)
+    measures, samples = evaluation.evaluate(None, engine)
     assert measures == {"accuracy": 0.25}
     assert samples[0] == {"prompt": "a", "completion": "1", "answer": "1", "reward": 1.0}
     assert [sample["prompt"] for sample in samples] == list("abcdef"), "a few of them"
@@ -207,8 +207,8 @@ def test_heldout_text_is_measured_whole_without_training():
             return {"loss": 2.0}
 
     batch = BatchedDataDict(input_ids=torch.zeros(5, 3, dtype=torch.long))
-    assert HeldoutAnswers(batch).measure(Measuring()) == ({"nll_per_token": 2.0}, [])
-    assert HeldoutText(batch, 0.25).measure(Measuring()) == ({"nll_per_token": 2.0, "nll_per_character": 0.5}, [])
+    assert HeldoutAnswers(batch).evaluate(Measuring()) == ({"nll_per_token": 2.0}, [])
+    assert HeldoutText(batch, 0.25).evaluate(Measuring()) == ({"nll_per_token": 2.0, "nll_per_character": 0.5}, [])
 
 
 class Pairs:
@@ -261,10 +261,10 @@ PAIR_MASK = torch.tensor([[0.0, 1.0, 1.0, 1.0], [0.0, 1.0, 0.0, 0.0]] * 2)
 def test_preference_is_by_sum_or_per_token():
     logprobs = torch.tensor([[9.0, -1.0, -1.0, -1.0], [9.0, -2.0, 9.0, 9.0]] * 2)
     batch = BatchedDataDict(token_mask=PAIR_MASK)
-    assert HeldoutPairs(batch).measure(Judge("lm", logprobs=logprobs))[0] == {
+    assert HeldoutPairs(batch).evaluate(Judge("lm", logprobs=logprobs))[0] == {
         "preference_accuracy": 0.0, "preference_margin": -1.0,
     }  # fmt: skip
-    assert HeldoutPairs(batch, per_token=True).measure(Judge("lm", logprobs=logprobs))[0] == {
+    assert HeldoutPairs(batch, per_token=True).evaluate(Judge("lm", logprobs=logprobs))[0] == {
         "preference_accuracy": 1.0, "preference_margin": 1.0,
     }  # fmt: skip
 
@@ -272,14 +272,14 @@ def test_preference_is_by_sum_or_per_token():
 def test_rewards_are_against_the_reference_and_ties_count_half():
     logprobs, reference = -PAIR_MASK, -PAIR_MASK.clone()
     reference[0, 1] = -3.0
-    measured, _ = HeldoutPairs(BatchedDataDict(token_mask=PAIR_MASK)).measure(
+    measured, _ = HeldoutPairs(BatchedDataDict(token_mask=PAIR_MASK)).evaluate(
         Judge("lm", logprobs=logprobs, reference_logprobs=reference)
     )
     assert measured["reward_accuracy"] == 0.75 and measured["reward_margin"] == 1.0
 
 
 def test_a_reward_model_is_measured_by_its_scores():
-    measured, _ = HeldoutPairs(BatchedDataDict(token_mask=PAIR_MASK)).measure(
+    measured, _ = HeldoutPairs(BatchedDataDict(token_mask=PAIR_MASK)).evaluate(
         Judge("score", scores=torch.tensor([2.0, 1.0, 0.0, 4.0]))
     )
     assert measured == {"preference_accuracy": 0.5, "preference_margin": -1.5}

@@ -16,7 +16,7 @@ def test_a_record_knows_its_line(tmp_path):
     file.write_text('{"q": "a\u2028b"}\n\n{"q": "c"}\r\n', encoding="utf-8")
     records = read_jsonl(file)
     assert [record.values["q"] for record in records] == ["a\u2028b", "c"]
-    assert [record.origin for record in records] == [f"{file}:1", f"{file}:3"]
+    assert [record.location for record in records] == [f"{file}:1", f"{file}:3"]
 
 
 @pytest.mark.parametrize(

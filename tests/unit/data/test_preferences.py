@@ -13,8 +13,8 @@ def tokenizer():
     return train_bpe([], 258)
 
 
-def pair(question, chosen, rejected, origin="pairs.jsonl:1"):
-    return Record({"question": question, "chosen": chosen, "rejected": rejected}, origin)
+def pair(question, chosen, rejected, location="pairs.jsonl:1"):
+    return Record({"question": question, "chosen": chosen, "rejected": rejected}, location)
 
 
 PAIRS = [
@@ -146,7 +146,7 @@ class TestPairs:
         file = write_jsonl(tmp_path / "pairs.jsonl", self.ROWS)
         train, heldout = load_preferences(file, 0.25)
         assert len(train) == 15 and len(heldout) == 5
-        assert sorted(int(record.origin.rpartition(":")[2]) for record in train + heldout) == list(range(1, 21))
+        assert sorted(int(record.location.rpartition(":")[2]) for record in train + heldout) == list(range(1, 21))
         assert load_preferences(file, 0.25) == (train, heldout)
         assert load_preferences(file, 0)[1] == []
 
@@ -211,7 +211,7 @@ class TestGradedSolutions:
         assert sides(pairs) == [("2", "3"), ("2", "4"), ("two", "3"), ("two", "4")]
         fields = {key: value for key, value in pairs[0].values.items() if key not in ("chosen", "rejected")}
         assert fields == {"question": "1+1", "ground_truth": "2", "source": {"n": 1}}
-        assert {record.origin for record in pairs} == {f"{file}:1"}
+        assert {record.location for record in pairs} == {f"{file}:1"}
 
     def test_equal_texts_count_once(self, tmp_path):
         row = graded("1+1", ("2", True), ("3", False), ("2", True), ("3", False))

@@ -38,15 +38,15 @@ def assert_alike(found, wanted, tolerance=1e-5):
         assert (got - want).abs().max() <= tolerance * want.abs().max()
 
 
-@pytest.mark.parametrize("chunk_tokens", [None, 1, 7, ROWS])
+@pytest.mark.parametrize("block_tokens", [None, 1, 7, ROWS])
 @pytest.mark.parametrize("temperature", [1.0, 0.6, "per token"])
 @pytest.mark.parametrize("valid", [None, VOCAB - 4])
-def test_equals_the_product_and_its_logprobs(backend, chunk_tokens, temperature, valid):
+def test_equals_the_product_and_its_logprobs(backend, block_tokens, temperature, valid):
     hidden, weight, targets, ids, upstream = random_case()
     if temperature == "per token":
         temperature = torch.linspace(0.3, 2.0, ROWS)
     options = {"entropy": True, "gather_ids": ids, "temperature": temperature, "valid_vocab_size": valid}
-    fused = linear_logprobs(hidden, weight, targets, chunk_tokens=chunk_tokens, backend=backend, **options)
+    fused = linear_logprobs(hidden, weight, targets, block_tokens=block_tokens, backend=backend, **options)
     plain = vocab_parallel_logprobs(hidden @ weight.T, targets, **options)
     assert_alike(results(fused, (hidden, weight), upstream), results(plain, (hidden, weight), upstream))
 
@@ -54,7 +54,7 @@ def test_equals_the_product_and_its_logprobs(backend, chunk_tokens, temperature,
 def test_each_backend_serves_the_chunks(backend):
     hidden, weight, targets, ids, upstream = random_case()
     options = {"entropy": True, "gather_ids": ids, "temperature": 0.6}
-    fused = linear_logprobs(hidden, weight, targets, chunk_tokens=7, backend=backend, **options)
+    fused = linear_logprobs(hidden, weight, targets, block_tokens=7, backend=backend, **options)
     plain = vocab_parallel_logprobs(hidden @ weight.T, targets, backend="torch", **options)
     assert_alike(results(fused, (hidden, weight), upstream), results(plain, (hidden, weight), upstream))
 
@@ -64,7 +64,7 @@ def test_gradcheck_of_every_combination_of_outputs(wanted):
     hidden, weight, targets, ids, _ = random_case(torch.float64, rows=7, vocab=11)
 
     def function(hidden, weight):
-        stats = linear_logprobs(hidden, weight, targets, entropy=True, gather_ids=ids, temperature=0.7, chunk_tokens=3)
+        stats = linear_logprobs(hidden, weight, targets, entropy=True, gather_ids=ids, temperature=0.7, block_tokens=3)
         return tuple(getattr(stats, name) for name in wanted)
 
     assert torch.autograd.gradcheck(function, (hidden, weight))
@@ -74,7 +74,7 @@ def test_gradcheck_of_every_combination_of_outputs(wanted):
 def test_16_bits_are_rounded_where_the_plain_products_round_and_dw_is_summed_in_fp32(dtype):
     hidden, weight, targets, ids, upstream = random_case(dtype, rows=600, ignored=10**6)
     options = {"entropy": True, "gather_ids": ids}
-    fused = results(linear_logprobs(hidden, weight, targets, chunk_tokens=16, **options), (hidden, weight), upstream)
+    fused = results(linear_logprobs(hidden, weight, targets, block_tokens=16, **options), (hidden, weight), upstream)
     logits = (hidden @ weight.T).detach().requires_grad_()  # rounded to 16 bits, as every chunk's are
     plain = vocab_parallel_logprobs(logits, targets, **options)
     dz = results(plain, (logits,), upstream)[-1].double()
@@ -86,17 +86,17 @@ def test_16_bits_are_rounded_where_the_plain_products_round_and_dw_is_summed_in_
         assert ((found.double() - want).abs() <= 1.01 * half_ulp * want.abs() + 1e-4 * want.abs().max()).all()
 
 
-@pytest.mark.parametrize("chunk_tokens", [4, None])
-def test_ignored_rows_take_part_in_nothing_even_with_nan(chunk_tokens):
+@pytest.mark.parametrize("block_tokens", [4, None])
+def test_ignored_rows_take_part_in_nothing_even_with_nan(block_tokens):
     hidden, weight, targets, ids, upstream = random_case()
     with torch.no_grad():
         hidden[::5] = torch.nan
-    stats = linear_logprobs(hidden, weight, targets, entropy=True, gather_ids=ids, chunk_tokens=chunk_tokens)
+    stats = linear_logprobs(hidden, weight, targets, entropy=True, gather_ids=ids, block_tokens=block_tokens)
     *outputs, hidden_grad, weight_grad = results(stats, (hidden, weight), upstream)
     assert all((output[::5] == 0).all() for output in outputs) and (hidden_grad[::5] == 0).all()
     rest = targets != -100
     kept = hidden[rest].detach().requires_grad_()
-    alone = linear_logprobs(kept, weight, targets[rest], entropy=True, gather_ids=ids[rest], chunk_tokens=chunk_tokens)
+    alone = linear_logprobs(kept, weight, targets[rest], entropy=True, gather_ids=ids[rest], block_tokens=block_tokens)
     wanted = results(alone, (kept, weight), [g[rest] for g in upstream])
     assert_alike([*(output[rest] for output in outputs), hidden_grad[rest], weight_grad], wanted)
 
@@ -132,7 +132,7 @@ def test_what_wants_no_gradient_gets_none():
 
 def test_a_second_backward_gives_the_first_ones_gradient():
     hidden, weight, targets, _, _ = random_case()
-    loss = linear_logprobs(hidden, weight, targets, chunk_tokens=8).logprobs.sum()
+    loss = linear_logprobs(hidden, weight, targets, block_tokens=8).logprobs.sum()
     first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
     second = torch.autograd.grad(loss, (hidden, weight))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -141,11 +141,11 @@ def test_a_second_backward_gives_the_first_ones_gradient():
 @pytest.mark.parametrize("is_the_embedding_too", [False, True])
 def test_dw_goes_to_main_grad_the_way_megatrons_ddp_wants_it(is_the_embedding_too):
     hidden, weight, targets, _, _ = random_case(torch.bfloat16)
-    want = torch.autograd.grad(linear_logprobs(hidden, weight, targets, chunk_tokens=8).logprobs.sum(), weight)[0]
+    want = torch.autograd.grad(linear_logprobs(hidden, weight, targets, block_tokens=8).logprobs.sum(), weight)[0]
     weight.main_grad = torch.ones(weight.shape)
     weight.grad_added_to_main_grad = False
     weight.zero_out_wgrad = is_the_embedding_too
-    linear_logprobs(hidden, weight, targets, chunk_tokens=8).logprobs.sum().backward()
+    linear_logprobs(hidden, weight, targets, block_tokens=8).logprobs.sum().backward()
     assert weight.grad_added_to_main_grad
     assert weight.grad is not None and (not is_the_embedding_too or (weight.grad == 0).all())
     torch.testing.assert_close(weight.main_grad - 1, want.float(), rtol=2.0**-8, atol=1e-5)
@@ -195,8 +195,8 @@ class TestBadArgumentsAreNamed:
         with pytest.raises(ValueError, match=rf"id {VOCAB} "):
             linear_logprobs(hidden, weight, targets)
 
-    @pytest.mark.parametrize("chunk_tokens", [0, -1])
-    def test_chunk_tokens(self, chunk_tokens):
+    @pytest.mark.parametrize("block_tokens", [0, -1])
+    def test_block_tokens(self, block_tokens):
         hidden, weight, targets, _, _ = random_case()
-        with pytest.raises(ValueError, match=f"chunk_tokens={chunk_tokens}"):
-            linear_logprobs(hidden, weight, targets, chunk_tokens=chunk_tokens)
+        with pytest.raises(ValueError, match=f"block_tokens={block_tokens}"):
+            linear_logprobs(hidden, weight, targets, block_tokens=block_tokens)

@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 
 from rl_megatron.model.layers.attention import PortableAttention, PortablePacking, PortableRotaryEmbedding
-from rl_megatron.model.layers.packed import PackedRows
+from rl_megatron.model.layers.packed import PackedSequences
 from rl_megatron.topology.device import start_device
 
 HEADS, GROUPS, DIM = 4, 2, 8
@@ -63,30 +63,30 @@ def test_packed_rows_attend_within_their_sequence(window, padded_lengths):
     query, key, value = inputs = random_qkv(sum(padded_lengths), 1)
     parts = zip(*(x[:, 0].split(padded_lengths) for x in inputs), strict=True)
     wanted = torch.cat([formula(*part, window) for part in parts])[:, None]
-    packing = PortablePacking(rows=PackedRows.of(padded_lengths, None, torch.device("cpu")))
+    packing = PortablePacking(sequences=PackedSequences.of(padded_lengths, None, torch.device("cpu")))
     found = attention(window)(query, key, value, packed_seq_params=packing)
     assert_same_values_and_gradients(found, wanted, inputs)
 
 
 def test_sequences_of_like_length_share_a_bucket():
-    rows = PackedRows.of(PADDED_LENGTHS, None, torch.device("cpu"))
-    assert [bucket.key_shape for bucket in rows.buckets] == [(2, 6), (1, 1), (1, 40), (2, 3), (1, 17)]
-    assert sorted(rows.slots.tolist()) == sorted(set(rows.slots.tolist())), "no two tokens share a slot"
-    assert rows.longest == 40
+    sequences = PackedSequences.of(PADDED_LENGTHS, None, torch.device("cpu"))
+    assert [bucket.key_shape for bucket in sequences.buckets] == [(2, 6), (1, 1), (1, 40), (2, 3), (1, 17)]
+    assert sorted(sequences.slots.tolist()) == sorted(set(sequences.slots.tolist())), "no two tokens share a slot"
+    assert sequences.longest == 40
 
 
 def frequencies() -> tuple[torch.Tensor, torch.Tensor]:
     """Of the packed tokens, and of each sequence by itself."""
     start_device("cpu")
     rope = PortableRotaryEmbedding(DIM, rotary_percent=1.0)
-    packing = PortablePacking(rows=PackedRows.of(PADDED_LENGTHS, None, torch.device("cpu")))
+    packing = PortablePacking(sequences=PackedSequences.of(PADDED_LENGTHS, None, torch.device("cpu")))
     packed = rope(rope.get_rotary_seq_len(None, None, None, None, packing), packed_seq=False, cp_group=None)
     return packed, torch.cat([rope.get_emb(length) for length in PADDED_LENGTHS])
 
 
 def test_a_packed_token_is_rotated_by_its_position_in_its_own_sequence(ranks):
-    rows = PackedRows.of(PADDED_LENGTHS, None, torch.device("cpu"))
-    assert rows.positions.tolist() == [position for length in PADDED_LENGTHS for position in range(length)]
+    sequences = PackedSequences.of(PADDED_LENGTHS, None, torch.device("cpu"))
+    assert sequences.positions.tolist() == [position for length in PADDED_LENGTHS for position in range(length)]
     packed, each = ranks.run(1, frequencies)[0]
     torch.testing.assert_close(packed, each, rtol=0, atol=0)
 

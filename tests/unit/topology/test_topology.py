@@ -101,7 +101,7 @@ def test_every_degree_that_a_refusal_proposes_fits():
             {"num_layers": 4},
             [
                 "parallel.pipeline=2 × parallel.virtual_pipeline=4",
-                "num_layers=4, which leaves some of the 8 chunks without",
+                "num_layers=4, which leaves some of the 8 model chunks without",
             ],
         ),
         ({"expert": 2}, {}, ["parallel.expert=2", "dense"]),

@@ -57,8 +57,10 @@ def test_sums_over_columns_are_exact_where_every_bit_counts(monkeypatch):
 def test_blocks_add_up_to_the_whole(dtype):
     tensor = random_bits(12, 10, dtype=dtype)
     blocks = {(0, 0): tensor[:5], (5, 0): tensor[5:, :3], (5, 3): tensor[5:, 3:]}
-    assert sum(fingerprint(block, origin) for origin, block in blocks.items()) == fingerprint(tensor)
-    assert sum(places(block.shape, origin, CPU) for origin, block in blocks.items()) == places((12, 10), (0, 0), CPU)
+    assert sum(fingerprint(block, location) for location, block in blocks.items()) == fingerprint(tensor)
+    assert sum(places(block.shape, location, CPU) for location, block in blocks.items()) == places(
+        (12, 10), (0, 0), CPU
+    )
     vector = random_bits(11, dtype=dtype)
     assert fingerprint(vector[:4]) + fingerprint(vector[4:], (4, 0)) == fingerprint(vector)
 

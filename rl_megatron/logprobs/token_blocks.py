@@ -16,7 +16,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 @dataclass(frozen=True)
-class ChunkPlan:
+class BlockPlan:
     """The rows that count, in chunks.
 
     order [n]: the row that stands at each place, −1 where none does; None: all rows in their own order. Over `shards`
@@ -24,35 +24,35 @@ class ChunkPlan:
     """
 
     order: Int[Tensor, " places"] | None
-    chunks: tuple[slice, ...]
+    blocks: tuple[slice, ...]
     shards: int
     local_rows: int
 
     @classmethod
-    def of(cls, counts: Bool[Tensor, " rows"], shards: int, chunk_tokens: int) -> ChunkPlan:
+    def of(cls, counts: Bool[Tensor, " rows"], shards: int, block_tokens: int) -> BlockPlan:
         """Return the plan for those of N rows that count, if each of `shards` ranks has N/shards of them in a row.
-        Chunks are equally long, at most `chunk_tokens` if that is not less than `shards`."""
+        Chunks are equally long, at most `block_tokens` if that is not less than `shards`."""
         local_rows = len(counts) // shards
         per_rank = counts.view(shards, local_rows).sum(dim=1)
         longest = int(per_rank.max()) if len(counts) else 0  # on a GPU this waits, once
-        num_chunks = -(-longest * shards // max(shards, chunk_tokens))
-        length = -(-longest // max(1, num_chunks))
-        edges = [min(length * i, longest) for i in range(num_chunks + 1)]
-        chunks = tuple(slice(shards * a, shards * b) for a, b in zip(edges, edges[1:], strict=False))
+        num_blocks = -(-longest * shards // max(shards, block_tokens))
+        length = -(-longest // max(1, num_blocks))
+        edges = [min(length * i, longest) for i in range(num_blocks + 1)]
+        blocks = tuple(slice(shards * a, shards * b) for a, b in zip(edges, edges[1:], strict=False))
         if shards == 1 and longest == len(counts):
-            return cls(None, chunks, 1, local_rows)
+            return cls(None, blocks, 1, local_rows)
         # Rows that count first, in their order, on each rank; then −1.
         ranked = torch.argsort(~counts.view(shards, local_rows), dim=1, stable=True)[:, :longest]
         missing = torch.arange(longest, device=counts.device) >= per_rank[:, None]
         rows = ranked + local_rows * torch.arange(shards, device=counts.device)[:, None]
         rows = rows.masked_fill(missing, -1)
         order = torch.cat([rows[:, a:b].flatten() for a, b in zip(edges, edges[1:], strict=False)] or [rows.flatten()])
-        return cls(order, chunks, shards, local_rows)
+        return cls(order, blocks, shards, local_rows)
 
     @property
     def longest(self) -> int:
         """Rows of the longest chunk."""
-        return max((chunk.stop - chunk.start for chunk in self.chunks), default=0)
+        return max((block.stop - block.start for block in self.blocks), default=0)
 
     def select(self, x: Shaped[Tensor, " rows *rest"], fill: float) -> Shaped[Tensor, " places *rest"]:
         """Return the rows in the plan's order, `fill` at places that no row stands at."""
@@ -68,20 +68,20 @@ class ChunkPlan:
         places = torch.where(self.order < 0, num_rows, self.order)  # the last entry takes what stands for no row
         return x.new_zeros(num_rows + 1, *x.shape[1:]).index_copy(0, places, x)[:num_rows]
 
-    def local(self, chunk: slice, rank: int) -> Int[Tensor, " places"] | slice:
+    def local(self, block: slice, rank: int) -> Int[Tensor, " places"] | slice:
         """Return which of the rank's own rows stand in the chunk, −1 at places of none; a slice if all do."""
         if self.order is None:
-            return chunk
-        length = (chunk.stop - chunk.start) // self.shards
-        rows = self.order[chunk.start + rank * length : chunk.start + (rank + 1) * length]
+            return block
+        length = (block.stop - block.start) // self.shards
+        rows = self.order[block.start + rank * length : block.start + (rank + 1) * length]
         return torch.where(rows < 0, -1, rows - rank * self.local_rows)
 
 
 @dataclass(frozen=True)
-class HiddenChunks:
+class HiddenBlocks:
     """A plan's chunks of hidden states [N, H], which with `group` are cut over its ranks: [N/tp, H] on each."""
 
-    plan: ChunkPlan
+    plan: BlockPlan
     group: dist.ProcessGroup | None
 
     @property
@@ -92,28 +92,28 @@ class HiddenChunks:
         self, hidden: Float[Tensor, "rows_local hidden"], reverse: bool = False
     ) -> Iterator[tuple[slice, Float[Tensor, "places hidden"]]]:
         """Yield (rows of the plan, their hidden states [n, H]) for each chunk. The next one is gathered meanwhile."""
-        chunks = self.plan.chunks[::-1] if reverse else self.plan.chunks
-        coming = [self._start(hidden, chunk) for chunk in chunks[:1]]
-        for index, chunk in enumerate(chunks):
+        blocks = self.plan.blocks[::-1] if reverse else self.plan.blocks
+        coming = [self._start(hidden, block) for block in blocks[:1]]
+        for index, block in enumerate(blocks):
             states, handle, _ = coming.pop()
             if handle is not None:
                 handle.wait()
-            if index + 1 < len(chunks):
-                coming.append(self._start(hidden, chunks[index + 1]))
-            yield chunk, states
+            if index + 1 < len(blocks):
+                coming.append(self._start(hidden, blocks[index + 1]))
+            yield block, states
 
     def _start(
-        self, hidden: Float[Tensor, "rows_local hidden"], chunk: slice
+        self, hidden: Float[Tensor, "rows_local hidden"], block: slice
     ) -> tuple[Float[Tensor, "places hidden"], dist.Work | None, Float[Tensor, "... hidden"]]:
         """Return the chunk's states, the work that they wait for, and what must live until then."""
-        rows = self.plan.local(chunk, self.rank)
+        rows = self.plan.local(block, self.rank)
         if isinstance(rows, slice):
             return hidden[rows], None, hidden
         mine = hidden.index_select(0, rows.clamp(min=0))
         if self.group is None:
             return mine, None, mine
         mine.masked_fill_((rows < 0)[:, None], 0.0)  # a row that is left out may hold anything, and 0 · NaN is NaN
-        states = hidden.new_empty(chunk.stop - chunk.start, hidden.shape[1])
+        states = hidden.new_empty(block.stop - block.start, hidden.shape[1])
         return states, _gather(states, mine, group=self.group, async_op=True), mine
 
     def gradient(
@@ -127,11 +127,11 @@ class HiddenGradient:
 
     def __init__(
         self,
-        chunks: HiddenChunks,
+        blocks: HiddenBlocks,
         hidden: Float[Tensor, "rows_local hidden"],
         tp_group: dist.ProcessGroup | None,
     ):
-        self._plan, self._chunks, self._tp_group = chunks.plan, chunks, tp_group
+        self._plan, self._blocks, self._tp_group = blocks.plan, blocks, tp_group
         self._pending: tuple[dist.Work | None, Tensor, Tensor | slice, Tensor] | None = None
         num_rows = hidden.shape[0]
         if self._plan.order is None:
@@ -141,18 +141,18 @@ class HiddenGradient:
         self._sum = self._whole[:num_rows]
 
     def add(
-        self, chunk: slice, dz: Float[Tensor, "places vocab_local"], weight: Float[Tensor, "vocab_local hidden"]
+        self, block: slice, dz: Float[Tensor, "places vocab_local"], weight: Float[Tensor, "vocab_local hidden"]
     ) -> None:
         """Start the sum over ranks of dz·W [n, H]; the one before is finished first."""
         self._settle()
-        rows = self._plan.local(chunk, self._chunks.rank)
+        rows = self._plan.local(block, self._blocks.rank)
         if isinstance(rows, slice):
             part = torch.mm(dz, weight, out=self._sum[rows])
         else:
             part = torch.mm(dz, weight)
-        if self._chunks.group is not None:
+        if self._blocks.group is not None:
             mine = part.new_empty(len(part) // self._plan.shards, part.shape[1])
-            handle = _reduce_scatter(mine, part, group=self._chunks.group, async_op=True)
+            handle = _reduce_scatter(mine, part, group=self._blocks.group, async_op=True)
         else:
             mine = part
             handle = None if self._tp_group is None else dist.all_reduce(mine, group=self._tp_group, async_op=True)
