@@ -1,0 +1,1 @@
+"""Plan which sequences form which microbatch on which rank."""

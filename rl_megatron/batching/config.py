@@ -20,8 +20,8 @@ class Batching:
 
     Attributes:
         kind: "padded": `sequences` at a time, each as wide as the global batch. "dynamic": sequences of similar length,
-            each as wide as their longest, `tokens` at most. "packed": sequences one after the other in one row of the
-            model, `tokens` at most.
+            each as wide as their longest, `tokens` at most. "packed": sequences one after the other in one pack,
+            `tokens` at most.
         sequences: Sequences of a padded microbatch.
         tokens: Tokens of a dynamic or packed microbatch, at most, padding included.
     """
@@ -60,7 +60,7 @@ class DynamicPlanArgs(_TokenBudgetArgs):
 
 @dataclass(frozen=True)
 class PackingPlanArgs(_TokenBudgetArgs):
-    """Arguments of `plan_sequence_packing`: microbatches whose sequences fit one packed row of the model.
+    """Arguments of `plan_sequence_packing`: microbatches whose sequences fit one pack.
 
     Attributes:
         max_tokens_per_microbatch: Tokens of one pack, at most, each sequence rounded up to its multiple.

@@ -19,15 +19,15 @@ class Microbatch:
 
     Attributes:
         batch: The sequences, `[b, S]`.
-        lengths: `[b]` tokens of each sequence, if they go packed into one row of the model. None if each sequence has a
-            row of its own, S tokens long.
+        lengths: `[b]` tokens of each sequence, if the model gets them as one pack. None if it gets each sequence padded
+            to S tokens.
     """
 
     batch: BatchedDataDict
     lengths: tuple[int, ...] | None = None
 
     def shape(self, topology: Topology) -> tuple[int, int]:
-        """Return (rows, tokens of a row over all ranks) that the model runs on, padding included."""
+        """Return (sequences, padded tokens of each over all ranks) that the model gets. A pack counts as one sequence."""
         if self.lengths is not None:
             return 1, sum(padded_lengths(self.lengths, topology))
         num_sequences, width = self.batch["input_ids"].shape

@@ -1,4 +1,4 @@
-"""Bin packing of sequences: which sequences share one packed row of at most `capacity` tokens.
+"""Bin packing of sequences: which sequences share one pack of at most `capacity` tokens.
 
 Each algorithm is a pure function from lengths to packs; `ALGORITHMS` names them. Every one is deterministic: ties go to
 the sequence that comes first.

@@ -1,4 +1,4 @@
-"""Microbatches → gradients and metrics, on megatron-core's pipeline schedules."""
+"""Run microbatches to gradients and metrics, on megatron-core's pipeline schedules."""
 
 from rl_megatron.execution.metrics import Denominators, NonFiniteLoss, over_steps
 from rl_megatron.execution.runner import FusedHead, Runner

@@ -22,10 +22,12 @@ class NonFiniteLoss(RuntimeError):
 
 @dataclass(frozen=True)
 class Denominators:
-    """Counts of the whole global batch.
+    """The counts of the whole global batch that losses and metrics divide by.
 
-    Losses divide by valid sequences and by valid predicted tokens. Positions are all tokens, prompts included, of
-    sequences whose sample_mask is above 0.
+    Attributes:
+        sequences: Valid sequences, Σ sample_mask.
+        tokens: Valid predicted tokens, Σ token_mask[:, 1:]·sample_mask.
+        positions: All tokens, prompts included, of the sequences whose sample_mask is above 0.
     """
 
     sequences: Tensor
@@ -34,7 +36,7 @@ class Denominators:
 
     @classmethod
     def count(cls, batch: Mapping[str, Tensor]) -> Denominators:
-        """Return Σ sample_mask, Σ token_mask[:, 1:]·sample_mask, and Σ input_lengths if sample_mask is above 0."""
+        """Count the sequences, predicted tokens and positions of a global batch."""
         sample_mask = batch["sample_mask"].float()
         tokens = (batch["token_mask"][:, 1:].float() * sample_mask[:, None]).sum()
         width = torch.full_like(sample_mask, batch["input_ids"].size(1))
@@ -52,15 +54,15 @@ def reduce_metrics(
     some microbatches return is reduced over those.
 
     Raises:
-        ValueError: on every rank: a microbatch returns a metric whose reduction is not declared.
-        NonFiniteLoss: on every rank: the loss is NaN or infinite; names microbatch and metrics.
+        ValueError: On every rank, if a microbatch returns a metric whose reduction is not declared.
+        NonFiniteLoss: On every rank, if the loss is NaN or infinite. The message names the microbatch and the metrics.
     """
     device = topology.device
     reductions = dict(loss_fn.metric_reductions)
     reductions.setdefault("loss", Reduction.SUM)
     names = sorted(reductions)
-    # What a microbatch returns is known to its rank alone, so shapes follow from what is declared: a value of every
-    # name, whether any microbatch has it, and whether any has a name beyond them.
+    # Only its own rank knows what a microbatch returns. So every rank sends the same shape, which follows from the
+    # declarations: a value for each name, whether any microbatch has it, and whether any returns undeclared names.
     kinds = [reductions[name] for name in names] + [Reduction.MAX] * (len(names) + 1)
     reduced = torch.zeros(len(kinds), dtype=torch.float64, device=device)
     if topology.is_last_stage:
@@ -82,7 +84,7 @@ def reduce_metrics(
 
 
 def _vector(report: dict[str, Tensor], names: list[str], reductions: Mapping[str, Reduction]) -> Tensor:
-    """Return [2·names + 1] of one microbatch: values (or identities), which it has, whether it has other metrics."""
+    """Return [2·names + 1] of one microbatch: its values (or identities), which it has, and whether it has others."""
     loss = report["loss"]
     values = [report[name] if name in report else loss.new_tensor(reductions[name].identity) for name in names]
     flags = [float(name in report) for name in names] + [float(not report.keys() <= set(names))]
@@ -122,9 +124,9 @@ def _describe_failure(
 
 
 def over_steps(reports: list[dict[str, float]], loss_fn: Loss) -> dict[str, float]:
-    """Return the metrics of several optimizer steps as one, each over the steps that have it.
+    """Combine the metrics of several optimizer steps, each over the steps that have it.
 
-    That is the least of minima, the greatest of maxima, and the mean of the rest.
+    The combination is the minimum of minima, the maximum of maxima, and the mean of all other metrics.
     """
     reductions = loss_fn.metric_reductions
     combine: dict[Reduction | None, Callable[[list[float]], float]] = {Reduction.MIN: min, Reduction.MAX: max}

@@ -1,4 +1,4 @@
-"""The input of this rank's part of the model, made from a microbatch."""
+"""Make the input of this rank's model chunks from a microbatch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from rl_megatron.topology.topology import Topology
 
 @dataclass(frozen=True)
 class ModelInput:
-    """What this rank gives its model chunks for one microbatch.
+    """The input of this rank's model chunks for one microbatch.
 
     Attributes:
         tokens: `[R, L]` token ids of this rank.
-        packing: How sequences are packed into the row; None if each has a row of its own.
-        sharding: How the model's output lies over ranks.
-        padding: `[R, L]`, true for tokens that no expert should be balanced by; None for models without experts.
+        packing: How sequences are packed; None if they are padded.
+        sharding: How the model's output is distributed over ranks.
+        padding: `[R, L]`, true for tokens that do not count in the balance of experts; None without experts.
     """
 
     tokens: Tensor
@@ -38,7 +38,7 @@ class ModelInput:
     def build(
         cls, microbatch: Microbatch, topology: Topology, vocab_size: int, backend: str, balances_experts: bool
     ) -> ModelInput:
-        """Return this rank's part of a microbatch."""
+        """Build this rank's input from a microbatch."""
         batch, groups = microbatch.batch, topology.groups
         ids = batch["input_ids"]
         local_length = microbatch.shape(topology)[1] // topology.context
@@ -61,7 +61,7 @@ class ModelInput:
     def padding_of(self, model_chunk: torch.nn.Module, topology: Topology) -> Tensor | None:
         """Return `padding` as megatron-core expects it for this model chunk.
 
-        A chunk with the embedding cuts it over sequence-parallel ranks itself; others expect it cut.
+        A model chunk with the embedding cuts it over sequence-parallel ranks itself; the others expect it cut.
         """
         if self.padding is not None and topology.sequence and not unwrap(model_chunk).pre_process:
             return self.padding.chunk(topology.tensor, dim=1)[topology.tensor_rank]

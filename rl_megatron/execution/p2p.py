@@ -1,8 +1,8 @@
-"""Sends between pipeline stages when microbatches differ in shape.
+"""Send activations and gradients between pipeline stages if microbatches differ in shape.
 
-megatron-core lets stages tell each other each shape before each tensor: a wait for the device at every send, and, where
-two stages interleave chunks (each is the other's next and previous at once), shapes that meet the wrong receiver. Here
-every stage knows the plan, and so what will come.
+megatron-core's stages send each other each shape before each tensor. That waits for the device at every send. If two
+stages interleave model chunks, each is both the next and the previous stage of the other, and shapes reach the wrong
+receiver. Here every stage knows the plan of all microbatches, and so the shape of what it receives.
 """
 
 from __future__ import annotations
@@ -18,11 +18,16 @@ Shape = tuple[int, int]
 
 
 class PlannedCommunicator(P2PCommunicator):
-    """megatron-core's sends, with the shapes of what is received taken from the plan.
+    """megatron-core's communicator, which takes the shapes of what it receives from the plan.
 
-    `shapes`: (rows, tokens of a row over all ranks) of each microbatch, in order. Activations arrive chunk by chunk for
-    each group of microbatches (as many as stages; all of them without interleaving), gradients likewise; the first
-    stage receives none for its first chunk, the last stage no gradients for its last.
+    A group of microbatches has as many as there are stages, or all of them without interleaving. For each group,
+    activations arrive model chunk by model chunk, and gradients likewise. The first stage receives no activations for
+    its first model chunk, and the last stage no gradients for its last.
+
+    Args:
+        topology: The layout.
+        config: The model's configuration.
+        shapes: (sequences, tokens of a sequence over all ranks) of each microbatch, in order. A pack is one sequence.
     """
 
     def __init__(self, topology: Topology, config: TransformerConfig, shapes: Sequence[Shape]):
@@ -46,7 +51,7 @@ class PlannedCommunicator(P2PCommunicator):
 
 
 def _activation(shape: Shape, topology: Topology, config: TransformerConfig) -> list[int]:
-    """[S, b, H] of the hidden states between stages, on this rank."""
+    """Return the shape [S, b, H] of the hidden states between stages, on this rank."""
     num_sequences, length = shape
     cut = topology.context * (topology.tensor if topology.sequence else 1)
     return [length // cut, num_sequences, config.hidden_size]

@@ -1,8 +1,8 @@
-"""Microbatches → gradients and metrics, on megatron-core's pipeline schedules.
+"""Run microbatches to gradients and metrics, on megatron-core's pipeline schedules.
 
-This is the only place where a loss meets the layout, and no place scales it: losses arrive divided by global counts
-that were known before the first forward, each microbatch contributes its part, and the parts add up over microbatches
-(here), over data-parallel ranks (DDP sums) and over context-parallel ranks (each backpropagates its own tokens).
+Nothing scales a loss. Losses arrive divided by global counts that were known before the first forward, and every
+microbatch contributes its part. The parts add up over microbatches (here), over data-parallel ranks (DDP sums) and over
+context-parallel ranks (each backpropagates its own tokens).
 """
 
 from __future__ import annotations
@@ -33,20 +33,33 @@ from rl_megatron.topology.topology import Topology
 
 @dataclass(frozen=True)
 class FusedHead:
-    """That losses read logits a chunk of tokens at a time (`linear_logprobs`), of so many tokens (None: its default).
-    Losses that read whole logits are given them."""
+    """The choice that losses read logits one token block at a time (`linear_logprobs`).
+
+    Losses that need whole logits still get them.
+
+    Attributes:
+        block_tokens: Tokens of a block; None for the default of `linear_logprobs`.
+    """
 
     block_tokens: int | None = None
 
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs a model's chunks over microbatches on this rank's place in the topology."""
+    """This rank's model chunks, and how it runs them over microbatches.
+
+    Attributes:
+        model_chunks: The model chunks of this rank.
+        topology: The layout.
+        vocab_size: Tokens of the tokenizer. The padded vocabulary beyond it never enters a softmax.
+        backend: The backend of the layers, as `choose_backend` returns it.
+        fused_head: How losses read logits block by block; None if they read whole logits.
+    """
 
     model_chunks: list[torch.nn.Module]
     topology: Topology
-    vocab_size: int  # of the tokenizer; the padded rows past it never enter a softmax
-    backend: str  # of the layers, as `choose_backend` says
+    vocab_size: int
+    backend: str
     fused_head: FusedHead | None = None
 
     def train_step(
@@ -56,17 +69,20 @@ class Runner:
         denominators: Denominators,
         forward_only: bool = False,
     ) -> dict[str, float]:
-        """Add the gradient of Σ over all microbatches of all ranks of `loss_fn` to the chunks' main gradients.
+        """Add the gradient of the loss, summed over all microbatches of all ranks, to the main gradients.
 
         Args:
-            microbatches: this data-parallel rank's part, equally many on every rank.
+            microbatches: This data-parallel rank's part; every rank has the same number.
+            loss_fn: The loss.
+            denominators: The global counts that the loss divides by.
+            forward_only: Compute the loss and its metrics, but no gradient.
 
         Returns:
-            Every metric, reduced as it declares, the same on all ranks; "loss" is the loss whose gradient was taken, to
-            which that of "router_aux_loss" was added if a mixture of experts has one.
+            Every metric, reduced as it is declared, the same on all ranks. "loss" is the loss whose gradient was taken.
+            A mixture of experts may add the gradient of "router_aux_loss" to it.
 
         Raises:
-            NonFiniteLoss: on every rank: the loss is NaN or infinite; names microbatch and metrics.
+            NonFiniteLoss: On every rank, if the loss is NaN or infinite. The message names the microbatch and metrics.
         """
         step = partial(self._loss_of, loss_fn=loss_fn, denominators=denominators)
         routers = [] if forward_only else balancing_routers(self.model_chunks)
@@ -74,7 +90,7 @@ class Runner:
             begin_step(self.model_chunks, denominators.positions)
         head = self._head() if loss_fn.reads_deferred_logits else None
         if self.fused_head is not None and head is None:
-            once(f"{loss_fn.display_name} reads whole logits: the fused head is off for it")
+            once(f"{loss_fn.display_name} needs whole logits, so the fused head is off for this loss")
         reports = self._run(microbatches, step, forward_only, head)[: len(microbatches)]
         report = reduce_metrics(reports, loss_fn, [microbatch.batch for microbatch in microbatches], self.topology)
         if routers:
@@ -85,43 +101,48 @@ class Runner:
 
     @torch.no_grad()
     def next_token_logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
-        """[b, S−1] of each microbatch, on the last pipeline stage; nothing on others."""
+        """Return [b, S−1] of each microbatch on the last pipeline stage, and an empty list on other stages."""
 
-        def of(batch: BatchedDataDict, logits: Tensor | DeferredLogits, sharding: Sharding) -> Tensor:
+        def read(batch: BatchedDataDict, logits: Tensor | DeferredLogits, sharding: Sharding) -> Tensor:
             return _stats(batch, logits, sharding).logprobs
 
-        return self._collect(microbatches, of, self._head())
+        return self._collect(microbatches, read, self._head())
 
     @torch.no_grad()
     def scores(self, microbatches: list[Microbatch]) -> list[Tensor]:
-        """[b, S] fp32 of each microbatch, entry t read after token t, of a model with a score head; stages as
-        `next_token_logprobs`."""
+        """Return [b, S] fp32 of each microbatch, for a model with a score head; stages as `next_token_logprobs`.
 
-        def of(batch: BatchedDataDict, output: Tensor, sharding: Sharding) -> Tensor:
+        Entry t is the score after token t.
+        """
+
+        def read(batch: BatchedDataDict, output: Tensor, sharding: Sharding) -> Tensor:
             scores = output.squeeze(-1).float()
             return sharding.layout(scores, tuple(batch["input_ids"].shape)).gather(scores)
 
-        return self._collect(microbatches, of, head=None)
+        return self._collect(microbatches, read, head=None)
 
     @torch.no_grad()
     def topk_logits(self, microbatches: list[Microbatch], k: int) -> list[Tensor]:
-        """[b, S, k, 2] int32 of each microbatch, entry t read after token t: the bits of the k largest logits (fp32)
-        and their ids, together and exact however they travel; stages as `next_token_logprobs`."""
+        """Return the k largest logits after each token, [b, S, k, 2] int32; stages as `next_token_logprobs`.
 
-        def of(batch: BatchedDataDict, logits: Tensor, sharding: Sharding) -> Tensor:
+        The last dimension holds the bits of the logit (fp32) and its token id, so that both stay exact when they are
+        sent between ranks.
+        """
+
+        def read(batch: BatchedDataDict, logits: Tensor, sharding: Sharding) -> Tensor:
             values, ids = vocab_parallel_top_k(logits, k, sharding.tp_group, valid_vocab_size=sharding.valid_vocab_size)
             pairs = torch.stack([values.view(torch.int32), ids.int()], dim=-1)
             return sharding.layout(pairs, tuple(batch["input_ids"].shape)).gather(pairs)
 
-        return self._collect(microbatches, of, head=UncopiedHead.of(self.model_chunks))
+        return self._collect(microbatches, read, head=UncopiedHead.of(self.model_chunks))
 
     def _collect(
-        self, microbatches: list[Microbatch], of: Callable, head: DeferredHead | UncopiedHead | None
+        self, microbatches: list[Microbatch], read: Callable, head: DeferredHead | UncopiedHead | None
     ) -> list[Tensor]:
-        return self._run(microbatches, of, forward_only=True, head=head, collect=True)[: len(microbatches)]
+        return self._run(microbatches, read, forward_only=True, head=head, collect=True)[: len(microbatches)]
 
     def _head(self) -> DeferredHead | UncopiedHead | None:
-        """How logits reach readers that take them in any memory layout, or deferred."""
+        """Return how logits reach losses that can read them in any memory layout, or block by block."""
         if self.fused_head is None:
             return UncopiedHead.of(self.model_chunks)
         return DeferredHead.of(self.model_chunks, self.fused_head.block_tokens)
@@ -130,8 +151,10 @@ class Runner:
         self, microbatches: list[Microbatch], on_output: Callable, forward_only: bool,
         head: DeferredHead | UncopiedHead | None, collect: bool = False,
     ) -> list:  # fmt: skip
-        """`on_output(batch, output, sharding)` of every microbatch, on the last stage; the output is what `head` makes
-        of the model's, or without one contiguous logits or scores."""
+        """Return `on_output(batch, output, sharding)` of every microbatch, on the last stage.
+
+        The output is what `head` makes of the model's output; without a head, it is contiguous logits or scores.
+        """
         topology, config = self.topology, get_model_config(self.model_chunks[0])
         microbatches = self._filled_up(microbatches)
         shapes = [microbatch.shape(topology) for microbatch in microbatches]
@@ -140,7 +163,7 @@ class Runner:
             balancing_routers(self.model_chunks) or moving_routers(self.model_chunks)
         )
 
-        prepared = [  # once for all chunks
+        prepared = [  # once for all model chunks
             (microbatch, ModelInput.build(microbatch, topology, self.vocab_size, self.backend, balances_experts))
             for microbatch in microbatches
         ]
@@ -177,8 +200,10 @@ class Runner:
         return results
 
     def _filled_up(self, microbatches: list[Microbatch]) -> list[Microbatch]:
-        """The interleaved schedule takes multiples of the pipeline degree: the shortest microbatch, without weight,
-        makes up the number."""
+        """Return as many microbatches as the schedule needs: the interleaved one takes multiples of the stages.
+
+        The shortest microbatch is repeated with zero loss weight.
+        """
         missing = -len(microbatches) % self.topology.pipeline if self.topology.virtual_pipeline > 1 else 0
         if not missing:
             return microbatches

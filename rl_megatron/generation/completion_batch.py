@@ -1,4 +1,4 @@
-"""Prompts and completions → the record that algorithms learn from; the checks before and after that engines share."""
+"""Check prompts, and make a training batch of prompts and completions, for every engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ from rl_megatron.generation.interfaces import Sampling
 
 
 def check_prompts(prompts: list[list[int]], sampling: Sampling, max_sequence_length: int) -> None:
-    """Raises: ConfigError where a prompt is empty, or leaves no room for `max_new_tokens`."""
+    """Check that the prompts and their completions fit the model.
+
+    Args:
+        prompts: Token ids.
+        sampling: How completions are sampled.
+        max_sequence_length: Tokens of the longest sequence that the model takes.
+
+    Raises:
+        ConfigError: A prompt is empty, or prompt and `max_new_tokens` together exceed `max_sequence_length`.
+    """
     if not all(prompts):
         raise ConfigError("a prompt is empty; every prompt needs at least one token")
     longest = max(len(prompt) for prompt in prompts)
@@ -28,9 +37,16 @@ def check_prompts(prompts: list[list[int]], sampling: Sampling, max_sequence_len
 def rollouts(
     prompts: list[list[int]], parts: Sequence[Tensor], sampling: Sampling, weight_version: int
 ) -> BatchedDataDict:
-    """The record that `RolloutEngine.generate` promises, on the CPU. `parts`: those of `Completions`, of all rows.
+    """Return the batch that `RolloutEngine.generate` promises, on the CPU.
 
-    Raises: NonFiniteLoss where a row's logits were NaN.
+    Args:
+        prompts: Token ids.
+        parts: What `Completions.parts` returns, for all prompts.
+        sampling: How the completions were sampled.
+        weight_version: The version of the policy's weights.
+
+    Raises:
+        NonFiniteLoss: The logits of a sequence were NaN.
     """
     completions, logprobs, lengths, nan_at = (part.cpu() for part in parts)
     if nan_at.any():

@@ -1,4 +1,4 @@
-"""Completions as they grow, token by token: what every engine that samples for itself keeps of a batch of rows."""
+"""Keep the completions of a batch while they grow token by token, for engines that sample for themselves."""
 
 from __future__ import annotations
 
@@ -9,22 +9,31 @@ from rl_megatron.generation.interfaces import Sampling
 
 
 def sequence_uniforms(num_sequences: int, sampling: Sampling, seed: int) -> Tensor:
-    """[num_rows, max_new_tokens] fp64 in [0, 1): the number that decides each row's tokens, whichever engine draws it
-    and however rows are spread."""
+    """Return the random numbers that decide the tokens, [num_sequences, max_new_tokens] fp64 in [0, 1).
+
+    They depend on the seed and the shape alone, not on the engine or on how sequences are spread over ranks.
+    """
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(num_sequences, sampling.max_new_tokens, generator=generator, dtype=torch.float64)
 
 
 def left_padded(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens [b, width], all prompts ending in the last column, and the first real column [b] of each row."""
+    """Return token ids [b, width] of prompts that all end in the last column, and each prompt's first column [b]."""
     width = max(len(prompt) for prompt in prompts)
     tokens = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
     return tokens, torch.tensor([width - len(prompt) for prompt in prompts], device=device)
 
 
 class Completions:
-    """Tokens [b, max_new], their logprobs [b, max_new] fp32, lengths [b] and, from 1 on, the token [b] whose logits
-    were NaN, 0 where none were."""
+    """The completions of a batch of b sequences.
+
+    Attributes:
+        tokens: Token ids, [b, max_new_tokens].
+        logprobs: Logprobs of the tokens, [b, max_new_tokens] fp32.
+        lengths: Tokens so far, [b].
+        nan_at: The number of the token, counted from 1, whose logits were NaN; 0 if none were. [b]
+        running: Whether the sequence goes on, [b].
+    """
 
     def __init__(self, num_sequences: int, sampling: Sampling, device: torch.device):
         self.tokens = torch.zeros(num_sequences, sampling.max_new_tokens, dtype=torch.long, device=device)
@@ -35,7 +44,16 @@ class Completions:
         self._stops = torch.tensor(sampling.stop_ids, dtype=torch.long, device=device)
 
     def add(self, step: int, chosen: Tensor, logprobs: Tensor) -> Tensor:
-        """What was drawn in column `step`, both [b]. Returns the next tokens to feed [b, 1], 0 in rows that ended."""
+        """Append one token to every running sequence.
+
+        Args:
+            step: The column.
+            chosen: The sampled token ids, [b].
+            logprobs: Their logprobs, [b].
+
+        Returns:
+            The next tokens to feed, [b, 1]; 0 for sequences that have ended.
+        """
         self.nan_at[self.running & logprobs.isnan()] = step + 1
         chosen = torch.where(self.running, chosen, 0)
         self.tokens[:, step] = chosen
@@ -45,4 +63,5 @@ class Completions:
         return chosen[:, None]
 
     def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return tokens, logprobs, lengths and nan_at."""
         return self.tokens, self.logprobs, self.lengths, self.nan_at

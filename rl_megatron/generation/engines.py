@@ -1,6 +1,6 @@
-"""The rollout engines of the package, registered; and the engine that a stage's configuration chooses.
+"""Register the package's rollout engines, and build the one that a stage's configuration chooses.
 
-An engine's own process imports other modules of this package, but not this one, which needs a policy.
+The process of an engine imports other modules of this package, but not this one, which needs a policy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def check_engine(stage: StageConfig, vocab_size: int) -> None:
         vocab_size: The number of tokens of its tokenizer.
 
     Raises:
-        ConfigError: it cannot; the message names the key.
+        ConfigError: It cannot; the message names the key.
     """
     ENGINES[stage.generation.engine].check(stage, vocab_size)
 

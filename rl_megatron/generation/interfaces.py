@@ -1,4 +1,4 @@
-"""What a rollout engine takes and returns, whichever engine it is."""
+"""Define what every rollout engine takes and returns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from rl_megatron.data.batch import BatchedDataDict
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off. top_k applies first."""
+    """How completions are sampled.
+
+    Attributes:
+        max_new_tokens: Tokens of a completion, at most.
+        temperature: Logits are divided by it; 0 is greedy decoding.
+        top_k: Sample from so many most likely tokens; 0 is off. It applies before `top_p`.
+        top_p: Sample from the fewest tokens with this probability together; 1 is off.
+        stop_ids: Token ids that end a completion. They are part of it.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -40,27 +48,27 @@ class EngineFailed(RuntimeError):
 class RolloutEngine(Protocol):
     """An engine that generates completions with a policy's weights.
 
-    Every rank of the policy calls every method with the same arguments and gets the same answer. A new engine has these
+    Every rank of the policy calls every method with the same arguments and gets the same result. A new engine has these
     three methods and this attribute.
     """
 
     @property
     def served(self) -> Served | None:
-        """The copy of the weights that the engine serves now, or None if it serves none."""
+        """Return the copy of the weights that the engine serves now, or None if it serves none."""
         ...
 
     def update_weights(self) -> dict[str, float]:
-        """Make the engine serve the policy's present weights, and drop what it kept of older ones.
+        """Make the engine serve the policy's current weights, and drop what it kept of older ones.
 
         It does nothing if the engine serves them already.
 
         Returns:
             The metrics of the last weight sync, if there was one since the last call (`generate` may need one as well):
             `refit_bytes`, `refit_seconds`, `refit_gb_per_s` and the seconds of each phase. They are for reports only:
-            `served` tells what the engine serves.
+            `served` says what the engine serves.
 
         Raises:
-            WeightsRefused: what arrived is not what was sent. The engine then serves nothing.
+            WeightsRefused: The weights that arrived are not those that were sent. The engine then serves nothing.
         """
         ...
 
@@ -75,7 +83,7 @@ class RolloutEngine(Protocol):
             - `token_mask` [B, S] fp32: 1 on sampled tokens; `sample_mask` [B] fp32: ones;
             - `generation_logprobs` [B, S] fp32: log softmax(logits/temperature) of token t at entry t, *before* top-k
               and top-p, at temperature 1 if sampling is greedy; 0 off the completion;
-            - `temperature` [B]: the one those logprobs were taken at; `top_k` [B] int64 and `top_p` [B] fp32, as in
+            - `temperature` [B]: the temperature of these logprobs; `top_k` [B] int64 and `top_p` [B] fp32, as in
               `sampling`;
             - `weight_version` [B] int64: the version of the policy's weights that generated the sequence;
             - `stopped` [B] bool: whether a stop token ended the sequence.
@@ -83,5 +91,5 @@ class RolloutEngine(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """End what the engine started. It answers nothing afterwards."""
+        """End the processes that the engine started. It cannot be used afterwards."""
         ...

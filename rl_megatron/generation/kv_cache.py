@@ -1,4 +1,4 @@
-"""Keys and values of the columns decoded so far, kept by a core attention that stands in during generation."""
+"""Cache the keys and values of decoded tokens, in a core attention that replaces the model's during generation."""
 
 from __future__ import annotations
 
@@ -21,10 +21,14 @@ _SEQUENCE_PARALLEL_FLAGS = ("sequence_parallel", "scatter_to_sequence_parallel",
 
 @dataclass
 class Columns:
-    """The columns of a left-padded batch: all rows' prompts end in the same column.
+    """The columns of a left-padded batch, in which all prompts end in the same column.
 
-    RoPE sees columns as positions; it is relative, so a row's left padding shifts nothing. `first` [B] is the first
-    real column of each row; columns below `filled` are cached already.
+    RoPE takes columns as positions. It is relative, so a sequence's left padding changes nothing.
+
+    Attributes:
+        first: The first column of each sequence that is not padding, [B].
+        capacity: The number of columns that the cache can hold.
+        filled: The number of columns that are cached already.
     """
 
     first: Tensor
@@ -32,18 +36,21 @@ class Columns:
     filled: int = 0
 
     def mask(self, num_new: int, window: int | None) -> Tensor:
-        """[B, 1, num_new, filled + num_new]: which cached column each new column may look at."""
+        """Return which columns each new column attends to, [B, 1, num_new, filled + num_new]."""
         device = self.first.device
         seen = torch.arange(self.filled + num_new, device=device)
         new = torch.arange(self.filled, self.filled + num_new, device=device)
         causal = causal_mask(new, len(seen), window)
         real = seen[None, None, :] >= self.first[:, None, None]
-        itself = seen[None, :] == new[:, None]  # padding looks at itself: an empty softmax would be NaN
+        itself = seen[None, :] == new[:, None]  # padding attends to itself, because an empty softmax would be NaN
         return ((causal & real) | itself)[:, None]
 
 
 class CachedAttention(torch.nn.Module):
-    """Attention of the new columns over all columns so far; appends the new keys (RoPE applied) and values."""
+    """Attention of the new columns over all columns so far.
+
+    It appends the new keys, to which RoPE has been applied, and the new values to its cache.
+    """
 
     def __init__(self, columns: Columns, config: TransformerConfig, layer_number: int):
         super().__init__()
@@ -53,6 +60,7 @@ class CachedAttention(torch.nn.Module):
         self.values: Tensor | None = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
+        """Attend from the new columns, and cache their keys and values."""
         start, stop = self.columns.filled, self.columns.filled + key.size(0)
         if self.keys is None or self.values is None:
             self.keys, self.values = (x.new_zeros(self.columns.capacity, *x.shape[1:]) for x in (key, value))
@@ -63,12 +71,15 @@ class CachedAttention(torch.nn.Module):
 
 @contextmanager
 def caching(models: list[GPTModel], columns: Columns) -> Iterator[None]:
-    """Within, each layer's core attention caches, whatever the backend; sequence parallelism, which cannot split a
-    single column, is off. Core attention has no parameters, so nothing else changes."""
+    """Replace each layer's core attention by a caching one, and switch sequence parallelism off, within the context.
+
+    Core attention has no parameters, so nothing else changes, whatever the backend. Sequence parallelism cannot split a
+    single column.
+    """
     attentions = [cast(Attention, layer.self_attention) for model in models for layer in model.decoder.layers]
     originals = [attention.core_attention for attention in attentions]
-    # megatron-core can switch sequence parallelism off too, but remembers modules by the id of their model, and a later
-    # model may have the id of a dead one.
+    # megatron-core can switch sequence parallelism off too, but it finds modules by the `id` of their model, which a
+    # later model may share with a deleted one.
     switched = [
         (holder, flag)
         for model in models

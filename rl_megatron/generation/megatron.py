@@ -23,9 +23,9 @@ from rl_megatron.policy.megatron_policy import MegatronPolicy
 class MegatronEngine:
     """A `RolloutEngine` on a policy's own model chunks, under tensor and pipeline parallelism.
 
-    Prompts are spread over data- and context-parallel ranks (generation needs no context parallelism: a column is one
-    token). The random number of a sequence and step depends on the seed and on `max_new_tokens` alone, so rollouts do
-    not depend on the parallel layout beyond floating-point rounding.
+    Prompts are spread over data- and context-parallel ranks: generation needs no context parallelism, because a column
+    is one token. The random number of a sequence and step depends on the seed and on `max_new_tokens` alone, so
+    rollouts do not depend on the parallel layout beyond floating-point rounding.
     """
 
     served = Served(version=None)
@@ -38,15 +38,15 @@ class MegatronEngine:
         return {}
 
     def shutdown(self) -> None:
-        """Do nothing: nothing was started."""
+        """Do nothing: the engine started no process."""
 
     @torch.no_grad()
     def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> BatchedDataDict:
-        """See `RolloutEngine.generate`.
+        """Generate one completion for each prompt; see `RolloutEngine.generate`.
 
         Raises:
-            ConfigError: on every rank, if a prompt leaves no room for `max_new_tokens`.
-            NonFiniteLoss: on every rank, if the logits of any rank are NaN or infinite.
+            ConfigError: On every rank, if a prompt is too long for `max_new_tokens`.
+            NonFiniteLoss: On every rank, if the logits of any rank are NaN or infinite.
         """
         self.policy.model.require_head("lm", "generate")
         topology = self.policy.topology
@@ -60,7 +60,7 @@ class MegatronEngine:
         decoded = [
             self._decode([prompts[i] for i in indices], uniforms[indices], sampling).parts() for indices in batches
         ]
-        # Gathered before anything is refused: an error on one rank alone would leave the others waiting for its rows.
+        # Gather before any check: an error on one rank alone would leave the others waiting for its sequences.
         parts = tuple(_gather_sequences(torch.cat(part), group)[: len(prompts)] for part in zip(*decoded, strict=True))
         return rollouts(prompts, parts, sampling, self.policy.weight_version)
 
@@ -92,7 +92,7 @@ class MegatronEngine:
     def _goes_on(self, running: Tensor, nan: Tensor) -> bool:
         """Return whether any sequence still runs and none is NaN.
 
-        All ranks of an expert-parallel group get the same answer, because their tokens visit each other's experts.
+        All ranks of an expert-parallel group get the same answer, because they compute each other's tokens.
         """
         state = torch.stack([running.any(), nan.any()]).int()
         if self.policy.topology.expert > 1:

@@ -6,7 +6,7 @@ from rl_megatron.config.metrics import Metric, declare_metrics
 
 _PHASES = {
     "": "the last weight sync, until every engine serves the weights",
-    "fill_": "writing rank 0's rows into buckets, with their fingerprints",
+    "fill_": "writing rank 0's weights into buckets, with their fingerprints",
     "transfer_": "waiting for the collectives that carry the buckets",
     "verify_": "comparing fingerprints in the slowest engine",
     "copy_": "copying tensors into the model of the slowest engine",

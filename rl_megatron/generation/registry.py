@@ -1,4 +1,4 @@
-"""Rollout engines by name: `generation.engine` chooses one."""
+"""Register rollout engines by name. `generation.engine` chooses one."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class EngineKind:
     """A kind of rollout engine.
 
     Attributes:
-        build: Makes the engine of a stage's policy.
-        check: Raises ConfigError, before anything begins, if the engine cannot serve a stage whose tokenizer has so
-            many tokens.
+        build: Builds the engine for a stage's policy.
+        check: Raises ConfigError, before the first step, if the engine cannot serve a stage. Its arguments are the
+            stage and the number of tokens of its tokenizer.
     """
 
     build: BuildEngine
@@ -49,7 +49,7 @@ def register_engine(
         check: See `EngineKind`.
 
     Raises:
-        ValueError: another engine has this name already.
+        ValueError: Another engine has this name already.
     """
 
     def add(build: BuildEngine) -> BuildEngine:

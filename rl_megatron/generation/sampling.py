@@ -1,7 +1,7 @@
-"""Sampling from logits that are sharded over the vocabulary, without gathering them.
+"""Sample from logits that are sharded over the vocabulary, without gathering them.
 
-One uniform number per row decides the token: rank r owns the stretch of [0, 1) that its share of the probability mass
-covers. What is drawn therefore depends on the seed and the row alone, not on the tensor-parallel degree.
+One uniform number per sequence decides the token: rank r owns the part of [0, 1) that its share of the probability mass
+covers. So the token depends on that number alone, not on the tensor-parallel degree.
 """
 
 from __future__ import annotations
@@ -18,10 +18,18 @@ from rl_megatron.logprobs.vocab_parallel import VocabShard
 def sample(
     logits: Tensor, uniforms: Tensor, sampling: Sampling, tp_group: dist.ProcessGroup | None, valid_vocab_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Token ids [B] and their logprobs [B], fp32, equal on all ranks of `tp_group` (None: logits are whole).
+    """Sample one token for each sequence.
 
-    `logits` [B, V/tp], this rank's equal shard; `uniforms` [B] in [0, 1), equal on all ranks. The logprob is that of
-    the whole distribution at the temperature, before top-k and top-p (`Sampling`).
+    Args:
+        logits: [B, V/tp], this rank's equal shard.
+        uniforms: [B] in [0, 1), equal on all ranks.
+        sampling: How tokens are sampled.
+        tp_group: The tensor-parallel ranks; None if the logits are whole.
+        valid_vocab_size: Token ids from here on are padding and never sampled.
+
+    Returns:
+        Token ids [B] and their logprobs [B] fp32, equal on all ranks. A logprob is that of the whole distribution at
+        the temperature, before top-k and top-p.
     """
     start = _rank(tp_group) * logits.size(-1)
     scores = logits.float() / (sampling.temperature or 1.0)
@@ -30,7 +38,7 @@ def sample(
 
     peak = scores.amax(-1)
     _all_reduce(peak, dist.ReduceOp.MAX, tp_group)
-    scores = scores - peak[:, None]  # ≤ 0: logits relative to the best
+    scores = scores - peak[:, None]  # logits relative to the best one, ≤ 0
     weights = scores.exp().double()
     masses = _gather(weights.sum(-1), tp_group)
     log_normaliser = masses.sum(0).log()
@@ -52,7 +60,7 @@ def sample(
 
 
 def _greedy(scores: Tensor, start: int, group: dist.ProcessGroup | None) -> Tensor:
-    """The lowest id among the best: ties break alike whatever the sharding."""
+    """Return the lowest id among the best, so that ties break alike under every sharding."""
     best, index = scores.max(-1)
     candidates = torch.where(best == 0, index + start, torch.iinfo(torch.long).max)
     _all_reduce(candidates, dist.ReduceOp.MIN, group)
@@ -60,7 +68,7 @@ def _greedy(scores: Tensor, start: int, group: dist.ProcessGroup | None) -> Tens
 
 
 def _invert(weights: Tensor, uniforms: Tensor, start: int, group: dist.ProcessGroup | None) -> Tensor:
-    """The id at which the cumulated weight first exceeds uniform · total, [B]."""
+    """Return the id at which the cumulated weight first exceeds uniform · total, [B]."""
     cumulated = weights.cumsum(-1)
     masses = _gather(cumulated[:, -1].contiguous(), group)  # [tp, B]
     edges = masses.cumsum(0)
@@ -83,7 +91,7 @@ def _rank(group: dist.ProcessGroup | None) -> int:
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[…] → [tp, …], in rank order."""
+    """Gather […] of each rank into [tp, …], in rank order."""
     if group is None or group.size() == 1:
         return x[None]
     parts = [torch.empty_like(x) for _ in range(group.size())]

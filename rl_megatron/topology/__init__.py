@@ -1,0 +1,1 @@
+"""Choose devices, join process groups, and lay tokens out over ranks."""

@@ -1,4 +1,4 @@
-"""What fails on one rank fails on all: ranks that part ways wait for each other until time is up."""
+"""Propagate a failure to all ranks, so that none of them waits in a collective until its timeout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import torch.distributed as dist
 
 
 def agreed_failure(failure: str | None) -> str | None:
-    """The first rank's that has one, the same on every rank; collective. Without process group this process's own."""
+    """Return the failure of the lowest rank that reports one, or None.
+
+    The call is collective. Without a process group, it returns this process's own failure.
+    """
     if not dist.is_initialized():
         return failure
     failures: list[str | None] = [None] * dist.get_world_size()
@@ -20,16 +23,24 @@ def agreed_failure(failure: str | None) -> str | None:
 
 
 def in_words(error: Exception) -> str:
+    """Return an exception's type and message in one line."""
     return f"{type(error).__name__}: {error}"
 
 
 def on_main_rank(action: Callable[[], object], describe: Callable[[Exception], str] = in_words) -> str | None:
-    """Does `action` on rank 0; on every rank, what went wrong with it; collective, save without a process group."""
+    """Run `action` on rank 0, and return its error message, or None, on every rank.
+
+    The call is collective. Without a process group, this process runs the action.
+
+    Args:
+        action: What to do on rank 0.
+        describe: Turns the exception into the message.
+    """
     outcome: list[str | None] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             action()
-        except Exception as error:  # whatever it is: the other ranks wait to hear of it
+        except Exception as error:  # any failure: the other ranks wait for the outcome
             outcome = [describe(error)]
     if dist.is_initialized():
         dist.broadcast_object_list(outcome, src=0)

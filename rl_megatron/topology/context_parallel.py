@@ -1,6 +1,6 @@
-"""Zigzag context parallelism: how a sequence is cut over the context-parallel ranks, and put together again.
+"""Cut a sequence zigzag over the context-parallel ranks, and put it together again.
 
-A sequence of S tokens, S a multiple of 2·cp, is cut into 2·cp chunks; rank r holds chunks r and 2·cp−1−r, so that
+A sequence of S tokens, S a multiple of 2·cp, is cut into 2·cp slices. Rank r holds the slices r and 2·cp−1−r, so that
 causal attention costs every rank the same.
 """
 
@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 
 def zigzag_slices(cp_size: int) -> int:
-    """Return into how many equal chunks a sequence is cut, of which its length is therefore a multiple."""
+    """Return the number of equal slices of a sequence. The sequence's padded length is a multiple of it."""
     return 1 if cp_size == 1 else 2 * cp_size
 
 
@@ -25,7 +25,7 @@ def zigzag_positions(sequence_length: int, cp_rank: int, cp_size: int, device: t
     """
     if sequence_length % (2 * cp_size):
         raise ValueError(
-            f"context parallelism over {cp_size} ranks cuts a sequence into {2 * cp_size} equal chunks, and "
+            f"context parallelism over {cp_size} ranks cuts a sequence into {2 * cp_size} equal slices, and "
             f"{sequence_length} positions do not divide; pad the sequences to a multiple of {2 * cp_size}"
         )
     slice_length = sequence_length // (2 * cp_size)
@@ -35,10 +35,10 @@ def zigzag_positions(sequence_length: int, cp_rank: int, cp_size: int, device: t
 
 
 def gather_and_reduce(x: Tensor, cp_group: dist.ProcessGroup | None) -> Tensor:
-    """Return every rank's `[n, …]` as `[cp·n, …]` in rank order, of which each rank then computes *its own part*.
+    """Gather every rank's `[n, …]` into `[cp·n, …]` in rank order; backward sums the gradients of all ranks.
 
-    It is for keys and values, which every rank's queries read: backward sums the ranks' gradients and gives each rank
-    its slice.
+    It serves keys and values, which the queries of every rank read. Backward reduce-scatters: each rank gets the summed
+    gradient of its own part.
     """
     if cp_group is None or cp_group.size() == 1:
         return x
@@ -46,7 +46,7 @@ def gather_and_reduce(x: Tensor, cp_group: dist.ProcessGroup | None) -> Tensor:
 
 
 def zigzag_gather_and_reduce(x: Tensor, cp_group: dist.ProcessGroup | None, dim: int) -> Tensor:
-    """Return the whole sequence in order of one that is cut zigzag along `dim`; backward as `gather_and_reduce`."""
+    """Gather a sequence that is cut zigzag along `dim`, in order of its positions; backward as `gather_and_reduce`."""
     if cp_group is None or cp_group.size() == 1:
         return x
     parts = gather_and_reduce(x[None], cp_group).unbind(0)

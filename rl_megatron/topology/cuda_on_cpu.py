@@ -27,15 +27,15 @@ def is_redirected() -> bool:
 
 
 def redirect_cuda_to_cpu() -> None:
-    """Replace torch's CUDA calls that megatron-core makes; a second call does nothing."""
+    """Replace the CUDA calls of torch that megatron-core makes. A second call does nothing."""
     global _redirected
     if _redirected:
         return
     _redirected = True
     cpu = torch.device("cpu")
 
-    # `with torch.device(…)` knows factories by what they are when it first asks. Were they ours by then, it would leave
-    # tensors where they are, and transformers, which loads through it, models with RoPE frequencies of random memory.
+    # `with torch.device(…)` recognises factories by identity, as they are at its first use. If ours were in place by
+    # then, it would ignore them, and transformers, which loads models through it, would read uninitialised RoPE tables.
     torch.utils._device._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -66,7 +66,8 @@ def redirect_cuda_to_cpu() -> None:
 
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
-    # Moves from the GPU only, and counts that were on the CPU all along stay tensors where all-to-all wants numbers.
+    # megatron-core converts only tensors that come from a GPU. Counts that are on the CPU already would stay tensors,
+    # while all-to-all expects numbers.
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
@@ -84,7 +85,7 @@ def _on_cpu(call: Callable) -> Callable:
         if kwargs:
             if _names_cuda(kwargs.get("device")):
                 kwargs["device"] = "cpu"
-            kwargs.pop("pin_memory", None)  # pinning is a CUDA driver's service
+            kwargs.pop("pin_memory", None)  # only the CUDA driver can pin memory
         if len(args) > 1 and any(_names_cuda(arg) for arg in args):
             args = tuple("cpu" if _names_cuda(arg) else arg for arg in args)
         return call(*args, **kwargs)
@@ -93,7 +94,10 @@ def _on_cpu(call: Callable) -> Callable:
 
 
 def _type_named_as_on_cuda(type_of: Callable) -> Callable:
-    """megatron-core's optimizers tell fp32 from bf16 parameters by names such as "torch.cuda.FloatTensor"."""
+    """Return a `Tensor.type` that names CPU tensors as CUDA tensors.
+
+    megatron-core's optimizers tell fp32 from bf16 parameters by names such as "torch.cuda.FloatTensor".
+    """
 
     @functools.wraps(type_of)
     def redirected(self, *args, **kwargs):
@@ -104,7 +108,7 @@ def _type_named_as_on_cuda(type_of: Callable) -> Callable:
 
 
 class _Inert:
-    """Stands for a CUDA stream or event: on the CPU every call has finished when it returns."""
+    """A CUDA stream or event that does nothing: on the CPU every call has finished when it returns."""
 
     def __init__(self, *args, **kwargs):
         pass

@@ -15,15 +15,15 @@ from rl_megatron.topology.cuda_on_cpu import is_redirected, redirect_cuda_to_cpu
 def start_device(name: str = "auto", timeout_minutes: float = 10.0) -> torch.device:
     """Choose this rank's device, prepare megatron-core for it, and join the process group.
 
-    Ranks come from torchrun's environment; without it the process is a world of one. A process group that exists
-    already is used as it is. A second call is harmless.
+    The rank and the world size come from torchrun's environment variables; without them the world is one process. A
+    process group that exists already is used as it is. A second call is harmless.
 
     Args:
         name: "auto" (a GPU if there is one), "cpu" or "cuda".
-        timeout_minutes: how long a collective may wait for its peers.
+        timeout_minutes: How long a collective may wait for its peers.
 
     Raises:
-        ConfigError: `name` is unknown, no GPU is there, or this process has been redirected to the CPU already.
+        ConfigError: `name` is unknown, there is no GPU, or this process has been redirected to the CPU already.
     """
     device = choose_device(name)
     if device.type == "cuda":
@@ -59,7 +59,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def _define_transformer_engine_names() -> None:
-    """Define what megatron-core imports from Transformer Engine alone, yet compares with None without it."""
+    """Define a name that megatron-core compares with None although it imports it only with Transformer Engine."""
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):

@@ -1,4 +1,4 @@
-"""Where each token of a batch lies in the rows that a model runs on: padded or packed, whole or cut over ranks."""
+"""Map each token of a batch to its place in the tensors that a model runs on: padded or packed, over any CP ranks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ from rl_megatron.topology.context_parallel import zigzag_slices
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """A `[B, S]` batch and the model's rows `[R, L]` on each context-parallel rank, as one index:
+    """The map between a `[B, S]` batch and the model's `[R, L]` tokens on each context-parallel rank, as one index.
 
-        place[b, t] = rank · R·L + position among that rank's R·L tokens, −1 where the token is in no row
+        place[b, t] = rank · R·L + position among that rank's R·L tokens, or −1 if the model does not get the token
 
-    Everything aligned with the batch goes to the model's rows by `scatter` and comes back by `gather`; what lies
-    between (one model row per batch row, or all rows packed into one; one rank or several) concerns nobody else.
-    A sequence of P positions is cut zigzag: 2·cp equal chunks, rank r holding chunks r and 2·cp−1−r.
+    `scatter` takes whatever is aligned with the batch to the model's tokens, and `gather` brings it back. No other code
+    needs to know whether sequences are padded (R = B) or packed (R = 1), and over how many ranks they are cut. A
+    sequence of P positions is cut zigzag: into 2·cp equal slices, of which rank r holds r and 2·cp−1−r.
+
+    Attributes:
+        place: The index, `[B, S]`.
+        local_shape: (R, L) on each context-parallel rank.
+        cp_group: The context-parallel ranks; None for one rank.
     """
 
     place: Tensor
@@ -32,7 +37,7 @@ class TokenLayout:
     def padded(
         cls, batch: tuple[int, int], local_length: int, cp_group: dist.ProcessGroup | None, device: torch.device
     ) -> TokenLayout:
-        """Each sequence in a row of its own, padded to local_length · cp positions."""
+        """Return the layout of sequences that are each padded to local_length · cp positions."""
         num_sequences, width = batch
         starts = torch.arange(num_sequences + 1, device=device) * (local_length * _size(cp_group))
         lengths = torch.full((num_sequences,), width, device=device)
@@ -48,10 +53,17 @@ class TokenLayout:
         local_length: int,
         cp_group: dist.ProcessGroup | None,
     ) -> TokenLayout:
-        """All sequences one after the other in one row: sequence b has its `cu_seqlens[b+1] − cu_seqlens[b]` tokens at
-        `cu_seqlens_padded[b]` of the whole row, and every rank its zigzag part of each sequence.
+        """Return the layout of sequences that are packed one after the other.
 
-        Shapes: cu_seqlens, cu_seqlens_padded [B+1], in tokens over all ranks; width S of the batch.
+        Sequence b has `cu_seqlens[b+1] − cu_seqlens[b]` tokens, which begin at `cu_seqlens_padded[b]` of the pack.
+        Every rank holds its zigzag part of each sequence.
+
+        Args:
+            cu_seqlens: `[B+1]` cumulative lengths, in tokens over all ranks.
+            cu_seqlens_padded: `[B+1]` cumulative padded lengths, in tokens over all ranks.
+            width: S of the batch.
+            local_length: L, the tokens on each rank.
+            cp_group: The context-parallel ranks; None for one rank.
         """
         place = zigzag_places(
             cu_seqlens.diff(), cu_seqlens_padded[:-1], cu_seqlens_padded.diff(), width, local_length, _size(cp_group)
@@ -59,27 +71,37 @@ class TokenLayout:
         return cls(place, (1, local_length), cp_group)
 
     def scatter(self, x: Tensor, fill: float) -> Tensor:
-        """[B, S, …] → this rank's [R, L, …], `fill` where no token lies. Takes part in no gradient."""
+        """Return this rank's [R, L, …] of [B, S, …], with `fill` where there is no token. It has no gradient."""
         num_local, rank = math.prod(self.local_shape), 0 if self.cp_group is None else self.cp_group.rank()
         mine = self.place.flatten() - rank * num_local
         nowhere = (mine < 0) | (mine >= num_local)
-        local = x.new_full((num_local + 1, *x.shape[2:]), fill)  # the last entry takes what is not here
+        local = x.new_full((num_local + 1, *x.shape[2:]), fill)  # the last entry collects the tokens of other ranks
         local[mine.masked_fill(nowhere, num_local)] = x.flatten(0, 1)
         return local[:num_local].view(*self.local_shape, *x.shape[2:])
 
     def gather(self, x: Tensor) -> Tensor:
-        """Every rank's [R, L, …] → the whole [B, S, …], 0 where a token is in no row, from which every rank then
-        computes the *same* loss: backward hands each rank its own part of the gradient, with no collective. Summing
-        the ranks' equal gradients would count each token cp times."""
+        """Gather every rank's [R, L, …] into the whole [B, S, …], with 0 for tokens that the model does not get.
+
+        Every rank then computes the *same* loss from it. Backward returns each rank's own part of the gradient, without
+        a collective, because a sum of the ranks' equal gradients would count each token cp times.
+        """
         everywhere = _AllRanks.apply(x.flatten(0, 1), self.cp_group) if _size(self.cp_group) > 1 else x.flatten(0, 1)
         picked = everywhere[self.place.clamp(min=0)]
         absent = (self.place < 0).view(*self.place.shape, *(1 for _ in x.shape[2:]))
         return picked.masked_fill(absent, 0.0)
 
     def following(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Where each token finds the row of the token after it: (rows, index), index [R, L] counting the rows of `rows`
-        [*, …] in order, −1 where no token lies or none follows. `rows` is x [R, L, …] itself, with no copy; only where
-        a sequence is cut over ranks it is a copy with the rows at the cuts appended. Takes part in no gradient.
+        """Return where each token finds the values of the token after it.
+
+        It has no gradient.
+
+        Args:
+            x: [R, L, …] of this rank.
+
+        Returns:
+            (values, index). `index` [R, L] points into `values`, flattened to [*, …]; it is −1 if there is no token or
+            none follows. `values` is `x` itself, without a copy, unless sequences are cut over ranks: then it is a
+            copy, to which the values at the cuts are appended.
         """
         following = torch.nn.functional.pad(self.place[:, 1:], (0, 1), value=-1)
         if self.cp_group is None or self.cp_group.size() == 1:
@@ -87,13 +109,14 @@ class TokenLayout:
         num_local, rank, num_cuts = math.prod(self.local_shape), self.cp_group.rank(), 2 * (self.cp_group.size() - 1)
         is_cut = (following >= 0) & (following // num_local != self.place // num_local)
         cut = torch.arange(len(is_cut), device=x.device)[:, None] * num_cuts + is_cut.cumsum(dim=1) - 1
-        wanted = following.new_full((len(is_cut) * num_cuts + 1,), -1)  # the last entry takes what is no cut
+        # The last entry collects the tokens that are not at a cut.
+        wanted = following.new_full((len(is_cut) * num_cuts + 1,), -1)
         wanted[torch.where(is_cut, cut, len(wanted) - 1)] = following.masked_fill(~is_cut, -1)
         mine = wanted[:-1] - rank * num_local
         owned = ((mine >= 0) & (mine < num_local)).view(-1, *(1 for _ in x.shape[2:]))
         flat = x.detach().flatten(0, 1)
         borrowed = torch.where(owned, flat[mine.clamp(0, num_local - 1)], 0)
-        dist.all_reduce(borrowed, group=self.cp_group)  # each row has one owner
+        dist.all_reduce(borrowed, group=self.cp_group)  # exactly one rank owns each value
         index = torch.where(is_cut, num_local + cut, following - rank * num_local)
         return torch.cat([flat, borrowed]), self.scatter(index.masked_fill(following < 0, -1), -1)
 
@@ -105,20 +128,20 @@ def _size(group: dist.ProcessGroup | None) -> int:
 def zigzag_places(
     lengths: Tensor, starts: Tensor, padded_lengths: Tensor, width: int, num_local: int, cp_size: int
 ) -> Tensor:
-    """Return `place` `[B, width]` (see `TokenLayout`) of sequences in a row that all ranks share.
+    """Return `place` `[B, width]` (see `TokenLayout`) of sequences in a pack that all ranks share.
 
     Args:
         lengths: `[B]` tokens of each sequence.
-        starts: `[B]` where each sequence begins in the row, over all ranks.
-        padded_lengths: `[B]` tokens that each sequence occupies in the row, padding included.
+        starts: `[B]` where each sequence begins in the pack, over all ranks.
+        padded_lengths: `[B]` tokens that each sequence occupies in the pack, padding included.
         width: S of the batch.
-        num_local: Tokens of the row on each rank.
+        num_local: Tokens of the pack on each rank.
         cp_size: The number of context-parallel ranks.
     """
     position = torch.arange(width, device=lengths.device)
     slice_length = (padded_lengths // zigzag_slices(cp_size)).clamp(min=1)[:, None]
     cp_slice, within = position // slice_length, position % slice_length
-    # One rank has one chunk as long as the sequence: chunk 0 of rank 0.
+    # A single rank has one slice, as long as the sequence: slice 0 of rank 0.
     rank = torch.minimum(cp_slice, 2 * cp_size - 1 - cp_slice)
     second_half = (cp_slice >= cp_size) * slice_length
     local = starts[:, None] // cp_size + within + second_half
@@ -126,7 +149,7 @@ def zigzag_places(
 
 
 class _AllRanks(torch.autograd.Function):
-    """[N, …] of each rank → [cp·N, …] in rank order; backward is this rank's part."""
+    """Gather [N, …] of each rank into [cp·N, …] in rank order; backward returns this rank's part."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:

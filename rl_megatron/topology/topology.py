@@ -1,4 +1,4 @@
-"""Parallel degrees → process groups. One dataclass checks every degree in one place and carries the groups."""
+"""Check the parallel degrees, and turn them into process groups."""
 
 from __future__ import annotations
 
@@ -19,24 +19,47 @@ from rl_megatron.topology.device import start_device
 
 
 class ParallelDegrees(Protocol):
-    """The degrees that a model and its sequences have to fit: a configuration's, or those of a running topology."""
+    """The degrees that a model and its sequences have to fit: of a configuration, or of a running topology."""
 
     @property
-    def tensor(self) -> int: ...
+    def tensor(self) -> int:
+        """Return the tensor-parallel degree."""
+        ...
+
     @property
-    def sequence(self) -> bool: ...
+    def sequence(self) -> bool:
+        """Return whether activations are sharded over the tensor-parallel ranks."""
+        ...
+
     @property
-    def pipeline(self) -> int: ...
+    def pipeline(self) -> int:
+        """Return the number of pipeline stages."""
+        ...
+
     @property
-    def virtual_pipeline(self) -> int: ...
+    def virtual_pipeline(self) -> int:
+        """Return the number of model chunks per pipeline stage."""
+        ...
+
     @property
-    def context(self) -> int: ...
+    def context(self) -> int:
+        """Return the context-parallel degree."""
+        ...
+
     @property
-    def expert(self) -> int: ...
+    def expert(self) -> int:
+        """Return the expert-parallel degree."""
+        ...
+
     @property
-    def first_stage_layers(self) -> int | None: ...
+    def first_stage_layers(self) -> int | None:
+        """Return the layers of the first pipeline stage, or None."""
+        ...
+
     @property
-    def last_stage_layers(self) -> int | None: ...
+    def last_stage_layers(self) -> int | None:
+        """Return the layers of the last pipeline stage, or None."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -63,39 +86,46 @@ class Topology:
 
     @property
     def is_cuda(self) -> bool:
+        """Return whether this rank computes on a GPU."""
         return self.device.type == "cuda"
 
-    # This rank's coordinates.
     @property
     def tensor_rank(self) -> int:
+        """Return this rank's place among its tensor-parallel ranks."""
         return self.groups.tp.rank()
 
     @property
     def pipeline_rank(self) -> int:
+        """Return this rank's pipeline stage."""
         return self.groups.pp.rank()
 
     @property
     def context_rank(self) -> int:
+        """Return this rank's place among its context-parallel ranks."""
         return self.groups.cp.rank()
 
     @property
     def data_rank(self) -> int:
+        """Return this rank's place among its data-parallel ranks."""
         return self.groups.dp.rank()
 
     @property
     def is_last_stage(self) -> bool:
+        """Return whether this rank holds the last pipeline stage, which has losses, logits and metrics."""
         return self.pipeline_rank == self.pipeline - 1
 
     @property
     def last_stage_rank(self) -> int:
-        """The global rank of this pipeline's last stage: where losses, logits and metrics are."""
+        """Return the global rank of this pipeline's last stage."""
         return dist.get_global_rank(self.groups.pp, self.pipeline - 1)
 
     @property
     def sequence_multiple(self) -> int:
+        """Return the number that padded lengths are a multiple of."""
         return sequence_multiple(self)
 
     def describe(self) -> str:
+        """Return the degrees in one line, for the log."""
         degrees = {"tensor": self.tensor, "pipeline": self.pipeline, "context": self.context, "data": self.data}
         shape = " × ".join(f"{name} {degree}" for name, degree in degrees.items())
         extras = [f"virtual pipeline {self.virtual_pipeline}"] if self.virtual_pipeline > 1 else []
@@ -113,7 +143,12 @@ def sequence_multiple(parallel: ParallelDegrees) -> int:
 
 
 def validate(parallel: ParallelConfig, world_size: int) -> int:
-    """The data-parallel degree that `world_size` leaves, or a `ConfigError` that says which values would fit."""
+    """Return the data-parallel degree that `world_size` leaves.
+
+    Raises:
+        ConfigError: the degrees do not divide the world size, or one contradicts another. The message says which values
+            would fit.
+    """
     for name in ("tensor", "pipeline", "virtual_pipeline", "context", "expert"):
         if getattr(parallel, name) < 1:
             raise ConfigError(f"parallel.{name}={getattr(parallel, name)}: must be at least 1")
@@ -153,7 +188,11 @@ def _world_sizes_that_fit(parallel: ParallelConfig, world_size: int) -> str:
 
 
 def validate_model(model: ModelConfig, parallel: ParallelDegrees) -> None:
-    """Degrees against the model's shape, before anything is built."""
+    """Check the degrees against the model's shape, before anything is built.
+
+    Raises:
+        ConfigError: a degree does not divide what it splits. The message says which degrees would fit.
+    """
 
     def divides(degree_key: str, degree: int, size_key: str, size: int) -> None:
         if size % degree:
@@ -162,7 +201,7 @@ def validate_model(model: ModelConfig, parallel: ParallelDegrees) -> None:
 
     divides("parallel.tensor", parallel.tensor, "model.num_attention_heads", model.num_attention_heads)
     divides("parallel.tensor", parallel.tensor, "model.num_query_groups", model.num_query_groups)
-    if model.num_experts is None or model.first_dense_layers:  # experts lie whole on their ranks
+    if model.num_experts is None or model.first_dense_layers:  # experts are not split by tensor parallelism
         divides("parallel.tensor", parallel.tensor, "model.ffn_hidden_size", model.ffn_hidden_size)
     _check_pipeline(model, parallel)
     if model.num_experts is None:
@@ -185,7 +224,7 @@ def validate_model(model: ModelConfig, parallel: ParallelDegrees) -> None:
 
 
 def _check_pipeline(model: ModelConfig, parallel: ParallelDegrees) -> None:
-    """Every layer lies in exactly one chunk, and every chunk has one at least."""
+    """Check that every layer belongs to exactly one model chunk, and every model chunk has at least one layer."""
     stages, per_stage = parallel.pipeline, parallel.virtual_pipeline
     ends = {"first": parallel.first_stage_layers, "last": parallel.last_stage_layers}
     uneven = {f"parallel.{name}_stage_layers": layers for name, layers in ends.items() if layers is not None}
@@ -215,7 +254,7 @@ def _check_pipeline(model: ModelConfig, parallel: ParallelDegrees) -> None:
 
 
 def _pipelines_that_fit(num_layers: int, stages: int, per_stage: int) -> str:
-    """What to set instead, each beside the other degrees as they are; where nothing is, one chunk per stage."""
+    """Return settings that fit, each with the other degrees unchanged; if none does, those of one model chunk per stage."""
 
     def divisors(of: int) -> list[int]:
         return [d for d in range(1, of + 1) if of % d == 0]
@@ -239,18 +278,18 @@ def start_topology(parallel: ParallelConfig | None = None, *, device: str = "aut
     """Choose the device, join the process group, and build the topology: all that a script needs before a policy.
 
     Args:
-        parallel: the degrees; by default all ranks are data parallel.
+        parallel: The degrees; by default all ranks are data parallel.
         device: "auto" (a GPU if there is one), "cpu" or "cuda".
-        seed: of megatron-core's random number generators.
+        seed: The seed of megatron-core's random number generators.
 
     Raises:
-        ConfigError: the degrees do not fit the world size, or the device is not there.
+        ConfigError: the degrees do not fit the world size, or there is no such device.
     """
     return build(parallel or ParallelConfig(), start_device(device), seed)
 
 
 def build(parallel: ParallelConfig, device: torch.device, seed: int) -> Topology:
-    """Validates the degrees, initialises megatron-core's groups, seeds its generators, and returns the topology."""
+    """Check the degrees, initialise megatron-core's process groups, seed its generators, and return the topology."""
     world_size = dist.get_world_size()
     data = validate(parallel, world_size)
     if parallel_state.model_parallel_is_initialized():
@@ -261,7 +300,7 @@ def build(parallel: ParallelConfig, device: torch.device, seed: int) -> Topology
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
-        expert_tensor_parallel_size=1,  # an expert lies whole on its ranks: it is small, and its tokens travel anyway
+        expert_tensor_parallel_size=1,  # experts are small, and their tokens are sent between ranks anyway
     )
     model_parallel_cuda_manual_seed(seed)
     return Topology(
@@ -282,6 +321,9 @@ def build(parallel: ParallelConfig, device: torch.device, seed: int) -> Topology
 
 
 def padded_vocab_size(vocab_size: int, tensor: int, multiple: int = 64) -> int:
-    """The smallest multiple of lcm(`multiple`, `tensor`) that holds `vocab_size`: the same at every usual degree."""
+    """Return the smallest multiple of lcm(`multiple`, `tensor`) that is at least `vocab_size`.
+
+    It is the same for every tensor-parallel degree that divides `multiple`.
+    """
     divisor = math.lcm(multiple, tensor)
     return -(-vocab_size // divisor) * divisor

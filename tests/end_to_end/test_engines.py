@@ -86,7 +86,7 @@ def test_an_engine_killed_in_mid_run_is_survived_bitwise(tmp_path, undisturbed, 
         os.kill(engine, signal.SIGKILL)
         done = running.finish()
     assert done.status == 0, done.err
-    assert done.err.count("was killed by SIGKILL; starting again (1 of at most 3 times)") == 1, done.err
+    assert done.err.count("was killed by SIGKILL; starting the engines again (1 of at most 3 times)") == 1, done.err
     assert learnt(tmp_path / "out") == learnt(undisturbed)
     assert engines(tmp_path) == []
 

@@ -59,7 +59,7 @@ def reading_whole_logits():
         reports = [policy.train(batch, OwnCall(), gbs=12) for policy in (fused, fused, build_policy({}))]
     assert reports[0] == reports[2]
     assert [message for message in messages if "OwnCall" in message] == [
-        "OwnCall reads whole logits: the fused head is off for it"
+        "OwnCall needs whole logits, so the fused head is off for this loss"
     ]
 
 

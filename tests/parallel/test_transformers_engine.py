@@ -332,7 +332,7 @@ def test_a_port_that_is_taken_is_left_for_another_and_what_an_engine_raises_ends
         assert "rollout engine 0" in found["failed"] and "RuntimeError: no memory for bucket 0" in found["failed"]
         assert found["seconds to fail"] < 20, "nobody waited for the timeout"
     (line,) = first["log"]  # what an engine raised is not tried again
-    assert "starting again (1 of at most 3 times)" in line
+    assert "starting the engines again (1 of at most 3 times)" in line
 
 
 # --- the logprob check ---

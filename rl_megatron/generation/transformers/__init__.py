@@ -1,0 +1,1 @@
+"""A rollout engine of Hugging Face models in separate processes."""

@@ -1,4 +1,4 @@
-"""A rollout engine of Hugging Face models in processes of their own. Weights are synced, and not read from a disk."""
+"""Generate with Hugging Face models in separate processes, whose weights are sent and not read from a disk."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from rl_megatron.weight_sync.sender import PendingGroup
 
 _T = TypeVar("_T")
 _JOINING_POLL_SECONDS = 0.1
-_SECONDS_AFTER_A_BREAK = 5.0  # for engines to say what they know of a collective that failed
+_SECONDS_AFTER_A_BREAK = 5.0  # how long engines may take to report a collective that failed
 
 
 class TransformersEngine:
     """A `RolloutEngine` in `generation.num_engines` processes, which the policy's rank 0 starts at the first sync.
 
-    Only rank 0 talks to the processes. It tells every rank what they answered, so that all ranks decide alike. All
-    ranks take part when weights are sent over a collective. If a process dies, the others of its process group end too:
-    all are started again, get the same weights, and are asked the same question, whose answer depends on nothing else.
+    Only rank 0 talks to the processes. It broadcasts their answers, so that all ranks decide alike. All ranks take part
+    when weights are sent over a collective. If a process dies, all engines are ended and started again, because they
+    share a process group. They get the same weights and the same request, so the result is the same.
     """
 
     def __init__(self, policy: MegatronPolicy, settings: GenerationConfig, collective_timeout_minutes: float = 10.0):
@@ -49,14 +49,15 @@ class TransformersEngine:
 
     @property
     def served(self) -> Served | None:
+        """Return the copy of the weights that all engines serve, or None."""
         return self._served
 
     def update_weights(self) -> dict[str, float]:
-        """See `RolloutEngine.update_weights`.
+        """Send the policy's current weights to the engines; see `RolloutEngine.update_weights`.
 
         Raises:
-            WeightsRefused: on every rank.
-            EngineFailed: on every rank, if engines die more often than they may.
+            WeightsRefused: On every rank, if the weights that arrived are not those that were sent.
+            EngineFailed: On every rank, if engines die more often than `generation.max_engine_restarts`.
         """
         if self._served is None or self._served.version != self.policy.weight_version:
             self._served = None
@@ -65,13 +66,13 @@ class TransformersEngine:
         return metrics
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> BatchedDataDict:
-        """See `RolloutEngine.generate`.
+        """Generate one completion for each prompt; see `RolloutEngine.generate`.
 
         Raises:
-            ConfigError: on every rank, if a prompt leaves no room for `max_new_tokens`.
-            NonFiniteLoss: on every rank, if logits are NaN or infinite.
-            EngineFailed: on every rank, if the engine generated with other weights than the policy's, or engines die
-                more often than they may.
+            ConfigError: On every rank, if a prompt is too long for `max_new_tokens`.
+            NonFiniteLoss: On every rank, if logits are NaN or infinite.
+            EngineFailed: On every rank, if the engine generated with other weights than the policy's, or engines die
+                more often than `generation.max_engine_restarts`.
         """
         self.policy.model.require_head("lm", "generate")
         check_prompts(prompts, sampling, self.policy.model_config.max_sequence_length)
@@ -89,9 +90,10 @@ class TransformersEngine:
         return rollouts(prompts, parts, sampling, self.policy.weight_version)
 
     def shutdown(self) -> None:
+        """End the engines' processes."""
         self._leave(at_once=False)
 
-    # --- what is repeated if an engine dies ---
+    # --- requests, which are repeated if an engine dies ---
 
     def _surviving(self, attempt: Callable[[], _T]) -> _T:
         """Return what `attempt` returns. If an engine dies in it, end all engines and try again."""
@@ -104,9 +106,11 @@ class TransformersEngine:
                 allowed = self.settings.max_engine_restarts
                 if self._restarts > allowed:
                     raise EngineFailed(
-                        f"{death}; generation.max_engine_restarts={allowed} allows no more of it"
+                        f"{death}; generation.max_engine_restarts={allowed} does not allow another restart"
                     ) from death
-                log.LOGGER.warning("%s; starting again (%d of at most %d times)", death, self._restarts, allowed)
+                log.LOGGER.warning(
+                    "%s; starting the engines again (%d of at most %d times)", death, self._restarts, allowed
+                )
 
     def _ask_for_completions(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> tuple[Any, ...]:
         """Return the answer of each engine that was given prompts."""
@@ -118,9 +122,9 @@ class TransformersEngine:
         return self._ask("generate", [(prompts[a:b], a, len(prompts), sampling, seed) for a, b in spans])
 
     def _sync_weights(self) -> None:
-        """Start the engines if needed, and send them the policy's present weights.
+        """Start the engines if needed, and send them the policy's current weights.
 
-        It keeps the metrics: the policy's `refit_metrics`, up to when the last engine serves the weights, and the
+        It keeps the metrics: the policy's `refit_metrics`, the time until the last engine serves the weights, and the
         engines' phases `verify` and `copy`.
         """
         if not self._started:
@@ -147,7 +151,7 @@ class TransformersEngine:
         everyone = self.settings.num_engines
         self._ask("begin", [(version,)] * everyone)
         for keys in self.policy.prepare_weights_for_ipc():
-            (handle,) = self.policy.get_weights_ipc_handles(keys).values()  # engines open rank 0's
+            (handle,) = self.policy.get_weights_ipc_handles(keys).values()  # engines open the handle of rank 0
             self._ask("take", [(handle,)] * everyone)
         return self._ask("finish", [()] * everyone)
 
@@ -176,11 +180,11 @@ class TransformersEngine:
     def _meet(self, handles: Sequence[PendingGroup]) -> None:
         """Wait until all of the policy's ranks have joined.
 
-        Ranks tell each other how far they are, so that none waits for a rank that cannot join (its port was taken), or
-        for an engine that ended.
+        Ranks exchange their states, so that none waits for a rank that cannot join (its port is in use), or for an
+        engine that ended.
 
         Raises:
-            CollectiveFailed: on every rank.
+            CollectiveFailed: On every rank, if one cannot join.
         """
         joined: tuple[bool, ...] = (False,)
         while not all(joined):
@@ -201,10 +205,10 @@ class TransformersEngine:
             joined = tuple(over for over, _ in states)
 
     def _engines(self) -> EngineWorkers:
-        """Return the engines that run, on rank 0.
+        """Return the running engines, on rank 0.
 
         Raises:
-            RuntimeError: none runs, or this is another rank.
+            RuntimeError: No engine runs, or this is not rank 0.
         """
         if self._workers is None:
             raise RuntimeError("no rollout engine runs here: rank 0 of the policy starts them at the first weight sync")
@@ -227,9 +231,10 @@ class TransformersEngine:
             meanwhile: What all ranks do while the engines work on the answers.
 
         Raises:
-            EngineDied: on every rank, also if a collective failed and no engine says why.
-            EngineFailed: on every rank, if an engine raised, which it would do again.
-            WeightsRefused: on every rank.
+            EngineDied: On every rank, if an engine's process ended or was too slow, or a collective failed for a reason
+                that no engine reports.
+            EngineFailed: On every rank, if an engine raised an exception, which it would raise again.
+            WeightsRefused: On every rank, if the weights that arrived are not those that were sent.
         """
         if self._leads:
             self._engines().ask(method, *arguments_of_each)
@@ -249,16 +254,16 @@ class TransformersEngine:
             raise EngineFailed(answers.failed)
         broken = broken or answers.broken
         if broken is not None:
-            raise EngineDied(f"policy and engines lost each other: {broken}")
+            raise EngineDied(f"the connection between the policy and the engines failed: {broken}")
         if answers.refused is not None:
             raise WeightsRefused(answers.refused)
         return answers.values
 
     def _answers(self) -> Answers:
-        """Return what rank 0 hears from the engines.
+        """Return the engines' answers, on every rank.
 
-        The other ranks wait in broadcasts. An engine may need longer than a collective's timeout, so rank 0 ends each
-        broadcast in time and begins another.
+        The other ranks wait in broadcasts. An engine may need longer than a collective's timeout, so rank 0 completes a
+        broadcast in time and starts another.
         """
         answers = None
         while answers is None:
@@ -266,7 +271,7 @@ class TransformersEngine:
         return answers
 
     def _from_rank_0(self, read: Callable[[], _T]) -> _T:
-        """Return, on every rank, what `read` returns on rank 0, which alone calls it."""
+        """Call `read` on rank 0, and return its result on every rank."""
         box: list[Any] = [read() if self._leads else None]
         if self.policy.topology.world_size > 1:
             dist.broadcast_object_list(box, src=0, device=self.policy.topology.device)
@@ -283,7 +288,7 @@ def engine_devices(settings: GenerationConfig, policy: torch.device) -> list[str
     """Return the device of each engine, if the policy's rank 0 computes on device `policy`.
 
     Raises:
-        ConfigError: weights cannot reach the device, or this machine has no such device.
+        ConfigError: Weights cannot be sent to the device, or this machine has no such device.
     """
     kind, _, first = settings.engine_device.partition(":")
     count = settings.num_engines

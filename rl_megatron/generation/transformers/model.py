@@ -1,4 +1,4 @@
-"""Building a Hugging Face model from a refit plan, and sampling from it. Runs in the engine's process: no Megatron."""
+"""Build a Hugging Face model from a refit plan, and sample from it, in the engine's process, without megatron-core."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.sampling import sample
 from rl_megatron.weight_sync.plan import RefitPlan
 
-# Of architectures whose checkpoints have other names than transformers' modules, by model_type.
+# Part of a module's name in transformers → its name in checkpoints, by model_type, if they differ.
 _RENAMED = {"mixtral": (".mlp.", ".block_sparse_moe.")}
-# Routers that compute in the weights' dtype. The trainer's computes in fp32: bf16 scores tie, and another choice of
-# experts is another model.
+# Routers of transformers that compute in the weights' dtype. The trainer's router computes in fp32, because bf16 scores
+# often tie, and another choice of experts gives other logits.
 _ROUTERS = ("MixtralTopKRouter", "Qwen3MoeTopKRouter")
 _EXPERT_PARTS = {"mixtral": ("w1", "w3", "w2")}  # gate, up, down
 
 
 def build_model(plan: RefitPlan, device: torch.device) -> PreTrainedModel:
-    """The architecture alone; its weights mean nothing until the first refit has filled every one of them."""
+    """Build the model without weights; the first refit fills every one of them."""
     settings = dict(plan.hf_config)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     with device:
-        # Eager: what every architecture has, as its paper has it, whatever its sizes (grouped products of experts want
-        # rows of 16 bytes).
+        # Eager code exists for every architecture and every size; grouped matrix products of experts need rows whose
+        # size is a multiple of 16 bytes.
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
     dtypes = {spec.name: spec.torch_dtype for bucket in plan.buckets for spec in bucket.tensors}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))  # a router's bias is fp32 whatever the others are
+        # A router's bias is fp32, whatever the dtype of the others.
+        tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))
     for module in model.modules():
         if type(module).__name__ in _ROUTERS:
             _route_in_fp32(module)
@@ -41,7 +42,7 @@ def build_model(plan: RefitPlan, device: torch.device) -> PreTrainedModel:
 
 
 def _route_in_fp32(router: torch.nn.Module) -> None:
-    """Its own code on the same weights, which stay what they are."""
+    """Make the router compute in fp32, without changing its weights."""
     as_it_was = copy.copy(router)  # it shares the parameters
 
     def forward(hidden_states: Tensor) -> tuple[Tensor, ...]:
@@ -51,8 +52,11 @@ def _route_in_fp32(router: torch.nn.Module) -> None:
 
 
 def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The model's own memory under the names of its checkpoints, in which each expert stands alone, though transformers
-    keeps them stacked: [experts, gate above up, hidden] and [experts, hidden, ffn]."""
+    """Return views of the model's weights, under the names that they have in a checkpoint.
+
+    A checkpoint has a tensor for each expert, while transformers stacks them: [experts, gate above up, hidden] and
+    [experts, hidden, ffn].
+    """
     kind = model.config.model_type
     here, there = _RENAMED.get(kind, ("", ""))
     gate, up, down = _EXPERT_PARTS.get(kind, ("gate_proj", "up_proj", "down_proj"))
@@ -74,7 +78,15 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 def complete(
     model: PreTrainedModel, prompts: list[list[int]], uniforms: Tensor, sampling: Sampling, vocab_size: int
 ) -> Completions:
-    """A batch of rows, decoded until all have ended or one's logits are NaN. `uniforms` [b, max_new_tokens]."""
+    """Complete a batch of prompts, until all sequences have ended or the logits of one are NaN.
+
+    Args:
+        model: The Hugging Face model.
+        prompts: Token ids of b prompts.
+        uniforms: The random numbers of `sequence_uniforms`, [b, max_new_tokens].
+        sampling: How tokens are sampled.
+        vocab_size: Tokens of the tokenizer.
+    """
     tokens, first = left_padded(prompts, model.device)
     completions = Completions(len(prompts), sampling, model.device)
     uniforms = uniforms.to(model.device)

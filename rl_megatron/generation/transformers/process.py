@@ -1,10 +1,10 @@
-"""The policy's end of engines that run as processes of their own: starting them, asking them, noticing that one died.
+"""Start engine processes, send them requests, and notice if one died.
 
-Questions and answers travel over a socket pair that only the two processes have: nothing listens on a network, and the
-end of either process is the end of the line to the other.
+Requests and answers are sent over a socket pair that only the two processes have. Nothing listens on a network, and if
+either process ends, the other reads the end of the stream.
 
-On Linux an engine also ends while it is busy: PR_SET_PDEATHSIG. That follows the *thread* that started it, so engines
-are to be started from a thread that lives as long as they are needed: the main one.
+On Linux, PR_SET_PDEATHSIG also ends an engine that is busy when its parent dies. The signal follows the *thread* that
+started the engine, so engines must be started from a thread that lives as long as they are needed: the main thread.
 """
 
 from __future__ import annotations
@@ -35,11 +35,14 @@ class EngineDied(RuntimeError):
 
 @dataclass(frozen=True)
 class Answers:
-    """Of all engines that were asked. Of the four ways to fail at most one message is there.
+    """The answers of all engines that were asked. At most one of the four failures is set.
 
-    values: in the engines' order; only where nothing failed.
-    died: a process ended, or its time was up.  failed: it raised.  refused: what it got was not what was sent.
-    broken: a collective failed there, which somebody else's failure does.
+    Attributes:
+        values: The answers in the engines' order, if nothing failed.
+        died: A process ended, or did not answer in time.
+        failed: An engine raised an exception.
+        refused: The weights that arrived are not those that were sent.
+        broken: A collective failed in an engine, usually because another process failed.
     """
 
     values: tuple[Any, ...] = ()
@@ -50,11 +53,12 @@ class Answers:
 
     @property
     def failure(self) -> str | None:
+        """Return the message of the failure, or None."""
         return next((message for kind in _GRAVEST_FIRST if (message := getattr(self, kind)) is not None), None)
 
 
 class _Worker:
-    """One process."""
+    """One engine process, and this end of its socket."""
 
     def __init__(self, index: int, patience: float):
         self.index = index
@@ -65,32 +69,36 @@ class _Worker:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=_environment(),
-                start_new_session=True,  # Ctrl-C is the policy's to hear; the engine ends with it
+                start_new_session=True,  # Ctrl-C reaches only the policy, with which the engine ends
             )
-        limit = struct.pack("ll", int(patience), int(patience % 1 * 1e6))  # a stopped process neither reads nor writes
+        # Without a time limit, reads from a stopped process and writes to it would block.
+        limit = struct.pack("ll", int(patience), int(patience % 1 * 1e6))
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             ours.setsockopt(socket.SOL_SOCKET, option, limit)
         self.connection = Connection(ours.detach())
 
     @property
     def name(self) -> str:
+        """Return how messages call this engine."""
         return f"rollout engine {self.index} (process {self.process.pid})"
 
     def end(self) -> str:
-        """How the process ended; it is killed if it has not."""
+        """Return how the process ended; kill it if it has not."""
         try:
-            status = self.process.wait(0.2)  # its end of the line closes a moment before it can be waited for
+            status = self.process.wait(0.2)  # its socket closes a moment before the process has ended
         except subprocess.TimeoutExpired:
             self.kill()
             return "stopped answering"
         return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
 
     def kill(self) -> None:
+        """Kill the process, and wait for its end."""
         self.process.kill()
         self.process.wait()
 
     def leave(self) -> None:
-        self.connection.close()  # it reads the end of the line, and ends
+        """Let the process end by itself; kill it if that takes too long."""
+        self.connection.close()  # the process reads the end of the stream, and ends
         try:
             self.process.wait(_SECONDS_TO_LEAVE)
         except subprocess.TimeoutExpired:
@@ -98,10 +106,14 @@ class _Worker:
 
 
 class EngineWorkers:
-    """`count` processes that are asked together."""
+    """Engine processes that get their requests together.
+
+    Args:
+        count: The number of processes.
+        patience: Seconds that an answer may take.
+    """
 
     def __init__(self, count: int, patience: float):
-        """`patience`: seconds that an answer may take."""
         self._patience = patience
         self._workers = [_Worker(index, patience) for index in range(count)]
         self._waiting: dict[int, _Worker] = {}
@@ -109,7 +121,12 @@ class EngineWorkers:
         self._answers = Answers()
 
     def ask(self, method: str, *arguments_of_each: tuple[Any, ...]) -> None:
-        """Sends each of the first engines its question; `answers` has what became of it."""
+        """Send each of the first engines a request; `answers` returns the outcome.
+
+        Args:
+            method: The method of the engine's worker.
+            arguments_of_each: Its arguments, for each engine that is asked.
+        """
         self._deadline = time.monotonic() + self._patience
         self._allowed = f"{self._patience / 60:.3g} minutes"
         self._waiting, self._values, self._answers = {}, {}, Answers()
@@ -121,19 +138,24 @@ class EngineWorkers:
                 self._note_death(worker)
 
     def hurry(self, seconds: float, why: str) -> None:
-        """What was asked last may take so long from now and no longer: an engine that is silent then counts as dead."""
+        """Shorten the deadline of the pending request. An engine that is silent then counts as dead.
+
+        Args:
+            seconds: The time that is left from now on.
+            why: The reason, for the message.
+        """
         hurried = time.monotonic() + seconds
         if hurried < self._deadline:
             self._deadline, self._allowed = hurried, f"{seconds:g} seconds after {why}"
 
     def answers(self, seconds: float) -> Answers | None:
-        """Once every engine that was asked has answered or died; None where that takes longer than `seconds`."""
+        """Return the outcome once every engine has answered or died, or None if that takes longer than `seconds`."""
         until = time.monotonic() + seconds
         while self._waiting and self._answers.died is None:
             now = time.monotonic()
             if now >= self._deadline:
                 if self._answers.failed is not None:
-                    break  # what it said tells more than another's silence
+                    break  # an exception says more than the silence of another engine
                 worker = next(iter(self._waiting.values()))
                 self._note(died=f"{worker.name} did not answer within {self._allowed}")
                 break
@@ -162,13 +184,14 @@ class EngineWorkers:
         self._note(died=f"{worker.name} {worker.end()}")
 
     def _note(self, **failure: str) -> None:
-        """The first of the gravest: a death explains what the others then found wrong."""
+        """Keep the first failure of the most severe kind: a death explains the failures that others report after it."""
         (kind,) = failure
         as_grave = _GRAVEST_FIRST[: _GRAVEST_FIRST.index(kind) + 1]
         if all(getattr(self._answers, each) is None for each in as_grave):
             self._answers = replace(Answers(), **failure)
 
     def shutdown(self, at_once: bool = False) -> None:
+        """End all processes; `at_once` kills them."""
         for worker in self._workers:
             if at_once:
                 worker.kill()
@@ -177,15 +200,17 @@ class EngineWorkers:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, without its rank, and where this package is found first."""
+    """Return this process's environment without its rank, and with this package first on the import path."""
     kept = {key: value for key, value in os.environ.items() if key not in _OF_A_RANK}
     here = str(Path(__file__).resolve().parents[2])
     return kept | {"PYTHONPATH": os.pathsep.join([here, *filter(None, [kept.get("PYTHONPATH")])])}
 
 
 def die_with(parent: int) -> None:
-    """To be called by an engine's process: it ends with its parent, however that ends, whatever it is doing then (on
-    other systems than Linux: once it has answered)."""
+    """Make this engine process end with its parent, however the parent ends.
+
+    On Linux the process ends at once; on other systems, after it has answered the pending request.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it was gone already

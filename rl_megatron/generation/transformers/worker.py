@@ -1,7 +1,7 @@
-"""A rollout engine's own process: a Hugging Face model that gets all of its weights by refit, and draws from it.
+"""Run a rollout engine's process: a Hugging Face model that gets all of its weights by refit, and samples from it.
 
-Started by `worker_process`, asked over the socket that it inherits, and gone when the policy's process is. It imports
-no Megatron: it has neither its parallelism nor its platform.
+The module `process` starts it and sends requests over the socket that it inherits. It ends with the policy's process.
+It does not import megatron-core.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from rl_megatron.weight_sync.receiver import WeightReceiver
 
 
 class TransformersWorker:
-    """The methods that the policy asks for, each answered once."""
+    """The methods that the policy's process can call."""
 
     def build(self, plan: RefitPlan, device: str, batch_size: int) -> None:
+        """Build the model without weights, on the device."""
         self._plan, self._batch_size = plan, batch_size
         self._device = torch.device(device)
         if self._device.type == "cuda":
@@ -36,38 +37,47 @@ class TransformersWorker:
         self.receiver = WeightReceiver(checkpoint_tensors(self.model), plan)
 
     def join(self, ip: str, port: int, rank: int, world_size: int, timeout_seconds: float, kind: str) -> None:
-        """`kind` of device, and so of group, that the policy's ranks have."""
+        """Join the process group of the policy's ranks, whose type of device is `kind`."""
         device = self._device if kind == self._device.type else torch.device(kind)
         self._group = StandaloneGroup(ip, port, rank, world_size, device, timeout_seconds)
 
     def receive(self, version: int) -> dict[str, float]:
-        """A refit over the group. Returns the seconds of its phases here."""
+        """Receive the weights over the process group, and return the seconds of each phase."""
         try:
             self.receiver.receive(self._group, version)
-        except WeightsRefused:  # after all of it was taken off the wire
+        except WeightsRefused:  # all weights have been received by then
             raise
         except Exception:
-            self._group.close()  # the policy's ranks would wait for this one's part until the collective times out
+            self._group.close()  # otherwise the policy's ranks would wait for this one until the collective times out
             raise
         return self.receiver.seconds
 
     def begin(self, version: int) -> None:
-        """A refit in shared memory: `begin`, `take` for each bucket, `finish`."""
+        """Begin a refit in shared memory: `begin`, then `take` for each bucket, then `finish`."""
         self.receiver.begin(version)
 
     def take(self, handle: WeightHandle) -> None:
+        """Copy one bucket into the model."""
         with opened(handle) as words:
             self.receiver.accept(handle.bucket_index, words)
 
     def finish(self) -> dict[str, float]:
+        """Check that all weights arrived, and return the seconds of each phase."""
         self.receiver.finish()
         return self.receiver.seconds
 
     def generate(
         self, prompts: list[list[int]], first_sequence: int, num_sequences: int, sampling: Sampling, seed: int
     ) -> tuple[int | None, tuple[Any, ...]]:
-        """(The version served, the parts of `Completions` as arrays), of `prompts`, which are rows `first_row` and on
-        of `num_rows`."""
+        """Return the version of the weights, and the parts of `Completions` as arrays.
+
+        Args:
+            prompts: Token ids of this engine's prompts.
+            first_sequence: The number of the first of them among all prompts.
+            num_sequences: The number of all prompts.
+            sampling: How tokens are sampled.
+            seed: The seed of the random numbers of all prompts.
+        """
         uniforms = sequence_uniforms(num_sequences, sampling, seed)[first_sequence : first_sequence + len(prompts)]
         batches = [slice(start, start + self._batch_size) for start in range(0, len(prompts), self._batch_size)]
         drawn = [
@@ -78,7 +88,7 @@ class TransformersWorker:
 
 
 def serve(connection: Connection, worker: TransformersWorker) -> None:
-    """Answers questions until the line ends."""
+    """Answer requests until the connection ends."""
     while True:
         try:
             method, arguments = connection.recv()
@@ -89,15 +99,16 @@ def serve(connection: Connection, worker: TransformersWorker) -> None:
             result = ("answer", answer(*arguments))
         except WeightsRefused as error:
             result = ("refused", str(error))
-        except CollectiveFailed as error:  # what somebody else's failure looks like from here
+        except CollectiveFailed as error:  # usually another process failed
             result = ("broken", str(error))
-        except Exception as error:  # whatever it is, the policy's process reports it and decides
+        except Exception as error:  # any failure: the policy's process reports it and decides
             traceback.print_exc()
             result = ("failed", f"{type(error).__name__}: {error}")
         connection.send(result)
 
 
 def main(arguments: list[str], worker: TransformersWorker) -> None:
+    """Serve the parent process. The arguments are the socket's descriptor and the parent's process id."""
     descriptor, parent = map(int, arguments)
     die_with(parent)
     serve(Connection(descriptor), worker)
