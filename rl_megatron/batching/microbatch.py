@@ -27,7 +27,7 @@ class Microbatch:
     lengths: tuple[int, ...] | None = None
 
     def shape(self, topology: Topology) -> tuple[int, int]:
-        """Return (sequences, padded tokens of each over all ranks) that the model gets. A pack counts as one sequence."""
+        """Return (sequences, padded tokens of each over all ranks) that the model gets; a pack is one sequence."""
         if self.lengths is not None:
             return 1, sum(padded_lengths(self.lengths, topology))
         num_sequences, width = self.batch["input_ids"].shape

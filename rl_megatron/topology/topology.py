@@ -254,7 +254,7 @@ def _check_pipeline(model: ModelConfig, parallel: ParallelDegrees) -> None:
 
 
 def _pipelines_that_fit(num_layers: int, stages: int, per_stage: int) -> str:
-    """Return settings that fit, each with the other degrees unchanged; if none does, those of one model chunk per stage."""
+    """Return settings that fit, each with the other degrees unchanged, or those of one model chunk per stage."""
 
     def divisors(of: int) -> list[int]:
         return [d for d in range(1, of + 1) if of % d == 0]
