@@ -1,1 +1,1 @@
-"""Measurements to repeat; each module's docstring says what it measures and how."""
+"""Benchmarks. The docstring of each module says what it measures and how."""

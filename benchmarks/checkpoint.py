@@ -1,16 +1,17 @@
-"""How long training stands still for a checkpoint, written while it waits and written while it goes on:
+"""Measure how long a checkpoint stops training, if it is written synchronously or in the background:
 
     python benchmarks/checkpoint.py
     torchrun --nproc-per-node 2 benchmarks/checkpoint.py --directory /path/to/the/file/system
 
-Both kinds of save take turns in one run, on one model with its optimizer's moments. Columns:
+The two kinds of save alternate in one run, on one model with its optimizer's moments. The columns are:
 
-    pause       seconds in which no step is taken; in the background: to plan and copy, and to complete it afterwards
-    of it, end  the part of it to complete: ranks agree, the index and the manifest are written, the directory renamed
+    pause       seconds without a training step; a background save pauses to plan and copy, and to complete
+    of it, end  the part of the pause that completes the save: ranks agree, the index and the manifest are written, and
+                the directory is renamed
     written     seconds from the start of the save until the checkpoint is complete, digests included
-    step        seconds of a training step meanwhile, beside those of a step when nothing is being written
+    step        seconds of a training step during the save, beside those of a step without a save
 
-Medians of the repetitions, on the slowest rank.
+All figures are medians of the repetitions, on the slowest rank.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _VOCABULARY, _ROWS, _LENGTH = 8192, 4, 64
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Seconds of one save; `steps` are those of the steps taken while it was written."""
+    """The seconds of one save. `steps` has the seconds of the training steps during it."""
 
     pause: float
     end: float
@@ -87,7 +88,7 @@ def save(policy: MegatronPolicy, directory: Path, number: int, background: bool)
 
 
 def slowest(seconds: list[float]) -> float:
-    """The median, on the rank where it is longest."""
+    """Return the median, on the rank where it is longest."""
     found: list = [None] * dist.get_world_size()
     dist.all_gather_object(found, statistics.median(seconds) if seconds else 0.0)
     return max(found)
@@ -106,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = parser().parse_args(arguments)
     log.setup()
     policy = build(parsed.hidden, parsed.layers)
-    scratch = tempfile.TemporaryDirectory(dir=parsed.directory)  # every rank has one; rank 0's is used
+    scratch = tempfile.TemporaryDirectory(dir=parsed.directory)  # every rank makes one; rank 0's is used
     names: list = [scratch.name]
     dist.broadcast_object_list(names, src=0)
     race(policy, Path(names[0]), parsed.repetitions)
@@ -122,7 +123,7 @@ def race(policy: MegatronPolicy, directory: Path, repetitions: int) -> None:
     for number in range(repetitions + 1):
         for background in (False, True):
             found = save(policy, directory, 1, background)
-            if number:  # the first of each warms up: memory, page cache, imports
+            if number:  # the first of each kind warms up memory, the page cache and imports
                 measured[background].append(found)
         quiet.append(step(policy))
     manifest = read_manifest(directory / "step-000001")

@@ -1,16 +1,15 @@
-"""How much memory a conversion takes, against its largest file of weights:
+"""Measure how much memory a conversion takes, relative to its largest file of weights:
 
     python benchmarks/convert_memory.py
 
-makes a Llama checkpoint of random bf16 weights in several files, converts it in and out, each in a process of its own,
-and ends with status 1 where a peak exceeds 1.5 times the largest file. Nothing is kept.
+The command makes a Llama checkpoint of random bf16 weights in several files, and imports and exports it, each in a
+separate process. It ends with status 1 if a peak exceeds 1.5 times the largest file. It keeps no files.
 
-A peak is the largest resident set of the process during the conversion, as the kernel counts it (VmHWM, set back when
-the conversion begins), less the resident set before, when every module was imported already. It has all that is in
-memory: torch's allocations, Python's, and pages of files that are mapped; not the kernel's own cache of files that are
-read and written, which belongs to no process.
+A peak is the largest resident set of the process during the conversion (VmHWM, which is reset at its start), less the
+resident set before it, when every module is imported already. It includes the allocations of torch and Python, and the
+pages of mapped files. It excludes the kernel's page cache, which belongs to no process.
 
-"before" is that resident set, of Python, torch and megatron-core. Rows:
+"before" is the resident set before, of Python, torch and megatron-core. The rows of the table are:
 
     import                  Hugging Face directory → checkpoint
     export                  that checkpoint → Hugging Face directory
@@ -56,7 +55,7 @@ class Measured:
 
 
 def llama(num_bytes: int) -> ModelConfig:
-    """A model of about so many bytes in bf16, a quarter of them in its embedding and head."""
+    """Return a model of about so many bytes in bf16, a quarter of them in its embedding and head."""
     hidden = 2048 if num_bytes >= 5e8 else 256
     vocab_size = max(64, int(num_bytes / 4 / 2 / 2 / hidden))
     sizes = {"hidden_size": hidden, "ffn_hidden_size": 11 * hidden // 4, "vocab_size": vocab_size}
@@ -81,8 +80,8 @@ def make(directory: Path, num_bytes: int, num_files: int) -> None:
 
 
 def measured_here(direction: str, source: Path, target: Path, max_shard_bytes: int) -> dict[str, float]:
-    """Runs in a process of its own: the peak above what was resident before, and the time."""
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins at the present resident set
+    """Convert in this process, and report its peak memory and the time."""
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from the current resident set
     before, began = _status("VmRSS"), time.perf_counter()
     if direction == "import":
         hf_convert.import_weights(source, target)
@@ -111,7 +110,11 @@ def _measure(name: str, direction: str, source: Path, target: Path, max_shard_by
 
 
 def measure(scratch: Path, num_bytes: int, num_files: int, with_whole_parts: bool = True) -> list[Measured]:
-    """Raises: RuntimeError where an exported file is not, byte for byte, the one that was imported."""
+    """Check that every exported file equals the imported one, byte for byte.
+
+    Raises:
+        RuntimeError: A file differs.
+    """
     source, checkpoint, whole = scratch / "hf", scratch / "checkpoint", scratch / "whole"
     make(source, num_bytes, num_files)
     shard = num_bytes // num_files

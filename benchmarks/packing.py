@@ -1,26 +1,26 @@
-"""What sequence packing saves, and how evenly it shares the work out:
+"""Measure how much sequence packing saves, and how evenly it distributes the work:
 
     python benchmarks/packing.py path/to/gsm8k
 
-reads `train.jsonl` there, trains the BPE of `experiment=gsm8k_sft` on it, and plans the microbatches of one epoch for
-eight simulated data-parallel ranks in every way there is. Nothing is trained. Costs are those of Qwen2.5-0.5B's shape.
-One table per size of the global batch, and one for all rows in a single batch.
+The command reads `train.jsonl` there, trains the BPE of `experiment=gsm8k_sft` on it, and plans the microbatches of one
+epoch for eight simulated data-parallel ranks with every planner. No model is trained. Costs are those of the shape of
+Qwen2.5-0.5B. There is a table for each size of the global batch, and one for all sequences in a single batch.
 
-Columns:
+The columns are:
 
     packs per rank        microbatches of one rank in one global batch, on average
-    waste of full packs   1 - tokens / (microbatches x pack size): what is lost where every microbatch is as long as a
-                          pack may be
-    waste computed        1 - tokens / token positions computed: what is lost where a microbatch is as long as it needs
-    ranks                 by how much the costliest rank exceeds the mean of the ranks; of the worst global batch
-    microbatches          the same among the k-th microbatches of all ranks; of the worst k and the worst global batch
-    planning              of one global batch; the median over the epoch's, each planned several times
+    waste of full packs   1 - tokens / (microbatches x pack size): the waste if every microbatch has the size of a full
+                          pack
+    waste computed        1 - tokens / token positions computed: the waste if a microbatch is as long as its sequences
+    ranks                 by how much the costliest rank exceeds the mean of the ranks, for the worst global batch
+    microbatches          the same among the k-th microbatches of all ranks, for the worst k and the worst global batch
+    planning              the time to plan one global batch: the median over the epoch, each planned several times
 
-Every rank has the same number of packs, so that up to a whole pack per rank is wasted whatever the algorithm. With 8
-ranks and packs of 4,096, at most 3 % of waste in full packs is certain from 272 packs on, which is about 5,100 rows.
-Below, it is a matter of where the size falls between two multiples; the waste of full packs under "balanced":
+Every rank has the same number of packs, so up to one pack per rank is wasted under every algorithm. With 8 ranks and
+packs of 4,096 tokens, the waste of full packs is at most 3 % from 272 packs on, which is about 5,100 sequences. With
+fewer, it depends on where the size falls between two multiples. The waste of full packs under "balanced" is:
 
-    rows   256    512    760   912   1,024  1,216  1,520  1,960  2,048  2,560  3,072  4,096  5,120  7,472
+    size   256    512    760   912   1,024  1,216  1,520  1,960  2,048  2,560  3,072  4,096  5,120  7,472
     waste  16.6%  16.7%  5.3%  3.1%  4.8%   1.0%   1.1%   1.9%   4.8%   2.0%   4.8%   0.9%   2.0%   0.6%
 
 The ranks' imbalance is below 0.03 % for every one of them.
@@ -53,7 +53,7 @@ Planner = Callable[[Sequence[int], int, int, SequenceCost], MicrobatchPlan]
 
 
 def read_lengths(path: str, pack_size: int) -> tuple[list[int], SequenceCost]:
-    """Tokens of every training row at `path`, in the order of the first epoch, and what a sequence costs the model."""
+    """Return the tokens of every training example at `path`, in the first epoch's order, and the cost of a sequence."""
     overrides = ["experiment=gsm8k_sft", "model=qwen2_5_0_5b", f"model.max_sequence_length={pack_size}"]
     config = load_config([*overrides, f"data.path={path}"]).first
     tokenizer = build_tokenizer(config)
@@ -103,7 +103,7 @@ PLANNERS: dict[str, Planner] = {
 
 @dataclass(frozen=True)
 class Figures:
-    """One row of a table; shares are fractions, not per cent."""
+    """One row of a table. Shares are fractions, not per cent."""
 
     packs_per_rank: float
     waste_of_full_packs: float
@@ -116,7 +116,7 @@ class Figures:
 def measure(
     planner: Planner, lengths: Sequence[int], batch_size: int, num_ranks: int, pack_size: int, cost: SequenceCost
 ) -> Figures:
-    """The figures of the epoch's whole global batches of `batch_size` rows."""
+    """Return the figures of the epoch's complete global batches of `batch_size` sequences."""
     plans, seconds = [], []
     for start in range(0, len(lengths) - batch_size + 1, batch_size):
         for _ in range(_REPETITIONS):

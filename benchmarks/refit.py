@@ -1,19 +1,20 @@
-"""Refit against the plain way to hand weights over, on the ranks of this machine:
+"""Race the refit of an engine against the plain way to send it weights, on the ranks of this machine:
 
     python benchmarks/refit.py
     python benchmarks/refit.py --layers 2 --hidden 128 --vocab 1024 --repetitions 2
 
-A policy on two tensor-parallel ranks and an engine in a process of its own, over gloo. In turn, in one run:
+A policy on two tensor-parallel ranks sends its weights to an engine in a separate process, over gloo. These ways
+alternate in one run:
 
-    bucketed        broadcast_weights_for_collective and WeightReceiver.receive: one all-reduce a bucket over policy and
-                    engine, fingerprints taken before and verified after
-    one by one      an all-gather for each shard of a parameter, put together on the first rank under its Hugging Face
-                    names, and a send for each tensor; nothing is verified
-    shared memory   get_weights_ipc_handles: one all-reduce a bucket among the policy's ranks; the engine opens,
-                    verifies and copies
+    bucketed        broadcast_weights_for_collective and WeightReceiver.receive: one all-reduce per bucket over policy
+                    and engine; fingerprints are taken before and verified after
+    one by one      an all-gather for each parameter; the first rank assembles the Hugging Face tensors and sends each;
+                    nothing is verified
+    shared memory   get_weights_ipc_handles: one all-reduce per bucket among the policy's ranks; the engine opens the
+                    memory, verifies and copies
 
-Seconds are from the first rank's start until the engine has everything in its parameters; the median of interleaved
-repetitions. Phases overlap. Collectives and sends are counted as they are begun, on the first rank.
+Seconds run from the first rank's start until the engine has all weights in its parameters; they are medians of
+interleaved repetitions. Phases overlap. Collectives and sends are counted on the first rank when they start.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Case:
-    """What is handed over, and how often."""
+    """The weights that are sent, and how often."""
 
     model: ModelConfig
     precision: str
@@ -64,7 +65,7 @@ class Case:
 
 @dataclass
 class Figures:
-    """One way's, of every repetition."""
+    """The figures of one way, for every repetition."""
 
     num_bytes: int = 0
     collectives: int = 0
@@ -81,7 +82,7 @@ class Figures:
 
 
 def engine(connection: Connection, port: int) -> None:
-    """Does what it is told: (way, …), and answers with the seconds of its phases."""
+    """Answer requests (way, …) with the seconds of each phase, in the engine's process."""
     torch.set_num_threads(1)
     plan: RefitPlan = connection.recv()
     specs = specs_of(plan)
@@ -137,7 +138,7 @@ def policy_rank(rank: int, case: Case, connection: Connection | None, results: C
         "shared memory": lambda counted: shared_memory(policy, connection),
     }
     figures = {way: Figures(policy.refit_plan.num_bytes) for way in WAYS}
-    for repetition in range(case.repetitions + 1):  # the first warms up
+    for repetition in range(case.repetitions + 1):  # the first repetition warms up
         for way, sync in ways.items():
             dist.barrier()
             measured = measure(way, sync, connection)
@@ -152,7 +153,7 @@ def policy_rank(rank: int, case: Case, connection: Connection | None, results: C
 
 
 def measure(way: str, sync: WeightSync, connection: Connection | None) -> tuple[Any, ...]:
-    """(Seconds, collectives, sends, seconds of phases) of one hand-over."""
+    """Return (seconds, collectives, sends, seconds of each phase) of one weight sync."""
     with Counted() as counted:
         began = time.perf_counter()
         if connection is not None:
@@ -171,7 +172,7 @@ def add(figures: Figures, seconds: float, collectives: int, sends: int, phases: 
 
 
 class Counted:
-    """Collectives and sends that are begun within the block."""
+    """Count the collectives and sends that start within the context."""
 
     def __enter__(self) -> Counted:
         self.collectives = self.sends = 0
@@ -208,7 +209,7 @@ def shared_memory(policy: Any, connection: Connection | None) -> dict[str, float
         if connection is not None:
             connection.send(handles["cpu"])
             connection.recv()
-        dist.barrier()  # the memory of every rank is written again: the engine has read it
+        dist.barrier()  # the engine has read the memory, which every rank overwrites next
     if connection is not None:
         connection.send(None)
     return phases_of(policy)
@@ -229,7 +230,7 @@ def one_by_one(policy: Any, counted: Counted) -> dict[str, float]:
 
 
 def whole_tensors(policy: Any) -> Iterator[Tensor]:
-    """Every Hugging Face tensor in the plan's order: gathered shard by shard, put together row block by row block."""
+    """Yield every Hugging Face tensor in the plan's order, assembled from gathered shards and blocks of rows."""
     from rl_megatron.model.families import family_of_model
     from rl_megatron.model.shards import pieces
 
@@ -247,7 +248,7 @@ def whole_tensors(policy: Any) -> Iterator[Tensor]:
 
 
 def gather(piece: Any) -> Tensor:
-    """A parameter's, or half a parameter's (gate, up), shards side by side along the axis that they are cut along."""
+    """Concatenate the shards of a parameter, or of half of it (gate, up), along the axis along which it is sharded."""
     if piece.tensor.shape == piece.global_shape:
         return piece.tensor
     shards = [torch.empty_like(piece.tensor) for _ in range(RANKS)]
@@ -260,7 +261,7 @@ def gather(piece: Any) -> Tensor:
 
 
 def race(model: ModelConfig, precision: str, bucket_bytes: int, repetitions: int) -> dict[str, Figures]:
-    """The figures of every way, measured in processes of their own."""
+    """Return the figures of every way, measured in separate processes."""
     context = multiprocessing.get_context("spawn")
     ours, engines = context.Pipe()
     results, of_first_rank = context.Pipe(duplex=False)

@@ -1,16 +1,16 @@
-"""A GRPO step of the policy against a bare megatron-core language-model step:
+"""Race a GRPO step of the policy against a bare language-model step of megatron-core:
 
     python benchmarks/train_step.py
     torchrun --nproc-per-node 2 benchmarks/train_step.py --layout tensor=2
 
-Both train a model of their own, built alike from the same seed, with the same optimizer, on the same microbatches, in
-turn, one step each. The GRPO step is all of `MegatronPolicy.train`: planning the microbatches, counting denominators,
-logprobs, the clipped loss against `prev_logprobs` and advantages, the metrics and their reduction, checks, clipping and
-Adam. The bare step is what megatron-core does for pretraining: its schedule, its model with `labels` (hence its
-`vocab_parallel_cross_entropy`), Σ losses · mask / tokens, and the optimizer; its microbatches are made beforehand.
+Both train a model of the same shape from the same seed, with the same optimizer and the same microbatches. They
+alternate, one step each. The GRPO step is all of `MegatronPolicy.train`: it plans microbatches, counts denominators,
+and computes logprobs, the clipped loss against `prev_logprobs` and advantages, reduced metrics, checks, gradient
+clipping and Adam. The bare step is what megatron-core does for pretraining: its schedule, its model with `labels` (and
+so its `vocab_parallel_cross_entropy`), Σ losses · mask / tokens, and the optimizer. Its microbatches are made before.
 
-Advantages are 1 and `prev_logprobs` are the policy's own, so that the first step's gradient is that of the bare loss:
-the two gradient norms are printed, and must agree. The learning rate is small enough for ratios to stay at 1.
+Advantages are 1 and `prev_logprobs` are the policy's own, so the gradient of the first step is that of the bare loss.
+The two gradient norms are printed, and must agree. The learning rate is so small that ratios stay at 1.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _NORMS_AGREE = {"fp32": 1e-4, "bf16": 1e-2}  # relative
 
 @dataclass(frozen=True)
 class Given:
-    """What the bare step has ready for one microbatch: the model's inputs, and labels and mask laid out like them."""
+    """The prepared microbatch of the bare step: the model's inputs, and labels and mask with the same layout."""
 
     model_input: ModelInput
     labels: Tensor
@@ -78,7 +78,7 @@ class Given:
 
 
 class BareStep:
-    """megatron-core alone: model, DDP, optimizer and schedule, as for pretraining."""
+    """The bare step: megatron-core's model, DDP, optimizer and schedule, as for pretraining."""
 
     def __init__(self, policy: MegatronPolicy, microbatches: list[Microbatch], num_tokens: Tensor):
         self.topology, self.num_tokens = policy.topology, num_tokens
@@ -94,7 +94,7 @@ class BareStep:
             chunk.train()
 
     def __call__(self) -> float:
-        """One step; returns its gradient norm."""
+        """Take one step, and return its gradient norm."""
         for chunk in self.model_chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -125,8 +125,10 @@ class BareStep:
 
 
 def rollouts(vocab_size: int, rows: int, length: int, prompt: int) -> BatchedDataDict:
-    """Random rows, up to `length` tokens long (the first is, so that the width is the same for every seed), whose first
-    `prompt` tokens are the prompt."""
+    """Return random sequences of up to `length` tokens, of which the first `prompt` are the prompt.
+
+    The first sequence has `length` tokens, so that the width is the same for every seed.
+    """
     generator = torch.Generator().manual_seed(_SEED)
     lengths = torch.randint(max(prompt + 1, length // 2), length + 1, (rows,), generator=generator)
     lengths[0] = length
@@ -144,7 +146,7 @@ def rollouts(vocab_size: int, rows: int, length: int, prompt: int) -> BatchedDat
 
 @dataclass(frozen=True)
 class Figures:
-    """Medians in seconds, of the slowest rank; gradient norms of the first step."""
+    """The medians in seconds, of the slowest rank, and the gradient norms of the first step."""
 
     grpo: float
     bare: float
@@ -160,7 +162,7 @@ def measure(
     model: ModelConfig, layout: Topology, vocab_size: int, precision: str, batching: Batching, batch: BatchedDataDict,
     steps: int, fused_head: FusedHead | None = None,
 ) -> Figures:  # fmt: skip
-    """`steps` of each, in turn, after one that is not timed; collective."""
+    """Time `steps` alternating steps of each, after one that is not timed. The call is collective."""
     policy = MegatronPolicy(
         model, layout, vocab_size=vocab_size, precision=precision, seed=_SEED, optimizer=_OPTIMIZER,
         total_steps=steps + 1, global_batch_size=batch.size, batching=batching, fused_head=fused_head,
@@ -213,7 +215,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    warnings.filterwarnings("ignore", module="megatron.*|torch.distributed.*")  # what they say is for developers
+    # These warnings address the libraries' developers.
+    warnings.filterwarnings("ignore", module="megatron.*|torch.distributed.*")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     rows = max(1, options.tokens // options.length)
     micro_rows = max(1, options.micro_batch_tokens // options.length)

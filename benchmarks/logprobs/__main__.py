@@ -1,4 +1,4 @@
-"""The command line; see the package's docstring for what is measured."""
+"""Parse the command line. The package's docstring says what is measured."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def grid_of(options: argparse.Namespace, device: str) -> Grid:
-    """The defaults of the device, with what the options say instead."""
+    """Return the defaults of the device, changed by the options."""
     grid = QUICK if options.quick else CPU if device == "cpu" else GPU
     given = {
         "modes": options.modes, "dtypes": options.dtypes, "tokens": options.tokens, "vocabs": options.vocab,
@@ -73,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     repetitions = options.repetitions or (3 if options.quick else 20 if device == "cuda" else 9)
     plan = ranks.Plan(device, grid, tuple(options.peer), repetitions, options.threads, options.time_limit)
     measured, where, left_out = ranks.run(plan)
-    console = Console(width=None if sys.stdout.isatty() else 160)  # a file is as wide as the tables
+    # In a file, tables are not cut to the width of a terminal.
+    console = Console(width=None if sys.stdout.isatty() else 160)
     if options.markdown:
         print(report.markdown(measured, where))
     else:

@@ -1,4 +1,4 @@
-"""What is raced: shapes, modes, the tensors of a case, and the exact answer in fp64."""
+"""Define the cases: shapes, modes, their tensors, and the exact answer in fp64."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from torch import Tensor
 Mode = Literal["logprob", "entropy", "gather", "inference", "fused"]
 MODES: tuple[Mode, ...] = ("logprob", "entropy", "gather", "inference", "fused")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_CHECKED_ROWS = 16  # of which the gradient is compared with fp64
+_CHECKED_ROWS = 16  # rows whose gradient is compared with fp64
 _EXACT_ELEMENTS = 1 << 24  # of an fp64 block
 
 
 @dataclass(frozen=True)
 class Case:
-    """tokens × vocab logits, the vocabulary over all `tensor` ranks; hidden: of the fused head; ids: K of "gather"."""
+    """One case: tokens × vocab logits, the vocabulary sharded over `tensor` ranks.
+
+    `hidden` is the hidden size in mode fused, and `ids` is K of mode gather.
+    """
 
     mode: Mode
     tokens: int
@@ -36,7 +39,7 @@ class Case:
 
     @property
     def floor_bytes(self) -> int:
-        """Bytes per logit that nobody can save: one read forward, one read and one write backward."""
+        """Return the fewest bytes per logit: one read in forward, one read and one write in backward."""
         return (1 if self.mode == "inference" else 3) * DTYPES[self.dtype].itemsize
 
     @property
@@ -51,7 +54,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Grid:
-    """The cases of a run, the product of all lists; only the fused mode goes through `hidden`. `further` come first."""
+    """Return the cases of a run: those of `further`, then the product of all lists. Only mode fused uses `hidden`."""
 
     tokens: tuple[int, ...]
     vocabs: tuple[int, ...]
@@ -59,11 +62,11 @@ class Grid:
     tensor: tuple[int, ...]
     hidden: tuple[int, ...]
     modes: tuple[Mode, ...] = MODES
-    shards: tuple[int, ...] = (1,)  # V / shards is the vocabulary: a shard's shape, with nobody to talk to
+    shards: tuple[int, ...] = (1,)  # V / shards is the vocabulary: the shape of a shard, without collectives
     further: tuple[Case, ...] = ()
 
     def cases(self, tensor: int) -> Iterator[Case]:
-        """Those of so many ranks."""
+        """Return the cases for so many ranks."""
         if tensor == 1:
             yield from (case for case in self.further if case.mode in self.modes)
         for shards, tokens, vocab, dtype in product(self.shards, self.tokens, self.vocabs, self.dtypes):
@@ -77,14 +80,24 @@ CPU = Grid((256, 1024), (32768, 151936), ("bf16", "fp32"), (1, 2), (256, 1024))
 QUICK = Grid((64,), (1024,), ("bf16", "fp32"), (1, 2), (32,))
 GPU = Grid(
     (32768, 8192, 4096), (151936, 128256, 202048), ("bf16", "fp32"), (1,), (4096, 2048, 8192), shards=(4, 1, 2, 8),
-    further=(Case("fused", 4096, 128256, "bf16", hidden=4096),),  # the shape that Liger Kernel publishes figures of
+    further=(Case("fused", 4096, 128256, "bf16", hidden=4096),),  # the shape for which Liger Kernel publishes figures
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Problem:
-    """This rank's tensors of a case. `logits` [N, V/tp] of the unfused modes; `hidden` [N, H] and `weight` [V/tp, H] of
-    the fused one; `targets` [N], `ids` [N, K] global; `upstream`: one gradient per output."""
+    """This rank's tensors of a case.
+
+    Attributes:
+        case: The case.
+        group: Its tensor-parallel ranks.
+        logits: [N, V/tp], unless the mode is fused.
+        hidden: [N, H], in mode fused.
+        weight: [V/tp, H], in mode fused.
+        targets: [N] global ids.
+        ids: [N, K] global ids.
+        upstream: One gradient per output.
+    """
 
     case: Case
     group: dist.ProcessGroup
@@ -97,8 +110,8 @@ class Problem:
 
     @classmethod
     def make(cls, case: Case, group: dist.ProcessGroup, device: torch.device) -> Problem:
-        """Logits N(0, 2²), or N(0, 1) of the fused mode's GEMM: far from uniform, and nothing near overflow."""
-        shared = torch.Generator(device).manual_seed(case.tokens)  # alike on all ranks
+        """Make logits N(0, 2²), or N(0, 1) for the GEMM of mode fused: far from uniform, and far from overflow."""
+        shared = torch.Generator(device).manual_seed(case.tokens)  # equal on all ranks
         own = torch.Generator(device).manual_seed(1 + group.rank())
         dtype, local = DTYPES[case.dtype], case.vocab // case.tensor
 
@@ -121,7 +134,7 @@ class Problem:
 
     @property
     def start(self) -> int:
-        """The first id of this rank."""
+        """Return the first id of this rank."""
         return self.group.rank() * self.case.vocab // self.case.tensor
 
 
@@ -131,14 +144,14 @@ def num_outputs(mode: Mode) -> int:
 
 @dataclass(frozen=True)
 class Exact:
-    """In fp64: log p(target) [N], and the gradient of the first rows' logits on this rank (None where none is)."""
+    """Return log p(target) [N] in fp64, and the gradient of the first rows' logits on this rank, or None."""
 
     logprobs: Tensor
     gradient: Tensor | None
 
     @classmethod
     def of(cls, problem: Problem) -> Exact:
-        """Block by block, so that nothing of the logits' size is there in fp64."""
+        """Compute block by block, so that no fp64 tensor has the logits' size."""
         rows = max(1, _EXACT_ELEMENTS // (problem.case.vocab // problem.case.tensor))
         blocks = [slice(first, first + rows) for first in range(0, problem.case.tokens, rows)]
         logprobs = torch.cat([_outputs(problem, block)[1][0] for block in blocks])
@@ -147,7 +160,7 @@ class Exact:
         return cls(logprobs, _gradient(problem, slice(0, _CHECKED_ROWS)))
 
     def logprob_error(self, logprobs: Tensor) -> float:
-        """The worst token's; of a sum over tokens, its error per token."""
+        """Return the error of the worst token, or the error per token of a sum over tokens."""
         if not logprobs.dim():
             return abs(logprobs.item() - self.logprobs.sum().item()) / len(self.logprobs)
         return (logprobs.double() - self.logprobs).abs().max().item()
@@ -160,7 +173,7 @@ class Exact:
 
 
 def _outputs(problem: Problem, rows: slice) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """log p of this rank's columns [n, V/tp], and the outputs of the mode."""
+    """Return log p of this rank's columns [n, V/tp], and the outputs of the mode."""
     if problem.logits is None:
         x = problem.hidden[rows].double() @ problem.weight.double().T
     else:
@@ -187,7 +200,7 @@ def _outputs(problem: Problem, rows: slice) -> tuple[Tensor, tuple[Tensor, ...]]
 
 
 def _gradient(problem: Problem, rows: slice) -> Tensor:
-    """dz_v = Σ_j g_j·(1[v = y_j] − p_v) − g_H·p_v·(log p_v + H), over the target and the ids j."""
+    """Return dz_v = Σ_j g_j·(1[v = y_j] − p_v) − g_H·p_v·(log p_v + H), over the target and the ids j."""
     log_p, outputs = _outputs(problem, rows)
     upstream = [gradient[rows].double() for gradient in problem.upstream]
     pulls, ids = upstream[0][:, None], problem.targets[rows, None]

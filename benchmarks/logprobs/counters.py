@@ -1,4 +1,4 @@
-"""What a stretch of code does, counted operation by operation: bytes moved, peak of live memory, collectives."""
+"""Count the bytes moved, the peak of live memory and the collectives of a piece of code, operation by operation."""
 
 from __future__ import annotations
 
@@ -10,20 +10,27 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-CACHED_BYTES = 12 << 20  # what is no larger may stay in a CPU's last cache
-_NOT_READ = ("empty", "new_", "zeros", "ones", "full", "arange", "scalar_tensor")  # read nothing of a tensor given
-_WRITTEN_ONLY = {"copy_", "fill_", "zero_", "normal_", "uniform_"}  # in place, and what was there is not read
-_PICK = {"gather", "index", "index_select", "embedding", "take_along_dim"}  # read of the first tensor what they return
+CACHED_BYTES = 12 << 20  # a tensor that is not larger may stay in a CPU's last-level cache
+# Operations that read no given tensor; in place, that do not read the old values; and that read only the part of the
+# first tensor that they return.
+_NOT_READ = ("empty", "new_", "zeros", "ones", "full", "arange", "scalar_tensor")
+_WRITTEN_ONLY = {"copy_", "fill_", "zero_", "normal_", "uniform_"}
+_PICK = {"gather", "index", "index_select", "embedding", "take_along_dim"}
 _NO_COLLECTIVE = {"barrier", "monitored_barrier_"}
 _SCATTER = {"scatter_", "scatter_add_", "scatter_add", "index_put_", "index_fill_", "index_add_"}
 
 
 class Counters(TorchDispatchMode):
-    """While entered, adds up `bytes_moved`, of these `memory_bytes` to and from storages larger than `CACHED_BYTES`,
-    and `collectives`, and follows `peak`, the most bytes alive at a time of what was allocated since. Every operation
-    reads its tensors and writes its results, once each.
+    """A context that counts what the operations within it do.
 
-    Operations inside a Triton kernel or a compiled function are not seen, nor is the scratch memory of an operator.
+    Every operation reads its tensors once and writes its results once. Operations inside a Triton kernel or a compiled
+    function are not seen, and neither is the scratch memory of an operator.
+
+    Attributes:
+        bytes_moved: Bytes that were read or written.
+        memory_bytes: Of these, the bytes to and from storages larger than `CACHED_BYTES`.
+        collectives: The number of collectives.
+        peak: The most bytes alive at a time, of those allocated within the context.
     """
 
     def __init__(self) -> None:
@@ -66,7 +73,7 @@ class Counters(TorchDispatchMode):
 def _moved(
     func: Any, name: str, args: tuple, kwargs: dict, given: list[Tensor], returned: list[Tensor]
 ) -> list[tuple[int, int]]:
-    """(size of the storage, bytes of it read or written) of every tensor that the operation touches."""
+    """Yield (size of the storage, bytes read or written) for every tensor of the operation."""
     mutated = _mutated(func, args, kwargs)
     if not mutated and returned and all(_is_view(x, given) for x in returned):
         return []
@@ -101,7 +108,7 @@ def _is_view(x: Tensor, given: list[Tensor]) -> bool:
 
 
 def _size(x: Tensor) -> int:
-    """Bytes of the distinct elements: what is expanded is read once."""
+    """Return the bytes of the distinct elements: an expanded element is read once."""
     size = x.element_size()
     for length, stride in zip(x.shape, x.stride(), strict=True):
         size *= length if stride else min(length, 1)

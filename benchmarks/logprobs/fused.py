@@ -1,4 +1,4 @@
-"""The fused head's contestants: from hidden states and weight to logprobs, and its matrix products alone."""
+"""The variants of mode fused, from hidden states and weight to logprobs, and the matrix products alone."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}  # 32 MiB and 512 MiB in bf16
 
 
 def block_tokens(weight: Tensor) -> int:
-    """Rows of a chunk: what `linear_logprobs` takes by itself, so that the products alone have the same."""
+    """Return the rows of a token block, as `linear_logprobs` chooses them, so that the products alone have the same."""
     tokens = _CHUNK_LOGITS[weight.device.type] // len(weight)
     return max(1, tokens) if weight.device.type == "cpu" else max(1024, tokens // 1024 * 1024)
 
 
 def fused_variants(device: torch.device) -> list[Variant]:
-    """Ours first."""
+    """Return the variants of mode fused, ours first."""
     variants = [
         Variant("rl_megatron linear_logprobs", _linear, ("fused",), is_ours=True),
         Variant("its products alone", _products, ("fused",), is_products=True),
@@ -72,15 +72,18 @@ def _products(problem: Problem, hidden: Tensor, weight: Tensor) -> Outputs:
 
 
 class _Products(torch.autograd.Function):
-    """The matrix products of `linear_logprobs` and nothing else: chunks of logits; in backward all but the last again,
-    and both gradients, the weight's added up in fp32 chunk by chunk. On a CPU, which has no product of 16-bit factors
-    with an fp32 sum, of fp32 zeros in their place."""
+    """The matrix products of `linear_logprobs` and nothing else.
+
+    Forward computes logits block by block. Backward computes all but the last block again, and both gradients; the
+    weight's gradient is summed in fp32. A CPU has no matrix product of 16-bit factors with an fp32 sum, so it
+    multiplies fp32 zeros instead.
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, rows):
-        chunks = hidden.split(rows)
-        for chunk in chunks:
-            logits = chunk @ weight.T
+        blocks = hidden.split(rows)
+        for block in blocks:
+            logits = block @ weight.T
         ctx.save_for_backward(hidden, weight, logits)
         ctx.rows = rows
         return hidden.new_zeros(len(hidden), dtype=torch.float32)
@@ -88,20 +91,20 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def backward(ctx, _):
         hidden, weight, logits = ctx.saved_tensors
-        hidden_grad, chunks = torch.empty_like(hidden), hidden.split(ctx.rows)
-        pairs = list(zip(chunks, hidden_grad.split(ctx.rows), strict=True))
+        hidden_grad, blocks = torch.empty_like(hidden), hidden.split(ctx.rows)
+        pairs = list(zip(blocks, hidden_grad.split(ctx.rows), strict=True))
         weight_grad = torch.zeros_like(weight, dtype=torch.float32)
         zeros = None
         if not hidden.is_cuda and weight.dtype != torch.float32:
             zeros = weight_grad.new_zeros(ctx.rows, len(weight)), weight_grad.new_zeros(ctx.rows, weight.shape[1])
-        for index, (chunk, chunk_grad) in enumerate(reversed(pairs)):
+        for index, (block, chunk_grad) in enumerate(reversed(pairs)):
             if index:
-                logits = chunk @ weight.T
+                logits = block @ weight.T
             torch.mm(logits, weight, out=chunk_grad)
             if zeros is not None:
-                weight_grad.addmm_(zeros[0][: len(chunk)].T, zeros[1][: len(chunk)])
+                weight_grad.addmm_(zeros[0][: len(block)].T, zeros[1][: len(block)])
             elif weight.dtype != torch.float32:
-                torch.addmm(weight_grad, logits.T, chunk, out_dtype=torch.float32, out=weight_grad)
+                torch.addmm(weight_grad, logits.T, block, out_dtype=torch.float32, out=weight_grad)
             else:
-                weight_grad.addmm_(logits.T, chunk)
+                weight_grad.addmm_(logits.T, block)
         return hidden_grad, weight_grad.to(weight.dtype), None

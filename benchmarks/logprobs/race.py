@@ -1,4 +1,4 @@
-"""One case: every variant checked and counted once, then timed in turn."""
+"""Run one case: check and count every variant once, then time them alternately."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COPIED_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}
 
 @dataclass
 class Result:
-    """Of one variant in one case; None where it cannot be told. `failed`: what kept it from running."""
+    """The figures of one variant in one case; None if a figure is not known. `failed` says why it could not run."""
 
     variant: str
     is_ours: bool = False
@@ -29,9 +29,9 @@ class Result:
     fastest_seconds: float | None = None
     forward_seconds: float | None = None
     ratio_to_ours: float | None = None
-    ratio_to_floor: float | None = None  # to the floor's bytes at the copy bandwidth, or to the products alone
+    ratio_to_floor: float | None = None  # relative to the floor's bytes at the copy bandwidth, or to the products alone
     bytes_per_logit: float | None = None
-    memory_bytes_per_logit: float | None = None  # to and from what is larger than a cache
+    memory_bytes_per_logit: float | None = None  # to and from tensors that are larger than a cache
     peak_extra_bytes_per_token: float | None = None
     collectives_forward: int | None = None
     collectives_backward: int | None = None
@@ -45,7 +45,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the race takes place."""
+    """The machine of the race."""
 
     device: torch.device
     group: dist.ProcessGroup
@@ -65,7 +65,7 @@ class Machine:
 
 
 class Stopwatch:
-    """Laps in seconds: the device's own clock on a GPU, where starting an operation takes no time of it."""
+    """A stopwatch in seconds. On a GPU it uses the device's clock, which excludes the time to launch operations."""
 
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
@@ -90,7 +90,7 @@ class Stopwatch:
 def race(
     case: Case, variants: Sequence[Variant], machine: Machine, repetitions: int, progress: Callable[[str], None]
 ) -> list[Result]:
-    """Results of the variants that take the case, in their order; collective over the case's ranks."""
+    """Return the results of the variants that can run the case, in order. Collective over the case's ranks."""
     problem = Problem.make(case, machine.group, machine.device)
     exact = Exact.of(problem)
     results, runners = {}, {}
@@ -101,7 +101,7 @@ def race(
         results[variant.name] = result = Result(variant.name, variant.is_ours)
         try:
             _check_and_count(variant, problem, exact, result)
-            _timed(variant, problem)  # the first call compiles, and fills caches
+            _timed(variant, problem)  # the first call compiles and fills caches
         except (RuntimeError, ImportError, TypeError, ValueError, AssertionError) as error:
             result.failed = "out of memory" if isinstance(error, torch.OutOfMemoryError) else _first_line(error)
         else:
@@ -126,7 +126,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _inputs(problem: Problem) -> tuple[Tensor, ...]:
-    """What a variant is given: fresh logits that are no leaf, or leaves of hidden states and weight."""
+    """Return the tensors for a variant: new logits that are not a leaf, or leaves of hidden states and weight."""
     if problem.logits is None:
         return tuple(x.detach().requires_grad_() for x in (problem.hidden, problem.weight))
     if problem.case.mode == "inference":
@@ -143,7 +143,7 @@ def _backward(outputs: Outputs, inputs: tuple[Tensor, ...], problem: Problem) ->
 
 
 def _timed(variant: Variant, problem: Problem) -> list[float]:
-    """Seconds of forward and backward."""
+    """Return the seconds of forward and of backward."""
     inputs, device = _inputs(problem), problem.targets.device
     with torch.set_grad_enabled(problem.case.mode != "inference"):
         if problem.case.tensor > 1:
@@ -190,7 +190,7 @@ def _check_and_count(variant: Variant, problem: Problem, exact: Exact, result: R
 
 
 def _relate(results: list[Result], case: Case, variants: Sequence[Variant], machine: Machine) -> None:
-    """Ratios: of everyone to ours, and of ours to what nobody can be faster than."""
+    """Return the ratios of every variant to ours, and of ours to the lower bound."""
     timed = {result.variant: result for result in results if result.seconds is not None}
     ours = next((result for result in timed.values() if result.is_ours), None)
     for result in timed.values():

@@ -1,4 +1,4 @@
-"""The ranks of a run: as many processes as its cases are cut over, each with its part of the cores."""
+"""Start the ranks of a run: as many processes as its cases need, each with its part of the cores."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from benchmarks.logprobs.report import EvalResult, environment
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank has to know."""
+    """The settings that every rank needs."""
 
     device: str
     grid: Grid
     peers: tuple[str, ...]
     repetitions: int
     threads: int  # of all ranks together
-    seconds: float | None  # no case is begun after so many
+    seconds: float | None  # no case begins after so many
 
 
 def run(plan: Plan) -> tuple[EvalResult, dict[str, Any], list[Case]]:
-    """All cases, what they were measured on, and the cases that the time did not suffice for."""
+    """All results, the machine, and the cases for which there was not enough time."""
     measured: EvalResult = []
     left_out: list[Case] = []
     where: dict[str, Any] = {}
@@ -70,7 +70,7 @@ def _rank(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     torch.set_num_threads(threads)
-    warnings.filterwarnings("ignore", module="megatron.*")  # that Transformer Engine and Apex are missing
+    warnings.filterwarnings("ignore", module="megatron.*")  # warnings that Transformer Engine and Apex are missing
     from benchmarks.logprobs.fused import fused_variants
     from benchmarks.logprobs.race import Machine, race
     from benchmarks.logprobs.variants import logits_variants, peer_variant
@@ -78,7 +78,7 @@ def _rank(
     from rl_megatron.topology import topology
     from rl_megatron.topology.device import start_device
 
-    # megatron-core's cross entropy asks its own globals for the group.
+    # megatron-core's cross entropy reads the group from its own globals.
     layout = topology.build(ParallelConfig(tensor=size), start_device(plan.device), seed=0)
     device = layout.device
     variants = logits_variants(device) + fused_variants(device)

@@ -1,4 +1,4 @@
-"""Results as tables on the terminal, as Markdown, as JSON and as a picture."""
+"""Write results as tables, as Markdown, as JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PACKAGES = ("torch", "megatron-core", "triton", "trl", "liger-kernel", "cut-cro
 
 
 def environment(device: torch.device, threads: int, bandwidth: float) -> dict[str, Any]:
-    """What the figures depend on."""
+    """Return what the figures depend on."""
     if device.type == "cuda":
         processor = torch.cuda.get_device_name(device)
     else:
@@ -75,7 +75,7 @@ def table(case: Case, results: Sequence[Result]) -> Table:
 
 
 def markdown(measured: EvalResult, where: dict[str, Any]) -> str:
-    """One table per mode, its cases one after the other."""
+    """Return one table per mode, with its cases one after the other."""
     parts = [heading(where)]
     for mode in dict.fromkeys(case.mode for case, _ in measured):
         rows = [f"**{mode}**\n", "| case |" + "".join(f" {name} |" for name in _HEADINGS)]
@@ -111,7 +111,7 @@ def _duration(seconds: float) -> str:
 
 
 def write(directory: Path, measured: EvalResult, where: dict[str, Any]) -> None:
-    """`logprobs.json` and `logprobs.png` in `directory`."""
+    """Write `logprobs.json` and `logprobs.png` to `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     cases = [
         {"case": case.to_json(), "results": [result.to_json() for result in results]} for case, results in measured
@@ -121,7 +121,7 @@ def write(directory: Path, measured: EvalResult, where: dict[str, Any]) -> None:
 
 
 def plot(measured: EvalResult, title: str, path: Path) -> None:
-    """Time over ours, and extra bytes per token, of the largest case of each mode and dtype."""
+    """Plot the time over ours, and the extra bytes per token, of the largest case of each mode and dtype."""
     import matplotlib
 
     matplotlib.use("Agg")

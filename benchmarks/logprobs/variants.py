@@ -1,4 +1,4 @@
-"""Who takes part: this package, plain torch, megatron-core, TRL, other kernels where they are installed, and peers."""
+"""Define the variants: this package, plain torch, megatron-core, TRL, other kernels if installed, and peers."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ from rl_megatron.logprobs import BACKENDS, vocab_parallel_logprobs
 
 Outputs = tuple[Tensor, ...]
 _UNFUSED: tuple[Mode, ...] = ("logprob", "entropy", "gather", "inference")
-_TRL_ROW = 256  # tokens of one row of a batch
+_TRL_ROW = 256  # tokens of one sequence of a batch
 _LOGPROB: tuple[Mode, ...] = ("logprob", "inference")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """`run(problem, logits)`, in the fused mode `run(problem, hidden, weight)`, gives the outputs of the problem's
-    mode: logprobs[, entropy[, gathered]]; or their sum, a scalar, where that is all there is.
+    """One implementation that takes part.
 
-    `bytes_per_logit` says what the counters cannot see: None, they see it all; otherwise a number for the case, or None
-    where nobody knows.
+    `run(problem, logits)`, or in mode fused `run(problem, hidden, weight)`, returns the outputs of the problem's mode:
+    logprobs[, entropy[, gathered]], or their sum, a scalar, if the implementation returns no more than that.
+
+    `bytes_per_logit` is None if the counters see all of its bytes. Otherwise it returns the number for a case, or None
+    if the number is not known.
     """
 
     name: str
     run: Callable[..., Outputs]
     modes: tuple[Mode, ...] = _UNFUSED
-    any_tensor: bool = True  # also where the vocabulary is cut over several ranks
+    any_tensor: bool = True  # also if the vocabulary is sharded over several ranks
     dtypes: tuple[str, ...] = tuple(DTYPES)
     is_ours: bool = False
     is_products: bool = False  # matrix products without a result
@@ -81,7 +83,7 @@ def _megatron_fused(problem: Problem, logits: Tensor) -> Outputs:
 def _trl(problem: Problem, logits: Tensor) -> Outputs:
     from trl.trainer.utils import selective_log_softmax
 
-    rows = (-1, math.gcd(len(logits), _TRL_ROW))  # it takes one row of the batch at a time
+    rows = (-1, math.gcd(len(logits), _TRL_ROW))  # it takes one sequence of the batch at a time
     return (selective_log_softmax(logits.unflatten(0, rows), problem.targets.unflatten(0, rows)).flatten(),)
 
 
@@ -99,7 +101,7 @@ def _flash_attention(problem: Problem, logits: Tensor) -> Outputs:
 
 
 def logits_variants(device: torch.device) -> list[Variant]:
-    """Ours first, the one that `backend="auto"` takes before the other."""
+    """Return the variants, ours first: the backend of `backend="auto"` before the other one."""
     variants = []
     for backend in sorted(BACKENDS, reverse=True):  # triton, torch
         if backend == "torch" or device.type == "cuda":
@@ -111,7 +113,7 @@ def logits_variants(device: torch.device) -> list[Variant]:
         Variant("torch float().log_softmax", lambda problem, x: _plain(problem, x, upcast=True), any_tensor=False,
                 dtypes=("bf16",)),
         Variant("megatron-core cross entropy", _megatron, _LOGPROB),
-        # Its backward gives bf16 gradients whatever the logits are.
+        # Its backward returns bf16 gradients, whatever the dtype of the logits.
         Variant("megatron-core fused", _megatron_fused, _LOGPROB, dtypes=("bf16",), bytes_per_logit=_unseen),
     ]  # fmt: skip
     further = {
@@ -123,7 +125,7 @@ def logits_variants(device: torch.device) -> list[Variant]:
     for module, variant in further.items():
         on_gpu = device.type == "cuda"
         if importlib.util.find_spec(module) is not None and (on_gpu or module not in needs_gpu):
-            # TRL has Triton kernels of its own, which it takes on a GPU.
+            # On a GPU, TRL uses its own Triton kernels.
             variants.append(replace(variant, bytes_per_logit=_unseen) if on_gpu else variant)
     return variants
 
@@ -133,7 +135,11 @@ def _with_backend(backend: str) -> Callable[[Problem, Tensor], Outputs]:
 
 
 def load_peer(where: str) -> Callable[[Tensor, Tensor], Tensor | Outputs]:
-    """The function that `--peer MODULE:FUNCTION` names.  Raises: ValueError saying what of it is not there."""
+    """Return the function that `--peer MODULE:FUNCTION` names.
+
+    Raises:
+        ValueError: There is no such module or function.
+    """
     module_name, colon, name = where.partition(":")
     if not (module_name and colon and name):
         raise ValueError(f"--peer {where}: give MODULE:FUNCTION, such as my_package.kernels:logprobs")
@@ -149,9 +155,10 @@ def load_peer(where: str) -> Callable[[Tensor, Tensor], Tensor | Outputs]:
 
 
 def peer_variant(where: str, device: torch.device) -> Variant:
-    """A peer as a variant, after a small call that shows what it returns.
+    """Return a peer as a variant, after a small call that shows what it returns.
 
-    Raises: ValueError where it fails, or returns something else than the contract says.
+    Raises:
+        ValueError: The call fails, or does not return what the contract says.
     """
     function = load_peer(where)
     logits = torch.randn(4, 8, device=device, requires_grad=True)

@@ -1,0 +1,134 @@
+"""The package's language: docstrings open with a verb, one word has one meaning, and old phrases do not return.
+
+CONTRIBUTING.md ("Naming") and docs/glossary.md explain the words.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "rl_megatron"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+TEXTS = sorted(
+    path
+    for pattern in ("rl_megatron/**/*.py*", "tests/**/*.py", "benchmarks/**/*.py", "docs/**/*.md", "docs/**/*.py",
+                    "examples/**/*", "configs/**/*.yaml", "scripts/*", "*.md", "setup.py", "pyproject.toml")
+    for path in ROOT.glob(pattern)
+    if path.is_file() and path.suffix != ".pyc" and path != Path(__file__)
+)  # fmt: skip
+
+VERBS = frozenset(
+    """
+    Accept Accumulate Add Align Allocate Annotate Answer Append Apply Ask Assemble Attend Attribute Average Balance Begin
+    Block Bound Bring Broadcast Build Cache Call Cast Change Check Choose Claim Clear Clip Close Collect Combine Compare
+    Complete Compose Compute Configure Continue Convert Copy Count Create Cut Deal Declare Decode Define Delete Derive
+    Describe Discard Divide Do Draw Drop Encode End Enter Estimate Evaluate Execute Exchange Exit Expand Export Extend
+    Fail Fill Filter Find Finish Flatten Forget Form Format Forward Free Gather Generate Get Give Group Guard Halt Hash
+    Hold Ignore Import Initialise Initialize Insert Inspect Interleave Iterate Join Keep Kill Launch Leave Let Limit List
+    Load Log Look Lower Make Map Mark Mask Match Mean Measure Merge Move Multiply Name Normalise Normalize Note Notice
+    Offload Open Order Override Pack Pad Parse Pass Permute Pick Place Plan Plot Poll Prefer Prepare Print Probe Process
+    Produce Propagate Put Raise Read Rebuild Receive Recompute Record Redirect Reduce Refuse Register Release Reject Remove
+    Rename Render Reorder Repeat Replace Report Request Require Reserve Reset Resolve Restart Restore Resume Return Reuse
+    Round Route Run Sample Save Scale Scatter Score Select Send Separate Serve Set Shard Shift Shorten Show Shuffle Shut
+    Silence Skip Sort Split Spread Start State Step Stop Store Stream Strip Subtract Sum Swap Switch Sync Take Tell Test Tie
+    Time Tokenize Trade Train Transform Translate Transpose Truncate Try Turn Undo Unpack Unwrap Update Use Validate Verify
+    Wait Walk Warn Weigh Wrap Write Yield
+    """.split()
+)
+
+# Words that once had several meanings → the identifiers that may hold them: (path in the package, pattern, meaning).
+_ROWS = (
+    ("logprobs/", r".*", "rows of a matrix of logits or hidden states"),
+    ("weight_sync/", r".*", "rows of a weight matrix"),
+    ("model/families/", r".*", "rows of a weight matrix"),
+    ("model/shards.py", r"rows", "rows of a weight matrix"),
+    ("checkpoint/", r"(hf_|embedding_|read_)?rows?|row_bytes|Rows", "rows of a weight matrix"),
+    ("", r"add_row", "rich's method"),
+    ("model/", r"RowParallelLinear", "megatron-core's class"),
+    ("losses/", r"teacher_rows", "rows of the teacher's logits"),
+)
+_CHUNKS = (
+    ("", r"_?\w*model_chunks?\w*", "a pipeline stage's part of the model"),
+    ("", r"chunk", "torch's method"),
+    ("checkpoint/tensors.py", r"chunks|ChunkStorageMetadata", "torch's names"),
+    ("compat/", r"chunks", "NeMo RL's argument"),
+)
+AMBIGUOUS = {
+    "row": _ROWS, "rows": _ROWS, "chunk": _CHUNKS, "chunks": _CHUNKS,
+    "unit": (("config/metrics.py", r"unit", "a metric's unit"), ("model/build.py", r"gated_linear_unit", "megatron-core's")),
+    "units": (), "room": (), "rooms": (), "measure": (), "measures": (), "agreement": (), "residence": (), "filler": (),
+    "platform": (("checkpoint/save.py", r"platform", "Python's module"), ("generation/", r"platform", "sys.platform")),
+    "inputs": (("compat/", r".*", "NeMo RL's names"),),
+    "contents": (),
+    "origin": (("config/load.py", r"get_origin", "typing's function"), ("compat/", r"origin", "importlib's attribute")),
+}  # fmt: skip
+
+PHRASES = (
+    r"\bhand(s|ed|ing)?[ _-]over\b", r"HandOver", r"\bResidence\b", r"FreshEngine", r"\brooms\b", r"\bstory\b", r"\bfillers?\b",
+    r"rows_per_unit", r"rows_per_item", r"\bwithout weight\b", r"weighing nothing", r"speaks? of token", r"which is none",
+    r"what is no `", r"what is in between", r"past the gate", r"who disagree", r"lost each other", r"has its say",
+    r"\bpart ways\b", r"the gravest", r"keeps? it company", r"comes? to hear of", r"is learnt from an engine",
+)  # fmt: skip
+
+
+def functions() -> Iterator[tuple[str, str]]:
+    """(place, first word) of every documented function of the package."""
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(node)):
+                yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {text.splitlines()[0]}", text.split()[0]
+
+
+def identifiers(path: Path) -> Iterator[tuple[int, str]]:
+    yield 0, path.stem
+    for node in ast.walk(ast.parse(path.read_text())):
+        line = getattr(node, "lineno", 0)
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield line, name
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
+                yield line, name
+            case ast.keyword(arg=str(name)) | ast.alias(asname=str(name)):
+                yield line, name
+
+
+def words(identifier: str) -> set[str]:
+    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", identifier)}
+
+
+def test_docstrings_of_functions_open_with_an_imperative_verb():
+    found = list(functions())
+    others = [place for place, first in found if first.rstrip(".,:;") not in VERBS]
+    assert len(others) <= 0.02 * len(found), "\n".join(others)
+
+
+@pytest.mark.parametrize("word", AMBIGUOUS)
+def test_a_word_has_one_meaning(word):
+    wrong = {
+        f"{path.relative_to(ROOT)}:{line} {name}"
+        for path in MODULES
+        for line, name in identifiers(path)
+        if word in words(name)
+        and not any(
+            path.relative_to(PACKAGE).as_posix().startswith(place) and re.fullmatch(pattern, name)
+            for place, pattern, _ in AMBIGUOUS[word]
+        )
+    }
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+@pytest.mark.parametrize("phrase", PHRASES)
+def test_an_old_phrase_does_not_return(phrase):
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number} {line.strip()}"
+        for path in TEXTS
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(phrase, line)
+    ]
+    assert not wrong, "\n".join(wrong)
