@@ -35,9 +35,9 @@ _QUANTITIES = ("loss", "logprobs", "gradient", "weights after a step", "metrics"
 _HEAD = """\
 # Every layout gives the same gradient
 
-`python docs/generate_layouts.py` writes this page and measures every line of the table below. It compares the layout, on
-that many ranks (CPU, gloo), with one process that has all sequences in one padded microbatch. Both start from the same
-weights, in fp32.
+`python docs/generate_layouts.py` writes this page and measures every line of the table below. It compares the layout,
+on that many ranks (CPU, gloo), with one process that has all sequences in one padded microbatch. Both start from the
+same weights, in fp32.
 
 A layout is one value of each of {num_factors} factors:
 
