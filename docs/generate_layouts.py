@@ -1,9 +1,9 @@
-"""Runs every layout of tests/parallel/grid.py against one process and writes docs/layouts.md.
+"""Run every layout of tests/parallel/grid.py against one process and write docs/layouts.md.
 
     python docs/generate_layouts.py            # all layouts on up to eight gloo ranks, then the page
     python docs/generate_layouts.py cp4 moe    # only layouts whose names have one of these words; writes nothing
 
-The exit status is 1, and the page stays as it is, where a layout does not hold.
+If a layout does not hold, the exit status is 1 and the page stays as it is.
 """
 
 from __future__ import annotations
@@ -35,22 +35,33 @@ _QUANTITIES = ("loss", "logprobs", "gradient", "weights after a step", "metrics"
 _HEAD = """\
 # Every layout gives the same gradient
 
-Written by `python docs/generate_layouts.py`, which measures each row below: the layout on that many ranks (CPU, gloo)
-against one process with all rows in one padded microbatch, from the same weights, in fp32.
+`python docs/generate_layouts.py` writes this page and measures every line of the table below. It compares the layout,
+on that many ranks (CPU, gloo), with one process that has all sequences in one padded microbatch. Both start from the
+same weights, in fp32.
 
-A layout is one value of each of {num_factors} factors: tensor (tp), sequence (sp), pipeline (pp), interleaved (vpp),
-context (cp), expert (moe-ep) and data parallelism (dp); how rows form microbatches and how many (packed, padded,
-dynamic; the number is rows, or as many tokens as so many of the longest rows have); tied or untied embeddings;
-recomputation of activations; uneven pipeline stages; a sliding attention window; the distributed optimizer (distopt).
-Every pair of values of two factors that eight ranks allow, {num_pairs} in all, is in a row at least once.
+A layout is one value of each of {num_factors} factors:
 
-Each layout runs {objectives} on {num_rows} rows of 1 to {width}
-tokens: unequal lengths, a sequence of one token and one of two, a wholly masked row, rows without weight, and NaN
-wherever nothing may be read. The columns are the largest errors over these losses: of the loss, relative (at most
-{loss:.0e}); of a token's logprob or value (at most {stream:.0e}); of a parameter's gradient, and of its value after an
-optimizer step, relative to the parameter's largest entry (at most {gradient:.0e}); of a metric (at most {metric:.0e}).
+- the degrees: tensor (tp), sequence (sp), pipeline (pp), interleaved pipeline (vpp), context (cp), expert (moe-ep) and
+  data parallelism (dp);
+- how sequences form microbatches (packed, padded, dynamic), and how many: the number is sequences, or as many tokens as
+  that many of the longest sequences have;
+- tied or untied embeddings, recomputation of activations, uneven pipeline stages, and a sliding attention window;
+- the distributed optimizer (distopt), communication that overlaps with computation (overlap), the fused head (fused).
 
-Your own layout, on a small model of your model's family:
+Every pair of values of two factors that eight ranks allow, {num_pairs} in all, is in at least one line.
+
+Each layout runs {objectives} on {num_rows} sequences of 1 to
+{width} tokens. They have unequal lengths, and among them are a sequence of one token, one of two, one that is wholly
+masked, and sequences with zero loss weight. Every entry that may not be read is NaN. The columns are the largest errors
+over these losses:
+
+- loss: of the loss, relative, at most {loss:.0e};
+- logprobs: of a token's logprob or value, absolute, at most {stream:.0e};
+- gradient: of a parameter's gradient, relative to its largest entry, at most {gradient:.0e};
+- step: of a parameter after an optimizer step, relative to its largest entry, at most {gradient:.0e};
+- metrics: of a metric, at most {metric:.0e}.
+
+[`certify`](certify.md) measures your own layout, on a small model of your model's family:
 
 ```bash
 torchrun --nproc-per-node 8 -m rl_megatron certify parallel.tensor=2 parallel.context=2 parallel.pipeline=2
@@ -62,13 +73,14 @@ torchrun --nproc-per-node 8 -m rl_megatron certify parallel.tensor=2 parallel.co
 
 
 def page(results: list[Result]) -> str:
+    """Return docs/layouts.md."""
     names = list(STANDARD_OBJECTIVES)
     head = _HEAD.format(
         num_factors=len(VALUES), num_pairs=len(possible_pairs()), num_rows=NUM_ROWS, width=WIDTH,
         objectives=", ".join(f"`{name}`" for name in names[:-1]) + f" and `{names[-1]}`",
         loss=LOSS_TOLERANCE, stream=STREAM_TOLERANCE, gradient=GRADIENT_TOLERANCE, metric=METRIC_TOLERANCE,
     )  # fmt: skip
-    rows = [
+    lines = [
         f"| {result.layout.name} | {result.layout.factors.ranks} | "
         + " | ".join(f"{result.worst(quantity):.1e}" for quantity in _QUANTITIES)
         + f" | {result.seconds:.0f} |"
@@ -76,10 +88,11 @@ def page(results: list[Result]) -> str:
     ]
     versions = f"Python {platform.python_version()}, torch {version('torch')}, megatron-core {version('megatron-core')}"
     total = sum(result.seconds for result in results)
-    return head + "\n".join(rows) + f"\n\n{len(results)} layouts in {total:.0f} s on two cores: {versions}.\n"
+    return head + "\n".join(lines) + f"\n\n{len(results)} layouts in {total:.0f} s on two cores: {versions}.\n"
 
 
 def main(words: list[str]) -> int:
+    """Run the layouts whose names contain one of the words, or all, and return the exit status."""
     layouts = [layout for layout in whole_grid() if not words or any(word in layout.name for word in words)]
     ranks = WorkerPool()
     grid, results = Grid(ranks), []

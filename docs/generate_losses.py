@@ -1,9 +1,10 @@
-"""Writes docs/losses.md and docs/images/surrogates.svg:
+"""Write docs/losses.md and docs/images/surrogates.svg:
 
     python docs/generate_losses.py
 
-Names, keys, defaults and meanings come from the registered losses and the docstrings of their settings; the curves are
-what the losses return. Only the formulas and the recipes are written here. tests/test_docs.py holds both files to it.
+Names, keys, defaults and meanings come from the registered losses and the docstrings of their settings. The curves are
+computed by the losses. Formulas and recipes are in docs/loss_content.py. tests/test_docs.py compares both files with
+what this module generates.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import inspect
 import io
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,215 +27,14 @@ import torch
 import yaml
 from matplotlib.figure import Figure
 
-from rl_megatron import losses
-from rl_megatron.losses import LOSSES, PPOLoss, build_loss
-
 DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS.parent))
+
+from docs.loss_content import FORMULAS, PPO_FORMULA, RECIPES, TRL  # noqa: E402
+from rl_megatron import losses  # noqa: E402
+from rl_megatron.losses import LOSSES, PPOLoss, build_loss  # noqa: E402
+
 PAGE, PLOT = DOCS / "losses.md", DOCS / "images" / "surrogates.svg"
-
-# ---- what each loss computes
-
-FORMULAS = {
-    "clipped_pg": r"""
-\mathcal L = \mathrm{mean}\big(w\,\ell\big) + \beta\;\mathrm{mean}\big(\widehat{\mathrm{KL}}\big)
-           + \mu\,\mathrm{NLL}^{+} - c_H\;\mathrm{mean}\big(H\big)
-
-\ell_t = \begin{cases}
--\min\big(r_t A_t,\; \mathrm{clip}(r_t,\, 1-\varepsilon_{\min},\, 1+\varepsilon_{\max})\, A_t\big)
-  & \text{by default} \\
-\min\big(\text{the above},\; -c\, A_t\big) \;\text{ where } A_t < 0 & \text{with ratio\_clip\_c: dual clip} \\
--\,\mathrm{sg}\big(\mathrm{clip}(r_t,\, 1-\varepsilon_{\min},\, 1+\varepsilon_{\max})\big)\, A_t \log \pi(y_t)
-  & \text{with use\_cispo} \\
--\,A_t \log \pi(y_t) & \text{with disable\_ppo\_ratio: REINFORCE}
-\end{cases}
-
-r_t = \frac{\pi(y_t)}{\pi_{\text{prev}}(y_t)} \;\text{ or, per sequence (GSPO), }\;
-\exp\Big(\frac{1}{|y|} \sum_t \log \frac{\pi(y_t)}{\pi_{\text{prev}}(y_t)}\Big),
-\qquad w_t = \frac{\pi_{\text{prev}}(y_t)}{\pi_{\text{generation}}(y_t)} \;\text{ or }\; 1
-
-\widehat{\mathrm{KL}}: \quad k_1 = -x, \quad k_2 = \tfrac{1}{2} x^2, \quad k_3 = e^x - 1 - x,
-\qquad x = \log \pi_{\text{ref}}(y_t) - \log \pi(y_t)
-""",
-    "dpo": r"""
-\mathcal L = w_p\, \mathcal L_{\text{pref}} + w_s\, \mathcal L_{\text{sft}}, \qquad
-\mathcal L_{\text{pref}} = -\frac{1}{N_{\text{pairs}}} \sum_{\text{pairs}}
-  \log \sigma\big(\beta\,(r_{\text{chosen}} - r_{\text{rejected}})\big), \qquad
-\mathcal L_{\text{sft}} = -\frac{1}{N_{\text{pairs}}} \sum_{\text{chosen}} \sum_t m_t \log \pi(y_t)
-
-r = \sum_t m_t \big(\log \pi(y_t) - \log \pi_{\text{ref}}(y_t)\big)
-""",
-    "ipo": r"""
-\mathcal L = \frac{1}{N_{\text{pairs}}} \sum_{\text{pairs}}
-  \Big(r_{\text{chosen}} - r_{\text{rejected}} - \frac{1}{2\tau}\Big)^2, \qquad
-r = \sum_t m_t \big(\log \pi(y_t) - \log \pi_{\text{ref}}(y_t)\big)
-""",
-    "preference": r"""
-\mathcal L = -\frac{1}{N_{\text{pairs}}} \sum_{\text{pairs}}
-  \log \sigma\big(\beta\,(r_{\text{chosen}} - r_{\text{rejected}})\big), \qquad
-r = \text{the score at the row's last token}
-""",
-    "nll": r"""
-\mathcal L = -\frac{1}{N_{\text{tokens}}} \sum_t m_t \log \pi(y_t)
-""",
-    "mse_value": r"""
-\mathcal L = \frac{\text{scale}}{2\, N_{\text{tokens}}} \sum_t m_t \max\Big(
-  (v_t - R_t)^2,\; \big(\mathrm{clip}(v_t,\, v_{\text{old},t} - c,\, v_{\text{old},t} + c) - R_t\big)^2\Big)
-""",
-    "distillation": r"""
-\mathcal L = \frac{1}{N_{\text{tokens}}} \sum_t m_t \big(w\,\mathrm{KL}(p\,\|\,q) + (1-w)\,\mathrm{KL}(q\,\|\,p)\big)_t,
-\qquad p = \text{teacher}, \quad q = \text{student, both over the teacher's top } k
-
-\text{with zero\_outside\_topk:} \qquad \mathrm{KL}(q\,\|\,p)
-  = \sum_v q \log q - \sum_k q \log p + 100\,\Big(1 - \sum_k q\Big), \qquad q \text{ over the whole vocabulary}
-""",
-    "draft_cross_entropy": r"""
-\mathcal L = -\frac{1}{N_{\text{tokens}}} \sum_t m_{t+1} \sum_v p_{t+1}(v) \log q_t(v),
-\qquad p = \mathrm{sg}(\text{policy}), \quad q = \text{draft}
-""",
-}
-
-PPO_FORMULA = r"""
-\mathcal L = \mathcal L_\pi + \text{value\_coeff}\;\mathcal L_V, \qquad
-\mathcal L_\pi = -\,\mathrm{mean}\,\min\big(r A,\; \mathrm{clip}(r,\, 1 \pm \varepsilon)\, A\big), \qquad
-\mathcal L_V = \tfrac{1}{2}\,\mathrm{mean}\,\max\big((v - R)^2,\;
-  (\mathrm{clip}(v,\, v_{\text{old}} \pm \text{value\_clip\_range}) - R)^2\big)
-"""
-
-# ---- what to write to get a published method
-
-
-@dataclass(frozen=True)
-class Recipe:
-    name: str
-    overrides: str  # of `rl-megatron train`
-    notes: str
-
-
-_NO_KL = "loss.reference_policy_kl_penalty=0"
-RECIPES = (
-    Recipe(
-        "GRPO",
-        "algorithm=grpo loss.token_level_loss=false loss.reference_policy_kl_penalty=0.04",
-        "[2402.03300](https://arxiv.org/abs/2402.03300). Advantages against the group, in units of its standard "
-        "deviation; each answer counts once; KL in the loss.",
-    ),
-    Recipe(
-        "Dr. GRPO",
-        "algorithm=grpo algorithm.normalize_std=false loss.fixed_sequence_length=32 generation.max_new_tokens=32 "
-        f"{_NO_KL}",
-        "[2503.20783](https://arxiv.org/abs/2503.20783). No standard deviation, and a constant, the longest answer "
-        "allowed, in place of an answer's own length.",
-    ),
-    Recipe(
-        "DAPO",
-        f"algorithm=grpo algorithm.dynamic_sampling=true loss.ratio_clip_max=0.28 {_NO_KL}",
-        "[2503.14476](https://arxiv.org/abs/2503.14476). Clip-higher, mean over tokens, groups that all agree are "
-        "sampled again. Its penalty on overlong answers is a matter of the task's reward.",
-    ),
-    Recipe(
-        "GSPO",
-        "algorithm=grpo loss.sequence_level_importance_ratios=true loss.token_level_loss=false "
-        f"loss.ratio_clip_min=3e-4 loss.ratio_clip_max=4e-4 {_NO_KL}",
-        "[2507.18071](https://arxiv.org/abs/2507.18071). One ratio a sequence, the geometric mean of its tokens', and "
-        "so a much narrower clip.",
-    ),
-    Recipe(
-        "CISPO",
-        f"algorithm=grpo loss.use_cispo=true loss.ratio_clip_min=1.0 loss.ratio_clip_max=4.0 {_NO_KL}",
-        "[2506.13585](https://arxiv.org/abs/2506.13585). The ratio, clipped from above alone, is a weight; no token "
-        "loses its gradient. The ceiling of 5 is [ScaleRL](https://arxiv.org/abs/2510.13786)'s.",
-    ),
-    Recipe(
-        "RLOO",
-        "algorithm=grpo algorithm.leave_one_out=true algorithm.normalize_std=false loss.disable_ppo_ratio=true "
-        f"loss.fixed_sequence_length=1 {_NO_KL}",
-        "[2402.14740](https://arxiv.org/abs/2402.14740). REINFORCE against the mean of the group's other answers, "
-        "summed over an answer's tokens.",
-    ),
-    Recipe(
-        "REINFORCE++",
-        "algorithm=grpo algorithm.advantage_estimator=reinforce_plus_plus loss.use_kl_in_reward=true "
-        "loss.reference_policy_kl_type=k1",
-        "[2501.03262](https://arxiv.org/abs/2501.03262). The KL is taken off each token's reward; returns are whitened "
-        "over the whole batch.",
-    ),
-    Recipe(
-        "PPO",
-        "algorithm=ppo loss.use_kl_in_reward=true loss.reference_policy_kl_type=k1",
-        "[1707.06347](https://arxiv.org/abs/1707.06347), with the KL in the reward as in "
-        "[InstructGPT](https://arxiv.org/abs/2203.02155). A critic of the policy's shape, and GAE.",
-    ),
-    Recipe(
-        "DPO",
-        "algorithm=dpo loss=dpo data=gsm8k_pairs data.path=path/to/pairs",
-        "[2305.18290](https://arxiv.org/abs/2305.18290). `loss.sft_loss_weight` adds the likelihood of chosen answers.",
-    ),
-    Recipe(
-        "IPO",
-        "algorithm=dpo loss=ipo data=gsm8k_pairs data.path=path/to/pairs",
-        "[2310.12036](https://arxiv.org/abs/2310.12036). The margin is drawn to a finite value.",
-    ),
-)
-
-# ---- the same in TRL's terms; tests/contract/test_trl_oracle.py calls both
-
-TRL = (
-    ('`GRPOConfig(loss_type="dapo")`', "the defaults", "equal"),
-    (
-        '`loss_type="bnpo"`',
-        "the defaults",
-        "equal on one batch; over several TRL takes the mean of their means, and here the parts of one mean add up",
-    ),
-    (
-        '`loss_type="grpo"`',
-        "`token_level_loss: false`",
-        "equal; TRL counts a row without tokens in the denominator, and here a masked sample is left out",
-    ),
-    (
-        '`loss_type="dr_grpo"`',
-        "`normalize_std: false`, `fixed_sequence_length: L`",
-        "equal with L = `max_completion_length`",
-    ),
-    (
-        '`importance_sampling_level="sequence"` (GSPO)',
-        "`sequence_level_importance_ratios: true`, `token_level_loss: false`",
-        'equal to `loss_type="grpo"`; other averages of sequence ratios are refused here',
-    ),
-    ("`epsilon`, `epsilon_high`", "`ratio_clip_min`, `ratio_clip_max`", "equal"),
-    ("`delta`", "`ratio_clip_c`", "equal where it is at least 1 + `ratio_clip_max`"),
-    (
-        '`loss_type="cispo"`, `epsilon_high=e`',
-        "`use_cispo: true`, `ratio_clip_min: 1`, `ratio_clip_max: e − 1`",
-        "equal; TRL's is the ceiling itself",
-    ),
-    (
-        "`beta`",
-        "`reference_policy_kl_penalty`",
-        "equal in value; the gradient here has one more term, k3·∇log π, through the sampling of the tokens",
-    ),
-    ("`beta`, `use_bias_correction_kl=True`", "… and on-policy, or `use_on_policy_kl_approximation: true`", "equal"),
-    ("`entropy_coef`", "`entropy_coeff`", "equal with a mean over tokens; with one over sequences this averages alike"),
-    (
-        "`RLOOConfig`",
-        "`disable_ppo_ratio: true`, `fixed_sequence_length: 1`",
-        "equal on-policy, in the gradient",
-    ),
-    ('`DPOConfig(loss_type="sigmoid")`', "`dpo`", "equal; rewards are reported without β here"),
-    ('`loss_type="sigmoid_norm"`', "`preference_average_log_probs: true`", "equal"),
-    ('`loss_type="ipo"`, `beta`', "`ipo`, `tau`, `preference_average_log_probs: true`", "equal"),
-    (
-        '`loss_type="sft"`',
-        "`sft_loss_weight`",
-        "TRL's is a mean over the chosen tokens, this one over pairs",
-    ),
-    ("`RewardConfig`", "`preference`", "equal"),
-    (
-        "`DistillationConfig`, `beta=0` or `1`",
-        "`distillation`, `kl_type: forward` or `reverse`",
-        "equal (TRL's is in fp32) where the teacher's top k is the whole vocabulary; between 0 and 1 TRL mixes the "
-        "distributions (Jensen-Shannon), and `mixed` here the two divergences",
-    ),
-)
 
 # ---- the plot
 
@@ -268,7 +69,7 @@ SURROGATES = (
 
 
 def curves(surrogate: Surrogate, advantage: float) -> dict[str, np.ndarray]:
-    """−ℓ and −∂ℓ/∂log π at each of RATIOS, of a batch of one token: what the loss returns for it."""
+    """Return −ℓ and −∂ℓ/∂log π at each of RATIOS, as the loss computes them for a batch of one token."""
     loss_fn = build_loss("clipped_pg", {"reference_policy_kl_penalty": 0.0, **surrogate.cfg})
     previous = math.log(PREVIOUS_PROBABILITY)
     data = {
@@ -289,7 +90,10 @@ def curves(surrogate: Surrogate, advantage: float) -> dict[str, np.ndarray]:
 
 
 def plot() -> str:
-    """The surrogates, as SVG. A curve's id is `name/quantity/sign of A`, so that its numbers can be read back."""
+    """Return the plot of the surrogates as SVG.
+
+    A curve's id is `name/quantity/sign of A`, so that its numbers can be read back.
+    """
     style = {"svg.hashsalt": "losses", "svg.fonttype": "none", "path.simplify": False, "font.size": 8}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(12, 4.4))
@@ -319,10 +123,16 @@ def plot() -> str:
 
 
 def key_meanings(settings: type, keys: Iterable[str] | None = None) -> dict[str, str]:
-    """Key → what the settings' docstring says of it: the text after `key: ` or `key, other: `, up to the next key, a
-    blank line or an unindented one. `keys` where they are no fields.
+    """Return the meaning of each key, as the docstring of the settings states it.
 
-    Raises: ValueError naming the keys it says nothing of.
+    A meaning is the text after `key: ` or `key, other: `, up to the next key, a blank line or an unindented line.
+
+    Args:
+        settings: The class whose docstring is read.
+        keys: The keys; by default the fields of the class.
+
+    Raises:
+        ValueError: the docstring does not state the meaning of a key; the message names it.
     """
     keys = [field.name for field in dataclasses.fields(settings)] if keys is None else list(keys)
     name = "|".join(sorted(keys, key=len, reverse=True))
@@ -339,9 +149,13 @@ def key_meanings(settings: type, keys: Iterable[str] | None = None) -> dict[str,
 
 
 def page() -> str:
-    """docs/losses.md.  Raises: ValueError naming a loss without a formula, or keys without a meaning."""
+    """Return docs/losses.md.
+
+    Raises:
+        ValueError: a loss has no formula, or a key no meaning; the message names them.
+    """
     if missing := sorted(LOSSES.keys() - FORMULAS.keys()):
-        raise ValueError(f"{missing} have no formula: add them to FORMULAS in {Path(__file__).name}")
+        raise ValueError(f"{missing} have no formula: add them to FORMULAS in docs/loss_content.py")
     sections = [_overview(), *(_loss(name) for name in FORMULAS), _ppo(), _surrogates(), _recipes(), _trl()]
     return "\n\n".join("\n".join(section) for section in sections) + "\n"
 
@@ -350,9 +164,10 @@ def _overview() -> Iterator[str]:
     yield "<!-- Written by `python docs/generate_losses.py`, from the losses and the docstrings of their settings. -->"
     yield "# Losses"
     yield ""
-    yield "`loss.name` selects one and `loss.KEY` sets its keys; from Python, `build_loss(name, {key: value})`. A loss"
-    yield "returns its part of a mean over the *global* batch, so that microbatches and ranks add up. An unknown key is"
-    yield "refused, with the nearest known one."
+    yield "`loss.name` selects a loss, and `loss.KEY` sets one of its keys. In Python, `build_loss(name, {key: value})`"
+    yield "builds it. A loss returns its part of a mean over the *global* batch, so the parts of microbatches and ranks"
+    yield "add up. An unknown key is refused, and the message names the nearest known one."
+    yield "[Write your own loss](tutorials/own_loss.md) shows how to add one."
     yield ""
     yield "| name | class | reads | mean over |"
     yield "|---|---|---|---|"
@@ -377,16 +192,18 @@ def _loss(name: str) -> Iterator[str]:
             yield f"| `{key}` | `{default}` | {_cell(meaning)} |"
         yield ""
     if loss.next_token_keys & {"reference_policy_logprobs"}:
-        yield "**`reference_policy_logprobs` is rolled by −1**: entry t speaks of token t+1."
-        yield "`torch.roll(x, -1, dims=-1)` makes it of log-probabilities aligned with `input_ids`; the `dpo` algorithm"
-        yield "does so itself."
+        yield "**`reference_policy_logprobs` is rolled by −1**: entry t corresponds to token t+1. If x has the"
+        yield "log-probabilities aligned with `input_ids`, `torch.roll(x, -1, dims=-1)` gives this form. The `dpo`"
+        yield "algorithm does this by itself."
         yield ""
-    yield f"Batch: {_names(_batch_keys(loss))}; the defaults need {_names(loss.required_keys)}."
-    yield f"Metrics, each where what it is of is there: {_names(loss.metric_reductions)}."
+    yield f"Keys of the batch that it can read: {_names(_batch_keys(loss))}."
+    yield f"With the default settings it needs {_names(loss.required_keys)}."
+    yield ""
+    yield f"Metrics, each reported if its inputs exist: {_names(loss.metric_reductions)}."
 
 
 def _batch_keys(loss: Any) -> dict[str, None]:
-    """What the loss reads: what its DataDict (or its base's) declares, and what it requires."""
+    """Return the keys that the loss reads: those that its DataDict (or its base's) declares, and those it requires."""
     names = (f"{cls.__name__.removesuffix('Fn')}DataDict" for cls in type(loss).__mro__)
     declared = next((getattr(losses, name) for name in names if hasattr(losses, name)), None)
     keys = declared.__annotations__ if declared else ("input_ids", "temperature")
@@ -396,9 +213,9 @@ def _batch_keys(loss: Any) -> dict[str, None]:
 def _ppo() -> Iterator[str]:
     yield "## PPOLoss"
     yield ""
-    yield "`rl_megatron.losses.PPOLoss`, policy and critic in one module on tensors, with torchtune's arguments and"
-    yield "results. Its means are over the call's tokens: for training in parts, the `ppo` algorithm composes"
-    yield "`clipped_pg` and `mse_value`, which divide by global counts."
+    yield "`rl_megatron.losses.PPOLoss` is a module on tensors with the losses of policy and critic, and with"
+    yield "torchtune's arguments and results. Its means are over the tokens of one call. The `ppo` algorithm"
+    yield "trains in microbatches, and therefore uses `clipped_pg` and `mse_value`, which divide by global counts."
     yield f"\n```math{PPO_FORMULA}```\n"
     yield "| argument | default | meaning |"
     yield "|---|---|---|"
@@ -410,8 +227,9 @@ def _ppo() -> Iterator[str]:
 def _surrogates() -> Iterator[str]:
     yield "## The surrogates, side by side"
     yield ""
-    yield "What one token adds to the objective (the loss times −1), and how hard it pulls on its log-probability,"
-    yield f"against the ratio; π_prev = {PREVIOUS_PROBABILITY}. Drawn from what the losses return."
+    yield "The upper plots show what one token adds to the objective (the loss times −1), and the lower plots the"
+    yield "derivative with respect to its log-probability, both against the ratio. The losses themselves computed the"
+    yield f"curves, at π_prev = {PREVIOUS_PROBABILITY}."
     yield ""
     names = "; ".join(surrogate.name for surrogate in SURROGATES)
     yield f"![value and gradient of the surrogate against the ratio: {names}]({PLOT.relative_to(DOCS).as_posix()})"
@@ -420,7 +238,8 @@ def _surrogates() -> Iterator[str]:
 def _recipes() -> Iterator[str]:
     yield "## Recipes"
     yield ""
-    yield "Published methods as overrides of `rl-megatron train`; the same keys go into an experiment's YAML."
+    yield "These are published methods as overrides of `rl-megatron train`. The same keys can be set in the YAML file"
+    yield "of an experiment."
     for recipe in RECIPES:
         yield f"\n**{recipe.name}.** {recipe.notes}\n"
         yield f"```bash\nrl-megatron train {recipe.overrides}\n```"
@@ -429,10 +248,10 @@ def _recipes() -> Iterator[str]:
 def _trl() -> Iterator[str]:
     yield "## Coming from TRL"
     yield ""
-    yield "`tests/contract/test_trl_oracle.py` calls TRL's own code on the same log-probabilities: equal is to 1e-12 in"
-    yield "value and in every gradient."
+    yield "`tests/contract/test_trl_oracle.py` calls TRL's own code on the same log-probabilities. Equal means"
+    yield "to 1e-12, in value and in every gradient."
     yield ""
-    yield "| TRL | here | |"
+    yield "| TRL | here | comparison |"
     yield "|---|---|---|"
     for theirs, ours, comparison in TRL:
         yield f"| {theirs} | {ours} | {comparison} |"

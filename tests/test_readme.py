@@ -24,6 +24,10 @@ COMMANDS = [
 ]
 
 
+def test_it_is_short():
+    assert len(README.splitlines()) <= 120
+
+
 def test_the_two_commands_come_first():
     assert COMMANDS[:2] == ["bash scripts/quickstart.sh", "bash scripts/test.sh"]
 

@@ -1,0 +1,216 @@
+"""The parts of docs/losses.md that are written by hand: formulas, recipes, and the comparison with TRL.
+
+`docs/generate_losses.py` writes the page from them and from the registered losses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# ---- what each loss computes
+
+FORMULAS = {
+    "clipped_pg": r"""
+\mathcal L = \mathrm{mean}\big(w\,\ell\big) + \beta\;\mathrm{mean}\big(\widehat{\mathrm{KL}}\big)
+           + \mu\,\mathrm{NLL}^{+} - c_H\;\mathrm{mean}\big(H\big)
+
+\ell_t = \begin{cases}
+-\min\big(r_t A_t,\; \mathrm{clip}(r_t,\, 1-\varepsilon_{\min},\, 1+\varepsilon_{\max})\, A_t\big)
+  & \text{by default} \\
+\min\big(\text{the above},\; -c\, A_t\big) \;\text{ where } A_t < 0 & \text{with ratio\_clip\_c: dual clip} \\
+-\,\mathrm{sg}\big(\mathrm{clip}(r_t,\, 1-\varepsilon_{\min},\, 1+\varepsilon_{\max})\big)\, A_t \log \pi(y_t)
+  & \text{with use\_cispo} \\
+-\,A_t \log \pi(y_t) & \text{with disable\_ppo\_ratio: REINFORCE}
+\end{cases}
+
+r_t = \frac{\pi(y_t)}{\pi_{\text{prev}}(y_t)} \;\text{ or, per sequence (GSPO), }\;
+\exp\Big(\frac{1}{|y|} \sum_t \log \frac{\pi(y_t)}{\pi_{\text{prev}}(y_t)}\Big),
+\qquad w_t = \frac{\pi_{\text{prev}}(y_t)}{\pi_{\text{generation}}(y_t)} \;\text{ or }\; 1
+
+\widehat{\mathrm{KL}}: \quad k_1 = -x, \quad k_2 = \tfrac{1}{2} x^2, \quad k_3 = e^x - 1 - x,
+\qquad x = \log \pi_{\text{ref}}(y_t) - \log \pi(y_t)
+""",
+    "dpo": r"""
+\mathcal L = w_p\, \mathcal L_{\text{pref}} + w_s\, \mathcal L_{\text{sft}}, \qquad
+\mathcal L_{\text{pref}} = -\frac{1}{N_{\text{pairs}}} \sum_{\text{pairs}}
+  \log \sigma\big(\beta\,(r_{\text{chosen}} - r_{\text{rejected}})\big), \qquad
+\mathcal L_{\text{sft}} = -\frac{1}{N_{\text{pairs}}} \sum_{\text{chosen}} \sum_t m_t \log \pi(y_t)
+
+r = \sum_t m_t \big(\log \pi(y_t) - \log \pi_{\text{ref}}(y_t)\big)
+""",
+    "ipo": r"""
+\mathcal L = \frac{1}{N_{\text{pairs}}} \sum_{\text{pairs}}
+  \Big(r_{\text{chosen}} - r_{\text{rejected}} - \frac{1}{2\tau}\Big)^2, \qquad
+r = \sum_t m_t \big(\log \pi(y_t) - \log \pi_{\text{ref}}(y_t)\big)
+""",
+    "preference": r"""
+\mathcal L = -\frac{1}{N_{\text{pairs}}} \sum_{\text{pairs}}
+  \log \sigma\big(\beta\,(r_{\text{chosen}} - r_{\text{rejected}})\big), \qquad
+r = \text{the score at the sequence's last token}
+""",
+    "nll": r"""
+\mathcal L = -\frac{1}{N_{\text{tokens}}} \sum_t m_t \log \pi(y_t)
+""",
+    "mse_value": r"""
+\mathcal L = \frac{\text{scale}}{2\, N_{\text{tokens}}} \sum_t m_t \max\Big(
+  (v_t - R_t)^2,\; \big(\mathrm{clip}(v_t,\, v_{\text{old},t} - c,\, v_{\text{old},t} + c) - R_t\big)^2\Big)
+""",
+    "distillation": r"""
+\mathcal L = \frac{1}{N_{\text{tokens}}} \sum_t m_t \big(w\,\mathrm{KL}(p\,\|\,q) + (1-w)\,\mathrm{KL}(q\,\|\,p)\big)_t,
+\qquad p = \text{teacher}, \quad q = \text{student, both over the teacher's top } k
+
+\text{with zero\_outside\_topk:} \qquad \mathrm{KL}(q\,\|\,p)
+  = \sum_v q \log q - \sum_k q \log p + 100\,\Big(1 - \sum_k q\Big), \qquad q \text{ over the whole vocabulary}
+""",
+    "draft_cross_entropy": r"""
+\mathcal L = -\frac{1}{N_{\text{tokens}}} \sum_t m_{t+1} \sum_v p_{t+1}(v) \log q_t(v),
+\qquad p = \mathrm{sg}(\text{policy}), \quad q = \text{draft}
+""",
+}
+
+PPO_FORMULA = r"""
+\mathcal L = \mathcal L_\pi + \text{value\_coeff}\;\mathcal L_V, \qquad
+\mathcal L_\pi = -\,\mathrm{mean}\,\min\big(r A,\; \mathrm{clip}(r,\, 1 \pm \varepsilon)\, A\big), \qquad
+\mathcal L_V = \tfrac{1}{2}\,\mathrm{mean}\,\max\big((v - R)^2,\;
+  (\mathrm{clip}(v,\, v_{\text{old}} \pm \text{value\_clip\_range}) - R)^2\big)
+"""
+
+# ---- what to write to get a published method
+
+
+@dataclass(frozen=True)
+class Recipe:
+    name: str
+    overrides: str  # of `rl-megatron train`
+    notes: str
+
+
+_NO_KL = "loss.reference_policy_kl_penalty=0"
+RECIPES = (
+    Recipe(
+        "GRPO",
+        "algorithm=grpo loss.token_level_loss=false loss.reference_policy_kl_penalty=0.04",
+        "[2402.03300](https://arxiv.org/abs/2402.03300). The advantage is the difference from the group's mean, "
+        "divided by its standard deviation. Every answer has the same weight. The KL penalty is in the loss.",
+    ),
+    Recipe(
+        "Dr. GRPO",
+        "algorithm=grpo algorithm.normalize_std=false loss.fixed_sequence_length=32 generation.max_new_tokens=32 "
+        f"{_NO_KL}",
+        "[2503.20783](https://arxiv.org/abs/2503.20783). The advantage is not divided by the standard deviation, and "
+        "the sum over tokens is divided by a constant (the longest allowed answer) instead of the answer's length.",
+    ),
+    Recipe(
+        "DAPO",
+        f"algorithm=grpo algorithm.dynamic_sampling=true loss.ratio_clip_max=0.28 {_NO_KL}",
+        "[2503.14476](https://arxiv.org/abs/2503.14476). A higher upper clip bound, a mean over tokens, and other "
+        "prompts in place of groups with equal rewards. Its penalty on overlong answers belongs in the task's reward.",
+    ),
+    Recipe(
+        "GSPO",
+        "algorithm=grpo loss.sequence_level_importance_ratios=true loss.token_level_loss=false "
+        f"loss.ratio_clip_min=3e-4 loss.ratio_clip_max=4e-4 {_NO_KL}",
+        "[2507.18071](https://arxiv.org/abs/2507.18071). One ratio for each sequence, the geometric mean of its "
+        "tokens' ratios. The clip range is therefore much narrower.",
+    ),
+    Recipe(
+        "CISPO",
+        f"algorithm=grpo loss.use_cispo=true loss.ratio_clip_min=1.0 loss.ratio_clip_max=4.0 {_NO_KL}",
+        "[2506.13585](https://arxiv.org/abs/2506.13585). The ratio is clipped from above only and is a constant "
+        "weight, so every token has a gradient. The upper bound of 5 is from [ScaleRL](https://arxiv.org/abs/2510.13786).",
+    ),
+    Recipe(
+        "RLOO",
+        "algorithm=grpo algorithm.leave_one_out=true algorithm.normalize_std=false loss.disable_ppo_ratio=true "
+        f"loss.fixed_sequence_length=1 {_NO_KL}",
+        "[2402.14740](https://arxiv.org/abs/2402.14740). REINFORCE with the mean reward of the group's other answers "
+        "as the baseline. The loss is summed over an answer's tokens.",
+    ),
+    Recipe(
+        "REINFORCE++",
+        "algorithm=grpo algorithm.advantage_estimator=reinforce_plus_plus loss.use_kl_in_reward=true "
+        "loss.reference_policy_kl_type=k1",
+        "[2501.03262](https://arxiv.org/abs/2501.03262). The KL is subtracted from each token's reward, and returns "
+        "are whitened over the whole batch.",
+    ),
+    Recipe(
+        "PPO",
+        "algorithm=ppo loss.use_kl_in_reward=true loss.reference_policy_kl_type=k1",
+        "[1707.06347](https://arxiv.org/abs/1707.06347), with the KL in the reward as in "
+        "[InstructGPT](https://arxiv.org/abs/2203.02155). A critic with the policy's shape, and GAE.",
+    ),
+    Recipe(
+        "DPO",
+        "algorithm=dpo loss=dpo data=gsm8k_pairs data.path=path/to/pairs",
+        "[2305.18290](https://arxiv.org/abs/2305.18290). `loss.sft_loss_weight` adds the likelihood of chosen answers.",
+    ),
+    Recipe(
+        "IPO",
+        "algorithm=dpo loss=ipo data=gsm8k_pairs data.path=path/to/pairs",
+        "[2310.12036](https://arxiv.org/abs/2310.12036). The squared loss pulls the margin to a finite value, 1/(2τ).",
+    ),
+)
+
+# ---- the same in TRL's terms; tests/contract/test_trl_oracle.py calls both
+
+TRL = (
+    ('`GRPOConfig(loss_type="dapo")`', "the defaults", "equal"),
+    (
+        '`loss_type="bnpo"`',
+        "the defaults",
+        "equal for one batch; over several, TRL takes the mean of their means, and here the parts of one mean add up",
+    ),
+    (
+        '`loss_type="grpo"`',
+        "`token_level_loss: false`",
+        "equal; TRL counts a sequence without tokens in the denominator, and here a masked sample is left out",
+    ),
+    (
+        '`loss_type="dr_grpo"`',
+        "`normalize_std: false`, `fixed_sequence_length: L`",
+        "equal with L = `max_completion_length`",
+    ),
+    (
+        '`importance_sampling_level="sequence"` (GSPO)',
+        "`sequence_level_importance_ratios: true`, `token_level_loss: false`",
+        'equal to `loss_type="grpo"`; other averages of sequence ratios are refused here',
+    ),
+    ("`epsilon`, `epsilon_high`", "`ratio_clip_min`, `ratio_clip_max`", "equal"),
+    ("`delta`", "`ratio_clip_c`", "equal if it is at least 1 + `ratio_clip_max`"),
+    (
+        '`loss_type="cispo"`, `epsilon_high=e`',
+        "`use_cispo: true`, `ratio_clip_min: 1`, `ratio_clip_max: e − 1`",
+        "equal; TRL's value is the upper bound itself",
+    ),
+    (
+        "`beta`",
+        "`reference_policy_kl_penalty`",
+        "equal in value; the gradient here has an additional term, k3·∇log π, from the sampling of the tokens",
+    ),
+    ("`beta`, `use_bias_correction_kl=True`", "… and on-policy, or `use_on_policy_kl_approximation: true`", "equal"),
+    (
+        "`entropy_coef`",
+        "`entropy_coeff`",
+        "equal with a mean over tokens; with a mean over sequences, the entropy here is averaged in the same way",
+    ),
+    (
+        "`RLOOConfig`",
+        "`disable_ppo_ratio: true`, `fixed_sequence_length: 1`",
+        "equal on-policy, in the gradient",
+    ),
+    ('`DPOConfig(loss_type="sigmoid")`', "`dpo`", "equal; rewards are reported without β here"),
+    ('`loss_type="sigmoid_norm"`', "`preference_average_log_probs: true`", "equal"),
+    ('`loss_type="ipo"`, `beta`', "`ipo`, `tau`, `preference_average_log_probs: true`", "equal"),
+    (
+        '`loss_type="sft"`',
+        "`sft_loss_weight`",
+        "TRL takes a mean over the chosen tokens, and this loss over pairs",
+    ),
+    ("`RewardConfig`", "`preference`", "equal"),
+    (
+        "`DistillationConfig`, `beta=0` or `1`",
+        "`distillation`, `kl_type: forward` or `reverse`",
+        "equal (TRL computes in fp32) if the teacher's top k is the whole vocabulary; between 0 and 1, TRL mixes the "
+        "distributions (Jensen-Shannon), and `mixed` here mixes the two divergences",
+    ),
+)
