@@ -1,0 +1,127 @@
+"""Every command and every Python block of the pages runs, or says in tables.py why it does not."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.docs import checks, tables
+from tests.docs.collector import Block, blocks, commands, pages
+from tests.docs.forked import Fork, run_block
+
+PAGES = pages()
+ALL_COMMANDS = [command for page in PAGES for command in checks.page_commands(page)]
+PYTHON = [block for page in PAGES for block in blocks(page) if block.language == "python" and block.title is None]
+
+
+def unique(found):
+    """Return the commands without those whose words another page has already."""
+    return list({command.words: command for command in reversed(found)}.values())[::-1]
+
+
+OURS = [command for command in unique(ALL_COMMANDS) if command.arguments is not None]
+
+
+@pytest.mark.parametrize("page", dict.fromkeys(command.page for command in OURS))
+def test_the_commands_of_a_page_pass_all_checks_before_the_first_step(page, tmp_path, forks):
+    found = [command for command in OURS if command.page == page]
+    with Fork(forks.context, tmp_path) as fork:
+        failures = fork.call(checks.failures_before_the_first_step, found, tmp_path, blocks(page))
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("page", sorted({command.page for command in ALL_COMMANDS}))
+def test_every_other_command_is_known_and_its_files_exist(page):
+    for command in checks.page_commands(page):
+        assert not checks.missing_files(command), f"{command.place}: {command.text}: there is no such file"
+        assert checks.is_known(command), (
+            f"{command.place}: {command.text}: add it to NOT_RUN in tests/docs/tables.py, with the reason"
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if checks.runs_in_order(page)])
+def test_the_blocks_of_a_page_run_in_order(page, tmp_path, forks):
+    checks.run_page(page, tmp_path, forks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", sorted({block.page for block in PYTHON if checks.is_run(block) and not checks.runs_in_order(block.page)})
+)
+def test_the_python_blocks_of_a_page_run(page, tmp_path, forks):
+    for block in blocks(page):
+        checks.write_titled(block, tmp_path)
+    with Fork(forks.context, tmp_path) as fork:
+        for block in PYTHON:
+            if block.page == page and checks.is_run(block):
+                fork.call(run_block, block)
+
+
+def test_the_tables_name_what_the_pages_have():
+    for pattern in tables.TOO_LONG_TO_RUN:
+        assert any(re.search(pattern, command.text) for command in ALL_COMMANDS), f"no page has {pattern}"
+    keys = {checks.not_run_key(block) for block in PYTHON}
+    assert tables.PYTHON_NOT_RUN.keys() <= keys
+    text = "\n".join(command.text for command in ALL_COMMANDS)
+    assert [path for path in tables.INPUTS if path not in text] == []
+
+
+def block_of(text):
+    return Block("page.md", 10, "bash", None, text)
+
+
+def test_the_collector_reads_shell_as_bash_does():
+    found = commands(
+        block_of(
+            "# a comment\n"
+            "rl-megatron train \\\n    train.steps=2   # two steps\n"
+            "NPROC_PER_NODE=2 scripts/train.sh train && ls outputs | head -n 1\n"
+            "torchrun --nnodes=2 --nproc-per-node 4 -m rl_megatron certify 'data.prompt_template=\"{question}\"'\n"
+            "cat > file.py <<'EOF'\nrl-megatron is not a command here\nEOF\n"
+        )
+    )
+    assert [(command.line, command.words, command.ranks, command.arguments) for command in found] == [
+        (11, ("rl-megatron", "train", "train.steps=2"), 1, ("train", "train.steps=2")),
+        (13, ("scripts/train.sh", "train"), 2, ("train",)),
+        (13, ("ls", "outputs"), None, None),
+        (
+            14,
+            ("torchrun", "--nnodes=2", "--nproc-per-node", "4", "-m", "rl_megatron", "certify",
+             'data.prompt_template="{question}"'),
+            8,
+            ("certify", 'data.prompt_template="{question}"'),
+        ),
+        (15, ("cat",), None, None),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="page.md:10: .* cannot be read as shell"):
+        commands(block_of("rl-megatron train data.prompt_template='a\n"))
+
+
+def test_a_wrong_command_is_named(tmp_path, forks):
+    wrong = {
+        "rl-megatron train train.stpes=3": "did you mean 'train.steps'",
+        "torchrun --nproc-per-node 3 -m rl_megatron train parallel.tensor=2": "does not divide the world size 3",
+        "rl-megatron train data=gsm8k data.path=nowhere": "nothing at",
+        "rl-megatron inspect --tensor": "unknown options|unrecognized|SystemExit",
+        "rl-megatron trian": "invalid choice: 'trian'",
+    }
+    found = commands(block_of("\n".join(wrong)))
+    with Fork(forks.context, tmp_path) as fork:
+        failures = fork.call(checks.failures_before_the_first_step, found, tmp_path, [])
+    assert len(failures) == len(wrong)
+    for failure, (command, message) in zip(failures, wrong.items(), strict=True):
+        assert command in failure and re.search(message, failure), failure
+
+
+def test_a_program_that_nobody_knows_is_named():
+    (command,) = commands(block_of("frobnicate --all"))
+    assert not checks.is_known(command)
+
+
+def test_a_python_block_that_raises_is_named(tmp_path, forks):
+    with Fork(forks.context, tmp_path) as fork:
+        fork.call(run_block, block_of("number = 1\n"))
+        with pytest.raises(AssertionError, match=r'File "page.md", line 11.*\n.*ZeroDivisionError'):
+            fork.call(run_block, block_of("assert number == 1\nnumber / 0\n"))
