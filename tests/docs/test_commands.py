@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
 
+from rl_megatron.config.load import load_config
+from rl_megatron.config.schema import ALGORITHM_CONFIGS
 from tests.docs import checks, tables
 from tests.docs.collector import Block, blocks, commands, pages
 from tests.docs.forked import Fork, run_block
+from tests.docs.small_runs import LIMITS
 
 PAGES = pages()
 ALL_COMMANDS = [command for page in PAGES for command in checks.page_commands(page)]
@@ -118,6 +122,15 @@ def test_a_wrong_command_is_named(tmp_path, forks):
 def test_a_program_that_nobody_knows_is_named():
     (command,) = commands(block_of("frobnicate --all"))
     assert not checks.is_known(command)
+
+
+def test_small_runs_limit_keys_that_exist():
+    for section, limits in LIMITS.items():
+        if section == "algorithm":
+            keys = {field.name for config in ALGORITHM_CONFIGS.values() for field in dataclasses.fields(config)}
+        else:
+            keys = {field.name for field in dataclasses.fields(getattr(load_config([]).first, section))}
+        assert limits.keys() <= keys, section
 
 
 def test_a_python_block_that_raises_is_named(tmp_path, forks):
