@@ -16,7 +16,7 @@ from tests.docs.small_runs import load_small_configs, small
 from tests.end_to_end.launch import Finished, Forks
 from tests.forkserver import REPOSITORY, environment
 
-_IN_THE_REPOSITORY = re.compile(r"(scripts|tests|benchmarks|docs|configs|\.ci)/.*")
+_IN_THE_REPOSITORY = re.compile(r"(scripts|tests|benchmarks|docs|examples|configs|\.ci)/.*")
 _STEP = re.compile(r"(?P<stage>.*checkpoints/\w+)/step-\d{6}")
 
 
@@ -28,6 +28,12 @@ def page_commands(page: str) -> list[Command]:
 def runs_in_order(page: str) -> bool:
     """Return whether the page's blocks are run one after the other."""
     return any(fnmatch(page, pattern) for pattern in tables.RUN_IN_ORDER)
+
+
+def test_that_runs(page: str) -> Path | None:
+    """Return the test that runs the page's commands instead of these, or None."""
+    found = (test for pattern, test in tables.RUN_BY_OTHER_TESTS.items() if fnmatch(page, pattern))
+    return next((REPOSITORY / test for test in found), None)
 
 
 def is_known(command: Command) -> bool:
@@ -91,6 +97,8 @@ def _check(command: Command) -> None:
         if key == "tokenizer.path" and not Path(path).exists():
             inputs.tokenizer(Path(path))
     config = load_config(overrides, parsed.config_dir)
+    if parsed.print_config:
+        return
     for checkpoint in begun:
         inputs.checkpoint_without_weights(checkpoint, config.first.model)
     if command.ranks is not None:
@@ -107,7 +115,7 @@ def make_inputs(found: list[Command], directory: Path) -> None:
     """Make the files of INPUTS that the commands name."""
     text = "\n".join(command.text for command in found)
     for path, make in tables.INPUTS.items():
-        if path in text:
+        if re.search(rf"{re.escape(path)}(?![\w.-])", text):
             make(directory / path)
 
 
@@ -138,7 +146,9 @@ def run_page(page: str, directory: Path, forks: Forks) -> None:
 
 def is_run(block: Block) -> bool:
     """Return whether a block is Python to be run as it stands."""
-    return block.language == "python" and block.title is None and not_run_key(block) not in tables.PYTHON_NOT_RUN
+    if block.language != "python" or block.title is not None or test_that_runs(block.page):
+        return False
+    return not_run_key(block) not in tables.PYTHON_NOT_RUN
 
 
 def not_run_key(block: Block) -> str:
