@@ -9,6 +9,14 @@ HERE = Path(__file__).parent
 README = HERE / "README.md"
 VERSION = re.search(r'^__version__ = "([^"]+)"', (HERE / "rl_megatron" / "__init__.py").read_text(), re.MULTILINE)[1]
 
+# The documentation site (mkdocs.yml). Lower bounds: the oldest releases that it was built with.
+DOCS = [
+    "latex2mathml>=3.81,<4",
+    "mkdocs>=1.6,<2",
+    "mkdocs-material>=9.8,<10",
+    "mkdocstrings[python]>=1.0,<2",
+]
+
 setup(
     name="rl_megatron",
     version=VERSION,
@@ -48,10 +56,12 @@ setup(
         # NVIDIA Apex comes with that image too and is not on PyPI: the `apex` there is an unrelated package.
         "te": ["transformer-engine[pytorch]>=2.0"],
         "triton": ["triton>=3.2; platform_system == 'Linux'"],  # CUDA builds of torch bring the one they need
+        "docs": DOCS,
         # trl: tests/contract/test_trl_oracle.py calls methods of its trainers that may change with any release.
         # triton: without a GPU its interpreter runs the kernels (before 3.7 it needs numpy < 2.4).
         # beartype: checks the shapes that annotations give, in tests alone.
         "dev": [
+            *DOCS,
             "beartype>=0.20",
             "hypothesis",
             "pyright[nodejs]>=1.1.400",

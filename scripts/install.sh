@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The project's virtual environment with the pinned dependencies, made or brought up to date.
-#   scripts/install.sh [EXTRA]     EXTRA: one of setup.py's extras (dev, te, triton)
+#   scripts/install.sh [EXTRA]     EXTRA: one of setup.py's extras (dev, docs, te, triton)
 # PYTHON   the interpreter to make it with (default python3; 3.11 or newer)
 # VENV     its directory (default: .venv; .venv-3.12 and so on where .venv has another version than the PYTHON you name)
 # Sourced by the other scripts, it defines `install_package`, which sets VENV.

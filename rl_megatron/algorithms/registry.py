@@ -115,7 +115,12 @@ def register_algorithm(
     Args:
         config: A subclass of `AlgorithmConfig` under `@section`. The default of its key `name` is the name; it is
             registered too, if it is not already.
-        loss, fixed_loss, head, critic, uses_reference, check_data: See `Algorithm`.
+        loss: What the algorithm asks of the configured loss; see `Algorithm`.
+        fixed_loss: The registered loss of an algorithm that leaves no choice.
+        head: The head of the policy.
+        critic: What its critic is, or None.
+        uses_reference: Whether a stage compares the policy with the one that it began as.
+        check_data: Checks a stage's training data; see `Algorithm`.
 
     Raises:
         TypeError: `config` is not strict, or has no name.

@@ -58,8 +58,8 @@ class RolloutConfig(AlgorithmConfig):
 
     learns_from: ClassVar[str] = PROBLEMS
 
-    prompts_per_step: Positive = 32
-    samples_per_prompt: Positive = 8
+    prompts_per_step: Positive = 32  # prompts of a rollout step
+    samples_per_prompt: Positive = 8  # completions of each prompt, which form its group
 
     @property
     def rounds_per_step(self) -> int:
@@ -148,7 +148,7 @@ class GRPOConfig(RolloutConfig):
     leave_one_out: bool = False  # baseline: mean of the other samples of the group
     normalize_std: bool = True  # divide advantages by the group's standard deviation (Dr. GRPO: false)
     dynamic_sampling: bool = False  # DAPO: keep only groups with differing rewards, sampling on until full
-    dynamic_sampling_max_rounds: Positive = 4
+    dynamic_sampling_max_rounds: Positive = 4  # the most rounds of a step; each draws prompts_per_step prompts
     updates_per_rollout: Positive = 1  # passes over each rollout; train.global_batch_size splits a pass into steps
 
     @property
@@ -199,7 +199,7 @@ class PPOConfig(RolloutConfig):
     gae_lambda: ClosedFraction = 0.95  # λ: 0 trusts the critic, 1 the rewards that came
     whiten_advantages: bool = True  # mean 0 and standard deviation 1 over the tokens of a rollout
     updates_per_rollout: Positive = 1  # passes over each rollout; train.global_batch_size splits a pass into steps
-    critic_optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    critic_optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # the critic's own optimizer section
     critic_warmup_steps: NonNegative = 0  # first steps, in which only the critic learns
     value_clip: PositiveFloat | None = 0.2  # how far a value may move from the rollout's; null: any distance
 

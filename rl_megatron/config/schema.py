@@ -56,7 +56,7 @@ class LinearRope:
     """Positions divided by `factor` (Gemma 3)."""
 
     kind: Literal["linear"] = "linear"
-    factor: PositiveFloat
+    factor: PositiveFloat  # what positions are divided by
 
 
 @section
@@ -65,10 +65,10 @@ class Llama3Rope:
     in between what is in between (Llama 3.1 and later)."""
 
     kind: Literal["llama3"] = "llama3"
-    factor: PositiveFloat
+    factor: PositiveFloat  # what low frequencies are divided by
     low_freq_factor: PositiveFloat = 1.0  # long: original_max_position_embeddings / low_freq_factor and more
     high_freq_factor: PositiveFloat = 4.0  # short: original_max_position_embeddings / high_freq_factor and less
-    original_max_position_embeddings: Positive
+    original_max_position_embeddings: Positive  # tokens of the context first trained on
 
 
 @section
@@ -79,8 +79,8 @@ class YarnRope:
     """
 
     kind: Literal["yarn"] = "yarn"
-    factor: PositiveFloat
-    original_max_position_embeddings: Positive
+    factor: PositiveFloat  # what low frequencies are divided by
+    original_max_position_embeddings: Positive  # tokens of the context first trained on
     beta_fast: PositiveFloat = 32.0  # turns from which a frequency stays as it is
     beta_slow: PositiveFloat = 1.0  # turns up to which it is divided by factor
     truncate: bool = True  # the bounds of the two are rounded to whole dimensions
@@ -98,18 +98,18 @@ RopeScaling = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator=
 class ModelConfig:
     """A decoder like LLaMA: RMSNorm, gated MLP, RoPE, grouped-query attention; dense, or a mixture of experts."""
 
-    num_layers: Positive = 4
-    hidden_size: Positive = 128
-    ffn_hidden_size: Positive = 384
-    num_attention_heads: Positive = 4
+    num_layers: Positive = 4  # transformer layers
+    hidden_size: Positive = 128  # width of the hidden states
+    ffn_hidden_size: Positive = 384  # width of the MLP's hidden layer
+    num_attention_heads: Positive = 4  # query heads of each layer
     num_query_groups: Positive = 4  # key/value heads; equal to num_attention_heads for plain multi-head attention
     head_dim: Positive | None = None  # null: hidden_size / num_attention_heads
-    max_sequence_length: Positive = 256
+    max_sequence_length: Positive = 256  # the most tokens of a sequence, prompt and completion together
     vocab_size: Positive | None = None  # rows of the embedding; null: one for each of the tokenizer's tokens
-    rope_base: PositiveFloat = 10_000.0
+    rope_base: PositiveFloat = 10_000.0  # base of the RoPE frequencies (theta)
     rope_scaling: RopeScaling | None = None  # for contexts longer than first trained on: kind linear, llama3 or yarn
     local_rope_base: PositiveFloat | None = None  # of layers with a window, unscaled (Gemma 3); null: as the others'
-    norm_epsilon: PositiveFloat = 1e-5
+    norm_epsilon: PositiveFloat = 1e-5  # added to the mean square in RMSNorm
     zero_centered_norm: bool = False  # norms multiply by 1 + weight (Gemma)
     sandwich_norms: bool = False  # norms after attention and MLP too, before the residual is added (Gemma 2 and 3)
     activation: Literal["silu", "gelu_tanh"] = "silu"  # of the MLP's gate; gelu_tanh: Gemma's
@@ -118,7 +118,7 @@ class ModelConfig:
     qkv_bias: bool = False  # Qwen2 has one
     qk_norm: bool = False  # Qwen3 has it
     query_pre_attn_scalar: Positive | None = None  # scores are divided by its root (Gemma); null: the head's dimension
-    init_std: PositiveFloat = 0.02
+    init_std: PositiveFloat = 0.02  # standard deviation of new weights
     sliding_window: Positive | None = None  # tokens a token may look at, itself included; null: all before it
     global_attention_every: Positive | None = None  # each so-many-th layer is without the window (Gemma 3: 6)
     # Multi-head latent attention (DeepSeek-V2 and -V3), with kv_lora_rank: keys and values of all heads come of one
@@ -130,7 +130,7 @@ class ModelConfig:
     qk_rope_head_dim: Positive | None = None
     v_head_dim: Positive | None = None
     num_experts: Positive | None = None  # experts of each layer's MLP (Mixtral, Qwen-MoE); null: a dense MLP
-    experts_per_token: Positive = 2
+    experts_per_token: Positive = 2  # experts that each token visits
     expert_ffn_hidden_size: Positive | None = None  # null: ffn_hidden_size
     shared_expert_ffn_hidden_size: Positive | None = None  # an expert that every token sees (Qwen2-MoE); null: none
     shared_expert_gate: bool = False  # the shared expert's output is weighed by a learned gate (Qwen2-MoE)
@@ -157,29 +157,30 @@ class ModelConfig:
 class ParallelConfig:
     """Degrees; data parallel is what the world size leaves: world = tensor · pipeline · context · data."""
 
-    tensor: int = 1
+    tensor: int = 1  # tensor-parallel ranks
     sequence: bool = False  # sequence parallelism over the tensor-parallel ranks
-    pipeline: int = 1
+    pipeline: int = 1  # pipeline stages
     virtual_pipeline: int = 1  # model chunks per pipeline stage (interleaved schedule)
-    context: int = 1
+    context: int = 1  # context-parallel ranks, which share the tokens of each sequence
     expert: int = 1  # experts over the ranks of a pipeline stage (tensor · context · data); each expert lies whole
     first_stage_layers: Positive | None = None  # of an uneven pipeline; null: as many as every other stage
-    last_stage_layers: Positive | None = None
+    last_stage_layers: Positive | None = None  # as first_stage_layers, of the last stage
 
 
 @section
 class OptimizerConfig:
     """Adam with decoupled weight decay, linear warmup, then decay to `min_lr`."""
 
-    lr: PositiveFloat = 1e-3
-    min_lr: NonNegativeFloat = 0.0
-    warmup_steps: NonNegative = 0
+    lr: PositiveFloat = 1e-3  # largest learning rate, reached after the warmup
+    min_lr: NonNegativeFloat = 0.0  # learning rate at the end of the decay
+    warmup_steps: NonNegative = 0  # optimizer steps of linear warmup from 0
     decay_steps: Positive | None = None  # null: the stage's optimizer steps; grpo and ppo may take several a step
+    # How the learning rate falls to min_lr.
     decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "cosine"
-    weight_decay: NonNegativeFloat = 0.01
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
-    epsilon: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.01  # decoupled from the gradient, as in AdamW
+    beta1: Fraction = 0.9  # decay rate of Adam's first moment
+    beta2: Fraction = 0.95  # decay rate of Adam's second moment
+    epsilon: PositiveFloat = 1e-8  # added to the root of Adam's second moment
     clip_grad: NonNegativeFloat = 1.0  # global gradient norm; 0 turns clipping off
     distributed: bool = True  # optimizer state sharded over data-parallel ranks
     # Gradients are summed over data-parallel ranks while backward runs, and the distributed optimizer's new weights
@@ -220,13 +221,13 @@ class TrainConfig:
     # The reference policy of dpo, grpo and ppo. resident: on the device beside the policy; offload: in the host's
     # memory, on the device during a call.
     reference: Literal["resident", "offload"] = "resident"
-    seed: NonNegative = 0
+    seed: NonNegative = 0  # of new weights, the order of the data, and sampling
     eval_every: NonNegative = 0  # steps between evaluations; 0: only before the first step and after the last
     save_every: NonNegative = 0  # steps between checkpoints; 0: only at the end
     async_save: bool = True  # checkpoints are written from a copy while training goes on; the last is waited for
     keep_checkpoints: Positive = 2  # per stage; older ones are deleted
     keep_best: EvalMetric | None = None  # a held-out measure: the checkpoint that is best by it is kept, too
-    collective_timeout_minutes: PositiveFloat = 10.0
+    collective_timeout_minutes: PositiveFloat = 10.0  # the longest wait for other ranks before the run ends
 
 
 @section
@@ -250,11 +251,11 @@ class DataConfig:
     heldout_kind: ClassVar[str]
     reads_path: ClassVar[bool] = True
 
-    source: str
+    source: str  # a registered data source
     path: str | None = None  # file, or directory with train.jsonl and test.jsonl; of preferences: data/preferences.py
     heldout_fraction: Fraction = 0.05  # split off a single file
     sequence_length: Positive = 128  # pretraining windows
-    prompt_template: str = "{question}\n"
+    prompt_template: str = "{question}\n"  # the text of a prompt; {name} is a field of the record
     answer_template: str = "{answer}"  # of preferences: {answer} is the chosen or the rejected text
     too_long: Literal["error", "truncate", "drop"] = "error"  # rows past model.max_sequence_length
     num_eval_rows: Positive = 256  # held-out rows (or problems) per evaluation; a pair is two rows
@@ -274,9 +275,10 @@ class DataConfig:
 
 @section
 class GenerationConfig:
-    max_new_tokens: Positive = 32
+    max_new_tokens: Positive = 32  # longest completion
     temperature: NonNegativeFloat = 1.0  # 0: greedy
     top_k: NonNegative = 0  # 0: off
+    # Nucleus sampling: only the likeliest tokens whose probabilities add up to this are drawn; 1: off.
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     stop_tokens: tuple[str, ...] = ()  # besides the end-of-sequence token; each must be one token
     batch_size: Positive = 256  # rows decoded together on one data-parallel rank, or in one engine's process
@@ -340,16 +342,16 @@ class StageConfig:
     data: Annotated[SerializeAsAny[DataConfig], named_class("source", SOURCE_CONFIGS)]
     generation: GenerationConfig
     loss: dict[str, Any]  # name and keys of a registered loss (rl_megatron/losses)
-    precision: Literal["fp32", "bf16"]
-    device: Literal["auto", "cpu", "cuda"]
+    precision: Literal["fp32", "bf16"]  # of weights and activations in a forward pass; the optimizer keeps fp32 weights
+    device: Literal["auto", "cpu", "cuda"]  # auto: the GPU if there is one, otherwise the CPU
 
 
 @section
 class RunConfig:
     """A run: stages in order, each starting from the weights the one before left."""
 
-    stages: dict[str, StageConfig]
-    output_dir: str
+    stages: dict[str, StageConfig]  # the stages by name, in their order
+    output_dir: str  # the directory that the run writes
     plugins: tuple[str, ...] = ()  # modules of the user's own that register losses, tasks, algorithms, …
     metric_sinks: tuple[str, ...] = ("jsonl", "tensorboard")  # where metrics are written; jsonl is always one of them
     init_from: str | None = None  # a checkpoint directory to start the first stage from

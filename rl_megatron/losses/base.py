@@ -160,7 +160,7 @@ class Loss(ABC):
         Raises:
             NaNLoss: a ValueError: the loss is NaN because an input is NaN at a token or sample that counts; names the
                 input and the position.
-            Also what `evaluate` raises.
+            ValueError: shapes do not fit. Other errors of `evaluate` are raised as well.
         """
         call = self.prepare(bind(self, args, keywords))
         keywords = dict(call.keywords)

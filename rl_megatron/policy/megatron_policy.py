@@ -52,7 +52,9 @@ class MegatronPolicy(ColocatablePolicyInterface):
 
     Attributes:
         model: The sharded model, which owns the weights and their version.
-        model_config, topology, vocab_size: Its shape, how it is sharded, and the tokenizer's vocabulary size.
+        model_config: Its shape.
+        topology: How it is sharded.
+        vocab_size: The tokenizer's vocabulary size.
         weights: Sends the weights to rollout engines.
         reference: The frozen model or the recorded logprobs that the policy is compared with, if any.
         memory: Where gradient buffers and optimizer state are.

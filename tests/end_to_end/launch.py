@@ -141,11 +141,18 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
+def rl_megatron(arguments: list[str]) -> int:
+    """Run the command line in this process and return its exit status."""
+    from rl_megatron.cli import main
+
+    return main(arguments)
+
+
 class Forks:
     """`run(directory, *arguments)`: `rl_megatron.cli.main` in forks of one process with the imports done."""
 
     def __init__(self) -> None:
-        self._context = fork_context()
+        self.context = fork_context()
 
     def run(self, directory: Path, *arguments: str) -> Finished:
         """Run the command alone and return its end."""
@@ -163,16 +170,20 @@ class Forks:
         ranks: int = 1,
         largest_file: int | None = None,
         before: Callable[[], object] | None = None,
+        program: Callable[[list[str]], int] = rl_megatron,
     ) -> Forked:
         """Start the command on `ranks` ranks.
 
         Args:
+            program: A function at module level that every rank calls with the arguments; it returns the exit status.
             largest_file: Bytes at which a file cannot grow any more, as on a full disk.
             before: A function at module level that every rank calls before it enters the command.
         """
         port = _free_port()
         processes = [
-            self._context.Process(target=_main, args=(directory, arguments, rank, ranks, port, largest_file, before))
+            self.context.Process(
+                target=_main, args=(directory, arguments, rank, ranks, port, largest_file, before, program)
+            )
             for rank in range(ranks)
         ]
         return Forked(directory, processes)
@@ -231,6 +242,7 @@ def _main(
     port: int,
     largest_file: int | None,
     before: Callable[[], object] | None,
+    program: Callable[[list[str]], int],
 ) -> None:
     os.chdir(directory)
     if largest_file is not None:  # Python ignores the signal, so that writing fails as it does on a full disk
@@ -242,9 +254,7 @@ def _main(
         os.environ.update({key: str(value) for key, value in place.items()})
     if before is not None:
         before()
-    from rl_megatron.cli import main
-
-    sys.exit(main(list(arguments)))
+    sys.exit(program(list(arguments)))
 
 
 def _free_port() -> int:

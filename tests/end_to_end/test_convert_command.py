@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import subprocess
 import sys
 import time
@@ -64,17 +63,6 @@ def test_import_train_export(tmp_path, forks, qwen):
 
 
 PAGE = (REPOSITORY / "docs" / "hugging_face.md").read_text()
-
-
-def test_the_commands_of_the_page_run_one_after_the_other(tmp_path, forks, qwen):
-    (commands,) = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
-    (tmp_path / "path" / "to").mkdir(parents=True)
-    (tmp_path / "path" / "to" / "Qwen2.5-0.5B").symlink_to(qwen)
-    for line in commands.splitlines():
-        program, *arguments = shlex.split(line)
-        done = forks.run(tmp_path, *arguments, *(TRAINING if arguments[0] == "train" else ()))
-        assert program == "rl-megatron" and done.status == 0, done.err
-    assert tensors(tmp_path / "exported" / "qwen").keys() == tensors(qwen).keys()
 
 
 def test_the_page_has_every_family_and_its_links_lead_somewhere():
