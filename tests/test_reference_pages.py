@@ -1,4 +1,4 @@
-"""The glossary, the guides for users of other projects, and the sizing page name keys, modules and commands that exist."""
+"""The glossary, the sizing page and the guides for users of other projects name keys and commands that exist."""
 
 from __future__ import annotations
 
@@ -151,6 +151,19 @@ def test_an_entry_of_the_glossary_is_one_sentence_with_a_link(term, entry):
     assert prose.count(". ") == 0 and entry[0].isupper()
 
 
+TERMS = [term.strip() for terms, _ in ENTRIES for term in terms.split(",")]
+
+
 def test_no_term_of_the_glossary_comes_twice():
-    terms = [term.strip() for terms, _ in ENTRIES for term in terms.split(",")]
-    assert len(terms) == len(set(terms)) > 60
+    assert len(TERMS) == len(set(TERMS)) > 60
+
+
+def test_the_glossary_has_every_word_of_the_naming_section():
+    (naming,) = re.findall(r"^## Naming\n(.*)", (DOCS.parent / "CONTRIBUTING.md").read_text(), re.MULTILINE | re.DOTALL)
+    words = {" ".join(word.split()) for word in re.findall(r"(?<!\*)\*([^*]+)\*", naming)}
+    avoided = {"row", "chunk"}
+    assert len(words) > 30
+    assert (
+        sorted(word for word in words - avoided if not {word, word.removesuffix("s"), f"{word} data"} & set(TERMS))
+        == []
+    )
