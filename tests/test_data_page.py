@@ -18,7 +18,7 @@ from rl_megatron.data.tokenizer import train_bpe
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = (REPOSITORY / "docs" / "data.md").read_text()
-EXAMPLES = dict(re.findall(r'```json title="(\w+)"\n(.*?)```', PAGE, re.DOTALL))
+EXAMPLES = dict(re.findall(r'```json title="(\w+)\.jsonl"\n(.*?)```', PAGE, re.DOTALL))
 TOKENIZER = train_bpe([PAGE], 300)
 
 
