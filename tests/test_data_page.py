@@ -1,0 +1,78 @@
+"""docs/data.md: its examples are read as it says, and it leaves out no source, preset, task, option or key."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from rl_megatron.config.schema import DataConfig
+from rl_megatron.data.datasets import PromptAnswerDataset
+from rl_megatron.data.files import load_records
+from rl_megatron.data.preferences import PreferenceDataset, load_preferences
+from rl_megatron.data.sources import SOURCES
+from rl_megatron.data.tasks.registry import TASKS, build_task
+from rl_megatron.data.tokenizer import train_bpe
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PAGE = (REPOSITORY / "docs" / "data.md").read_text()
+EXAMPLES = dict(re.findall(r'```json title="(\w+)\.jsonl"\n(.*?)```', PAGE, re.DOTALL))
+TOKENIZER = train_bpe([PAGE], 300)
+
+
+@pytest.fixture
+def example(tmp_path):
+    def write(name: str) -> Path:
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(EXAMPLES[name])
+        return path
+
+    return write
+
+
+def test_the_example_of_prompts_and_answers_is_read(example):
+    train, heldout = load_records(example("prompt_answer"))
+    assert (len(train), len(heldout)) == (2, 1)
+    assert len(PromptAnswerDataset(train, TOKENIZER, 128)) == 2
+
+
+@pytest.mark.parametrize("name", ["preference", "graded"])
+def test_the_examples_of_pairs_are_read(example, name):
+    train, heldout = load_preferences(example(name), heldout_fraction=0.5)
+    assert [record.values["chosen"] for record in train + heldout] in (
+        ["It is 5.", "It is 8."],
+        ["It is 8.", "It is 5."],
+    )
+    assert len(PreferenceDataset(train, TOKENIZER, 128)) == 1
+
+
+def test_the_example_of_gsm8k_is_read_and_rewarded(example):
+    task = build_task("gsm8k", path=str(example("gsm8k")))
+    problems = task.train_problems() + task.heldout_problems()
+    assert sorted(problem.answer for problem in problems) == ["5", "8", "8"]
+    assert task.reward(problems[0], f"so #### {problems[0].answer}.0") == 1.0
+    assert task.reward(problems[0], problems[0].answer) == 0.0
+
+
+@pytest.mark.parametrize("source", [name for name, cls in SOURCES.items() if cls.__module__.startswith("rl_megatron.")])
+def test_every_source_has_a_section(source):
+    assert f"\n### {source}\n" in PAGE and f"| [`{source}`](#{source}) |" in PAGE
+
+
+@pytest.mark.parametrize("task", [name for name, cls in TASKS.items() if cls.__module__.startswith("rl_megatron.")])
+def test_every_task_and_option_is_on_the_page(task):
+    (table,) = re.findall(rf"\| option of `{task}` .*?\n\n", PAGE, re.DOTALL)
+    documented = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", table, re.MULTILINE))
+    assert list(documented) == [field.name for field in fields(TASKS[task])]
+
+
+@pytest.mark.parametrize("key", [field.name for field in fields(DataConfig)])
+def test_every_key_of_the_section_is_on_the_page(key):
+    assert f"data.{key}" in PAGE
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in (REPOSITORY / "configs" / "data").glob("*.yaml")))
+def test_every_preset_is_on_the_page(preset):
+    assert f"`data={preset}`" in PAGE

@@ -1,0 +1,157 @@
+"""docs/sizing.md: its table is what its formulas give, and the formulas count what a built model holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from docs import generate_sizing as sizing
+from rl_megatron.checkpoint.optimizer_state import parts
+from rl_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from rl_megatron.generation import kv_cache
+from rl_megatron.generation.interfaces import Sampling
+from rl_megatron.generation.megatron import MegatronEngine
+from rl_megatron.policy.megatron_policy import MegatronPolicy
+from tests.parallel.layouts import EXPERTS, MODEL, build_policy
+
+VOCAB_SIZE = 64  # nothing is padded
+UNTIED = replace(MODEL, tie_embeddings=False)
+
+
+def case(model: ModelConfig, world_size: int, parallel: dict, **options) -> sizing.Case:
+    return sizing.Case("", model, VOCAB_SIZE, world_size, ParallelConfig(**parallel), **options)
+
+
+def test_the_table_is_up_to_date():
+    text = sizing.PAGE.read_text()
+    assert sizing.page(text) == text, "run `python docs/generate_sizing.py`"
+
+
+@pytest.mark.parametrize(
+    ("model", "vocab_size", "published"),
+    [
+        (sizing.QWEN, 151_936, 494_032_768),
+        (sizing.LLAMA_8B, 128_256, 8_030_261_248),
+        (sizing.QWEN_MOE, 151_936, 30.5e9),
+    ],
+)
+def test_presets_have_as_many_parameters_as_the_models_they_are_named_after(model, vocab_size, published):
+    whole = sizing.Case("", model, vocab_size, 1, ParallelConfig())
+    assert sizing.parameters(whole).total == pytest.approx(published, rel=2e-3)
+
+
+def held_bytes(model: ModelConfig, parallel: dict, precision: str, distributed: bool) -> dict[str, int]:
+    """Return the bytes of each kind on this rank, as the tensors of a policy say."""
+    policy = build_policy(parallel, model, OptimizerConfig(distributed=distributed), precision, vocab_size=VOCAB_SIZE)
+    policy.freeze_reference()
+    models = [parameter for chunk in policy.model.chunks for parameter in chunk.parameters()]
+    storages = {p.untyped_storage().data_ptr() for p in models}
+    state = []
+    for part in parts(policy.optimizer):
+        stepped = [p for group in part.optimizer.param_groups for p in group["params"]]
+        state += [p for p in stepped if p.untyped_storage().data_ptr() not in storages]
+        state += [
+            x for entry in part.optimizer.state.values() for x in entry.values() if torch.is_tensor(x) and x.dim()
+        ]
+    frozen = [p for chunk in policy.reference.model.chunks for p in chunk.parameters()]
+    return {
+        "parameters": sum(p.numel() * p.element_size() for p in models),
+        "gradients": sum(p.main_grad.numel() * p.main_grad.element_size() for p in models),
+        "optimizer": sum(x.numel() * x.element_size() for x in state),
+        "reference": sum(p.numel() * p.element_size() for p in frozen),
+    }
+
+
+LAYOUTS = [
+    (1, {}, MODEL),
+    (2, {}, UNTIED),
+    (2, {"tensor": 2}, MODEL),
+    (2, {"pipeline": 2}, UNTIED),
+    (2, {"context": 2}, MODEL),
+    (2, {"expert": 2}, EXPERTS),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: str(layout[:2]))
+@pytest.mark.parametrize(("precision", "distributed"), [("bf16", True), ("fp32", True), ("bf16", False)])
+def test_a_built_policy_holds_the_bytes_of_the_formulas(ranks, layout, precision, distributed):
+    world_size, parallel, model = layout
+    told = case(model, world_size, parallel, precision=precision, distributed=distributed)
+    parameters, gradients, optimizer = sizing.training_bytes(told)
+    held = ranks.run(world_size, held_bytes, model, parallel, precision, distributed)
+    final_norm = model.hidden_size * (parallel.get("pipeline", 1) > 1)  # only the last stage has it
+    fullest = max(held, key=lambda rank: rank["parameters"])
+    assert fullest["parameters"] == parameters
+    assert fullest["gradients"] == gradients
+    assert fullest["reference"] == sizing.reference_bytes(told) == parameters
+    # Ranks that share a model split its state at the borders of buckets, so that only the sum is exact.
+    per_stage = sum(rank["optimizer"] for rank in held) / len(held)
+    assert per_stage == pytest.approx(optimizer, abs=12 * final_norm)
+
+
+def cached_bytes(batch_size: int) -> int:
+    policy = build_policy({}, MODEL, precision="bf16", vocab_size=VOCAB_SIZE)
+    caches, made = [], kv_cache.CachedAttention.__init__
+
+    def keep(self, *args):
+        made(self, *args)
+        caches.append(self)
+
+    kv_cache.CachedAttention.__init__ = keep
+    try:
+        MegatronEngine(policy, batch_size).generate([[1, 2, 3]] * batch_size, Sampling(max_new_tokens=5), seed=0)
+    finally:
+        kv_cache.CachedAttention.__init__ = made
+    return sum(x.numel() * x.element_size() for cache in caches for x in (cache.keys, cache.values))
+
+
+def test_the_embedded_engine_caches_the_bytes_of_the_formula(ranks):
+    told = case(MODEL, 1, {}, sequences=4, columns=8)
+    one_layer_repeated = 2 * 8 * 4 * 2 * 4 * 8  # keys and values, dimensions, heads, bytes, sequences, columns
+    assert ranks.run(1, cached_bytes, 4) == [sizing.cache_bytes(told) - one_layer_repeated]
+
+
+def saved_elements(model: ModelConfig, num_layers: int, num_tokens: int) -> float:
+    """Return what autograd keeps for backward, in elements of a token."""
+    model = replace(model, num_layers=num_layers, max_sequence_length=num_tokens)
+    policy: MegatronPolicy = build_policy({}, model, precision="bf16", vocab_size=VOCAB_SIZE)
+    chunk = policy.model.chunks[0]
+    chunk.train()
+    weights = {p.untyped_storage().data_ptr() for p in chunk.parameters()}
+    kept = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = chunk(torch.zeros(1, num_tokens, dtype=torch.long), None, None)
+    size = sum(t.untyped_storage().nbytes() for data, t in kept.items() if data not in weights)
+    del output
+    return size / 2 / num_tokens
+
+
+DENSE = ModelConfig(hidden_size=128, ffn_hidden_size=384, num_attention_heads=4, num_query_groups=2)
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_activations_of_a_layer_are_those_of_the_formulas(ranks, qk_norm):
+    dense = replace(DENSE, qk_norm=qk_norm)
+
+    def of_a_layer(recompute: str) -> float:
+        model = replace(dense, recompute=recompute)
+        two, four = (ranks.run(1, saved_elements, model, layers, 64)[0] for layers in (2, 4))
+        return (four - two) / 2
+
+    assert of_a_layer("full") == dense.hidden_size
+    formula = sizing.activation_elements(dense)
+    assert 1.45 * formula <= of_a_layer("none") <= 1.75 * formula  # the page says 1.5 to 1.7
+    assert of_a_layer("selective") == pytest.approx(of_a_layer("none"), rel=0.1)
+
+
+def test_layers_of_an_uneven_pipeline():
+    uneven = {"pipeline": 2, "last_stage_layers": 1}
+    assert sizing.layers_of_stage(case(MODEL, 2, uneven)) == 3
+    assert sizing.layers_of_stage(case(MODEL, 2, {"pipeline": 2})) == 2

@@ -1,0 +1,172 @@
+"""Every message that docs/troubleshooting.md quotes is one that the package prints, and no kind of error is left out.
+
+A quote is a code span at the start of a list item, or one after another such span and a comma. "…" in it stands for
+anything, so a quote is a list of constant parts that a message has in this order. If a message was reworded, the
+failure shows the nearest messages of the package: copy the new words into the page.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PACKAGE = REPOSITORY / "rl_megatron"
+PAGE = (REPOSITORY / "docs" / "troubleshooting.md").read_text()
+OF_OTHERS = {"no viable alternative at input", "does not divide the world size 1"}  # Hydra's; an example
+VALUE = "\0"
+FEWEST_CHARACTERS = 10  # of a quote's constant parts: shorter ones would match anything
+
+
+@dataclass(frozen=True)
+class Message:
+    """A string of the package, with `VALUE` for what an f-string fills in.
+
+    Attributes:
+        text: The string.
+        module: The file, relative to the package.
+        raised: The names that are called around it: of an exception's class if it is raised.
+    """
+
+    text: str
+    module: str
+    raised: frozenset[str]
+
+
+def text_of(node: ast.AST) -> str | None:
+    """Return the text of a string, an f-string or a sum of them, or None for another expression."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else None
+    if isinstance(node, ast.JoinedStr):
+        return "".join(VALUE if isinstance(part, ast.FormattedValue) else str(text_of(part)) for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = text_of(node.left), text_of(node.right)
+        return None if left is right is None else (left or VALUE) + (right or VALUE)
+    return None
+
+
+def messages_below(node: ast.AST, module: str, raised: frozenset[str]) -> Iterator[Message]:
+    text = text_of(node)
+    if text is not None:
+        yield Message(text, module, raised)
+        if isinstance(node, ast.Constant | ast.JoinedStr):
+            return  # the pieces of an f-string are not messages
+    if isinstance(node, ast.Call):
+        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        raised = raised | {called}
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+            continue  # a docstring
+        yield from messages_below(child, module, raised)
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@cache
+def messages() -> tuple[Message, ...]:
+    return tuple(found for module, tree in trees().items() for found in messages_below(tree, module, frozenset()))
+
+
+def quotes_of(page: str) -> list[str]:
+    """Return the quoted messages of a page, in its order."""
+    quotes = []
+    for item in re.findall(r"^- (`.*?)(?=^\S|^$|\Z)", page, re.MULTILINE | re.DOTALL):
+        item, ends = " ".join(item.split()), 0
+        while span := re.compile(r"(?:, )?`([^`]+)`(?: \(`\w+`\))?").match(item, ends):
+            quotes.append(span[1])
+            ends = span.end()
+    return [quote for quote in quotes if quote not in OF_OTHERS]
+
+
+def parts_of(quote: str) -> list[str]:
+    return [part.strip() for part in quote.split("…") if part.strip()]
+
+
+def says(message: str, quote: str) -> bool:
+    """Return whether the message has the constant parts of the quote in their order."""
+    place = 0
+    for part in parts_of(quote):
+        found = message.find(part, place)
+        if found < 0:
+            return False
+        place = found + len(part)
+    return True
+
+
+@cache
+def sources_of(quote: str) -> list[Message]:
+    return [message for message in messages() if says(message.text, quote)]
+
+
+def nearest_to(quote: str) -> str:
+    """Return the package's messages that are most like a quote, for whoever has to correct it."""
+    wanted = " ".join(parts_of(quote))
+    raised = {message.text.replace(VALUE, "…"): message.module for message in messages() if message.raised}
+    score = {text: difflib.SequenceMatcher(None, wanted, text[:300]).quick_ratio() for text in raised}
+    words = set(re.findall(r"\w{4,}", wanted))
+    common = sorted(raised, key=lambda text: (-len(words & set(re.findall(r"\w{4,}", text))), -score[text]))
+    return "\n".join(f"    {raised[text]}: {text}" for text in common[:3])
+
+
+QUOTES = quotes_of(PAGE)
+
+
+def test_quotes_are_found():
+    page = "- `one thing …`, `another\n  thing` (`Error`): cause.\n- Not `this`.\n- `a third`\n"
+    assert quotes_of(page) == ["one thing …", "another thing", "a third"]
+    assert says(f"x={VALUE} does nothing: y", "x=… nothing") and not says("nothing x=", "x=… nothing")
+    assert len(QUOTES) > 100
+
+
+@pytest.mark.parametrize("quote", QUOTES)
+def test_a_quoted_message_is_one_of_the_package(quote):
+    constant = sum(map(len, parts_of(quote)))
+    assert constant >= FEWEST_CHARACTERS, "quote more of the message"
+    assert sources_of(quote), f"no message of the package has the words of {quote!r}; nearest:\n{nearest_to(quote)}"
+
+
+def exceptions_of_the_package() -> dict[str, str]:
+    """Return the module of every class that derives from an exception."""
+    bases = {
+        node.name: ({ast.unparse(base).rpartition(".")[2] for base in node.bases}, module)
+        for module, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def is_exception(name: str) -> bool:
+        known = name in ("Exception", "BaseException") or name.endswith(("Error", "Exception"))
+        return known or any(is_exception(base) for base in bases.get(name, ((), ""))[0])
+
+    return {name: module for name, (_, module) in bases.items() if is_exception(name)}
+
+
+@pytest.mark.parametrize("exception", exceptions_of_the_package())
+def test_every_exception_has_an_entry(exception):
+    assert f"`{exception}`" in PAGE
+    assert any(exception in message.raised for quote in QUOTES for message in sources_of(quote)), (
+        f"no entry quotes a message of {exception}"
+    )
+
+
+def raises_config_error(tree: ast.Module) -> bool:
+    return any(
+        isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and ast.unparse(node.exc.func) == "ConfigError"
+        for node in ast.walk(tree)
+    )
+
+
+@pytest.mark.parametrize("module", [module for module, tree in trees().items() if raises_config_error(tree)])
+def test_every_module_that_refuses_input_has_an_entry(module):
+    covered = any(message.module == module for quote in QUOTES for message in sources_of(quote))
+    assert covered, f"no entry quotes a message of {module}"
