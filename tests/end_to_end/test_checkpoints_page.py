@@ -32,7 +32,7 @@ def test_the_commands_of_the_page_run(tmp_path, forks):
     )
 
 
-def test_links_and_measures():
+def test_links_and_eval_metrics():
     for target in re.findall(r"\]\((?!http)([^)#]+)(?:#\w+)?\)", PAGE):
         assert (REPOSITORY / "docs" / target).exists(), target
     assert "`nll_per_token`" in PAGE and "nll_per_token" in HIGHER_IS_BETTER

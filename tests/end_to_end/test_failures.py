@@ -87,7 +87,7 @@ def test_records_that_cannot_be_read_name_file_and_line(tmp_path, refused, conte
     assert all(word in message for word in words), message
 
 
-def test_nothing_held_out_is_nothing_to_measure_on(tmp_path, refused):
+def test_a_run_without_held_out_data_is_refused(tmp_path, refused):
     message = refused(*PRETRAIN, write(tmp_path / "data.txt", "some text\n" * 200), "data.heldout_fraction=0")
     assert "data.heldout_fraction=0" in message and "data.txt" in message
 

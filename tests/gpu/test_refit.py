@@ -76,7 +76,7 @@ def engine(connection) -> None:
     connection.send(digests((name, parameter.cpu()) for name, parameter in parameters.items()))
 
 
-def hand_over() -> tuple[dict, dict, int]:
+def send_weights() -> tuple[dict, dict, int]:
     policy = build_policy("bf16", distributed=True)
     groups = policy.prepare_weights_for_ipc(20_000)
     ours, theirs = SPAWN.Pipe()
@@ -97,7 +97,7 @@ def hand_over() -> tuple[dict, dict, int]:
 
 
 def test_an_engine_reads_the_weights_where_they_lie_and_the_memory_comes_back():
-    taken, wanted, kept = in_a_fresh_process(hand_over)
+    taken, wanted, kept = in_a_fresh_process(send_weights)
     assert taken == wanted
     assert kept <= 0
 

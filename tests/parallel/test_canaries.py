@@ -210,7 +210,7 @@ def refusal(parallel: dict, num_layers: int) -> str:
     return str(error.value)
 
 
-def test_layers_that_do_not_divide_over_chunks_are_refused(ranks):
+def test_layers_that_do_not_divide_over_model_chunks_are_refused(ranks):
     """10 layers over 2 stages of 2 chunks trained as 8 (NVIDIA/Megatron-LM issue 468)."""
     assert "model.num_layers=10" in ranks.run(2, refusal, INTERLEAVED, 10)[0]
 
@@ -221,7 +221,7 @@ def test_two_interleaved_stages_do_not_swap_activations_and_gradients(ranks, one
     assert_equal(ranks.run(2, loss_and_gradients, INTERLEAVED, batch(), 1)[0], one_process)
 
 
-def test_filler_microbatches_of_the_interleaved_schedule_count_nothing(ranks, one_process):
+def test_padding_microbatches_of_the_interleaved_schedule_change_nothing(ranks, one_process):
     """The interleaved schedule takes multiples of the pipeline degree only (volcengine/verl issue 6176); 3 microbatches
     are filled up to 4, and the fourth must leave loss and gradient alone."""
     assert_equal(ranks.run(2, loss_and_gradients, INTERLEAVED, batch(), 2)[0], one_process)

@@ -210,6 +210,6 @@ def too_long() -> str:
     return str(error.value)
 
 
-def test_a_prompt_without_room_is_refused(ranks):
+def test_a_prompt_too_long_for_its_completion_is_refused(ranks):
     message = ranks.run(1, too_long)[0]
     assert "60 tokens" in message and "max_new_tokens" in message and "max_sequence_length=64" in message

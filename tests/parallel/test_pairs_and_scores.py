@@ -150,7 +150,7 @@ def test_a_call_for_the_other_head_is_named(ranks):
     ranks.run(1, calls_of_the_other_head)
 
 
-def hand_over(directory: str, model, parallel: dict) -> None:
+def send_weights(directory: str, model, parallel: dict) -> None:
     """A language model's checkpoint under one layout → a critic under another → its own checkpoint → the critic."""
     language = build_policy({}, model=model, optimizer=DISTRIBUTED_OPTIMIZER)
     language.train(random_batch(8, 16, 0), NLLLoss(), gbs=8)
@@ -180,7 +180,7 @@ def hand_over(directory: str, model, parallel: dict) -> None:
 @pytest.mark.parametrize("model", [MODEL, UNTIED], ids=["tied", "untied"])
 @pytest.mark.parametrize("parallel", [{"tensor": 2, "sequence": True}, {"pipeline": 2}], ids=["tensor", "pipeline"])
 def test_a_critic_starts_from_a_language_model(ranks, tmp_path, model, parallel):
-    ranks.run(2, hand_over, str(tmp_path), model, parallel)
+    ranks.run(2, send_weights, str(tmp_path), model, parallel)
 
 
 def separated() -> None:

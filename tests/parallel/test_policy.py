@@ -109,7 +109,7 @@ def marked_rows(parallel: dict, marks: list[float]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("layout", [(1, {}), DATA, PIPELINE, (4, {"pipeline": 2})], ids=str)
-def test_a_metric_of_some_rows_is_reduced_over_those(ranks, layout):
+def test_a_metric_of_some_sequences_is_reduced_over_those(ranks, layout):
     for marks, expected in {
         (0.0, 0.0, 0.0, 5.0): {"marks": 5.0, "least": 5.0, "greatest": 5.0},  # on the last of the ranks alone
         (2.0, 0.0, 0.0, 5.0): {"marks": 7.0, "least": 2.0, "greatest": 5.0},
@@ -225,7 +225,7 @@ def uneven_rows(parallel: dict) -> tuple[float, torch.Tensor]:
 
 
 @pytest.mark.parametrize("layout", [DATA, (4, {}), INTERLEAVED], ids=str)
-def test_rows_that_do_not_divide_are_filled_up_without_weight(ranks, layout):
+def test_sequences_that_do_not_divide_are_padded_with_zero_loss_weight(ranks, layout):
     loss, logprobs = ranks.reference(uneven_rows, {})
     found_loss, found = ranks.run(layout[0], uneven_rows, layout[1])[0]
     assert found_loss == pytest.approx(loss, rel=1e-5)
@@ -328,7 +328,7 @@ def test_bf16_learns_with_fp32_gradients(ranks, layout):
     assert losses == pytest.approx(exact, rel=0.03)
 
 
-def bf16_hand_over(directory: str, distributed: bool) -> tuple[float, float]:
+def load_bf16_weights(directory: str, distributed: bool) -> tuple[float, float]:
     """(How far one small step moves the weights that were handed over, how far the receiver's own were from them)."""
     optimizer = dataclasses.replace(OPTIMIZER, distributed=distributed, lr=1e-4)
     giver = build_policy({}, precision="bf16", optimizer=optimizer)
@@ -343,9 +343,9 @@ def bf16_hand_over(directory: str, distributed: bool) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed optimizer", "plain optimizer"])
-def test_a_bf16_hand_over_reaches_the_fp32_weights_that_the_optimizer_moves(ranks, tmp_path, distributed):
+def test_a_bf16_checkpoint_reaches_the_fp32_weights_that_the_optimizer_updates(ranks, tmp_path, distributed):
     """Else the first step would bring back what the weights were before."""
-    moved, apart = ranks.run(1, bf16_hand_over, str(tmp_path), distributed)[0]
+    moved, apart = ranks.run(1, load_bf16_weights, str(tmp_path), distributed)[0]
     assert apart > 0.1 and 0 < moved < 0.01
 
 

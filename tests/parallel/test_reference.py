@@ -104,7 +104,7 @@ def bytes_of_a_resume(directory: str, rows: int, width: int) -> int:
     return max(sent)
 
 
-def test_a_resume_sends_a_record_once_and_not_once_a_row(ranks, tmp_path):
+def test_a_resume_sends_a_record_once_and_not_once_per_sequence(ranks, tmp_path):
     """Rows that are views would each be sent with the storage of all."""
     sent = ranks.run(2, bytes_of_a_resume, str(tmp_path), 200, 30)[0]
     assert sent < 2 * (tmp_path / "reference.safetensors").stat().st_size
@@ -120,7 +120,7 @@ def rows_added(directory: str) -> list[int]:
     return computed
 
 
-def test_only_rows_that_are_not_known_yet_are_computed(ranks, tmp_path):
+def test_only_sequences_that_are_not_recorded_yet_are_computed(ranks, tmp_path):
     assert ranks.run(1, rows_added, str(tmp_path))[0] == [2, 1, 2]
 
 

@@ -191,6 +191,6 @@ def altered_in_transit(parallel: dict) -> str:
     return str(error.value)
 
 
-def test_rows_that_change_in_transit_are_named(ranks):
+def test_weights_that_change_in_transit_are_named(ranks):
     for message in ranks.run(2, altered_in_transit, {"tensor": 2}):
         assert message.startswith("model.layers.2.self_attn.k_proj.weight arrived altered")

@@ -55,7 +55,7 @@ def test_layouts_with_the_same_microbatches_agree(ranks, one_process, parallel, 
     assert_same(ranks.run(world_size, one_step, parallel, WHOLE, model)[0], one_process)
 
 
-def test_padding_and_rows_without_weight_are_no_tokens(ranks, one_process):
+def test_padding_and_sequences_with_zero_loss_weight_do_not_count(ranks, one_process):
     assert_same(ranks.run(1, one_step, {}, Batching("packed", tokens=4096))[0], one_process)
     assert_same(ranks.run(1, one_step, {}, Batching("padded", NUM_ROWS + 5), EXPERTS, 5)[0], one_process)
 

@@ -24,7 +24,7 @@ def present():
     return torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]
 
 
-def test_one_rank_padded_rows():
+def test_one_rank_padded_sequences():
     layout = TokenLayout.padded((4, WIDTH), 10, None, torch.device("cpu"))
     rows = layout.scatter(batch(), -7)
     assert torch.equal(rows[:, :WIDTH], batch()) and (rows[:, WIDTH:] == -7).all() and rows.shape == (4, 10)
@@ -65,7 +65,7 @@ def check_following(layout, there):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_row_of_the_next_token(packed):
+def test_the_values_of_the_next_token(packed):
     if packed:
         layout, there = TokenLayout.packed(*boundaries(LENGTHS, 4), WIDTH, 24, None), present()
     else:

@@ -201,7 +201,7 @@ def test_every_rank_has_a_place_of_its_own(ranks):
     assert {multiple for *_, multiple in found} == {2}
 
 
-def test_context_ranks_pad_to_zigzag_chunks(ranks):
+def test_context_ranks_pad_to_zigzag_slices(ranks):
     found = ranks.run(4, _places, {"context": 2})
     assert [place for _, place, *_ in found] == [(0, 0, 0, 0), (0, 1, 0, 0), (0, 0, 0, 1), (0, 1, 0, 1)]
     assert {multiple for *_, multiple in found} == {4}
