@@ -171,9 +171,9 @@ def hand_over(directory: str, model, parallel: dict) -> None:
     again.load_checkpoint(own)
     torch.testing.assert_close(again.get_values(batch)["values"], wanted, rtol=1e-5, atol=1e-6)
 
-    with pytest.raises(ConfigError, match=r"is of a reward model or critic.*a language model is needed"):
+    with pytest.raises(ConfigError, match=r"holds a reward model or critic.*a language model is needed"):
         language.load_checkpoint(own, weights_only=True)
-    with pytest.raises(ConfigError, match=r"is of a language model.*a reward model or critic .* is needed"):
+    with pytest.raises(ConfigError, match=r"holds a language model.*a reward model or critic .* is needed"):
         again.load_checkpoint(path)  # to go on training, a fresh head will not do
 
 

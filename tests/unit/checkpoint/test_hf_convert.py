@@ -102,7 +102,7 @@ def one_tensor_less(source: Path) -> None:
 MISTAKES = {
     "no config": (lambda d: without(d, "config.json"), "config.json is missing"),
     "no weights": (lambda d: without(d, "model.safetensors"), "has neither model.safetensors nor"),
-    "cut": (truncated, "model.safetensors is cut"),
+    "cut": (truncated, "model.safetensors is truncated"),
     "a tensor missing": (one_tensor_less, "lacks tensors .*: model.norm.weight"),
     "an architecture": (lambda d: (d / "config.json").write_text('{"architectures": ["X"]}'), "known are LlamaFor"),
     "a large tokenizer": (lambda d: save_tokenizer(d, 31), "tokenizer has 31 tokens and model.vocab_size=30 rows"),
@@ -219,11 +219,11 @@ def described_as(checkpoint: Path, config: dict, model: dict) -> None:
 
 UNUSABLE = {
     "a score head": (lambda c: republished(c, head="score"), "has a score head"),
-    "a flipped bit": (flipped, "contents of __0_0.distcp are not those that were written"),
+    "a flipped bit": (flipped, "__0_0.distcp has changed since it was written"),
     "a file missing": (lambda c: (c / ".metadata").unlink(), ".metadata is missing"),
     "another model": (
         lambda c: described_as(c, {"rms_norm_eps": 0.5}, {}),
-        "is of another model than .*config.json describes",
+        "holds another model than .*config.json describes",
     ),
     "an unknown key": (lambda c: republished(c, {"num_layrs": 1}), "num_layrs"),
     "layers missing": (
@@ -259,7 +259,7 @@ def trained_from_nothing(run: Path, source: Path) -> Path:
 def test_a_model_trained_from_nothing_has_its_runs_tokenizer_and_a_familys_config(tmp_path):
     run = tmp_path / "run"
     step = trained_from_nothing(run, directory_of(tmp_path / "hf"))
-    with pytest.raises(ConfigError, match="does not tell its vocabulary's size.*leave the checkpoint in its run"):
+    with pytest.raises(ConfigError, match="does not state its vocabulary size.*leave the checkpoint in its run"):
         export_weights(step, tmp_path / "exported")
     republished(step, vocab_size=30)  # as a run saves it
     assert export_weights(step, tmp_path / "without tokenizer")["vocab_size"] == 30

@@ -84,7 +84,7 @@ def test_the_library_reads_what_is_written_in_any_order(tmp_path, max_shard_byte
 def test_a_tensor_that_was_not_written_is_named(tmp_path):
     writer = WeightWriter(tmp_path, SHAPES, lambda name: torch.float32, 100)
     writer.write("a", 0, 0, torch.ones(4, 3))
-    with pytest.raises(RuntimeError, match="3 tensors were not written once over, such as b"):
+    with pytest.raises(RuntimeError, match="3 tensors were not written exactly once, such as b"):
         writer.finish()
 
 
@@ -112,19 +112,25 @@ def overlapping(directory: Path) -> None:
 
 
 DAMAGES = {
-    "cut": (cut, r"two\.safetensors is cut: \d+ bytes, and its header describes \d+"),
+    "cut": (cut, r"two\.safetensors is truncated: it has \d+ bytes, and its header describes \d+"),
     "too long": (lengthened, r"two\.safetensors is too long"),
-    "cut within its header": (lambda d: (d / "two.safetensors").write_bytes(b"\x40" + bytes(20)), "is cut, or no"),
-    "empty": (lambda d: (d / "two.safetensors").write_bytes(b""), "is cut, or no safetensors file"),
+    "cut within its header": (
+        lambda d: (d / "two.safetensors").write_bytes(b"\x40" + bytes(20)),
+        "is truncated, or is not",
+    ),
+    "empty": (lambda d: (d / "two.safetensors").write_bytes(b""), "is truncated, or is not a safetensors file"),
     "no JSON": (lambda d: with_header(d, b"{not json"), "its header cannot be read"),
     "no offsets": (lambda d: with_header(d, b'{"c": {"dtype": "F32"}}'), "its header cannot be read"),
     "overlapping": (overlapping, "begins at byte"),
-    "quantised": (lambda d: of_dtype(d, torch.float8_e4m3fn), r"two\.safetensors: c is F8_E4M3; read here are F32"),
-    "missing": (lambda d: (d / "two.safetensors").unlink(), r"two\.safetensors is missing, which .*index\.json names"),
+    "quantised": (
+        lambda d: of_dtype(d, torch.float8_e4m3fn),
+        r"two\.safetensors: c is F8_E4M3, which is not supported; supported dtypes: F32",
+    ),
+    "missing": (lambda d: (d / "two.safetensors").unlink(), r"two\.safetensors is missing, although .*index\.json names"),
     "ghost in the index": (lambda d: reindexed(d, ghost="two.safetensors"), "two.safetensors lacks .* ghost$"),
     "in another file": (lambda d: reindexed(d, a="two.safetensors"), "one.safetensors has tensors .* a$"),
     "not in the index": (lambda d: reindexed(d, a=None), "one.safetensors has tensors .* does not place there: a$"),
-    "outside": (lambda d: reindexed(d, a="../one.safetensors"), "names a file of another directory"),
+    "outside": (lambda d: reindexed(d, a="../one.safetensors"), "names a file in another directory"),
     "an index without a map": (lambda d: (d / INDEX).write_text("{}"), "has no weight_map"),
     "an index that is no JSON": (lambda d: (d / INDEX).write_text("{"), "cannot be read as JSON"),
     "two sets of weights": (lambda d: (d / SINGLE).write_bytes(b""), f"has both {INDEX} and {SINGLE}"),
@@ -158,12 +164,12 @@ def changed(tmp_path: Path, **changes: torch.Tensor | None) -> dict:
     ("changes", "message"),
     [
         ({"a": None}, "lacks tensors that its config.json asks for: a$"),
-        ({"a": None, "b": None, "c": None, "d": None, "e": torch.ones(1)}, "has tensors that .* no place for: e$"),
-        ({f"e{i}": torch.ones(1) for i in range(5)}, "no place for: e0, e1, e2 and 2 more"),
+        ({"a": None, "b": None, "c": None, "d": None, "e": torch.ones(1)}, "has tensors that .* does not ask for: e$"),
+        ({f"e{i}": torch.ones(1) for i in range(5)}, "does not ask for: e0, e1, e2 and 2 more"),
         ({"a": torch.ones(3, 4).bfloat16()}, r"a has shape \(3, 4\); its config.json asks for \(4, 3\)"),
-        ({"c": torch.ones(2, 3)}, "c is F32 and a is BF16; all must be of one dtype"),
+        ({"c": torch.ones(2, 3)}, "c is F32 and a is BF16; all must have the same dtype"),
         ({"b": torch.ones(5).half()}, "b is F16; it must be F32 or BF16"),
-        ({"lm_head.weight": torch.ones(1)}, "no place for: lm_head.weight"),
+        ({"lm_head.weight": torch.ones(1)}, "does not ask for: lm_head.weight"),
     ],
 )
 def test_tensors_that_are_not_the_models_are_named(tmp_path, changes, message):
