@@ -104,7 +104,10 @@ MISTAKES = {
     "no weights": (lambda d: without(d, "model.safetensors"), "has neither model.safetensors nor"),
     "cut": (truncated, "model.safetensors is truncated"),
     "a tensor missing": (one_tensor_less, "lacks tensors .*: model.norm.weight"),
-    "an architecture": (lambda d: (d / "config.json").write_text('{"architectures": ["X"]}'), "known are LlamaFor"),
+    "an architecture": (
+        lambda d: (d / "config.json").write_text('{"architectures": ["X"]}'),
+        "supported architectures: LlamaFor",
+    ),
     "a large tokenizer": (lambda d: save_tokenizer(d, 31), "tokenizer has 31 tokens and model.vocab_size=30 rows"),
     "a broken tokenizer": (lambda d: (d / "tokenizer.json").write_text("{}"), "its tokenizer cannot be read"),
     "no end of text": (lambda d: (d / "tokenizer_config.json").write_text("{}"), "declares no eos_token"),

@@ -126,7 +126,10 @@ DAMAGES = {
         lambda d: of_dtype(d, torch.float8_e4m3fn),
         r"two\.safetensors: c is F8_E4M3, which is not supported; supported dtypes: F32",
     ),
-    "missing": (lambda d: (d / "two.safetensors").unlink(), r"two\.safetensors is missing, although .*index\.json names"),
+    "missing": (
+        lambda d: (d / "two.safetensors").unlink(),
+        r"two\.safetensors is missing, although .*index\.json names",
+    ),
     "ghost in the index": (lambda d: reindexed(d, ghost="two.safetensors"), "two.safetensors lacks .* ghost$"),
     "in another file": (lambda d: reindexed(d, a="two.safetensors"), "one.safetensors has tensors .* a$"),
     "not in the index": (lambda d: reindexed(d, a=None), "one.safetensors has tensors .* does not place there: a$"),

@@ -145,9 +145,9 @@ def test_what_is_accepted(architecture, changes, expected):
         (
             "LlamaForCausalLM",
             {"architectures": ["BertModel"]},
-            r"architectures=\['BertModel'\].*known are Llama.*Qwen3M",
+            r"architectures=\['BertModel'\].*supported architectures: Llama.*Qwen3M",
         ),
-        ("LlamaForCausalLM", {"architectures": ...}, r"architectures=\[\] has no family"),
+        ("LlamaForCausalLM", {"architectures": ...}, r"architectures=\[\] is not supported"),
         ("LlamaForCausalLM", {"hidden_size": ...}, "there/config.json has no 'hidden_size'"),
         ("LlamaForCausalLM", {"rms_norm_eps": ...}, "has no 'rms_norm_eps'"),
         ("Qwen3ForCausalLM", {"head_dim": ...}, "has no 'head_dim'"),
@@ -172,12 +172,12 @@ def test_what_is_accepted(architecture, changes, expected):
         ("Qwen3MoeForCausalLM", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
         ("Qwen3MoeForCausalLM", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
         ("Qwen3MoeForCausalLM", {"use_sliding_window": True}, "use_sliding_window=True"),
-        ("LlamaForCausalLM", {"quantization_config": {"bits": 4}}, "quantization_config=.* is not understood"),
-        ("LlamaForCausalLM", {"auto_map": {"AutoModel": "x.Y"}}, "auto_map=.* is not understood"),
+        ("LlamaForCausalLM", {"quantization_config": {"bits": 4}}, "quantization_config=.* is not supported"),
+        ("LlamaForCausalLM", {"auto_map": {"AutoModel": "x.Y"}}, "auto_map=.* is not supported"),
         ("Qwen2ForCausalLM", {"is_causal": False}, "is_causal=False is not supported"),
         ("Qwen3ForCausalLM", {"use_qk_norm": False}, "use_qk_norm=False is not supported"),
-        ("LlamaForCausalLM", {"rope_parameters": "x"}, "a value is of another type than its key has"),
-        ("LlamaForCausalLM", {"logit_scale": 0.5}, "logit_scale=0.5 is not understood here, and may change what"),
+        ("LlamaForCausalLM", {"rope_parameters": "x"}, "a value has another type than its key needs"),
+        ("LlamaForCausalLM", {"logit_scale": 0.5}, "logit_scale=0.5 is not supported, and may change what"),
     ],
 )
 def test_what_is_refused(architecture, changes, message):

@@ -78,7 +78,10 @@ def test_what_is_written_says_the_same_to_transformers_and_to_us(name, tmp_path)
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"rope_type": "dynamic", "factor": 2.0}, "rope_type=dynamic: known here are default, linear, llama3, yarn"),
+        (
+            {"rope_type": "dynamic", "factor": 2.0},
+            "rope_type=dynamic is not supported; supported types: default, linear, llama3, yarn",
+        ),
         ({"rope_type": "linear", "factor": 2.0, "beta_fast": 3.0}, "rope_parameters.beta_fast=3.0"),
         ({"rope_type": "default", "mrope_section": [1, 2]}, "rope_parameters.mrope_section"),
         ({"rope_type": "linear"}, "rope_parameters.factor is missing"),
