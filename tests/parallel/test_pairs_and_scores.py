@@ -141,7 +141,7 @@ def calls_of_the_other_head() -> None:
     }
     for name, call in calls.items():
         needed, found = ("score", "lm") if name in ("get_values", "score") else ("lm", "score")
-        words = f"^{name} is for a model built with head='{needed}'; this one has head='{found}'$"
+        words = f"^{name} needs a model with head='{needed}'; this model has head='{found}'$"
         with pytest.raises(RuntimeError, match=words):
             call()
 

@@ -265,7 +265,7 @@ def conformance() -> dict[str, list[str]]:
         policy.broadcast_weights_for_collective()
     with pytest.raises(ValueError, match="world_size=1 must count the policy's 1 ranks and at least one engine's"):
         policy.init_collective("127.0.0.1", 1, world_size=1)
-    with pytest.raises(RuntimeError, match="sending weights to an engine is for a model built with head='lm'"):
+    with pytest.raises(RuntimeError, match="sending weights to an engine needs a model with head='lm'"):
         llama({}, head="score").prepare_refit_info()
     return needed
 

@@ -108,7 +108,7 @@ MISTAKES = {
         lambda d: (d / "config.json").write_text('{"architectures": ["X"]}'),
         "supported architectures: LlamaFor",
     ),
-    "a large tokenizer": (lambda d: save_tokenizer(d, 31), "tokenizer has 31 tokens and model.vocab_size=30 rows"),
+    "a large tokenizer": (lambda d: save_tokenizer(d, 31), "tokenizer has 31 tokens, but model.vocab_size=30"),
     "a broken tokenizer": (lambda d: (d / "tokenizer.json").write_text("{}"), "its tokenizer cannot be read"),
     "no end of text": (lambda d: (d / "tokenizer_config.json").write_text("{}"), "declares no eos_token"),
 }
