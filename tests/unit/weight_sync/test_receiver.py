@@ -80,8 +80,8 @@ def test_models_that_differ_from_what_comes_are_refused():
     for parameters, message in (
         ({"a": model()["a"], "b": model()["b"]}, "c is unknown to the engine's model"),
         (model() | {"d": torch.zeros(3)}, "d of the engine's model is missing"),
-        (model() | {"b": torch.zeros(6)}, r"b comes as float32 \[5\], and the engine's model has it as float32 \[6\]"),
-        (model() | {"b": torch.zeros(5).half()}, "b comes as float32 .* float16"),
+        (model() | {"b": torch.zeros(6)}, r"b will come as float32 \[5\], but the engine's model has float32 \[6\]"),
+        (model() | {"b": torch.zeros(5).half()}, "b will come as float32 .* float16"),
     ):
         with pytest.raises(WeightsRefused, match=message):
             WeightReceiver(parameters, PLAN)
