@@ -186,7 +186,7 @@ def test_a_critic_starts_from_a_language_model(ranks, tmp_path, model, parallel)
 def separated() -> None:
     model = build_policy({}, head="score")
     for name, arguments in {"the batch": (5, {}), "gbs": (6, {"gbs": 3}), "mbs": (6, {"mbs": 3})}.items():
-        with pytest.raises(ValueError, match=f"PreferenceLoss needs 2 rows together, and {name} has"):
+        with pytest.raises(ValueError, match=f"PreferenceLoss needs groups of 2 sequences, but {name} has"):
             model.train(random_batch(arguments[0], 12, 0), PreferenceLoss(), **arguments[1])
 
 
