@@ -59,7 +59,7 @@ def import_weights(source: Path, checkpoint: Path, progress: Progress = lambda d
         progress: Called with the bytes written so far and the total.
 
     Raises:
-        ConfigError: The input is wrong, which is found before anything is written, or writing failed.
+        ConfigError: The input is wrong (nothing has been written then), or the checkpoint cannot be written.
     """
     weights = open_hugging_face(source)
     with WeightReader(weights.places) as reader, _whole_or_not_at_all(checkpoint) as partial:
@@ -92,7 +92,7 @@ def export_weights(
         progress: Called with the bytes written so far and the total.
 
     Raises:
-        ConfigError: The checkpoint is wrong, which is found before anything is written, or writing failed.
+        ConfigError: The checkpoint is wrong (nothing has been written then), or the directory cannot be written.
     """
     manifest = read_manifest(checkpoint)
     if manifest.get("head", "lm") != "lm":
@@ -219,8 +219,8 @@ def _write_hugging_face(
             if None in name_of:
                 _write_part(writer, table, name_of[None], part.offset, data)
             else:
-                for number, of_expert in enumerate(data, start=part.offset[0]):
-                    _write_part(writer, table, name_of[number], part.offset[1:], of_expert)
+                for number, expert_data in enumerate(data, start=part.offset[0]):
+                    _write_part(writer, table, name_of[number], part.offset[1:], expert_data)
             done += data.nbytes
             progress(done, total)
 

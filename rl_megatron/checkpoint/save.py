@@ -121,9 +121,9 @@ class Save:
         self._wait()
         failure = agreed_failure(self._failure)
         if failure is None:
-            everyones: list = [None] * dist.get_world_size()
-            dist.gather_object(self._written, everyones if dist.get_rank() == 0 else None)
-            failure = on_main_rank(lambda: self._publish(everyones), lambda error: _failure(error, self.path))
+            gathered: list = [None] * dist.get_world_size()
+            dist.gather_object(self._written, gathered if dist.get_rank() == 0 else None)
+            failure = on_main_rank(lambda: self._publish(gathered), lambda error: _failure(error, self.path))
         if failure is not None:
             self.abandon()
             raise SaveFailed(f"checkpoint {self.path} could not be saved: {failure}")
@@ -138,9 +138,9 @@ class Save:
         while not self.is_written():  # one collective that waits for the disk could exceed its timeout
             time.sleep(_PAUSE_SECONDS)
 
-    def _publish(self, everyones: list) -> None:
-        entries = {name: entry for _, entries in everyones for name, entry in entries.items()}
-        self._complete([results for results, _ in everyones], entries)
+    def _publish(self, gathered: list) -> None:
+        entries = {name: entry for _, entries in gathered for name, entry in entries.items()}
+        self._complete([results for results, _ in gathered], entries)
 
 
 def begin_checkpoint(

@@ -1,1 +1,1 @@
-"""Policies: a sharded model with its optimizer and reference, which train on and score whole batches."""
+"""Policies: sharded models with an optimizer and a reference, which train on global batches and compute logprobs."""

@@ -60,11 +60,11 @@ def move_optimizer_state(
     megatron-core's own offload moves every tensor that the optimizer updates. In fp32 these are views of the model's
     weights. A moved view would become a copy, and the optimizer would train the copy. Here these views stay in place.
     """
-    of_the_model = {p.untyped_storage().data_ptr() for model_chunk in model_chunks for p in model_chunk.parameters()}
+    model_storages = {p.untyped_storage().data_ptr() for model_chunk in model_chunks for p in model_chunk.parameters()}
     for part in parts(optimizer):
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.untyped_storage().data_ptr() not in of_the_model:
+                if parameter.untyped_storage().data_ptr() not in model_storages:
                     parameter.data = parameter.data.to(device)
         for state in part.optimizer.state.values():
             for name, value in state.items():

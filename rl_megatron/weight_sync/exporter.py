@@ -154,9 +154,9 @@ def weights_digest(model: ShardedModel) -> str:
     total = torch.zeros((), dtype=torch.int64, device=topology.device)
     for piece in pieces(model.model_chunks):
         if piece.is_first_replica:
-            of_name = hashlib.blake2b(piece.name.encode(), digest_size=8).digest()
-            odd = int.from_bytes(of_name, "big", signed=True) | 1
-            total += odd * fingerprint(piece.tensor, (*piece.offset, 0)[:2])
+            name_digest = hashlib.blake2b(piece.name.encode(), digest_size=8).digest()
+            name_factor = int.from_bytes(name_digest, "big", signed=True) | 1  # odd, so that no bit of the sum is lost
+            total += name_factor * fingerprint(piece.tensor, (*piece.offset, 0)[:2])
     if topology.world_size > 1:
         dist.all_reduce(total)
     return f"{total.item() % 2**64:016x}"

@@ -100,7 +100,7 @@ def family_of_model(model: ModelConfig, vocab_size: int) -> Family:
 
 
 def same_weights(one: ModelConfig, other: ModelConfig) -> bool:
-    """Return whether the weights of one model fit the other and give the same output there."""
+    """Return whether both sections describe the same model, so that the same weights give the same output."""
     return _meaning(one, 0) == _meaning(other, 0)
 
 

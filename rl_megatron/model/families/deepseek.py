@@ -162,7 +162,7 @@ def _experts(table: TableBuilder, model: ModelConfig, hf: str, megatron: str) ->
 
 
 def is_dropped(hf_name: str, model: ModelConfig) -> bool:
-    """Return whether a checkpoint's tensor belongs to a layer after the model's, which predicts further tokens."""
+    """Return whether a checkpoint's tensor belongs to one of the further layers, which are not part of the model."""
     layer = _LAYER.match(hf_name)
     return layer is not None and int(layer[1]) >= model.num_layers
 

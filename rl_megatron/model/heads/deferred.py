@@ -1,6 +1,6 @@
-"""How losses get logits from a language model's head: as the head's input, to compute them block by block, or uncopied.
+"""Two ways to give losses the logits of a language model's head without a copy: computed when read, or as a view.
 
-Both classes replace the head's forward function while the model runs, so that its output is not copied.
+Both replace the head's forward function while the model runs.
 """
 
 from __future__ import annotations

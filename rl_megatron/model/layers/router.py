@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class BalancedRouter(TopKRouter):
-    """megatron-core's top-k router with another balancing loss, which is on if `model.router_aux_loss` c is above 0.
+    """megatron-core's top-k router with a different balancing loss. It is on if `model.router_aux_loss` c is above 0.
 
         L_aux = c · Σ_layers Σ_m (T_m / T) · (E / k) · Σ_i f_i·P_i
         f_i = share of microbatch m's T_m tokens that go to expert i      P_i = mean probability of expert i over them
