@@ -1,4 +1,4 @@
-"""Safetensors files: what another library makes of them, and what is found wrong with them before a tensor is read."""
+"""Safetensors files are compatible with the safetensors library, and damage is found before a tensor is read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def values(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
 
 
 def two_files(directory: Path) -> Path:
-    """a and b in one file, c and d in another, and their index."""
+    """Write a and b into one file, c and d into another, and their index."""
     tensors = values()
     files = {"one.safetensors": ("a", "b"), "two.safetensors": ("c", "d")}
     for file, names in files.items():
@@ -40,7 +40,7 @@ def reindexed(directory: Path, **changes: str | None) -> None:
     (directory / INDEX).write_text(json.dumps(index))
 
 
-def test_rows_of_the_librarys_files_are_read(tmp_path):
+def test_rows_of_files_written_by_the_library_are_read(tmp_path):
     tensors = values()
     with WeightReader(find_tensors(two_files(tmp_path))) as reader:
         assert {name: place.shape for name, place in reader.places.items()} == SHAPES
@@ -51,8 +51,8 @@ def test_rows_of_the_librarys_files_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("max_shard_bytes", [10**6, 40, 1])
-def test_the_library_reads_what_is_written_in_any_order(tmp_path, max_shard_bytes):
-    """Rows from the last to the first, and a matrix column by column; fp32 and bf16 in one file."""
+def test_the_library_reads_tensors_that_were_written_in_any_order(tmp_path, max_shard_bytes):
+    """Rows are written from the last to the first, and a matrix column by column. One file has fp32 and bf16."""
     tensors = values() | {"b": values(torch.float32)["b"]}
     writer = WeightWriter(tmp_path, SHAPES, lambda name: tensors[name].dtype, max_shard_bytes)
     for name, tensor in reversed(tensors.items()):
@@ -142,7 +142,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_wrong_with_a_file_is_named(tmp_path, damage):
+def test_a_damaged_file_is_named(tmp_path, damage):
     directory = two_files(tmp_path)
     do, message = DAMAGES[damage]
     do(directory)
@@ -175,13 +175,13 @@ def changed(tmp_path: Path, **changes: torch.Tensor | None) -> dict:
         ({"lm_head.weight": torch.ones(1)}, "does not ask for: lm_head.weight"),
     ],
 )
-def test_tensors_that_are_not_the_models_are_named(tmp_path, changes, message):
+def test_tensors_that_do_not_fit_the_model_are_named(tmp_path, changes, message):
     places = changed(tmp_path, **changes)
     with pytest.raises(ConfigError, match="there.*" + message):
         check_tensors(places, table_of_all(), "there")
 
 
-def test_tensors_of_the_model_have_one_dtype(tmp_path):
+def test_the_common_dtype_of_the_tensors_is_returned(tmp_path):
     assert check_tensors(changed(tmp_path), table_of_all(), "there") == torch.bfloat16
     assert check_tensors(changed(tmp_path, b=torch.ones(5)), table_of_all(), "there") == torch.bfloat16
     old = changed(tmp_path, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)})
@@ -189,7 +189,7 @@ def test_tensors_of_the_model_have_one_dtype(tmp_path):
 
 
 @pytest.mark.parametrize("differs", [None, "a value", "the sign of a zero", "dtype", "shape"])
-def test_a_tied_models_head_must_be_its_embedding(tmp_path, differs):
+def test_a_tied_models_head_must_equal_its_embedding(tmp_path, differs):
     embedding = torch.randn(9, 4)
     embedding[8, 3] = 0.0
     head = embedding.clone()
