@@ -66,7 +66,7 @@ def test_a_reward_model_scores_what_was_chosen_higher_and_is_no_language_model(p
     assert after["preference_margin"] > before["preference_margin"]
     saved = pairs / "out" / "checkpoints" / "reward_model" / checkpoints(pairs / "out", "reward_model")[-1]
     again = forks.run(pairs, *DPO, f"init_from={saved}", "output_dir=other", "tokenizer.path=out/tokenizer")
-    assert again.status == 2 and "is of a reward model or critic (a score head)" in again.err
+    assert again.status == 2 and "holds a reward model or critic (a score head)" in again.err
     assert not (pairs / "other").exists()
 
 
