@@ -209,5 +209,5 @@ class TestCalling:
         torch.testing.assert_close(wrapper(packed, batch, *counts)[0], want, rtol=1e-14, atol=0)
         assert isinstance(wrapper, LossFunction) and wrapper.group_size == 1 and wrapper.metric_reductions == {}
         Own.input_type = LossInputType.LOGIT
-        with pytest.raises(TypeError, match="cannot tell what Own takes from a packed output: derive it from"):
+        with pytest.raises(TypeError, match="does not know what Own reads from a packed output; derive it from"):
             SequencePackingLossWrapper(Own(), *self.shape.cu_seqlens)
