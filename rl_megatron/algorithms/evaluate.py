@@ -86,7 +86,7 @@ def build_evaluation(stage: StageConfig, tokenizer: Tokenizer) -> Evaluation:
 @register_evaluation(ANSWERS)
 @dataclass(frozen=True)
 class HeldoutAnswers(Evaluation):
-    """Held-out sequences, of which the tokens with token_mask 1 are predicted."""
+    """Held-out sequences. The likelihood of their tokens with token_mask 1 is evaluated."""
 
     batch: BatchedDataDict
 

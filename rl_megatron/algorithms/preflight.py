@@ -86,7 +86,7 @@ def weights_source(config: RunConfig, output_dir: Path, name: str) -> str:
 
 
 def _check_saved(newest: Path, stage: StageConfig, tokenizer: Tokenizer, weights_from: str) -> None:
-    """Check a stage's newest checkpoint and, if steps are left, its critic's and the origin of its reference policy."""
+    """Check a stage's newest checkpoint and, if steps are left, its critic's checkpoint and its reference policy."""
     manifest = _check_checkpoint(newest, stage, tokenizer)
     if manifest["step"] >= stage.train.steps:
         return

@@ -1,4 +1,4 @@
-"""The registry of algorithms, of which `algorithm.name` selects one.
+"""The registry of algorithms; `algorithm.name` selects one.
 
 An algorithm is one object, registered together with its training loop. It declares its settings, its requirements on a
 loss, the models that it trains, and its loop. The rest of the package reads this object.

@@ -87,7 +87,8 @@ class Sampler:
     def draw(self, step: int, round_: int = 0) -> BatchedDataDict:
         """Return `samples_per_prompt` scored completions for each of the round's prompts.
 
-        The batch has what `RolloutEngine.generate` returns, and `rewards` [B]. Samples of a prompt are contiguous.
+        The batch is the one that `RolloutEngine.generate` returns, with `rewards` [B]. Samples of a prompt are
+        contiguous.
         """
         chosen = [self._problems[index] for index in self._order.items_at((step - 1) * self._rounds + round_)]
         repeated = [problem for problem in chosen for _ in range(self._per_prompt)]

@@ -23,7 +23,7 @@ from rl_megatron.topology.topology import sequence_multiple
 SMALL_FUSED_HEAD = FusedHead(block_tokens=10)  # several token blocks per microbatch
 WIDTH = 24  # tokens of the longest sequence
 NUM_ROWS = 12  # sequences of the batch
-VOCAB_SIZE = 50  # not a multiple of the padding of the vocabulary, so that padded rows exist and must have no effect
+VOCAB_SIZE = 50  # padded to a multiple of 64, so that an effect of the padding would show
 _TOP_K = 4  # teacher logits per token
 
 

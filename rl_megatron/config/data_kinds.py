@@ -1,6 +1,6 @@
 """The kinds of data that sources provide and algorithms learn from.
 
-A kind is a string that an error message can show. A plugin's data source may provide a kind of its own.
+A kind is a string, which error messages show. A plugin's data source may provide a new kind.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The settings of every data source. The code that reads the data is in rl_megatron/data/sources.
 
-All sources of the package share the keys of `DataConfig`. A plugin's source may declare keys of its own.
+All sources of the package share the keys of `DataConfig`. A plugin's source may declare further keys.
 """
 
 from __future__ import annotations

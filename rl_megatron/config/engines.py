@@ -20,7 +20,7 @@ _KEYS_OF_PROCESSES = (
 
 @dataclass(frozen=True)
 class EngineDeclaration:
-    """What the generation section needs to know of a rollout engine.
+    """The properties of a rollout engine that the generation section is checked against.
 
     Attributes:
         runs_in_processes: Whether the engine runs in its own processes, so that weights have to be sent to it.

@@ -21,7 +21,7 @@ class Metric:
     Attributes:
         name: The key in metrics.jsonl.
         unit: The unit of a value; "1" for a share or a ratio.
-        meaning: What the value says, in a sentence.
+        meaning: The meaning of the value, in a sentence.
         reduction: How the value is computed from its parts.
         better: Which way is better; None if neither is better, or if it depends on the run.
     """

@@ -254,7 +254,7 @@ class TokenizerConfig:
 
 @section
 class DataConfig:
-    """What the model reads. Each data source declares a subclass, as in config/data_sources.py.
+    """The data to train and evaluate on. Each data source declares a subclass, as in config/data_sources.py.
 
     Keys that a source does not use have no effect.
 
@@ -287,7 +287,7 @@ class DataConfig:
     num_demonstrations: Positive = 1_000  # SFT examples taken from a task
 
     def check(self, stage: StageConfig) -> None:
-        """Check what the source asks of the other sections of its stage.
+        """Check the requirements of the source on the other sections of its stage.
 
         Raises:
             ConfigError: A key contradicts another or is missing; the message names it.
@@ -345,7 +345,7 @@ class AlgorithmConfig:
     name: str  # name of a registered algorithm: pretrain, sft, dpo, reward_model, grpo, ppo, or a plugin's
 
     def check(self, stage: StageConfig) -> None:
-        """Check what the algorithm asks of the other sections of its stage.
+        """Check the requirements of the algorithm on the other sections of its stage.
 
         Raises:
             ConfigError: A key contradicts another; the message names both.

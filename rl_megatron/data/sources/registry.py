@@ -1,4 +1,4 @@
-"""The registry of data sources, of which `data.source` selects one."""
+"""The registry of data sources; `data.source` selects one."""
 
 from __future__ import annotations
 

@@ -9,7 +9,13 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt, its reference answer, and further fields of the task's own."""
+    """A prompt with its reference answer.
+
+    Attributes:
+        prompt: The prompt.
+        answer: The reference answer.
+        record: Further fields that the task may use for its reward.
+    """
 
     prompt: str
     answer: str
