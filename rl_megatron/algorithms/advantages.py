@@ -47,9 +47,7 @@ def group_relative(
     return torch.where(all_equal, 0.0, centred).view(-1)
 
 
-def informative_groups(
-    rewards: Real[Tensor, " samples"], group_size: int
-) -> Bool[Tensor, " samples//{group_size}"]:
+def informative_groups(rewards: Real[Tensor, " samples"], group_size: int) -> Bool[Tensor, " samples//{group_size}"]:
     """Return which groups have rewards that differ; DAPO's dynamic sampling drops the others, which have no gradient.
 
     Shapes: rewards is [num_groups · group_size]; the result is [num_groups].

@@ -129,9 +129,7 @@ def register_algorithm(
     name = register_algorithm_config(config).name
 
     def add(run: TrainingLoop[ConfigT]) -> TrainingLoop[ConfigT]:
-        ALGORITHMS.register(name)(
-            Algorithm(config, run, loss, fixed_loss, head, critic, uses_reference, check_data)
-        )
+        ALGORITHMS.register(name)(Algorithm(config, run, loss, fixed_loss, head, critic, uses_reference, check_data))
         return run
 
     return add

@@ -172,9 +172,7 @@ def _concatenate(key: str, tensors: list[torch.Tensor], pad_value: int | float) 
     if len({tensor.dtype for tensor in tensors}) > 1:
         raise ValueError(f"key {key!r} has dtypes {[str(tensor.dtype) for tensor in tensors]}: convert them to one.")
     if len({len(shape) for shape in shapes}) > 1 or len({shape[2:] for shape in shapes}) > 1:
-        raise ValueError(
-            f"key {key!r} has shapes {shapes}: only dimensions 0 (sequences) and 1 (tokens) may differ."
-        )
+        raise ValueError(f"key {key!r} has shapes {shapes}: only dimensions 0 (sequences) and 1 (tokens) may differ.")
     if tensors[0].ndim == 1:
         return torch.cat(tensors)
     width = max(shape[1] for shape in shapes)
