@@ -82,14 +82,14 @@ def test_a_reward_model_starts_from_a_policy(pairs, forks):
     [
         (["train.global_batch_size=15"], ["train.global_batch_size=15 must be even", "two rows"]),
         (["train.micro_batch_size=3"], ["train.micro_batch_size=3 must be even"]),
-        (["train.global_batch_size=200"], ["200 is 100 pairs of two rows"]),
-        (["loss=clipped_pg"], ["loss.name=clipped_pg uses no logprobs of pairs", "use dpo or ipo"]),
+        (["train.global_batch_size=200"], ["200 is 100 pairs of two sequences"]),
+        (["loss=clipped_pg"], ["loss.name=clipped_pg does not use logprobs of pairs", "use dpo or ipo"]),
         (["loss.sft_loss_wieght=1"], ["sft_loss_wieght"]),
         (["loss.reference_policy_kl_penalty=-1"], ["reference_policy_kl_penalty=-1"]),
         (["data=arithmetic"], ["algorithm=dpo needs pairs"]),
         (
             ["train.batching=packed", "train.micro_batch_tokens=9"],
-            ["train.micro_batch_tokens=9 does not hold the largest pair of rows: ", "raise it to"],
+            ["train.micro_batch_tokens=9 does not hold the largest pair of sequences: ", "raise it to"],
         ),
     ],
 )
