@@ -57,7 +57,7 @@ _CHUNKS = (
     ("", r"_?\w*model_chunks?\w*", "a pipeline stage's part of the model"),
     ("", r"\.chunk", "torch's method"),
     ("checkpoint/tensors.py", r"\.chunks|ChunkStorageMetadata", "torch's names"),
-    ("compat/", r"chunks", "NeMo RL's argument"),
+    ("compat/", r"chunks?", "NeMo RL's method and argument"),
 )
 AMBIGUOUS = {
     "row": _ROWS, "rows": _ROWS, "chunk": _CHUNKS, "chunks": _CHUNKS,

@@ -19,7 +19,7 @@ from rl_megatron.batching.config import Batching
 from rl_megatron.certify.measurement import Difference, Measurement, compare, fails, run_workload
 from rl_megatron.certify.single_process import Reference
 from rl_megatron.certify.workload import (
-    NUM_ROWS,
+    NUM_SEQUENCES,
     SMALL_FUSED_HEAD,
     STANDARD_OBJECTIVES,
     VOCAB_SIZE,
@@ -129,7 +129,7 @@ def _objectives(config: RunConfig) -> tuple[dict[str, Objective], dict[str, Batc
 def _table(
     differences: dict[str, list[Difference]], measured: dict[str, Measurement], batching: dict[str, Batching]
 ) -> Table:
-    table = Table(caption=f"{NUM_ROWS} sequences of 1 to {WIDTH} tokens, vocabulary of {VOCAB_SIZE}")
+    table = Table(caption=f"{NUM_SEQUENCES} sequences of 1 to {WIDTH} tokens, vocabulary of {VOCAB_SIZE}")
     for heading in ("loss", "quantity", "error", "at most", "largest at", ""):
         numbers = heading in ("error", "at most")
         table.add_column(

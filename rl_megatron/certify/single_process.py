@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rl_megatron import log
 from rl_megatron.batching.config import Batching
 from rl_megatron.certify.measurement import Measurement, run_workload
-from rl_megatron.certify.workload import NUM_ROWS, Workload
+from rl_megatron.certify.workload import NUM_SEQUENCES, Workload
 from rl_megatron.config.plugins import import_plugins
 from rl_megatron.config.schema import ParallelConfig
 from rl_megatron.topology import topology
@@ -36,7 +36,7 @@ _OF_A_RANK = (
 def run_in_one_process(workload: Workload, device: str = "auto") -> dict[str, Measurement]:
     """Return the measurements of the workload in this process: one rank, one padded microbatch, and whole logits."""
     layout = topology.build(ParallelConfig(), start_device(device), workload.seed)
-    whole = {name: Batching("padded", NUM_ROWS) for name in workload.objectives}
+    whole = {name: Batching("padded", NUM_SEQUENCES) for name in workload.objectives}
     return run_workload(workload.plainly(), layout, whole)
 
 

@@ -22,7 +22,7 @@ from rl_megatron.topology.topology import sequence_multiple
 
 SMALL_FUSED_HEAD = FusedHead(block_tokens=10)  # several token blocks per microbatch
 WIDTH = 24  # tokens of the longest sequence
-NUM_ROWS = 12  # sequences of the batch
+NUM_SEQUENCES = 12  # sequences of the batch
 VOCAB_SIZE = 50  # padded to a multiple of 64, so that an effect of the padding would show
 _TOP_K = 4  # teacher logits per token
 
@@ -118,20 +118,20 @@ def batch_of_all_kinds(vocab_size: int, seed: int) -> BatchedDataDict:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
-    lengths = torch.randint(4, WIDTH, (NUM_ROWS,), generator=generator)
+    lengths = torch.randint(4, WIDTH, (NUM_SEQUENCES,), generator=generator)
     lengths[0], lengths[3], lengths[6], lengths[8] = WIDTH, 1, 2, WIDTH // 2
     positions = torch.arange(WIDTH)
-    prompt = torch.minimum(torch.full((NUM_ROWS,), 3), lengths - 1)
+    prompt = torch.minimum(torch.full((NUM_SEQUENCES,), 3), lengths - 1)
     token_mask = ((positions >= prompt[:, None]) & (positions < lengths[:, None])).float()
     token_mask[8] = 0.0
-    sample_mask = torch.ones(NUM_ROWS)
+    sample_mask = torch.ones(NUM_SEQUENCES)
     sample_mask[10:] = 0.0  # the last pair
-    shape = (NUM_ROWS, WIDTH)
+    shape = (NUM_SEQUENCES, WIDTH)
     # near the logprobs of a new model, so that some ratios are clipped and others are not
     old = -math.log(vocab_size) + 0.5 * normal(*shape)
     values = normal(*shape)
     streams = {
-        "advantages": (0.5 + normal(NUM_ROWS, 1)).expand(shape) + 0.3 * normal(*shape),  # their sum is far from 0
+        "advantages": (0.5 + normal(NUM_SEQUENCES, 1)).expand(shape) + 0.3 * normal(*shape),  # their sum is far from 0
         "prev_logprobs": old,
         "generation_logprobs": old + 0.05 * normal(*shape),
         "reference_policy_logprobs": old + 0.3 * normal(*shape),
@@ -147,8 +147,8 @@ def batch_of_all_kinds(vocab_size: int, seed: int) -> BatchedDataDict:
         input_lengths=lengths,
         token_mask=token_mask,
         sample_mask=sample_mask,
-        temperature=0.7 + 0.6 * uniform(NUM_ROWS),
-        rewards=torch.where(sample_mask > 0, uniform(NUM_ROWS), math.nan),
+        temperature=0.7 + 0.6 * uniform(NUM_SEQUENCES),
+        rewards=torch.where(sample_mask > 0, uniform(NUM_SEQUENCES), math.nan),
         teacher_topk_logits=torch.where(read[..., None], 2.0 * normal(*shape, _TOP_K), math.nan),
         teacher_topk_indices=uniform(*shape, vocab_size).argsort(-1)[..., :_TOP_K],
         **streams,

@@ -118,10 +118,10 @@ def model_tensors(checkpoint: Path) -> dict[str, StoredTensor]:
     for name, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, TensorStorageMetadata) and not name.startswith(_OF_OPTIMIZER):
             parts = []
-            for chunk in stored.chunks:
-                at = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            for piece in stored.chunks:
+                at = metadata.storage_data[MetadataIndex(name, piece.offsets)]
                 place = (checkpoint / at.relative_path, at.offset, at.length)
-                parts.append(Part(tuple(chunk.offsets), tuple(chunk.sizes), *place))
+                parts.append(Part(tuple(piece.offsets), tuple(piece.sizes), *place))
             tensors[name] = StoredTensor(stored.properties.dtype, tuple(stored.size), tuple(parts))
     return tensors
 

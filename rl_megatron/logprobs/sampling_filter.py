@@ -24,7 +24,7 @@ _COPIES = 4  # a block of rows needs this many times its fp32 size: its position
 
 # Masses are counted in units of this fraction of the likeliest token's mass. Sums of up to 2^22 ids are then exact, and
 # so the same in every order and sharding. Masses too small to count add up to 1e-7 among a hundred thousand ids.
-_MASS_UNIT = 2.0**-40
+_MASS_SCALE = 2.0**-40
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _top_p_thresholds(
         if temperature is not None:
             shifted /= temperature[block, None]
         mass = shifted.exp_().masked_fill_(x < lowest[block, None], 0.0)
-        return mass.mul_(1 / _MASS_UNIT).nan_to_num_(nan=0.0).long()
+        return mass.mul_(1 / _MASS_SCALE).nan_to_num_(nan=0.0).long()
 
     thresholds = _largest_threshold(
         logits, shard, active, weigh, needed=lambda total: (total.double() * top_p).ceil().long().clamp(min=1)
