@@ -25,7 +25,7 @@ from rl_megatron.certify.measurement import (  # noqa: E402
     METRIC_TOLERANCE,
     STREAM_TOLERANCE,
 )
-from rl_megatron.certify.workload import NUM_ROWS, STANDARD_OBJECTIVES, WIDTH  # noqa: E402
+from rl_megatron.certify.workload import NUM_SEQUENCES, STANDARD_OBJECTIVES, WIDTH  # noqa: E402
 from tests.parallel.grid import VALUES, Grid, Result, possible_pairs, whole_grid  # noqa: E402
 from tests.worker_pool import WorkerPool  # noqa: E402
 
@@ -76,7 +76,7 @@ def page(results: list[Result]) -> str:
     """Return docs/layouts.md."""
     names = list(STANDARD_OBJECTIVES)
     head = _HEAD.format(
-        num_factors=len(VALUES), num_pairs=len(possible_pairs()), num_rows=NUM_ROWS, width=WIDTH,
+        num_factors=len(VALUES), num_pairs=len(possible_pairs()), num_rows=NUM_SEQUENCES, width=WIDTH,
         objectives=", ".join(f"`{name}`" for name in names[:-1]) + f" and `{names[-1]}`",
         loss=LOSS_TOLERANCE, stream=STREAM_TOLERANCE, gradient=GRADIENT_TOLERANCE, metric=METRIC_TOLERANCE,
     )  # fmt: skip

@@ -1,8 +1,7 @@
 """rl_megatron: train language models, from pretraining to reinforcement learning, on megatron-core.
 
-The names below can be imported from here. Each is loaded when it is first asked for, so that `import rl_megatron`
-imports no torch; `rl_megatron/__init__.pyi` tells type checkers what they are. Of the subpackages, each imports only
-those before it:
+The names in `__all__` can be imported from here. Each is loaded on first use, so that `import rl_megatron` does not
+import torch; `rl_megatron/__init__.pyi` declares them for type checkers. A subpackage imports only those before it:
 
     config → topology → data → batching → logprobs → losses → model → execution → checkpoint → weight_sync → policy →
     generation → observability → algorithms → certify → compat → cli

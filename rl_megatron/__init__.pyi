@@ -1,4 +1,4 @@
-"""Types of the names that `rl_megatron` loads when they are asked for; tests/test_public_api.py compares the two."""
+"""Types of the names that `rl_megatron` loads on first use; tests/test_public_api.py compares the two."""
 
 from rl_megatron.algorithms import LossNeeds as LossNeeds
 from rl_megatron.algorithms import register_algorithm as register_algorithm

@@ -1,3 +1,5 @@
+"""Run the command line as `python -m rl_megatron`."""
+
 import sys
 
 from rl_megatron.cli import main

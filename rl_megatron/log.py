@@ -1,4 +1,4 @@
-"""Logging for a world of ranks: rank 0 speaks to people, every rank speaks when it fails."""
+"""Logging on many ranks: rank 0 logs progress, and every rank logs errors."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ _said: set[str] = set()
 
 
 def is_main_rank() -> bool:
+    """Return whether this process is rank 0."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def setup() -> None:
-    """Rank 0 logs from INFO, other ranks from ERROR; libraries that warn about their own insides are quietened.
+    """Set log levels: INFO on rank 0, ERROR on other ranks, and only errors from torch, megatron-core and transformers.
 
-    Called before torch and megatron-core are imported: they warn on import.
+    Call it before torch and megatron-core are imported, because they warn on import.
     """
     if not LOGGER.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
         LOGGER.addHandler(handler)
         LOGGER.propagate = False
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a checkpoint writer's fork
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive the checkpoint writer's fork
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
     LOGGER.setLevel(logging.INFO if is_main_rank() else logging.ERROR)
     for chatty in ("megatron", "torch.distributed", "transformers"):
@@ -33,13 +34,13 @@ def setup() -> None:
 
 
 def once(message: str) -> None:
-    """Logs a fallback or a notice the first time it happens in this process."""
+    """Log a warning, such as a fallback, the first time that it is given in this process."""
     if message not in _said:
         _said.add(message)
         LOGGER.warning(message)
 
 
 def error(message: object) -> None:
-    """The one line that a failed run ends with: from rank 0, since every rank found the same."""
+    """Print the final line of a failed run to stderr, from rank 0 only because the error is the same on every rank."""
     if is_main_rank():
         print("error:", " ".join(str(message).splitlines()), file=sys.stderr, flush=True)

@@ -20,25 +20,25 @@ TEXTS = sorted(
     for pattern in ("rl_megatron/**/*.py*", "tests/**/*.py", "benchmarks/**/*.py", "docs/**/*.md", "docs/**/*.py",
                     "examples/**/*", "configs/**/*.yaml", "scripts/*", "*.md", "setup.py", "pyproject.toml")
     for path in ROOT.glob(pattern)
-    if path.is_file() and path.suffix != ".pyc" and path != Path(__file__)
+    if path.is_file() and path.suffix != ".pyc" and path not in (Path(__file__), ROOT / "CHANGELOG.md")
 )  # fmt: skip
 
 VERBS = frozenset(
     """
-    Accept Accumulate Add Align Allocate Annotate Answer Append Apply Ask Assemble Attend Attribute Average Balance Begin
-    Block Bound Bring Broadcast Build Cache Call Cast Change Check Choose Claim Clear Clip Close Collect Combine Compare
-    Complete Compose Compute Configure Continue Convert Copy Count Create Cut Deal Declare Decode Define Delete Derive
-    Describe Discard Divide Do Draw Drop Encode End Enter Estimate Evaluate Execute Exchange Exit Expand Export Extend
-    Fail Fill Filter Find Finish Flatten Forget Form Format Forward Free Gather Generate Get Give Group Guard Halt Hash
-    Hold Ignore Import Initialise Initialize Insert Inspect Interleave Iterate Join Keep Kill Launch Leave Let Limit List
-    Load Log Look Lower Make Map Mark Mask Match Mean Measure Merge Move Multiply Name Normalise Normalize Note Notice
-    Offload Open Order Override Pack Pad Parse Pass Permute Pick Place Plan Plot Poll Prefer Prepare Print Probe Process
-    Produce Propagate Put Raise Read Rebuild Receive Recompute Record Redirect Reduce Refuse Register Release Reject Remove
-    Rename Render Reorder Repeat Replace Report Request Require Reserve Reset Resolve Restart Restore Resume Return Reuse
-    Round Route Run Sample Save Scale Scatter Score Select Send Separate Serve Set Shard Shift Shorten Show Shuffle Shut
-    Silence Skip Sort Split Spread Start State Step Stop Store Stream Strip Subtract Sum Swap Switch Sync Take Tell Test Tie
-    Time Tokenize Trade Train Transform Translate Transpose Truncate Try Turn Undo Unpack Unwrap Update Use Validate Verify
-    Wait Walk Warn Weigh Wrap Write Yield
+    Accept Accumulate Add Align Allocate Annotate Answer Append Apply Ask Assemble Attend Attribute Average Balance
+    Begin Block Bound Bring Broadcast Build Cache Call Cast Change Check Choose Claim Clear Clip Close Collect Combine
+    Compare Complete Compose Compute Configure Continue Convert Copy Count Create Cut Deal Declare Decode Define
+    Delete Derive Describe Discard Divide Do Draw Drop Encode End Enter Estimate Evaluate Exchange Execute Exit Expand
+    Export Extend Fail Fill Filter Find Finish Flatten Forget Form Format Forward Free Gather Generate Get Give Group
+    Guard Halt Hash Hold Ignore Import Initialise Initialize Insert Inspect Interleave Iterate Join Keep Kill Launch
+    Leave Let Limit List Load Log Look Lower Make Map Mark Mask Match Mean Measure Merge Move Multiply Name Normalise
+    Normalize Note Notice Offload Open Order Override Pack Pad Parse Pass Permute Pick Place Plan Plot Poll Prefer
+    Prepare Print Probe Process Produce Propagate Put Raise Read Rebuild Receive Recompute Record Redirect Reduce
+    Refuse Register Reject Release Remove Rename Render Reorder Repeat Replace Report Request Require Reserve Reset
+    Resolve Restart Restore Resume Return Reuse Round Route Run Sample Save Scale Scatter Score Select Send Separate
+    Serve Set Shard Shift Shorten Show Shuffle Shut Silence Skip Sort Split Spread Start State Step Stop Store Stream
+    Strip Subtract Sum Swap Switch Sync Take Tell Test Tie Time Tokenize Trade Train Transform Translate Transpose
+    Truncate Try Turn Undo Unpack Unwrap Update Use Validate Verify Wait Walk Warn Weigh Wrap Write Yield
     """.split()
 )
 
@@ -47,7 +47,7 @@ _ROWS = (
     ("logprobs/", r".*", "rows of a matrix of logits or hidden states"),
     ("weight_sync/", r".*", "rows of a weight matrix"),
     ("model/families/", r".*", "rows of a weight matrix"),
-    ("model/shards.py", r"rows", "rows of a weight matrix"),
+    ("model/shards.py", r"rows|_INIT_ROWS", "rows of a weight matrix"),
     ("checkpoint/", r"(hf_|embedding_|read_)?rows?|row_bytes|Rows", "rows of a weight matrix"),
     ("", r"add_row", "rich's method"),
     ("model/", r"RowParallelLinear", "megatron-core's class"),
@@ -55,14 +55,16 @@ _ROWS = (
 )
 _CHUNKS = (
     ("", r"_?\w*model_chunks?\w*", "a pipeline stage's part of the model"),
-    ("", r"chunk", "torch's method"),
-    ("checkpoint/tensors.py", r"chunks|ChunkStorageMetadata", "torch's names"),
-    ("compat/", r"chunks", "NeMo RL's argument"),
+    ("", r"\.chunk", "torch's method"),
+    ("checkpoint/tensors.py", r"\.chunks|ChunkStorageMetadata", "torch's names"),
+    ("compat/", r"chunks?", "NeMo RL's method and argument"),
 )
 AMBIGUOUS = {
     "row": _ROWS, "rows": _ROWS, "chunk": _CHUNKS, "chunks": _CHUNKS,
-    "unit": (("config/metrics.py", r"unit", "a metric's unit"), ("model/build.py", r"gated_linear_unit", "megatron-core's")),
-    "units": (), "room": (), "rooms": (), "measure": (), "measures": (), "agreement": (), "residence": (), "filler": (),
+    "unit": (
+        ("config/metrics.py", r"unit", "a metric's unit"), ("model/build.py", r"gated_linear_unit", "megatron-core's"),
+    ),
+    "units": (), "room": (), "rooms": (), "measure": (), "measures": (), "agreement": (), "filler": (),
     "platform": (("checkpoint/save.py", r"platform", "Python's module"), ("generation/", r"platform", "sys.platform")),
     "inputs": (("compat/", r".*", "NeMo RL's names"),),
     "contents": (),
@@ -70,10 +72,11 @@ AMBIGUOUS = {
 }  # fmt: skip
 
 PHRASES = (
-    r"\bhand(s|ed|ing)?[ _-]over\b", r"HandOver", r"\bResidence\b", r"FreshEngine", r"\brooms\b", r"\bstory\b", r"\bfillers?\b",
-    r"rows_per_unit", r"rows_per_item", r"\bwithout weight\b", r"weighing nothing", r"speaks? of token", r"which is none",
-    r"what is no `", r"what is in between", r"past the gate", r"who disagree", r"lost each other", r"has its say",
-    r"\bpart ways\b", r"the gravest", r"keeps? it company", r"comes? to hear of", r"is learnt from an engine",
+    r"\bhand(s|ed|ing)?[ _-]over\b", r"HandOver", r"\bResidence\b", r"FreshEngine", r"\brooms\b", r"\bstory\b",
+    r"\bfillers?\b", r"rows_per_unit", r"rows_per_item", r"\bwithout weight\b", r"weighing nothing",
+    r"speaks? of token", r"which is none", r"what is no `", r"what is in between", r"past the gate", r"who disagree",
+    r"lost each other", r"has its say", r"\bpart ways\b", r"the gravest", r"keeps? it company", r"comes? to hear of",
+    r"is learnt from an engine",
 )  # fmt: skip
 
 
@@ -86,14 +89,17 @@ def functions() -> Iterator[tuple[str, str]]:
 
 
 def identifiers(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, name) of all names that the module uses, those of attributes with a leading dot."""
     yield 0, path.stem
     for node in ast.walk(ast.parse(path.read_text())):
         line = getattr(node, "lineno", 0)
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 yield line, name
-            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
+            case ast.Name(id=name) | ast.arg(arg=name):
                 yield line, name
+            case ast.Attribute(attr=name):
+                yield line, f".{name}"
             case ast.keyword(arg=str(name)) | ast.alias(asname=str(name)):
                 yield line, name
 
@@ -116,7 +122,7 @@ def test_a_word_has_one_meaning(word):
         for line, name in identifiers(path)
         if word in words(name)
         and not any(
-            path.relative_to(PACKAGE).as_posix().startswith(place) and re.fullmatch(pattern, name)
+            path.relative_to(PACKAGE).as_posix().startswith(place) and re.fullmatch(rf"\.?({pattern})", name)
             for place, pattern, _ in AMBIGUOUS[word]
         )
     }

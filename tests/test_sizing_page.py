@@ -46,7 +46,7 @@ def held_bytes(model: ModelConfig, parallel: dict, precision: str, distributed: 
     """Return the bytes of each kind on this rank, as the tensors of a policy say."""
     policy = build_policy(parallel, model, OptimizerConfig(distributed=distributed), precision, vocab_size=VOCAB_SIZE)
     policy.freeze_reference()
-    models = [parameter for chunk in policy.model.chunks for parameter in chunk.parameters()]
+    models = [parameter for model_chunk in policy.model.model_chunks for parameter in model_chunk.parameters()]
     storages = {p.untyped_storage().data_ptr() for p in models}
     state = []
     for part in parts(policy.optimizer):
@@ -55,7 +55,7 @@ def held_bytes(model: ModelConfig, parallel: dict, precision: str, distributed: 
         state += [
             x for entry in part.optimizer.state.values() for x in entry.values() if torch.is_tensor(x) and x.dim()
         ]
-    frozen = [p for chunk in policy.reference.model.chunks for p in chunk.parameters()]
+    frozen = [p for model_chunk in policy.reference.model.model_chunks for p in model_chunk.parameters()]
     return {
         "parameters": sum(p.numel() * p.element_size() for p in models),
         "gradients": sum(p.main_grad.numel() * p.main_grad.element_size() for p in models),
@@ -117,9 +117,9 @@ def saved_elements(model: ModelConfig, num_layers: int, num_tokens: int) -> floa
     """Return what autograd keeps for backward, in elements of a token."""
     model = replace(model, num_layers=num_layers, max_sequence_length=num_tokens)
     policy: MegatronPolicy = build_policy({}, model, precision="bf16", vocab_size=VOCAB_SIZE)
-    chunk = policy.model.chunks[0]
-    chunk.train()
-    weights = {p.untyped_storage().data_ptr() for p in chunk.parameters()}
+    model_chunk = policy.model.model_chunks[0]
+    model_chunk.train()
+    weights = {p.untyped_storage().data_ptr() for p in model_chunk.parameters()}
     kept = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,7 @@ def saved_elements(model: ModelConfig, num_layers: int, num_tokens: int) -> floa
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = chunk(torch.zeros(1, num_tokens, dtype=torch.long), None, None)
+        output = model_chunk(torch.zeros(1, num_tokens, dtype=torch.long), None, None)
     size = sum(t.untyped_storage().nbytes() for data, t in kept.items() if data not in weights)
     del output
     return size / 2 / num_tokens

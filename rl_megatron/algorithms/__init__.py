@@ -1,4 +1,4 @@
-"""Algorithms: one file each, a training loop that registers itself. Importing this package registers all of them."""
+"""Algorithms: one file each, with a training loop that registers itself. Importing the package registers them all."""
 
 from rl_megatron.algorithms import dpo, grpo, ppo, pretrain, reward_model, sft
 from rl_megatron.algorithms.registry import (

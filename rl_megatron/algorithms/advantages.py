@@ -1,7 +1,7 @@
-"""Advantages: how much better a sample, or a token, was than what could be expected.
+"""Advantages: how much better a sample or a token was than expected.
 
-Of token advantages all tensors are [B, S], entry t speaks of token t, and only entries with mask ≠ 0 count: what the
-others hold (a prompt, a tool's output, padding) is not read, NaN included, and results are 0 there.
+Tensors of token advantages are [B, S], and entry t corresponds to token t. Only entries with mask ≠ 0 count: the others
+(a prompt, a tool's output, padding) are not read and may be NaN, and results are 0 there.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Real, Shaped
 from torch import Tensor
 
-_EPSILON = 1e-6  # keeps a group of nearly equal rewards from being divided by nothing
+_EPSILON = 1e-6  # prevents division by zero in a group of nearly equal rewards
 _WHITENING_EPSILON = 1e-8
 
 
@@ -19,15 +19,24 @@ def group_relative(
 ) -> Float[Tensor, " samples"]:
     """Return A_i = (r_i − b_i) / (σ + ε) over groups of samples of one prompt.
 
-    b_i is the group's mean, or with `leave_one_out` the mean of the *other* samples (RLOO; unbiased, as r_i does not
-    enter its own baseline). σ is the group's sample standard deviation; without `normalize_std` it is left out
-    (Dr. GRPO). A group of equal rewards gets exactly 0.
+    b_i is the mean of the group, or with `leave_one_out` the mean of the *other* samples (RLOO; unbiased, because r_i
+    is not part of its own baseline). σ is the sample standard deviation of the group; without `normalize_std` there is
+    no division (Dr. GRPO). A group of equal rewards gets exactly 0.
 
-    Shapes: rewards [num_groups · group_size], groups contiguous → the same. Source: GRPO, arXiv 2402.03300 §4.1.2;
-    RLOO, 2402.14740; Dr. GRPO, 2503.20783.
+    Shapes: rewards is [num_groups · group_size], with groups contiguous; the result is the same.
+    Source: GRPO, arXiv:2402.03300 §4.1.2; RLOO, arXiv:2402.14740; Dr. GRPO, arXiv:2503.20783.
+
+    Args:
+        rewards: One reward per sample.
+        group_size: The number of samples per prompt.
+        leave_one_out: Whether a sample's baseline leaves out its own reward.
+        normalize_std: Whether to divide by the standard deviation.
+
+    Raises:
+        ValueError: The rewards do not form whole groups.
     """
     if rewards.numel() % group_size:
-        raise ValueError(f"{rewards.numel()} rewards do not make groups of {group_size}")
+        raise ValueError(f"{rewards.numel()} rewards do not form groups of {group_size}")
     groups = rewards.float().view(-1, group_size)
     total = groups.sum(1, keepdim=True)
     baseline = (total - groups) / (group_size - 1) if leave_one_out else total / group_size
@@ -38,10 +47,11 @@ def group_relative(
     return torch.where(all_equal, 0.0, centred).view(-1)
 
 
-def informative_groups(
-    rewards: Real[Tensor, " samples"], group_size: int
-) -> Bool[Tensor, " samples//{group_size}"]:
-    """Return which groups have rewards that differ. Others have no gradient (DAPO's dynamic sampling drops them)."""
+def informative_groups(rewards: Real[Tensor, " samples"], group_size: int) -> Bool[Tensor, " samples//{group_size}"]:
+    """Return which groups have rewards that differ; DAPO's dynamic sampling drops the others, which have no gradient.
+
+    Shapes: rewards is [num_groups · group_size]; the result is [num_groups].
+    """
     groups = rewards.view(-1, group_size)
     return (groups != groups[:, :1]).any(1)
 
@@ -56,19 +66,22 @@ def generalized_advantages(
 ) -> tuple[Float[Tensor, "batch sequence"], Float[Tensor, "batch sequence"]]:
     """Return (A, A + V) with A_t = δ_t + γλ·A_next and δ_t = r_t + γ·V_next − V_t.
 
-    `next` is the row's next token with mask ≠ 0; behind the last one V and A are 0. A + V estimates the return from
-    token t on, which the critic learns. λ = 1 gives Σ γ^k·r − V_t, λ = 0 gives δ_t.
+    `next` is the sequence's next token with mask ≠ 0; after the last such token, V and A are 0. A + V estimates the
+    return from token t on, which the critic learns. λ = 1 gives Σ γ^k·r − V_t, λ = 0 gives δ_t.
+
+    Shapes: rewards, values and mask are [B, S]; both results are [B, S] fp32.
+    Source: Schulman et al. 2016, "High-dimensional continuous control using generalized advantage estimation"
+    (arXiv:1506.02438), eq. 16.
 
     Args:
-        rewards: r_t, paid for token t.
-        values: V_t, the critic's value of what stands before token t.
+        rewards: r_t, the reward for token t.
+        values: V_t, the critic's value of the prefix before token t.
+        mask: Tokens with mask ≠ 0 count.
         discount: γ.
         gae_lambda: λ.
 
-    Shapes: rewards, values, mask [B, S] → two of [B, S], fp32.
-    Raises: ValueError where the shapes differ.
-    Source: Schulman et al. 2016, "High-dimensional continuous control using generalized advantage estimation"
-        (arXiv:1506.02438), eq. 16.
+    Raises:
+        ValueError: The shapes differ.
     """
     if not rewards.shape == values.shape == mask.shape:
         raise ValueError(
@@ -90,11 +103,13 @@ def generalized_advantages(
 def whiten(
     advantages: Float[Tensor, "batch sequence"], mask: Shaped[Tensor, "batch sequence"]
 ) -> Float[Tensor, "batch sequence"]:
-    """Return (A − mean) / (std + ε) over all tokens of the batch with mask ≠ 0; exactly 0 where all of them are equal.
+    """Return (A − mean) / (std + ε) over all tokens of the batch with mask ≠ 0, and exactly 0 if they are all equal.
 
-    Shapes: advantages, mask [B, S] → [B, S], fp32. std is the sample standard deviation, as in `group_relative`.
+    std is the sample standard deviation, as in `group_relative`.
+
+    Shapes: advantages and mask are [B, S]; the result is [B, S] fp32.
     Source: Andrychowicz et al. 2021, "What matters for on-policy deep actor-critic methods?" (arXiv:2006.05990),
-        advantage normalization.
+    advantage normalization.
     """
     kept = mask != 0
     chosen = advantages[kept].float()
@@ -110,17 +125,22 @@ def token_rewards(
     kl: Float[Tensor, "batch sequence"] | None,
     kl_coefficient: float,
 ) -> Float[Tensor, "batch sequence"]:
-    """Return r_t = −β·kl_t, and the row's score on top at its last token with mask ≠ 0; a row without one gets nothing.
+    """Return r_t = −β·kl_t, plus the score of the sequence at its last token with mask ≠ 0.
+
+    A sequence without such a token has rewards of 0.
+
+    Shapes: scores is [B]; mask and kl are [B, S]; the result is [B, S] fp32.
+    Source: Ouyang et al. 2022, "Training language models to follow instructions with human feedback"
+    (arXiv:2203.02155), eq. 2.
 
     Args:
-        scores: one per row, in the units of the reward.
-        kl: per-token estimates of KL(π‖π_ref), in nats; None for no penalty.
+        scores: One reward per sequence.
+        mask: Tokens with mask ≠ 0 count.
+        kl: Estimates of KL(π‖π_ref) per token, in nats; None for no penalty.
         kl_coefficient: β.
 
-    Shapes: scores [B]; mask and kl [B, S] → [B, S], fp32.
-    Raises: ValueError where the shapes disagree.
-    Source: Ouyang et al. 2022, "Training language models to follow instructions with human feedback"
-        (arXiv:2203.02155), eq. 2.
+    Raises:
+        ValueError: The shapes do not match.
     """
     if scores.shape != mask.shape[:1] or (kl is not None and kl.shape != mask.shape):
         raise ValueError(
@@ -136,9 +156,9 @@ def token_rewards(
 def reinforce_plus_plus(
     rewards: Float[Tensor, "batch sequence"], mask: Shaped[Tensor, "batch sequence"], *, discount: float = 1.0
 ) -> Float[Tensor, "batch sequence"]:
-    """Return whiten(Σ_k γ^k·r_{t+k}): the return from token t on, against the mean of the whole batch; no critic.
+    """Return whiten(Σ_k γ^k·r_{t+k}), the return from token t on compared with the whole batch, without a critic.
 
-    Shapes: rewards, mask [B, S] → [B, S], fp32.
+    Shapes: rewards and mask are [B, S]; the result is [B, S] fp32.
     Source: Hu 2025, "REINFORCE++" (arXiv:2501.03262).
     """
     no_critic = torch.zeros_like(rewards)

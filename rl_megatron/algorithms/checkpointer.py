@@ -1,4 +1,4 @@
-"""The checkpoints of a stage: begin them, complete them when they are written, and delete older ones."""
+"""`Checkpointer` begins the checkpoints of a stage, completes them when they are written, and deletes older ones."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from rl_megatron.topology.collective_errors import on_main_rank
 
 
 def critic_checkpoints(checkpoints: Path) -> Path:
-    """Return the directory of the critic's checkpoints, beside the policy's. A step has the same name in both."""
+    """Return the directory of the critic's checkpoints, next to the policy's. A step has the same name in both."""
     return checkpoints.with_name(f"{checkpoints.name}.critic")
 
 
 class Checkpointer:
-    """The saves of a stage's policy and of its critic, if it has one. It owns the save that is under way.
+    """The saves of a stage's policy and of its critic, if it has one. It owns the save that is in progress.
 
-    Every rank calls every method. With `train.async_save` a save is written while training goes on. It is completed at
-    the first call of `poll` that finds it written, or before the next save begins. The critic's save is completed
-    first, so that a policy's checkpoint always has its critic's.
+    Every rank calls every method. With `train.async_save`, a save is written while training goes on. It is completed by
+    the first call of `poll` after it has been written, or before the next save begins. The critic's save is completed
+    first, so that every checkpoint of the policy has its critic's checkpoint.
     """
 
     def __init__(self, checkpoints: Path, train: TrainConfig, policy: MegatronPolicy, critic: MegatronPolicy | None):
@@ -41,11 +41,12 @@ class Checkpointer:
 
         Args:
             step: The training step.
-            last: Whether it is the stage's last, which is complete on return.
-            **kept: What the checkpoint's manifest keeps.
+            last: Whether it is the stage's last checkpoint, which is complete on return.
+            **kept: Values that are stored in the checkpoint's manifest.
 
         Raises:
-            SaveFailed: on every rank, if the last fails. If another fails, a warning is logged and training goes on.
+            SaveFailed: The stage's last save failed; raised on every rank. If another save fails, a warning is logged
+                and training goes on.
         """
         self.complete()
         try:
@@ -58,12 +59,12 @@ class Checkpointer:
             self._warn(error)
 
     def poll(self) -> None:
-        """Complete the save that is under way if it has been written. Collective if there is one."""
+        """Complete the save in progress if it has been written. Collective if there is a save in progress."""
         if self._under_way and all(save.is_written() for save in self._under_way):
             self.complete()
 
     def complete(self) -> None:
-        """Wait for the save that is under way, if there is one, and complete it."""
+        """Wait for the save in progress, if there is one, and complete it."""
         try:
             self._complete()
         except SaveFailed as error:

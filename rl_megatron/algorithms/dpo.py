@@ -1,4 +1,4 @@
-"""DPO: raise the likelihood of preferred answers over rejected ones, measured against the policy it began as.
+"""DPO: raise the likelihood of chosen answers over rejected answers, relative to the initial policy.
 
 Source: Rafailov et al. 2023, arXiv:2305.18290.
 """
@@ -39,5 +39,5 @@ def dpo(stage: Stage, algorithm: DPOConfig) -> None:
         stage.policy.freeze_reference()
     for step, pairs in stage.batches(dataset):
         reference = stage.policy.get_reference_policy_logprobs(pairs)["reference_logprobs"]
-        pairs["reference_policy_logprobs"] = reference.roll(-1, dims=1)  # DPO losses want them beside their context
+        pairs["reference_policy_logprobs"] = reference.roll(-1, dims=1)  # in DPO losses entry t is of token t + 1
         stage.record(step, stage.train(step, pairs, loss_fn))

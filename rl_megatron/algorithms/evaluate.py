@@ -1,6 +1,6 @@
-"""Evaluation on held-out data: likelihood of text, preference within pairs, accuracy by a task's rewards.
+"""Evaluation on held-out data: likelihood of text, preference within pairs, and accuracy by a task's rewards.
 
-Which of them a stage gets depends on the kind of its source's held-out data. A plugin's source with a kind of its own
+The kind of the held-out data decides which evaluation a stage has. A plugin's data source with a new kind of data
 registers an evaluation for it.
 """
 
@@ -33,28 +33,28 @@ EvalResult = tuple[dict[str, float], list[dict[str, Any]]]
 
 
 class Evaluation(ABC):
-    """Held-out data, and how a model is measured on it."""
+    """Held-out data, and the eval metrics that are computed on it."""
 
     @classmethod
     @abstractmethod
     def of_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
-        """Return the evaluation of what the stage's data source holds out.
+        """Return the evaluation on the held-out data of the stage's data source.
 
         Raises:
-            ConfigError: the held-out data cannot be used.
+            ConfigError: The held-out data cannot be used.
         """
 
     @classmethod
     @abstractmethod
     def metric_names(cls, stage: StageConfig) -> tuple[str, ...]:
-        """Return the eval metrics that the stage gets, of those in config/eval_metrics.py."""
+        """Return the names of the stage's eval metrics, which are declared in config/eval_metrics.py."""
 
     @abstractmethod
     def evaluate(self, policy: MegatronPolicy, engine: RolloutEngine) -> EvalResult:
-        """Return the eval metrics of the policy, and samples to look at."""
+        """Return the eval metrics of the policy, and samples for people to read."""
 
     def item_lengths(self) -> list[list[int]]:
-        """Return, for each item that goes through the model in microbatches, the tokens of each of its sequences."""
+        """Return for every item that the model reads in microbatches the tokens of its sequences; by default, none."""
         return []
 
 
@@ -73,12 +73,12 @@ def register_evaluation(kind: str) -> Callable[[EvaluationT], EvaluationT]:
 
 
 def metric_names(stage: StageConfig) -> tuple[str, ...]:
-    """Return the eval metrics that the stage's evaluations give."""
+    """Return the names of the eval metrics of the stage's evaluations."""
     return EVALUATIONS[stage.data.heldout_kind].metric_names(stage)
 
 
 def build_evaluation(stage: StageConfig, tokenizer: Tokenizer) -> Evaluation:
-    """Return the evaluation of the stage's held-out data."""
+    """Return the evaluation on the stage's held-out data."""
     heldout = build_source(stage).heldout(tokenizer)
     return EVALUATIONS[stage.data.heldout_kind].of_stage(stage, heldout, tokenizer)
 
@@ -86,16 +86,18 @@ def build_evaluation(stage: StageConfig, tokenizer: Tokenizer) -> Evaluation:
 @register_evaluation(ANSWERS)
 @dataclass(frozen=True)
 class HeldoutAnswers(Evaluation):
-    """Held-out sequences, of which the tokens under the mask are predicted."""
+    """Held-out sequences. The likelihood of their tokens with token_mask 1 is evaluated."""
 
     batch: BatchedDataDict
 
     @classmethod
     def of_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
+        """Return the evaluation on the held-out sequences."""
         return cls(heldout.batch)
 
     @classmethod
     def metric_names(cls, stage: StageConfig) -> tuple[str, ...]:
+        """Return the names of the eval metrics."""
         return ("nll_per_token",)
 
     def evaluate(self, policy: MegatronPolicy, engine: RolloutEngine | None = None) -> EvalResult:
@@ -103,6 +105,7 @@ class HeldoutAnswers(Evaluation):
         return {"nll_per_token": self._nll(policy)}, []
 
     def item_lengths(self) -> list[list[int]]:
+        """Return the number of tokens of every sequence."""
         return self.batch["input_lengths"].view(-1, 1).tolist()
 
     def _nll(self, policy: MegatronPolicy) -> float:
@@ -112,18 +115,30 @@ class HeldoutAnswers(Evaluation):
 @register_evaluation(DOCUMENTS)
 @dataclass(frozen=True)
 class HeldoutText(HeldoutAnswers):
-    """Held-out windows of plain text. `tokens_per_character` turns nats per token into nats per character."""
+    """Held-out windows of plain text.
+
+    Attributes:
+        tokens_per_character: The factor from nats per token to nats per character.
+    """
 
     tokens_per_character: float = 1.0
 
     @classmethod
     def of_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
+        """Return the evaluation on the held-out text.
+
+        Raises:
+            TypeError: The data source did not set `tokens_per_character`.
+        """
         if heldout.tokens_per_character is None:
-            raise TypeError(f"data.source={stage.data.source} holds out text without tokens_per_character: set it")
+            raise TypeError(
+                f"data.source={stage.data.source} holds out text without tokens_per_character: set it in HeldoutBatch"
+            )
         return cls(heldout.batch, heldout.tokens_per_character)
 
     @classmethod
     def metric_names(cls, stage: StageConfig) -> tuple[str, ...]:
+        """Return the names of the eval metrics."""
         return ("nll_per_token", "nll_per_character")
 
     def evaluate(self, policy: MegatronPolicy, engine: RolloutEngine | None = None) -> EvalResult:
@@ -139,7 +154,7 @@ class HeldoutPairs(Evaluation):
 
     Attributes:
         batch: The sequences.
-        per_token: Whether answers are compared by their mean log-probability, rather than by its sum.
+        per_token: Whether answers are compared by their mean log-probability per token, rather than by the sum.
     """
 
     batch: BatchedDataDict
@@ -147,10 +162,12 @@ class HeldoutPairs(Evaluation):
 
     @classmethod
     def of_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
+        """Return the evaluation on the held-out pairs."""
         return cls(heldout.batch, per_token=bool(stage.loss.get("preference_average_log_probs")))
 
     @classmethod
     def metric_names(cls, stage: StageConfig) -> tuple[str, ...]:
+        """Return the names of the eval metrics; those of the reward only if the algorithm has a reference policy."""
         names = ("preference_accuracy", "preference_margin")
         return names + (("reward_accuracy", "reward_margin") if algorithm_of(stage).uses_reference(stage) else ())
 
@@ -158,9 +175,9 @@ class HeldoutPairs(Evaluation):
         """Return how often, and by how much, the model prefers the chosen answer.
 
         `preference_accuracy` is the share of pairs whose chosen answer the model prefers (ties count half), and
-        `preference_margin` is by how much on average. A reward model prefers what it scores higher at its last token,
-        and a language model what is likelier (margin in nats). A policy with a reference also has `reward_accuracy` and
-        `reward_margin`, of log π − log π_ref, which is DPO's reward up to β.
+        `preference_margin` is the mean margin. A reward model prefers the answer with the higher score at its last
+        token; a language model prefers the likelier answer (margin in nats). With a reference policy, there are also
+        `reward_accuracy` and `reward_margin`: the same for log π − log π_ref, which is DPO's reward up to the factor β.
         """
         if policy.model.head == "score":
             return _preferences("preference_", policy.score(self.batch)["scores"]), []
@@ -172,6 +189,7 @@ class HeldoutPairs(Evaluation):
         return metrics, []
 
     def item_lengths(self) -> list[list[int]]:
+        """Return the numbers of tokens of the two sequences of every pair."""
         return self.batch["input_lengths"].view(-1, 2).tolist()
 
     def _of_answers(self, logprobs: Tensor) -> Tensor:
@@ -190,7 +208,7 @@ def _preferences(prefix: str, values: Tensor) -> dict[str, float]:
 @register_evaluation(PROBLEMS)
 @dataclass(frozen=True)
 class HeldoutProblems(Evaluation):
-    """Held-out problems, answered greedily."""
+    """Held-out problems, which the policy answers greedily."""
 
     task: Task
     problems: Sequence[Problem]
@@ -199,15 +217,21 @@ class HeldoutProblems(Evaluation):
 
     @classmethod
     def of_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
+        """Return the evaluation on the held-out problems.
+
+        Raises:
+            ConfigError: A completion may not fit after a prompt.
+        """
         check_completions_fit(stage, heldout.problems, tokenizer)
         return cls(heldout.task, heldout.problems, tokenizer, stage_sampling(stage, tokenizer, greedy=True))
 
     @classmethod
     def metric_names(cls, stage: StageConfig) -> tuple[str, ...]:
+        """Return the names of the eval metrics."""
         return ("accuracy",)
 
     def evaluate(self, policy: MegatronPolicy | None, engine: RolloutEngine) -> EvalResult:
-        """Return `accuracy`, the mean reward in [0, 1], and a few samples to look at."""
+        """Return `accuracy`, the mean reward in [0, 1], and a few samples for people to read."""
         prompts = [self.tokenizer.encode(problem.prompt) for problem in self.problems]
         rollouts = engine.generate(prompts, self.sampling, seed=0)
         texts = completions(rollouts, self.tokenizer)

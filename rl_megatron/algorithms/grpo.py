@@ -1,7 +1,7 @@
-"""GRPO: sample groups of completions, score them, and move towards the better ones of each group.
+"""GRPO: sample a group of completions per prompt, score them, and make the better ones of each group likelier.
 
-Source: DeepSeekMath, arXiv:2402.03300; dynamic sampling from DAPO, arXiv:2503.14476; advantages against the whole batch
-from REINFORCE++, arXiv:2501.03262.
+Source: DeepSeekMath, arXiv:2402.03300; dynamic sampling from DAPO, arXiv:2503.14476; advantages relative to the whole
+batch from REINFORCE++, arXiv:2501.03262.
 """
 
 from __future__ import annotations
@@ -52,8 +52,11 @@ def grpo(stage: Stage, algorithm: GRPOConfig) -> None:
 
 
 def collect(sampler: Sampler, step: int, algorithm: GRPOConfig) -> tuple[BatchedDataDict, dict[str, float]]:
-    """(The step's rollouts, what all that were sampled were like). With dynamic sampling, groups whose rewards are all
-    equal are sampled again with other prompts, until the step is full or its rounds are over."""
+    """Return (the rollouts that the step learns from, statistics of all sampled rollouts).
+
+    With dynamic sampling, groups whose rewards are all equal are dropped, and other prompts are sampled until the step
+    is full or has used all its rounds.
+    """
     group_size = algorithm.samples_per_prompt
     wanted = algorithm.prompts_per_step * group_size
     kept, seen = [], []
@@ -66,7 +69,7 @@ def collect(sampler: Sampler, step: int, algorithm: GRPOConfig) -> tuple[Batched
     outcome = statistics(join(seen, len(seen) * wanted), group_size)
     if algorithm.dynamic_sampling:
         outcome["sampling_rounds"] = float(len(seen))
-        kept = [part for part in kept if part.size] or seen[-1:]  # no group differed: a step without gradient
+        kept = [part for part in kept if part.size] or seen[-1:]  # if no group differs, the step has no gradient
     return join(kept, wanted), outcome
 
 

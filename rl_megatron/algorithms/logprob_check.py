@@ -1,7 +1,6 @@
-"""The logprob check: compare what an engine and the trainer say of the same tokens, before anything is learned.
+"""The logprob check: compare an engine's logprobs with the trainer's for the same tokens, before anything is learned.
 
-A weight sync that went wrong, a model that was converted wrongly, a kernel that rounds otherwise: each shows in these
-numbers.
+A failed weight sync, a wrongly converted model, or a kernel with different rounding makes the two differ.
 """
 
 from __future__ import annotations
@@ -17,16 +16,17 @@ from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
 from rl_megatron.policy.interfaces import PolicyInterface
 
-# Nats; well above what rounding does, and below what a wrong weight does. The limit is on the mean because few tokens
-# give a reliable one: in bf16 one token in some thousand differs by half a nat, and means stay below 0.03.
+# In nats: well above the effect of rounding, and below the effect of a wrong weight. The limit is on the mean, because
+# a few tokens are enough for a reliable mean: in bf16 about one token in a thousand differs by half a nat, and means
+# stay below 0.03.
 LIMITS = {"fp32": 1e-4, "bf16": 0.1}
-_MAX_TOKENS = 16  # of a completion
+_MAX_TOKENS = 16  # the most tokens of a completion
 _SEED = 0x6A7E
 _SHOWN = 3
 
 
 class EngineMismatch(RuntimeError):
-    """The engine samples from another distribution than the one that the trainer would learn about."""
+    """The error for an engine that samples from a different distribution than the trainer's policy."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class LogprobCheck:
 
     Attributes:
         policy: The trainer's model.
-        tokenizer: For messages.
-        sampling: The run's; completions are shorter here.
+        tokenizer: The tokenizer, for messages.
+        sampling: The run's sampling settings; the check uses shorter completions.
         num_prompts: How many different prompts are completed; 0 turns the check off.
-        limit: The largest mean of |trainer's − engine's logprob| that is accepted, in nats.
+        limit: The largest accepted mean of |trainer's − engine's logprob|, in nats.
     """
 
     policy: PolicyInterface
@@ -48,13 +48,13 @@ class LogprobCheck:
     limit: float
 
     def run(self, engine: RolloutEngine, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
-        """Compare the logprobs of the tokens that the engine adds to the first different `prompts`.
+        """Complete the first `num_prompts` different prompts, and compare the logprobs of the sampled tokens.
 
         Returns:
-            `gate_mean`, `gate_p99` and `gate_max` of |trainer's − engine's logprob|; nothing if the check is off.
+            `gate_mean`, `gate_p99` and `gate_max` of |trainer's − engine's logprob|; empty if the check is off.
 
         Raises:
-            EngineMismatch: the mean is past the limit; on every rank, naming the worst tokens.
+            EngineMismatch: The mean exceeds the limit. It is raised on every rank, and names the worst tokens.
         """
         chosen = [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts))][: self.num_prompts]
         if not chosen:
@@ -72,15 +72,15 @@ class LogprobCheck:
         }
         if not figures["gate_mean"] <= self.limit:
             raise EngineMismatch(
-                f"the rollout engine's logprobs are not the trainer's: they differ by {figures['gate_mean']:.3g} nats "
-                f"on average (generation.gate_limit={self.limit:g}), {figures['gate_p99']:.3g} at the 99th percentile "
+                f"the rollout engine's logprobs differ from the trainer's: by {figures['gate_mean']:.3g} nats on "
+                f"average (generation.gate_limit={self.limit:g}), {figures['gate_p99']:.3g} at the 99th percentile "
                 f"and {figures['gate_max']:.3g} at most, over {len(values)} tokens; worst: "
                 + "; ".join(self._worst(rollouts, trainers, difference))
             )
         return figures
 
     def _worst(self, rollouts: BatchedDataDict, trainers: Tensor, difference: Tensor) -> list[str]:
-        """Describe the sequences that differ most, each at its worst token."""
+        """Describe the sequences with the largest differences, each by its worst token."""
         largest, positions = difference.max(dim=1)
         described = []
         for sequence in largest.argsort(descending=True)[:_SHOWN].tolist():

@@ -17,19 +17,19 @@ OPTIMIZER = declare_metrics(
     Metric("lr", "1", "The learning rate, over the optimizer steps.", "mean"),
     Metric("updated", "1", "The share of optimizer steps that moved the weights.", "mean", "higher"),
     Metric("num_updates", "steps", "The number of optimizer steps that moved the weights.", "sum"),
-    Metric("packing_efficiency", "1", "Tokens per token slot that the model computed.", "mean", "higher"),
-    Metric("router_aux_loss", "1", "The experts' balancing loss, summed over layers.", "mean", "lower"),
+    Metric("packing_efficiency", "1", "The share of computed token slots that hold a token.", "mean", "higher"),
+    Metric("router_aux_loss", "1", "The experts' load-balancing loss, summed over layers.", "mean", "lower"),
 )
 
 ROLLOUT = declare_metrics(
-    Metric("reward", "reward", "The mean reward of all samples of the step, before any is left out.", "mean", "higher"),
-    Metric("completion_tokens", "tokens", "The mean length of a completion, with its stop token.", "mean"),
+    Metric("reward", "reward", "The mean reward of all samples of the step, dropped ones included.", "mean", "higher"),
+    Metric("completion_tokens", "tokens", "The mean length of a completion, its stop token included.", "mean"),
     Metric("stopped", "1", "The share of samples that ended with a stop token.", "mean", "higher"),
     Metric("informative_groups", "1", "The share of groups whose rewards differ.", "mean", "higher"),
     Metric("sampling_rounds", "rounds", "The rounds of dynamic sampling that the step took.", "last", "lower"),
     Metric("mismatch_mean", "nats", "The mean of |trainer's − engine's logprob| of sampled tokens.", "mean", "lower"),
     Metric("mismatch_max", "nats", "The largest |trainer's − engine's logprob| of a sampled token.", "max", "lower"),
-    Metric("reward_kl", "nats", "The mean KL that is subtracted from the reward of each token, before β.", "mean"),
+    Metric("reward_kl", "nats", "The mean KL that, times β, is subtracted from the reward of each token.", "mean"),
 )
 
 LOGPROB_CHECK = declare_metrics(

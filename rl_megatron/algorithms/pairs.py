@@ -1,4 +1,4 @@
-"""What algorithms that learn from preference pairs ask of a loss."""
+"""The requirements of algorithms that learn from preference pairs on their loss."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ PAIR_KEYS = frozenset({"input_ids", "input_lengths", "token_mask", "sample_mask"
 
 
 def pair_loss(input_type: LossInputType, uses: str, choices: str, more_keys: frozenset[str] = frozenset()) -> LossNeeds:
-    """Return the needs of an algorithm whose loss compares the two answers of a pair.
+    """Return the requirements of an algorithm whose loss compares the two answers of a pair.
 
     Args:
-        input_type: What the loss reads of the model: logprobs of tokens, or scores.
-        uses: The same in words.
+        input_type: The model output that the loss must read: logprobs of tokens, or scores.
+        uses: The same in words, for messages.
         choices: The losses that suit, for messages.
-        more_keys: Keys of the algorithm's batches besides those of every pair.
+        more_keys: Keys of the algorithm's batches besides those of every batch of pairs.
     """
 
     def suits(loss_fn: LossFunction) -> bool:

@@ -1,4 +1,4 @@
-"""PPO: a critic learns what to expect of every prefix, and the policy moves towards what turned out better.
+"""PPO: a critic learns the expected reward of every prefix, and the policy learns to do better than expected.
 
 Source: Schulman et al. 2017, arXiv:1707.06347; GAE, arXiv:1506.02438; for language models, Ouyang et al. 2022,
 arXiv:2203.02155.
@@ -47,7 +47,7 @@ CRITIC = CriticNeeds[PPOConfig](
 def ppo(stage: Stage, algorithm: PPOConfig) -> None:
     """Train the stage's policy and critic by PPO."""
     critic = stage.critic
-    assert critic is not None  # a stage has one if its algorithm says so
+    assert critic is not None  # the stage has one because the algorithm is registered with a critic
     policy_loss = configured_loss(stage.config.loss)
     value_loss = configured_loss(_value_loss(algorithm))
     reference = needs_reference(policy_loss)
@@ -74,7 +74,7 @@ def ppo(stage: Stage, algorithm: PPOConfig) -> None:
 
 
 def with_advantages(rollouts: BatchedDataDict, algorithm: PPOConfig, policy_loss: LossFunction) -> BatchedDataDict:
-    """The rollouts with GAE's `advantages` and the `returns` that the critic learns, both [B, S]."""
+    """Return the rollouts with GAE's `advantages` and the `returns` that the critic learns, both [B, S]."""
     rewards, mask = rewards_per_token(rollouts, policy_loss), rollouts["token_mask"]
     advantages, rollouts["returns"] = generalized_advantages(
         rewards, rollouts["values"], mask, discount=algorithm.discount, gae_lambda=algorithm.gae_lambda

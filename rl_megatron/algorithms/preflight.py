@@ -1,4 +1,4 @@
-"""Everything about a run's input that can be known to be wrong before its first step."""
+"""Check a run's input before its first step: settings, data, tokenizer, losses and checkpoints of all stages."""
 
 from __future__ import annotations
 
@@ -28,16 +28,19 @@ from rl_megatron.observability.sinks import SINKS
 from rl_megatron.topology.context_parallel import zigzag_slices
 from rl_megatron.topology.topology import sequence_multiple
 
-# Sections that a run may not change between its start and its end. Others may: layout, steps, learning rate, …
+# Sections that may not change when a run is resumed. Others may: the layout, the number of steps, the learning rate, …
 _OF_THE_TRAINED = ("algorithm", "model", "tokenizer", "loss", "precision")
 _T = TypeVar("_T")
 
 
 def check(config: RunConfig, output_dir: Path) -> Tokenizer:
-    """The run's tokenizer, after everything that can be wrong with the input of any stage was looked for: before the
-    first step of the first stage, and before anything is written. Every rank checks, and finds, the same.
+    """Check the input of all stages, and return the run's tokenizer.
 
-    Raises: ConfigError naming the key or file, the value, the rule and the remedy.
+    It runs before anything is written. Every rank checks the same and gets the same result.
+
+    Raises:
+        ConfigError: The input of a stage is wrong. The message names the key or file, the value, the rule and the
+            remedy.
     """
     if output_dir.exists() and not output_dir.is_dir():
         raise ConfigError(f"output_dir={output_dir} is a file; choose a directory")
@@ -69,8 +72,7 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
 
 
 def weights_source(config: RunConfig, output_dir: Path, name: str) -> str:
-    """Where the stage `name` begins, once the stages before it are done: init_from, a step of the stage before, or
-    new weights."""
+    """Describe the weights that the stage `name` starts from: init_from, a step of the stage before, or new weights."""
     names = list(config.stages)
     if name != names[0]:
         before = names[names.index(name) - 1]
@@ -79,12 +81,12 @@ def weights_source(config: RunConfig, output_dir: Path, name: str) -> str:
         step = max(newest, config.stages[before].train.steps)
         return f"step {step} of stage {before!r} (stages.{before}.train.steps)"
     if config.init_from:
-        return f"init_from={Path(config.init_from).resolve()}"  # one directory, however it is written
+        return f"init_from={Path(config.init_from).resolve()}"  # the same text for every way to write a path
     return f"init_from=null, new weights of train.seed={config.first.train.seed}"
 
 
 def _check_saved(newest: Path, stage: StageConfig, tokenizer: Tokenizer, weights_from: str) -> None:
-    """A stage's newest checkpoint and, where steps are left to take, what else they need."""
+    """Check a stage's newest checkpoint and, if steps are left, its critic's checkpoint and its reference policy."""
     manifest = _check_checkpoint(newest, stage, tokenizer)
     if manifest["step"] >= stage.train.steps:
         return
@@ -93,25 +95,25 @@ def _check_saved(newest: Path, stage: StageConfig, tokenizer: Tokenizer, weights
     began_with = manifest.get("weights_from", weights_from)
     if began_with != weights_from and algorithm_of(stage).uses_reference(stage):
         raise ConfigError(
-            f"checkpoint {newest} is of a stage whose reference policy was {began_with}, and would now be "
-            f"{weights_from}: a stage keeps its reference from its first step to its last; set it back, or choose "
-            "another output_dir and start from this checkpoint with init_from"
+            f"checkpoint {newest} belongs to a stage whose reference policy was {began_with}, and would now be "
+            f"{weights_from}: the reference policy must not change during a stage; set it back, or choose another "
+            "output_dir and start from this checkpoint with init_from"
         )
 
 
 def _check_checkpoint(path: Path, stage: StageConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The manifest of a checkpoint that the stage can read."""
+    """Check that the stage can read a checkpoint, and return its manifest."""
     manifest = read_manifest(path, stage.model)
     if manifest.get("tokenizer", tokenizer.digest) != tokenizer.digest:
         raise ConfigError(
-            f"checkpoint {path} was trained with another tokenizer than this run's, so the same text would be other "
-            "tokens to it; set tokenizer.path to the tokenizer directory of the run that made it"
+            f"checkpoint {path} was trained with another tokenizer than this run's, which gives the same text other "
+            "tokens; set tokenizer.path to the tokenizer directory of the run that made the checkpoint"
         )
     return manifest
 
 
 def _check_data_and_tokenizer(stage: StageConfig, tokenizer: Tokenizer) -> None:
-    """Build what the stage learns from and is evaluated on, which raises for whatever is wrong with it."""
+    """Check a stage by building its sampling, engine settings, loss, training data and held-out data."""
     _check_keep_best(stage)
     stage_sampling(stage, tokenizer)
     check_engine(stage, tokenizer.vocab_size)
@@ -121,24 +123,32 @@ def _check_data_and_tokenizer(stage: StageConfig, tokenizer: Tokenizer) -> None:
 
 
 def _check_keep_best(stage: StageConfig) -> None:
-    """The best checkpoint is known where every checkpoint is measured, by a measure that its data gives."""
+    """Check that `train.keep_best` is an eval metric of the stage, and that every checkpoint is evaluated."""
     train, given = stage.train, metric_names(stage)
     if train.keep_best is None:
         return
     if train.keep_best not in given:
         raise ConfigError(
-            f"train.keep_best={train.keep_best} is not measured by {stage.algorithm.name} on "
+            f"train.keep_best={train.keep_best} is not an eval metric of {stage.algorithm.name} on "
             f"data.source={stage.data.source}; set it to one of {', '.join(given)}, or to null"
         )
     if train.save_every and (not train.eval_every or train.save_every % train.eval_every):
         raise ConfigError(
             f"train.keep_best={train.keep_best} needs an evaluation of every checkpoint, and train.save_every="
-            f"{train.save_every} is no multiple of train.eval_every={train.eval_every}; set both alike"
+            f"{train.save_every} is not a multiple of train.eval_every={train.eval_every}; set both to the same value"
         )
 
 
 def _check_budget(stage: StageConfig, items: Iterable[Sequence[int]]) -> None:
-    """Every item (a row, or the two of a pair), of so many tokens each, must fit a microbatch that goes by tokens."""
+    """Check that every item fits a dynamic or packed microbatch.
+
+    Args:
+        stage: The stage.
+        items: For each item, a sequence or a pair, the number of tokens of each of its sequences.
+
+    Raises:
+        ConfigError: The largest item exceeds `train.micro_batch_tokens`.
+    """
     train, parallel = stage.train, stage.parallel
     items = list(items)
     if train.batching == "padded" or not items:
@@ -152,41 +162,44 @@ def _check_budget(stage: StageConfig, items: Iterable[Sequence[int]]) -> None:
 
     largest = max(items, key=needed)
     if needed(largest) > train.micro_batch_tokens // multiple * multiple:
-        what = "row" if len(largest) == 1 else "pair of rows"
+        what = "sequence" if len(largest) == 1 else "pair of sequences"
         padded = f", padded to multiples of {multiple} for the layout" if multiple > 1 else ""
         raise ConfigError(
             f"train.micro_batch_tokens={train.micro_batch_tokens} does not hold the largest {what}: "
-            f"{' + '.join(map(str, largest))} tokens{padded}; raise it to {needed(largest)} at least, or shorten rows"
+            f"{' + '.join(map(str, largest))} tokens{padded}; raise it to at least {needed(largest)}, or shorten the "
+            "sequences"
         )
 
 
 def check_loss(stage: StageConfig) -> None:
-    """Check the loss section against what the stage's algorithm gives a loss, and needs from it.
+    """Check that the loss section fits the stage's algorithm.
 
     Raises:
-        ConfigError: there is no such loss, a key is wrong, or the algorithm cannot learn from it.
+        ConfigError: There is no such loss, a key is wrong, or the algorithm cannot learn with it.
     """
     algorithm, needs, name = stage.algorithm.name, algorithm_of(stage).loss, stage.loss.get("name")
     if needs is None:
-        return  # the algorithm has one loss
+        return  # the algorithm has a fixed loss
     if name is None:
-        raise ConfigError(f"loss.name is not set, and {algorithm} learns by a loss; set it: {needs.choices}")
+        raise ConfigError(f"loss.name is not set, and {algorithm} needs a loss; set it to {needs.choices}")
     try:
         loss_fn = configured_loss(stage.loss)
-        as_loss(loss_fn)  # refuses what no policy could run
+        as_loss(loss_fn)  # raises if no policy can run the loss
     except (KeyError, TypeError, ValueError) as error:  # an unknown key, a wrong type, a value out of range
         raise ConfigError(f"loss: {error.args[0] if error.args else error}") from error
     if not needs.suits(loss_fn):
         raise ConfigError(
-            f"loss.name={name} uses no {needs.uses}, which is all {algorithm} learns from; use {needs.choices}"
+            f"loss.name={name} does not use {needs.uses}, so {algorithm} cannot learn with it; use {needs.choices}"
         )
     missing = sorted(set(getattr(loss_fn, "required_keys", ())) - needs.batch_keys)
     if missing:
-        raise ConfigError(f"loss.name={name} needs {missing}, which {algorithm}'s batches do not carry")
+        raise ConfigError(
+            f"loss.name={name} needs {missing}, which {algorithm}'s batches do not have; use {needs.choices}"
+        )
 
 
 def _check_sinks(config: RunConfig) -> None:
-    """Refuse unknown metric sinks, and a run without the file that its report and its resumption read."""
+    """Refuse unknown metric sinks, and a run without metrics.jsonl, which curves.png and a resumed run read."""
     for name in config.metric_sinks:
         if name not in SINKS:
             raise ConfigError(f"metric_sinks: there is no metric sink {name!r}{nearest(name, SINKS)}")
@@ -195,11 +208,11 @@ def _check_sinks(config: RunConfig) -> None:
 
 
 def _check_unchanged(config: RunConfig, output_dir: Path) -> None:
-    """A run that goes on must be the run that began: what its checkpoints were trained on may not change under them."""
+    """Refuse to resume a run under a configuration that its checkpoints were not trained with."""
     path = output_dir / "config.yaml"
     if not path.is_file():
         return
-    before, now = (yaml.safe_load(to_yaml(each)) for each in (from_yaml(path.read_text(), str(path)), config))
+    before, now = (yaml.safe_load(to_yaml(run)) for run in (from_yaml(path.read_text(), str(path)), config))
     for name in now["stages"]:
         if not complete_checkpoints(output_dir / "checkpoints" / name):
             continue
@@ -220,7 +233,7 @@ def _of_the_trained(stage: Mapping[str, Any], may_change: Set[str]) -> dict[str,
 
 
 def _bad_input_named(build: Callable[[], _T]) -> _T:
-    """Return `build()`; what the data package refuses, and a file that cannot be read, become a ConfigError."""
+    """Return `build()`; turn errors of the data package, and files that cannot be read, into a ConfigError."""
     try:
         return build()
     except ConfigError:

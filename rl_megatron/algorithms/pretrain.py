@@ -11,7 +11,7 @@ from rl_megatron.losses import NLLLoss
 
 @register_algorithm(PretrainConfig, fixed_loss="nll")
 def pretrain(stage: Stage, algorithm: PretrainConfig) -> None:
-    """Train the stage's policy on documents."""
+    """Train the stage's policy to predict every token of documents."""
     loss_fn = NLLLoss()
     for step, batch in stage.batches(training_dataset(stage.config, stage.tokenizer)):
         stage.record(step, stage.train(step, batch, loss_fn))

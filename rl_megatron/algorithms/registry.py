@@ -1,7 +1,7 @@
-"""Algorithms by name: `algorithm.name` chooses one.
+"""The registry of algorithms; `algorithm.name` selects one.
 
-An algorithm is one object, registered beside its training loop. It declares its settings, what it learns from, what it
-asks of a loss, the models it trains and its loop. Everything else in the package asks this object.
+An algorithm is one object, registered together with its training loop. It declares its settings, its requirements on a
+loss, the models that it trains, and its loop. The rest of the package reads this object.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ TrainingLoop = Callable[[Stage, ConfigT], None]
 
 @dataclass(frozen=True)
 class LossNeeds:
-    """What an algorithm asks of the loss that the loss section chooses.
+    """The requirements of an algorithm on the loss that the loss section selects.
 
     Attributes:
-        uses: In words, what the loss must use for anything to be learned: "advantages".
-        suits: Whether a loss uses it.
+        uses: What the loss must use, in words for messages: "advantages".
+        suits: Returns whether a loss uses it.
         batch_keys: The keys of the algorithm's batches.
         choices: The losses that suit, for messages: "dpo or ipo".
     """
@@ -42,12 +42,12 @@ class LossNeeds:
 
 @dataclass(frozen=True)
 class CriticNeeds(Generic[ConfigT]):
-    """What an algorithm's critic is: a second model of the policy's shape, with a score head.
+    """The declaration of an algorithm's critic, a second model of the policy's architecture with a score head.
 
     Attributes:
-        optimizer: The critic's optimizer section.
-        optimizer_steps: How many optimizer steps it takes.
-        loss: The name and settings of its loss.
+        optimizer: Returns the critic's optimizer section.
+        optimizer_steps: Returns how many optimizer steps the critic takes.
+        loss: Returns the name and settings of the critic's loss.
     """
 
     optimizer: Callable[[ConfigT], OptimizerConfig]
@@ -57,18 +57,18 @@ class CriticNeeds(Generic[ConfigT]):
 
 @dataclass(frozen=True)
 class Algorithm(Generic[ConfigT]):
-    """An algorithm as the rest of the package sees it.
+    """The declaration of an algorithm.
 
     Attributes:
         config: The class of its settings.
         run: Its training loop, called with the stage and the settings.
-        loss: What it asks of the configured loss, or None if it always uses `fixed_loss`.
-        fixed_loss: The registered loss of an algorithm that leaves no choice.
-        head: The head of the policy: "lm", or "score" for a model of rewards.
-        critic: What its critic is, or None if it has none.
-        uses_reference: Whether a stage compares the policy with the one that it began as.
-        check_data: Raises ConfigError if a stage's training data cannot serve, and returns for each item the tokens of
-            its sequences.
+        loss: Its requirements on the configured loss, or None if it always uses `fixed_loss`.
+        fixed_loss: The registered loss of an algorithm whose loss cannot be chosen.
+        head: The head of the policy: "lm", or "score" for a reward model.
+        critic: The declaration of its critic, or None if it has none.
+        uses_reference: Returns whether a stage uses a reference policy, which is a copy of its initial policy.
+        check_data: Raises ConfigError if a stage's training data cannot be used; otherwise returns for each item the
+            number of tokens of each of its sequences.
     """
 
     config: type[ConfigT]
@@ -81,7 +81,7 @@ class Algorithm(Generic[ConfigT]):
     check_data: Callable[[StageConfig, Tokenizer], Sequence[tuple[int, ...]]]
 
     def losses(self, stage: StageConfig) -> dict[str, Mapping[str, Any]]:
-        """Return the loss sections of the stage's models: the policy's under "policy", the critic's under "critic"."""
+        """Return the loss sections of the stage's models, under "policy" and, if there is one, "critic"."""
         losses: dict[str, Mapping[str, Any]] = {}
         if self.loss is not None:
             losses["policy"] = stage.loss
@@ -113,25 +113,23 @@ def register_algorithm(
     """Return a decorator that registers a training loop as an algorithm.
 
     Args:
-        config: A subclass of `AlgorithmConfig` under `@section`. The default of its key `name` is the name; it is
-            registered too, if it is not already.
-        loss: What the algorithm asks of the configured loss; see `Algorithm`.
-        fixed_loss: The registered loss of an algorithm that leaves no choice.
+        config: A subclass of `AlgorithmConfig` under `@section`. The default of its key `name` is the algorithm's name.
+            The class is registered too, if it is not already.
+        loss: As in `Algorithm`; so are the arguments below.
+        fixed_loss: The registered loss of an algorithm whose loss cannot be chosen.
         head: The head of the policy.
-        critic: What its critic is, or None.
-        uses_reference: Whether a stage compares the policy with the one that it began as.
-        check_data: Checks a stage's training data; see `Algorithm`.
+        critic: The declaration of the critic.
+        uses_reference: Returns whether a stage uses a reference policy.
+        check_data: Checks a stage's training data.
 
     Raises:
-        TypeError: `config` is not strict, or has no name.
-        ValueError: another algorithm has this name already.
+        TypeError: `config` is not declared with `@section`, or has no name.
+        ValueError: Another algorithm has this name already.
     """
     name = register_algorithm_config(config).name
 
     def add(run: TrainingLoop[ConfigT]) -> TrainingLoop[ConfigT]:
-        ALGORITHMS.register(name)(
-            Algorithm(config, run, loss, fixed_loss, head, critic, uses_reference, check_data)
-        )
+        ALGORITHMS.register(name)(Algorithm(config, run, loss, fixed_loss, head, critic, uses_reference, check_data))
         return run
 
     return add

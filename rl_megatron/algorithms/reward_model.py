@@ -1,4 +1,4 @@
-"""Reward modelling: a score head learns which answer of a pair people, or a verifier, prefer.
+"""Reward modelling: a score head learns which of two answers people, or a verifier, prefer.
 
 Source: Bradley-Terry on pairs, as in Ouyang et al. 2022, arXiv:2203.02155 §3.5.
 """

@@ -1,4 +1,4 @@
-"""From sampled tokens to rewards."""
+"""Decode sampled tokens, and score the texts with a task's rewards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_megatron.data.tokenizer import Tokenizer
 
 
 def completions(rollouts: BatchedDataDict, tokenizer: Tokenizer) -> list[str]:
-    """The sampled text of each row, special tokens left out."""
+    """Return the sampled text of each sequence, without special tokens."""
     spans = zip(
         rollouts["input_ids"].tolist(),
         rollouts["prompt_lengths"].tolist(),
@@ -27,10 +27,19 @@ def completions(rollouts: BatchedDataDict, tokenizer: Tokenizer) -> list[str]:
 
 
 def score(task: Task, problems: Sequence[Problem], texts: Sequence[str]) -> Tensor:
-    """The task's reward of each text, [B] fp32, the same on every rank: rank 0 asks the task and tells the others, as
-    a verifier with a time limit or a judge may answer differently when asked twice.
+    """Return the task's reward of each text, [B] fp32, the same on every rank. Collective.
 
-    Raises: ConfigError where a reward is NaN or infinite, naming the task, the prompt and the completion.
+    Only rank 0 computes the rewards and broadcasts them, because a verifier with a time limit or a judge may give
+    different rewards to the same text.
+
+    Args:
+        task: The task.
+        problems: One problem for each text.
+        texts: The completions.
+
+    Raises:
+        ConfigError: A reward is NaN or infinite; the message names the task, the prompt and the completion.
+        Exception: The task raises it on rank 0; it is raised on every rank.
     """
     answer: list = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -47,6 +56,6 @@ def score(task: Task, problems: Sequence[Problem], texts: Sequence[str]) -> Tens
         if not math.isfinite(reward):
             raise ConfigError(
                 f"task {task.name!r} gave the reward {reward} for prompt {problem.prompt!r} and completion {text!r}; "
-                "a reward must be finite: mend the task's reward()"
+                "a reward must be finite: correct the task's reward()"
             )
     return torch.tensor(rewards, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Prompts → scored rollouts with logprobs: what a policy-gradient update learns from."""
+"""Sample completions for prompts, score them, and add logprobs: the rollouts that policy gradients learn from."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from rl_megatron.losses.functional import kl_penalty, masked_mean
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.policy.interfaces import PolicyInterface
 
-# What rollouts carry when they reach the loss.
+# The keys of rollouts when they reach the loss.
 ROLLOUT_KEYS = frozenset(
     "input_ids input_lengths token_mask sample_mask rewards advantages temperature generation_logprobs prev_logprobs "
     "reference_policy_logprobs".split()
 )
-_ROUNDS_PER_SEED = 1000  # seeds of a step's rounds lie apart
+_ROUNDS_PER_SEED = 1000  # distance between the seeds of two steps, so that their rounds have different seeds
 
 
 def _uses_advantages(loss_fn: LossFunction) -> bool:
-    return "advantages" in getattr(loss_fn, "required_keys", ("advantages",))  # one that does not say may well
+    return "advantages" in getattr(loss_fn, "required_keys", ("advantages",))  # an undeclared loss is assumed to use it
 
 
 ROLLOUT_LOSS = LossNeeds("advantages", _uses_advantages, ROLLOUT_KEYS, "clipped_pg")
 
 
 def uses_reference(stage: StageConfig) -> bool:
-    """Return whether the stage's loss, or the reward on its behalf, compares with the reference policy."""
+    """Return whether the stage's loss, or its reward, uses the reference policy."""
     return needs_reference(configured_loss(stage.loss))
 
 
 def training_problems(stage: StageConfig, algorithm: RolloutConfig) -> list[Problem]:
-    """Return problems to sample completions for: enough for every step of the stage, or all there are."""
+    """Return the training problems: generated ones for all steps of the stage, or all that the source has."""
     return build_source(stage).problems(algorithm.prompts_of_all_steps(stage.train))
 
 
@@ -55,22 +55,25 @@ def check_problems(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, 
     """Check that a step has enough different problems; return the tokens of the longest prompt with its completion.
 
     Raises:
-        ConfigError: there are too few problems, or a completion may not fit behind a prompt.
+        ConfigError: There are too few problems, or a completion may not fit after a prompt.
     """
-    algorithm: RolloutConfig = stage.algorithm  # pyright: ignore[reportAssignmentType] registered for such alone
+    algorithm: RolloutConfig = stage.algorithm  # pyright: ignore[reportAssignmentType] registered only for this class
     problems = training_problems(stage, algorithm)
     longest = check_completions_fit(stage, problems, tokenizer)
     if len(problems) < algorithm.prompts_per_step:
         raise ConfigError(
             f"algorithm.prompts_per_step={algorithm.prompts_per_step} exceeds the {len(problems)} training problems; "
-            "lower it or provide more data"
+            "lower it, or provide more data"
         )
     return [(longest,)]
 
 
 class Sampler:
-    """Scored completions for the prompts of a step. Which prompts and random numbers step and round use depends on
-    their numbers alone, so a resumed run draws what the uninterrupted one would have."""
+    """The sampler of scored completions for the prompts of a step.
+
+    The prompts and random numbers of a step and round depend only on their numbers. A resumed run therefore samples
+    the same as an uninterrupted run.
+    """
 
     def __init__(self, stage: Stage, algorithm: RolloutConfig):
         config = stage.config
@@ -82,7 +85,11 @@ class Sampler:
         self._sampling = stage_sampling(config, stage.tokenizer)
 
     def draw(self, step: int, round_: int = 0) -> BatchedDataDict:
-        """`samples_per_prompt` completions of each of the round's prompts, groups contiguous, with `rewards` [B]."""
+        """Return `samples_per_prompt` scored completions for each of the round's prompts.
+
+        The batch is the one that `RolloutEngine.generate` returns, with `rewards` [B]. Samples of a prompt are
+        contiguous.
+        """
         chosen = [self._problems[index] for index in self._order.items_at((step - 1) * self._rounds + round_)]
         repeated = [problem for problem in chosen for _ in range(self._per_prompt)]
         prompts = {problem.prompt: self._tokenizer.encode(problem.prompt) for problem in chosen}
@@ -93,7 +100,7 @@ class Sampler:
 
 
 def with_logprobs(rollouts: BatchedDataDict, policy: PolicyInterface, reference: bool) -> BatchedDataDict:
-    """The rollouts with the present policy's `prev_logprobs` and, if asked, `reference_policy_logprobs`."""
+    """Return the rollouts with the current policy's `prev_logprobs` and, if asked, `reference_policy_logprobs`."""
     rollouts["prev_logprobs"] = policy.get_logprobs(rollouts)["logprobs"]
     if reference:
         rollouts["reference_policy_logprobs"] = policy.get_reference_policy_logprobs(rollouts)["reference_logprobs"]
@@ -101,38 +108,42 @@ def with_logprobs(rollouts: BatchedDataDict, policy: PolicyInterface, reference:
 
 
 def kl_in_reward(loss_fn: LossFunction) -> float:
-    """β where the loss leaves the KL penalty to the reward (`use_kl_in_reward`), else 0."""
+    """Return β if the KL penalty is part of the reward (`use_kl_in_reward`) instead of the loss, otherwise 0."""
     cfg = _kl_settings(loss_fn)
     return 0.0 if cfg is None else cfg.reference_policy_kl_penalty
 
 
 def _kl_settings(loss_fn: LossFunction) -> ClippedPGLossConfig | None:
-    """Return the settings of a loss that leaves the KL penalty to the reward, or None."""
+    """Return the settings of a loss whose KL penalty is part of the reward, or None for another loss."""
     cfg = getattr(loss_fn, "cfg", None)
     return cfg if getattr(cfg, "use_kl_in_reward", False) else None
 
 
 def needs_reference(loss_fn: LossFunction) -> bool:
-    """Whether the loss, or the reward on its behalf, compares with the reference policy."""
+    """Return whether the loss, or the reward, uses the reference policy."""
     return "reference_policy_logprobs" in getattr(loss_fn, "required_keys", ()) or kl_in_reward(loss_fn) > 0
 
 
 def rewards_per_token(rollouts: BatchedDataDict, loss_fn: LossFunction) -> Tensor:
-    """[B, S]: each row's reward at its last sampled token, less β·KL(π_prev‖π_ref) at every sampled token where the
-    loss leaves the KL to the reward."""
+    """Return token rewards [B, S]: the reward of each sequence at its last sampled token, and the KL penalty.
+
+    If the KL penalty is part of the reward, β·KL(π_prev‖π_ref) is subtracted at every sampled token.
+    """
     kl = _kl_of_tokens(rollouts, loss_fn)
     return token_rewards(rollouts["rewards"], rollouts["token_mask"], kl, kl_in_reward(loss_fn))
 
 
 def reward_kl(rollouts: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
-    """The mean over sampled tokens of the KL that `rewards_per_token` charges, before β; nothing where it charges
-    none."""
+    """Return the metric `reward_kl`: the mean KL over sampled tokens, without the factor β.
+
+    The result is empty if the KL penalty is not part of the reward.
+    """
     kl = _kl_of_tokens(rollouts, loss_fn)
     return {} if kl is None else {"reward_kl": masked_mean(kl, rollouts["token_mask"]).item()}
 
 
 def _kl_of_tokens(rollouts: BatchedDataDict, loss_fn: LossFunction) -> Tensor | None:
-    """[B, S]: KL(π_prev‖π_ref), estimated and clamped as the loss's settings say; None where the reward has no KL."""
+    """Return KL(π_prev‖π_ref) [B, S], with the loss's estimator and clamps, or None if the reward has no KL penalty."""
     cfg = _kl_settings(loss_fn)
     if cfg is None or cfg.reference_policy_kl_penalty == 0:
         return None
@@ -143,20 +154,23 @@ def _kl_of_tokens(rollouts: BatchedDataDict, loss_fn: LossFunction) -> Tensor | 
 
 
 def keep_informative(rollouts: BatchedDataDict, group_size: int) -> BatchedDataDict:
-    """The rows of groups whose rewards differ."""
+    """Return the samples of groups whose rewards differ."""
     kept = informative_groups(rollouts["rewards"], group_size)
     return rollouts.select_indices(kept.repeat_interleave(group_size).nonzero()[:, 0].tolist())
 
 
 def join(parts: Sequence[BatchedDataDict], limit: int) -> BatchedDataDict:
-    """Several rounds of rollouts as one batch of at most `max_rows` rows."""
+    """Return several rounds of rollouts as one batch of at most `limit` samples."""
     joined = BatchedDataDict.from_batches(list(parts)) if len(parts) > 1 else parts[0]
     return joined.slice(0, min(limit, joined.size))
 
 
 def statistics(rollouts: BatchedDataDict, group_size: int) -> dict[str, float]:
-    """What the rollouts were like: mean reward, completion length, share of ended rows and of informative groups, which
-    is 0 where a group is one sample."""
+    """Return metrics of the rollouts: the means of reward and completion length, and two shares.
+
+    `stopped` is the share of completions that ended with a stop token. `informative_groups` is the share of groups
+    whose rewards differ; it is 0 if a group is one sample.
+    """
     lengths: Tensor = (rollouts["input_lengths"] - rollouts["prompt_lengths"]).float()
     return {
         "reward": rollouts["rewards"].mean().item(),
@@ -167,8 +181,10 @@ def statistics(rollouts: BatchedDataDict, group_size: int) -> dict[str, float]:
 
 
 def logprob_mismatch(rollouts: BatchedDataDict) -> dict[str, float]:
-    """How far the engine's logprobs are from the trainer's, over sampled tokens: 0 up to rounding when both see the
-    same weights."""
+    """Return the mean and maximum of |trainer's − engine's logprob| over sampled tokens, in nats.
+
+    They are 0 up to rounding if the engine and the trainer have the same weights.
+    """
     sampled = rollouts["token_mask"].bool()
     difference = (rollouts["prev_logprobs"] - rollouts["generation_logprobs"]).abs()
     difference = torch.where(sampled, difference, 0.0)

@@ -1,4 +1,4 @@
-"""A run: its stages in order, each from the weights the one before left, resumable at any point."""
+"""Run the stages of a configuration in order, each from the weights of the stage before. A run can be resumed."""
 
 from __future__ import annotations
 
@@ -41,16 +41,19 @@ from rl_megatron.topology.device import start_device
 from rl_megatron.topology.topology import Topology
 from rl_megatron.weight_sync.plan import WeightsRefused
 
-# What ends a run that began well: exit status 1.
+# Errors that end a run after its start, with exit status 1.
 FAILURES = (NonFiniteLoss, WeightsRefused, EngineFailed, EngineMismatch, SaveFailed)
 _PATIENCE = timedelta(seconds=30)
 _T = TypeVar("_T")
 
 
 def run(config: RunConfig) -> int:
-    """Runs every stage and writes `output_dir`. The exit status, the same on all ranks: 0; 2 for bad input, found
-    before the first step; 1 where a loss turned NaN, a rollout engine failed or the last checkpoint of a stage could
-    not be written. Rank 0 says in one line what was wrong."""
+    """Run every stage and write `output_dir`. If the run fails, rank 0 prints one line that says why.
+
+    Returns:
+        The exit status, the same on all ranks. 0: the run succeeded. 2: the input is bad, which is found before the
+        first step. 1: a loss became NaN, a rollout engine failed, or the last checkpoint of a stage could not be saved.
+    """
     try:
         _run(config)
     except (ConfigError, *FAILURES) as error:
@@ -95,14 +98,14 @@ def _run(config: RunConfig) -> None:
 
 
 def _open_metrics(config: RunConfig, output_dir: Path) -> MetricsLogger:
-    """Return the run's logger, whose sinks rank 0 opens.
+    """Return the run's metrics logger, whose sinks rank 0 opens.
 
     Raises:
-        ConfigError: a sink cannot be opened.
+        ConfigError: A sink cannot be opened.
     """
     try:
         return MetricsLogger(output_dir, enabled=dist.get_rank() == 0, sinks=config.metric_sinks)
-    except Exception as error:  # a sink may be the user's code, and the other ranks wait to hear of it
+    except Exception as error:  # a sink may be the user's code and raise anything, and the other ranks must not wait
         raise ConfigError(f"metric_sinks={list(config.metric_sinks)} cannot be opened: {error}") from error
 
 
@@ -112,8 +115,11 @@ def _put_back_checkpoints(output_dir: Path) -> None:
 
 
 def _begin_output(config: RunConfig, output_dir: Path, tokenizer: Tokenizer) -> None:
-    """What a run's directory has from the start: tokenizer, effective configuration, and what the model came with from
-    Hugging Face, for an export of this run's checkpoints."""
+    """Write the files that a run's directory has from the start: the tokenizer and the effective configuration.
+
+    If the model came from Hugging Face, its files except the weights are copied too, for an export of this run's
+    checkpoints.
+    """
     save_tokenizer(tokenizer, output_dir)
     (output_dir / "config.yaml").write_text(to_yaml(config))
     carried = hugging_face_files(Path(config.init_from)) if config.init_from else None
@@ -124,7 +130,7 @@ def _begin_output(config: RunConfig, output_dir: Path, tokenizer: Tokenizer) -> 
 
 
 def _refuse_failure(failure: str | None) -> None:
-    """Raises: ConfigError, on every rank, for what went wrong on rank 0."""
+    """Raise ConfigError, on every rank, if `failure` is the message of a failure on rank 0."""
     if failure is not None:
         raise ConfigError(f"output_dir cannot be written: {failure}")
 
@@ -132,10 +138,10 @@ def _refuse_failure(failure: str | None) -> None:
 def _on_all_or_none(check: Callable[[], _T]) -> _T:
     """Return what `check` returns. Collective.
 
-    A file may be missing on one node only, and a rank that went on alone would wait for the others.
+    A check can fail on one node only, for example if a file is missing there. Without this, the other ranks would wait.
 
     Raises:
-        ConfigError: `check` raised it on any rank; it is raised on all, with the message of the first.
+        ConfigError: `check` raised it on any rank. It is raised on all ranks, with the message of the lowest such rank.
     """
     try:
         result = check()
@@ -148,11 +154,11 @@ def _on_all_or_none(check: Callable[[], _T]) -> _T:
 
 
 def _leave_together() -> None:
-    """A rank that exits takes the others down, which may have yet to speak; they all come here, or time is up."""
+    """Wait for all ranks, but not for long: when one rank exits, torchrun kills others that are still logging."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        with suppress(RuntimeError):  # another rank ended in another way
+        with suppress(RuntimeError):  # another rank may have ended in another way
             barrier = dist.barrier(async_op=True)
-            if barrier is not None:  # as it is on every member of the group
+            if barrier is not None:  # never None on a member of the group
                 barrier.wait(_PATIENCE)
 
 
@@ -208,7 +214,7 @@ def _model(
     total_steps: int,
     head: Head,
 ) -> MegatronPolicy:
-    """The stage's policy, or another model of its shape, from the weights the stage before left."""
+    """Return the stage's policy, or its critic, with the weights of the checkpoint `weights` if it is given."""
     model = MegatronPolicy(
         config.model,
         layout,
@@ -224,12 +230,12 @@ def _model(
         reference_placement=config.train.reference,
     )
     if weights is not None:
-        model.load_checkpoint(weights, weights_only=True, verify=False)  # of this run, or verified before it began
+        model.load_checkpoint(weights, weights_only=True, verify=False)  # written by this run, or verified at its start
     return model
 
 
 def _finished_results(directory: Path, config: StageConfig) -> dict[str, Any] | None:
-    """The results of a stage that has its last checkpoint already."""
+    """Return the results of a stage that has its last checkpoint already, or None."""
     manifest = verify.manifest_at_the_end(directory, config)
     return None if manifest is None else manifest["results"]
 

@@ -1,4 +1,4 @@
-"""The generation section of a stage as an engine takes it, and whether prompts and completions fit the model."""
+"""Turn a stage's generation section into sampling settings, and check that prompts with completions fit the model."""
 
 from __future__ import annotations
 
@@ -12,17 +12,24 @@ from rl_megatron.generation.interfaces import Sampling
 
 
 def stage_sampling(stage: StageConfig, tokenizer: Tokenizer, greedy: bool = False) -> Sampling:
-    """Return how the stage draws completions, its stop tokens as ids.
+    """Return the stage's sampling settings, with stop tokens as ids.
+
+    Args:
+        stage: The stage.
+        tokenizer: The run's tokenizer.
+        greedy: Whether to ignore temperature, top_k and top_p and sample greedily.
 
     Raises:
-        ConfigError: a stop string is not exactly one token.
+        ConfigError: A stop string is not exactly one token.
     """
     generation = stage.generation
     stop_ids = [tokenizer.eos_id]
     for text in generation.stop_tokens:
         ids = tokenizer.encode(text)
         if len(ids) != 1:
-            raise ConfigError(f"generation.stop_tokens: {text!r} is {len(ids)} tokens; each must be exactly one")
+            raise ConfigError(
+                f"generation.stop_tokens: {text!r} is {len(ids)} tokens of this tokenizer; each must be exactly one"
+            )
         stop_ids += ids
     return Sampling(
         max_new_tokens=generation.max_new_tokens,
@@ -37,13 +44,13 @@ def check_completions_fit(stage: StageConfig, problems: Sequence[Problem], token
     """Return the number of tokens of the longest prompt with its longest completion.
 
     Raises:
-        ConfigError: a prompt leaves too little room for its completion.
+        ConfigError: A prompt with its completion may exceed the model's longest sequence.
     """
     longest = max((len(tokenizer.encode(prompt)) for prompt in {problem.prompt for problem in problems}), default=0)
     wanted, limit = stage.generation.max_new_tokens, stage.model.max_sequence_length
     if longest + wanted > limit:
         raise ConfigError(
-            f"generation.max_new_tokens={wanted} and the longest prompt, {longest} tokens, exceed "
+            f"generation.max_new_tokens={wanted} and the longest prompt, {longest} tokens, together exceed "
             f"model.max_sequence_length={limit}; lower the one or raise the other"
         )
     return longest + wanted

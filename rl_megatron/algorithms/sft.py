@@ -11,7 +11,7 @@ from rl_megatron.losses import NLLLoss
 
 @register_algorithm(SFTConfig, fixed_loss="nll")
 def sft(stage: Stage, algorithm: SFTConfig) -> None:
-    """Train the stage's policy on answers."""
+    """Train the stage's policy to predict the tokens of answers."""
     loss_fn = NLLLoss()
     for step, batch in stage.batches(training_dataset(stage.config, stage.tokenizer)):
         stage.record(step, stage.train(step, batch, loss_fn))

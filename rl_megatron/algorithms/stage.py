@@ -1,4 +1,4 @@
-"""One stage of a run, as its story sees it: steps to iterate over, and evaluation, saving and resuming in between."""
+"""`Stage`: one stage of a run, as training loops use it. It evaluates and saves between steps, and resumes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,24 @@ Evaluation = Callable[[], tuple[dict[str, float], list[dict[str, Any]]]]
 
 @dataclass
 class Stage:
-    """What a story works with. `evaluate` gives held-out measures and samples to look at; `weights_from` tells in
-    checkpoints where the stage began, and so what its reference policy is; `critic` is there for algorithms that have
-    one, saved and resumed with the policy; `run_config` is the run's YAML, which checkpoints keep; `timer` has the time
-    of the phases."""
+    """Everything that a training loop works with. It owns the stage's checkpointer and results.
+
+    Attributes:
+        name: The stage's name.
+        config: Its configuration.
+        policy: The model that is trained.
+        engine: The rollout engine, which always generates with the policy's current weights.
+        tokenizer: The run's tokenizer.
+        metrics_logger: The logger of the run's metrics.
+        checkpoints: The directory of the stage's checkpoints.
+        resume: Whether to continue from the newest checkpoint.
+        evaluate: Returns the eval metrics on held-out data, and samples for people to read.
+        weights_from: A description of the initial weights, which checkpoints store: the reference policy has them.
+        critic: The critic, for algorithms that have one. It is saved and resumed with the policy.
+        run_config: The run's configuration as YAML, which checkpoints store.
+        results: The newest eval metrics and samples.
+        timer: The time that each phase of a step takes.
+    """
 
     name: str
     config: StageConfig
@@ -51,9 +65,9 @@ class Stage:
         self._evaluated_at: int | None = None
 
     def steps(self) -> Iterator[int]:
-        """Step numbers 1 … train.steps, from where the newest checkpoint of this stage ends.
+        """Yield the step numbers 1 … train.steps, or those after the newest checkpoint of this stage if it is resumed.
 
-        Between steps the stage evaluates and saves when due; at the end it does both, and keeps the results.
+        Between steps, the stage evaluates and saves when they are due. After the last step it does both.
         """
         train = self.config.train
         start = self._resume_from_newest()
@@ -74,13 +88,16 @@ class Stage:
             self.metrics_logger.end_stage()
 
     def batches(self, dataset: Dataset) -> Iterator[tuple[int, BatchedDataDict]]:
-        """Each step with its `train.global_batch_size` rows: shuffled epochs, the same after a resume."""
+        """Yield each step with its batch of `train.global_batch_size` sequences, in shuffled epochs.
+
+        A resumed stage gets the same batches as an uninterrupted one.
+        """
         order = self._order(dataset)
         for step in self.steps():
             yield step, dataset.batch(order.items_at(step - 1))
 
     def distinct_batches(self, dataset: Dataset) -> Iterator[BatchedDataDict]:
-        """The items that the stage's steps read, each once, in the batches that they come in first."""
+        """Yield every item that the stage's steps read exactly once, in batches, in the order of its first use."""
         order, seen = self._order(dataset), set()
         for step in range(self.config.train.steps):
             fresh = [item for item in dict.fromkeys(order.items_at(step)) if item not in seen]
@@ -96,15 +113,22 @@ class Stage:
 
     @property
     def reference_logprobs(self) -> Path:
-        """Where recorded logprobs of the stage's reference policy are kept."""
+        """Return the file of recorded logprobs of the stage's reference policy."""
         return self.checkpoints.parent.parent / "reference_logprobs" / f"{self.name}.safetensors"
 
     def train(
         self, step: int, batch: BatchedDataDict, loss_fn: LossFunction, model: MegatronPolicy | None = None
     ) -> dict[str, float]:
-        """One pass of the policy (or of `model`) over `batch`.
+        """Train the policy (or `model`) on `batch` once, and return the metrics.
 
-        Raises: NonFiniteLoss with the stage and step added; the last checkpoint stays.
+        Args:
+            step: The step number, for messages.
+            batch: The global batch.
+            loss_fn: The loss.
+            model: Another model to train instead of the policy: the critic.
+
+        Raises:
+            NonFiniteLoss: The loss is NaN or infinite; the message names the stage and step. Checkpoints stay.
         """
         try:
             with self.timer.phase("train" if model is None else "train_critic"):
@@ -113,13 +137,14 @@ class Stage:
             raise NonFiniteLoss(f"stage {self.name}, step {step}: {error}") from error
 
     def record(self, step: int, report: dict[str, float]) -> None:
+        """Log the metrics of a step."""
         self.metrics_logger.record(step, report)
 
     def _resume_from_newest(self) -> int:
         saved = complete_checkpoints(self.checkpoints) if self.resume else []
         if not saved:
             return 0
-        manifest = self.policy.load_checkpoint(saved[-1], verify=False)  # the run has, before it began
+        manifest = self.policy.load_checkpoint(saved[-1], verify=False)  # verified at the start of the run
         if self.critic is not None:
             self.critic.load_checkpoint(critic_checkpoints(self.checkpoints) / saved[-1].name, verify=False)
         self.results = manifest["results"]
@@ -143,6 +168,6 @@ class Stage:
             stage=self.name,
             tokenizer=self.tokenizer.digest,
             weights_from=self.weights_from,
-            # Which rows and prompts come next is a function of these (data/order.py).
+            # The next sequences and prompts follow from these values (data/order.py).
             data={"batches_taken": step, "seed": train.seed, "global_batch_size": train.global_batch_size},
         )

@@ -1,4 +1,4 @@
-"""A rollout engine that always generates with the policy's present weights, after their logprobs were checked."""
+"""`SyncedEngine`: a rollout engine that syncs weights and checks logprobs before it generates."""
 
 from __future__ import annotations
 
@@ -10,48 +10,57 @@ from rl_megatron.generation.interfaces import EngineFailed, RolloutEngine, Sampl
 
 
 class SyncedEngine:
-    """A `RolloutEngine` around another, which it owns.
+    """A `RolloutEngine` that wraps another engine, which it owns.
 
-    It syncs weights before it generates, and compares the engine's logprobs with the trainer's once for each copy of
-    the weights that the engine serves.
+    It generates only with the policy's current weights, after comparing the engine's logprobs with the trainer's. The
+    comparison is made once for each copy of the weights that the engine serves.
     """
 
     def __init__(self, engine: RolloutEngine, check: LogprobCheck, note: Callable[[dict[str, float]], None]):
-        """`note` is given the metrics of every weight sync and of every logprob check."""
+        """Initialize the wrapper.
+
+        Args:
+            engine: The engine to wrap.
+            check: The logprob check.
+            note: Called with the metrics of every weight sync and of every logprob check.
+        """
         self._engine, self._check, self._note = engine, check, note
         self._checked: Served | None = None
 
     @property
     def served(self) -> Served | None:
+        """Return which copy of the policy's weights the engine serves, or None."""
         return self._engine.served
 
     def update_weights(self) -> dict[str, float]:
+        """Sync the policy's current weights to the engine, and return the metrics of the sync."""
         metrics = self._engine.update_weights()
         self._note(metrics)
         return metrics
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> BatchedDataDict:
-        """See `RolloutEngine.generate`.
+        """Generate completions of `prompts`, as `RolloutEngine.generate`, with the policy's current weights.
 
         Raises:
-            EngineMismatch: the engine's logprobs are not the trainer's; nothing was generated for the caller.
+            EngineMismatch: The engine's logprobs differ from the trainer's. Nothing was generated for the caller.
         """
         while True:
             served = self._sync()
             if served != self._checked:
                 self._note(self._check.run(self._engine, prompts))
                 self._checked = served
-                continue  # the engine may have restarted during the check, which is then repeated
+                continue  # if the engine restarted during the check, the check is repeated
             rollouts = self._engine.generate(prompts, sampling, seed)
             if self.served == served:
-                return rollouts  # otherwise a restarted engine generated them, which is not checked yet
+                return rollouts  # otherwise they come from a restarted engine, which has not been checked
 
     def _sync(self) -> Served:
-        """Return which copy of the policy's present weights the engine serves."""
+        """Sync weights, and return which copy of them the engine serves."""
         self.update_weights()
         if self.served is None:
             raise EngineFailed("the rollout engine serves no weights after update_weights()")
         return self.served
 
     def shutdown(self) -> None:
+        """Shut the engine down."""
         self._engine.shutdown()

@@ -1,4 +1,4 @@
-"""The tokenizer of a run: configured or trained once, then kept in the run's output directory."""
+"""Load or train the tokenizer of a run once, and keep it in the run's output directory."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.sources import build_source
 from rl_megatron.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 
-_DIRECTORY = "tokenizer"  # in a run's output directory
+_DIRECTORY = "tokenizer"  # a subdirectory of the run's output directory
 
 
 def build_tokenizer(stage: StageConfig) -> Tokenizer:
-    """Return the tokenizer at `tokenizer.path`, or a BPE trained on the stage's training text; deterministic."""
+    """Return the tokenizer at `tokenizer.path` or, if it is not set, a BPE trained on the stage's training text."""
     if stage.tokenizer.path is not None:
         return load_tokenizer(stage.tokenizer.path)
     return train_bpe(build_source(stage).texts(), stage.tokenizer.vocab_size)
 
 
 def run_tokenizer(stage: StageConfig, output_dir: Path) -> Tokenizer:
-    """Return the tokenizer that the run in `output_dir` saved, or else the one that its first stage configures.
+    """Return the tokenizer that the run in `output_dir` saved or, for a new run, the one that `stage` configures.
 
     It is the same on every rank, because training a BPE is deterministic.
     """
@@ -28,7 +28,7 @@ def run_tokenizer(stage: StageConfig, output_dir: Path) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, output_dir: Path) -> None:
-    """Keep the run's tokenizer in `output_dir`, whole or not at all; do nothing if it is there already."""
+    """Save the run's tokenizer in `output_dir` atomically; do nothing if it has been saved already."""
     final = output_dir / _DIRECTORY
     if not final.is_dir():
         partial = final.with_suffix(".incomplete")

@@ -1,4 +1,4 @@
-"""The training data of a stage, for algorithms that learn from a dataset, and whether there is enough of it."""
+"""Build and check the training dataset of a stage, for algorithms that learn from a dataset."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def training_dataset(stage: StageConfig, tokenizer: Tokenizer) -> Dataset:
 
 
 def check_dataset(stage: StageConfig, tokenizer: Tokenizer) -> Sequence[tuple[int, ...]]:
-    """Check that a batch has enough different items; return for each item the tokens of its sequences.
+    """Check that there are enough items for a batch; return for each item the numbers of tokens of its sequences.
 
     Raises:
-        ConfigError: there are fewer pairs than a batch holds.
-        ValueError: there are fewer sequences than a batch holds.
+        ConfigError: There are fewer pairs than a batch has.
+        ValueError: There are fewer sequences than a batch has.
     """
     dataset, train = training_dataset(stage, tokenizer), stage.train
     items = train.global_batch_size // dataset.group_size
     if dataset.group_size == 2 and items > len(dataset):
         raise ConfigError(
-            f"train.global_batch_size={train.global_batch_size} is {items} pairs of two rows, and data.path="
-            f"{stage.data.path} has {len(dataset)} to train on; lower it or provide more data"
+            f"train.global_batch_size={train.global_batch_size} is {items} pairs of two sequences, and data.path="
+            f"{stage.data.path} has {len(dataset)} pairs to train on; lower it, or provide more data"
         )
     BatchSchedule(len(dataset), items, train.seed)
     return dataset.item_lengths()

@@ -1,4 +1,4 @@
-"""Whether the checkpoints that a run will read are as they were written: known before its first step."""
+"""Verify the checkpoints that a run will read, before its first step."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from rl_megatron.config.schema import RunConfig, StageConfig
 
 
 def refuse_damage(config: RunConfig, output_dir: Path) -> None:
-    """Reads every byte of the checkpoints that the run would load; collective, each rank its share.
+    """Check every byte of the checkpoints that the run will load. Collective; each rank reads a share of the files.
 
-    Raises: Damaged, on every rank, naming the file and the newest checkpoint that is as it was written.
+    Raises:
+        Damaged: A file is not as it was written. It is raised on every rank, and the message names the file and the
+            newest undamaged checkpoint.
     """
     for path in _to_be_read(config, output_dir):
         try:
@@ -27,7 +29,7 @@ def refuse_damage(config: RunConfig, output_dir: Path) -> None:
 
 
 def manifest_at_the_end(directory: Path, stage: StageConfig) -> dict[str, Any] | None:
-    """The manifest of the checkpoint of a stage's last step, where there is one."""
+    """Return the manifest of the checkpoint of a stage's last step, or None if there is no such checkpoint."""
     saved = complete_checkpoints(directory)
     if not saved:
         return None
@@ -36,7 +38,10 @@ def manifest_at_the_end(directory: Path, stage: StageConfig) -> dict[str, Any] |
 
 
 def _to_be_read(config: RunConfig, output_dir: Path) -> Iterator[Path]:
-    """Where the first stage that is not at its end begins, and what it and the stages after it go on from."""
+    """Yield the checkpoints that the run will load.
+
+    They are the initial weights of the first unfinished stage, and the newest checkpoints of it and later stages.
+    """
     begins_with = Path(config.init_from) if config.init_from else None
     reads = False
     for name, stage in config.stages.items():
@@ -55,7 +60,14 @@ def _to_be_read(config: RunConfig, output_dir: Path) -> Iterator[Path]:
 
 
 def with_remedy(error: Damaged, damaged: Path, config: RunConfig, check: Callable[[Path], object]) -> Damaged:
-    """The error with the newest checkpoint before `damaged` that `check` does not refuse, and how to go on from it."""
+    """Return the error with a remedy: the newest undamaged checkpoint before `damaged`, and how to continue from it.
+
+    Args:
+        error: The error.
+        damaged: The damaged checkpoint.
+        config: The run.
+        check: Raises ConfigError for a damaged checkpoint.
+    """
     policys = damaged.parent.with_name(damaged.parent.name.removesuffix(".critic"))
     before = [path for path in complete_checkpoints(policys) if path.name < damaged.name]
     good = next((path for path in reversed(before) if _is_whole(path, check)), None)
@@ -64,12 +76,12 @@ def with_remedy(error: Damaged, damaged: Path, config: RunConfig, check: Callabl
 
 def _remedy(damaged: Path, good: Path | None, config: RunConfig) -> str:
     if config.init_from and damaged == Path(config.init_from):
-        return "set init_from to another one" if good is None else f"init_from={good} is undamaged"
+        return "set init_from to another checkpoint" if good is None else f"use init_from={good}, which is undamaged"
     stage = damaged.parent.name.removesuffix(".critic")
     removed = f"remove {damaged.parent.with_name(stage) / damaged.name} to"
     if good is None:
-        return f"there is no undamaged one of stage {stage!r}; {removed} begin the stage anew"
-    return f"the newest undamaged one is {good}; {removed} go on from there"
+        return f"there is no undamaged checkpoint of stage {stage!r}; {removed} restart the stage"
+    return f"the newest undamaged checkpoint is {good}; {removed} continue from there"
 
 
 def _is_whole(path: Path, check: Callable[[Path], object]) -> bool:

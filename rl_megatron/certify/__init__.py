@@ -1,1 +1,1 @@
-"""Does a layout give the loss, gradients, metrics and logprobs of one process? Measured, not argued."""
+"""Certification: measure whether a parallel layout gives the loss, gradients, metrics and logprobs of one process."""

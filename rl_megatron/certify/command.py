@@ -1,4 +1,4 @@
-"""`rl-megatron certify`: the user's layout against one process, on a small model of the user's family."""
+"""`rl-megatron certify`: compare the user's layout with one process, on a small model of the user's model family."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl_megatron.batching.config import Batching
 from rl_megatron.certify.measurement import Difference, Measurement, compare, fails, run_workload
 from rl_megatron.certify.single_process import Reference
 from rl_megatron.certify.workload import (
-    NUM_ROWS,
+    NUM_SEQUENCES,
     SMALL_FUSED_HEAD,
     STANDARD_OBJECTIVES,
     VOCAB_SIZE,
@@ -34,13 +34,19 @@ from rl_megatron.config.schema import RunConfig
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
 
-_WIDTH_IN_FILES = 120  # a parameter's name on one line
+_WIDTH_IN_FILES = 120  # wide enough for a parameter's name on one line
 
 
 def certify(config: RunConfig) -> int:
-    """Measures the losses of the run's stages, and the standard ones, in the layout of these ranks and in one process,
-    and prints how far they are apart. The exit status, the same on every rank: 0 where all holds; 1 where it does not,
-    and the first quantity that does not is named; 2 for a configuration that cannot run."""
+    """Run the losses of the run's stages, and the standard losses, in the layout and in one process; print the errors.
+
+    Returns:
+        The exit status, the same on every rank. 0: every quantity is within its tolerance. 1: a quantity is not, and
+        the first such quantity is printed. 2: the configuration cannot run.
+
+    Raises:
+        RuntimeError: The process of the reference failed.
+    """
     try:
         return _certify(config)
     except ConfigError as error:
@@ -57,7 +63,7 @@ def _certify(config: RunConfig) -> int:
     for stage in config.stages.values():
         check_loss(stage)
     topology.validate(first.parallel, dist.get_world_size())
-    topology.validate_model(first.model, first.parallel)  # what the user runs, before what is measured
+    topology.validate_model(first.model, first.parallel)  # the user's own model, before the small model is made from it
     model, parallel = shrunk(first.model, first.parallel)
     layout = topology.build(parallel, device, first.train.seed)
     objectives, batching = _objectives(config)
@@ -68,41 +74,44 @@ def _certify(config: RunConfig) -> int:
     with tempfile.TemporaryDirectory(prefix="rl_megatron_certify_") as directory:
         reference = Reference(workload, Path(directory), first.device, config.plugins) if dist.get_rank() == 0 else None
         try:
-            found = run_workload(workload, layout, batching)
-            # Rank 0 alone knows how the reference ended; the others must not wait for it in vain.
-            wanted = reference.finish() if reference is not None else None
+            measured = run_workload(workload, layout, batching)
+            # Only rank 0 knows how the reference ended, and it must tell the other ranks if the reference failed.
+            expected = reference.finish() if reference is not None else None
         finally:
             if reference is not None:
                 reference.stop()
-    told: list = [None, None]  # the exit status, or why there is none
-    if isinstance(wanted, str):
-        told[1] = wanted
-    elif wanted is not None:
-        differences = {name: compare(found[name], wanted[name]) for name in objectives}
+    outcome: list = [None, None]  # the exit status, and the error if the reference failed
+    if isinstance(expected, str):
+        outcome[1] = expected
+    elif expected is not None:
+        differences = {name: compare(measured[name], expected[name]) for name in objectives}
         worst = next(fails(differences), None)
-        told[0] = 0 if worst is None else 1
+        outcome[0] = 0 if worst is None else 1
         console = Console(width=None if sys.stdout.isatty() else _WIDTH_IN_FILES)
-        leaner = ", fused head" * first.train.fused_head + ", overlapped" * first.optimizer.overlap
-        console.print(f"{layout.describe()}{leaner}, {device.type}; against one process, in fp32")
-        console.print(_table(differences, found, batching))
+        options = ", fused head" * first.train.fused_head + ", overlapped" * first.optimizer.overlap
+        console.print(f"{layout.describe()}{options}, {device.type}; against one process, in fp32")
+        console.print(_table(differences, measured, batching))
         console.print(_verdict(worst, time.perf_counter() - started))
-    dist.broadcast_object_list(told)
-    if told[1] is not None:
-        raise RuntimeError(told[1])
-    return told[0]
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise RuntimeError(outcome[1])
+    return outcome[0]
 
 
 def _objectives(config: RunConfig) -> tuple[dict[str, Objective], dict[str, Batching]]:
-    """What the stages train, then the standard objectives, each in microbatches as its stage (the first) forms them.
-    What several stages train alike is measured once, under all their names."""
-    wanted = []
+    """Return the objectives by name, and how each forms microbatches.
+
+    They are the losses of the stages, with each stage's batching, and the standard objectives, with the first stage's
+    batching. If several stages have the same objective and batching, there is one entry under all their names.
+    """
+    requested = []
     for name, stage in config.stages.items():
         for model, loss in algorithm_of(stage).losses(stage).items():
-            wanted.append((name if model == "policy" else f"{name} {model}", Objective.of_section(loss), stage))
-    wanted += [(f"standard {name}", objective, config.first) for name, objective in STANDARD_OBJECTIVES.items()]
+            requested.append((name if model == "policy" else f"{name} {model}", Objective.of_section(loss), stage))
+    requested += [(f"standard {name}", objective, config.first) for name, objective in STANDARD_OBJECTIVES.items()]
 
     different: list[tuple[list[str], Objective, Batching]] = []
-    for name, objective, stage in wanted:
+    for name, objective, stage in requested:
         batching = small_batching(
             stage.train.batching, stage.train.micro_batch_size, objective.group_size, stage.parallel
         )
@@ -118,13 +127,13 @@ def _objectives(config: RunConfig) -> tuple[dict[str, Objective], dict[str, Batc
 
 
 def _table(
-    differences: dict[str, list[Difference]], found: dict[str, Measurement], batching: dict[str, Batching]
+    differences: dict[str, list[Difference]], measured: dict[str, Measurement], batching: dict[str, Batching]
 ) -> Table:
-    table = Table(caption=f"{NUM_ROWS} rows of 1 to {WIDTH} tokens, vocabulary of {VOCAB_SIZE}")
-    for heading in ("loss", "quantity", "error", "at most", "farthest at", ""):
+    table = Table(caption=f"{NUM_SEQUENCES} sequences of 1 to {WIDTH} tokens, vocabulary of {VOCAB_SIZE}")
+    for heading in ("loss", "quantity", "error", "at most", "largest at", ""):
         numbers = heading in ("error", "at most")
         table.add_column(
-            heading, justify="right" if numbers else "left", overflow="fold", no_wrap=heading != "farthest at"
+            heading, justify="right" if numbers else "left", overflow="fold", no_wrap=heading != "largest at"
         )
     for name, of_objective in differences.items():
         for number, difference in enumerate(of_objective):
@@ -136,9 +145,9 @@ def _table(
                 difference.where,
                 "holds" if difference.holds else "[bold red]DIFFERS",
             )
-        packing = found[name]
-        held = f"{packing.packing_efficiency:.0%} of token slots used"
-        table.add_row("", batching[name].kind, "", "", f"{packing.num_microbatches} microbatches, {held}", "")
+        packing = measured[name]
+        used = f"{packing.packing_efficiency:.0%} of token slots used"
+        table.add_row("", batching[name].kind, "", "", f"{packing.num_microbatches} microbatches, {used}", "")
         table.add_section()
     return table
 

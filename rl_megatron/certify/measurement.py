@@ -1,4 +1,4 @@
-"""Measuring a workload in the layout of these ranks, and comparing two measurements."""
+"""Run a workload in the layout of these ranks, and compare the results with those of one process."""
 
 from __future__ import annotations
 
@@ -17,16 +17,23 @@ from rl_megatron.policy.optimizer import complete_gradients, main_gradient
 from rl_megatron.topology.topology import Topology
 
 LOSS_TOLERANCE = 1e-6  # relative
-GRADIENT_TOLERANCE = 1e-4  # of each parameter, relative to its largest entry; the same for weights after a step
-STREAM_TOLERANCE = 1e-5  # of any token's logprob or score, absolute
-METRIC_TOLERANCE = 1e-4  # relative, and absolute below 1e-2
+GRADIENT_TOLERANCE = 1e-4  # per parameter, relative to its largest entry; the same for weights after a step
+STREAM_TOLERANCE = 1e-5  # absolute, for every token's logprob or value
+METRIC_TOLERANCE = 1e-4  # relative; for values below 1e-2, relative to 1e-2
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Of one objective, in fp32: its metrics, the loss among them; how many microbatches a data-parallel rank had, and
-    which share of their token slots held tokens; and on rank 0, whole: the logprobs (or values) of all tokens, every
-    parameter's gradient and, of the last objective of each head, every parameter after one step of the optimizer."""
+    """The results of one objective, in fp32. Gradients and weights are whole tensors, gathered on rank 0.
+
+    Attributes:
+        metrics: The metrics, including the loss.
+        num_microbatches: The number of microbatches of a data-parallel rank.
+        packing_efficiency: The share of token slots that hold a token.
+        stream: The logprobs (or values) of all tokens, [B, S].
+        gradients: The gradient of every parameter.
+        weights: Every parameter after one optimizer step, for the last objective of each head; otherwise empty.
+    """
 
     metrics: dict[str, float]
     num_microbatches: int
@@ -38,7 +45,14 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a quantity in some layout is from one process, and where it is farthest."""
+    """The error of one quantity, in a layout compared with one process.
+
+    Attributes:
+        quantity: The name of the quantity.
+        error: The largest error.
+        tolerance: The largest error that is accepted.
+        where: The parameter, token or metric with the largest error.
+    """
 
     quantity: str
     error: float
@@ -47,14 +61,20 @@ class Difference:
 
     @property
     def holds(self) -> bool:
-        return self.error <= self.tolerance  # NaN does not
+        """Return whether the error is within the tolerance; NaN is not."""
+        return self.error <= self.tolerance
 
 
 def run_workload(workload: Workload, topology: Topology, batching: Mapping[str, Batching]) -> dict[str, Measurement]:
-    """Every objective of the workload, by name, in microbatches as `batching` has them for it; all from the same
-    weights. Collective.
+    """Return the measurement of every objective of the workload, each from the same weights. Collective.
 
-    Raises: ConfigError where the batch lacks what a loss reads, or a degree does not fit the model.
+    Args:
+        workload: The model, the batch and the objectives.
+        topology: The layout.
+        batching: How each objective forms microbatches.
+
+    Raises:
+        ConfigError: The batch lacks a key that a loss reads, or a degree does not fit the model.
     """
     batch = workload.batch()
     losses = {name: objective.build() for name, objective in workload.objectives.items()}
@@ -62,7 +82,7 @@ def run_workload(workload: Workload, topology: Topology, batching: Mapping[str, 
         check_keys(name, loss_fn, batch)
     policies: dict[Head, MegatronPolicy] = {}
     last_of_head = {objective.head: name for name, objective in workload.objectives.items()}
-    found = {}
+    measured = {}
     for name, objective in workload.objectives.items():
         head = objective.head
         if head not in policies:
@@ -80,10 +100,10 @@ def run_workload(workload: Workload, topology: Topology, batching: Mapping[str, 
             metrics |= {"grad_norm": report["grad_norm"]}
             policy.finish_training()
             weights = gather_full(policy.model.model_chunks)
-        found[name] = Measurement(metrics, len(planned.microbatches), planned.efficiency, stream, gradients, weights)
+        measured[name] = Measurement(metrics, len(planned.microbatches), planned.efficiency, stream, gradients, weights)
     for policy in policies.values():
         policy.shutdown()
-    return found
+    return measured
 
 
 def _policy(workload: Workload, topology: Topology, head: Head) -> MegatronPolicy:
@@ -94,46 +114,52 @@ def _policy(workload: Workload, topology: Topology, head: Head) -> MegatronPolic
 
 
 def compare(layout: Measurement, one_process: Measurement) -> list[Difference]:
-    """The loss, the logprobs, every parameter's gradient, the weights after a step and every metric."""
-    found, wanted = layout.metrics, one_process.metrics
+    """Return the differences of the loss, the logprobs, the gradients, the weights after a step and the metrics.
+
+    Gradients, weights and metrics have one difference each: that of the parameter or metric with the largest error.
+    """
+    actual, expected = layout.metrics, one_process.metrics
+    loss_error = _relative(actual["loss"], expected["loss"])
     differences = [
-        Difference("loss", _relative(found["loss"], wanted["loss"]), LOSS_TOLERANCE, f"a loss of {wanted['loss']:.7g}"),
+        Difference("loss", loss_error, LOSS_TOLERANCE, f"a loss of {expected['loss']:.7g}"),
         _stream_difference(layout.stream, one_process.stream),
         _worst("gradient", layout.gradients, one_process.gradients),
     ]
     if one_process.weights:
         differences.append(_worst("weights after a step", layout.weights, one_process.weights))
-    return [*differences, _worst_metric(found, wanted)]
+    return [*differences, _worst_metric(actual, expected)]
 
 
-def _relative(found: float, wanted: float) -> float:
-    return abs(found - wanted) / abs(wanted) if wanted else abs(found)
+def _relative(actual: float, expected: float) -> float:
+    return abs(actual - expected) / abs(expected) if expected else abs(actual)
 
 
-def _stream_difference(found: Tensor, wanted: Tensor) -> Difference:
-    errors = (found - wanted).abs()
+def _stream_difference(actual: Tensor, expected: Tensor) -> Difference:
+    errors = (actual - expected).abs()
     sequence, position = divmod(int(errors.argmax()), errors.size(1))
-    return Difference("logprobs", errors.max().item(), STREAM_TOLERANCE, f"row {sequence}, token {position}")
+    return Difference("logprobs", errors.max().item(), STREAM_TOLERANCE, f"sequence {sequence}, token {position}")
 
 
-def _worst(quantity: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Difference:
-    """max |found − wanted| / max |wanted| of each parameter, and the worst of them."""
-    if found.keys() != wanted.keys():
-        return Difference(quantity, math.inf, GRADIENT_TOLERANCE, f"only one has {min(found.keys() ^ wanted.keys())}")
-    errors = {name: _parameter_error(found[name], wanted[name]) for name in wanted}
+def _worst(quantity: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Difference:
+    """Return the difference of the parameter with the largest max |actual − expected| / max |expected|."""
+    if actual.keys() != expected.keys():
+        only = min(actual.keys() ^ expected.keys())
+        return Difference(quantity, math.inf, GRADIENT_TOLERANCE, f"only one has {only}")
+    errors = {name: _parameter_error(actual[name], expected[name]) for name in expected}
     name = max(errors, key=lambda name: _nan_is_worst(errors[name]))
     return Difference(quantity, errors[name], GRADIENT_TOLERANCE, name)
 
 
-def _parameter_error(found: Tensor, wanted: Tensor) -> float:
-    difference, scale = (found - wanted).abs().max().item(), wanted.abs().max().item()
+def _parameter_error(actual: Tensor, expected: Tensor) -> float:
+    difference, scale = (actual - expected).abs().max().item(), expected.abs().max().item()
     return difference / scale if scale else difference
 
 
-def _worst_metric(found: Mapping[str, float], wanted: Mapping[str, float]) -> Difference:
-    if found.keys() != wanted.keys():
-        return Difference("metrics", math.inf, METRIC_TOLERANCE, f"only one has {min(found.keys() ^ wanted.keys())}")
-    errors = {name: abs(found[name] - wanted[name]) / max(abs(wanted[name]), 1e-2) for name in wanted}
+def _worst_metric(actual: Mapping[str, float], expected: Mapping[str, float]) -> Difference:
+    if actual.keys() != expected.keys():
+        only = min(actual.keys() ^ expected.keys())
+        return Difference("metrics", math.inf, METRIC_TOLERANCE, f"only one has {only}")
+    errors = {name: abs(actual[name] - expected[name]) / max(abs(expected[name]), 1e-2) for name in expected}
     name = max(errors, key=lambda name: _nan_is_worst(errors[name]))
     return Difference("metrics", errors[name], METRIC_TOLERANCE, name)
 
@@ -143,6 +169,6 @@ def _nan_is_worst(error: float) -> float:
 
 
 def fails(differences: Mapping[str, list[Difference]]) -> Iterator[tuple[str, Difference]]:
-    """(objective, difference) of all that do not hold, in order."""
-    for name, found in differences.items():
-        yield from ((name, difference) for difference in found if not difference.holds)
+    """Yield (objective, difference) for every difference that exceeds its tolerance, in order."""
+    for name, of_objective in differences.items():
+        yield from ((name, difference) for difference in of_objective if not difference.holds)

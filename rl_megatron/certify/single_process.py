@@ -1,4 +1,4 @@
-"""One process, the measure of all layouts: the workload on one rank, all rows at once, in a process of its own."""
+"""The reference that layouts are compared with: the workload on one rank, in one microbatch, in a separate process."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch.distributed as dist
 from rl_megatron import log
 from rl_megatron.batching.config import Batching
 from rl_megatron.certify.measurement import Measurement, run_workload
-from rl_megatron.certify.workload import NUM_ROWS, Workload
+from rl_megatron.certify.workload import NUM_SEQUENCES, Workload
 from rl_megatron.config.plugins import import_plugins
 from rl_megatron.config.schema import ParallelConfig
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
 
-# What torchrun gives a rank; the reference is a world of its own.
+# Environment variables that torchrun sets for a rank. The reference must not have them, because it is a single process.
 _OF_A_RANK = (
     "RANK",
     "LOCAL_RANK",
@@ -34,16 +34,24 @@ _OF_A_RANK = (
 
 
 def run_in_one_process(workload: Workload, device: str = "auto") -> dict[str, Measurement]:
-    """The workload in this process, a world of one, plainly: one microbatch of padded rows, whole logits."""
+    """Return the measurements of the workload in this process: one rank, one padded microbatch, and whole logits."""
     layout = topology.build(ParallelConfig(), start_device(device), workload.seed)
-    whole = {name: Batching("padded", NUM_ROWS) for name in workload.objectives}
+    whole = {name: Batching("padded", NUM_SEQUENCES) for name in workload.objectives}
     return run_workload(workload.plainly(), layout, whole)
 
 
 class Reference:
-    """`measure_in_one_process` in a new process, which runs beside the layout that it is compared with."""
+    """`run_in_one_process` in a new process, which runs at the same time as the layout. It owns the process."""
 
     def __init__(self, workload: Workload, directory: Path, device: str, plugins: Sequence[str] = ()):
+        """Start the process.
+
+        Args:
+            workload: The workload.
+            directory: A directory for the files that are exchanged with the process.
+            device: The device, as in the configuration.
+            plugins: Modules that the process imports, because the workload may use their losses.
+        """
         self._result = directory / "reference.pt"
         torch.save((workload, device, list(plugins)), directory / "workload.pt")
         environment = {
@@ -51,18 +59,19 @@ class Reference:
             for key, value in os.environ.items()
             if key not in _OF_A_RANK and not key.startswith("TORCHELASTIC")
         }
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # where this process found the plugins
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # so that the plugins are found
         command = [sys.executable, "-m", __name__, str(directory / "workload.pt"), str(self._result)]
         self._process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
     def finish(self) -> dict[str, Measurement] | str:
-        """What it measured, or what it said last where it failed."""
-        _, said = self._process.communicate()
+        """Wait for the process; return its measurements, or an error message with its last output if it failed."""
+        _, output = self._process.communicate()
         if self._process.returncode:
-            return f"the reference process failed: {said[-2000:]}"
+            return f"the reference process failed: {output[-2000:]}"
         return torch.load(self._result, weights_only=False)
 
     def stop(self) -> None:
+        """Kill the process if it still runs."""
         self._process.kill()
         self._process.wait()
 

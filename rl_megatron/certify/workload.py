@@ -1,4 +1,4 @@
-"""What is measured: a small model of the user's family, and a batch in which known ways of going wrong would show."""
+"""The workload of a certification: a small model of the user's model family, and a batch that exposes known errors."""
 
 from __future__ import annotations
 
@@ -20,16 +20,21 @@ from rl_megatron.losses.contract import LossFunction, LossInputType
 from rl_megatron.model.build import Head
 from rl_megatron.topology.topology import sequence_multiple
 
-SMALL_FUSED_HEAD = FusedHead(block_tokens=10)  # several chunks to a microbatch
-WIDTH = 24  # tokens of the longest row
-NUM_ROWS = 12
-VOCAB_SIZE = 50  # no multiple of anything: the padded rows of the vocabulary must never matter
+SMALL_FUSED_HEAD = FusedHead(block_tokens=10)  # several token blocks per microbatch
+WIDTH = 24  # tokens of the longest sequence
+NUM_SEQUENCES = 12  # sequences of the batch
+VOCAB_SIZE = 50  # padded to a multiple of 64, so that an effect of the padding would show
 _TOP_K = 4  # teacher logits per token
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss by its registered name and settings, and the head of the model that it trains."""
+    """A loss, and the head of the model that it trains.
+
+    Attributes:
+        loss: The loss's registered name.
+        settings: Its settings.
+    """
 
     loss: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -40,35 +45,48 @@ class Objective:
         return cls(section["name"], {key: value for key, value in section.items() if key != "name"})
 
     def build(self) -> LossFunction:
+        """Return the loss function."""
         return build_loss(self.loss, self.settings)
 
     @property
     def head(self) -> Head:
+        """Return the head of the model that the loss trains."""
         return "score" if as_loss(self.build()).input_type is LossInputType.LOGIT else "lm"
 
     @property
     def group_size(self) -> int:
+        """Return how many sequences stay together: 2 for a loss on pairs."""
         return as_loss(self.build()).group_size
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, a batch (from `seed`) and the objectives to measure on them."""
+    """A model, a batch and the objectives to run on them.
+
+    Attributes:
+        model: The model.
+        objectives: The objectives by name.
+        vocab_size: The tokens of the vocabulary.
+        seed: The seed of weights and batch.
+        optimizer: The optimizer of the one step that is taken.
+        fused_head: The fused head, or None for whole logits.
+    """
 
     model: ModelConfig
     objectives: dict[str, Objective]
     vocab_size: int = VOCAB_SIZE
     seed: int = 1
-    # Adam's first step is the sign of the gradient where ε is small beside it: rounding of a gradient near zero would
-    # become a whole step. This ε keeps small gradients' steps small.
+    # If ε is much smaller than the gradient, Adam's first step is the gradient's sign, and rounding of a gradient near
+    # zero would change the step completely. With this ε, small gradients make small steps.
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-2, epsilon=1e-3)
     fused_head: FusedHead | None = None
 
     def plainly(self) -> Workload:
-        """The same measured without what only makes it leaner."""
+        """Return the same workload without options that only save time or memory: fused head and overlap."""
         return replace(self, fused_head=None, optimizer=replace(self.optimizer, overlap=False))
 
     def batch(self) -> BatchedDataDict:
+        """Return the workload's batch."""
         return batch_of_all_kinds(self.vocab_size, self.seed)
 
 
@@ -87,8 +105,11 @@ STANDARD_OBJECTIVES = {
 
 
 def batch_of_all_kinds(vocab_size: int, seed: int) -> BatchedDataDict:
-    """Twelve rows, six pairs, with every key that a registered loss reads from a batch: rows of unequal length, one of
-    one token, one of two, one wholly masked, one without weight, and NaN wherever nothing may be read."""
+    """Return twelve sequences, which are six pairs, with every key that a registered loss reads from a batch.
+
+    The sequences have different lengths. One has a single token, one has two, one has token_mask 0 everywhere, and the
+    last pair has sample_mask 0. Entries that a loss must not read are NaN.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(*shape: int) -> torch.Tensor:
@@ -97,21 +118,20 @@ def batch_of_all_kinds(vocab_size: int, seed: int) -> BatchedDataDict:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
-    lengths = torch.randint(4, WIDTH, (NUM_ROWS,), generator=generator)
+    lengths = torch.randint(4, WIDTH, (NUM_SEQUENCES,), generator=generator)
     lengths[0], lengths[3], lengths[6], lengths[8] = WIDTH, 1, 2, WIDTH // 2
     positions = torch.arange(WIDTH)
-    prompt = torch.minimum(torch.full((NUM_ROWS,), 3), lengths - 1)
+    prompt = torch.minimum(torch.full((NUM_SEQUENCES,), 3), lengths - 1)
     token_mask = ((positions >= prompt[:, None]) & (positions < lengths[:, None])).float()
     token_mask[8] = 0.0
-    sample_mask = torch.ones(NUM_ROWS)
-    sample_mask[10:] = 0.0  # a pair
-    shape = (NUM_ROWS, WIDTH)
-    old = -math.log(vocab_size) + 0.5 * normal(
-        *shape
-    )  # near what a fresh model says, so that ratios clip here and there
+    sample_mask = torch.ones(NUM_SEQUENCES)
+    sample_mask[10:] = 0.0  # the last pair
+    shape = (NUM_SEQUENCES, WIDTH)
+    # near the logprobs of a new model, so that some ratios are clipped and others are not
+    old = -math.log(vocab_size) + 0.5 * normal(*shape)
     values = normal(*shape)
     streams = {
-        "advantages": (0.5 + normal(NUM_ROWS, 1)).expand(shape) + 0.3 * normal(*shape),  # their sum is far from 0
+        "advantages": (0.5 + normal(NUM_SEQUENCES, 1)).expand(shape) + 0.3 * normal(*shape),  # their sum is far from 0
         "prev_logprobs": old,
         "generation_logprobs": old + 0.05 * normal(*shape),
         "reference_policy_logprobs": old + 0.3 * normal(*shape),
@@ -119,7 +139,7 @@ def batch_of_all_kinds(vocab_size: int, seed: int) -> BatchedDataDict:
         "returns": values + normal(*shape),
     }
     counts = (token_mask * sample_mask[:, None]) != 0
-    # Losses that compare logprobs with those of another policy may read the entry before a token for it.
+    # Losses that compare logprobs with those of another policy may read a token's value from the entry before it.
     read = counts | counts.roll(-1, dims=1)
     streams = {name: torch.where(read, stream, math.nan) for name, stream in streams.items()}
     return BatchedDataDict(
@@ -127,8 +147,8 @@ def batch_of_all_kinds(vocab_size: int, seed: int) -> BatchedDataDict:
         input_lengths=lengths,
         token_mask=token_mask,
         sample_mask=sample_mask,
-        temperature=0.7 + 0.6 * uniform(NUM_ROWS),
-        rewards=torch.where(sample_mask > 0, uniform(NUM_ROWS), math.nan),
+        temperature=0.7 + 0.6 * uniform(NUM_SEQUENCES),
+        rewards=torch.where(sample_mask > 0, uniform(NUM_SEQUENCES), math.nan),
         teacher_topk_logits=torch.where(read[..., None], 2.0 * normal(*shape, _TOP_K), math.nan),
         teacher_topk_indices=uniform(*shape, vocab_size).argsort(-1)[..., :_TOP_K],
         **streams,
@@ -136,10 +156,11 @@ def batch_of_all_kinds(vocab_size: int, seed: int) -> BatchedDataDict:
 
 
 def shrunk(model: ModelConfig, parallel: ParallelConfig) -> tuple[ModelConfig, ParallelConfig]:
-    """`model` as small as the degrees allow, of the same family: its ratio of heads to key/value heads, its biases,
-    norms, tying, windows, latents and experts; and `parallel` with an uneven pipeline's stages cut down alike.
+    """Return the smallest model of the same family that the parallel degrees allow, and matching degrees.
 
-    Without the experts' balancing loss: its value depends, by what it is, on which rows share a microbatch.
+    The model keeps the ratio of heads to key/value heads, the biases, norms, tying, windows, latents and experts. The
+    stages of an uneven pipeline get fewer layers as well. The experts' load-balancing loss is turned off, because its
+    value depends on which sequences share a microbatch.
     """
     num_model_chunks = parallel.virtual_pipeline
     uneven = {
@@ -181,12 +202,12 @@ def _where_set(model: ModelConfig, **values: int) -> dict[str, int]:
 
 
 def _few_experts(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the keys of a small mixture of experts like the model's, or none if the model is dense."""
+    """Return the keys of a small mixture of experts of the model's kind; empty if the model is dense."""
     if model.num_experts is None:
         return {}
     chosen, divisor, fewest = model.experts_per_token, parallel.expert, max(4, model.experts_per_token + 1)
     if model.router_groups is not None:
-        chosen, divisor, fewest = 2, math.lcm(2, parallel.expert), 4  # of one group of two
+        chosen, divisor, fewest = 2, math.lcm(2, parallel.expert), 4  # a token visits one of two groups
     num_experts = -(-fewest // divisor) * divisor
     return {
         "num_experts": num_experts if model.router_groups is not None else min(model.num_experts, num_experts),
@@ -204,15 +225,20 @@ def _few_experts(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]
 
 
 def check_keys(name: str, loss_fn: LossFunction, batch: BatchedDataDict) -> None:
-    """Raises: ConfigError where the loss reads what certification cannot make up."""
+    """Check that the synthetic batch has every key that a loss reads.
+
+    Raises:
+        ConfigError: It does not.
+    """
     missing = sorted(set(getattr(loss_fn, "required_keys", ())) - batch.keys())
     if missing:
         raise ConfigError(
-            f"{name}: {type(loss_fn).__name__} reads {missing}, which no synthetic batch has; leave it out"
+            f"{name}: {type(loss_fn).__name__} reads {missing}, which the synthetic batch does not have; this loss "
+            "cannot be certified: leave its stage out"
         )
 
 
 def small_batching(kind: BatchingKind, sequences: int, group_size: int, parallel: ParallelConfig) -> Batching:
-    """Return microbatches of up to four groups of sequences, or of as many tokens as the longest of these have."""
+    """Return the batching of the small batch: at most four groups of sequences, or their tokens, per microbatch."""
     sequences = min(-(-sequences // group_size), 4) * group_size
     return Batching(kind, sequences, tokens=sequences * round_up(WIDTH, sequence_multiple(parallel)))

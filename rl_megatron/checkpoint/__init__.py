@@ -1,0 +1,1 @@
+"""Checkpoints: saving, loading, verifying and deleting them, and conversion to and from Hugging Face directories."""

@@ -1,8 +1,9 @@
-"""Checkpoints as directories: their names, their manifests and their completeness. No megatron-core is needed here.
+"""Names, manifests and completeness of checkpoint directories. This module does not need megatron-core.
 
-A checkpoint is a directory `step-000123`. It is written as `step-000123.incomplete` and renamed when every rank has
-written its part and `manifest.json`, which has step, model, and the size and digest of every file. A run killed while
-saving therefore leaves the previous checkpoint as the newest complete one, and a byte that changed later is found.
+A checkpoint is a directory `step-000123`. It is written as `step-000123.incomplete`. Once every rank has written its
+part, rank 0 adds `manifest.json` (step, model, size and digest of every file) and renames the directory. A run that is
+killed while saving therefore leaves the previous checkpoint as the newest complete one. A byte that changes later is
+detected by its digest.
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ from rl_megatron.model.families import NOT_OF_THE_WEIGHTS
 
 CONFIG = "config.yaml"  # the effective configuration of the run that wrote the checkpoint
 FORMAT = 2  # older manifests have no "format" and no digests
-REPLACED = ".replaced"  # a checkpoint that another one is about to replace
-LEFTOVERS = (".incomplete", REPLACED, ".deleted")  # a run killed while saving or deleting leaves these
+REPLACED = ".replaced"  # the suffix of a checkpoint that another one is about to replace
+LEFTOVERS = (".incomplete", REPLACED, ".deleted")  # a run that is killed while saving or deleting leaves these
 _STEP = re.compile(r"step-(\d+)")
 _BLOCK = 1 << 20
 
 
 class Damaged(ConfigError):
-    """Raised for a checkpoint whose files are not as they were written."""
+    """Raised for a checkpoint whose files differ from what was written."""
 
 
 # --- writing ---
 
 
 def name_of(step: int) -> str:
-    """Return the name of the checkpoint of `step`."""
+    """Return the directory name of the checkpoint of `step`."""
     return f"step-{step:06d}"
 
 
 def file_entry(path: Path) -> dict[str, Any]:
-    """Return the manifest's entry of a file, after making sure that the file has reached the disk."""
+    """Return a file's manifest entry (size in bytes and SHA-256), and sync the file to disk."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
@@ -59,9 +60,9 @@ def publish(partial: Path, final: Path, manifest: dict[str, Any], entries: dict[
 
     Args:
         partial: The directory, with all files but the manifest.
-        final: The checkpoint. One that has this name already is replaced.
-        manifest: What the manifest says besides format, files and digest.
-        entries: The manifest's entries of files whose writers have computed them; other files are read here.
+        final: The checkpoint's path. A checkpoint that already has this name is replaced.
+        manifest: The manifest's keys, without format, files and digest.
+        entries: The manifest entries that the files' writers have already computed. Other files are read here.
     """
     entries = dict(entries or {})
     for path in sorted(partial.rglob("*")):
@@ -69,7 +70,7 @@ def publish(partial: Path, final: Path, manifest: dict[str, Any], entries: dict[
         if path.is_file() and name not in entries:
             entries[name] = file_entry(path)
     content = {"format": FORMAT, **manifest, "files": dict(sorted(entries.items()))}
-    content = json.loads(json.dumps(content))  # as it will be read: its keys are strings
+    content = json.loads(json.dumps(content))  # JSON turns keys into strings, and the digest is of what is read back
     with (partial / MANIFEST).open("w") as file:
         file.write(json.dumps({**content, "sha256": _digest_of(content)}, indent=1))
         file.flush()
@@ -86,8 +87,10 @@ def publish(partial: Path, final: Path, manifest: dict[str, Any], entries: dict[
 
 
 def system_error(error: BaseException) -> OSError | None:
-    """Return the operating system's error behind `error`, or None. Torch reports a full disk only as an unexpected
-    position."""
+    """Return the operating system's error that caused `error`, or None.
+
+    Torch reports a full disk as an unexpected file position, and the real error is only among the causes.
+    """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
@@ -95,7 +98,7 @@ def system_error(error: BaseException) -> OSError | None:
 
 
 def put_back(directory: Path) -> None:
-    """Rename checkpoints back that lost their name because a run was killed while it replaced them."""
+    """Restore the names of checkpoints if a run was killed while it replaced them."""
     for replaced in directory.glob(f"step-*{REPLACED}"):
         final = replaced.with_name(replaced.name.removesuffix(REPLACED))
         if (replaced / MANIFEST).is_file() and not final.exists():
@@ -128,17 +131,19 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 
 
 def read_manifest(checkpoint: Path, model: ModelConfig | None = None) -> dict[str, Any]:
-    """Return the manifest of a complete, untruncated checkpoint.
+    """Return the manifest of a checkpoint, after checking that every file exists and has its full size.
 
     Args:
         checkpoint: The checkpoint's directory.
-        model: The model that the checkpoint has to be of, if any.
+        model: The model that the checkpoint must hold. None accepts any model.
 
     Raises:
-        ConfigError: A file is missing or truncated, or the model differs; the message names the file or the keys.
+        ConfigError: A file is missing or truncated, or the model differs. The message names the file or the keys.
     """
     if not checkpoint.is_dir():
-        raise ConfigError(f"checkpoint {checkpoint} does not exist; existing: {_names_in(checkpoint.parent)}")
+        raise ConfigError(
+            f"checkpoint {checkpoint} does not exist; existing checkpoints: {_names_in(checkpoint.parent)}"
+        )
     if not (checkpoint / MANIFEST).is_file():
         raise ConfigError(f"checkpoint {checkpoint} has no {MANIFEST}: it is incomplete, or not a checkpoint directory")
     manifest = manifest_of(checkpoint)
@@ -149,11 +154,14 @@ def read_manifest(checkpoint: Path, model: ModelConfig | None = None) -> dict[st
             state = "is missing" if found is None else f"has {found} bytes instead of {size}"
             raise damaged(checkpoint, f"{name} {state}")
     if model is not None:
-        saved, wanted = asdict(ModelConfig()) | manifest["model"], asdict(model)  # keys that are newer have defaults
+        # Keys that are newer than the checkpoint have their defaults.
+        saved, wanted = asdict(ModelConfig()) | manifest["model"], asdict(model)
         differing = [k for k in wanted if k not in NOT_OF_THE_WEIGHTS and saved[k] != wanted[k]]
         if differing:
             listed = ", ".join(f"model.{k}: checkpoint {saved[k]}, run {wanted[k]}" for k in differing)
-            raise ConfigError(f"checkpoint {checkpoint} is of another model ({listed}); set these keys alike")
+            raise ConfigError(
+                f"checkpoint {checkpoint} holds another model ({listed}); give these keys the checkpoint's values"
+            )
     return manifest
 
 
@@ -161,24 +169,24 @@ def saved_model(checkpoint: Path, manifest: Mapping[str, Any]) -> ModelConfig:
     """Return the model section of a manifest. Keys that were added since it was written have their defaults.
 
     Raises:
-        ConfigError: the section has a key or a value that this version does not know.
+        ConfigError: The section has a key or a value that this version does not know.
     """
     try:
         return TypeAdapter(ModelConfig).validate_python(manifest["model"])
     except ValidationError as error:
-        raise ConfigError(f"checkpoint {checkpoint}: its model section is not understood: {error}") from error
+        raise ConfigError(f"checkpoint {checkpoint}: its manifest's model section is not valid: {error}") from error
 
 
 def size_of(entry: dict[str, Any] | int) -> int:
-    """Return the size of a file in bytes, by its entry in the manifest."""
+    """Return the size of a file in bytes, as its manifest entry states it."""
     return entry if isinstance(entry, int) else entry["bytes"]
 
 
 def check_head(checkpoint: Path, manifest: dict[str, Any], head: str, weights_only: bool) -> bool:
-    """Return whether a model with `head` has to initialize it anew: a score head on the weights of a language model.
+    """Return whether the model must initialize a new head, because a score head starts from a language model.
 
     Raises:
-        ConfigError: The checkpoint's head is another one and cannot be left out.
+        ConfigError: The checkpoint has another head, which cannot be left out.
     """
     saved = manifest.get("head", "lm")
     if saved == head:
@@ -187,33 +195,33 @@ def check_head(checkpoint: Path, manifest: dict[str, Any], head: str, weights_on
         return True
     names = {"lm": "a language model", "score": "a reward model or critic (a score head)"}
     raise ConfigError(
-        f"checkpoint {checkpoint} is of {names[saved]}, and {names[head]} is needed here; start from the checkpoint of "
+        f"checkpoint {checkpoint} holds {names[saved]}, but {names[head]} is needed here; start from a checkpoint of "
         f"{names[head]}"
     )
 
 
 def manifest_of(checkpoint: Path) -> dict[str, Any]:
-    """Return the manifest without looking at the other files.
+    """Return the manifest without checking the other files.
 
     Raises:
-        Damaged: The manifest is not as it was written.
+        Damaged: The manifest differs from what was written.
     """
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
         digested = any(not isinstance(entry, int) for entry in manifest["files"].values())
-    except ValueError as error:  # of JSON, or of UTF-8
+    except ValueError as error:  # invalid JSON or invalid UTF-8
         raise damaged(checkpoint, f"{MANIFEST} is not valid JSON ({error})") from error
     except (OSError, KeyError, AttributeError, TypeError) as error:
         raise damaged(checkpoint, f"{MANIFEST} is not a manifest ({error!r})") from error
     if digested or "format" in manifest:
         content = {key: value for key, value in manifest.items() if key != "sha256"}
         if manifest.get("sha256") != _digest_of(content):
-            raise damaged(checkpoint, f"the contents of {MANIFEST} are not those that were written (SHA-256 differs)")
+            raise damaged(checkpoint, f"{MANIFEST} has changed since it was written (its SHA-256 differs)")
     return manifest
 
 
 def damaged(checkpoint: Path, what: str) -> Damaged:
-    """Return the error that says `what` is wrong with a checkpoint."""
+    """Return an error whose message says `what` is wrong with the checkpoint."""
     return Damaged(f"checkpoint {checkpoint} is damaged: {what}; use an older one")
 
 

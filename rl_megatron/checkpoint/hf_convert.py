@@ -1,7 +1,8 @@
-"""Hugging Face directory → checkpoint, and back: in one process, without a GPU or a model, a few rows at a time.
+"""Conversion of a Hugging Face directory to a checkpoint and back, in one process, without a GPU and without a model.
 
-Both ways the weights only change places, as the family's table says, so a tensor that comes back is the one that went
-in, bit for bit. Everything that can be wrong is looked for first, and what is written takes its name when it is whole.
+Only a few rows of a tensor are in memory at a time. Both directions only move rows, as the family's weight table says,
+so a round trip returns every tensor bit for bit. All input is checked before anything is written. The result gets its
+final name once it is complete.
 """
 
 from __future__ import annotations
@@ -38,20 +39,27 @@ from rl_megatron.model.families.table import Shape, WeightTable
 from rl_megatron.model.shards import stored_name
 
 MAX_SHARD_BYTES = 5 * 10**9
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
+Progress = Callable[[int, int], None]  # called with (bytes done, bytes in total)
 
-_DTYPE_KEYS = ("dtype", "torch_dtype")  # of a config.json, by transformers 5 and 4
-# What travels along: configuration, tokenizer, templates, licence.
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # the key in config.json, in transformers 5 and in transformers 4
+# Files that are copied with the weights: configuration, tokenizer, templates, licence.
 _SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*")
-_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")  # have more rows than the vocabulary
+_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")  # Megatron's have rows beyond the vocabulary
 
 
 def import_weights(source: Path, checkpoint: Path, progress: Progress = lambda done, total: None) -> dict[str, Any]:
-    """Makes of the Hugging Face directory `source` a checkpoint that any layout loads, and returns its manifest.
+    """Convert the Hugging Face directory `source` to a checkpoint that any layout can load, and return its manifest.
 
-    Weights keep their dtype. The checkpoint carries the rest of the directory, which an export gives back.
+    Weights keep their dtype. The checkpoint also stores the directory's other files (configuration, tokenizer,
+    licence), which an export copies back.
 
-    Raises: ConfigError naming what is wrong with the input, before anything is written, or with writing.
+    Args:
+        source: The Hugging Face directory.
+        checkpoint: The path of the new checkpoint, which must not exist.
+        progress: Called with the bytes written so far and the total.
+
+    Raises:
+        ConfigError: The input is wrong (nothing has been written then), or the checkpoint cannot be written.
     """
     weights = open_hugging_face(source)
     with WeightReader(weights.places) as reader, _whole_or_not_at_all(checkpoint) as partial:
@@ -71,13 +79,20 @@ def export_weights(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Makes of a language model's checkpoint a Hugging Face directory, and returns its config.json.
+    """Convert a language model's checkpoint to a Hugging Face directory, and return its config.json.
 
-    Weights keep the checkpoint's dtype. Configuration and tokenizer are those that the checkpoint, or its run, was
-    imported with; a model trained from nothing has its run's tokenizer, and the configuration of a family that can say
-    what it is.
+    Weights keep the checkpoint's dtype. If the checkpoint, or the run that wrote it, started from a Hugging Face
+    directory, that directory's configuration and tokenizer are used. Otherwise the tokenizer is the run's, and the
+    configuration is that of the first family that can express the model.
 
-    Raises: ConfigError naming what is wrong with the checkpoint, before anything is written, or with writing.
+    Args:
+        checkpoint: The checkpoint.
+        target: The path of the new directory, which must not exist.
+        max_shard_bytes: The most bytes of weights in a file. A larger tensor has its own file.
+        progress: Called with the bytes written so far and the total.
+
+    Raises:
+        ConfigError: The checkpoint is wrong (nothing has been written then), or the directory cannot be written.
     """
     manifest = read_manifest(checkpoint)
     if manifest.get("head", "lm") != "lm":
@@ -114,7 +129,7 @@ def _write_checkpoint(
                 offset = (first, *(0 for _ in shape[1:]))
                 if expert is None:
                     writer.write(key, shape, offset, block)
-                else:  # megatron-core stacks them
+                else:  # megatron-core stores experts stacked along a first axis
                     writer.write(key, (num_experts(model), *shape), (expert, *offset), block[None])
                 done += block.nbytes
                 progress(done, total)
@@ -124,7 +139,7 @@ def _write_checkpoint(
 
 
 def _blocks(reader: WeightReader, table: WeightTable, name: str, shape: Shape) -> Iterator[tuple[int, Tensor]]:
-    """A Megatron tensor as blocks of rows, each with the number of its first."""
+    """Yield (number of the first row, rows) of a Megatron tensor, block by block."""
     sources = table.of_megatron[name]
     place = reader.places[sources[0].hf_name]
     height = max(1, BLOCK_BYTES // max(1, place.row_bytes))
@@ -142,7 +157,7 @@ def _blocks(reader: WeightReader, table: WeightTable, name: str, shape: Shape) -
 
 
 def _described(checkpoint: Path, manifest: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any], WeightTable]:
-    """The checkpoint's model, its config.json, and its table."""
+    """Return the checkpoint's model, its config.json and its weight table."""
     model = saved_model(checkpoint, manifest)
     carried = hugging_face_files(checkpoint)
     if carried is not None:
@@ -150,8 +165,8 @@ def _described(checkpoint: Path, manifest: Mapping[str, Any]) -> tuple[ModelConf
         family, read = read_model(config, str(carried / "config.json"))
         if not same_weights(read, model):
             raise ConfigError(
-                f"checkpoint {checkpoint} is of another model than {carried / 'config.json'} describes; export it from "
-                "the run that made it"
+                f"checkpoint {checkpoint} holds another model than {carried / 'config.json'} describes; export it from "
+                "the output_dir of the run that wrote it"
             )
         return model, config, family.table(read, embedding_rows(read, carried / "config.json"))
     directory = run_tokenizer(checkpoint)
@@ -159,8 +174,8 @@ def _described(checkpoint: Path, manifest: Mapping[str, Any]) -> tuple[ModelConf
     rows = model.vocab_size or (manifest.get("vocab_size") if tokenizer is None else tokenizer.vocab_size)
     if rows is None:
         raise ConfigError(
-            f"checkpoint {checkpoint} does not tell its vocabulary's size (model.vocab_size=null), and its run's "
-            "tokenizer is not there; leave the checkpoint in its run's output_dir, at checkpoints/STAGE"
+            f"checkpoint {checkpoint} does not state its vocabulary size (model.vocab_size=null), and its run's "
+            "tokenizer was not found; leave the checkpoint in its run's output_dir, at checkpoints/STAGE"
         )
     family = family_of_model(model, rows)
     config = family.write_config(model, rows)
@@ -170,22 +185,23 @@ def _described(checkpoint: Path, manifest: Mapping[str, Any]) -> tuple[ModelConf
 
 
 def _checked(checkpoint: Path, table: WeightTable) -> dict[str, StoredTensor]:
-    """The checkpoint's tensors, each of the table's with its shape, and no other.
+    """Return the checkpoint's tensors, after checking that their names and shapes are those of the table.
 
-    Raises: ConfigError naming the first that is not so.
+    Raises:
+        ConfigError: A tensor is missing, unknown or of another shape. The message names the first.
     """
     stored = model_tensors(checkpoint)
     names = {stored_name(name)[0] for name in table.shapes}
     for what, wrong in (("lacks", names - stored.keys()), ("has", stored.keys() - names)):
         if wrong:
-            raise ConfigError(f"checkpoint {checkpoint} {what} {sorted(wrong)[0]}, unlike the model of its manifest")
+            raise ConfigError(f"checkpoint {checkpoint} {what} {sorted(wrong)[0]}, unlike the model in its manifest")
     for name, shape in table.shapes.items():
         key, expert = stored_name(name)
         found = stored[key].shape if expert is None else stored[key].shape[1:]
         padded = key in _PADDED and found[0] >= shape[0] and found[1:] == shape[1:]
         if found != shape and not padded:
             raise ConfigError(
-                f"checkpoint {checkpoint}: {name} has shape {found}; the model of its manifest has {shape}"
+                f"checkpoint {checkpoint}: {name} has shape {found}; the model in its manifest has {shape}"
             )
     return stored
 
@@ -203,8 +219,8 @@ def _write_hugging_face(
             if None in name_of:
                 _write_part(writer, table, name_of[None], part.offset, data)
             else:
-                for number, of_expert in enumerate(data, start=part.offset[0]):
-                    _write_part(writer, table, name_of[number], part.offset[1:], of_expert)
+                for number, expert_data in enumerate(data, start=part.offset[0]):
+                    _write_part(writer, table, name_of[number], part.offset[1:], expert_data)
             done += data.nbytes
             progress(done, total)
 
@@ -229,7 +245,7 @@ def _write_side_files(checkpoint: Path, target: Path, config: dict[str, Any], dt
         (target / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
     name = str(dtype).removeprefix("torch.")
     keys = [key for key in _DTYPE_KEYS if key in config] or _DTYPE_KEYS
-    if any(config.get(key) != name for key in keys):  # else the file is left as it came
+    if any(config.get(key) != name for key in keys):  # otherwise the copied file is already right
         config = config | dict.fromkeys(keys, name)
         (target / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
     return config
@@ -248,15 +264,16 @@ def _copy_side_files(source: Path, target: Path) -> None:
 
 @contextmanager
 def _whole_or_not_at_all(final: Path) -> Iterator[Path]:
-    """A directory beside `final` to write into, which the caller renames; gone where that fails.
+    """Provide a directory beside `final` to write into. The caller renames it; if that fails, it is deleted.
 
-    Raises: ConfigError where `final` exists, or the disk is full or not to be written to.
+    Raises:
+        ConfigError: `final` exists already, or the disk is full or not writable.
     """
     if final.exists():
         raise ConfigError(f"{final} exists already; choose another directory, or delete it")
     partial = final.absolute().with_name(f"{final.name}.incomplete")
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was killed
+        shutil.rmtree(partial, ignore_errors=True)  # a conversion that was killed may have left it
         partial.mkdir(parents=True)
         yield partial
     except (OSError, RuntimeError) as error:

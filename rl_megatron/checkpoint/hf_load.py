@@ -1,4 +1,4 @@
-"""Load the weights of a Hugging Face directory into a sharded model: each rank reads the rows that it holds."""
+"""Loading the weights of a Hugging Face directory into a sharded model. Each rank reads only the rows that it holds."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class HuggingFaceWeights:
     """A Hugging Face directory whose config.json and tensors were checked against each other.
 
     Attributes:
-        directory: where it lies.
-        model: the model section that its config.json describes; `vocab_size` is set.
-        rows: rows of its embedding.
-        table: where each row of its tensors belongs.
-        places: where each of its tensors lies.
-        tokenizer: the tokenizer beside the weights, or None.
+        directory: The directory's path.
+        model: The model section that its config.json describes. `vocab_size` is set.
+        rows: The number of rows of its embedding.
+        table: The Megatron tensor and row to which each row of its tensors belongs.
+        places: The file and position of each of its tensors.
+        tokenizer: The tokenizer beside the weights, or None.
     """
 
     directory: Path
@@ -44,16 +44,16 @@ class HuggingFaceWeights:
 
     @property
     def vocab_size(self) -> int:
-        """The number of ids that have a meaning: the tokenizer's, or the rows of the embedding without one."""
+        """Return the number of valid token ids: the tokenizer's or, without a tokenizer, the embedding's rows."""
         return self.rows if self.tokenizer is None else self.tokenizer.vocab_size
 
     def load_into(self, model: ShardedModel) -> None:
         """Fill this rank's part of a model built from `self.model`, under any parallel layout.
 
-        Rows that pad the vocabulary become 0; they enter no softmax. A score head keeps its fresh weights.
+        Rows that pad the vocabulary become 0. No softmax includes them. A score head keeps its new weights.
 
         Raises:
-            OSError: a file ends early; it was cut after it was checked.
+            OSError: A file is shorter than it was when it was checked.
         """
         model.version += 1  # even if reading fails: some weights may have changed by then
         with WeightReader(self.places) as reader:
@@ -63,11 +63,13 @@ class HuggingFaceWeights:
 
 
 def open_hugging_face(directory: Path) -> HuggingFaceWeights:
-    """Check a Hugging Face directory and return what is needed to load its weights. Reads headers, not weights.
+    """Check a Hugging Face directory and return what is needed to load its weights. Only file headers are read.
+
+    If the model ties its head to its embedding and the files have both, both are read and compared.
 
     Raises:
-        ConfigError: the architecture is unknown, or a tensor is missing, unknown, or has another shape or dtype than
-            config.json asks for; the message names it.
+        ConfigError: The architecture is unknown, or a tensor is missing, unknown, or has another shape or dtype than
+            config.json asks for. The message names it.
     """
     config_file = directory / "config.json"
     family, model = read_model(read_json(config_file), str(config_file))
@@ -82,18 +84,18 @@ def open_hugging_face(directory: Path) -> HuggingFaceWeights:
 
 
 def embedding_rows(model: ModelConfig, config_file: Path) -> int:
-    """Return the rows of the embedding of a model that `config_file` describes.
+    """Return the number of rows of the embedding that `config_file` describes.
 
     Raises:
-        ConfigError: config.json does not tell them.
+        ConfigError: The file does not state it.
     """
     if model.vocab_size is None:
-        raise ConfigError(f"{config_file} has no vocab_size, which tells how many rows the embedding has")
+        raise ConfigError(f"{config_file} has no vocab_size, which states how many rows the embedding has")
     return model.vocab_size
 
 
 def _tokenizer_of(directory: Path, model: ModelConfig, rows: int) -> Tokenizer | None:
-    """Return the tokenizer of a Hugging Face directory, all of whose tokens have a row in the embedding."""
+    """Return the tokenizer of a Hugging Face directory, or None. Every token has a row in the embedding."""
     if not has_tokenizer(directory):
         return None
     try:
@@ -107,7 +109,7 @@ def _tokenizer_of(directory: Path, model: ModelConfig, rows: int) -> Tokenizer |
 
 @torch.no_grad()
 def _fill(piece: Piece, sources: Sequence[Rows], reader: WeightReader) -> None:
-    """Copy into this rank's piece of a Megatron tensor the rows of Hugging Face tensors that belong there."""
+    """Fill this rank's piece of a Megatron tensor with the rows of Hugging Face tensors that belong there."""
     begin, end = piece.offset[0], piece.offset[0] + piece.tensor.size(0)
     columns = tuple(slice(o, o + n) for o, n in zip(piece.offset[1:], piece.tensor.shape[1:], strict=True))
     piece.tensor.zero_()

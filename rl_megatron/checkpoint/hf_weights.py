@@ -1,4 +1,7 @@
-"""The weights of a Hugging Face directory: which tensors it has, and whether they are a model's, before one is read."""
+"""Checks of a Hugging Face directory's weights: which tensors it has, and whether they fit the model.
+
+Names, shapes and dtypes are checked from the files' headers, before a weight is read.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,23 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.log import once
 from rl_megatron.model.families.table import WeightTable
 
-BLOCK_BYTES = 16 << 20  # read at once
-_SHOWN = 3  # tensors named in a message
-# Frequencies of RoPE, which old Llama files carry and every reader computes for itself.
+BLOCK_BYTES = 16 << 20  # how much of a tensor is read at a time
+_SHOWN = 3  # how many tensors a message names
+# RoPE frequencies, which old Llama files contain although every implementation computes them itself.
 _NO_WEIGHT = ".rotary_emb.inv_freq"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def find_tensors(directory: Path) -> dict[str, Place]:
-    """Every tensor of the directory: those of its index, or of its one file.
+    """Return the place of every tensor in the directory, from its index or from its only file.
 
-    Raises: ConfigError naming the file that is missing, cut or not in the format, or the tensor that the index has and
-        the files have not, or the other way round.
+    Raises:
+        ConfigError: A file is missing, truncated or not in the format, or the index and the files list different
+            tensors. The message names the file or the tensors.
     """
     index, single = directory / INDEX, directory / SINGLE
     if index.is_file() and single.is_file():
-        raise ConfigError(f"{directory} has both {INDEX} and {SINGLE}: which are its weights? Take one of them away")
+        raise ConfigError(f"{directory} has both {INDEX} and {SINGLE}, and only one may hold the weights; remove one")
     if single.is_file():
         return read_header(single)
     if not index.is_file():
@@ -38,13 +42,13 @@ def find_tensors(directory: Path) -> dict[str, Place]:
         )
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise ConfigError(f"{index} has no weight_map, which tells the file of each tensor")
+        raise ConfigError(f"{index} has no weight_map, which states the file of each tensor")
     places: dict[str, Place] = {}
     for file in sorted(set(weight_map.values())):
         if Path(file).name != file:
-            raise ConfigError(f"{index} names a file of another directory, {file}; its files must lie beside it")
+            raise ConfigError(f"{index} names a file in another directory, {file}; its files must be beside it")
         if not (directory / file).is_file():
-            raise ConfigError(f"{directory / file} is missing, which {INDEX} names; download it again")
+            raise ConfigError(f"{directory / file} is missing, although {INDEX} names it; download it again")
         found = read_header(directory / file)
         indexed = {name for name, its_file in weight_map.items() if its_file == file}
         _refuse(indexed - found.keys(), f"{directory / file} lacks tensors that {INDEX} says it has")
@@ -54,7 +58,11 @@ def find_tensors(directory: Path) -> dict[str, Place]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises: ConfigError naming a file that is missing, or is not a JSON object."""
+    """Return the JSON object in a file.
+
+    Raises:
+        ConfigError: The file is missing or is not a JSON object. The message names it.
+    """
     try:
         values = json.loads(path.read_text("utf-8"))
     except FileNotFoundError as error:
@@ -62,7 +70,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds no JSON object")
+        raise ConfigError(f"{path} does not hold a JSON object")
     return values
 
 
@@ -72,19 +80,25 @@ def check_tensors(
     where: str,
     is_dropped: Callable[[str], bool] = lambda name: False,
 ) -> torch.dtype:
-    """The dtype that all tensors have, after each of `table` was found, with its shape, and no other.
+    """Check that the files have the tensors of `table`, with their shapes and no others, and return their dtype.
 
-    Frequencies of RoPE, and what the family says is no part of the model (`is_dropped`), are left out with a notice.
+    RoPE frequencies and the tensors that the family drops are left out with a log line. If the head is tied to the
+    embedding, the files may contain the head as well; the caller compares the two (`check_tied`).
 
-    A model whose head is its embedding may carry the head all the same: it is the caller's to compare them.
+    Args:
+        places: The place of every tensor in the files.
+        table: The model's weight table.
+        where: The directory, for messages.
+        is_dropped: Whether a tensor, by its name, is not part of the model.
 
-    Raises: ConfigError naming tensors that are missing, unknown, of another shape or of another dtype.
+    Raises:
+        ConfigError: A tensor is missing, unknown, or has another shape or dtype. The message names it.
     """
     extra = {name for name in places.keys() - table.hf_shapes.keys() if name != tied_head(places, table)}
     dropped = {name for name in extra if name.endswith(_NO_WEIGHT) or is_dropped(name)}
     if dropped:
-        once(f"{where}: {len(dropped)} tensors are no part of the model and left out, such as {min(dropped)}")
-    _refuse(extra - dropped, f"{where} has tensors that its config.json has no place for")
+        once(f"{where}: {len(dropped)} tensors are not part of the model and are left out, such as {min(dropped)}")
+    _refuse(extra - dropped, f"{where} has tensors that its config.json does not ask for")
     _refuse(table.hf_shapes.keys() - places.keys(), f"{where} lacks tensors that its config.json asks for")
     for name, shape in table.hf_shapes.items():
         if places[name].shape != shape:
@@ -94,7 +108,7 @@ def check_tensors(
     for name, other in free.items():
         if other != dtype:
             raise ConfigError(
-                f"{where}: {name} is {NAMES[other]} and {first} is {NAMES[dtype]}; all must be of one dtype"
+                f"{where}: {name} is {NAMES[other]} and {first} is {NAMES[dtype]}; all must have the same dtype"
             )
     for name in table.fp32:
         if places[name].dtype not in (torch.float32, dtype):
@@ -103,12 +117,16 @@ def check_tensors(
 
 
 def tied_head(places: Mapping[str, Place], table: WeightTable) -> str | None:
-    """The head of a model whose head is its embedding, where the files have it as well."""
+    """Return the name of the head if it is tied to the embedding and the files contain it as well, or None."""
     return _HEAD if _HEAD in places and _HEAD not in table.hf_shapes and _EMBEDDING in table.hf_shapes else None
 
 
 def check_tied(reader: WeightReader, where: str) -> None:
-    """Raises: ConfigError where a tied model's head is not its embedding, bit for bit."""
+    """Check that a tied model's head equals its embedding bit for bit.
+
+    Raises:
+        ConfigError: They differ.
+    """
     head, embedding = reader.places[_HEAD], reader.places[_EMBEDDING]
     equal = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
     rows = max(1, BLOCK_BYTES // max(1, embedding.row_bytes))
@@ -122,8 +140,8 @@ def check_tied(reader: WeightReader, where: str) -> None:
         equal = equal and torch.equal(*(block.view(torch.uint8) for block in blocks))
     if not equal:
         raise ConfigError(
-            f"{where}: {_HEAD} differs from {_EMBEDDING}, and tie_word_embeddings=true says that they are one; set it "
-            "to false if the head is one of its own, or delete it"
+            f"{where}: {_HEAD} differs from {_EMBEDDING}, but tie_word_embeddings=true says that they are the same; "
+            "set it to false if the head has its own weights, or delete the head"
         )
 
 

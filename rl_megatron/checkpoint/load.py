@@ -1,4 +1,4 @@
-"""Loading a checkpoint, saved under any layout, into a model and its optimizer."""
+"""Loading a checkpoint into a model and its optimizer. The checkpoint may have been saved under any layout."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def load_checkpoint(path: Path, into: TrainingState, weights_only: bool = False,
     Args:
         path: A complete checkpoint.
         into: The state to fill. Its weights must be gathered and its optimizer state on the device.
-        weights_only: Leave the optimizer and the schedule as they are. A score head then starts afresh on the weights
-            of a language model.
-        verify: Compare every file with its digest first. Whoever has done so already may pass False.
+        weights_only: Load the weights only, and leave the optimizer and the schedule as they are. A score head then
+            may start from a language model's checkpoint, with newly initialized weights.
+        verify: Compare every file with its digest first. Pass False if this was already done.
 
     Raises:
-        ConfigError: The checkpoint is damaged, of another model, or has another head than is needed.
+        ConfigError: The checkpoint is damaged, holds another model, or has another head than is needed.
     """
     manifest = read_manifest(path, into.model.config)
     new_head = check_head(path, manifest, into.model.head, weights_only)
@@ -44,15 +44,15 @@ def load_checkpoint(path: Path, into: TrainingState, weights_only: bool = False,
 def _fill(path: Path, manifest: dict[str, Any], into: TrainingState, weights_only: bool, new_head: bool) -> None:
     state = into.sharded(loading=True, weights_only=weights_only, new_head=new_head)
     partial = weights_only or into.optimizer is None
-    older = "format" not in manifest  # such checkpoints hold empty states of a backend's modules
+    older = "format" not in manifest  # older checkpoints contain the empty "extra states" of a backend's modules
     strict = StrictHandling.RAISE_UNEXPECTED if partial or older else StrictHandling.RAISE_ALL
     try:
-        # A tuple comes only of a `strict` that returns the keys that differ.
+        # The result is a tuple only if `strict` asks for the differing keys.
         loaded: dict[str, Any] = dist_checkpointing.load(  # pyright: ignore[reportAssignmentType]
             state, str(path), strict=strict
         )
     except dist_checkpointing.core.CheckpointingException as error:
-        remedy = "" if partial else "; weights_only=True starts a new training from its weights alone"
+        remedy = "" if partial else "; weights_only=True starts a new training from its weights only"
         raise ConfigError(f"checkpoint {path} does not fit this run: {str(error)[:_MESSAGE_LENGTH]}{remedy}") from error
     for index, model_chunk in enumerate(into.model_chunks):
         load_model(model_chunk, loaded[f"model{index}"], without=HEAD_PREFIX if new_head else None)

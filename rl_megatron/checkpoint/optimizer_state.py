@@ -1,10 +1,10 @@
-"""The optimizer's part of a checkpoint, which loads under any tensor, pipeline and data parallel layout.
+"""The optimizer's part of a checkpoint. It loads under any tensor, pipeline and data parallel layout.
 
 It holds each parameter's fp32 weight and Adam moments in the parameter's own shape. megatron-core's distributed
-optimizer keeps these states flat and split over data-parallel ranks. Its own layout-independent format assembles them
-from unpadded buckets with the offsets of padded ones, which corrupts every bucket behind one whose size is not a
-multiple of 128 (tied embeddings under pipeline parallelism have a bucket of their own). The states are therefore
-assembled parameter by parameter here.
+optimizer keeps these states flat and split over data-parallel ranks. Its own layout-independent format reads unpadded
+buckets at the offsets of padded ones. This corrupts every bucket that follows a bucket whose size is not a multiple of
+128 (tied embeddings under pipeline parallelism have such a bucket). This module therefore assembles the states
+parameter by parameter.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def sharded_optimizer_state(
 
     Args:
         optimizer: The optimizer.
-        models: The sharded state dicts of the model chunks, which know each parameter's place in the unsharded model.
-        metadata: How megatron-core names tensors in them.
-        loading: Whether the tensors are to be filled rather than saved.
+        models: The sharded state dicts of the model chunks, which state each parameter's place in the unsharded model.
+        metadata: The metadata with which `models` was made. It decides how megatron-core names tensors.
+        loading: True to return empty tensors that will be filled, False to return the state that will be saved.
     """
     entries = {
         id(e.data): e for model in models for e in model.values() if isinstance(e, ShardedTensor | ShardedTensorFactory)
@@ -53,7 +53,7 @@ def sharded_optimizer_state(
 
 @torch.no_grad()
 def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
-    """Put the filled state of `sharded_optimizer_state` into `optimizer`: moments, weights and step counts.
+    """Load the filled state of `sharded_optimizer_state` into `optimizer`: moments, fp32 weights and step counts.
 
     Learning rate, weight decay and betas stay as the run configured them.
     """
@@ -63,7 +63,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -
             {key: value for key, value in group.items() if key not in ("params", "step")}
             for group in part.optimizer.param_groups
         ]
-        # megatron-core finds groups by their settings, learning rates included, so it is given the run's own.
+        # megatron-core matches groups by their settings, learning rates included, so the saved groups get the run's.
         if isinstance(part, DistributedOptimizer):
             groups = state["groups"]["optimizer"]
             step = {key: value for key, value in groups["param_groups"][0].items() if key == "step"}
@@ -72,22 +72,22 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -
             local = dict(_local_ranges(part))
             for number, parameter in enumerate(_parameters(part)):  # a loaded dict may be in another order
                 if parameter in local:
-                    mine = part._get_main_param_and_optimizer_states(parameter)
+                    own_states = part._get_main_param_and_optimizer_states(parameter)
                     for name in _STATES:
                         whole = state["tensors"][f"{number}"][name]
-                        mine[name].copy_(whole.flatten()[local[parameter]])
+                        own_states[name].copy_(whole.flatten()[local[parameter]])
         else:
             for group, values in zip(state.get("optimizer", state)["param_groups"], configured, strict=True):
                 group.update(values)
             moments = state.get("optimizer", state)["state"]
             if isinstance(part.optimizer, torch.optim.Adam) and "common_step" not in moments:
-                for adam_state in moments.values():  # megatron-core leaves a count of 0 out
+                for adam_state in moments.values():  # megatron-core omits a step count of 0
                     adam_state["step"] = torch.zeros(())
             part.load_state_dict(state)
         for group, values in zip(part.optimizer.param_groups, configured, strict=True):
             group.update(values)
         for adam_state in part.optimizer.state.values():
-            if "step" in adam_state:  # loading shares one tensor among parameters, and each would increment it
+            if "step" in adam_state:  # loading gives all parameters the same tensor, and each would increment it
                 adam_state["step"] = adam_state["step"].clone()
 
 
@@ -98,7 +98,7 @@ def allocate_moments(optimizer: MegatronOptimizer) -> None:
     implementations count them per group.
     """
     for part in parts(optimizer):
-        counts_per_parameter = isinstance(part.optimizer, torch.optim.Adam)  # AdamW is one
+        counts_per_parameter = isinstance(part.optimizer, torch.optim.Adam)  # AdamW is a subclass
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
                 moments = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
@@ -106,7 +106,7 @@ def allocate_moments(optimizer: MegatronOptimizer) -> None:
 
 
 def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the optimizers that `optimizer` is made of: one for dense parameters, say, and one for experts."""
+    """Return the optimizers that `optimizer` consists of, for example one for dense parameters and one for experts."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
@@ -116,7 +116,7 @@ def _parameters(part: DistributedOptimizer) -> Iterator[Tensor]:
 
 
 def _local_ranges(part: DistributedOptimizer) -> Iterator[tuple[Tensor, slice]]:
-    """The stretch of each flattened parameter whose state this rank keeps."""
+    """Yield (parameter, the slice of the flattened parameter whose state this rank keeps)."""
     for ranges_of_buffer in part.gbuf_ranges:
         for buckets in ranges_of_buffer.values():
             for bucket in buckets:
@@ -126,9 +126,9 @@ def _local_ranges(part: DistributedOptimizer) -> Iterator[tuple[Tensor, slice]]:
 
 @torch.no_grad()
 def _whole_states(part: DistributedOptimizer, loading: bool) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Yield each parameter with its states on the CPU, assembled from the ranks that keep them, or empty for loading.
+    """Yield each parameter with its whole states on the CPU: assembled from all ranks, or empty if `loading`.
 
-    Only one parameter's state is on the device at a time.
+    Only one parameter's state is on the device at a time. Collective over data-parallel ranks unless `loading`.
     """
     local = dict(_local_ranges(part))
     for parameter in _parameters(part):
@@ -137,8 +137,8 @@ def _whole_states(part: DistributedOptimizer, loading: bool) -> Iterator[tuple[T
         else:
             whole = torch.zeros(len(_STATES), parameter.numel(), device=parameter.device)
             if parameter in local:
-                mine = part._get_main_param_and_optimizer_states(parameter)
-                whole[:, local[parameter]] = torch.stack([mine[name].float() for name in _STATES])
+                own_states = part._get_main_param_and_optimizer_states(parameter)
+                whole[:, local[parameter]] = torch.stack([own_states[name].float() for name in _STATES])
             if part.data_parallel_group.size() > 1:
                 dist.all_reduce(whole, group=part.data_parallel_group)
             whole = whole.cpu()
@@ -146,7 +146,7 @@ def _whole_states(part: DistributedOptimizer, loading: bool) -> Iterator[tuple[T
 
 
 def _sharded(entry: ShardedTensor | ShardedTensorFactory, whole: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the states as sharded tensors at their parameter's place, under keys of their own."""
+    """Return the states as sharded tensors that are placed like their parameter, under their own keys."""
     placed = {}
     for name, tensor in whole.items():
         changes: dict[str, Any] = {"key": f"optimizer.{name}.{entry.key}", "data": tensor}

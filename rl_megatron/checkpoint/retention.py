@@ -1,4 +1,4 @@
-"""Deleting old checkpoints of a stage: the newest few are kept and, if asked for, the best one."""
+"""Deletion of old checkpoints of a stage. The newest few are kept and, if asked for, the best one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rl_megatron.config.eval_metrics import better
 
 
 def best_checkpoint(checkpoints: list[Path], metric: str) -> Path | None:
-    """Return the checkpoint with the best `measure` of its own step, the newest if several are equal, or None."""
+    """Return the checkpoint with the best `metric` of its own step, the newest if several are equal, or None."""
     best, found = None, None
     for path in checkpoints:
         try:
             value = eval_metric_of(manifest_of(path), metric)
         except Damaged as error:
-            log.once(f"{error}: it is not counted among the best")
+            log.once(f"{error}; it is ignored in the search for the best checkpoint")
             continue
         if value is not None and (found is None or not better(metric, found, value)):
             best, found = path, value
@@ -26,7 +26,7 @@ def best_checkpoint(checkpoints: list[Path], metric: str) -> Path | None:
 
 
 def eval_metric_of(manifest: dict[str, Any], metric: str) -> float | None:
-    """Return `measure` of the weights in the checkpoint, or None if only an earlier step was evaluated."""
+    """Return the eval metric `metric` of the checkpoint's weights, or None if only an earlier step was evaluated."""
     if manifest.get("evaluated_at") != manifest["step"]:
         return None
     return manifest.get("results", {}).get("measures", {}).get(metric)
@@ -37,9 +37,10 @@ def delete_older(directory: Path, keep: int, companions: Path | None = None, kee
 
     Args:
         directory: The stage's checkpoints.
-        keep: How many of the newest checkpoints stay.
-        companions: A directory of further checkpoints; those whose namesake in `directory` is gone are deleted.
-        keep_best: The eval metric whose best checkpoint stays as well.
+        keep: How many of the newest checkpoints are kept.
+        companions: A second directory of checkpoints, such as the critic's. A checkpoint here is deleted if the one of
+            the same name in `directory` is.
+        keep_best: The eval metric whose best checkpoint is kept as well.
     """
     complete = complete_checkpoints(directory)
     kept = {path.name for path in complete[-keep:]}
@@ -47,7 +48,7 @@ def delete_older(directory: Path, keep: int, companions: Path | None = None, kee
     if best is not None:
         kept.add(best.name)
     _delete_all_but(kept, directory)
-    if companions is not None:  # last, so that every checkpoint always has its companion
+    if companions is not None:  # last, so that every complete checkpoint always has its companion
         _delete_all_but(kept, companions)
 
 
@@ -56,5 +57,5 @@ def _delete_all_but(names: set[str], directory: Path) -> None:
         for path in directory.glob(f"step-*{suffix}"):
             shutil.rmtree(path)
     for path in complete_checkpoints(directory):
-        if path.name not in names:  # under another name first: a kill while files go leaves nothing that looks whole
+        if path.name not in names:  # renamed first, so that a kill during deletion leaves nothing that looks complete
             shutil.rmtree(path.rename(path.with_suffix(".deleted")))

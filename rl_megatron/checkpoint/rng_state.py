@@ -1,7 +1,8 @@
 """Saving and restoring the random number generators of one rank: torch's, the GPU's and megatron-core's.
 
-Weights, data order and samples are functions of seeds and step numbers and use none of these generators. They matter to
-user code that does: dropout in a model, or a reward that samples. Under another layout they are not restored.
+Initial weights, data order and samples are functions of seeds and step numbers, and do not use these generators. They
+matter only to user code that does, such as dropout in a model or a reward that samples. They are not restored under
+another layout.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 
 def random_state_file(rank: int) -> str:
-    """Return the name of the file with a rank's generators."""
+    """Return the name of the file that holds the state of a rank's generators."""
     return f"random_{rank:05d}.pt"
 
 
 def _megatron_generators() -> Any:
-    """Return megatron-core's generators, an object of its own or of Transformer Engine."""
+    """Return megatron-core's generators. The object's class is megatron-core's or Transformer Engine's."""
     return get_cuda_rng_tracker()
 
 
 def random_state() -> bytes:
-    """Return the state of this rank's generators."""
+    """Return the serialized state of this rank's generators."""
     state: dict[str, Any] = {"cpu": torch.get_rng_state(), "megatron": _megatron_generators().get_states()}
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -34,7 +35,7 @@ def random_state() -> bytes:
 
 
 def restore_random_state(saved: bytes) -> None:
-    """Set this rank's generators to what `random_state` returned."""
+    """Restore this rank's generators from the bytes that `random_state` returned."""
     state = torch.load(io.BytesIO(saved), weights_only=True)
     torch.set_rng_state(state["cpu"])
     _megatron_generators().set_states(state["megatron"])

@@ -1,8 +1,9 @@
-"""The safetensors format: files whose tensors are read and written a few rows at a time.
+"""Reading and writing safetensors files a few rows of a tensor at a time.
 
-A file is the length of its header (8 bytes), a JSON header (name → dtype, shape, begin and end in what follows), and
-the tensors' bytes. Rows lie one after the other, so any of them can be read or written alone, and memory goes by rows
-and not by files: the library maps whole files, whose pages count as the process's as long as they are mapped.
+A file has three parts: the length of its header (8 bytes); a JSON header (name → dtype, shape, and the tensor's begin
+and end in the third part); the tensors' bytes. The rows of a tensor are contiguous, so any of them can be read or
+written alone, and memory use depends on the number of rows, not on the size of the file. The safetensors library maps
+whole files instead, and mapped pages count as memory of the process.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _LONGEST_HEADER = 100 << 20
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies: `file`, its first byte there, its dtype and shape."""
+    """The place of a tensor: its file, the position of its first byte there, its dtype and its shape."""
 
     file: Path
     start: int
@@ -38,15 +39,17 @@ class Place:
 
     @property
     def num_bytes(self) -> int:
+        """Return the size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def row_bytes(self) -> int:
+        """Return the size of one row in bytes; a row of a vector is one element."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
 class _Files:
-    """Files by path, opened when first needed."""
+    """File descriptors by path. A file is opened when it is first needed."""
 
     def __init__(self, flags: int) -> None:
         self._flags, self._descriptors = flags, {}
@@ -65,7 +68,7 @@ class _Files:
 
 
 class WeightReader:
-    """The tensors of a Hugging Face directory, row by row."""
+    """A reader of rows of the tensors of a Hugging Face directory. It owns the open files."""
 
     def __init__(self, places: Mapping[str, Place]) -> None:
         self.places = dict(places)
@@ -78,9 +81,15 @@ class WeightReader:
         self._files.close()
 
     def read_rows(self, name: str, first: int, into: Tensor) -> None:
-        """Fills `into`, contiguous and of the tensor's dtype, with the rows from `first` on.
+        """Fill `into` with the rows of tensor `name` from row `first` on.
 
-        Raises: OSError where the file ends early: it was cut since its header was read.
+        Args:
+            name: The tensor's name.
+            first: The first row to read.
+            into: [rows, …], contiguous and of the tensor's dtype.
+
+        Raises:
+            OSError: The file ends early, because it was truncated after its header was read.
         """
         place = self.places[name]
         unread, position = _bytes_of(into), place.start + first * place.row_bytes
@@ -96,15 +105,19 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def read_header(path: Path) -> dict[str, Place]:
-    """The tensors of one safetensors file.
+    """Return the place of each tensor in one safetensors file.
 
-    Raises: ConfigError where the file is cut, or is not in the format.
+    Raises:
+        ConfigError: The file is truncated or too long, or is not in the format.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
-            raise ConfigError(f"{path} is cut, or no safetensors file: {size} bytes, of which a header of {length}")
+            raise ConfigError(
+                f"{path} is truncated, or is not a safetensors file: it has {size} bytes, and its header would have "
+                f"{length}"
+            )
         try:
             header = json.loads(file.read(length))
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
@@ -112,33 +125,42 @@ def read_header(path: Path) -> dict[str, Place]:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(f"{path} is no safetensors file: its header cannot be read ({error})") from error
+            raise ConfigError(f"{path} is not a safetensors file: its header cannot be read ({error})") from error
     end = 8 + length
     for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
         if place.start != end:
-            raise ConfigError(f"{path}: {name} begins at byte {place.start}, and what is before it ends at {end}")
+            raise ConfigError(f"{path}: {name} begins at byte {place.start}, but the tensor before it ends at {end}")
         end += place.num_bytes
     if end != size:
-        kind = "cut" if size < end else "too long"
-        raise ConfigError(f"{path} is {kind}: {size} bytes, and its header describes {end}; download it again")
+        kind = "truncated" if size < end else "too long"
+        raise ConfigError(f"{path} is {kind}: it has {size} bytes, and its header describes {end}; download it again")
     return places
 
 
 def _place(path: Path, name: str, data: int, entry: Mapping[str, Any]) -> Place:
     if entry["dtype"] not in _DTYPES:
-        raise ConfigError(f"{path}: {name} is {entry['dtype']}; read here are {', '.join(_DTYPES)}")
+        raise ConfigError(
+            f"{path}: {name} is {entry['dtype']}, which is not supported; supported dtypes: {', '.join(_DTYPES)}"
+        )
     begin, end = entry["data_offsets"]
     place = Place(path, data + begin, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
     if end - begin != place.num_bytes:
-        raise ConfigError(f"{path}: {name} of shape {place.shape} has {end - begin} bytes, not {place.num_bytes}")
+        raise ConfigError(
+            f"{path}: {name} of shape {place.shape} has {end - begin} bytes, and should have {place.num_bytes}"
+        )
     return place
 
 
 class WeightWriter:
-    """Safetensors files of a directory, whose tensors come in any order, a few rows, or a part of them, at a time.
+    """A writer of a directory's safetensors files, whose tensors may come in any order and in parts of any size.
 
-    shapes, dtype_of: all tensors in the order in which files are filled, each up to `max_shard_bytes` where it holds
-        more than one. Headers are written first, so the files have their full length from the start.
+    It owns the open files. Headers are written first, so the files have their full length from the start.
+
+    Args:
+        directory: The directory to write into.
+        shapes: The shapes of all tensors by name, in the order in which they are distributed to files.
+        dtype_of: The dtype of a tensor, by name.
+        max_shard_bytes: The most bytes of tensors in a file. A larger tensor has its own file.
     """
 
     def __init__(
@@ -156,17 +178,17 @@ class WeightWriter:
         shards = _shards(sizes, max_shard_bytes)
         for number, names in enumerate(shards, start=1):
             file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            # the widest first, so that each is aligned to its own width
+            # The widest dtypes come first, so that every tensor is aligned to the size of its elements.
             names = sorted(names, key=lambda name: -dtype_of(name).itemsize)
             self.places |= _begin_file(directory / file, {name: (dtype_of(name), shapes[name]) for name in names})
 
     def write(self, name: str, row: int, column: int, block: Tensor) -> None:
-        """Puts `block` at (row, column) of the tensor; a vector's elements are its rows."""
+        """Write `block` at (row, column) of the tensor. The rows of a vector are its elements."""
         place, data = self.places[name], block.contiguous()
         start = place.start + row * place.row_bytes
         if data.shape[1:] == place.shape[1:]:
             self._put(place.file, data, start)
-        else:  # a part of each row
+        else:  # the block covers only some columns of each row
             for offset, part in enumerate(data):
                 self._put(place.file, part, start + offset * place.row_bytes + column * place.dtype.itemsize)
         self._written[name] += data.nbytes
@@ -178,10 +200,14 @@ class WeightWriter:
             left, position = left[count:], position + count
 
     def finish(self) -> None:
-        """Raises: RuntimeError naming a tensor that was not written once over; the files are then worth nothing."""
+        """Sync and close the files and, if there are several, write their index.
+
+        Raises:
+            RuntimeError: The bytes written of a tensor are not its size, so the files cannot be used.
+        """
         wrong = [name for name, count in self._written.items() if count != self.places[name].num_bytes]
         if wrong:
-            raise RuntimeError(f"{len(wrong)} tensors were not written once over, such as {wrong[0]}")
+            raise RuntimeError(f"{len(wrong)} tensors were not written exactly once, such as {wrong[0]}")
         self._files.close(sync=True)
         if len({place.file for place in self.places.values()}) > 1:
             index = {
@@ -191,6 +217,7 @@ class WeightWriter:
             (self._directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def close(self) -> None:
+        """Close the files."""
         self._files.close()
 
 
@@ -212,7 +239,7 @@ def _begin_file(path: Path, tensors: Mapping[str, tuple[torch.dtype, Shape]]) ->
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
+    text += b" " * (-len(text) % 8)  # the format asks that tensors begin at a multiple of 8 bytes
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)

@@ -1,9 +1,11 @@
-"""Saving a checkpoint: the state is copied at once, written while training goes on, and renamed when all ranks agree.
+"""Saving of checkpoints while training continues.
 
-The format is megatron-core's `dist_checkpointing`, whose planning and file writing this uses. This module does what
-megatron-core leaves to the caller: it copies the state, writes the copy in a thread (megatron-core would fork a process
-that has threads, or start servers that import torch again), lets ranks agree that all parts are complete, and removes
-what a save that failed on one of them has written.
+The state is copied first. A thread writes the copy, and the checkpoint gets its name when all ranks have finished.
+
+The format is megatron-core's `dist_checkpointing`, whose planning and file writing are used here. This module adds what
+megatron-core leaves to the caller. It copies the state. It writes the copy in a thread, because megatron-core would
+fork a process that has threads, or start server processes that import torch again. It checks that every rank's part is
+complete, and deletes all parts if one rank failed.
 """
 
 from __future__ import annotations
@@ -38,20 +40,20 @@ from rl_megatron.checkpoint.rng_state import random_state, random_state_file
 from rl_megatron.checkpoint.training_state import TrainingState
 from rl_megatron.topology.collective_errors import agreed_failure, on_main_rank
 
-_PAUSE_SECONDS = 0.005  # between two questions whether all ranks have written
-COMMON = "common.pt"  # megatron-core's name for what is not a tensor
+_PAUSE_SECONDS = 0.005  # the time between two checks whether all ranks have finished writing
+COMMON = "common.pt"  # megatron-core's file for state that is not a tensor
 
 
 class SaveFailed(RuntimeError):
-    """Raised on every rank if a checkpoint could not be written on one. Earlier checkpoints are untouched."""
+    """Raised on every rank if one rank could not write its part of a checkpoint. Earlier checkpoints are unchanged."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What one rank writes: copied tensors (a "bucket" in megatron-core's terms) and whole files beside them."""
+    """The part of a checkpoint that one rank writes: copied tensors (megatron-core's "bucket") and complete files."""
 
     directory: Path
-    bucket: Any | None  # (path, name, (objects, tensors)); None for a rank whose tensors others write
+    bucket: Any | None  # (path, name, (objects, tensors)); None if other ranks write all of this rank's tensors
     transforms: list
     files: dict[str, bytes]
 
@@ -61,14 +63,14 @@ class _Part:
         for name, content in self.files.items():
             (self.directory / name).write_bytes(content)
         if self.bucket is not None:
-            # megatron-core passes queues between processes, and turns the garbage collector off while it writes.
-            # Within one process those of the standard library do.
-            found, working = queue.Queue(), queue.Queue()
+            # megatron-core uses queues between processes. Within one process those of the standard library are enough.
+            # It also turns the garbage collector off while it writes, which is harmless here.
+            done, working = queue.Queue(), queue.Queue()
             working.put(0)
             FileSystemWriterAsync.write_preloaded_data(
-                self.transforms, 0, self.bucket, found, working, True  # pyright: ignore[reportArgumentType]
-            )
-            _, results = found.get_nowait()
+                self.transforms, 0, self.bucket, done, working, True  # pyright: ignore[reportArgumentType]
+            )  # fmt: skip
+            _, results = done.get_nowait()
             if isinstance(results, Exception):
                 raise results
             names.append(self.bucket[1])
@@ -83,14 +85,14 @@ class Save:
 
         Args:
             final: The checkpoint's path.
-            part: What this rank writes.
-            complete: Makes the checkpoint, on rank 0, from all ranks' results and file entries.
+            part: The part that this rank writes.
+            complete: Completes the checkpoint on rank 0, given all ranks' results and manifest entries.
         """
         self.path = final
         self._part: _Part | None = part
         self._complete = complete
         self._written: tuple[list, dict[str, Any]] = ([], {})
-        self._failure: str | None = "its writer ended early"  # None once it has ended well
+        self._failure: str | None = "its writer ended early"  # None once the writer has succeeded
         self._thread = threading.Thread(target=self._write, name=f"save {final.name}", daemon=True)
         self._thread.start()
 
@@ -99,46 +101,46 @@ class Save:
         try:
             self._written = self._part.write()
             self._failure = None
-        except Exception as error:  # any error has to reach the main thread of every rank
+        except Exception as error:  # any error must reach the main thread of every rank
             self._failure = _failure(error, self.path)
-        self._part = None  # frees the copy
+        self._part = None  # frees the copied tensors
 
     def is_written(self) -> bool:
-        """Return whether `finish` would not have to wait on any rank. Collective."""
+        """Return whether all ranks have finished writing, so that `finish` would not wait. Collective."""
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         writing = torch.tensor([int(self._thread.is_alive())], device=device)
         dist.all_reduce(writing)
         return not writing.item()
 
     def finish(self) -> Path:
-        """Wait for every rank's part, make the checkpoint of them and return its path. Collective.
+        """Wait until every rank has written its part, complete the checkpoint and return its path. Collective.
 
         Raises:
-            SaveFailed: A rank could not write; raised on every rank, and what has been written is removed.
+            SaveFailed: A rank could not write. It is raised on every rank, and the written files are deleted.
         """
         self._wait()
         failure = agreed_failure(self._failure)
         if failure is None:
-            everyones: list = [None] * dist.get_world_size()
-            dist.gather_object(self._written, everyones if dist.get_rank() == 0 else None)
-            failure = on_main_rank(lambda: self._publish(everyones), lambda error: _failure(error, self.path))
+            gathered: list = [None] * dist.get_world_size()
+            dist.gather_object(self._written, gathered if dist.get_rank() == 0 else None)
+            failure = on_main_rank(lambda: self._publish(gathered), lambda error: _failure(error, self.path))
         if failure is not None:
             self.abandon()
             raise SaveFailed(f"checkpoint {self.path} could not be saved: {failure}")
         return self.path
 
     def abandon(self) -> None:
-        """Wait for what is being written, and remove it. Collective."""
+        """Wait until all ranks have stopped writing, and delete the written files. Collective."""
         self._wait()
         on_main_rank(lambda: shutil.rmtree(_partial(self.path), ignore_errors=True))
 
     def _wait(self) -> None:
-        while not self.is_written():  # a collective that waited for the disk might run into its timeout
+        while not self.is_written():  # one collective that waits for the disk could exceed its timeout
             time.sleep(_PAUSE_SECONDS)
 
-    def _publish(self, everyones: list) -> None:
-        entries = {name: entry for _, entries in everyones for name, entry in entries.items()}
-        self._complete([results for results, _ in everyones], entries)
+    def _publish(self, gathered: list) -> None:
+        entries = {name: entry for _, entries in gathered for name, entry in entries.items()}
+        self._complete([results for results, _ in gathered], entries)
 
 
 def begin_checkpoint(
@@ -147,14 +149,14 @@ def begin_checkpoint(
     """Start to write the checkpoint `directory/step-<step>` of `state`. Collective.
 
     Args:
-        directory: Where the checkpoints lie.
-        step: The training step that the state is of.
-        state: What to save, which may change as soon as this returns. Its weights must be gathered.
-        config: The run's configuration as YAML, which the checkpoint keeps.
+        directory: The directory of the checkpoints.
+        step: The training step of the state.
+        state: The state to save. Its weights must be gathered. It may change as soon as this function returns.
+        config: The run's configuration as YAML, which is stored in the checkpoint.
         **extra: Further entries of the manifest.
 
     Raises:
-        SaveFailed: The directory could not be made; raised on every rank.
+        SaveFailed: The directory could not be created. It is raised on every rank.
     """
     model = state.model
     manifest: dict[str, Any] = {"head": model.head, "vocab_size": model.vocab_size, "precision": model.precision}
@@ -168,7 +170,7 @@ def begin_checkpoint(
 def _begin_save(
     directory: Path, step: int, state: dict[str, Any], manifest: dict[str, Any], files: dict[str, bytes]
 ) -> Save:
-    """Start to write every rank's sharded `state`, and the `files` that this rank has by name."""
+    """Start to write every rank's sharded `state` and this rank's `files` (name → content)."""
     final = directory / name_of(step)
     partial = _partial(final)
     failure = on_main_rank(lambda: _make_empty(partial), lambda error: _failure(error, final))
@@ -206,13 +208,13 @@ def _partial(final: Path) -> Path:
 
 
 def _make_empty(partial: Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)  # an interrupted save may have left it
+    shutil.rmtree(partial, ignore_errors=True)  # an interrupted save may have left one
     partial.mkdir(parents=True)
 
 
 def _plan(tensors: dict | list, partial: Path) -> tuple[FileSystemWriterAsync, Any]:
-    """Return megatron-core's writer, which knows what this rank writes, and on rank 0 all metadata. Collective."""
-    # megatron-core would start a server process per rank for results, which this module passes on itself.
+    """Return megatron-core's writer with this rank's part planned and, on rank 0, all metadata. Collective."""
+    # megatron-core would start a server process per rank to collect results. `Save.finish` gathers them instead.
     filesystem_async._results_queue = queue.SimpleQueue()
     shards: dict[str, list[ShardedBase]] = {}
     for entry in nested_values(tensors):
@@ -225,7 +227,7 @@ def _plan(tensors: dict | list, partial: Path) -> tuple[FileSystemWriterAsync, A
 
 
 def _copied(buckets: list | None, kept: Sequence[Tensor | None]) -> Any | None:
-    """Return this rank's bucket with its tensors copied to the CPU, so that none shares memory with one of `kept`."""
+    """Return this rank's bucket with its tensors copied to the CPU, so that none shares memory with those in `kept`."""
     if not buckets:
         return None
     ((path, name, (objects, tensors)),) = buckets
@@ -233,7 +235,7 @@ def _copied(buckets: list | None, kept: Sequence[Tensor | None]) -> Any | None:
 
     def own(tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in storages:
-            return tensor.detach().clone()  # .cpu() of a CPU tensor is that tensor
+            return tensor.detach().clone()  # .cpu() of a CPU tensor does not copy
         return tensor.detach().cpu()
 
     return path, name, (objects, [(item, own(tensor)) for item, tensor in tensors])
@@ -246,7 +248,7 @@ def _serialised(value: Any) -> bytes:
 
 
 def _failure(error: BaseException, final: Path) -> str:
-    """Return a message with the error, or the operating system's error behind it, and the free disk space."""
+    """Return a message with the error (or the operating system's error that caused it) and the free disk space."""
     reported = system_error(error) or error
     try:
         disk = shutil.disk_usage(next(parent for parent in final.parents if parent.exists()))

@@ -1,4 +1,4 @@
-"""Descriptions of checkpoints from their manifests and tensor indexes, without weights, GPU or megatron-core."""
+"""Descriptions of checkpoints from their manifests and tensor indexes, without loading weights or megatron-core."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ _OPTIMIZER = "optimizer."  # the prefix of the names of an optimizer's states
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A whole tensor of a checkpoint, however it is split over files."""
+    """A whole tensor of a checkpoint, regardless of how it is split over files."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: str  # as torch names it, without "torch."
+    dtype: str  # torch's name without "torch."
     num_bytes: int
 
     @property
     def is_parameter(self) -> bool:
+        """Return whether the tensor belongs to the model and not to the optimizer."""
         return not self.name.startswith(_OPTIMIZER)
 
 
@@ -38,7 +39,7 @@ def tensors(path: Path) -> list[TensorEntry]:
     Raises:
         Damaged: The index cannot be read.
     """
-    # These imports take seconds, and a list of checkpoints needs neither.
+    # These imports take seconds, and listing checkpoints does not need them.
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -56,14 +57,14 @@ def tensors(path: Path) -> list[TensorEntry]:
 
 
 def describe(path: Path, verify: bool = True) -> dict[str, Any]:
-    """Return everything that `inspect` shows of a checkpoint, ready for JSON.
+    """Return everything that `rl-megatron inspect` shows of a checkpoint, as values that JSON can express.
 
     Args:
         path: The checkpoint.
-        verify: Whether to read every byte and compare it with its digest.
+        verify: Read every file and compare it with its digest.
 
     Raises:
-        ConfigError: There is no checkpoint, or it is damaged; the message names the file.
+        ConfigError: There is no checkpoint, or it is damaged. The message names the file.
     """
     manifest = read_manifest(path)
     if verify:
@@ -86,7 +87,7 @@ def describe(path: Path, verify: bool = True) -> dict[str, Any]:
 
 
 def _state_of(name: str) -> str:
-    """Return "exp_avg" for "optimizer.exp_avg.decoder…", or megatron-core's "optimizer.state.exp_avg.decoder…"."""
+    """Return "exp_avg" for "optimizer.exp_avg.decoder…" and for megatron-core's "optimizer.state.exp_avg.decoder…"."""
     return name.removeprefix(_OPTIMIZER).removeprefix("state.").partition(".")[0]
 
 
@@ -97,12 +98,12 @@ def _file(entry: dict[str, Any] | int, verified: bool) -> dict[str, Any]:
 
 
 def list_checkpoints(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the checkpoints in a stage's directory or a run's output_dir, by stage, oldest first.
+    """Return the checkpoints in a stage's directory or in a run's output_dir, by stage, oldest first.
 
-    File sizes are checked; contents are not read.
+    File sizes are checked, but the files are not read.
 
     Raises:
-        ConfigError: There are none.
+        ConfigError: There are no checkpoints.
     """
     stages = {directory.name: directory for directory in sorted((path / "checkpoints").glob("*")) if directory.is_dir()}
     found = {

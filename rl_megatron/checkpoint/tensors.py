@@ -1,9 +1,10 @@
 """Writing and reading the tensors of a checkpoint part by part in one process, for the Hugging Face converter.
 
 megatron-core saves and loads through torch's distributed checkpoint. Its files hold tensors one after the other, each
-in `torch.save`'s format, and `.metadata` says which part of which tensor each of them is. A tensor may be stored in any
-number of parts, whatever layout it is loaded under. Torch's writer keeps every tensor until its file is closed, which
-would be the whole model here. The files are therefore written directly, and only the metadata by torch's writer.
+in `torch.save`'s format, and `.metadata` states which part of which tensor each of them is. A tensor may be stored in
+any number of parts, whatever layout it is loaded under. Torch's writer keeps every tensor in memory until its file is
+closed, and here that would be the whole model. This module therefore writes the file itself, and uses torch's writer
+only for the metadata.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _OF_OPTIMIZER = "optimizer."
 
 
 class TensorWriter:
-    """Writes the tensors of a checkpoint, in parts of any size and order, to a file that it owns."""
+    """A writer of a checkpoint's tensors, in parts of any size and order. It owns the file that holds them."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -49,8 +50,8 @@ class TensorWriter:
         Args:
             name: The tensor's name.
             global_shape: The shape of the whole tensor.
-            offset: Where the part lies in the whole tensor.
-            part: The contents, contiguous and with as many dimensions as the whole tensor.
+            offset: The index of the part's first element in the whole tensor.
+            part: The part, contiguous and with as many dimensions as the whole tensor.
         """
         if name not in self._tensors:
             properties = TensorProperties(dtype=part.dtype)
@@ -68,7 +69,7 @@ class TensorWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         FileSystemWriter(self._directory).finish(Metadata(dict(self._tensors)), [self._written])
-        torch.save({}, self._directory / "common.pt")  # there is nothing besides tensors
+        torch.save({}, self._directory / "common.pt")  # the format needs the file, and there are only tensors
         save_config(CheckpointingConfig("torch_dist", 1), str(self._directory))
 
     def close(self) -> None:
@@ -78,7 +79,7 @@ class TensorWriter:
 
 @dataclass(frozen=True)
 class Part:
-    """A stored part of a tensor: its offset and shape, and the bytes of the file that hold it."""
+    """A stored part of a tensor: its offset and shape in the tensor, and its file, first byte and number of bytes."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -97,7 +98,7 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the whole tensor."""
+        """Return the size of the whole tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -110,21 +111,23 @@ def model_tensors(checkpoint: Path) -> dict[str, StoredTensor]:
     try:
         metadata = FileSystemReader(checkpoint).read_metadata()
     except Exception as error:  # unpickling a damaged file may raise anything
-        raise ConfigError(f"checkpoint {checkpoint}: its .metadata cannot be read ({error}); use another") from error
+        raise ConfigError(
+            f"checkpoint {checkpoint}: its .metadata cannot be read ({error}); use another checkpoint"
+        ) from error
     tensors = {}
     for name, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, TensorStorageMetadata) and not name.startswith(_OF_OPTIMIZER):
             parts = []
-            for chunk in stored.chunks:
-                at = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            for piece in stored.chunks:
+                at = metadata.storage_data[MetadataIndex(name, piece.offsets)]
                 place = (checkpoint / at.relative_path, at.offset, at.length)
-                parts.append(Part(tuple(chunk.offsets), tuple(chunk.sizes), *place))
+                parts.append(Part(tuple(piece.offsets), tuple(piece.sizes), *place))
             tensors[name] = StoredTensor(stored.properties.dtype, tuple(stored.size), tuple(parts))
     return tensors
 
 
 def read_parts(tensor: StoredTensor) -> Iterator[tuple[Part, Tensor]]:
-    """Yield each part of a tensor with its contents. Only one part is in memory at a time."""
+    """Yield each part of a tensor with its values. Only one part is in memory at a time."""
     for part in tensor.parts:
         with part.file.open("rb", buffering=0) as file:
             view = _create_file_view(file, part.start, part.length)

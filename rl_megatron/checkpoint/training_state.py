@@ -1,4 +1,4 @@
-"""`TrainingState`: a model, its optimizer and its schedule, as `dist_checkpointing` saves and fills them."""
+"""`TrainingState`: a model, its optimizer and its schedule in the form that `dist_checkpointing` saves and loads."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rl_megatron.model.build import unwrap
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.model.shards import SHARDING_METADATA
 
-HEAD_PREFIX = "output_layer."  # of the last stage's head in a model's state
+HEAD_PREFIX = "output_layer."  # the prefix of the head's names in a model's state
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The parts of a training that a checkpoint holds. Optimizer and scheduler are None if nothing is trained."""
+    """The state that a checkpoint holds. Optimizer and scheduler are None if the model is not trained."""
 
     model: ShardedModel
     optimizer: MegatronOptimizer | None
@@ -29,14 +29,14 @@ class TrainingState:
 
     @property
     def model_chunks(self) -> list[GPTModel]:
-        """The model chunks without the wrappers around them."""
+        """Return the model chunks without DDP and precision wrappers."""
         return [unwrap(model_chunk) for model_chunk in self.model.model_chunks]
 
     def sharded(self, loading: bool, weights_only: bool = False, new_head: bool = False) -> dict[str, Any]:
         """Return the sharded state dict to save or, if `loading`, to fill. Collective.
 
         Args:
-            loading: Whether tensors are to be filled rather than saved.
+            loading: True to return tensors that will be filled, False to return those that will be saved.
             weights_only: Leave the optimizer and the schedule out.
             new_head: Leave the model's head out.
         """
@@ -54,7 +54,7 @@ class TrainingState:
 def tensors_of_model(model_chunk: GPTModel) -> dict[str, Any]:
     """Return the tensors of a model chunk with their places in the unsharded model.
 
-    The "extra states" that modules declare are left out: they are for FP8, empty here, and differ between backends.
+    The "extra states" of modules are left out: they serve FP8, are empty here, and differ between backends.
     """
     entries = model_chunk.sharded_state_dict(metadata=dict(SHARDING_METADATA))
     return {key: entry for key, entry in entries.items() if isinstance(entry, ShardedTensor | ShardedTensorFactory)}
@@ -64,9 +64,9 @@ def load_model(model_chunk: torch.nn.Module, loaded: dict[str, Any], without: st
     """Fill all tensors of a model chunk, except those whose names begin with `without`.
 
     Raises:
-        RuntimeError: `loaded` lacks tensors of the model, or has others; the message names them.
+        RuntimeError: `loaded` lacks tensors of the model, or has unknown ones. The message names them.
     """
     absent, unknown = model_chunk.load_state_dict(loaded, strict=False)
     absent = [key for key in absent if not key.endswith("_extra_state") and not (without and key.startswith(without))]
     if absent or unknown:
-        raise RuntimeError(f"the loaded state lacks {absent} and has {unknown}, which the model has not")
+        raise RuntimeError(f"the loaded state lacks {absent} of the model, and has {unknown}, which the model lacks")

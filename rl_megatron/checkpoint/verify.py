@@ -1,4 +1,4 @@
-"""Reading a checkpoint's files and comparing them with the digests in its manifest. No megatron-core is needed here."""
+"""Comparison of a checkpoint's files with the digests in its manifest. This module does not need megatron-core."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rl_megatron.topology.collective_errors import agreed_failure
 
 
 def verify_checkpoint(path: Path) -> None:
-    """Compare every file of a checkpoint with its digest; each rank reads its share. Collective.
+    """Compare every file of a checkpoint with its digest. Each rank reads its share of the files. Collective.
 
     Raises:
-        Damaged: A rank found a file that changed; raised on every rank, naming the file.
+        Damaged: A rank found a file that has changed. It is raised on every rank, and the message names the file.
     """
     failure = None
     try:
@@ -31,21 +31,27 @@ def verify_checkpoint(path: Path) -> None:
 
 
 def check_digests(path: Path, manifest: dict[str, Any], rank: int = 0, world_size: int = 1) -> None:
-    """Compare every file with its digest or, if there are `world_size` readers, only the share of reader `rank`.
+    """Compare the files with their digests: all of them or, if `world_size` readers share them, those of one reader.
+
+    Args:
+        path: The checkpoint.
+        manifest: Its manifest.
+        rank: The number of this reader.
+        world_size: The number of readers.
 
     Raises:
-        Damaged: A file is not as it was written; the message names it.
+        Damaged: A file has changed since it was written. The message names it.
     """
     largest_first = sorted(manifest["files"], key=lambda name: (-size_of(manifest["files"][name]), name))
-    found = _find_damage(path, largest_first[rank::world_size], manifest)
-    if found is not None:
-        raise damaged(path, found)
+    damage = _find_damage(path, largest_first[rank::world_size], manifest)
+    if damage is not None:
+        raise damaged(path, damage)
 
 
 def _find_damage(path: Path, names: Iterable[str], manifest: dict[str, Any]) -> str | None:
-    """Return what is wrong with the first damaged file of `names`, or None.
+    """Return a description of the first damaged file of `names`, or None.
 
-    A file without a digest, in a checkpoint older than digests, counts as undamaged.
+    Old checkpoints have no digests. A file without a digest counts as undamaged.
     """
     for name in names:
         entry = manifest["files"][name]
@@ -56,5 +62,5 @@ def _find_damage(path: Path, names: Iterable[str], manifest: dict[str, Any]) -> 
         except OSError as error:
             return f"{name} cannot be read ({error})"
         if found != entry:
-            return f"the contents of {name} are not those that were written (SHA-256 differs)"
+            return f"{name} has changed since it was written (its SHA-256 differs)"
     return None

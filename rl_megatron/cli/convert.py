@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from rl_megatron.checkpoint import hf_convert
 from rl_megatron.config.errors import ConfigError
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_SUFFIXES = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 def convert(direction: str, source: str, target: str, max_shard_size: str | None) -> None:
@@ -33,9 +33,9 @@ def convert(direction: str, source: str, target: str, max_shard_size: str | None
 def num_bytes(size: str) -> int:
     """ "5GB" → 5,000,000,000; "2GiB" → 2,147,483,648."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", size.strip().upper())
-    if match is None or match[2] not in _UNITS or not float(match[1]) * _UNITS[match[2]] >= 1:
+    if match is None or match[2] not in _SUFFIXES or not float(match[1]) * _SUFFIXES[match[2]] >= 1:
         raise ConfigError(f"--max-shard-size {size}: give a size such as 500MB, 5GB or 2GiB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(float(match[1]) * _SUFFIXES[match[2]])
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The settings of every algorithm of the package, declared beside their rules; the loops are in rl_megatron/algorithms.
+"""The settings of every algorithm and the rules between them. The training loops are in rl_megatron/algorithms.
 
 A plugin's algorithm declares its settings in the same way: a subclass of `AlgorithmConfig`, or of `RolloutConfig` or
 `PairsConfig`, under `@section`.
@@ -39,7 +39,11 @@ class PairsConfig(AlgorithmConfig):
     learns_from: ClassVar[str] = PAIRS
 
     def check(self, stage: StageConfig) -> None:
-        """Check that batches hold whole pairs."""
+        """Check that batches hold whole pairs.
+
+        Raises:
+            ConfigError: A number of sequences is odd.
+        """
         counts = {
             "train.global_batch_size": stage.train.global_batch_size,
             "train.micro_batch_size": stage.train.micro_batch_size,
@@ -48,7 +52,7 @@ class PairsConfig(AlgorithmConfig):
         for key, count in counts.items():
             if count % 2:
                 raise ConfigError(
-                    f"{key}={count} must be even: a pair is two rows, chosen and rejected; set it to {count + 1}"
+                    f"{key}={count} must be even: a pair is two sequences, chosen and rejected; set it to {count + 1}"
                 )
 
 
@@ -58,12 +62,12 @@ class RolloutConfig(AlgorithmConfig):
 
     learns_from: ClassVar[str] = PROBLEMS
 
-    prompts_per_step: Positive = 32  # prompts of a rollout step
-    samples_per_prompt: Positive = 8  # completions of each prompt, which form its group
+    prompts_per_step: Positive = 32  # prompts per rollout step
+    samples_per_prompt: Positive = 8  # completions per prompt, which form a group
 
     @property
     def rounds_per_step(self) -> int:
-        """How many times a step may draw `prompts_per_step` prompts."""
+        """Return how many times a step may draw `prompts_per_step` prompts."""
         return 1
 
     def prompts_of_all_steps(self, train: TrainConfig) -> int:
@@ -71,15 +75,26 @@ class RolloutConfig(AlgorithmConfig):
         return train.steps * self.rounds_per_step * self.prompts_per_step
 
     def optimizer_steps_of_rollouts(self, train: TrainConfig, rollouts: int, passes: int) -> int:
-        """Return how many optimizer steps `passes` over each of so many steps' rollouts take."""
+        """Return how many optimizer steps it takes to learn from some rollout steps.
+
+        Args:
+            train: The train section.
+            rollouts: The number of rollout steps.
+            passes: How many times each of their batches is learned from.
+        """
         samples = self.prompts_per_step * self.samples_per_prompt
         return rollouts * passes * math.ceil(samples / train.global_batch_size)
 
     def check(self, stage: StageConfig) -> None:
-        """Check that the samples of a prompt can differ."""
+        """Check that the samples of a prompt can differ.
+
+        Raises:
+            ConfigError: Sampling is greedy.
+        """
         if stage.generation.temperature == 0:
             raise ConfigError(
-                f"generation.temperature=0 is greedy: {self.name} needs differing samples; set it above 0"
+                f"generation.temperature=0 is greedy sampling, and {self.name} needs samples that differ; set it above "
+                "0"
             )
 
 
@@ -90,9 +105,14 @@ class PretrainConfig(AlgorithmConfig):
 
     learns_from: ClassVar[str] = DOCUMENTS
 
-    name: Literal["pretrain"] = "pretrain"
+    name: Literal["pretrain"] = "pretrain"  # the algorithm
 
     def check(self, stage: StageConfig) -> None:
+        """Check that a window of text fits the model.
+
+        Raises:
+            ConfigError: It does not.
+        """
         length, limit = stage.data.sequence_length, stage.model.max_sequence_length
         if length > limit:
             raise ConfigError(
@@ -104,11 +124,11 @@ class PretrainConfig(AlgorithmConfig):
 @register_algorithm_config
 @section
 class SFTConfig(AlgorithmConfig):
-    """Next-token prediction on answers, given prompts."""
+    """Supervised fine-tuning: next-token prediction on answers, given prompts."""
 
     learns_from: ClassVar[str] = ANSWERS
 
-    name: Literal["sft"] = "sft"
+    name: Literal["sft"] = "sft"  # the algorithm
 
 
 @register_algorithm_config
@@ -118,9 +138,9 @@ class DPOConfig(PairsConfig):
 
     may_change_on_resume: ClassVar[frozenset[str]] = frozenset({"precompute_reference"})
 
-    name: Literal["dpo"] = "dpo"
-    # The reference policy's logprobs of all pairs are computed before the first step and kept in output_dir; no second
-    # model is held beside the policy.
+    name: Literal["dpo"] = "dpo"  # the algorithm
+    # Compute the reference policy's logprobs of all pairs before the first step and store them in output_dir, instead
+    # of keeping a reference model in memory.
     precompute_reference: bool = False
 
 
@@ -131,7 +151,7 @@ class RewardModelConfig(PairsConfig):
 
     leaves_language_model: ClassVar[bool] = False
 
-    name: Literal["reward_model"] = "reward_model"
+    name: Literal["reward_model"] = "reward_model"  # the algorithm
 
 
 @register_algorithm_config
@@ -139,32 +159,39 @@ class RewardModelConfig(PairsConfig):
 class GRPOConfig(RolloutConfig):
     """Group-relative policy optimisation against a verifiable reward."""
 
-    name: Literal["grpo"] = "grpo"
-    prompts_per_step: Positive = 32
-    samples_per_prompt: Positive = 8  # at least 2 if advantages are relative to the group
-    # group_relative: against the other samples of the prompt; reinforce_plus_plus: returns against the whole batch, in
-    # which loss.use_kl_in_reward counts the KL as a cost of each token.
+    name: Literal["grpo"] = "grpo"  # the algorithm
+    prompts_per_step: Positive = 32  # prompts per rollout step
+    samples_per_prompt: Positive = 8  # completions per prompt, which form a group; at least 2 for group_relative
+    # group_relative: compare a sample's reward with the mean of its group. reinforce_plus_plus: compare the return of
+    # each token with the mean of the whole batch; with loss.use_kl_in_reward, the KL is subtracted from token rewards.
     advantage_estimator: Literal["group_relative", "reinforce_plus_plus"] = "group_relative"
-    leave_one_out: bool = False  # baseline: mean of the other samples of the group
-    normalize_std: bool = True  # divide advantages by the group's standard deviation (Dr. GRPO: false)
-    dynamic_sampling: bool = False  # DAPO: keep only groups with differing rewards, sampling on until full
-    dynamic_sampling_max_rounds: Positive = 4  # the most rounds of a step; each draws prompts_per_step prompts
+    leave_one_out: bool = False  # group_relative: compare with the mean of the other samples of the group (RLOO)
+    normalize_std: bool = True  # group_relative: divide by the group's standard deviation (Dr. GRPO: false)
+    dynamic_sampling: bool = False  # drop groups whose rewards are all equal, and sample other prompts instead (DAPO)
+    dynamic_sampling_max_rounds: Positive = 4  # most rounds of prompts per step with dynamic_sampling
     updates_per_rollout: Positive = 1  # passes over each rollout; train.global_batch_size splits a pass into steps
 
     @property
     def rounds_per_step(self) -> int:
+        """Return how many times a step may draw `prompts_per_step` prompts."""
         return self.dynamic_sampling_max_rounds if self.dynamic_sampling else 1
 
     def optimizer_steps(self, train: TrainConfig) -> int:
+        """Return how many optimizer steps the policy takes."""
         return self.optimizer_steps_of_rollouts(train, train.steps, self.updates_per_rollout)
 
     def check(self, stage: StageConfig) -> None:
+        """Check that samples can be compared, and that the keys suit the advantage estimator.
+
+        Raises:
+            ConfigError: A key contradicts another or has no effect.
+        """
         super().check(stage)
         group_relative = self.advantage_estimator == "group_relative"
         if self.samples_per_prompt == 1 and (group_relative or self.dynamic_sampling):
             raise ConfigError(
                 "algorithm.samples_per_prompt=1 leaves a sample without a group to be compared with; set it to 2 or "
-                "more, or algorithm.advantage_estimator=reinforce_plus_plus without dynamic_sampling"
+                "more, or set algorithm.advantage_estimator=reinforce_plus_plus without dynamic_sampling"
             )
         if group_relative:
             self._check_kl(stage)
@@ -172,16 +199,16 @@ class GRPOConfig(RolloutConfig):
         for key, default in {"leave_one_out": False, "normalize_std": True}.items():
             if getattr(self, key) != default:
                 raise ConfigError(
-                    f"algorithm.{key}={str(not default).lower()} is of advantages relative to a group, which "
-                    f"algorithm.advantage_estimator={self.advantage_estimator} does not compute; set it to "
-                    f"{str(default).lower()}, or algorithm.advantage_estimator=group_relative"
+                    f"algorithm.{key}={str(not default).lower()} has no effect: it is for advantages relative to a "
+                    f"group, and algorithm.advantage_estimator={self.advantage_estimator} does not compute them; set "
+                    f"it to {str(default).lower()}, or algorithm.advantage_estimator=group_relative"
                 )
 
     def _check_kl(self, stage: StageConfig) -> None:
         if stage.loss.get("use_kl_in_reward"):
             raise ConfigError(
-                "loss.use_kl_in_reward=true: advantages relative to a group leave rewards as they are; set it to "
-                "false, or algorithm.advantage_estimator=reinforce_plus_plus"
+                "loss.use_kl_in_reward=true has no effect: advantages relative to a group do not use token rewards; "
+                "set it to false, or set algorithm.advantage_estimator=reinforce_plus_plus"
             )
 
 
@@ -192,19 +219,20 @@ class PPOConfig(RolloutConfig):
 
     may_change_on_resume: ClassVar[frozenset[str]] = frozenset({"critic_optimizer"})  # as the policy's optimizer may
 
-    name: Literal["ppo"] = "ppo"
-    prompts_per_step: Positive = 32
-    samples_per_prompt: Positive = 4
-    discount: Annotated[float, Field(gt=0.0, le=1.0), Number] = 1.0  # γ, per token
-    gae_lambda: ClosedFraction = 0.95  # λ: 0 trusts the critic, 1 the rewards that came
-    whiten_advantages: bool = True  # mean 0 and standard deviation 1 over the tokens of a rollout
+    name: Literal["ppo"] = "ppo"  # the algorithm
+    prompts_per_step: Positive = 32  # prompts per rollout step
+    samples_per_prompt: Positive = 4  # completions per prompt
+    discount: Annotated[float, Field(gt=0.0, le=1.0), Number] = 1.0  # discount γ of the reward, per token
+    gae_lambda: ClosedFraction = 0.95  # λ of GAE: 0 relies on the critic alone, 1 on the observed rewards alone
+    whiten_advantages: bool = True  # scale advantages to mean 0 and standard deviation 1 over the tokens of a rollout
     updates_per_rollout: Positive = 1  # passes over each rollout; train.global_batch_size splits a pass into steps
-    critic_optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # the critic's own optimizer section
-    critic_warmup_steps: NonNegative = 0  # first steps, in which only the critic learns
-    value_clip: PositiveFloat | None = 0.2  # how far a value may move from the rollout's; null: any distance
+    critic_optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # the critic's optimizer section
+    critic_warmup_steps: NonNegative = 0  # rollout steps at the start in which only the critic learns
+    value_clip: PositiveFloat | None = 0.2  # how far a value may move from the rollout's value; null: any distance
 
     def optimizer_steps(self, train: TrainConfig) -> int:
-        rollouts = train.steps - self.critic_warmup_steps  # the policy learns from none of the warmup's rollouts
+        """Return how many optimizer steps the policy takes."""
+        rollouts = train.steps - self.critic_warmup_steps  # the policy does not learn during the warmup
         return self.optimizer_steps_of_rollouts(train, rollouts, self.updates_per_rollout)
 
     def critic_optimizer_steps(self, train: TrainConfig) -> int:
@@ -212,10 +240,15 @@ class PPOConfig(RolloutConfig):
         return self.optimizer_steps_of_rollouts(train, train.steps, self.updates_per_rollout)
 
     def check(self, stage: StageConfig) -> None:
+        """Check the critic's optimizer and its warmup.
+
+        Raises:
+            ConfigError: Keys of the optimizer contradict each other, or the warmup lasts for the whole stage.
+        """
         super().check(stage)
         self.critic_optimizer.check("algorithm.critic_optimizer")
         if self.critic_warmup_steps >= stage.train.steps:
             raise ConfigError(
                 f"algorithm.critic_warmup_steps={self.critic_warmup_steps} must be less than train.steps="
-                f"{stage.train.steps}, or the policy never learns"
+                f"{stage.train.steps}, or the policy never learns; lower the one or raise the other"
             )

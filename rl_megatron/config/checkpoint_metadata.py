@@ -1,5 +1,7 @@
-"""What a checkpoint carries besides weights: its model section, and the Hugging Face files that it came with. Read
-without torch, so that a configuration can be made of it."""
+"""Read what a checkpoint has besides weights: its model section, and the Hugging Face files that it was imported with.
+
+No torch is needed, so that a configuration can be made from a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,16 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
 
 MANIFEST = "manifest.json"
-HUGGING_FACE = "hugging_face"  # of an imported checkpoint, or of the run that began with one: all but the weights
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of these is there where a tokenizer is
+# Directory with the Hugging Face files except the weights, in an imported checkpoint or in a run that began with one.
+HUGGING_FACE = "hugging_face"
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # a tokenizer's directory has one of these
 
 
 def model_key(key: str, init_from: str | None) -> Any:
-    """What the model of the checkpoint `init_from` has at `key`.
+    """Return the value of `key` in the model section of the checkpoint `init_from`.
 
-    Raises: ConfigError where there is no checkpoint, or it cannot be read.
+    Raises:
+        ConfigError: `init_from` is not set, is not a checkpoint, or cannot be read.
     """
     if not init_from:
         raise ConfigError("model=init_from takes the model section of a checkpoint: add init_from=CHECKPOINT")
@@ -33,32 +37,36 @@ def _model_section(checkpoint: Path) -> dict[str, Any]:
     try:
         section = dict(json.loads(path.read_text("utf-8"))["model"])
     except FileNotFoundError as error:
-        raise ConfigError(f"init_from={checkpoint} is no checkpoint: it has no {MANIFEST}") from error
+        raise ConfigError(f"init_from={checkpoint} is not a checkpoint: it has no {MANIFEST}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"init_from={checkpoint}: {MANIFEST} has no model section that can be read") from error
+        raise ConfigError(f"init_from={checkpoint}: {MANIFEST} has no readable model section") from error
     known = asdict(ModelConfig())
     unknown = sorted(section.keys() - known.keys())
     if unknown:
-        raise ConfigError(f"init_from={checkpoint}: {MANIFEST} has model.{unknown[0]}, which is not known here")
-    return known | section  # keys since added had their default
+        raise ConfigError(f"init_from={checkpoint}: {MANIFEST} has the unknown key model.{unknown[0]}")
+    return known | section  # a key that the checkpoint does not have was added later; its model has the default
 
 
 def hugging_face_files(checkpoint: Path) -> Path | None:
-    """The Hugging Face files, weights excepted, of the model that the checkpoint, or its run, began with."""
+    """Return the directory of the Hugging Face files that a checkpoint, or its run, began with.
+
+    The directory has every file except the weights. The result is None if the model did not come from Hugging Face.
+    """
     return _carried(checkpoint, HUGGING_FACE, "config.json")
 
 
 def carried_tokenizer(checkpoint: Path) -> Path | None:
-    """The tokenizer directory among these files."""
+    """Return the directory of the Hugging Face tokenizer that a checkpoint, or its run, began with, or None."""
     return _first_tokenizer(checkpoint, HUGGING_FACE)
 
 
 def run_tokenizer(checkpoint: Path) -> Path | None:
-    """The tokenizer directory of the run whose checkpoint it is."""
+    """Return the directory of the tokenizer of the run that wrote the checkpoint, or None."""
     return _first_tokenizer(checkpoint, "tokenizer")
 
 
 def has_tokenizer(directory: Path) -> bool:
+    """Return whether a directory has the files of a tokenizer."""
     return any((directory / name).is_file() for name in _TOKENIZERS)
 
 
@@ -68,7 +76,7 @@ def _first_tokenizer(checkpoint: Path, directory: str) -> Path | None:
 
 
 def _carried(checkpoint: Path, directory: str, file: str) -> Path | None:
-    """`directory` in the checkpoint, or in the run whose checkpoint it is, where it has `file`."""
+    """Return `directory` in the checkpoint, or in the run that wrote it, if it has `file`; otherwise None."""
     checkpoint = checkpoint.absolute()
     homes = [checkpoint]
     if len(checkpoint.parents) > 2 and checkpoint.parents[1].name == "checkpoints":  # RUN/checkpoints/STAGE/step-N

@@ -1,6 +1,6 @@
-"""The data sources of the package as a configuration sees them; what they read is in rl_megatron/data/sources.
+"""The settings of every data source. The code that reads the data is in rl_megatron/data/sources.
 
-All of them share the keys of `DataConfig`. A plugin's source may declare keys of its own.
+All sources of the package share the keys of `DataConfig`. A plugin's source may declare further keys.
 """
 
 from __future__ import annotations
@@ -23,48 +23,53 @@ def sources_providing(kind: str) -> list[str]:
 @register_source_config
 @section
 class TextConfig(DataConfig):
-    """A text file, read as one stream of tokens."""
+    """A text file, read as one stream of tokens, for pretraining."""
 
     provides: ClassVar[tuple[str, ...]] = (DOCUMENTS,)
     heldout_kind: ClassVar[str] = DOCUMENTS
 
-    source: Literal["text"] = "text"
+    source: Literal["text"] = "text"  # the data source
 
 
 @register_source_config
 @section
 class PromptAnswerConfig(DataConfig):
-    """JSONL whose records hold a prompt and its answer."""
+    """JSONL records with a prompt and its answer, for SFT."""
 
     provides: ClassVar[tuple[str, ...]] = (ANSWERS,)
     heldout_kind: ClassVar[str] = ANSWERS
 
-    source: Literal["prompt_answer"] = "prompt_answer"
+    source: Literal["prompt_answer"] = "prompt_answer"  # the data source
 
 
 @register_source_config
 @section
 class PreferenceConfig(DataConfig):
-    """JSONL of pairs, or of graded solutions to pair."""
+    """JSONL of preference pairs, or of graded solutions that are combined into pairs, for DPO and reward models."""
 
     provides: ClassVar[tuple[str, ...]] = (PAIRS,)
     heldout_kind: ClassVar[str] = PAIRS
 
-    source: Literal["preference"] = "preference"
+    source: Literal["preference"] = "preference"  # the data source
 
 
 @register_source_config
 @section
 class TaskConfig(DataConfig):
-    """Problems of a registered task, generated or from local files."""
+    """Problems of a registered task, generated or from local files, for GRPO and PPO; also SFT and pretraining data."""
 
     provides: ClassVar[tuple[str, ...]] = (DOCUMENTS, ANSWERS, PROBLEMS)
     heldout_kind: ClassVar[str] = PROBLEMS
     reads_path: ClassVar[bool] = False
 
-    source: Literal["task"] = "task"
+    source: Literal["task"] = "task"  # the data source
 
     def check(self, stage: StageConfig) -> None:
+        """Check that a task is named.
+
+        Raises:
+            ConfigError: `data.task` has no name.
+        """
         super().check(stage)
         if "name" not in self.task:
             raise ConfigError(

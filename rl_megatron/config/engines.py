@@ -1,4 +1,4 @@
-"""The rollout engines as a configuration sees them, and the rules of the generation section."""
+"""Declarations of the rollout engines that a configuration can choose, and the rules of the generation section."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _KEYS_OF_PROCESSES = (
 
 @dataclass(frozen=True)
 class EngineDeclaration:
-    """What a configuration can set of a rollout engine.
+    """The properties of a rollout engine that the generation section is checked against.
 
     Attributes:
-        runs_in_processes: Whether it runs in processes of its own, to which weights have to be sent.
+        runs_in_processes: Whether the engine runs in its own processes, so that weights have to be sent to it.
     """
 
     runs_in_processes: bool
@@ -38,7 +38,7 @@ def check_generation(generation: GenerationConfig) -> None:
     """Check that the engine exists and that every key has an effect.
 
     Raises:
-        ConfigError: an unknown engine, or a key that has no effect; the message names it.
+        ConfigError: The engine is unknown, or a key has no effect; the message names it.
     """
     name, default = generation.engine, GenerationConfig()
     if name not in ENGINE_DECLARATIONS:
@@ -51,11 +51,11 @@ def check_generation(generation: GenerationConfig) -> None:
             if value != getattr(default, key):
                 others = [other for other, engine in ENGINE_DECLARATIONS.items() if engine.runs_in_processes]
                 raise ConfigError(
-                    f"generation.{key}={value} does nothing: generation.engine={name} has no process or weights of "
-                    f"its own; set generation.engine={' or '.join(others)}, or leave generation.{key} out"
+                    f"generation.{key}={value} does nothing: generation.engine={name} has no processes and no copy of "
+                    f"the weights; set generation.engine={' or '.join(others)}, or leave generation.{key} out"
                 )
     if generation.gate_prompts == 0 and generation.gate_limit is not None:
         raise ConfigError(
-            f"generation.gate_limit={generation.gate_limit} does nothing: generation.gate_prompts=0 compares nothing; "
-            "set gate_prompts to 1 or more, or leave gate_limit out"
+            f"generation.gate_limit={generation.gate_limit} does nothing: generation.gate_prompts=0 turns the logprob "
+            "check off; set gate_prompts to 1 or more, or leave gate_limit out"
         )

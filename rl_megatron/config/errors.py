@@ -1,4 +1,4 @@
-"""The one error that users are meant to read."""
+"""`ConfigError`, the error for bad input, and messages that name the nearest valid choice."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable
 
 
 class ConfigError(ValueError):
-    """Bad input, found before the first step: names the key or file, the value, the rule, and the remedy."""
+    """Bad input, found before the first step. The message names the key or file, the value, the rule and the remedy."""
 
 
-_SHORT_LIST = 8  # names that can be shown without hiding the hint
+_SHORT_LIST = 8  # a longer list of names would hide the hint
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message on a mistyped name: the nearest known one, and all of them where they are few."""
+    """Return the end of a message about an unknown name: the nearest known name, and all of them if they are few."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     names = ", ".join(known) or "none"
@@ -24,5 +24,5 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> ValueError:
-    """The error for a name that is not in a table: `unknown task 'gsm8'; did you mean 'gsm8k'?`."""
+    """Return the error for an unknown name: `unknown task 'gsm8'; did you mean 'gsm8k'?`."""
     return ValueError(f"unknown {kind} {name!r}{nearest(name, known)}")

@@ -1,11 +1,11 @@
-"""Declare the metrics that an evaluation on held-out data gives, and compare their values."""
+"""Declare the eval metrics, which are computed on held-out data, and compare their values."""
 
 from __future__ import annotations
 
 from rl_megatron.config.metrics import Metric, declare_metrics
 from rl_megatron.config.registry import Registry
 
-# Apart from `metrics.METRICS`: in an evaluation, and there alone, "accuracy" is the mean reward of held-out problems.
+# A separate registry from `metrics.METRICS`: only in an evaluation, "accuracy" is the mean reward of held-out problems.
 EVAL_METRICS: Registry[Metric] = Registry("evaluation metric")
 
 declare_metrics(
@@ -24,7 +24,7 @@ declare_metrics(
     Metric(
         "preference_margin",
         "nats, or score",
-        "By how much the model prefers the chosen answer: log-likelihood of a language model, score of a reward model.",
+        "How much the model prefers the chosen answer: by log-likelihood (language model) or by score (reward model).",
         "mean",
         "higher",
     ),
@@ -36,19 +36,19 @@ declare_metrics(
         "higher",
     ),
     Metric(
-        "reward_margin", "nats", "log π − log π_ref of the chosen answer less that of the rejected.", "mean", "higher"
+        "reward_margin", "nats", "log π − log π_ref of the chosen answer minus that of the rejected.", "mean", "higher"
     ),
     registry=EVAL_METRICS,
 )
 
-# Every evaluation metric that says how good a model is.
+# The direction of every eval metric that has one.
 HIGHER_IS_BETTER: dict[str, bool] = {
     name: metric.better == "higher" for name, metric in EVAL_METRICS.items() if metric.better is not None
 }
 
 
 def better(name: str, value: float, than: float) -> bool:
-    """Return whether `value` of the evaluation metric `name` is better than another.
+    """Return whether `value` of the eval metric `name` is better than the value `than`.
 
     Any number is better than a NaN, and a NaN is never better.
     """

@@ -1,4 +1,4 @@
-"""Hydra → frozen dataclasses: composition, strict keys, stages, and the checks that need more than one section."""
+"""Compose a configuration with Hydra and build its dataclasses: strict keys, stages, and rules across sections."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from rl_megatron.config.plugins import import_plugins, listed_plugins
 
 _STAGE_KEYS = {field.name for field in fields(schema.StageConfig)}
 _RUN_KEYS = {field.name for field in fields(schema.RunConfig)}
-_OPEN_SECTIONS = ("stages.", "algorithm.", "data.")  # their keys depend on a name chosen within
-# Sections whose dataclass a key of theirs chooses.
+_OPEN_SECTIONS = ("stages.", "algorithm.", "data.")  # the keys of these depend on a name in the section
+# Sections whose dataclass is chosen by one of their keys.
 _CHOOSING_KEYS = {
     "algorithm": ("name", algorithms.ALGORITHM_CONFIGS),
     "data": ("source", data_sources.SOURCE_CONFIGS),
@@ -33,7 +33,7 @@ _CHOOSING_KEYS = {
 
 
 def config_directory() -> Path:
-    """The shipped YAML files: inside the installed package, or `configs/` of a source tree."""
+    """Return the directory of the shipped YAML files: in the installed package, or `configs/` of a source tree."""
     installed = Path(__file__).resolve().parents[1] / "configs"
     return installed if installed.is_dir() else Path(__file__).resolve().parents[2] / "configs"
 
@@ -42,12 +42,13 @@ def load_config(overrides: list[str], config_dir: str | None = None) -> schema.R
     """Return the run that `overrides` describe, after importing its plugins.
 
     Args:
-        overrides: Hydra's syntax, as in `experiment=quickstart train.seed=1`.
-        config_dir: A directory of the user's own. Its YAML files are found as the shipped ones are
-            (`experiment/mine.yaml` answers to `experiment=mine`), and its Python modules can be plugins.
+        overrides: Overrides in Hydra's syntax, as in `experiment=quickstart train.seed=1`.
+        config_dir: The user's own directory. Its YAML files are found like the shipped ones (`experiment=mine` selects
+            `experiment/mine.yaml`), and its Python modules can be plugins.
 
     Raises:
-        ConfigError: the message names the key, the value, the rule and, for a mistyped key, the nearest one.
+        ConfigError: A key or value is wrong. The message names the key, the value, the rule and, for a mistyped key,
+            the nearest one.
     """
     tree = _compose(overrides, config_dir)
     tree.pop("experiment", None)
@@ -67,14 +68,14 @@ def load_config(overrides: list[str], config_dir: str | None = None) -> schema.R
     for name, stage in list(built.items())[:-1]:
         if not stage.algorithm.leaves_language_model:
             raise ConfigError(
-                f"stages.{name} is a {stage.algorithm.name}, which has no language model to hand on; put it last, or "
-                "in a run of its own"
+                f"stages.{name} is a {stage.algorithm.name}, which leaves no language model for the next stage; put it "
+                "last, or in a run of its own"
             )
     return config
 
 
 def _take_tokenizer(tree: dict[str, Any]) -> None:
-    """A run that begins with a checkpoint that carries a tokenizer uses it, unless it names another."""
+    """Use the tokenizer that the checkpoint `init_from` brings from Hugging Face, unless `tokenizer.path` is set."""
     begun, tokenizer = tree.get("init_from"), tree.get("tokenizer")
     if isinstance(begun, str) and isinstance(tokenizer, dict) and tokenizer.get("path") is None:
         carried = checkpoint_metadata.carried_tokenizer(Path(begun))
@@ -82,15 +83,21 @@ def _take_tokenizer(tree: dict[str, Any]) -> None:
 
 
 def to_yaml(config: schema.RunConfig) -> str:
-    """Return the effective configuration, every default filled in, as YAML that `from_yaml` reads."""
+    """Return the effective configuration, with every default filled in, as YAML that `from_yaml` reads."""
     return yaml.safe_dump(TypeAdapter(schema.RunConfig).dump_python(config, mode="json"), sort_keys=False)
 
 
 def from_yaml(text: str, where: str) -> schema.RunConfig:
-    """Return what `to_yaml` wrote, after importing its plugins; keys that were added since take their default.
+    """Return the configuration that `to_yaml` wrote, after importing its plugins.
+
+    Keys that the text does not have, because they were added later, take their default.
+
+    Args:
+        text: The YAML.
+        where: The name of its file, for messages.
 
     Raises:
-        ConfigError: the text is not a configuration, or a plugin cannot be imported; the message names `where`.
+        ConfigError: The text is not a configuration, or a plugin cannot be imported; the message names `where`.
     """
     try:
         tree = yaml.safe_load(text)
@@ -104,7 +111,7 @@ def from_yaml(text: str, where: str) -> schema.RunConfig:
 
 
 def _compose(overrides: list[str], config_dir: str | None) -> dict[str, Any]:
-    """Hydra's composition as plain dicts and lists, interpolations resolved."""
+    """Return Hydra's composition as plain dicts and lists, with interpolations resolved."""
     extra = []
     if config_dir is not None:
         if not Path(config_dir).is_dir():
@@ -125,19 +132,19 @@ def _compose(overrides: list[str], config_dir: str | None) -> dict[str, Any]:
 
 
 def _of_resolver(error: BaseException | None) -> str | None:
-    """What a resolver said, whose ConfigError OmegaConf wrapped, perhaps more than once."""
+    """Return the message of a resolver's ConfigError, which OmegaConf may have wrapped more than once, or None."""
     while error is not None and not isinstance(error, ConfigError):
         error = error.__cause__ or error.__context__
     return None if error is None else str(error)
 
 
 def _adding(override: str) -> str:
-    """Keys that an experiment need not spell out may be set all the same; whether they exist, the schema knows."""
+    """Return the override in the form that may add a key: in open sections the schema checks keys, not Hydra."""
     return f"++{override}" if override.startswith(_OPEN_SECTIONS) else override
 
 
 def _refuse_unknown_stages(overrides: list[str], extra: list[str]) -> None:
-    """A mistyped stage in `stages.NAME.…=` would be one more stage."""
+    """Refuse an override of a stage that the experiment does not have, which would otherwise add a stage."""
     named = [override for override in overrides if override.startswith("stages.")]
     if not named:
         return
@@ -151,7 +158,7 @@ def _refuse_unknown_stages(overrides: list[str], extra: list[str]) -> None:
 
 
 def _explain(error: Exception, overrides: list[str]) -> str:
-    """Hydra's message, or the nearest key where an override's key is unknown."""
+    """Return a message about an override that Hydra refuses: the nearest key if its key is unknown, or Hydra's own."""
     groups = [override for override in overrides if "." not in override.split("=", 1)[0]]
     known = set(_schema_paths(schema.StageConfig)) | _RUN_KEYS | {"experiment"}
     try:
@@ -176,7 +183,7 @@ def _tree_paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _schema_paths(section: Any, prefix: str = "") -> Iterator[str]:
-    """Yield every key path of a dataclass: "train", "train.steps", …; the members of a union all count."""
+    """Yield every key path of a dataclass: "train", "train.steps", …; those of all members of a union."""
     hints = get_type_hints(section)
     for name in (field.name for field in fields(section)):
         path = f"{prefix}{name}"
@@ -203,7 +210,7 @@ def _chosen_class(section: str, values: Any) -> type | None:
 
 
 def _refuse_shadowed(overrides: list[str], stages: Mapping[str, Mapping[str, Any]]) -> None:
-    """An override of a key that the stages set themselves would do nothing: say where it takes effect."""
+    """Refuse an override of a key that stages set themselves, and name the key under which it takes effect."""
     for override in overrides:
         key = override.split("=", 1)[0].lstrip("+")
         setting = [name for name, changes in stages.items() if _shadows(changes, key.split("."))]
@@ -215,7 +222,7 @@ def _refuse_shadowed(overrides: list[str], stages: Mapping[str, Mapping[str, Any
 
 
 def _shadows(changes: Mapping[str, Any], path: list[str]) -> bool:
-    """Whether a stage's `changes` take the place of what the run has at `path`."""
+    """Return whether a stage's `changes` replace the run's value at `path`."""
     if path[0] not in changes:
         return False
     value = changes[path[0]]
@@ -225,14 +232,14 @@ def _shadows(changes: Mapping[str, Any], path: list[str]) -> bool:
 
 
 def _has_key(changes: Mapping[str, Any], key: str) -> bool:
-    """Return whether `key` is one of the stage's: the keys of `algorithm` and `data` depend on a name in them."""
+    """Return whether the stage has the key: the keys of `algorithm` and `data` depend on a name in them."""
     section, _, name = key.partition(".")
     chosen = _chosen_class(section, changes[section])
     return chosen is None or name.partition(".")[0] in {field.name for field in fields(chosen)}
 
 
 def _replaces(section: str, value: Mapping[str, Any]) -> bool:
-    """Whether a stage's section stands alone rather than on top of the run's: another name has other keys."""
+    """Return whether a stage's section replaces the run's section instead of changing some of its keys."""
     return section == "algorithm" or (section == "loss" and "name" in value)
 
 
@@ -258,7 +265,7 @@ def _build_stage(name: str, base: Mapping[str, Any], changes: Mapping[str, Any])
 
 
 def _without_keys_of_another(section: str, below: Mapping[str, Any], changes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a run's section as a stage builds on it: without the keys that only the run's own choice of name has."""
+    """Return the run's section without the keys that the stage's own choice of name does not have."""
     before, after = _chosen_class(section, below), _chosen_class(section, changes)
     if before is None or after is None:
         return below
@@ -276,7 +283,7 @@ def _validated(section: type, values: Mapping[str, Any], where: str) -> Any:
 def _describe(detail: Mapping[str, Any], section: type, values: Mapping[str, Any], where: str) -> str:
     location = [str(part) for part in detail["loc"]]
     if location[:2] == ["model", "rope_scaling"] and len(location) > 3:
-        location.pop(2)  # pydantic names the union's member; the key path does not
+        location.pop(2)  # pydantic adds the name of the union's member, which the key path does not have
     path = ".".join(location)
     if detail["type"] == "unexpected_keyword_argument":
         chosen = _chosen_class(location[0], values.get(location[0]))
@@ -295,11 +302,11 @@ def _refuse_unknown(tree: Mapping[str, Any], known: set[str], where: str) -> Non
 def _refuse_missing(tree: Mapping[str, Any], needed: set[str]) -> None:
     missing = sorted(needed - tree.keys())
     if missing:
-        raise ConfigError(f"no {missing[0]!r} in the configuration: an override or an experiment deleted it; keep it")
+        raise ConfigError(f"the configuration has no {missing[0]!r}: an override or an experiment deleted it; keep it")
 
 
 def _mapping(value: Any, where: str) -> Mapping[str, Any]:
-    """`value`, nothing (null) being an empty mapping."""
+    """Return `value`, or an empty mapping for null."""
     if value is not None and not isinstance(value, Mapping):
         raise ConfigError(f"{where}={value!r}: must be a mapping of keys to values")
     return value or {}
@@ -324,6 +331,6 @@ def _check_kind_of_data(stage: schema.StageConfig) -> None:
         return
     others = data_sources.sources_providing(needed)
     raise ConfigError(
-        f"algorithm={stage.algorithm.name} needs {needed}: data.source={source} has none; use "
+        f"algorithm={stage.algorithm.name} needs {needed}: data.source={source} does not have them; use "
         + (f"data.source={' or '.join(others)}" if others else "a plugin that registers a data source with them")
     )

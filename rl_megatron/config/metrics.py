@@ -1,4 +1,4 @@
-"""Declare what the numbers of a run mean: the names in metrics.jsonl, their units, and which way is better."""
+"""Declare the metrics of a run: their names in metrics.jsonl, their units and meanings, and which way is better."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Literal, get_args
 
 from rl_megatron.config.registry import Registry
 
-# How a value is made up. sum: parts of microbatches and ranks add up; a part of a mean is divided by the global count
-# first. min, max, mean, quantile: over all tokens, samples or optimizer steps that the meaning names. last: the newest.
+# How a value is computed from its parts. sum: the parts of microbatches and ranks are added; for a mean over tokens,
+# each part was divided by the global count before. min, max, mean, quantile: over all tokens, samples or optimizer
+# steps that the meaning names. last: the newest value.
 MetricReduction = Literal["sum", "min", "max", "mean", "quantile", "last"]
 Direction = Literal["higher", "lower"]
 
@@ -20,9 +21,9 @@ class Metric:
     Attributes:
         name: The key in metrics.jsonl.
         unit: The unit of a value; "1" for a share or a ratio.
-        meaning: What the value says, in a sentence.
-        reduction: How the value is made up of its parts.
-        better: Which way is better; None if neither is, or if that depends on the setting.
+        meaning: The meaning of the value, in a sentence.
+        reduction: How the value is computed from its parts.
+        better: Which way is better; None if neither is better, or if it depends on the run.
     """
 
     name: str
@@ -45,10 +46,10 @@ METRICS: Registry[Metric] = Registry("metric")
 
 
 def declare_metrics(*metrics: Metric, registry: Registry[Metric] = METRICS) -> tuple[Metric, ...]:
-    """Add metrics to the registry, and return them. An equal declaration may be made again.
+    """Add metrics to the registry, and return them. Declaring an equal metric again has no effect.
 
     Raises:
-        ValueError: another metric has one of the names.
+        ValueError: Another metric has one of the names.
     """
     for metric in metrics:
         if registry.get(metric.name) != metric:

@@ -8,7 +8,11 @@ from rl_megatron.config.schema import Llama3Rope, ModelConfig, YarnRope
 
 
 def check_model(model: ModelConfig) -> None:
-    """Raises: ConfigError where keys contradict each other, or one would do nothing."""
+    """Check the keys of the model section against one another.
+
+    Raises:
+        ConfigError: Keys contradict each other, or a key has no effect; the message names them.
+    """
     _check_heads(model)
     _check_latents(model)
     _check_rope(model)
@@ -21,7 +25,7 @@ def _check_heads(model: ModelConfig) -> None:
     if model.num_attention_heads % model.num_query_groups:
         raise ConfigError(
             f"model.num_query_groups={model.num_query_groups} must divide "
-            f"model.num_attention_heads={model.num_attention_heads}"
+            f"model.num_attention_heads={model.num_attention_heads}; change one of them"
         )
     derived = model.head_dim is None and model.kv_lora_rank is None
     if derived and model.hidden_size % model.num_attention_heads:
@@ -48,21 +52,23 @@ def _check_latents(model: ModelConfig) -> None:
         return
     for key in _OF_LATENTS[1:]:
         if getattr(model, key) is None:
-            raise ConfigError(f"model.{key}=null: model.kv_lora_rank={model.kv_lora_rank} needs it; set it")
+            raise ConfigError(f"model.{key}=null: model.kv_lora_rank={model.kv_lora_rank} needs this key; set it")
     for key in _NOT_WITH_LATENTS:
         value = getattr(model, key)
         if value not in (None, False):
             raise ConfigError(
-                f"model.{key}={str(value).lower()} is not of latent attention, which "
-                f"model.kv_lora_rank={model.kv_lora_rank} asks for; leave one of them out"
+                f"model.{key}={str(value).lower()} is not a key of latent attention, which "
+                f"model.kv_lora_rank={model.kv_lora_rank} selects; leave one of them out"
             )
     if model.num_query_groups != model.num_attention_heads:
         raise ConfigError(
-            f"model.num_query_groups={model.num_query_groups}: with model.kv_lora_rank every head has keys of its own; "
+            f"model.num_query_groups={model.num_query_groups}: with model.kv_lora_rank every head has its own keys; "
             f"set it to model.num_attention_heads={model.num_attention_heads}"
         )
     if rotary_size(model) % 2:
-        raise ConfigError(f"model.qk_rope_head_dim={model.qk_rope_head_dim} must be even: RoPE turns pairs")
+        raise ConfigError(
+            f"model.qk_rope_head_dim={model.qk_rope_head_dim} must be even: RoPE rotates pairs of dimensions"
+        )
 
 
 def _check_rope(model: ModelConfig) -> None:
@@ -79,8 +85,8 @@ def _check_rope(model: ModelConfig) -> None:
         )
     if isinstance(scaling, YarnRope) and model.local_rope_base is not None:
         raise ConfigError(
-            "model.rope_scaling.kind=yarn scales the scores of every layer, and layers with model.local_rope_base="
-            f"{model.local_rope_base} are not to be scaled; use linear or llama3, or set local_rope_base=null"
+            "model.rope_scaling.kind=yarn scales the scores of every layer, but layers with model.local_rope_base="
+            f"{model.local_rope_base} must not be scaled; use linear or llama3, or set local_rope_base=null"
         )
 
 
@@ -88,8 +94,8 @@ def _check_windows(model: ModelConfig) -> None:
     every = model.global_attention_every
     if every is not None and model.sliding_window is None:
         raise ConfigError(
-            f"model.global_attention_every={every} does nothing: model.sliding_window=null is attention to all tokens "
-            "in every layer; set model.sliding_window, or leave model.global_attention_every out"
+            f"model.global_attention_every={every} does nothing: with model.sliding_window=null every layer attends to "
+            "all tokens; set model.sliding_window, or leave model.global_attention_every out"
         )
     if every == 1:
         raise ConfigError(
@@ -98,8 +104,8 @@ def _check_windows(model: ModelConfig) -> None:
         )
     if every is None and model.local_rope_base is not None:
         raise ConfigError(
-            f"model.local_rope_base={model.local_rope_base} is of layers with a window beside layers without, and "
-            "model.global_attention_every=null has no such two; set it, or model.rope_base alone"
+            f"model.local_rope_base={model.local_rope_base} needs layers with and without a window, and "
+            "model.global_attention_every=null makes all layers alike; set it, or set model.rope_base alone"
         )
 
 
@@ -121,7 +127,7 @@ _OF_EXPERTS = (
 
 
 def _check_experts(model: ModelConfig) -> None:
-    """Keys of a mixture of experts that contradict each other, or would do nothing."""
+    """Check the keys of a mixture of experts, except those of its router."""
     if model.num_experts is None:
         default = ModelConfig()
         for key in _OF_EXPERTS:
@@ -162,8 +168,8 @@ def _check_router(model: ModelConfig) -> None:
         raise ConfigError("model.router_bias=true needs model.router_score=sigmoid; set it, or router_bias=false")
     if model.router_bias_update and not model.router_bias and model.num_experts is not None:
         raise ConfigError(
-            f"model.router_bias_update={model.router_bias_update} moves nothing: model.router_bias=false; set one of "
-            "them otherwise"
+            f"model.router_bias_update={model.router_bias_update} does nothing: model.router_bias=false; set "
+            "router_bias=true, or router_bias_update=0"
         )
     if (groups is None) != (visited is None):
         raise ConfigError(
@@ -179,7 +185,7 @@ def _check_router(model: ModelConfig) -> None:
         )
     if visited >= groups:
         raise ConfigError(
-            f"model.router_groups_per_token={visited} of model.router_groups={groups} excludes nothing; lower it, or "
+            f"model.router_groups_per_token={visited} of model.router_groups={groups} excludes no group; lower it, or "
             "set both to null"
         )
     if chosen > visited * (experts // groups):
@@ -190,5 +196,5 @@ def _check_router(model: ModelConfig) -> None:
     if chosen // visited != 2:
         raise ConfigError(
             f"model.experts_per_token={chosen} must be {2 * visited} to {3 * visited - 1} with "
-            f"model.router_groups_per_token={visited}: groups go by their best two experts"
+            f"model.router_groups_per_token={visited}: groups are compared by their best two experts"
         )

@@ -9,11 +9,13 @@ from rl_megatron.config.schema import ModelConfig
 
 @dataclass(frozen=True)
 class LatentShape:
-    """The dimensions of multi-head latent attention, all of which a model with `kv_lora_rank` has.
+    """The dimensions of multi-head latent attention, for a model with `kv_lora_rank`.
 
-    latent: of the latent that the keys and values of all heads are computed from.
-    nope, rope: of a head's queries and keys, without RoPE and with it.
-    value: of a head's values.
+    Attributes:
+        latent: Dimensions of the latent that the keys and values of all heads are computed from.
+        nope: Dimensions of a head's queries and keys without RoPE.
+        rope: Dimensions of a head's queries and keys with RoPE.
+        value: Dimensions of a head's values.
     """
 
     latent: int
@@ -23,10 +25,10 @@ class LatentShape:
 
     @classmethod
     def of(cls, model: ModelConfig) -> LatentShape:
-        """Return the dimensions that `model` names.
+        """Return the dimensions of `model`.
 
         Raises:
-            ValueError: one of them is null.
+            ValueError: One of them is null.
         """
         latent, value = model.kv_lora_rank, model.v_head_dim
         nope, rope = model.qk_nope_head_dim, model.qk_rope_head_dim
@@ -39,17 +41,17 @@ class LatentShape:
 
     @property
     def query(self) -> int:
-        """Dimensions of a head's queries, and of its keys."""
+        """Return the dimensions of a head's queries, which are those of its keys."""
         return self.nope + self.rope
 
     @property
     def key_and_value(self) -> int:
-        """Dimensions of a head's keys and values that are computed from the latent."""
+        """Return the dimensions of a head's keys and values that are computed from the latent."""
         return self.nope + self.value
 
 
 def head_size(model: ModelConfig) -> int:
-    """Return the dimensions of a head without latents: of its queries, its keys and its values alike."""
+    """Return the dimensions of a head's queries, keys and values in a model without latents."""
     return model.head_dim or model.hidden_size // model.num_attention_heads
 
 
@@ -59,15 +61,15 @@ def query_size(model: ModelConfig) -> int:
 
 
 def rotary_size(model: ModelConfig) -> int:
-    """Return how many dimensions of a head's queries RoPE turns."""
+    """Return how many dimensions of a head's queries RoPE rotates."""
     return model.qk_rope_head_dim or head_size(model)
 
 
 def num_experts(model: ModelConfig) -> int:
-    """Return the number of experts of a mixture.
+    """Return the number of experts of a mixture of experts.
 
     Raises:
-        ValueError: the model is dense.
+        ValueError: The model is dense.
     """
     if model.num_experts is None:
         raise ValueError("model.num_experts=null: a dense model has no experts")

@@ -20,7 +20,7 @@ def named_class(key: str, registry: Registry[Any]) -> BeforeValidator:
 
     def build(value: Any) -> Any:
         if not isinstance(value, Mapping):
-            return value  # pydantic accepts an instance and refuses anything else
+            return value  # pydantic accepts an instance of the dataclass and refuses everything else
         if key not in value:
             raise _error(key, "must be set" + nearest("", registry), None)
         name = value[key]
@@ -37,8 +37,11 @@ def register_class(key: str, registry: Registry[Any], declared: str) -> Callable
 
     Args:
         key: The field whose default is the name.
-        registry: Where the class goes.
-        declared: The ClassVar that every such class has to set.
+        registry: The registry that the class is added to.
+        declared: A class variable that every such class must set.
+
+    Raises:
+        TypeError: The decorated class is not declared with @section, or has no name, or does not set `declared`.
     """
 
     def add(cls: ClassT) -> ClassT:

@@ -1,7 +1,7 @@
-"""Import the modules of users that register losses, tasks, data sources, algorithms, engines, families or sinks.
+"""Import users' modules, which register losses, tasks, data sources, algorithms, engines, families or sinks.
 
-A configuration lists them as `plugins: [my_package.my_module]`; an installed package can name them in the entry-point
-group `rl_megatron.plugins` instead. Either is imported before the configuration is checked, on every rank.
+A configuration lists them as `plugins: [my_package.my_module]`. An installed package can name them in the entry-point
+group `rl_megatron.plugins` instead. Both kinds are imported on every rank, before the configuration is checked.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def import_plugins(names: Sequence[str], directory: Path | None = None) -> None:
 
     Args:
         names: Module paths, such as "my_package.my_module".
-        directory: The user's config directory. Modules in it can be imported from now on. It comes last on `sys.path`,
-            so that no file in it takes the place of an installed module.
+        directory: The user's config directory. It is added at the end of `sys.path`, so that no file in it hides an
+            installed module.
 
     Raises:
-        ConfigError: a plugin cannot be imported, or is another module than the one in `directory`.
+        ConfigError: A plugin cannot be imported, or is a different module than the one in `directory`.
     """
     for entry_point in _installed():
         package = entry_point.dist.name if entry_point.dist is not None else "an installed package"
-        remedy = f"{package} has it in its entry points ({ENTRY_POINT_GROUP}); mend or uninstall {package}"
+        remedy = f"{package} names it in its entry points ({ENTRY_POINT_GROUP}); repair or uninstall {package}"
         _imported(entry_point.value, entry_point.load, remedy)
     if names and directory is not None and str(directory.resolve()) not in sys.path:
         sys.path.append(str(directory.resolve()))
@@ -49,7 +49,7 @@ def import_plugin(name: str) -> ModuleType:
     """Import the module `name`.
 
     Raises:
-        ConfigError: there is no such module, or importing it raises.
+        ConfigError: There is no such module, or importing it raises.
     """
     if not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(f"plugins: {name!r} is not a module path; write it as in my_package.my_module")
@@ -58,10 +58,14 @@ def import_plugin(name: str) -> ModuleType:
 
 
 def listed_plugins(value: Any, where: str = "plugins") -> tuple[str, ...]:
-    """Return the module paths that a configuration's key `plugins` lists, none for null.
+    """Return the module paths that a configuration's key `plugins` lists; null is an empty list.
+
+    Args:
+        value: The value of the key.
+        where: The key's path, for the message.
 
     Raises:
-        ConfigError: the value is not a list of strings.
+        ConfigError: The value is not a list of strings.
     """
     if value is None:
         return ()
@@ -104,5 +108,5 @@ def _refuse_another(name: str, module: ModuleType, directory: Path) -> None:
     if not any(Path(place).resolve().is_relative_to(directory) for place in places):
         raise ConfigError(
             f"plugins: {name!r} is {', '.join(places)}, and not the module of this name in {directory}, which it "
-            "hides; rename yours"
+            "hides; rename the one in the directory"
         )

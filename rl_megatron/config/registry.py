@@ -1,4 +1,4 @@
-"""Name the objects that a configuration can choose: losses, tasks, data sources, engines, algorithms, and more."""
+"""`Registry`: the objects that a configuration can choose by name, such as losses, tasks, engines and algorithms."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """Objects of one kind by name. It fills as modules are imported: ours by the package, users' as plugins."""
+    """Objects of one kind by name. Modules add their objects when they are imported, by the package or as plugins."""
 
     def __init__(self, kind: str):
-        """`kind` is what an error message calls an entry, for example "loss"."""
+        """Initialize an empty registry; `kind` is the word for an entry in error messages, for example "loss"."""
         self.kind = kind
         self._entries: dict[str, T] = {}
 
@@ -22,7 +22,7 @@ class Registry(Mapping[str, T], Generic[T]):
         """Return a decorator that adds an object under `name` and returns the object.
 
         Raises:
-            ValueError: another object has this name already.
+            ValueError: Another object has this name already.
         """
 
         def add(entry: T) -> T:
@@ -37,7 +37,7 @@ class Registry(Mapping[str, T], Generic[T]):
         """Return the entry `name`.
 
         Raises:
-            UnknownName: no entry has this name; the message gives the nearest one.
+            UnknownName: No entry has this name; the message gives the nearest one.
         """
         if name not in self._entries:
             raise UnknownName(f"there is no {self.kind} {name!r}{nearest(name, self._entries)}")
@@ -54,15 +54,15 @@ class Registry(Mapping[str, T], Generic[T]):
 
 
 class UnknownName(KeyError, ValueError):
-    """A name that a registry does not have."""
+    """The error for a name that a registry does not have."""
 
     def __str__(self) -> str:
         return self.args[0]  # KeyError would show the quoted repr
 
 
 def _is_same(one: object, other: object) -> bool:
-    """Return whether both are one definition, imported twice (a plugin by path and by name)."""
-    places = [(getattr(each, "__module__", None), getattr(each, "__qualname__", None)) for each in (one, other)]
+    """Return whether both are the same definition, because a module was imported twice."""
+    places = [(getattr(entry, "__module__", None), getattr(entry, "__qualname__", None)) for entry in (one, other)]
     return one is other or (None not in places[0] and places[0] == places[1])
 
 

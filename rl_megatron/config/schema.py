@@ -1,7 +1,7 @@
 """The configuration, one frozen dataclass per YAML section. Field comments are the documentation of the keys.
 
-Values are checked on construction: unknown keys, wrong types and values out of range are refused by name. Checks that
-need two sections live in `load.py`; checks that need the world size live in `topology`.
+Values are checked on construction, and messages name the key that is unknown, of a wrong type or out of range. Checks
+that need two sections are in `load.py`; checks that need the world size are in `topology`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Section = TypeVar("Section")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def section(cls: type[Section]) -> type[Section]:
-    """Make `cls` a section of the configuration: a frozen dataclass whose keys, types and ranges pydantic checks."""
+    """Return `cls` as a section of the configuration: a frozen dataclass, whose values pydantic checks."""
     return dataclass(frozen=True, config=_STRICT, kw_only=True)(cls)  # pyright: ignore[reportReturnType]  # it is cls
 
 
 def _no_switch(value: Any) -> Any:
-    """Python counts true as 1; in a configuration it is a misplaced switch."""
+    """Return `value` unless it is a bool, which Python would accept as the number 0 or 1."""
     if isinstance(value, bool):
         raise ValueError("must be a number, not true or false")
     return value
@@ -42,53 +42,57 @@ ClosedFraction = Annotated[float, Field(ge=0.0, le=1.0), Number]
 PositiveFloat = Annotated[float, Field(gt=0.0), Number]
 NonNegativeFloat = Annotated[float, Field(ge=0.0), Number]
 if TYPE_CHECKING:
-    EvalMetric = str  # the names are only known once the evaluation metrics are declared
+    EvalMetric = str  # the names are not known to a type checker
 else:
     EvalMetric = Literal[tuple(HIGHER_IS_BETTER)]
 
-# The dataclass of every algorithm's settings by algorithm.name, and of every data source's by data.source.
+# The settings classes of algorithms by algorithm.name, and of data sources by data.source.
 ALGORITHM_CONFIGS: Registry[type[AlgorithmConfig]] = Registry("algorithm")
 SOURCE_CONFIGS: Registry[type[DataConfig]] = Registry("data source")
 
 
 @section
 class LinearRope:
-    """Positions divided by `factor` (Gemma 3)."""
+    """Linear RoPE scaling: every frequency is divided by `factor` (Gemma 3)."""
 
-    kind: Literal["linear"] = "linear"
-    factor: PositiveFloat  # what positions are divided by
+    kind: Literal["linear"] = "linear"  # selects linear scaling
+    factor: PositiveFloat  # the divisor of every frequency; 8 stretches the context to eight times its length
 
 
 @section
 class Llama3Rope:
-    """Frequencies of waves longer than the context first trained on divided by `factor`, short waves as they are, and
-    in between what is in between (Llama 3.1 and later)."""
+    """RoPE scaling of Llama 3.1 and later.
 
-    kind: Literal["llama3"] = "llama3"
-    factor: PositiveFloat  # what low frequencies are divided by
-    low_freq_factor: PositiveFloat = 1.0  # long: original_max_position_embeddings / low_freq_factor and more
-    high_freq_factor: PositiveFloat = 4.0  # short: original_max_position_embeddings / high_freq_factor and less
-    original_max_position_embeddings: Positive  # tokens of the context first trained on
+    Low frequencies are divided by `factor`, high frequencies are unchanged, and those between are interpolated.
+    """
+
+    kind: Literal["llama3"] = "llama3"  # selects the scaling of Llama 3.1
+    factor: PositiveFloat  # the divisor of low frequencies
+    low_freq_factor: PositiveFloat = 1.0  # low frequencies turn at most this many times in the original context
+    high_freq_factor: PositiveFloat = 4.0  # high frequencies turn at least this many times in the original context
+    original_max_position_embeddings: Positive  # the original context length, in tokens
 
 
 @section
 class YarnRope:
-    """YaRN: frequencies go by how often they turn within the context first trained on (DeepSeek, Qwen).
+    """YaRN RoPE scaling: each frequency is scaled by how often it turns within the original context (DeepSeek, Qwen).
 
     Source: Peng et al. 2023 (arXiv:2309.00071).
     """
 
-    kind: Literal["yarn"] = "yarn"
-    factor: PositiveFloat  # what low frequencies are divided by
-    original_max_position_embeddings: Positive  # tokens of the context first trained on
-    beta_fast: PositiveFloat = 32.0  # turns from which a frequency stays as it is
-    beta_slow: PositiveFloat = 1.0  # turns up to which it is divided by factor
-    truncate: bool = True  # the bounds of the two are rounded to whole dimensions
-    # Rotated queries and keys grow by (0.1·mscale·ln factor + 1) / (0.1·mscale_all_dim·ln factor + 1), or, unless both
-    # are given, by 0.1·ln factor + 1; or by attention_factor.
+    kind: Literal["yarn"] = "yarn"  # selects YaRN
+    factor: PositiveFloat  # the divisor of low frequencies
+    original_max_position_embeddings: Positive  # the original context length, in tokens
+    beta_fast: PositiveFloat = 32.0  # frequencies with at least this many turns in that length are unchanged
+    beta_slow: PositiveFloat = 1.0  # frequencies with at most this many turns in that length are divided by factor
+    truncate: bool = True  # true: round the two bounds between these frequencies to whole dimensions
+    # Rotated queries and keys are multiplied by (0.1·mscale·ln(factor) + 1) / (0.1·mscale_all_dim·ln(factor) + 1). If
+    # one of the two is null: by 0.1·ln(factor) + 1.
     mscale: PositiveFloat | None = None
+    # Second coefficient of the formula of mscale. With kv_lora_rank, attention scores are also multiplied by
+    # (0.1·mscale_all_dim·ln(factor) + 1)². null: they are not.
     mscale_all_dim: PositiveFloat | None = None
-    attention_factor: PositiveFloat | None = None
+    attention_factor: PositiveFloat | None = None  # replaces the factor that follows from mscale; null: use mscale
 
 
 RopeScaling = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator="kind")]
@@ -100,91 +104,94 @@ class ModelConfig:
 
     num_layers: Positive = 4  # transformer layers
     hidden_size: Positive = 128  # width of the hidden states
-    ffn_hidden_size: Positive = 384  # width of the MLP's hidden layer
-    num_attention_heads: Positive = 4  # query heads of each layer
+    ffn_hidden_size: Positive = 384  # inner width of a dense MLP
+    num_attention_heads: Positive = 4  # query heads
     num_query_groups: Positive = 4  # key/value heads; equal to num_attention_heads for plain multi-head attention
-    head_dim: Positive | None = None  # null: hidden_size / num_attention_heads
-    max_sequence_length: Positive = 256  # the most tokens of a sequence, prompt and completion together
+    head_dim: Positive | None = None  # dimensions of an attention head; null: hidden_size / num_attention_heads
+    max_sequence_length: Positive = 256  # the longest sequence, in tokens, prompt and completion together
     vocab_size: Positive | None = None  # rows of the embedding; null: one for each of the tokenizer's tokens
-    rope_base: PositiveFloat = 10_000.0  # base of the RoPE frequencies (theta)
-    rope_scaling: RopeScaling | None = None  # for contexts longer than first trained on: kind linear, llama3 or yarn
-    local_rope_base: PositiveFloat | None = None  # of layers with a window, unscaled (Gemma 3); null: as the others'
-    norm_epsilon: PositiveFloat = 1e-5  # added to the mean square in RMSNorm
-    zero_centered_norm: bool = False  # norms multiply by 1 + weight (Gemma)
-    sandwich_norms: bool = False  # norms after attention and MLP too, before the residual is added (Gemma 2 and 3)
-    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the MLP's gate; gelu_tanh: Gemma's
-    scale_embeddings: bool = False  # embeddings are multiplied by the root of hidden_size (Gemma)
-    tie_embeddings: bool = True  # the output head is the embedding matrix
-    qkv_bias: bool = False  # Qwen2 has one
-    qk_norm: bool = False  # Qwen3 has it
-    query_pre_attn_scalar: Positive | None = None  # scores are divided by its root (Gemma); null: the head's dimension
-    init_std: PositiveFloat = 0.02  # standard deviation of new weights
-    sliding_window: Positive | None = None  # tokens a token may look at, itself included; null: all before it
-    global_attention_every: Positive | None = None  # each so-many-th layer is without the window (Gemma 3: 6)
-    # Multi-head latent attention (DeepSeek-V2 and -V3), with kv_lora_rank: keys and values of all heads come of one
-    # latent of that rank. A head's queries and keys have qk_nope_head_dim dimensions without RoPE and qk_rope_head_dim
-    # with it, its values v_head_dim.
+    rope_base: PositiveFloat = 10_000.0  # base θ of the RoPE frequencies
+    rope_scaling: RopeScaling | None = None  # stretches RoPE to longer contexts: kind linear, llama3 or yarn; null: off
+    local_rope_base: PositiveFloat | None = None  # RoPE base of windowed layers, unscaled (Gemma 3); null: rope_base
+    norm_epsilon: PositiveFloat = 1e-5  # added to the mean square in every RMSNorm
+    zero_centered_norm: bool = False  # norms multiply by 1 + weight instead of weight (Gemma)
+    sandwich_norms: bool = False  # also normalise what attention and MLP add to the residual (Gemma 2 and 3)
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the MLP's gate; Gemma uses gelu_tanh
+    scale_embeddings: bool = False  # multiply embeddings by √hidden_size (Gemma)
+    tie_embeddings: bool = True  # use the embedding matrix as the output head
+    qkv_bias: bool = False  # add a bias to query, key and value projections (Qwen2)
+    qk_norm: bool = False  # apply RMSNorm to each head's queries and keys (Qwen3)
+    query_pre_attn_scalar: Positive | None = None  # scores are divided by its root (Gemma); null: dimensions of a head
+    init_std: PositiveFloat = 0.02  # standard deviation of the initial weights
+    sliding_window: Positive | None = None  # tokens that a token attends to, itself included; null: all before it
+    global_attention_every: Positive | None = None  # every n-th layer has no window (Gemma 3: 6); null: all have it
+    # Rank of the latent that keys and values of all heads are computed from, which turns on multi-head latent attention
+    # (DeepSeek-V2 and V3). null: ordinary attention, without the next four keys.
     kv_lora_rank: Positive | None = None
-    q_lora_rank: Positive | None = None  # queries come of a latent too; null: of the hidden state
-    qk_nope_head_dim: Positive | None = None
-    qk_rope_head_dim: Positive | None = None
-    v_head_dim: Positive | None = None
-    num_experts: Positive | None = None  # experts of each layer's MLP (Mixtral, Qwen-MoE); null: a dense MLP
-    experts_per_token: Positive = 2  # experts that each token visits
-    expert_ffn_hidden_size: Positive | None = None  # null: ffn_hidden_size
-    shared_expert_ffn_hidden_size: Positive | None = None  # an expert that every token sees (Qwen2-MoE); null: none
-    shared_expert_gate: bool = False  # the shared expert's output is weighed by a learned gate (Qwen2-MoE)
-    normalize_expert_weights: bool = True  # weights of a token's experts add up to 1 (Qwen2-MoE: false)
-    router_aux_loss: NonNegativeFloat = 0.0  # coefficient of the load-balancing loss; its value depends on microbatches
-    first_dense_layers: NonNegative = 0  # layers with a dense MLP before those with experts (DeepSeek-V3: 3)
-    router_score: Literal["softmax", "sigmoid"] = "softmax"  # of an expert (DeepSeek-V3: sigmoid)
-    # A number for each expert, added to its score where experts are chosen and not where they are weighed, as
-    # DeepSeek-V3 has it. It travels with the weights, and has no gradient.
+    q_lora_rank: Positive | None = None  # rank of the queries' latent; null: queries come from the hidden state
+    qk_nope_head_dim: Positive | None = None  # dimensions without RoPE of a head's queries and keys
+    qk_rope_head_dim: Positive | None = None  # dimensions with RoPE of a head's queries and keys
+    v_head_dim: Positive | None = None  # dimensions of a head's values
+    num_experts: Positive | None = None  # experts in each layer's MLP (Mixtral, Qwen-MoE); null: a dense MLP
+    experts_per_token: Positive = 2  # experts that each token is sent to
+    expert_ffn_hidden_size: Positive | None = None  # inner width of an expert; null: ffn_hidden_size
+    shared_expert_ffn_hidden_size: Positive | None = None  # width of an expert for all tokens (Qwen2-MoE); null: none
+    shared_expert_gate: bool = False  # multiply the shared expert's output by a learned gate (Qwen2-MoE)
+    normalize_expert_weights: bool = True  # scale the weights of a token's experts to add up to 1 (Qwen2-MoE: false)
+    router_aux_loss: NonNegativeFloat = 0.0  # coefficient of the load-balancing loss of each microbatch; 0: off
+    first_dense_layers: NonNegative = 0  # leading layers with a dense MLP instead of experts (DeepSeek-V3: 3)
+    router_score: Literal["softmax", "sigmoid"] = "softmax"  # turns router logits into scores (DeepSeek-V3: sigmoid)
+    # Add a bias to each expert's score to choose experts, but not to weight them (DeepSeek-V3). The bias is saved with
+    # the weights and has no gradient.
     router_bias: bool = False
-    # How far each optimizer step moves it, up for experts with fewer tokens than the mean, down for those with more
-    # (DeepSeek-V3's pretraining: 0.001); 0: it stays as it is.
+    # How far an optimizer step moves that bias, up for experts with fewer tokens than the mean and down for others
+    # (DeepSeek-V3's pretraining: 0.001). 0: not at all.
     router_bias_update: NonNegativeFloat = 0.0
-    # Experts in so many groups, of which a token visits the router_groups_per_token whose best two experts score most
-    # (DeepSeek-V3); null: any expert.
+    # Number of expert groups. A token is only sent to router_groups_per_token of them, those whose two best experts
+    # score highest together (DeepSeek-V3). null: a token may be sent to any expert.
     router_groups: Positive | None = None
-    router_groups_per_token: Positive | None = None
-    routed_scaling_factor: PositiveFloat = 1.0  # what experts give is multiplied with it; shared experts' is not
-    recompute: Literal["none", "selective", "full"] = "none"  # activations recomputed in backward
-    backend: Literal["auto", "portable", "transformer_engine"] = "auto"  # auto: Transformer Engine on a GPU that has it
+    router_groups_per_token: Positive | None = None  # groups that a token may be sent to; null without router_groups
+    routed_scaling_factor: PositiveFloat = 1.0  # multiplies the output of routed experts, but not of shared ones
+    # Activations that backward recomputes. selective: those of core attention; full: all within each layer.
+    recompute: Literal["none", "selective", "full"] = "none"
+    # Implementation of the layers. auto: Transformer Engine on a GPU that has it and can run the model, otherwise the
+    # portable torch modules.
+    backend: Literal["auto", "portable", "transformer_engine"] = "auto"
 
 
 @section
 class ParallelConfig:
-    """Degrees; data parallel is what the world size leaves: world = tensor · pipeline · context · data."""
+    """Parallel degrees. The data-parallel degree follows: world size / (tensor · pipeline · context)."""
 
-    tensor: int = 1  # tensor-parallel ranks
-    sequence: bool = False  # sequence parallelism over the tensor-parallel ranks
-    pipeline: int = 1  # pipeline stages
-    virtual_pipeline: int = 1  # model chunks per pipeline stage (interleaved schedule)
-    context: int = 1  # context-parallel ranks, which share the tokens of each sequence
-    expert: int = 1  # experts over the ranks of a pipeline stage (tensor · context · data); each expert lies whole
-    first_stage_layers: Positive | None = None  # of an uneven pipeline; null: as many as every other stage
-    last_stage_layers: Positive | None = None  # as first_stage_layers, of the last stage
+    tensor: int = 1  # tensor-parallel degree: ranks that split each layer's matrices
+    sequence: bool = False  # sequence parallelism: tensor-parallel ranks also split activations between those matrices
+    pipeline: int = 1  # pipeline-parallel degree: stages that split the layers
+    virtual_pipeline: int = 1  # model chunks per pipeline stage (interleaved schedule); 1: not interleaved
+    context: int = 1  # context-parallel degree: ranks that split each sequence
+    # Expert-parallel degree: ranks that split the experts. It divides the ranks of a pipeline stage, tensor · context ·
+    # data, and every expert is whole on its rank.
+    expert: int = 1
+    first_stage_layers: Positive | None = None  # layers of the first pipeline stage; null: as many as other stages
+    last_stage_layers: Positive | None = None  # layers of the last pipeline stage; null: as many as other stages
 
 
 @section
 class OptimizerConfig:
     """Adam with decoupled weight decay, linear warmup, then decay to `min_lr`."""
 
-    lr: PositiveFloat = 1e-3  # largest learning rate, reached after the warmup
+    lr: PositiveFloat = 1e-3  # peak learning rate
     min_lr: NonNegativeFloat = 0.0  # learning rate at the end of the decay
-    warmup_steps: NonNegative = 0  # optimizer steps of linear warmup from 0
-    decay_steps: Positive | None = None  # null: the stage's optimizer steps; grpo and ppo may take several a step
-    # How the learning rate falls to min_lr.
-    decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "cosine"
-    weight_decay: NonNegativeFloat = 0.01  # decoupled from the gradient, as in AdamW
-    beta1: Fraction = 0.9  # decay rate of Adam's first moment
-    beta2: Fraction = 0.95  # decay rate of Adam's second moment
-    epsilon: PositiveFloat = 1e-8  # added to the root of Adam's second moment
-    clip_grad: NonNegativeFloat = 1.0  # global gradient norm; 0 turns clipping off
-    distributed: bool = True  # optimizer state sharded over data-parallel ranks
-    # Gradients are summed over data-parallel ranks while backward runs, and the distributed optimizer's new weights
-    # gathered while the next forward does.
+    warmup_steps: NonNegative = 0  # optimizer steps of linear warmup; 0: none
+    # Optimizer step at which the decay ends; grpo and ppo may take several per rollout step. null: the stage's last.
+    decay_steps: Positive | None = None
+    decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "cosine"  # how lr falls after warmup
+    weight_decay: NonNegativeFloat = 0.01  # decoupled weight decay; 0: none
+    beta1: Fraction = 0.9  # Adam's decay rate of the mean of gradients
+    beta2: Fraction = 0.95  # Adam's decay rate of the mean of squared gradients
+    epsilon: PositiveFloat = 1e-8  # added to the denominator of Adam's update
+    clip_grad: NonNegativeFloat = 1.0  # largest global gradient norm; 0 turns clipping off
+    distributed: bool = True  # shard the optimizer state over data-parallel ranks
+    # Sum gradients over ranks during backward and, with distributed, gather updated weights during the next forward.
     overlap: bool = False
 
     def check(self, where: str) -> None:
@@ -194,7 +201,7 @@ class OptimizerConfig:
             where: The section's key path, for the message.
 
         Raises:
-            ConfigError: the warmup does not end before the decay does, or `min_lr` exceeds `lr`.
+            ConfigError: The warmup does not end before the decay does, or `min_lr` exceeds `lr`.
         """
         if self.decay_steps is not None and self.warmup_steps >= self.decay_steps:
             raise ConfigError(
@@ -207,39 +214,49 @@ class OptimizerConfig:
 
 @section
 class TrainConfig:
-    steps: Positive = 100  # optimizer steps; for grpo and ppo: rollout steps
-    global_batch_size: Positive = 32  # rows per optimizer step, over all ranks; a pair is two rows
-    # What goes through the model together on one rank. padded: micro_batch_size rows, padded to the batch's longest;
-    # dynamic: rows of like length, padded to their longest, up to micro_batch_tokens; packed: rows one after the other
-    # without padding, up to micro_batch_tokens.
+    """How a stage trains: its length, its batches, its evaluations and its checkpoints."""
+
+    steps: Positive = 100  # optimizer steps of the stage; for grpo and ppo, rollout steps
+    global_batch_size: Positive = 32  # sequences per optimizer step over all ranks; a preference pair is two sequences
+    # How sequences form the microbatches of one forward pass. padded: micro_batch_size sequences, padded to the longest
+    # of the batch. dynamic: sequences of similar length, padded to their longest, up to micro_batch_tokens. packed:
+    # sequences one after the other without padding, up to micro_batch_tokens.
     batching: Literal["padded", "dynamic", "packed"] = "padded"
-    micro_batch_size: Positive = 8  # rows per forward pass on one rank; dynamic and packed go by tokens
-    micro_batch_tokens: Positive = 4096  # token budget of a dynamic or packed microbatch; every row, or pair, must fit
-    # Losses and logprobs read the logits a chunk of tokens at a time (512 MiB of bf16, on a CPU 32 MiB), out of the
-    # model's last hidden states: whole logits never exist, and are computed a second time in backward.
+    micro_batch_size: Positive = 8  # sequences per forward pass on one rank; used by batching=padded only
+    # Tokens per forward pass on one rank, at most; used by batching=dynamic and packed. Every sequence must fit, and
+    # both sequences of a preference pair must fit together.
+    micro_batch_tokens: Positive = 4096
+    # Compute logits from the last hidden states for one block of tokens at a time (a block's logits are 512 MiB in bf16
+    # on a GPU, 32 MiB on a CPU). The full logits tensor never exists, and backward computes the blocks again. Losses
+    # that read whole logits do not use it.
     fused_head: bool = False
-    # The reference policy of dpo, grpo and ppo. resident: on the device beside the policy; offload: in the host's
-    # memory, on the device during a call.
+    # Where the reference policy of dpo, grpo and ppo is kept. resident: on the device, beside the policy. offload: in
+    # host memory, and on the device during a call.
     reference: Literal["resident", "offload"] = "resident"
-    seed: NonNegative = 0  # of new weights, the order of the data, and sampling
+    seed: NonNegative = 0  # seed of the initial weights, of generated data, of the data's order and of sampling
     eval_every: NonNegative = 0  # steps between evaluations; 0: only before the first step and after the last
-    save_every: NonNegative = 0  # steps between checkpoints; 0: only at the end
-    async_save: bool = True  # checkpoints are written from a copy while training goes on; the last is waited for
-    keep_checkpoints: Positive = 2  # per stage; older ones are deleted
-    keep_best: EvalMetric | None = None  # a held-out measure: the checkpoint that is best by it is kept, too
-    collective_timeout_minutes: PositiveFloat = 10.0  # the longest wait for other ranks before the run ends
+    save_every: NonNegative = 0  # steps between checkpoints; 0: only after the last step
+    async_save: bool = True  # write checkpoints while training goes on; a stage still waits for its last one
+    keep_checkpoints: Positive = 2  # newest checkpoints kept per stage; older ones are deleted
+    keep_best: EvalMetric | None = None  # also keep the checkpoint that is best by this eval metric; null: none
+    collective_timeout_minutes: PositiveFloat = 10.0  # how long a rank waits for the others before the run fails
 
 
 @section
 class TokenizerConfig:
-    path: str | None = None  # a Hugging Face tokenizer directory; null: train a BPE on the run's data
-    vocab_size: Positive = 512  # of the trained BPE
+    """The tokenizer, which all stages of a run share."""
+
+    # A Hugging Face tokenizer's directory. null: the tokenizer that init_from brings from Hugging Face, or otherwise a
+    # byte-level BPE trained on the first stage's training text.
+    path: str | None = None
+    vocab_size: Positive = 512  # tokens of the trained BPE, 258 or more; unused if path is set
 
 
 @section
 class DataConfig:
-    """What the model reads. Each data source declares a subclass, as in config/data_sources.py; keys that a source does
-    not use have no effect.
+    """The data to train and evaluate on. Each data source declares a subclass, as in config/data_sources.py.
+
+    Keys that a source does not use have no effect.
 
     Attributes:
         provides: The kinds of training data that the source has, of config/data_kinds.py or its own.
@@ -251,23 +268,29 @@ class DataConfig:
     heldout_kind: ClassVar[str]
     reads_path: ClassVar[bool] = True
 
-    source: str  # a registered data source
-    path: str | None = None  # file, or directory with train.jsonl and test.jsonl; of preferences: data/preferences.py
-    heldout_fraction: Fraction = 0.05  # split off a single file
-    sequence_length: Positive = 128  # pretraining windows
-    prompt_template: str = "{question}\n"  # the text of a prompt; {name} is a field of the record
-    answer_template: str = "{answer}"  # of preferences: {answer} is the chosen or the rejected text
-    too_long: Literal["error", "truncate", "drop"] = "error"  # rows past model.max_sequence_length
-    num_eval_rows: Positive = 256  # held-out rows (or problems) per evaluation; a pair is two rows
-    task: dict[str, Any] = field(default_factory=dict)  # name and keys of a registered task (data/tasks)
-    num_documents: Positive = 20_000  # generated pretraining documents
-    num_demonstrations: Positive = 1_000  # generated SFT demonstrations
+    source: str  # name of a registered data source: text, prompt_answer, preference, task, or a plugin's
+    # A file. For prompt_answer and preference also a directory: with train.jsonl and test.jsonl or, for preference,
+    # with preferences.jsonl or model_solutions.jsonl. For task, the option path of the task.
+    path: str | None = None
+    heldout_fraction: Fraction = 0.05  # share of a single file that is held out for evaluation; unused by task
+    sequence_length: Positive = 128  # tokens of a pretraining window
+    # The prompt, a Python format string over a record's fields. For prompt_answer and preference.
+    prompt_template: str = "{question}\n"
+    # The answer, a format string as well. For preference, {answer} is the chosen or the rejected text.
+    answer_template: str = "{answer}"
+    # What to do with a sequence longer than model.max_sequence_length. error: stop the run. truncate: cut the end of
+    # its answer. drop: leave it out, and a preference pair as a whole. For sft, dpo and reward_model.
+    too_long: Literal["error", "truncate", "drop"] = "error"
+    num_eval_rows: Positive = 256  # held-out sequences, or problems, per evaluation; a preference pair is two sequences
+    task: dict[str, Any] = field(default_factory=dict)  # name and options of a registered task, for source=task
+    num_documents: Positive = 20_000  # pretraining documents that a task generates
+    num_demonstrations: Positive = 1_000  # SFT examples taken from a task
 
     def check(self, stage: StageConfig) -> None:
-        """Check what the source asks of the other sections of its stage.
+        """Check the requirements of the source on the other sections of its stage.
 
         Raises:
-            ConfigError: a key contradicts another or is missing; the message names it.
+            ConfigError: A key contradicts another or is missing; the message names it.
         """
         if self.reads_path and self.path is None:
             raise ConfigError(f"data.path is not set and data.source={self.source} reads it; add data.path=…")
@@ -275,29 +298,33 @@ class DataConfig:
 
 @section
 class GenerationConfig:
-    max_new_tokens: Positive = 32  # longest completion
-    temperature: NonNegativeFloat = 1.0  # 0: greedy
-    top_k: NonNegative = 0  # 0: off
-    # Nucleus sampling: only the likeliest tokens whose probabilities add up to this are drawn; 1: off.
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    stop_tokens: tuple[str, ...] = ()  # besides the end-of-sequence token; each must be one token
-    batch_size: Positive = 256  # rows decoded together on one data-parallel rank, or in one engine's process
-    # A registered rollout engine. megatron: the training model itself generates, sharded as it is. transformers: a
-    # Hugging Face model does, in processes of its own, which get the policy's weights whenever they changed.
+    """How completions are generated, for the rollouts of grpo and ppo and to evaluate on problems.
+
+    The keys from `num_engines` to `refit_bucket_mb` are for engines in their own processes, such as transformers.
+    """
+
+    max_new_tokens: Positive = 32  # most tokens of a completion
+    temperature: NonNegativeFloat = 1.0  # divides the logits before sampling; 0: greedy. Evaluation is always greedy
+    top_k: NonNegative = 0  # sample from the k likeliest tokens; 0: off
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0  # sample from the likeliest tokens of this total mass; 1: off
+    stop_tokens: tuple[str, ...] = ()  # texts that end a completion, besides end-of-sequence; each must be one token
+    batch_size: Positive = 256  # sequences decoded together on one data-parallel rank, or in one engine process
+    # Name of a registered rollout engine. megatron: the embedded engine, in which the sharded training model generates
+    # itself. transformers: a Hugging Face model in its own processes, which get the policy's weights after each change.
     engine: str = "megatron"
-    num_engines: Positive = 1  # such processes; prompts are shared out
-    # auto: the CPU where the policy computes on it; else, for refit=collective, the GPUs after those of the machine's
-    # ranks, and for shared_memory rank 0's. cuda: GPUs from the machine's first on; cuda:N: from N on.
+    num_engines: Positive = 1  # engine processes, among which the prompts are divided
+    # auto: the CPU if the policy computes on the CPU; otherwise the GPUs after those of the machine's ranks, or rank
+    # 0's GPU with refit=shared_memory. cpu: the CPU. cuda: GPUs 0, 1, …. cuda:N: GPUs N, N+1, ….
     engine_device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     engine_timeout_minutes: PositiveFloat = 30.0  # an engine that takes longer over an answer counts as dead
-    max_engine_restarts: NonNegative = 3  # in a stage; a death beyond them ends the run
-    refit: Literal["collective", "shared_memory"] = "collective"  # how weights reach engines; the second: one machine
-    refit_bucket_mb: PositiveFloat = 256.0  # MiB of weights that travel together; each side holds two such buckets
-    # Before anything is learnt from an engine, and after every refit, it completes this many of the step's prompts
-    # and the trainer says how likely it finds them; 0: no such comparison.
+    max_engine_restarts: NonNegative = 3  # engine deaths that a stage survives by a restart; one more ends the run
+    # How weights reach the engines. collective: broadcast over a process group; shared_memory: on one machine only.
+    refit: Literal["collective", "shared_memory"] = "collective"
+    refit_bucket_mb: PositiveFloat = 256.0  # MiB of weights sent together; each side holds two such buckets
+    # The logprob check: once for each copy of the weights that an engine serves, it completes this many of the step's
+    # prompts, and its logprobs are compared with the trainer's before anything is learned from it. 0: no check.
     gate_prompts: NonNegative = 4
-    # The run halts where the two logprobs of a token differ by more than this on average (nats); null: 1e-4 in fp32,
-    # 0.1 in bf16.
+    # Largest mean |trainer's − engine's logprob| of that check, in nats; more stops the run. null: fp32 1e-4, bf16 0.1.
     gate_limit: PositiveFloat | None = None
 
 
@@ -308,20 +335,20 @@ class AlgorithmConfig:
     Attributes:
         learns_from: The kind of training data, one of config/data_kinds.py or a data source's own.
         leaves_language_model: Whether a stage after this one can start from its weights.
-        may_change_on_resume: Keys whose values may differ from those that the run began with.
+        may_change_on_resume: Keys that may have other values when a run is resumed.
     """
 
     learns_from: ClassVar[str]
     leaves_language_model: ClassVar[bool] = True
     may_change_on_resume: ClassVar[frozenset[str]] = frozenset()
 
-    name: str
+    name: str  # name of a registered algorithm: pretrain, sft, dpo, reward_model, grpo, ppo, or a plugin's
 
     def check(self, stage: StageConfig) -> None:
-        """Check what the algorithm asks of the other sections of its stage.
+        """Check the requirements of the algorithm on the other sections of its stage.
 
         Raises:
-            ConfigError: a key contradicts another; the message names both.
+            ConfigError: A key contradicts another; the message names both.
         """
 
     def optimizer_steps(self, train: TrainConfig) -> int:
@@ -331,32 +358,35 @@ class AlgorithmConfig:
 
 @section
 class StageConfig:
-    """One algorithm run from start to end: everything a stage may set."""
+    """One stage of a run: an algorithm and every setting that it uses."""
 
+    # the algorithm and its settings (config/algorithms.py)
     algorithm: Annotated[SerializeAsAny[AlgorithmConfig], named_class("name", ALGORITHM_CONFIGS)]
-    model: ModelConfig
-    parallel: ParallelConfig
-    optimizer: OptimizerConfig
-    train: TrainConfig
-    tokenizer: TokenizerConfig
+    model: ModelConfig  # the model's architecture; the same in all stages
+    parallel: ParallelConfig  # the parallel layout; the same in all stages
+    optimizer: OptimizerConfig  # the policy's optimizer
+    train: TrainConfig  # steps, batches, evaluations and checkpoints
+    tokenizer: TokenizerConfig  # the tokenizer; the same in all stages
+    # the data source and its settings (config/data_sources.py)
     data: Annotated[SerializeAsAny[DataConfig], named_class("source", SOURCE_CONFIGS)]
-    generation: GenerationConfig
-    loss: dict[str, Any]  # name and keys of a registered loss (rl_megatron/losses)
-    precision: Literal["fp32", "bf16"]  # of weights and activations in a forward pass; the optimizer keeps fp32 weights
-    device: Literal["auto", "cpu", "cuda"]  # auto: the GPU if there is one, otherwise the CPU
+    generation: GenerationConfig  # sampling and the rollout engine
+    loss: dict[str, Any]  # name and settings of a registered loss (rl_megatron/losses); pretrain and sft use nll
+    precision: Literal["fp32", "bf16"]  # of weights and activations; with bf16, the optimizer keeps fp32 weights
+    device: Literal["auto", "cpu", "cuda"]  # auto: one GPU per rank if there are GPUs, otherwise the CPU
 
 
 @section
 class RunConfig:
-    """A run: stages in order, each starting from the weights the one before left."""
+    """A run: stages in order, each starting from the weights that the stage before it left."""
 
-    stages: dict[str, StageConfig]  # the stages by name, in their order
-    output_dir: str  # the directory that the run writes
-    plugins: tuple[str, ...] = ()  # modules of the user's own that register losses, tasks, algorithms, …
-    metric_sinks: tuple[str, ...] = ("jsonl", "tensorboard")  # where metrics are written; jsonl is always one of them
-    init_from: str | None = None  # a checkpoint directory to start the first stage from
-    resume: bool = True  # continue from the newest checkpoint in output_dir
+    stages: dict[str, StageConfig]  # stages by name, in order
+    output_dir: str  # directory of metrics, checkpoints, the tokenizer and the effective configuration
+    plugins: tuple[str, ...] = ()  # the user's own modules that register losses, tasks, algorithms, …
+    metric_sinks: tuple[str, ...] = ("jsonl", "tensorboard")  # where metrics are written; jsonl must be listed
+    init_from: str | None = None  # a checkpoint directory whose weights start the first stage; null: new weights
+    resume: bool = True  # continue from the newest checkpoint in output_dir; false: refuse an output_dir that has one
 
     @property
     def first(self) -> StageConfig:
+        """Return the first stage."""
         return next(iter(self.stages.values()))

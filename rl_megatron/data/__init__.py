@@ -1,4 +1,4 @@
-"""Data: from files and generated tasks to batches."""
+"""Data: tokenizers, tasks, data sources, and the datasets that turn files and tasks into batches."""
 
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.datasets import Dataset, PromptAnswerDataset, TextDataset

@@ -1,4 +1,4 @@
-"""`BatchedDataDict`: one batch on its way from a dataset to a loss, with one entry per sequence under each key."""
+"""`BatchedDataDict`: a batch of sequences, with one entry per sequence under each key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     @property
     def size(self) -> int:
-        """The number of sequences; 0 if the batch has no keys.
+        """Return the number of sequences; 0 if the batch has no keys.
 
         Raises:
             ValueError: Two keys disagree.
@@ -33,7 +33,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return self.data
 
     def to(self, device: str | torch.device) -> Self:
-        """Return a batch with every tensor on `device`; tensors that are there already and lists are shared."""
+        """Return a batch with every tensor on `device`. Lists, and tensors that are there already, are not copied."""
         moved = type(self)()
         for key, value in self.data.items():
             moved[key] = value.to(device) if isinstance(value, torch.Tensor) else value
@@ -45,11 +45,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     ) -> Self:
         """Return the sequences of all batches, one batch after the other; dimension 1 is padded to the widest.
 
-        Args:
-            batches: At least one; all have the same keys.
-            pad_value_dict: The value that a key is padded with; 0 for keys that it does not name.
-
         Shapes: `[B_i, S_i, …]` → `[Σ B_i, max S_i, …]`; `[B_i]` → `[Σ B_i]`; lists are joined.
+
+        Args:
+            batches: At least one batch; all have the same keys.
+            pad_value_dict: The padding value of each key; 0 for keys that it does not name.
 
         Raises:
             ValueError: There is no batch, the keys of one batch disagree on its size, or batches differ in keys,
@@ -80,7 +80,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         `token_mask` 0, so that it adds nothing to a loss, a gradient or a count.
 
         Raises:
-            ValueError: The batch is empty or has no `sample_mask` (its copies would count as data).
+            ValueError: The batch is empty, or it has no `sample_mask` and the padding would count as data.
         """
         size = self.size
         if multiple < 1 or size == 0:
@@ -110,10 +110,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return self.map_values(lambda tensor: tensor[start:end], lambda items: items[start:end])
 
     def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
-        """Return copies of the sequences with these numbers, in this order.
+        """Return copies of the sequences with these indices, in this order.
 
         Args:
-            indices: Numbers, or a boolean tensor that is true for the sequences to return.
+            indices: Indices, or a boolean tensor that is true for the sequences to return.
         """
         if isinstance(indices, torch.Tensor):
             indices = indices.nonzero().flatten().tolist() if indices.dtype == torch.bool else indices.tolist()
@@ -127,10 +127,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def map_values(
         self, of_tensor: Callable[[torch.Tensor], torch.Tensor], of_list: Callable[[list[Any]], list[Any]]
     ) -> Self:
-        """Return a batch with `of_tensor` of every tensor and `of_list` of every list.
+        """Return a batch with `of_tensor` applied to every tensor and `of_list` applied to every list.
 
         Raises:
-            ValueError: Keys disagree on the size, which would pass unseen into the new batch.
+            ValueError: Keys disagree on the number of sequences.
         """
         common_size(self.data)
         mapped = type(self)()
@@ -172,9 +172,7 @@ def _concatenate(key: str, tensors: list[torch.Tensor], pad_value: int | float) 
     if len({tensor.dtype for tensor in tensors}) > 1:
         raise ValueError(f"key {key!r} has dtypes {[str(tensor.dtype) for tensor in tensors]}: convert them to one.")
     if len({len(shape) for shape in shapes}) > 1 or len({shape[2:] for shape in shapes}) > 1:
-        raise ValueError(
-            f"key {key!r} has shapes {shapes}: only dimensions 0 (sequences) and 1 (tokens) may differ."
-        )
+        raise ValueError(f"key {key!r} has shapes {shapes}: only dimensions 0 (sequences) and 1 (tokens) may differ.")
     if tensors[0].ndim == 1:
         return torch.cat(tensors)
     width = max(shape[1] for shape in shapes)

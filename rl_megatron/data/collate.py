@@ -1,4 +1,4 @@
-"""Lists of token ids to tensors: padding on the right, and masks that are 1 over a span."""
+"""Turn lists of token ids into tensors padded on the right, and spans of positions into masks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from rl_megatron.data.batch import BatchedDataDict
 
 @dataclass(frozen=True)
 class Padding:
-    """How lists of token ids become `[B, S]`: S is the longest one's length rounded up to `multiple`."""
+    """The rule by which lists of token ids become a tensor `[B, S]`.
+
+    Attributes:
+        pad_id: The token id that lists are padded with, on the right.
+        multiple: S is the length of the longest list, rounded up to a multiple of this.
+
+    Raises:
+        ValueError: `multiple` is below 1.
+    """
 
     pad_id: int
     multiple: int
@@ -32,6 +40,6 @@ class Padding:
 
 
 def span_mask(starts: torch.Tensor, ends: torch.Tensor, width: int) -> torch.Tensor:
-    """Return `[B, width]` fp32: 1 from `starts[b]` to `ends[b] - 1`, 0 elsewhere."""
+    """Return a mask `[B, width]` fp32 that is 1 from `starts[b]` to `ends[b] - 1` and 0 elsewhere."""
     positions = torch.arange(width)
     return ((positions >= starts[:, None]) & (positions < ends[:, None])).float()

@@ -1,8 +1,8 @@
-"""Datasets: sequences that become batches. `dataset.batch(items)` is a pure function of the items' numbers.
+"""Datasets for pretraining and SFT. The same items always give the same batch.
 
-There are two here, `TextDataset` (pretraining: a stream of tokens in windows) and `PromptAnswerDataset` (SFT: the
-answer is learned, the prompt is read). Pairs of answers are in `preferences`. Whatever is wrong with the data raises
-while the dataset is built, before the first step.
+`TextDataset` cuts a stream of tokens into windows (pretraining). `PromptAnswerDataset` has prompts and the answers to
+learn (SFT). Preference pairs are in `preferences`. Errors in the data are raised when a dataset is built, before the
+first step.
 
 Keys of a batch: `input_ids` `[B, S]` int64, padded on the right; `input_lengths` `[B]` int64; `token_mask` `[B, S]`
 fp32, entry t corresponds to token t; `sample_mask` `[B]` fp32.
@@ -32,7 +32,11 @@ from rl_megatron.data.tokenizer import Tokenizer
 
 
 class Dataset(Protocol):
-    """Items that become the sequences of a batch. `group_size` is how many each becomes: two for a pair."""
+    """Items that become the sequences of a batch.
+
+    Attributes:
+        group_size: How many sequences an item becomes: two for a preference pair.
+    """
 
     group_size: int
 
@@ -45,24 +49,25 @@ class Dataset(Protocol):
         ...
 
     def batch(self, items: Sequence[int], /) -> BatchedDataDict:
-        """Return the sequences of the items with these numbers."""
+        """Return the sequences of the items with these indices."""
         ...
 
 
 class TextDataset:
     """Documents as one stream of tokens, `<eos> doc <eos> doc`, read in windows of `sequence_length` tokens.
 
-    Window w is `stream[w·(S-1) : w·(S-1) + S]`: it shares one token, its first, with the window before. Position 0 is
-    never predicted, so every token of the stream but the first (an `<eos>` put there as context) is predicted exactly
-    once, and the summed NLL of all rows is the NLL of the text. The last window is padded, its padding masked.
+    Window w is `stream[w·(S-1) : w·(S-1) + S]`: its first token is the last token of the window before. Position 0 is
+    never predicted. So every token of the stream except the first, an `<eos>` that only serves as context, is predicted
+    exactly once, and the summed NLL of all windows is the NLL of the text. The last window is padded, and its padding
+    is masked.
 
     Attributes:
-        num_characters: characters of the documents, which the NLL per character is divided by.
-        num_bytes: the same text in UTF-8 bytes.
-        num_predicted_tokens: tokens of the documents and one `<eos>` between every two; Σ token_mask over all rows.
+        num_characters: Characters of the documents; the NLL per character is divided by them.
+        num_bytes: Bytes of the documents in UTF-8.
+        num_predicted_tokens: Tokens of the documents and one `<eos>` between every two; Σ token_mask over all windows.
 
     Raises:
-        ValueError: no text, or a `sequence_length` below 2 (such a window predicts nothing).
+        ValueError: There is no text, or `sequence_length` is below 2, so that a window predicts nothing.
     """
 
     group_size = 1
@@ -86,15 +91,15 @@ class TextDataset:
         self._stream[: len(stream)] = torch.tensor(stream)
 
     def __len__(self) -> int:
-        """Windows."""
+        """Return the number of windows."""
         return (len(self._stream) - 1) // (self.sequence_length - 1)
 
     def item_lengths(self) -> list[tuple[int]]:
-        """Tokens of each window, at most."""
+        """Return for each window its number of tokens, padding included."""
         return [(self.sequence_length,)] * len(self)
 
     def batch(self, indices: Sequence[int]) -> BatchedDataDict:
-        """The windows with these numbers: `input_ids`, `input_lengths`, `token_mask`, `sample_mask`."""
+        """Return the windows with these indices: `input_ids`, `input_lengths`, `token_mask`, `sample_mask`."""
         stride = self.sequence_length - 1
         windows = self._stream.unfold(0, self.sequence_length, stride)
         numbers = torch.tensor(list(indices), dtype=torch.long)
@@ -110,21 +115,22 @@ class TextDataset:
 class PromptAnswerDataset:
     """Prompts with the answers to learn: `token_mask` is 1 on the answer and its `<eos>`, 0 on the prompt.
 
-    Prompt and answer are encoded apart, so that the prompt's tokens are those the policy will be given at generation.
+    Prompt and answer are encoded separately, so that the prompt has the same tokens as during generation.
 
     Args:
-        records: from `load_records` or `read_jsonl`.
-        tokenizer: encodes both; what it puts before every text (BOS) is put before the prompt.
-        max_sequence_length: tokens of prompt, answer and `<eos>`, at most.
-        prompt_template, answer_template: `str.format` templates over a record's fields. Special tokens spelled in them
-            are special; spelled in the data they are text.
-        too_long: what becomes of a longer row. "error" raises; "drop" leaves it out; "truncate" cuts its end, and
-            leaves it out if no token of the answer remains. The last two log how many.
+        records: Records from `load_records` or `read_jsonl`.
+        tokenizer: Encodes prompt and answer; the tokens that it puts before every text (BOS) are put before the prompt.
+        max_sequence_length: The most tokens of prompt, answer and `<eos>` together.
+        prompt_template: A `str.format` template over a record's fields. A special token that is spelled in the template
+            is special; one that is spelled in the data is text.
+        answer_template: The same for the answer.
+        too_long: What to do with a longer sequence. "error" raises an error. "drop" leaves it out. "truncate" cuts its
+            end, and leaves it out if no token of the answer remains. The last two log the number of sequences.
         pad_to_multiple_of: S of a batch is a multiple of this.
 
     Raises:
-        ValueError: no records, a record without a field of a template, a longer row under "error", an unknown
-            policy, or no row left.
+        ValueError: There are no records, a record lacks a field of a template, a sequence is too long under "error",
+            the policy is unknown, or no sequence is left.
     """
 
     group_size = 1
@@ -160,8 +166,14 @@ class PromptAnswerDataset:
         too_long: TooLong = "error",
         pad_to_multiple_of: int = 1,
     ) -> Self:
-        """A task's demonstrations, word for word unless a template dresses `{prompt}` or `{answer}` (chat markers)."""
-        records = [Record(shown._asdict(), f"demonstration {number}") for number, shown in enumerate(demonstrations)]
+        """Return the dataset of a task's demonstrations.
+
+        Prompt and answer are used as they are, unless the templates add text around `{prompt}` and `{answer}`, such as
+        chat markers. The other arguments are those of the class.
+        """
+        records = [
+            Record(example._asdict(), f"demonstration {number}") for number, example in enumerate(demonstrations)
+        ]
         return cls(
             records,
             tokenizer,
@@ -176,9 +188,9 @@ class PromptAnswerDataset:
         return len(self._sequences)
 
     def item_lengths(self) -> list[tuple[int]]:
-        """Tokens of each row, prompt and answer."""
+        """Return for each sequence its number of tokens, prompt and answer together."""
         return [(sequence.num_tokens,) for sequence in self._sequences]
 
     def batch(self, indices: Sequence[int]) -> BatchedDataDict:
-        """Prompt, answer and `<eos>` of these rows: `input_ids`, `input_lengths`, `token_mask`, `sample_mask`."""
+        """Return the sequences with these indices: `input_ids`, `input_lengths`, `token_mask`, `sample_mask`."""
         return answer_batch([self._sequences[index] for index in indices], self._padding)

@@ -1,4 +1,4 @@
-"""Records to rows of tokens: prompt and answer encoded apart, kept within a limit, collated with the answers marked."""
+"""Encode records as sequences of tokens: encode prompt and answer separately, enforce a length limit, and collate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TooLong = Literal["error", "drop", "truncate"]
 
 @dataclass(frozen=True)
 class EncodedSequence:
-    """The tokens of one prompt and of its answer, `<eos>` included."""
+    """The tokens of one prompt and of its answer, which ends with `<eos>`."""
 
     prompt_ids: list[int]
     answer_ids: list[int]
@@ -31,25 +31,32 @@ class EncodedSequence:
 
     @property
     def num_tokens(self) -> int:
+        """Return the number of tokens of prompt and answer together."""
         return len(self.prompt_ids) + len(self.answer_ids)
 
     def truncated(self, limit: int) -> EncodedSequence | None:
-        """The first `limit` tokens, or None where no token of the answer remains to learn."""
-        if max(1, len(self.prompt_ids)) >= limit:  # position 0 is never learned, even where the prompt is empty
+        """Return the first `limit` tokens, or None if no token of the answer remains to learn."""
+        if max(1, len(self.prompt_ids)) >= limit:  # position 0 is never learned, even if the prompt is empty
             return None
         return replace(self, answer_ids=self.answer_ids[: limit - len(self.prompt_ids)])
 
 
 class Limited(Protocol):
-    """What `within_limit` keeps or leaves out as a whole: a row, or several that belong together."""
+    """An item that `within_limit` keeps or leaves out as a whole: one sequence, or a pair."""
 
     @property
-    def record(self) -> Record: ...
+    def record(self) -> Record:
+        """Return the record that the item was made from."""
+        ...
 
     @property
-    def num_tokens(self) -> int: ...
+    def num_tokens(self) -> int:
+        """Return the number of tokens of the item's longest sequence."""
+        ...
 
-    def truncated(self, limit: int) -> Self | None: ...
+    def truncated(self, limit: int) -> Self | None:
+        """Return the item with sequences of at most `limit` tokens, or None if nothing remains to learn."""
+        ...
 
 
 ItemT = TypeVar("ItemT", bound=Limited)
@@ -58,7 +65,7 @@ ItemT = TypeVar("ItemT", bound=Limited)
 def encode_prompts(
     records: Sequence[Record], tokenizer: Tokenizer, template: str
 ) -> Iterator[tuple[list[int], Record]]:
-    """Each record with its prompt's tokens, which begin as the tokenizer begins every text, but not twice."""
+    """Yield each record with the tokens of its prompt, which start with the tokenizer's prefix (BOS) exactly once."""
     require_fields(records, template)
     prefix = tokenizer.prefix_ids
     for record in records:
@@ -67,15 +74,21 @@ def encode_prompts(
 
 
 def encode_answer(record: Record, tokenizer: Tokenizer, template: str) -> list[int]:
-    """The answer's tokens and `<eos>`."""
+    """Return the tokens of the answer and `<eos>`."""
     return [*tokenizer.encode_template(template, record.values), tokenizer.eos_id]
 
 
-def within_limit(items: list[ItemT], limit: int, policy: TooLong, noun: str = "row") -> list[ItemT]:
-    """Return the items of at most `limit` tokens, the max_sequence_length; `policy` says what becomes of the others.
+def within_limit(items: list[ItemT], limit: int, policy: TooLong, noun: str = "sequence") -> list[ItemT]:
+    """Return the items, none longer than `limit` tokens.
+
+    Args:
+        items: Sequences or pairs.
+        limit: The max_sequence_length.
+        policy: What to do with a longer item: raise an error, drop it, or truncate it.
+        noun: What messages call an item.
 
     Raises:
-        ValueError: no items, a longer one under "error", an unknown policy, or no item left.
+        ValueError: There are no items, an item is longer under "error", the policy is unknown, or no item is left.
     """
     if policy not in get_args(TooLong):
         raise unknown_name("too_long policy", policy, get_args(TooLong))
@@ -87,9 +100,9 @@ def within_limit(items: list[ItemT], limit: int, policy: TooLong, noun: str = "r
     longest = max(item.num_tokens for item in longer)
     if policy == "error":
         raise ValueError(
-            f"{longer[0].record.location}: {longer[0].num_tokens} tokens, max_sequence_length is {limit} "
-            f"({len(longer)} of {len(items)} {noun}s are longer, the longest has {longest}): raise max_sequence_length,"
-            " or choose too_long=drop or too_long=truncate."
+            f"{longer[0].record.location}: this {noun} has {longer[0].num_tokens} tokens, and max_sequence_length is "
+            f"{limit} ({len(longer)} of {len(items)} {noun}s are longer, the longest has {longest}): raise "
+            "model.max_sequence_length, or set data.too_long=drop or data.too_long=truncate."
         )
     kept = [fitting for item in items if (fitting := _fitting(item, limit, policy)) is not None]
     num_dropped = len(items) - len(kept)
@@ -99,22 +112,23 @@ def within_limit(items: list[ItemT], limit: int, policy: TooLong, noun: str = "r
     )
     if not kept:
         raise ValueError(
-            f"every {noun} exceeds max_sequence_length = {limit} (the longest has {longest} tokens): raise it."
+            f"every {noun} exceeds max_sequence_length = {limit} (the longest has {longest} tokens): raise "
+            "model.max_sequence_length."
         )
     return kept
 
 
 def _fitting(item: ItemT, limit: int, policy: TooLong) -> ItemT | None:
-    """The item within `limit`, or None where it is dropped: by choice, or because nothing would remain to learn."""
+    """Return the item within `limit`, or None if it is dropped by the policy or would have nothing left to learn."""
     if item.num_tokens <= limit:
         return item
     return None if policy == "drop" else item.truncated(limit)
 
 
 def answer_batch(sequences: Sequence[EncodedSequence], padding: Padding) -> BatchedDataDict:
-    """Prompt, answer and `<eos>` of `rows`; `token_mask` is 1 on the answer and its `<eos>`, never at position 0."""
+    """Return the batch of `sequences`; `token_mask` is 1 on the answer and its `<eos>`, but never at position 0."""
     batch = padding.collate([sequence.prompt_ids + sequence.answer_ids for sequence in sequences])
     starts = torch.tensor([len(sequence.prompt_ids) for sequence in sequences], dtype=torch.long)
-    # nothing stands before position 0 to predict it from, even where the prompt is empty
+    # no token is before position 0 to predict it from, even if the prompt is empty
     batch["token_mask"] = span_mask(starts.clamp(min=1), batch["input_lengths"], batch["input_ids"].shape[1])
     return batch

@@ -1,6 +1,6 @@
-"""Files: what `data.path` names, read and split into training and held-out.
+"""Read the files at `data.path`, and split them into a training and a held-out part.
 
-JSONL becomes records that know their file and line; plain text stays one string.
+JSONL becomes records, which keep their file and line for messages; plain text stays one string.
 """
 
 from __future__ import annotations
@@ -16,36 +16,43 @@ from rl_megatron.data.order import epoch_order
 
 ItemT = TypeVar("ItemT")
 
-# A constant, not the run's seed: another seed must not train on rows that an earlier run held out.
+# This is not the run's seed, so that a run with another seed does not train on what an earlier run held out.
 _SPLIT_SEED = 0
 
 
 @dataclass(frozen=True)
 class Record:
-    """One JSON object and where it was read, as `file:line`."""
+    """One JSON object and the place where it was read, as `file:line`."""
 
     values: Mapping[str, Any]
     location: str
 
 
 def existing_path(path: str | os.PathLike[str]) -> Path:
-    """`path`, or FileNotFoundError naming it and the key that set it."""
-    found = Path(path).expanduser()
-    if not found.exists():
-        raise FileNotFoundError(f"data.path: nothing at {found.absolute()}: set data.path to a file or a directory.")
-    return found
+    """Return `path`, with `~` expanded.
+
+    Raises:
+        FileNotFoundError: There is no file or directory at `path`; the message names it and the key `data.path`.
+    """
+    expanded = Path(path).expanduser()
+    if not expanded.exists():
+        raise FileNotFoundError(
+            f"data.path: there is nothing at {expanded.absolute()}: set data.path to a file or a directory."
+        )
+    return expanded
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[Record]:
-    """The objects of a JSONL file, in order; blank lines are skipped.
+    """Return the objects of a JSONL file, in order; blank lines are skipped.
 
     Raises:
-        FileNotFoundError: nothing at `path`.
-        ValueError: not UTF-8, a line that is no JSON object (named as file:line), or no record at all.
+        FileNotFoundError: There is nothing at `path`.
+        ValueError: The file is not UTF-8, a line is not a JSON object (the message names it as file:line), or there is
+            no record.
     """
     file = existing_path(path)
     if file.is_dir():
-        raise ValueError(f"data.path: {file} is a directory, a .jsonl file is needed here.")
+        raise ValueError(f"data.path: {file} is a directory, and a .jsonl file is needed; set data.path to a file.")
     records: list[Record] = []
     for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
         if not line.strip():
@@ -53,11 +60,11 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[Record]:
         try:
             values = json.loads(line.decode("utf-8"))
         except UnicodeDecodeError as error:
-            raise ValueError(f"{file}:{number}: not UTF-8 ({error.reason} at byte {error.start}).") from error
+            raise ValueError(f"{file}:{number} is not UTF-8 ({error.reason} at byte {error.start}).") from error
         except json.JSONDecodeError as error:
-            raise ValueError(f"{file}:{number}: not JSON ({error.msg}, column {error.colno}).") from error
+            raise ValueError(f"{file}:{number} is not JSON ({error.msg}, column {error.colno}).") from error
         if not isinstance(values, dict):
-            raise ValueError(f"{file}:{number}: a {type(values).__name__}, each line must be a JSON object.")
+            raise ValueError(f"{file}:{number} is a {type(values).__name__}; each line must be a JSON object.")
         records.append(Record(values, f"{file}:{number}"))
     if not records:
         raise ValueError(f"data.path: {file} has no records: it needs one JSON object per line.")
@@ -65,14 +72,14 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[Record]:
 
 
 def load_records(path: str | os.PathLike[str], heldout_fraction: float = 0.05) -> tuple[list[Record], list[Record]]:
-    """(Training, held-out) records of `data.path`.
+    """Return the (training, held-out) records of `data.path`.
 
-    A directory is read as `train.jsonl` and `test.jsonl`. Of a single file, `heldout_fraction` is set aside: always the
-    same rows for the same file, whatever the run's seed.
+    A directory is read as `train.jsonl` and `test.jsonl`. Of a single file, `heldout_fraction` is held out: always the
+    same records of the same file, independent of the run's seed.
 
     Raises:
-        FileNotFoundError: the path or, in a directory, one of the two files is missing.
-        ValueError: what `read_jsonl` and `split_heldout` raise.
+        FileNotFoundError: The path or, in a directory, one of the two files does not exist.
+        ValueError: `read_jsonl` or `split_heldout` raises it.
     """
     source = existing_path(path)
     if not source.is_dir():
@@ -82,50 +89,57 @@ def load_records(path: str | os.PathLike[str], heldout_fraction: float = 0.05) -
         if name not in names:
             raise FileNotFoundError(
                 f"data.path: {source} has no {name}: a data directory holds train.jsonl and test.jsonl (found: "
-                f"{', '.join(names[:10]) or 'nothing'}); or name one .jsonl file, of which a fraction is held out."
+                f"{', '.join(names[:10]) or 'nothing'}); add it, or set data.path to one .jsonl file, of which a "
+                "fraction is held out."
             )
     return read_jsonl(source / "train.jsonl"), read_jsonl(source / "test.jsonl")
 
 
 def load_text(path: str | os.PathLike[str], heldout_fraction: float = 0.05) -> tuple[str, str]:
-    """(Training, held-out) text of the file at `data.path`: the tail is held out, from the first line start at or
-    behind the cut. Characters are the file's own (line ends are not translated); the two parts joined are the file.
+    """Return the (training, held-out) text of the file at `data.path`.
+
+    The end of the file is held out, from the first line that starts at or after the cut. The two parts joined are the
+    file, character by character; line ends are not translated.
 
     Raises:
-        FileNotFoundError: nothing at `path`.
-        ValueError: a directory, an empty file, not UTF-8, a fraction outside [0, 1), or a part without text.
+        FileNotFoundError: There is nothing at `path`.
+        ValueError: The path is a directory, the file is empty or not UTF-8, the fraction is outside [0, 1), or there is
+            nothing left to train on.
     """
     check_fraction(heldout_fraction)
     file = existing_path(path)
     if file.is_dir():
         texts = sorted(entry.name for entry in file.iterdir())[:10]
-        raise ValueError(f"data.path: {file} is a directory, text needs one file; it holds {', '.join(texts)}.")
+        raise ValueError(
+            f"data.path: {file} is a directory (with {', '.join(texts)}), and a text file is needed; set data.path to "
+            "one."
+        )
     try:
         text = file.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"data.path: {file} is not UTF-8 ({error.reason} at byte {error.start}).") from error
     if not text.strip():
-        raise ValueError(f"data.path: {file} is empty.")
+        raise ValueError(f"data.path: {file} is empty; set data.path to a file with text.")
     if heldout_fraction == 0:
         return text, ""
     cut = min(round(len(text) * (1 - heldout_fraction)), len(text) - 1)
     line_start = text.find("\n", cut - 1) + 1 if cut > 0 else 0
-    cut = line_start if 0 < line_start < len(text) else cut  # a last line without an end is cut where it is
+    cut = line_start if 0 < line_start < len(text) else cut  # no line starts after the cut: cut within the last line
     if cut == 0:
         raise ValueError(
             f"data.path: {file} has {len(text)} characters: holding {heldout_fraction} of them out leaves nothing to "
-            f"train on."
+            f"train on; lower data.heldout_fraction, or provide more text."
         )
     return text[:cut], text[cut:]
 
 
 def split_heldout(items: Sequence[ItemT], heldout_fraction: float) -> tuple[list[ItemT], list[ItemT]]:
-    """(Training, held-out) items, both in their order: a fixed random choice of `heldout_fraction`, at least one.
+    """Return the (training, held-out) items, both in their original order.
 
-    A fraction of 0 holds nothing out.
+    The held-out items are a fixed random choice of `heldout_fraction`, at least one. A fraction of 0 holds nothing out.
 
     Raises:
-        ValueError: a fraction outside [0, 1), or one that leaves nothing to train on.
+        ValueError: The fraction is outside [0, 1), or it leaves nothing to train on.
     """
     check_fraction(heldout_fraction)
     num_heldout = max(1, round(len(items) * heldout_fraction)) if heldout_fraction > 0 else 0
@@ -142,5 +156,10 @@ def split_heldout(items: Sequence[ItemT], heldout_fraction: float) -> tuple[list
 
 
 def check_fraction(heldout_fraction: float) -> None:
+    """Check a held-out fraction.
+
+    Raises:
+        ValueError: It is outside [0, 1).
+    """
     if not 0 <= heldout_fraction < 1:
-        raise ValueError(f"heldout_fraction = {heldout_fraction}: it must be at least 0 and below 1.")
+        raise ValueError(f"heldout_fraction = {heldout_fraction} must be at least 0 and below 1.")

@@ -1,4 +1,4 @@
-"""Which items of a dataset belong to which step: a function of the seed and the step number.
+"""The order of a dataset's items: which items a step reads follows from the seed and the step number.
 
 Resuming therefore needs no saved state.
 """
@@ -13,21 +13,21 @@ import torch
 def epoch_order(num_items: int, seed: int, epoch: int) -> torch.Tensor:
     """Return a permutation of the items, `[num_items]` int64.
 
-    It is the same for the same arguments, and another one for every epoch.
+    It depends on the arguments alone, and differs from epoch to epoch.
     """
-    digest = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()  # so that neighbouring seeds share nothing
+    digest = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()  # nearby seeds must give unrelated orders
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     return torch.randperm(num_items, generator=generator)
 
 
 class BatchSchedule:
-    """The items of every global batch: the shuffled epochs laid end to end, cut every `batch_size` items.
+    """The items of every global batch: shuffled epochs one after the other, cut into batches of `batch_size` items.
 
-    Each item comes once per epoch, and none is left out at an epoch's end: a batch may hold the last items of one epoch
-    and the first of the next. Step numbers count from 0 and never end.
+    Every item comes once per epoch, and none is left out at the end of an epoch: a batch may contain the last items of
+    one epoch and the first items of the next. Steps are numbered from 0 without an end.
 
     Raises:
-        ValueError: There are no items, or fewer than `batch_size` (every batch would hold some item twice).
+        ValueError: There are fewer items than `batch_size`, so that a batch would contain an item twice.
     """
 
     def __init__(self, num_items: int, batch_size: int, seed: int) -> None:
@@ -42,7 +42,7 @@ class BatchSchedule:
         self._orders: dict[int, list[int]] = {}
 
     def items_at(self, step: int) -> list[int]:
-        """Return the numbers of the `batch_size` items of step `step` ≥ 0."""
+        """Return the indices of the `batch_size` items of step `step` ≥ 0."""
         if step < 0:
             raise ValueError(f"steps count from 0, got {step}.")
         first = step * self.batch_size
@@ -51,7 +51,7 @@ class BatchSchedule:
     def _item(self, position: int) -> int:
         epoch, place = divmod(position, self.num_items)
         if epoch not in self._orders:
-            # A batch spans two epochs at most: older orders are never asked for again.
+            # A batch spans at most two epochs, so that older orders are not needed again.
             self._orders = {kept: order for kept, order in self._orders.items() if kept == epoch - 1}
             self._orders[epoch] = epoch_order(self.num_items, self.seed, epoch).tolist()
         return self._orders[epoch][place]

@@ -1,9 +1,11 @@
-"""Preference pairs: one prompt, a chosen and a rejected answer. `PreferenceDataset` makes batches of them, and
-`load_preferences` reads them from JSONL in either of two forms.
+"""Preference pairs: one prompt with a chosen and a rejected answer.
+
+`PreferenceDataset` makes batches of pairs. `load_preferences` reads pairs from JSONL in one of two forms:
 
 - Pairs: every record has the prompt's fields and the strings `chosen` and `rejected`.
-- Graded solutions: every value of a record that is a mapping with `is_correct` (true or false) and `solution` (a
-  string) is one. Each right solution makes a pair with each wrong one of its record.
+- Graded solutions: a record has the prompt's fields and any number of graded solutions. A graded solution is a value
+  that is a mapping with `is_correct` (true or false) and `solution` (a string). Each right solution forms a pair with
+  each wrong solution of the same record.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from rl_megatron.data.templates import require_fields, template_fields
 from rl_megatron.data.tokenizer import Tokenizer
 
 _SIDES = ("chosen", "rejected")
-_SINGLE_FILES = ("preferences.jsonl", "model_solutions.jsonl")  # of a directory, the first that is there
+_SINGLE_FILES = ("preferences.jsonl", "model_solutions.jsonl")  # a directory's first file with one of these names
 _SPLIT_FILES = ("train.jsonl", "test.jsonl")
 _NUM_NAMES_SHOWN = 10
 _PAIR, _GRADED = "a pair", "graded solutions"  # the forms of a record
@@ -50,7 +52,7 @@ class _Pair:
         return max(self.chosen.num_tokens, self.rejected.num_tokens)
 
     def truncated(self, limit: int) -> _Pair | None:
-        """Both rows within `limit`, or None where a row has no answer left or nothing tells them apart any more."""
+        """Return both sequences within `limit`, or None if an answer is gone or the two answers are now the same."""
         chosen, rejected = self.chosen.truncated(limit), self.rejected.truncated(limit)
         if chosen is None or rejected is None or chosen.answer_ids == rejected.answer_ids:
             return None
@@ -58,24 +60,25 @@ class _Pair:
 
 
 class PreferenceDataset:
-    """Pairs of answers to one prompt; one item is one pair, two rows of a batch.
+    """Pairs of answers to one prompt. One item is one pair, which becomes two sequences of a batch.
 
-    `token_mask` is 1 on the answer and its `<eos>`, 0 on the prompt, which is encoded apart from the answers.
+    `token_mask` is 1 on the answer and its `<eos>`, and 0 on the prompt, which is encoded separately from the answers.
 
     Args:
-        records: from `load_preferences`: the fields of the prompt, `chosen` and `rejected`.
-        tokenizer, prompt_template: as for `PromptAnswerDataset`.
-        max_sequence_length: tokens of prompt, answer and `<eos>`, at most, in either row.
-        answer_template: `{answer}` in it is `chosen` in one row and `rejected` in the other; other fields are the
-            record's.
-        too_long: what becomes of a pair with a longer row. "error" raises; "drop" leaves the pair out; "truncate" cuts
-            the end of each longer row, and leaves the pair out where a row keeps no token of its answer or both rows
-            come out the same. The last two log how many.
+        records: Records from `load_preferences`, with the fields of the prompt, `chosen` and `rejected`.
+        tokenizer: As for `PromptAnswerDataset`.
+        max_sequence_length: The most tokens of prompt, answer and `<eos>` together, in each of the two sequences.
+        prompt_template: As for `PromptAnswerDataset`.
+        answer_template: A `str.format` template. `{answer}` is the text of `chosen` in one sequence and the text of
+            `rejected` in the other; other fields are those of the record.
+        too_long: What to do with a pair with a longer sequence. "error" raises an error. "drop" leaves the pair out.
+            "truncate" cuts the end of each longer sequence, and leaves the pair out if no token of an answer remains or
+            the two sequences become the same. The last two log the number of pairs.
 
     Raises:
-        ValueError: no records; a missing, empty or non-string `chosen` or `rejected`, or the two being the same tokens;
-            a record without a field of a template, an `answer_template` without `{answer}`; a longer row under
-            "error", an unknown policy, or no pair left.
+        ValueError: There are no records; `chosen` or `rejected` is missing, empty or not a string, or both are the same
+            tokens; a record lacks a field of a template, or `answer_template` has no `{answer}`; a sequence is too long
+            under "error", the policy is unknown, or no pair is left.
     """
 
     group_size = 2
@@ -91,7 +94,10 @@ class PreferenceDataset:
         too_long: TooLong = "error",
     ) -> None:
         if "answer" not in template_fields(answer_template):
-            raise ValueError(f"answer_template {answer_template!r} has no {{answer}}: it stands for each side's text.")
+            raise ValueError(
+                f"answer_template {answer_template!r} has no {{answer}}, the place of the chosen or the rejected text: "
+                "add it."
+            )
         for record in records:
             _check_pair(record)
         answers = [answer_records(record) for record in records]
@@ -116,16 +122,18 @@ class PreferenceDataset:
         self._padding = Padding(tokenizer.pad_id, multiple=1)
 
     def __len__(self) -> int:
-        """Pairs."""
+        """Return the number of pairs."""
         return len(self._pairs)
 
     def item_lengths(self) -> list[tuple[int, int]]:
-        """Tokens of the two rows of each pair, prompt and answer."""
+        """Return for each pair the numbers of tokens of its two sequences, prompt and answer together."""
         return [(pair.chosen.num_tokens, pair.rejected.num_tokens) for pair in self._pairs]
 
     def batch(self, pairs: Sequence[int]) -> BatchedDataDict:
-        """Two rows per pair, chosen 0, 2, 4, … and rejected 1, 3, 5, …: `input_ids` [2P, S], `input_lengths`,
-        `token_mask`, `sample_mask`."""
+        """Return two sequences per pair: chosen ones at 0, 2, 4, … and rejected ones at 1, 3, 5, ….
+
+        The keys are `input_ids` [2P, S], `input_lengths`, `token_mask` and `sample_mask`.
+        """
         sequences = [
             sequence for number in pairs for sequence in (self._pairs[number].chosen, self._pairs[number].rejected)
         ]
@@ -133,7 +141,7 @@ class PreferenceDataset:
 
 
 def answer_records(record: Record) -> tuple[Record, Record]:
-    """(Chosen, rejected): the record with either text as `answer`, which is what an answer template reads."""
+    """Return the record twice, with the chosen and with the rejected text as its `answer`, for an answer template."""
     chosen, rejected = (Record({**record.values, "answer": record.values[side]}, record.location) for side in _SIDES)
     return chosen, rejected
 
@@ -141,18 +149,18 @@ def answer_records(record: Record) -> tuple[Record, Record]:
 def load_preferences(
     path: str | os.PathLike[str], heldout_fraction: float = 0.05, prompt_template: str = "{question}\n"
 ) -> tuple[list[Record], list[Record]]:
-    """(Training, held-out) pairs of `data.path`: records with the fields of the prompt, `chosen` and `rejected`.
+    """Return the (training, held-out) pairs of `data.path`.
 
-    A directory is read as its `preferences.jsonl`, else its `model_solutions.jsonl`, else its `train.jsonl` and
-    `test.jsonl`. Of a single file, `heldout_fraction` of the prompts is set aside, each with all its pairs: always the
-    same ones for the same file, whatever the run's seed. Graded records without a right or without a wrong solution
-    are left out, and counted in the log.
+    A pair is a record with the fields of the prompt, `chosen` and `rejected`. In a directory, `preferences.jsonl` is
+    read, or else `model_solutions.jsonl`, or else `train.jsonl` and `test.jsonl`. Of a single file, `heldout_fraction`
+    of the prompts is held out, each with all its pairs: always the same prompts of the same file, independent of the
+    run's seed. Graded records without a right or without a wrong solution are left out, and their number is logged.
 
     Raises:
-        FileNotFoundError: nothing at `path`, or a directory without preferences.
-        ValueError: what `read_jsonl` and `split_heldout` raise; and, named as file:line, a record of neither form or of
-            another form than those before it, a missing, empty or non-string `chosen` or `rejected`, the two being
-            equal, a malformed or empty graded solution, one graded both ways, or a record without a field of
+        FileNotFoundError: There is nothing at `path`, or a directory has no preferences.
+        ValueError: `read_jsonl` or `split_heldout` raises it; or, named as file:line, a record has neither form or
+            another form than those before it, `chosen` or `rejected` is missing, empty or not a string, the two are
+            equal, a graded solution is malformed, empty or graded both right and wrong, or a record lacks a field of
             `prompt_template`.
     """
     source = existing_path(path)
@@ -169,14 +177,14 @@ def load_preferences(
     raise FileNotFoundError(
         f"data.path: {source} has no {', no '.join(_SINGLE_FILES)}, and no {' with '.join(_SPLIT_FILES)} whose records "
         f"have 'chosen' and 'rejected' (found: {', '.join(names[:_NUM_NAMES_SHOWN]) or 'nothing'}); add one of them, "
-        f"or name a .jsonl file."
+        f"or set data.path to a .jsonl file."
     )
 
 
 def _split_by_prompt(
     pairs: Sequence[Record], heldout_fraction: float, prompt_template: str
 ) -> tuple[list[Record], list[Record]]:
-    """A prompt that is trained on would be no held-out one, whatever its other answers."""
+    """Split the pairs so that all pairs of a prompt are on the same side: a held-out prompt is never trained on."""
     require_fields(pairs, prompt_template)
     by_prompt: dict[str, list[Record]] = {}
     for pair in pairs:
@@ -186,18 +194,18 @@ def _split_by_prompt(
 
 
 def _pairs(records: Sequence[Record]) -> list[Record]:
-    """The pairs of one file, whose form the first record that has one tells."""
+    """Return the pairs of one file. The first record with a form decides the form of the file."""
     first = next(filter(_form, records), records[0])
     form = _form(first)
     if form is None:
         raise ValueError(
-            f"{first.location}: no preference, nor in any other record: it has {sorted(first.values)}; a record needs "
-            f"'chosen' and 'rejected', or graded solutions, mappings with 'is_correct' and 'solution'."
+            f"{first.location} has no preference, nor has any other record: its fields are {sorted(first.values)}; a "
+            f"record needs 'chosen' and 'rejected', or graded solutions, mappings with 'is_correct' and 'solution'."
         )
     for record in records:
         if _form(record) not in (form, None):
             raise ValueError(
-                f"{record.location}: {_form(record)} in a file that begins with {form} ({first.location}): "
+                f"{record.location} has {_form(record)}, in a file that begins with {form} ({first.location}): "
                 "use two files."
             )
     if form == _PAIR:
@@ -208,16 +216,17 @@ def _pairs(records: Sequence[Record]) -> list[Record]:
     num_left_out = pairs.count([])
     file = first.location.rpartition(":")[0]
     if num_left_out == len(pairs):
-        raise ValueError(f"{file}: no question has both a right and a wrong solution: there is no pair to learn from.")
+        raise ValueError(f"{file}: no question has both a right and a wrong solution, so there is no pair to learn.")
     if num_left_out:
         log.once(
-            f"{file}: {num_left_out} of {len(pairs)} questions left out: without a right or without a wrong answer"
+            f"{file}: {num_left_out} of {len(pairs)} questions are left out, because they have no right or no wrong "
+            "solution"
         )
     return [pair for of_question in pairs for pair in of_question]
 
 
 def _form(record: Record) -> str | None:
-    """The form of one record; None where it has neither, as a question that nobody has answered yet."""
+    """Return the form of one record, or None if it has no answer of either form, such as a question without answers."""
     if any(side in record.values for side in _SIDES):
         return _PAIR
     return _GRADED if any(map(_is_graded, record.values.values())) else None
@@ -234,19 +243,19 @@ def _check_pair(record: Record) -> None:
         _check_text(record, side, record.values[side])
     if record.values["chosen"] == record.values["rejected"]:
         raise ValueError(
-            f"{record.location}: 'chosen' and 'rejected' are equal: there is nothing to prefer; remove it."
+            f"{record.location}: 'chosen' and 'rejected' are equal, so neither can be preferred: remove the pair."
         )
 
 
 def _check_text(record: Record, key: str, text: Any) -> None:
     if not isinstance(text, str):
-        raise ValueError(f"{record.location}: {key!r} is a {type(text).__name__}, it must be a string.")
+        raise ValueError(f"{record.location}: {key!r} is a {type(text).__name__}; it must be a string.")
     if not text.strip():
-        raise ValueError(f"{record.location}: {key!r} is empty: fill it in, or remove it.")
+        raise ValueError(f"{record.location}: {key!r} is empty: fill it in, or remove the record.")
 
 
 def _pairs_of_solutions(record: Record) -> Iterator[Record]:
-    """Every right solution with every wrong one, in the record's order; equal texts count once."""
+    """Yield a pair for each right and each wrong solution, in the record's order; equal texts count once."""
     solutions = {key: value for key, value in record.values.items() if _is_graded(value)}
     grades: dict[str, bool] = {}
     for key, graded in solutions.items():

@@ -1,4 +1,4 @@
-"""Templates: `str.format` strings over the fields of a record, checked before any row is made."""
+"""Templates: `str.format` strings over the fields of a record, checked before they are used."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from rl_megatron.data.files import Record
 
 
 def template_fields(template: str) -> list[str]:
-    """The names a template reads: `"{question}\\n"` → `["question"]`.
+    """Return the names of the fields that a template reads: `["question"]` for `"{question}: "`.
 
     Raises:
-        ValueError: braces that do not match, or a field without a name.
+        ValueError: Braces do not match, or a field has no name.
     """
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as error:
-        raise ValueError(f"template {template!r}: {error}. Write a literal brace twice: {{{{ or }}}}.") from error
+        raise ValueError(f"template {template!r}: {error}. Double a literal brace: {{{{ or }}}}.") from error
     fields = [name.partition(".")[0].partition("[")[0] for name in names]
     if "" in fields or any(field.isdigit() for field in fields):
         raise ValueError(f"template {template!r}: every field needs a name, as in {{question}}.")
@@ -26,10 +26,16 @@ def template_fields(template: str) -> list[str]:
 
 
 def require_fields(records: Sequence[Record], template: str) -> None:
-    """ValueError naming file:line, the missing field and its nearest, unless every record can fill `template`."""
+    """Check that every record has all fields of `template`.
+
+    Raises:
+        ValueError: A field is missing; the message names file:line, the field and the nearest one.
+    """
     fields = template_fields(template)
     for record in records:
         for field in fields:
             if field not in record.values:
                 problem = unknown_name("field", field, record.values)
-                raise ValueError(f"{record.location}: template {template!r} needs a field the record lacks: {problem}")
+                raise ValueError(
+                    f"{record.location}: template {template!r} needs a field that the record does not have: {problem}"
+                )

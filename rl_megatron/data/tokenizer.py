@@ -1,4 +1,4 @@
-"""Text to token ids and back: any Hugging Face tokenizer, or a byte-level BPE trained here."""
+"""`Tokenizer` converts text to token ids and back: a Hugging Face tokenizer, or a byte-level BPE trained here."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ PAD_TOKEN = "<pad>"
 EOS_TOKEN = "<eos>"
 MIN_BPE_VOCAB_SIZE = 258  # every byte, pad and eos
 
-# What else a Hugging Face directory says about its tokenizer: `save` writes it back, so an export loses nothing.
+# Further tokenizer files of a Hugging Face directory. `save` writes them back, so that an export loses nothing.
 _SIDE_FILES = ("special_tokens_map.json", "chat_template.jinja")
 
 
 class Tokenizer:
     """A `tokenizers.Tokenizer` with its end-of-sequence and padding tokens.
 
-    Text is only ever text: `encode` never reads a special token out of it, so a document that spells `<eos>` cannot end
-    a sequence, and `decode(encode(text))` gives it back. `encode_template` is the way to write special tokens.
+    `encode` never makes a special token from text. So a document that contains the characters `<eos>` cannot end a
+    sequence, and `decode(encode(text))` returns the text. Special tokens are written with `encode_template`.
 
     Args:
-        backend: a `tokenizers.Tokenizer`, or a Hugging Face fast tokenizer that holds one. Copied, not changed.
-        eos_token: must be in the vocabulary.
-        pad_token: must be in the vocabulary; None pads with the end-of-sequence token, which is safe because masks and
-            `input_lengths`, never ids, tell padding from text.
-        config: the contents of its `tokenizer_config.json`, kept for `save`.
-        side_files: name → text of further files to save with it.
+        backend: A `tokenizers.Tokenizer`, or a Hugging Face fast tokenizer that has one. It is copied, not changed.
+        eos_token: The end-of-sequence token, which must be in the vocabulary.
+        pad_token: The padding token, which must be in the vocabulary. None pads with the end-of-sequence token, which
+            is safe because padding is recognised by masks and `input_lengths`, never by ids.
+        config: The `tokenizer_config.json`, kept for `save`.
+        side_files: Name → text of further files that `save` writes.
 
     Raises:
-        ValueError: a token that is not in the vocabulary.
+        ValueError: A token is not in the vocabulary.
     """
 
     def __init__(
@@ -69,43 +69,48 @@ class Tokenizer:
         self._backend.encode_special_tokens = True  # "<eos>" in a text is five characters
 
     def leave_out_special_tokens_from(self, num_ids: int) -> None:
-        """Forgets special tokens with ids from `num_ids` on, where there are no others: markers that a model has no row
-        for and no text can hold, such as the image token of Gemma 3's text models. Their names become text."""
+        """Remove the special tokens with ids of `num_ids` or more, if all tokens with such ids are special.
+
+        A model without embedding rows for them cannot read them, and text never contains them: for example, the image
+        token of Gemma 3's text models. Their names become ordinary text. Tokens that are needed (end of sequence,
+        padding, BOS) are never removed.
+        """
         beyond = {token: token_id for token, token_id in self.special_tokens.items() if token_id >= num_ids}
         needed = {self.eos_id, self.pad_id, *self.prefix_ids}
         if not beyond or needed & set(beyond.values()) or self.vocab_size - num_ids != len(beyond):
             return
-        once(f"the tokenizer's {', '.join(beyond)} are left out: the model has {num_ids} rows in its embedding")
+        once(f"the tokenizer's {', '.join(beyond)} are not used: the model's embedding has only {num_ids} rows")
         self.special_tokens = {token: id_ for token, id_ in self.special_tokens.items() if token not in beyond}
         self.vocab_size = num_ids
 
     @property
     def digest(self) -> str:
-        """A fingerprint of what text becomes which ids: equal for tokenizers that can stand in for each other."""
+        """Return a fingerprint of the tokenizer: it is equal for tokenizers that give every text the same ids."""
         return hashlib.blake2b(self._backend.to_str().encode(), digest_size=16).hexdigest()
 
     def _id_of(self, token: str, role: str) -> int:
         token_id = self._backend.token_to_id(token)
         if token_id is None:
-            raise ValueError(f"{role} {token!r} is not in the tokenizer's vocabulary: name one that is.")
+            raise ValueError(f"{role} {token!r} is not in the tokenizer's vocabulary: use a token that is.")
         return token_id
 
     def _prefix_ids(self) -> list[int]:
-        """What the tokenizer itself puts before every text (such as Llama's BOS); what it puts behind is not kept."""
+        """Return the ids that the tokenizer puts before every text (such as Llama's BOS), but not an added `<eos>`."""
         alone = self._backend.encode("").ids
         return alone[:-1] if alone and alone[-1] == self.eos_id else alone
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without special tokens before, in or behind it."""
+        """Return the token ids of `text`, without special tokens before, in or after it."""
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_template(self, template: str, values: Mapping[str, Any]) -> list[int]:
-        """Token ids of `template.format(**values)`, where special tokens spelled in the template become special.
+        """Return the token ids of `template.format(**values)`.
 
-        Those spelled in the values stay text, so data cannot forge the markers of a chat format.
+        Special tokens that are spelled in the template become special tokens. Those that are spelled in the values stay
+        text, so that data cannot forge the markers of a chat format.
 
         Raises:
-            KeyError: a field of the template is missing in `values`.
+            KeyError: A field of the template is missing in `values`.
         """
         if not self.special_tokens:
             return self.encode(template.format_map(values))
@@ -119,7 +124,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `ids`; special tokens are left out unless asked for."""
+        """Return the text of `ids`, without special tokens unless `skip_special_tokens` is false."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
@@ -137,21 +142,22 @@ class Tokenizer:
 def load_tokenizer(
     path: str | os.PathLike[str], *, eos_token: str | None = None, pad_token: str | None = None
 ) -> Tokenizer:
-    """A tokenizer from a Hugging Face directory or a `tokenizer.json`.
+    """Return the tokenizer in a Hugging Face directory or a `tokenizer.json`.
 
     A directory with a `tokenizer.json` is read directly; any other is converted by `transformers`, which takes seconds.
 
     Args:
-        path: the directory or the file. Nothing is downloaded.
-        eos_token, pad_token: override what `tokenizer_config.json` and `special_tokens_map.json` say.
+        path: The directory or the file. Nothing is downloaded.
+        eos_token: Overrides the token in `tokenizer_config.json` or `special_tokens_map.json`.
+        pad_token: Overrides the token in `tokenizer_config.json` or `special_tokens_map.json`.
 
     Raises:
-        FileNotFoundError: nothing at `path`.
-        ValueError: no end-of-sequence token is declared, or the directory holds no tokenizer that can be read.
+        FileNotFoundError: There is nothing at `path`.
+        ValueError: No end-of-sequence token is declared, or the directory has no readable tokenizer.
     """
     source = Path(path)
     if not source.exists():
-        raise FileNotFoundError(f"no tokenizer at {source}: give a Hugging Face directory or a tokenizer.json.")
+        raise FileNotFoundError(f"there is no tokenizer at {source}: give a Hugging Face directory or tokenizer.json.")
     directory, file = (source, source / "tokenizer.json") if source.is_dir() else (source.parent, source)
     side_files = {name: (directory / name).read_text("utf-8") for name in _SIDE_FILES if (directory / name).is_file()}
     config_file = directory / "tokenizer_config.json"
@@ -162,7 +168,10 @@ def load_tokenizer(
     eos_token = eos_token or _token_text(declared.get("eos_token"))
     pad_token = pad_token or _token_text(declared.get("pad_token"))
     if eos_token is None:
-        raise ValueError(f"{directory} declares no eos_token, which ends documents and answers: pass eos_token=….")
+        raise ValueError(
+            f"{directory} declares no eos_token, which ends documents and answers: add it to tokenizer_config.json, or "
+            "pass eos_token=…."
+        )
     backend = _read_backend(file) if file.is_file() else _converted_backend(directory)
     return Tokenizer(backend, eos_token, pad_token, config, side_files)
 
@@ -175,12 +184,12 @@ def _read_backend(file: Path) -> Backend:
 
 
 def _token_text(declared: str | Mapping[str, Any] | None) -> str | None:
-    """Hugging Face writes a special token as a string or as `{"content": …}`."""
+    """Return the text of a special token, which Hugging Face writes as a string or as `{"content": …}`."""
     return declared["content"] if isinstance(declared, Mapping) else declared
 
 
 def _converted_backend(directory: Path) -> Any:
-    """The fast tokenizer that `transformers` makes of vocabulary files such as `tokenizer.model` or `vocab.json`."""
+    """Return the fast tokenizer that `transformers` converts files such as `tokenizer.model` or `vocab.json` to."""
     from transformers import AutoTokenizer
 
     try:
@@ -188,31 +197,31 @@ def _converted_backend(directory: Path) -> Any:
     except (OSError, ValueError) as error:
         files = sorted(entry.name for entry in directory.iterdir())[:20]
         raise ValueError(
-            f"{directory} holds no tokenizer.json (its files: {', '.join(files) or 'none'}), and transformers reads no "
+            f"{directory} has no tokenizer.json (its files: {', '.join(files) or 'none'}), and transformers reads no "
             f"tokenizer from it either: {error}"
         ) from error
     if getattr(loaded, "backend_tokenizer", None) is None:
         raise ValueError(
-            f"{directory} holds a {type(loaded).__name__}, which has no fast form: convert it to a tokenizer.json."
+            f"{directory} has a {type(loaded).__name__}, which has no fast form: convert it to a tokenizer.json."
         )
     return loaded.backend_tokenizer
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, digits: bool = True) -> Tokenizer:
-    """A byte-level BPE tokenizer learned from `texts`: lossless on any text, the same for the same corpus.
+    """Return a byte-level BPE tokenizer learned from `texts`. It is lossless on any text, and deterministic.
 
     Args:
-        texts: the corpus, read once.
-        vocab_size: at most this many tokens, of which 256 bytes, `<pad>` (id 0) and `<eos>` (id 1). A small corpus has
-            too few repeated pairs to reach it: `Tokenizer.vocab_size` tells the actual size.
-        digits: each digit is a token of its own, so that numbers of equal length have equal shape.
+        texts: The corpus, read once.
+        vocab_size: The most tokens, including 256 bytes, `<pad>` (id 0) and `<eos>` (id 1). A small corpus may have too
+            few repeated pairs to reach this number; `Tokenizer.vocab_size` is the actual size.
+        digits: Whether each digit is a separate token, so that numbers of equal length have equally many tokens.
 
     Raises:
-        ValueError: `vocab_size` has no room for all bytes.
+        ValueError: `vocab_size` is too small for all bytes.
     """
     if vocab_size < MIN_BPE_VOCAB_SIZE:
         raise ValueError(
-            f"vocab_size = {vocab_size}: byte-level BPE needs at least {MIN_BPE_VOCAB_SIZE} "
+            f"tokenizer.vocab_size = {vocab_size} must be at least {MIN_BPE_VOCAB_SIZE} for a byte-level BPE "
             f"(256 bytes, {PAD_TOKEN} and {EOS_TOKEN}); raise it."
         )
     backend = Backend(models.BPE())
@@ -222,7 +231,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, digits: bool = True) -> 
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        min_frequency=2,  # a pair seen once is no pattern
+        min_frequency=2,  # a pair that occurs once would only waste a token
         special_tokens=[PAD_TOKEN, EOS_TOKEN],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

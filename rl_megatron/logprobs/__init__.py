@@ -1,24 +1,29 @@
-"""Per-token statistics of vocab-parallel logits: logprobs, entropy and gathered logprobs, read once, never gathered.
+"""Per-token statistics of vocab-parallel logits: logprobs, entropy and gathered logprobs.
 
-`vocab_parallel_logprobs` is the operator, and `linear_logprobs` the same with a model's head inside it;
-`next_token_stats` is either as losses need it: labels shifted, context parallelism and packing undone, `[B, S-1]` on
-every rank. `vocab_parallel_soft_cross_entropy` and `vocab_parallel_kl` compare the logits of two models,
-`vocab_parallel_top_k` finds the largest, and `vocab_subset` brings a large vocabulary's logits to a small one's.
+Each operator reads the logits once and never gathers them:
 
-Annotations give shapes, checked in tests (tests/shape_checks.py). One name is one size, within one call or one object:
+- `vocab_parallel_logprobs` computes the statistics from logits.
+- `linear_logprobs` computes them from hidden states, with the model's head inside the operator.
+- `next_token_stats` calls one of the two as losses need it. It shifts the labels, undoes context parallelism and
+  packing, and returns [B, S-1] on every rank.
+- `vocab_parallel_soft_cross_entropy` and `vocab_parallel_kl` compare the logits of two models.
+- `vocab_parallel_top_k` finds the largest logits.
+- `vocab_subset` maps the logits of a large vocabulary to a small one.
+
+Annotations give shapes, which tests check (tests/shape_checks.py). Within one call or object, a name is one size:
 
     *tokens         any leading dimensions of logits: [T], [B, S], [S, B]
-    rows            the tokens flattened; `places` are rows in the order of a `ChunkPlan`
+    rows            the tokens, flattened; `places` are rows in the order of a `BlockPlan`
     batch sequence  [B, S]; results of `next_token_stats` are [B, S-1]
-    vocab_local     this rank's columns of the vocabulary, V/tp, its padding included
+    vocab_local     this rank's columns of the vocabulary, V/tp, including padding
     hidden          the size of the hidden states, H
-    ids, targets    K more ids of each token; J columns of each row that a gradient arrives at
+    ids, targets    K more ids of each token; J columns of each row that have a gradient of their own
     *_local         this rank's part of a dimension that context or sequence parallelism cuts
     {name}          the value of the argument `name`
     #name           that size, or 1
 
-`Float` is any floating-point dtype, `Int` any signed integer, `Shaped` any dtype. A string that would be a Python
-expression, such as a single name, starts with a blank: ruff reads it as one otherwise.
+`Float` is any floating-point dtype, `Int` any signed integer, `Shaped` any dtype. If a shape string could be read as a
+Python expression, such as a single name, it starts with a space, because ruff would otherwise check it as one.
 """
 
 from rl_megatron.logprobs.api import IGNORE_INDEX, LogprobStats, vocab_parallel_logprobs

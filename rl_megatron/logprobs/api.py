@@ -1,4 +1,4 @@
-"""`vocab_parallel_logprobs`: the public operator, its arguments checked and flattened to rows."""
+"""`vocab_parallel_logprobs`, the public operator, which checks its arguments and flattens them to rows."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ IGNORE_INDEX = -100
 
 
 class LogprobStats(NamedTuple):
-    """Per-token results in fp32 (fp64 where the logits are fp64), differentiable, the same on every rank of the group.
+    """Per-token results in fp32 (fp64 for fp64 logits). They are differentiable, and the same on every tp rank.
 
-    logprobs: log p(target), the targets' shape.
-    entropy: −Σ_v p_v·log p_v, the targets' shape, or None if not asked for.
-    gathered: log p(gather_ids), the targets' shape + [K], or None if not asked for.
+    Attributes:
+        logprobs: log p(target), in the targets' shape.
+        entropy: −Σ_v p_v·log p_v, in the targets' shape, or None if it was not requested.
+        gathered: log p(gather_ids), in the targets' shape + [K], or None if it was not requested.
     """
 
     logprobs: Float[Tensor, "*tokens"]
@@ -33,7 +34,7 @@ class LogprobStats(NamedTuple):
     gathered: Float[Tensor, "*tokens ids"] | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> LogprobStats:
-        """Return these statistics with `function` applied to each one that was asked for."""
+        """Return these statistics with `function` applied to each one that was requested."""
         return LogprobStats(
             function(self.logprobs),
             None if self.entropy is None else function(self.entropy),
@@ -55,46 +56,60 @@ def vocab_parallel_logprobs(
     sampling_filter: SamplingFilter | None = None,
     backend: str = "auto",
 ) -> LogprobStats:
-    """Log-probabilities of the targets under softmax(logits / T), and on request entropy and logprobs of K more ids.
+    """Return the logprobs of the targets under softmax(logits / T), and optionally the entropy and other ids' logprobs.
 
         x = logits / T,  M = max_v x_v,  s = Σ_v e^{x_v−M},  t = Σ_v e^{x_v−M}·(x_v−M)
         log p(y) = (x_y − M) − log s        H = log s − t/s
 
-    over the whole vocabulary, whose columns are sharded over `tp_group`. Forward: one read of the logits, one
-    all-gather of 16 bytes per token and rank (and one all-reduce of 4·K bytes per token with `gather_ids`); nothing of
-    the logits' size is allocated. Backward: no collective, one read and one write. All arithmetic is fp32, rounded once
-    to the logits' dtype.
+    Sums are over the whole vocabulary, whose columns are sharded over `tp_group`. All results are in nats.
 
-    The backward pass turns the logits' buffer into their gradient. Whoever else saved the logits for backward must have
-    run by then; autograd's version counter guards this in both directions, so misuse raises and never corrupts. A
-    second backward raises. Leaf tensors (and views of one) are the caller's data: they keep their values, their
-    gradient gets its own memory, and they may be differentiated twice. So may logits whose rows share memory, and all
-    logits under saved-tensor hooks, which switch that guard off (a non-reentrant activation checkpoint is one). Without
-    grad mode the logits are only read. Logits whose leading dimensions are merely permuted ([S, B, V] seen as
-    [B, S, V]) are used in place; any other strided view (a slice such as `logits[:, :-1]`) is copied first: mark
-    positions to leave out with `ignore_index`.
+    Cost: forward reads the logits once and makes one all-gather of 16 bytes per token and rank; `gather_ids` adds one
+    all-reduce of 4·K bytes per token. Backward reads and writes once, without a collective. No buffer of the logits'
+    size is allocated. All arithmetic is in fp32 (fp64 for fp64 logits), rounded once to the logits' dtype.
 
-    Rows with target `ignore_index` have logprob 0, entropy 0 and gradient exactly 0, whatever their logits, NaN
-    included. Rows that receive no upstream gradient are written as zeros without being read. Logits of −inf have
-    probability 0 and gradient 0 apart from the target's own; a row of nothing but −inf has logprob −inf, entropy 0 and
+    Memory: backward overwrites the logits' buffer with their gradient. Another operation that saved the logits for its
+    own backward must therefore run its backward first. Autograd's version counter checks this in both directions, so
+    that misuse raises an error instead of giving wrong gradients. A second backward raises too. In three cases the
+    gradient gets its own memory instead, and backward may run twice: the logits are a leaf or a view of one; their rows
+    share memory; saved-tensor hooks are active, which disable the version check (a non-reentrant activation checkpoint
+    is one). Without grad mode, the logits are only read.
+
+    Strides: logits with permuted leading dimensions ([S, B, V] seen as [B, S, V]) are used in place. Any other strided
+    view, such as the slice `logits[:, :-1]`, is copied first; set targets to `ignore_index` instead of slicing.
+
+    Special values: rows whose target is `ignore_index` have logprob 0, entropy 0 and gradient exactly 0, whatever their
+    logits are, including NaN. Rows without upstream gradient are set to zero without being read. Logits of −inf have
+    probability 0, and gradient 0 except for the target's own. A row with only −inf has logprob −inf, entropy 0 and
     gradient 0.
 
-    With a `sampling_filter` all of this is said of the distribution that top-k and top-p leave, renormalised: the
-    softmax of the logits x_v ≥ τ alone, τ being found from the logits as they are and constant to the gradient (see
-    `filter_thresholds`, also for the further reads and all-reduces that it costs). Tokens below τ have probability and
-    gradient 0, gathered ids among them logprob −inf. A target below τ has gradient 0 and logprob −inf, is added to the
-    distribution, or makes its row an ignored one, as `SamplingFilter.outside` says. A filter that is off is no filter.
+    Filter: with a `sampling_filter` the distribution is the softmax over the logits x_v ≥ τ only, which are the tokens
+    that top-k and top-p keep. τ is a constant in the gradient. `filter_thresholds` describes how τ is found, and which
+    further reads and all-reduces that needs. Tokens below τ have probability and gradient 0, and logprob −inf if
+    gathered. `SamplingFilter.outside` decides about a target below τ. A filter that is off has no effect.
 
-    Shapes: logits [..., V_local]; targets [...] global ids; temperature a positive number, or a tensor that broadcasts
-        to [...]; gather_ids [..., K] global ids, duplicates and the target allowed.
-    Units: nats.
-    Args: vocab_range=(start, stop), this rank's ids where shards are uneven (default: equal shards in rank order).
-        valid_vocab_size: ids from here on are padding; they enter no softmax, entropy or gradient, and a rank may hold
-        nothing else. backend: "auto" or one of `BACKENDS` (see `choose_kernels`).
-    Raises: ValueError for shapes that do not fit, shards that do not tile the vocabulary, and targets or gather_ids
-        outside it (on a GPU these last two are asynchronous device assertions: nothing waits for the check).
-    Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax" (arXiv:1805.02867); the entropy's
-        shifted first moment t is merged across shards in the same way.
+    Shapes: logits [..., V_local]; targets [...]; temperature a number or a tensor that broadcasts to [...]; gather_ids
+    [..., K].
+
+    Args:
+        logits: This rank's columns of the logits.
+        targets: Global ids, or `ignore_index`.
+        tp_group: The group over which the vocabulary is sharded; None: it is not sharded.
+        vocab_range: This rank's ids (start, stop) if shards are uneven. None: shards are equal and in rank order.
+        valid_vocab_size: Ids from here on are padding. They are in no softmax, entropy or gradient. A rank may have
+            only padding.
+        temperature: T, a positive number per row. It has no gradient.
+        ignore_index: The target of rows to leave out.
+        entropy: Whether to return the entropy.
+        gather_ids: Global ids whose logprobs to return. They may repeat, and may include the target.
+        sampling_filter: The top-k and top-p filter of the distribution.
+        backend: "auto" or one of `BACKENDS` (see `choose_kernels`).
+
+    Raises:
+        ValueError: Shapes do not fit, shards do not tile the vocabulary, or targets or gather_ids are outside it. On a
+            GPU the last two are asynchronous device assertions, so that nothing waits for the check.
+
+    Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax" (arXiv:1805.02867). The entropy's
+    shifted first moment t is merged across shards in the same way.
     """
     check_shapes(logits.shape, targets, gather_ids)
     shard = vocab_shard(logits.shape[-1], tp_group, vocab_range, valid_vocab_size)
@@ -117,7 +132,11 @@ def vocab_parallel_logprobs(
 def check_shapes(
     logits: torch.Size, targets: Int[Tensor, "*tokens"], gather_ids: Int[Tensor, "*tokens ids"] | None
 ) -> None:
-    """Raise ValueError, naming the shapes, unless targets and gather_ids fit logits of this shape."""
+    """Check that targets and gather_ids fit logits of this shape.
+
+    Raises:
+        ValueError: A shape does not fit. The message names both shapes.
+    """
     if targets.shape != logits[:-1]:
         raise ValueError(
             f"targets must have the logits' leading shape: targets {tuple(targets.shape)}, logits {tuple(logits)}"
@@ -135,16 +154,28 @@ def vocab_shard(
     vocab_range: tuple[int, int] | None,
     valid_vocab_size: int | None,
 ) -> VocabShard:
-    """Return this rank's shard of the vocabulary; raise ValueError for a range that does not fit the columns."""
+    """Return this rank's shard of the vocabulary.
+
+    Args:
+        num_local: The number of this rank's columns.
+        group: The group over which the vocabulary is sharded, or None.
+        vocab_range: This rank's ids (start, stop). None: shards are equal and in rank order.
+        valid_vocab_size: Ids from here on are padding. None: no id is padding.
+
+    Raises:
+        ValueError: The range does not fit the columns, or does not start at 0 without a group.
+    """
     rank = dist.get_rank(group) if group is not None else 0
     start, stop = vocab_range or (rank * num_local, (rank + 1) * num_local)
     if stop - start != num_local:
-        raise ValueError(f"vocab_range=({start}, {stop}) spans {stop - start} ids, the logits have {num_local} columns")
+        raise ValueError(
+            f"vocab_range=({start}, {stop}) spans {stop - start} ids, but the logits have {num_local} columns"
+        )
     if valid_vocab_size is not None and valid_vocab_size <= 0:
         raise ValueError(f"valid_vocab_size={valid_vocab_size} must be positive")
     shard = VocabShard(start, stop, valid_vocab_size, group)
     if not shard.is_parallel and start != 0:
-        raise ValueError(f"vocab_range=({start}, {stop}): without a tp_group nobody holds the ids below {start}")
+        raise ValueError(f"vocab_range=({start}, {stop}) must start at 0 without a tp_group: no rank has the ids below")
     return shard
 
 
@@ -154,15 +185,27 @@ def row_temperature(
     order: list[int],
     dtype: torch.dtype,
 ) -> Float[Tensor, " rows"] | None:
-    """Return the temperature of each row, or None for 1 (the division is then skipped)."""
+    """Return the temperature of each row, or None if it is the number 1, so that the division is skipped.
+
+    Args:
+        temperature: A positive number, or a tensor that broadcasts to the targets' shape.
+        targets: The targets, of which only the shape and the device are used.
+        order: The leading dimensions in memory order, from `memory_order`.
+        dtype: The dtype of the result.
+
+    Raises:
+        ValueError: A temperature is not positive and finite, requires a gradient, or does not broadcast.
+    """
     if not isinstance(temperature, Tensor):
         if not (temperature > 0 and math.isfinite(temperature)):
-            raise ValueError(f"temperature={temperature} must be positive and finite; greedy decoding has no logprobs")
+            raise ValueError(
+                f"temperature={temperature} must be positive and finite; greedy decoding does not have logprobs"
+            )
         if temperature == 1:
             return None
         return torch.full((targets.numel(),), temperature, dtype=dtype, device=targets.device)
     if temperature.requires_grad:
-        raise ValueError("temperature must not require a gradient: none is computed for it")
+        raise ValueError("temperature must not require a gradient, because none is computed for it")
     given = temperature
     check(
         ((given > 0) & given.isfinite()).all(),

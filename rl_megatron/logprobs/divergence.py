@@ -1,4 +1,4 @@
-"""How far one model's distribution is from another's, over logits that stay sharded: cross-entropy and both KLs."""
+"""Divergences between two models' distributions over sharded logits: the cross-entropy and both KLs."""
 
 from __future__ import annotations
 
@@ -31,27 +31,38 @@ def vocab_parallel_soft_cross_entropy(
     teacher_rows: Int[Tensor, "*tokens"] | None = None,
     valid_vocab_size: int | None = None,
 ) -> Float[Tensor, "*tokens"]:
-    """Return −Σ_v p(v)·log q(v) of a student q = softmax(x) and a constant teacher p = softmax(y), per student row:
+    """Return −Σ_v p(v)·log q(v) of each row, for a student q = softmax(x) and a constant teacher p = softmax(y).
 
         M = max_v x_v,  s = Σ_v e^{x_v−M},  M' = max_v y_v,  s' = Σ_v e^{y_v−M'},  u = −Σ_v e^{y_v−M'}·(x_v−M)
         CE = log s + u/s'        ∂CE/∂x = q − p
 
-    over the whole vocabulary, whose columns both models shard alike over `tp_group`, equally and in rank order.
-    Forward: one read of both, one all-gather of 20 bytes per row and rank. Backward: no collective, one read of both,
-    one write. Nothing of the logits' size is allocated: rows are worked on in blocks, in fp32 and rounded once to the
-    student's dtype, and the student's buffer turns into its gradient, with the guards of `vocab_parallel_logprobs`.
+    Sums are over the whole vocabulary. Both models shard its columns over `tp_group` equally and in rank order. The
+    result is in nats.
 
-    Rows whose teacher row is −1 have CE 0 and gradient exactly 0, whatever their logits, NaN included. A student that
-    gives −inf to what its teacher finds possible has CE ∞; its gradient q − p stays finite. Where either row is nothing
-    but −inf the gradient is 0, and a teacher of nothing but −inf asks for nothing: CE 0.
+    Cost: forward reads both logits once and makes one all-gather of 20 bytes per row and rank. Backward reads both
+    once and writes once, without a collective. No buffer of the logits' size is allocated: rows are processed in
+    blocks, in fp32, and rounded once to the student's dtype. Backward overwrites the student's buffer with its
+    gradient, with the checks of `vocab_parallel_logprobs`.
 
-    Shapes: student_logits [..., V_local]; teacher_logits [*, V_local], its leading shape flattened giving the rows that
-        teacher_rows [...] counts (default: each student row meets the teacher row at its own place). Returns [...].
-    Units: nats.
-    Args: valid_vocab_size: ids from here on are padding; they enter no softmax and no gradient.
-    Raises: ValueError for shapes that do not fit and for rows that the teacher does not have.
+    Special values: rows whose teacher row is −1 have CE 0 and gradient exactly 0, whatever their logits are, including
+    NaN. If the student has −inf at an id that the teacher finds possible, CE is ∞, but the gradient q − p is finite. If
+    the student's or the teacher's row has only −inf, the gradient is 0. If the teacher's row has only −inf, CE is 0.
+
+    Shapes: student_logits [..., V_local]; teacher_logits [*, V_local]; teacher_rows [...]. Returns [...].
+
+    Args:
+        student_logits: This rank's columns of the student's logits.
+        teacher_logits: This rank's columns of the teacher's logits. It has no gradient.
+        tp_group: The group over which the vocabulary is sharded; None: it is not sharded.
+        teacher_rows: The teacher's row for each student row, counted in the teacher's flattened leading dimensions; −1
+            for none. None: both have the same leading shape, and rows at the same position belong together.
+        valid_vocab_size: Ids from here on are padding. They are in no softmax and no gradient.
+
+    Raises:
+        ValueError: Shapes do not fit, or the teacher does not have a row.
+
     Source: Hinton, Vinyals & Dean 2015, "Distilling the Knowledge in a Neural Network" (arXiv:1503.02531), eq. 2 at
-        temperature 1; statistics merged across shards as in `vocab_parallel_logprobs`.
+    temperature 1. Statistics are merged across shards as in `vocab_parallel_logprobs`.
     """
     return _compare("cross_entropy", student_logits, teacher_logits, tp_group, 1.0, teacher_rows, valid_vocab_size)
 
@@ -66,28 +77,44 @@ def vocab_parallel_kl(
     teacher_rows: Int[Tensor, "*tokens"] | None = None,
     valid_vocab_size: int | None = None,
 ) -> Float[Tensor, "*tokens"]:
-    """Return the KL divergence of a student q = softmax(x/T) and a constant teacher p = softmax(y/T), per student row:
+    """Return the KL divergence of each row, for a student q = softmax(x/T) and a constant teacher p = softmax(y/T).
 
         forward:  KL(p‖q) = Σ_v p·(log p − log q)        ∂/∂x = (1/T)·(q − p)
         reverse:  KL(q‖p) = Σ_v q·(log q − log p)        ∂/∂x = (1/T)·q·((log q − log p) − KL)
 
-    over the whole vocabulary. Layout, cost, memory, guards and rows without a teacher are those of
-    `vocab_parallel_soft_cross_entropy`. The differences log p − log q are summed as such, so that two models that agree
-    have a KL of 0 to rounding, which may be a little below 0.
+    Sums are over the whole vocabulary. Layout, cost, memory, checks and rows without a teacher are those of
+    `vocab_parallel_soft_cross_entropy`. The result is in nats. The sum is over the differences log p − log q, so that
+    the KL of two equal models is 0 up to rounding, and may be slightly negative.
 
-    What only the weighing model finds impossible adds nothing. What only the other finds impossible makes the KL ∞:
-    forward, a student at −inf where the teacher is not, whose gradient q − p stays finite; reverse, a teacher at −inf
-    where the student is not, whose gradient is infinite, and is given as 0. A teacher of nothing but −inf asks for
-    nothing: KL 0. A student of nothing but −inf has KL ∞. In both cases the gradient is 0.
+    Special values, with the first argument of KL(·‖·) as the one that weights:
 
-    Shapes: as `vocab_parallel_soft_cross_entropy`; temperature a positive number, or a tensor that broadcasts to [...].
-    Units: nats.
-    Raises: ValueError for shapes that do not fit, rows that the teacher does not have, and another direction.
-    Source: forward, Hinton et al. 2015 (arXiv:1503.02531), without the factor T² there; reverse, Gu et al. 2024,
-        "MiniLLM" (arXiv:2306.08543).
+    - Ids that only the weighting model finds impossible add 0.
+    - Ids that only the other model finds impossible make the KL ∞. Forward: the student has −inf where the teacher has
+      not; the gradient q − p is finite. Reverse: the teacher has −inf where the student has not; the gradient would be
+      infinite, and is set to 0.
+    - A teacher row with only −inf gives KL 0 and gradient 0. A student row with only −inf gives KL ∞ and gradient 0.
+
+    Shapes: as in `vocab_parallel_soft_cross_entropy`; temperature a number or a tensor that broadcasts to [...].
+
+    Args:
+        student_logits: This rank's columns of the student's logits.
+        teacher_logits: This rank's columns of the teacher's logits. It has no gradient.
+        tp_group: The group over which the vocabulary is sharded; None: it is not sharded.
+        direction: "forward" for KL(p‖q) or "reverse" for KL(q‖p).
+        temperature: T, a positive number per student row. It has no gradient.
+        teacher_rows: See `vocab_parallel_soft_cross_entropy`.
+        valid_vocab_size: Ids from here on are padding. They are in no softmax and no gradient.
+
+    Raises:
+        ValueError: Shapes do not fit, the teacher does not have a row, or the direction is unknown.
+
+    Source: forward, Hinton et al. 2015 (arXiv:1503.02531), without that paper's factor T²; reverse, Gu et al. 2024,
+    "MiniLLM" (arXiv:2306.08543).
     """
     if direction not in ("forward", "reverse"):
-        raise ValueError(f"direction={direction!r} must be 'forward', KL(teacher‖student), or 'reverse'")
+        raise ValueError(
+            f"direction={direction!r} must be 'forward', KL(teacher‖student), or 'reverse', KL(student‖teacher)"
+        )
     return _compare(direction, student_logits, teacher_logits, tp_group, temperature, teacher_rows, valid_vocab_size)
 
 
@@ -100,20 +127,24 @@ def _compare(
     teacher_rows: Int[Tensor, "*tokens"] | None,
     valid_vocab_size: int | None,
 ) -> Float[Tensor, "*tokens"]:
+    """Return one of the divergences of each student row."""
     leading, num_local = student_logits.shape[:-1], student_logits.shape[-1]
     _check_alike(student_logits, teacher_logits, teacher_rows)
     order, teacher_order = memory_order(student_logits), memory_order(teacher_logits)
     student, teacher = to_rows(student_logits, order), to_rows(teacher_logits.detach(), teacher_order)
-    # The row in memory of each teacher row.
+    # The position in memory of each teacher row.
     in_memory = torch.arange(teacher.shape[0], device=teacher.device)
     rows = from_rows(in_memory, teacher_logits.shape[:-1], teacher_order)
     if teacher_rows is not None:
         check(
             ((teacher_rows >= -1) & (teacher_rows < teacher.shape[0])).all(),
-            lambda: f"teacher_rows {teacher_rows.min()} … {teacher_rows.max()} of a teacher with {len(teacher)} rows",
+            lambda: (
+                f"teacher_rows {teacher_rows.min()} … {teacher_rows.max()} must be in [-1, {len(teacher)}): a row of "
+                "the teacher, or -1 for none"
+            ),
         )
-        found = rows.flatten().index_select(0, teacher_rows.clamp(min=0).flatten())
-        rows = found.view_as(teacher_rows).masked_fill(teacher_rows < 0, -1)
+        chosen_rows = rows.flatten().index_select(0, teacher_rows.clamp(min=0).flatten())
+        rows = chosen_rows.view_as(teacher_rows).masked_fill(teacher_rows < 0, -1)
     dtype = torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
     result = _Divergence.apply(
         student,
@@ -132,6 +163,7 @@ def _check_alike(
     teacher_logits: Float[Tensor, "*teacher_tokens vocab_local"],
     teacher_rows: Int[Tensor, "*tokens"] | None,
 ) -> None:
+    """Raise ValueError, naming the shapes, unless both models' logits and teacher_rows fit together."""
     num_local = student_logits.shape[-1]
     if teacher_logits.shape[-1] != num_local:
         raise ValueError(
@@ -141,12 +173,12 @@ def _check_alike(
     if (teacher_logits.shape[:-1] if teacher_rows is None else teacher_rows.shape) != student_logits.shape[:-1]:
         name, given = ("teacher_logits", teacher_logits) if teacher_rows is None else ("teacher_rows", teacher_rows)
         raise ValueError(
-            f"{name} {tuple(given.shape)} must have student_logits' leading shape, {tuple(student_logits.shape)}"
+            f"{name} {tuple(given.shape)} must have the leading shape of student_logits {tuple(student_logits.shape)}"
         )
 
 
 class _Divergence(torch.autograd.Function):
-    """[N] from student [N, V_local] and teacher [M, V_local] logits and the teacher's row for each of the student's."""
+    """The divergence [N] of each row of student logits [N, V_local] from its row of teacher logits [M, V_local]."""
 
     @staticmethod
     def forward(ctx, student, teacher, rows, temperature, shard, of, overwrite):
@@ -188,7 +220,7 @@ class _Divergence(torch.autograd.Function):
 
 
 def _all_shards(stats: Float[Tensor, "rows 5"], shard: VocabShard) -> Float[Tensor, "tp rows 5"]:
-    """Return every rank's statistics, in rank order."""
+    """Return every rank's statistics, in rank order, with one all-gather."""
     if not shard.is_parallel:
         return stats[None]
     parts = stats.new_empty(dist.get_world_size(shard.group), *stats.shape)

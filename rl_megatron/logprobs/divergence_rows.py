@@ -1,6 +1,6 @@
 """The arithmetic of `divergence.py` in plain torch: statistics of pairs of rows, their merge, and the gradients.
 
-As in `kernels/torch.py`: blocks of rows through fp32 scratch tiles, and a row's bits depend on no other row.
+As in `kernels/torch.py`, blocks of rows are processed in fp32 scratch tiles, and a row's bits do not depend on others.
 """
 
 from __future__ import annotations
@@ -17,9 +17,14 @@ Divergence = Literal["cross_entropy", "forward", "reverse"]
 
 
 class Pairs(NamedTuple):
-    """N rows of a student and the teacher's row for each, with x = student / T and y = teacher / T.
+    """The N rows of a student with a teacher row for each, where x = student / T and y = teacher / T.
 
-    rows are in [0, M). A temperature of None is 1. Columns from num_columns on are padding.
+    Attributes:
+        student: The student's logits, [N, V_local].
+        teacher: The teacher's logits, [M, V_local].
+        rows: The teacher's row of each student row, in [0, M).
+        temperature: T of each student row, or None for 1.
+        num_columns: Columns from here on are padding.
     """
 
     student: Float[Tensor, "rows vocab_local"]
@@ -30,10 +35,11 @@ class Pairs(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
+        """Return the dtype of the arithmetic: fp32, or fp64 if one of the models has fp64 logits."""
         return torch.promote_types(torch.promote_types(self.student.dtype, self.teacher.dtype), torch.float32)
 
     def load(self, block: slice, x: Float[Tensor, "block columns"], y: Float[Tensor, "block columns"]) -> None:
-        """Write the block's x and y into two tiles."""
+        """Write x and y of a block of student rows into two tiles."""
         x.copy_(self.student[block, : self.num_columns])
         y.copy_(self.teacher[:, : self.num_columns].index_select(0, self.rows[block]))
         if self.temperature is not None:
@@ -42,14 +48,14 @@ class Pairs(NamedTuple):
 
 
 def pair_stats(pairs: Pairs, of: Divergence, active: Bool[Tensor, " rows"]) -> Float[Tensor, "rows 5"]:
-    """Return (m, s, m', s', u) of this rank's shard, [N, 5], with its own maxima:
+    """Return (m, s, m', s', u) of this rank's shard, [N, 5], relative to the shard's own maxima.
 
         m = max_v x_v,  s = Σ_v e^{x_v−m},  m' and s' likewise of y
         u = Σ_v w_v·d_v:   cross_entropy w = e^{y−m'}, d = −(x−m);   forward w = e^{y−m'}, d = (y−m')−(x−m);
                            reverse w = e^{x−m}, d = (x−m)−(y−m')
 
-    An empty or all −inf shard gives m = −inf and s = 0, and takes (x − 0) in d. Rows that are not active are skipped
-    where that is free, and garbage elsewhere.
+    A shard that is empty or has only −inf gives m = −inf and s = 0, and uses (x − 0) in d. The results of rows that are
+    not active are undefined; such rows are skipped if that costs nothing.
     """
     num_columns, num_rows = pairs.num_columns, pairs.student.shape[0]
     stats = pairs.student.new_zeros(num_rows, 5, dtype=pairs.dtype)
@@ -72,7 +78,7 @@ def pair_stats(pairs: Pairs, of: Divergence, active: Bool[Tensor, " rows"]) -> F
         exponentials(x, out=x)
         exponentials(y, out=y)
         weights = x if of == "reverse" else y
-        product.mul_(weights).masked_fill_(weights == 0, 0.0)  # 0 · ∞: impossible to the one that weighs
+        product.mul_(weights).masked_fill_(weights == 0, 0.0)  # an id with weight 0 adds 0, not 0 · ∞ = NaN
         sums = (row_sums(tile, height) for tile in tiles)
         for place, column in zip((0, 2, 1, 3, 4), (row_max, teacher_max, *sums), strict=True):
             stats[block, place] = column
@@ -80,12 +86,13 @@ def pair_stats(pairs: Pairs, of: Divergence, active: Bool[Tensor, " rows"]) -> F
 
 
 def merge_pairs(parts: Float[Tensor, "tp rows 5"], of: Divergence) -> tuple[Float[Tensor, " rows"], ...]:
-    """Return (M, s, M', s', u) of the whole vocabulary, summed in rank order, hence bitwise the same on every rank:
+    """Return (M, s, M', s', u) of the whole vocabulary, from every rank's statistics.
 
-        M = max_r m_r,  s = Σ_r e^{m_r−M}·s_r,  likewise M' and s';  with a the side that weighs and b the other
+        M = max_r m_r,  s = Σ_r e^{m_r−M}·s_r,  M' and s' likewise
         u = Σ_r e^{a_r−A}·(u_r + ((a_r−A) − (b_r−B))·s_{a,r}),   for the cross-entropy without (a_r−A)
 
-    Maxima of nothing but −inf are 0.
+    a stands for the model whose probabilities are the weights, and b for the other. Sums are in rank order, so that the
+    results are bitwise the same on every rank. The maximum of a row with only −inf is given as 0.
     """
     student, teacher = (parts[..., 0], parts[..., 1]), (parts[..., 2], parts[..., 3])
     row_max, teacher_max = _finite(student[0].amax(dim=0)), _finite(teacher[0].amax(dim=0))
@@ -97,7 +104,7 @@ def merge_pairs(parts: Float[Tensor, "tp rows 5"], of: Divergence) -> tuple[Floa
         (shift, weighing), (other_shift, other) = (shifts[0], student[1]), (shifts[1], teacher[1])
     else:
         (shift, weighing), (other_shift, other) = (shifts[1], teacher[1]), (shifts[0], student[1])
-    moved = -other_shift.masked_fill(other == 0, 0.0)  # an all −inf shard took x − 0 already
+    moved = -other_shift.masked_fill(other == 0, 0.0)  # a shard with only −inf has used x − 0
     if of != "cross_entropy":
         moved = moved + shift
     weights = shift.exp()
@@ -106,7 +113,7 @@ def merge_pairs(parts: Float[Tensor, "tp rows 5"], of: Divergence) -> tuple[Floa
 
 
 class Normalisers(NamedTuple):
-    """M, log s, M' and log s' [N]."""
+    """M, log s, M' and log s' of each pair of rows, [N]."""
 
     row_max: Float[Tensor, " rows"]
     log_sum: Float[Tensor, " rows"]
@@ -122,11 +129,20 @@ def write_pair_gradients(
     grad: Float[Tensor, " rows"],
     active: Bool[Tensor, " rows"],
 ) -> None:
-    """Write g·∂/∂student into `out`, which may be the student itself, with ln q = (x−M)−log s and ln p = (y−M')−log s':
+    """Write g·∂/∂student into `out`, which may be the student itself.
 
-        (1/T)·(q − p),  or with kl, the rows' reverse KL:  (1/T)·q·((ln q − ln p) − KL)
+        ∂/∂student = (1/T)·(q − p),  or of the reverse KL  (1/T)·q·((ln q − ln p) − KL)
+        ln q = (x−M)−log s,  ln p = (y−M')−log s'
 
-    Rows not active, and columns from num_columns on, get exactly 0 and are never read.
+    Rows that are not active, and columns from num_columns on, are set to exactly 0 and are never read.
+
+    Args:
+        out: The gradient to write, [N, V_local].
+        pairs: The rows of both models.
+        normalisers: M, log s, M' and log s'.
+        kl: The reverse KL of each row; None for the other two divergences.
+        grad: The upstream gradient g of each row.
+        active: The rows that have a gradient.
     """
     num_columns = pairs.num_columns
     out[:, num_columns:].zero_()
@@ -143,7 +159,7 @@ def write_pair_gradients(
             continue
         x, y = tiles[:, : block.stop - block.start]
         pairs.load(block, x, y)
-        row_max, log_sum, teacher_max, teacher_log_sum = (each[block, None] for each in normalisers)
+        row_max, log_sum, teacher_max, teacher_log_sum = (values[block, None] for values in normalisers)
         x.sub_(row_max).sub_(log_sum)
         y.sub_(teacher_max).sub_(teacher_log_sum)
         if kl is None:
@@ -157,12 +173,12 @@ def write_pair_gradients(
 
 
 def _shift_by_max(x: Tensor) -> Tensor:
-    """Return each row's maximum, subtracted from it in place where it is finite."""
+    """Subtract each row's maximum from the row in place if it is finite, and return the maxima."""
     row_max = x.amax(dim=-1)
     x.sub_(_finite(row_max)[:, None])
     return row_max
 
 
 def _finite(row_max: Tensor) -> Tensor:
-    """Return the maxima with 0 for −inf. No shift makes an all −inf row finite; 0 leaves its sums at exactly 0."""
+    """Return the maxima with 0 for −inf: a row with only −inf is shifted by 0, so that its sums are exactly 0."""
     return row_max.masked_fill(row_max == -torch.inf, 0.0)

@@ -1,4 +1,4 @@
-"""The differentiable core under a sampling filter: `VocabParallelStats` of what top-k and top-p leave."""
+"""The differentiable core with a sampling filter: `VocabParallelStats` of the tokens that top-k and top-p keep."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from rl_megatron.logprobs.vocab_parallel import Kernels, Merged, Upstream, Vocab
 
 
 class FilteredStats(torch.autograd.Function):
-    """(logprobs [N], entropy [N] or None, gathered [N, K] or None) of the tokens that the filter leaves, renormalised.
+    """(logprobs [N], entropy [N] or None, gathered [N, K] or None) of the tokens that the filter keeps, renormalised.
 
-    The kernels leave out what is below the thresholds, which are constants to the gradient. What becomes of a target
-    below its threshold is decided here, by the rank that has it: it puts −inf in the target's place in its statistics,
-    or adds the target to them.
+    The kernels leave out tokens below the thresholds, which are constants in the gradient. The rank that has a target
+    below its threshold handles it here: it sets the target's logit to −inf in its statistics, or adds the target to
+    them.
     """
 
     @staticmethod
     def forward(
         ctx, logits, targets, gather_ids, temperature, ignored, shard, entropy, kernels, overwrite, sampling_filter
     ):
+        """Compute the thresholds and the statistics, and merge them over the ranks."""
         thresholds = filter_thresholds(logits, sampling_filter, shard, temperature, ~ignored)
         columns, gather_columns, gathered = shard.columns(targets), None, None
         stats = kernels.row_stats(logits, columns, shard.num_columns, temperature, entropy, ~ignored, thresholds)
@@ -42,23 +43,24 @@ class FilteredStats(torch.autograd.Function):
             gathered = own_logits(logits, gather_columns, temperature, shard, kernels).masked_fill(lost, -torch.inf)
             if shard.is_parallel:
                 dist.all_reduce(gathered, group=shard.group)
-        found = merge(stats, gathered, targets, gather_ids, ignored, shard, entropy)
+        merged = merge(stats, gathered, targets, gather_ids, ignored, shard, entropy)
 
-        lost = torch.zeros_like(ignored) if kept is not None else found.logprobs == -torch.inf
+        lost = torch.zeros_like(ignored) if kept is not None else merged.logprobs == -torch.inf
         if sampling_filter.outside == "ignore":
-            found = _without(found, lost & found.active)
+            merged = _without(merged, lost & merged.active)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
-            logits, columns, gather_columns, temperature, thresholds, found.row_max, found.log_sum, found.entropy,
-            found.active, lost, None if gathered is None else found.gathered == -torch.inf, kept,
-            None if kept is None else found.logprobs.clone(),
+            logits, columns, gather_columns, temperature, thresholds, merged.row_max, merged.log_sum, merged.entropy,
+            merged.active, lost, None if gathered is None else merged.gathered == -torch.inf, kept,
+            None if kept is None else merged.logprobs.clone(),
         )  # fmt: skip
         ctx.shard, ctx.kernels, ctx.overwrite, ctx.consumed = shard, kernels, overwrite, False
-        return found.logprobs, found.entropy, found.gathered
+        return merged.logprobs, merged.entropy, merged.gathered
 
     @staticmethod
     @once_differentiable
     def backward(ctx, target_grad, entropy_grad, gathered_grads):
+        """Return the gradient of the logits, in their own buffer if it may be overwritten."""
         unused = (None,) * 9
         if target_grad is None and entropy_grad is None and gathered_grads is None:
             return None, *unused
@@ -90,12 +92,12 @@ def _below(
     shard: VocabShard,
     kernels: Kernels,
 ) -> Bool[Tensor, "rows ids"]:
-    """Return which of K local columns per row the filter leaves out; false if another rank has the id."""
+    """Return which of K local columns per row the filter leaves out, with false for ids of other ranks."""
     return (columns >= 0) & (own_logits(logits, columns, None, shard, kernels) < thresholds[:, None])
 
 
 def _with_target(stats: Float[Tensor, "rows 4"]) -> Float[Tensor, "rows 4"]:
-    """Return `row_stats` (m, s, t, x_y) as they are with x_y among the logits that make m, s and t."""
+    """Return `row_stats` (m, s, t, x_y) with x_y added to the logits that m, s and t are computed from."""
     m, s, t, x = stats.unbind(-1)
     row_max = torch.maximum(m, x)
     finite = row_max.masked_fill(row_max == -torch.inf, 0.0)
@@ -108,19 +110,19 @@ def _with_target(stats: Float[Tensor, "rows 4"]) -> Float[Tensor, "rows 4"]:
 def _kept_target_gradient(
     upstream: Upstream, logprobs: Float[Tensor, " rows"], kept: Bool[Tensor, " rows"]
 ) -> Float[Tensor, " rows"]:
-    """Return the softmax's share of a kept target's gradient, p_y·(A − g_H·ℓ_y): the kernels take p_y for 0."""
+    """Return the softmax's part of a kept target's gradient, p_y·(A − g_H·ℓ_y), for which the kernels use p_y = 0."""
     share = upstream.base
     if upstream.entropy_grad is not None:
         share = share - upstream.entropy_grad * logprobs.clamp(min=LOWEST_EXPONENT)
     return torch.where(kept, logprobs.exp() * share, 0.0)
 
 
-def _without(found: Merged, lost: Bool[Tensor, " rows"]) -> Merged:
-    """Return the results with rows `lost` as if they had been ignored."""
-    entropy, gathered = found.entropy, found.gathered
-    return found._replace(
-        logprobs=found.logprobs.masked_fill(lost, 0.0),
+def _without(merged: Merged, lost: Bool[Tensor, " rows"]) -> Merged:
+    """Return the results with the rows `lost` set as if their targets were `ignore_index`."""
+    entropy, gathered = merged.entropy, merged.gathered
+    return merged._replace(
+        logprobs=merged.logprobs.masked_fill(lost, 0.0),
         entropy=None if entropy is None else entropy.masked_fill(lost, 0.0),
         gathered=None if gathered is None else gathered.masked_fill(lost[:, None], 0.0),
-        active=found.active & ~lost,
+        active=merged.active & ~lost,
     )

@@ -1,4 +1,4 @@
-"""Logits of any leading shape as rows `[N, V_local]`, without a copy wherever the strides allow a view."""
+"""Flatten logits of any leading shape to rows [N, V_local], without a copy if the strides allow a view."""
 
 from __future__ import annotations
 
@@ -10,36 +10,40 @@ from torch import Tensor
 
 
 def memory_order(logits: Shaped[Tensor, "*tokens columns"]) -> list[int]:
-    """Return the leading dimensions in memory order, so that a view makes rows of them: [1, 0] for [S, B, V] seen as
-    [B, S, V]."""
+    """Return the leading dimensions in memory order, so that a view can flatten them.
+
+    It is [1, 0] for [S, B, V] seen as [B, S, V].
+    """
     return sorted(range(logits.dim() - 1), key=lambda dim: -logits.stride(dim))
 
 
 def to_rows(x: Shaped[Tensor, "*tokens columns"], order: list[int]) -> Shaped[Tensor, "rows columns"]:
-    """Return [..., C] as [N, C], the leading dimensions taken in `order`; a view if the strides allow one."""
+    """Return [..., C] as [N, C] with the leading dimensions in `order`. It is a view if the strides allow one."""
     return x.permute(*order, -1).reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def from_rows(x: Shaped[Tensor, "rows ..."], leading: torch.Size, order: list[int]) -> Tensor:
-    """Return [N, ...] as [*leading, ...], undoing `to_rows`."""
+    """Return [N, ...] as [*leading, ...], which undoes `to_rows`."""
     inverse = sorted(range(len(order)), key=order.__getitem__)
     trailing = range(len(order), len(order) + x.dim() - 1)
     return x.view([*(leading[dim] for dim in order), *x.shape[1:]]).permute([*inverse, *trailing])
 
 
 def may_be_overwritten(rows: Shaped[Tensor, "rows columns"]) -> bool:
-    """Return whether backward may turn these rows [N, V] into their gradient. It may not if
+    """Return whether backward may overwrite these rows [N, V] with their gradient.
 
-    - they are a leaf's memory, that is, the caller's own data;
-    - places in them share memory (an expanded tensor, sliding windows): each has a gradient of its own;
-    - hooks decide what is saved for backward, as inside a non-reentrant checkpoint: autograd then does not check
-      whether somebody else's saved tensor was overwritten.
+    It may not in three cases:
+
+    - The rows are the memory of a leaf, which is the caller's own data.
+    - Elements share memory (an expanded tensor, sliding windows), but each has its own gradient.
+    - Saved-tensor hooks are active, as inside a non-reentrant checkpoint. Autograd then does not check whether a tensor
+      that another operation saved was overwritten.
     """
     if rows.is_leaf or (rows._base is not None and rows._base.is_leaf):
         return False
     num_rows, width = rows.shape
     if (width > 1 and rows.stride(1) == 0) or (num_rows > 1 and rows.stride(0) < width * rows.stride(1)):
         return False
-    # torch has no public way to ask for the hooks, and its stubs leave this submodule out.
+    # torch has no public function that returns the hooks, and its stubs do not include this submodule.
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
     return hooks is None

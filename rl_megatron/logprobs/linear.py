@@ -1,4 +1,4 @@
-"""`linear_logprobs`: a language model's head and the logprob kernels in one operator, whose logits never all exist."""
+"""`linear_logprobs`: a language model's head and the logprob kernels in one operator, without the full logits."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ from rl_megatron.logprobs.kernels.backends import choose_kernels
 from rl_megatron.logprobs.token_blocks import BlockPlan, HiddenBlocks
 from rl_megatron.logprobs.vocab_parallel import Upstream, merge, own_logits
 
-# Logits of a chunk. On a GPU 512 MiB in bf16: thousands of rows, so that reading the weights for each chunk is nothing
-# beside the products. On a CPU 32 MiB: a hundred rows of the largest vocabularies are as good as more.
-CHUNK_ELEMENTS_CPU = 1 << 24
-CHUNK_ELEMENTS_CUDA = 1 << 28
+# The number of logits of a token block. On a GPU they have 512 MiB in bf16: thousands of rows, so that reading the
+# weights for each block is cheap beside the products. On a CPU they have 32 MiB in bf16: about a hundred rows of the
+# largest vocabularies, beyond which more rows are not faster.
+BLOCK_ELEMENTS_CPU = 1 << 24
+BLOCK_ELEMENTS_CUDA = 1 << 28
 
-# fp32 copies of a chunk's gradient where a product cannot add 16-bit factors to an fp32 sum (CPU).
+# The size of the fp32 copies of a block's gradient on a CPU, where a product cannot add 16-bit factors to an fp32 sum.
 _WIDENED_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
 class DeferredLogits:
-    """A language model's output whose logits have not been computed: what it says of them is read by `linear_logprobs`.
+    """A language model's output whose logits have not been computed. `linear_logprobs` reads their statistics.
 
-    hidden [S, B, H], the head's input; under sequence parallelism this rank's part of its first dimension, of
-    `sequence_shards` parts. weight [V/tp, H], the head's. block_tokens: see `linear_logprobs`.
+    Attributes:
+        hidden: The head's input, [S, B, H], or this rank's part of the first dimension under sequence parallelism.
+        weight: The head's weight, [V/tp, H].
+        sequence_shards: The number of sequence-parallel parts of the first dimension.
+        block_tokens: See `linear_logprobs`.
     """
 
     hidden: Float[Tensor, "sequence_local batch hidden"]
@@ -39,11 +43,12 @@ class DeferredLogits:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """[B, S, V/tp], the logits'."""
+        """Return the shape that the logits would have, [B, S, V/tp]."""
         return self.hidden.shape[1], self.hidden.shape[0] * self.sequence_shards, self.weight.shape[0]
 
     @property
     def device(self) -> torch.device:
+        """Return the device of the hidden states."""
         return self.hidden.device
 
 
@@ -63,29 +68,47 @@ def linear_logprobs(
     block_tokens: int | None = None,
     sequence_parallel: bool = False,
 ) -> LogprobStats:
-    """Return `vocab_parallel_logprobs(hidden · weightᵀ, targets, …)`, the logits living a chunk of tokens at a time.
+    """Return `vocab_parallel_logprobs(hidden · weightᵀ, targets, …)`, with the logits of one token block at a time.
 
-        forward, chunk by chunk:   z = h·Wᵀ → (m, s, t, z_y) of each row → forgotten
-        backward, chunk by chunk:  z = h·Wᵀ again → dz in its place → dh = dz·W,  dW += dzᵀ·h
+        forward, block by block:   z = h·Wᵀ → (m, s, t, z_y) of each row → z is dropped
+        backward, block by block:  z = h·Wᵀ again → dz in the same memory → dh = dz·W,  dW += dzᵀ·h
 
-    The last chunk's logits are kept from forward to backward, which takes it first. Rows with target `ignore_index`
-    are left out of every product. Memory beyond the results, dh and dW: one chunk of logits, up to four of hidden
-    states, and 60 bytes a token; for 16-bit weights without `main_grad` dW once more in fp32.
+    The last block's logits are kept for backward, which starts with this block. Rows with target `ignore_index` are
+    left out of every product. On a GPU, finding these rows waits for the device once.
 
-    Collectives over `tp_group`: forward as `vocab_parallel_logprobs`, once and not per chunk. Backward sums each
-    chunk's dh over the ranks while dW's product runs. With `sequence_parallel` every chunk of hidden states is
-    gathered, both ways, and the sums are scattered: whole hidden states never exist.
+    Memory: besides the results, dh and dW, it needs one block of logits, up to four blocks of hidden states, and 60
+    bytes per token. For 16-bit weights without `main_grad` it also needs dW in fp32.
 
-    dW is summed in fp32. Where megatron-core's DDP keeps a `main_grad` for the weight it is added there directly, and
-    autograd gets megatron-core's placeholder for it (`torch.autograd.grad` of such a weight is meaningless).
+    Collectives over `tp_group`: forward has those of `vocab_parallel_logprobs`, once and not per block. Backward sums
+    each block's dh over the ranks while the product for dW runs. With `sequence_parallel`, forward and backward gather
+    each block of hidden states, and the sums of dh are scattered. The whole hidden states are never in memory.
 
-    Shapes: hidden [..., H], with sequence_parallel [n/tp, ..., H] of [n, ..., H]; weight [V_local, H] of the same
-        dtype; targets [...], whole. Results as in `vocab_parallel_logprobs`.
-    Args: block_tokens: rows of a chunk (default: as many as make 512 MiB of bf16 logits, on a CPU 32 MiB).
-        backend: of the kernels; the products are torch's. The rest as in `vocab_parallel_logprobs`.
-    Raises: ValueError for shapes that do not fit, and as `vocab_parallel_logprobs`.
-    On a GPU, finding the rows to leave out waits once for the device.
-    Source: chunking as in Liger Kernel (Hsu et al. 2024, arXiv:2410.10989); the statistics' merge is our own.
+    dW is summed in fp32. If megatron-core's DDP keeps a `main_grad` for the weight, dW is added to it directly, and
+    autograd gets megatron-core's placeholder. The result of `torch.autograd.grad` for such a weight is meaningless.
+
+    Shapes: hidden is [..., H], or with sequence_parallel [n/tp, ..., H] of [n, ..., H]; weight is [V_local, H] of the
+    same dtype; targets are [...], not cut. Results are those of `vocab_parallel_logprobs`.
+
+    Args:
+        hidden: The head's input.
+        weight: This rank's rows of the head's weight.
+        targets: Global ids, or `ignore_index`.
+        tp_group: The group over which the vocabulary is sharded; None: it is not sharded.
+        vocab_range: See `vocab_parallel_logprobs`.
+        valid_vocab_size: See `vocab_parallel_logprobs`.
+        temperature: See `vocab_parallel_logprobs`.
+        ignore_index: The target of rows to leave out.
+        entropy: Whether to return the entropy.
+        gather_ids: Global ids whose logprobs to return.
+        backend: The backend of the logprob kernels. The products are always torch's.
+        block_tokens: The number of rows of a token block. None: as many as have 512 MiB of bf16 logits on a GPU, or 32
+            MiB on a CPU.
+        sequence_parallel: Whether the first dimension of hidden is cut over `tp_group`.
+
+    Raises:
+        ValueError: Shapes do not fit, block_tokens is below 1, or `vocab_parallel_logprobs` would raise.
+
+    Source: the blocks follow Liger Kernel (Hsu et al. 2024, arXiv:2410.10989). The merge of the statistics is our own.
     """
     shards = tp_group.size() if sequence_parallel and tp_group is not None else 1
     _check_linear_shapes(hidden, weight, targets, shards)
@@ -93,7 +116,7 @@ def linear_logprobs(
     shard = vocab_shard(weight.shape[0], tp_group, vocab_range, valid_vocab_size)
     kernels = choose_kernels(backend, hidden.device)
     if block_tokens is not None and block_tokens < 1:
-        raise ValueError(f"block_tokens={block_tokens} must be at least 1; None leaves the choice to the kernel")
+        raise ValueError(f"block_tokens={block_tokens} must be at least 1; None chooses it from the vocabulary's size")
     width = torch.promote_types(hidden.dtype, torch.float32)
     temperatures = row_temperature(temperature, targets, list(range(targets.dim())), width)
     flat = targets.flatten()
@@ -122,6 +145,7 @@ def _check_linear_shapes(
     targets: Int[Tensor, "*tokens"],
     shards: int,
 ) -> None:
+    """Raise ValueError, naming the shapes, unless hidden, weight and targets fit together."""
     if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or hidden.dtype != weight.dtype:
         raise ValueError(
             f"weight must be [V_local, H] in the hidden states' dtype: hidden {tuple(hidden.shape)} {hidden.dtype}, "
@@ -137,16 +161,18 @@ def _check_linear_shapes(
 
 
 def _block_tokens(weight: Float[Tensor, "vocab_local hidden"]) -> int:
+    """Return the default number of rows of a token block; on a GPU it is a multiple of 1024."""
     on_cpu = weight.device.type == "cpu"
-    tokens = (CHUNK_ELEMENTS_CPU if on_cpu else CHUNK_ELEMENTS_CUDA) // max(1, weight.shape[0])
+    tokens = (BLOCK_ELEMENTS_CPU if on_cpu else BLOCK_ELEMENTS_CUDA) // max(1, weight.shape[0])
     return max(1, tokens) if on_cpu else max(1024, tokens // 1024 * 1024)
 
 
 class _LinearStats(torch.autograd.Function):
-    """(logprobs [n], entropy [n] or None, gathered [n, K] or None) of the plan's n rows, in its order."""
+    """(logprobs [n], entropy [n] or None, gathered [n, K] or None) of the plan's n rows, in the plan's order."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, gather_ids, temperature, ignored, blocks, shard, entropy, kernels):
+        """Compute the statistics block by block, and merge them over the ranks."""
         columns = shard.columns(targets)
         gather_columns = None if gather_ids is None else shard.columns(gather_ids)
         width = torch.promote_types(hidden.dtype, torch.float32)
@@ -163,20 +189,21 @@ class _LinearStats(torch.autograd.Function):
                 gathered[rows] = own_logits(logits, gather_columns[rows], rows_temperature, shard, kernels)
         if gathered is not None and shard.is_parallel:
             dist.all_reduce(gathered, group=shard.group)
-        found = merge(stats, gathered, targets, gather_ids, ignored, shard, entropy)
+        merged = merge(stats, gathered, targets, gather_ids, ignored, shard, entropy)
 
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
-            hidden, weight, columns, gather_columns, temperature, found.row_max, found.log_sum, found.entropy,
-            found.active,
+            hidden, weight, columns, gather_columns, temperature, merged.row_max, merged.log_sum, merged.entropy,
+            merged.active,
         )  # fmt: skip
         ctx.blocks, ctx.shard, ctx.kernels = blocks, shard, kernels
         ctx.last_logits = scratch if any(ctx.needs_input_grad[:2]) else None
-        return found.logprobs, found.entropy, found.gathered
+        return merged.logprobs, merged.entropy, merged.gathered
 
     @staticmethod
     @once_differentiable
     def backward(ctx, target_grad, entropy_grad, gathered_grads):
+        """Return the gradients of hidden and weight, which are computed block by block in reverse order."""
         unused = (None,) * 8
         if target_grad is None and entropy_grad is None and gathered_grads is None:
             return None, None, *unused
@@ -192,17 +219,17 @@ class _LinearStats(torch.autograd.Function):
             logits = scratch[: len(h)]
             if last_logits is None:
                 torch.mm(h, weight.t(), out=logits)
-            last_logits = None  # only the first chunk's are there
+            last_logits = None  # forward kept the logits of one block only
             rows_temperature = None if temperature is None else temperature[rows]
             ctx.kernels.write_row_gradients(
                 logits, logits, ctx.shard.num_columns, rows_temperature, row_max[rows], log_sum[rows],
                 *upstream.rows(rows),
             )  # fmt: skip
             if hidden_grad is not None:
-                hidden_grad.add(rows, logits, weight)  # its sum over ranks is under way while dW's product runs
+                hidden_grad.add(rows, logits, weight)  # its sum over ranks overlaps with the product for dW
             if weight_grad is not None:
                 weight_grad.add(logits, h)
-        scratch = logits = None  # before the placeholder for dW, which is as large
+        scratch = logits = None  # free the block before the placeholder for dW, which is as large, is allocated
         return (
             None if hidden_grad is None else hidden_grad.finish(),
             None if weight_grad is None else weight_grad.finish(),
@@ -211,7 +238,7 @@ class _LinearStats(torch.autograd.Function):
 
 
 class _WeightGradient:
-    """dW, summed over chunks in fp32: into the weight's `main_grad` where megatron-core's DDP keeps one."""
+    """The sum of dW over token blocks in fp32. It is the weight's `main_grad` if megatron-core's DDP keeps one."""
 
     def __init__(self, weight: Float[Tensor, "vocab_local hidden"]):
         self._weight = weight
@@ -223,7 +250,7 @@ class _WeightGradient:
             self._sum = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
 
     def add(self, dz: Float[Tensor, "rows vocab_local"], hidden: Float[Tensor, "rows hidden"]) -> None:
-        """Add dzᵀ·h."""
+        """Add dzᵀ·h to the sum."""
         if self._sum.dtype == dz.dtype:
             self._sum.addmm_(dz.t(), hidden)
         elif dz.device.type == "cuda":
@@ -236,11 +263,12 @@ class _WeightGradient:
                 self._sum[columns].addmm_(dz[:, columns].to(self._sum.dtype).t(), hidden)
 
     def finish(self) -> Float[Tensor, "vocab_local hidden"]:
+        """Return dW in the weight's dtype, or megatron-core's placeholder if the sum is in `main_grad`."""
         if not self._in_main_grad:
             return self._sum.to(self._weight.dtype)
-        # As megatron-core's own linear layers: DDP's hook must run, and must not add a second time. Where the weight is
-        # the embedding too, the hook adds what autograd brings, which is then the embedding's gradient plus this.
-        # The attribute is megatron-core's, not torch's.
+        # This follows megatron-core's own linear layers: DDP's hook must run, but must not add dW a second time. If the
+        # weight is also the embedding, the hook adds the gradient that autograd accumulated, which is the embedding's
+        # gradient plus this placeholder. The attribute is megatron-core's, not torch's.
         self._weight.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
         zero_out = getattr(self._weight, "zero_out_wgrad", False)
         return torch.zeros_like(self._weight) if zero_out else torch.empty_like(self._weight)

@@ -1,4 +1,4 @@
-"""From a model's logits to the `[B, S-1]` streams losses work on, however the logits are sharded, padded or packed."""
+"""Compute the [B, S-1] streams that losses need from a model's logits, which may be sharded, padded or packed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from rl_megatron.topology.token_layout import TokenLayout
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model's output lies over ranks, and its tokens in its rows.
+    """How a model's output is distributed over ranks, and how its rows hold the tokens.
 
-    tp_group: the last dimension is cut over its ranks; None where it is whole.
-    cp_group: sequences are cut zigzag over its ranks.
-    valid_vocab_size: ids from here on are padding.
-    cu_seqlens, cu_seqlens_padded: [B+1], where the batch's rows are packed into one (see `TokenLayout.packed`); None
-        where each has a row of its own.
+    Attributes:
+        tp_group: The last dimension is cut over these ranks; None: it is whole.
+        cp_group: Sequences are cut zigzag over these ranks; None: they are whole.
+        valid_vocab_size: Ids from here on are padding; None: no id is.
+        cu_seqlens: [B+1], the cumulative lengths of sequences that are packed in one row (see `TokenLayout.packed`).
+            None: each sequence has its own row.
+        cu_seqlens_padded: [B+1], where the sequences start in the packed row; None: they are not padded.
     """
 
     tp_group: dist.ProcessGroup | None = None
@@ -70,18 +72,29 @@ def next_token_stats(
 
         logprobs[b, t] = log softmax(logits[b, t] / T)[input_ids[b, t+1]]
 
-    Labels are shifted on the whole sequence before it is cut or packed, so no rank misses the token after its last
-    position, and no sequence sees the next one's first token. One pass over the logits, whatever the layout. Every rank
-    returns the whole `[B, S-1]`; its backward pass takes this rank's part of the gradient (see `TokenLayout.gather`:
-    every rank of the context-parallel group must compute the same loss from it).
+    Labels are shifted on the whole sequence before it is cut or packed. Every rank therefore has the label of its last
+    position, and a sequence's last label is not the first token of the next sequence. There is one pass over the
+    logits, whatever the layout.
 
-    Shapes: logits [B, S', V/tp] with S' ≥ S (what is past S is ignored), under context parallelism this rank's zigzag
-        slice [B, S'/cp, V/tp], S' a multiple of 2·cp; packed [1, T/cp, V/tp]. input_ids [B, S]; mask [B, S] aligned
-        with input_ids; temperature a number, [B], [B, 1] or [B, S] aligned with input_ids (entry t is the temperature
-        at which token t was sampled); gather_ids [B, S-1, K], entry t for `logits[b, t]`. Returns [B, S-1].
-    Args: mask: tokens with mask 0 are not evaluated; their logprob, entropy and gradient are exactly 0.
-        logits that are `DeferredLogits` are read by `linear_logprobs`.
-    Raises: ValueError for shapes that do not fit, naming them.
+    Every rank returns the whole [B, S-1]. Backward takes this rank's part of the gradient, so every rank of the
+    context-parallel group must compute the same loss from the result: see `TokenLayout.gather`.
+
+    Args:
+        logits: [B, S', V/tp] with S' ≥ S; positions from S on are ignored. Under context parallelism they are this
+            rank's zigzag slice [B, S'/cp, V/tp], with S' a multiple of 2·cp. Packed they are [1, T/cp, V/tp].
+            `DeferredLogits` are read by `linear_logprobs`.
+        input_ids: [B, S].
+        sharding: How the logits are distributed over ranks, and whether they are packed.
+        temperature: A number, [B], [B, 1] or [B, S] aligned with input_ids: entry t is the temperature at which token t
+            was sampled.
+        entropy: Whether to return the entropy.
+        gather_ids: [B, S-1, K] ids whose logprobs to return. Entry t is for `logits[b, t]`.
+        mask: [B, S] aligned with input_ids. Tokens with mask 0 are not evaluated: their logprob, entropy and gradient
+            are exactly 0.
+        backend: See `vocab_parallel_logprobs`.
+
+    Raises:
+        ValueError: Shapes do not fit. The message names them.
     """
     batch, length = input_ids.shape
     if mask is not None and mask.shape != input_ids.shape:
@@ -93,7 +106,7 @@ def next_token_stats(
         counts = mask[:, 1:] != 0
         check(
             ~(counts & (labels == IGNORE_INDEX)).any(),
-            lambda: f"input_ids has {IGNORE_INDEX} at a token with mask 1; mask it, or give its id",
+            lambda: f"input_ids has {IGNORE_INDEX} at a token that is not masked; mask the token, or give its id",
         )
         labels = labels.masked_fill(~counts, IGNORE_INDEX)
     labels = layout.scatter(pad(labels, (0, 1), value=IGNORE_INDEX), IGNORE_INDEX)
@@ -136,7 +149,7 @@ def _of_hidden(
     gather_ids: Int[Tensor, "rows length ids"] | None,
     options: dict,
 ) -> LogprobStats:
-    """Return `linear_logprobs` of hidden states, which have the sequence first, as [R, L, …]."""
+    """Return `linear_logprobs` of hidden states as [R, L, …]. Hidden states have the sequence dimension first."""
     if isinstance(temperature, Tensor) and temperature.dim() > 0:
         temperature = temperature.transpose(0, 1)
     stats = linear_logprobs(
@@ -160,15 +173,19 @@ def _check_packing(
     padded: Int[Tensor, " boundaries"],
     cp_size: int,
 ) -> None:
+    """Raise ValueError unless cu_seqlens and cu_seqlens_padded fit the batch and the packed output.
+
+    Their values are checked only if they are on the CPU.
+    """
     if lengths.shape != (batch[0] + 1,) or padded.shape != lengths.shape:
         raise ValueError(
             f"cu_seqlens {tuple(lengths.shape)} and cu_seqlens_padded {tuple(padded.shape)} must be [B+1] for "
             f"input_ids {tuple(batch)}"
         )
     if output.shape[0] != 1:
-        raise ValueError(f"packed logits have one row, got {tuple(output.shape)}")
+        raise ValueError(f"packed logits must have one row, but got {tuple(output.shape)}")
     if lengths.device.type != "cpu" or padded.device.type != "cpu":
-        return  # reading them would make the device wait
+        return  # reading the values would wait for the device
     spans, padded_lengths = lengths.diff(), padded.diff()
     if (spans < 0).any() or (spans > padded_lengths).any() or (spans > batch[1]).any():
         raise ValueError(

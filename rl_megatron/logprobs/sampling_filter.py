@@ -1,4 +1,4 @@
-"""What top-k and top-p leave of a distribution, as one threshold for each token's logits."""
+"""Top-k and top-p filters of a distribution, as one threshold per row of logits."""
 
 from __future__ import annotations
 
@@ -17,26 +17,30 @@ from rl_megatron.logprobs.vocab_parallel import VocabShard
 
 Outside = Literal["minus_infinity", "keep", "ignore"]
 
-_DIGIT_BITS = 8  # of a threshold found in a round
+_DIGIT_BITS = 8  # the bits of a threshold that one round finds
 _NUM_DIGITS = 1 << _DIGIT_BITS
 
-_COPIES = 4  # of a tile's size in fp32 that a block of rows is worked on with: int64 places and weights
+_COPIES = 4  # a block of rows needs this many times its fp32 size: its positions and weights are int64
 
-# Masses are counted in this fraction of the likeliest token's: their sums are exact up to 2^22 ids, hence the same
-# however they are ordered or sharded, and what is too small to count has a mass of 1e-7 among a hundred thousand ids.
-_MASS_UNIT = 2.0**-40
+# Masses are counted in units of this fraction of the likeliest token's mass. Sums of up to 2^22 ids are then exact, and
+# so the same in every order and sharding. Masses too small to count add up to 1e-7 among a hundred thousand ids.
+_MASS_SCALE = 2.0**-40
 
 
 @dataclass(frozen=True)
 class SamplingFilter:
-    """The tokens that a sampler draws from: the top_k likeliest, and of these the fewest, likeliest first, whose share
-    of their mass reaches top_p; one at least.
+    """A filter that keeps the tokens a sampler draws from.
 
-    top_k: None is off. top_p: 1 is off. Equally likely tokens stay or go together, so that there may be more of them
-    than top_k, and than top_p asks for.
-    outside: what the logprob of a target is that the filter leaves out. "minus_infinity": −inf, which is what its
-        sampler would say of it. "keep": the target is counted among the tokens that are left, in every sum, so that its
-        logprob is finite. "ignore": 0, as if the target were `ignore_index`.
+    It keeps the top_k likeliest tokens, and of these the fewest likeliest whose share of their mass reaches top_p. At
+    least one token is kept. Equally likely tokens are kept or left out together, so more tokens may be kept than top_k
+    and top_p require.
+
+    Attributes:
+        top_k: The number of likeliest tokens; None disables this filter.
+        top_p: The share of the mass, in (0, 1]; 1 disables this filter.
+        outside: The logprob of a target that the filter leaves out. "minus_infinity": −inf, the sampler's own
+            probability of it. "keep": the target counts as kept in every sum, so that its logprob is finite.
+            "ignore": 0, as if the target were `ignore_index`.
     """
 
     top_k: int | None = None
@@ -45,14 +49,15 @@ class SamplingFilter:
 
     def __post_init__(self) -> None:
         if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k} must be at least 1, or None to be off")
+            raise ValueError(f"top_k={self.top_k} must be at least 1, or None to disable it")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must lie in (0, 1]; 1 is off")
+            raise ValueError(f"top_p={self.top_p} must lie in (0, 1]; 1 disables it")
         if self.outside not in get_args(Outside):
-            raise ValueError(f"outside={self.outside!r} is none of {get_args(Outside)}")
+            raise ValueError(f"outside={self.outside!r} must be one of {get_args(Outside)}")
 
     @property
     def is_off(self) -> bool:
+        """Return whether the filter keeps every token."""
         return self.top_k is None and self.top_p == 1
 
 
@@ -64,23 +69,33 @@ def filter_thresholds(
     temperature: Float[Tensor, " rows"] | None,
     active: Bool[Tensor, " rows"],
 ) -> Float[Tensor, " rows"]:
-    """Return τ [N] on the logits before the temperature: the filter leaves the tokens with x ≥ τ.
+    """Return the threshold τ of each row's logits x before the temperature, [N]. The filter keeps tokens with x ≥ τ.
 
         top-k:  the largest τ with #{v : x_v ≥ τ} ≥ k
-        top-p:  the largest τ with Σ_{x_v ≥ τ} w_v ≥ p·Σ_v w_v,   w_v = e^{(x_v−M)/T},  over what top-k leaves
+        top-p:  the largest τ with Σ_{x_v ≥ τ} w_v ≥ p·Σ_v w_v,   w_v = e^{(x_v−M)/T},  over the tokens that top-k keeps
 
-    τ is one of the row's own logits, found digit by digit of its bits: each round counts, for each of 256 values of the
-    next digit, the tokens or the mass that have it. Nothing is sorted or gathered. A filter takes 2 rounds for 16-bit
-    logits, 4 for fp32 and 8 for fp64, each one read of the logits in blocks of rows and one all-reduce of 2 KiB per
-    row; top-p takes one more all-reduce, of M. The same bits on every rank. Takes part in no gradient.
+    τ is one of the row's own logits. It is found digit by digit of its bits: each round counts the tokens, or the mass,
+    for each of the 256 values of the next digit. Nothing is sorted or gathered. It has no gradient, and the same bits
+    on every rank.
 
-    τ is −inf in rows that are not active, whatever their logits, and where no number will do: for top-p in rows with
-    NaN, +inf, or nothing but −inf.
+    Cost: each filter takes 2 rounds for 16-bit logits, 4 for fp32 and 8 for fp64. A round reads the logits once, in
+    blocks of rows, and makes one all-reduce of 2 KiB per row. top-p makes one more all-reduce, of M.
 
-    A temperature of None is 1. τ is fp32 (fp64 for fp64).
+    τ is −inf in rows that are not active, whatever their logits are, and in rows for which top-p has no finite τ: rows
+    with NaN or +inf, and rows with only −inf.
+
+    Args:
+        logits: This rank's columns of the logits.
+        sampling_filter: The filter.
+        shard: This rank's shard of the vocabulary.
+        temperature: T of each row, [N], or None for 1.
+        active: The rows that need a threshold, [N].
+
+    Returns:
+        τ, [N] in fp32 (fp64 for fp64 logits).
 
     Source: Fan, Lewis & Dauphin 2018 (arXiv:1805.04833) for top-k; Holtzman et al. 2020, "The Curious Case of Neural
-        Text Degeneration" (arXiv:1904.09751) for top-p.
+    Text Degeneration" (arXiv:1904.09751) for top-p.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     thresholds = logits.new_full(active.shape, -torch.inf, dtype=dtype)
@@ -115,16 +130,17 @@ def _top_p_thresholds(
         dist.all_reduce(row_max, op=dist.ReduceOp.MAX, group=shard.group)
 
     def weigh(x: Float[Tensor, "rows columns"], block: slice) -> Int[Tensor, "rows columns"]:
+        """Return the mass of each token in units of `_MASS_UNIT`, or 0 below `lowest`."""
         shifted = x.to(lowest.dtype) - row_max[block, None]
         if temperature is not None:
             shifted /= temperature[block, None]
         mass = shifted.exp_().masked_fill_(x < lowest[block, None], 0.0)
-        return mass.mul_(1 / _MASS_UNIT).nan_to_num_(nan=0.0).long()
+        return mass.mul_(1 / _MASS_SCALE).nan_to_num_(nan=0.0).long()
 
-    found = _largest_threshold(
+    thresholds = _largest_threshold(
         logits, shard, active, weigh, needed=lambda total: (total.double() * top_p).ceil().long().clamp(min=1)
     )
-    return torch.maximum(found, lowest)
+    return torch.maximum(thresholds, lowest)
 
 
 def _largest_threshold(
@@ -134,11 +150,16 @@ def _largest_threshold(
     weigh: Callable[[Tensor, slice], Tensor],
     needed: Callable[[Tensor], Tensor],
 ) -> Float[Tensor, " rows"]:
-    """Return the largest τ [N] with Σ_{x_v ≥ τ} weight_v ≥ needed(Σ_v weight_v), −inf where that is in vain.
+    """Return the largest τ [N] with Σ_{x_v ≥ τ} weight_v ≥ needed(Σ_v weight_v), or −inf if there is none.
 
-    weigh: a block of logits and its rows → int64 weights. needed: the rows' sums [N] → what must be reached.
+    Args:
+        logits: This rank's columns of the logits.
+        shard: This rank's shard of the vocabulary.
+        active: The rows that need a threshold.
+        weigh: Returns the int64 weights of a block of logits, given the logits and their rows.
+        needed: Returns the weight that each row must reach, given the rows' sums of weights.
     """
-    # The leading digit has the sign, and counts from its lowest value.
+    # The leading digit includes the sign, so its lowest value is negative.
     first = logits.new_full(active.shape, -_NUM_DIGITS // 2, dtype=torch.int64)
     prefix = total = remaining = None
     for shift in range(torch.finfo(logits.dtype).bits - _DIGIT_BITS, -1, -_DIGIT_BITS):
@@ -147,7 +168,7 @@ def _largest_threshold(
         histogram = _histogram(logits, shard, active, weigh, first, shift)
         if shard.is_parallel:
             dist.all_reduce(histogram, group=shard.group)
-        at_least = histogram.flip(1).cumsum(1).flip(1)  # weight of this digit and of larger ones
+        at_least = histogram.flip(1).cumsum(1).flip(1)  # the weight of this digit and all larger ones
         if total is None or remaining is None:
             total = at_least[:, 0]
             remaining = needed(total)
@@ -155,8 +176,8 @@ def _largest_threshold(
         remaining = remaining - (at_least - histogram).gather(1, digit[:, None])[:, 0]
         prefix = first + digit
     assert prefix is not None and total is not None  # floating-point numbers have at least one digit
-    found = from_ordered_bits(prefix, logits.dtype).to(torch.promote_types(logits.dtype, torch.float32))
-    return found.masked_fill((total == 0) | found.isnan() | ~active, -torch.inf)
+    thresholds = from_ordered_bits(prefix, logits.dtype).to(torch.promote_types(logits.dtype, torch.float32))
+    return thresholds.masked_fill((total == 0) | thresholds.isnan() | ~active, -torch.inf)
 
 
 def _histogram(
@@ -167,14 +188,14 @@ def _histogram(
     first: Int[Tensor, " rows"],
     shift: int,
 ) -> Int[Tensor, "rows digits"]:
-    """Return, for each of 256 digits j, this shard's int64 weight with (ordered bits >> shift) = origin + j."""
-    # A place at either end takes the logits of smaller and of larger prefixes.
+    """Return this shard's weight of the logits with (ordered bits >> shift) = first + j, for each of 256 digits j."""
+    # One more position at either end takes the logits with smaller and larger prefixes.
     histogram = torch.zeros(len(active), _NUM_DIGITS + 2, dtype=torch.int64, device=logits.device)
     if shard.num_columns:
         for block, skip in row_blocks(active, shard.num_columns * _COPIES):
             if skip:
                 continue
             x = logits[block, : shard.num_columns]
-            place = (ordered_bits(x) >> shift).long().sub_(first[block, None] - 1).clamp_(0, _NUM_DIGITS + 1)
-            histogram[block].scatter_add_(1, place, weigh(x, block))
+            position = (ordered_bits(x) >> shift).long().sub_(first[block, None] - 1).clamp_(0, _NUM_DIGITS + 1)
+            histogram[block].scatter_add_(1, position, weigh(x, block))
     return histogram[:, 1:-1].contiguous()

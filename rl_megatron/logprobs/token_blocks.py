@@ -1,4 +1,4 @@
-"""Which rows of hidden states are worked on together, how they come together, and how their gradients part again."""
+"""Token blocks: which rows of hidden states are processed together, and how these and their gradients are exchanged."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-# torch 2.13 renamed both.
+# torch 2.13 renamed both functions.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """The rows that count, in chunks.
+    """The rows that count, in token blocks.
 
-    order [n]: the row that stands at each place, −1 where none does; None: all rows in their own order. Over `shards`
-    sequence-parallel ranks a chunk has equally many places for each rank's rows, rank after rank.
+    The plan has n places, each for one row or none. Over `shards` sequence-parallel ranks, a block has the same number
+    of places for each rank's rows, in rank order.
+
+    Attributes:
+        order: The row at each place, [n], or −1 for none. None: all rows in their own order.
+        blocks: The places of each token block.
+        shards: The number of sequence-parallel ranks.
+        local_rows: The number of rows of each rank.
     """
 
     order: Int[Tensor, " places"] | None
@@ -30,18 +36,25 @@ class BlockPlan:
 
     @classmethod
     def of(cls, counts: Bool[Tensor, " rows"], shards: int, block_tokens: int) -> BlockPlan:
-        """Return the plan for those of N rows that count, if each of `shards` ranks has N/shards of them in a row.
-        Chunks are equally long, at most `block_tokens` if that is not less than `shards`."""
+        """Return the plan for the rows that count.
+
+        Blocks have equal lengths, except that the last may be shorter.
+
+        Args:
+            counts: Which of the N rows count. Each rank has N/shards consecutive rows.
+            shards: The number of sequence-parallel ranks.
+            block_tokens: The largest number of places of a block; it is rounded up to a multiple of `shards`.
+        """
         local_rows = len(counts) // shards
         per_rank = counts.view(shards, local_rows).sum(dim=1)
-        longest = int(per_rank.max()) if len(counts) else 0  # on a GPU this waits, once
+        longest = int(per_rank.max()) if len(counts) else 0  # on a GPU this waits for the device once
         num_blocks = -(-longest * shards // max(shards, block_tokens))
         length = -(-longest // max(1, num_blocks))
         edges = [min(length * i, longest) for i in range(num_blocks + 1)]
         blocks = tuple(slice(shards * a, shards * b) for a, b in zip(edges, edges[1:], strict=False))
         if shards == 1 and longest == len(counts):
             return cls(None, blocks, 1, local_rows)
-        # Rows that count first, in their order, on each rank; then −1.
+        # On each rank the rows that count come first, in their own order, and −1 follows.
         ranked = torch.argsort(~counts.view(shards, local_rows), dim=1, stable=True)[:, :longest]
         missing = torch.arange(longest, device=counts.device) >= per_rank[:, None]
         rows = ranked + local_rows * torch.arange(shards, device=counts.device)[:, None]
@@ -51,25 +64,28 @@ class BlockPlan:
 
     @property
     def longest(self) -> int:
-        """Rows of the longest chunk."""
+        """Return the number of places of the longest block."""
         return max((block.stop - block.start for block in self.blocks), default=0)
 
     def select(self, x: Shaped[Tensor, " rows *rest"], fill: float) -> Shaped[Tensor, " places *rest"]:
-        """Return the rows in the plan's order, `fill` at places that no row stands at."""
+        """Return the rows in the plan's order, with `fill` at places without a row."""
         if self.order is None:
             return x
         picked = x[self.order.clamp(min=0)]
         return picked.masked_fill((self.order < 0).view(-1, *(1 for _ in x.shape[1:])), fill)
 
     def restore(self, x: Shaped[Tensor, " places *rest"], num_rows: int) -> Shaped[Tensor, " {num_rows} *rest"]:
-        """Return the rows in their own order, given them in the plan's: 0 if they do not count. Differentiable."""
+        """Return rows that are given in the plan's order in their own order, with 0 for rows that do not count.
+
+        It is differentiable.
+        """
         if self.order is None:
             return x
-        places = torch.where(self.order < 0, num_rows, self.order)  # the last entry takes what stands for no row
+        places = torch.where(self.order < 0, num_rows, self.order)  # places without a row go to one more row
         return x.new_zeros(num_rows + 1, *x.shape[1:]).index_copy(0, places, x)[:num_rows]
 
     def local(self, block: slice, rank: int) -> Int[Tensor, " places"] | slice:
-        """Return which of the rank's own rows stand in the chunk, −1 at places of none; a slice if all do."""
+        """Return the rank's own row at each of its places in the block, or −1 for none; a slice if all rows count."""
         if self.order is None:
             return block
         length = (block.stop - block.start) // self.shards
@@ -79,51 +95,63 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class HiddenBlocks:
-    """A plan's chunks of hidden states [N, H], which with `group` are cut over its ranks: [N/tp, H] on each."""
+    """The token blocks of hidden states [N, H], of which each rank of `group` has [N/tp, H].
+
+    Attributes:
+        plan: The rows of each block.
+        group: The sequence-parallel group, or None if every rank has all hidden states.
+    """
 
     plan: BlockPlan
     group: dist.ProcessGroup | None
 
     @property
     def rank(self) -> int:
+        """Return this rank in the group, or 0 without a group."""
         return 0 if self.group is None else self.group.rank()
 
     def of(
         self, hidden: Float[Tensor, "rows_local hidden"], reverse: bool = False
     ) -> Iterator[tuple[slice, Float[Tensor, "places hidden"]]]:
-        """Yield (rows of the plan, their hidden states [n, H]) for each chunk. The next one is gathered meanwhile."""
+        """Yield (places, hidden states [n, H]) of each block, while the next block is being gathered.
+
+        Args:
+            hidden: This rank's hidden states.
+            reverse: Whether to start with the last block.
+        """
         blocks = self.plan.blocks[::-1] if reverse else self.plan.blocks
-        coming = [self._start(hidden, block) for block in blocks[:1]]
+        started = [self._start(hidden, block) for block in blocks[:1]]
         for index, block in enumerate(blocks):
-            states, handle, _ = coming.pop()
+            states, handle, _ = started.pop()
             if handle is not None:
                 handle.wait()
             if index + 1 < len(blocks):
-                coming.append(self._start(hidden, blocks[index + 1]))
+                started.append(self._start(hidden, blocks[index + 1]))
             yield block, states
 
     def _start(
         self, hidden: Float[Tensor, "rows_local hidden"], block: slice
     ) -> tuple[Float[Tensor, "places hidden"], dist.Work | None, Float[Tensor, "... hidden"]]:
-        """Return the chunk's states, the work that they wait for, and what must live until then."""
+        """Return (the block's states, the collective that they wait for, a tensor to keep alive until it is done)."""
         rows = self.plan.local(block, self.rank)
         if isinstance(rows, slice):
             return hidden[rows], None, hidden
-        mine = hidden.index_select(0, rows.clamp(min=0))
+        local_states = hidden.index_select(0, rows.clamp(min=0))
         if self.group is None:
-            return mine, None, mine
-        mine.masked_fill_((rows < 0)[:, None], 0.0)  # a row that is left out may hold anything, and 0 · NaN is NaN
+            return local_states, None, local_states
+        local_states.masked_fill_((rows < 0)[:, None], 0.0)  # a row that is left out may be NaN, and 0 · NaN is NaN
         states = hidden.new_empty(block.stop - block.start, hidden.shape[1])
-        return states, _gather(states, mine, group=self.group, async_op=True), mine
+        return states, _gather(states, local_states, group=self.group, async_op=True), local_states
 
     def gradient(
         self, hidden: Float[Tensor, "rows_local hidden"], tp_group: dist.ProcessGroup | None
     ) -> HiddenGradient:
+        """Return an empty sum of the gradient of `hidden`, over the ranks of `tp_group`."""
         return HiddenGradient(self, hidden, tp_group)
 
 
 class HiddenGradient:
-    """dL/dhidden [N, H], from what each chunk's rows say on each rank of `tp_group` (None: on this one alone)."""
+    """The gradient dL/dhidden [N, H], summed block by block over the ranks of `tp_group` (None: on this rank alone)."""
 
     def __init__(
         self,
@@ -137,13 +165,19 @@ class HiddenGradient:
         if self._plan.order is None:
             self._whole = torch.empty_like(hidden)
         else:
-            self._whole = hidden.new_zeros(num_rows + 1, hidden.shape[1])  # the last row takes what stands for no row
+            self._whole = hidden.new_zeros(num_rows + 1, hidden.shape[1])  # places without a row go to the last row
         self._sum = self._whole[:num_rows]
 
     def add(
         self, block: slice, dz: Float[Tensor, "places vocab_local"], weight: Float[Tensor, "vocab_local hidden"]
     ) -> None:
-        """Start the sum over ranks of dz·W [n, H]; the one before is finished first."""
+        """Start the sum over ranks of a block's dz·W, [n, H], after the previous block's sum is complete.
+
+        Args:
+            block: The block's places.
+            dz: The gradient of the block's logits on this rank.
+            weight: This rank's rows of the head's weight.
+        """
         self._settle()
         rows = self._plan.local(block, self._blocks.rank)
         if isinstance(rows, slice):
@@ -151,23 +185,25 @@ class HiddenGradient:
         else:
             part = torch.mm(dz, weight)
         if self._blocks.group is not None:
-            mine = part.new_empty(len(part) // self._plan.shards, part.shape[1])
-            handle = _reduce_scatter(mine, part, group=self._blocks.group, async_op=True)
+            local_sum = part.new_empty(len(part) // self._plan.shards, part.shape[1])
+            handle = _reduce_scatter(local_sum, part, group=self._blocks.group, async_op=True)
         else:
-            mine = part
-            handle = None if self._tp_group is None else dist.all_reduce(mine, group=self._tp_group, async_op=True)
-        self._pending = (handle, mine, rows, part)  # what is under way must not be freed
+            local_sum = part
+            handle = None if self._tp_group is None else dist.all_reduce(local_sum, group=self._tp_group, async_op=True)
+        self._pending = (handle, local_sum, rows, part)  # keeps the collective's input alive until it is done
 
     def finish(self) -> Float[Tensor, "rows_local hidden"]:
+        """Wait for the last block's sum, and return the gradient of this rank's hidden states."""
         self._settle()
         return self._sum
 
     def _settle(self) -> None:
+        """Wait for the pending sum, if any, and write it into the gradient."""
         if self._pending is None:
             return
-        handle, mine, rows, _ = self._pending
+        handle, local_sum, rows, _ = self._pending
         self._pending = None
         if handle is not None:
             handle.wait()
         if not isinstance(rows, slice):
-            self._whole.index_copy_(0, torch.where(rows < 0, len(self._whole) - 1, rows), mine)
+            self._whole.index_copy_(0, torch.where(rows < 0, len(self._whole) - 1, rows), local_sum)

@@ -1,4 +1,4 @@
-"""The differentiable core: local statistics, one collective, a backward that turns the logits into their gradient."""
+"""The differentiable core: local statistics, one collective, and a backward that overwrites the logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 
 class Kernels(NamedTuple):
-    """The functions of a backend; `kernels/torch.py` states the contract of each."""
+    """The functions of a backend. `kernels/torch.py` documents the contract of each."""
 
     row_stats: Callable[..., Tensor]
     write_row_gradients: Callable[..., None]
@@ -23,7 +23,14 @@ class Kernels(NamedTuple):
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's columns: global ids [start, stop), of which those below `vocab_size` (None: all) exist."""
+    """This rank's columns of the vocabulary.
+
+    Attributes:
+        start: The first global id of this rank.
+        stop: One past the last global id of this rank, including padding.
+        vocab_size: Ids from here on are padding; None: no id is.
+        group: The group over which the vocabulary is sharded, or None.
+    """
 
     start: int
     stop: int
@@ -32,22 +39,31 @@ class VocabShard:
 
     @property
     def num_columns(self) -> int:
-        """Local columns that exist; the rest is padding."""
+        """Return the number of local columns that are not padding."""
         stop = self.stop if self.vocab_size is None else min(self.stop, self.vocab_size)
         return max(0, stop - self.start)
 
     @property
     def is_parallel(self) -> bool:
+        """Return whether the vocabulary is sharded over more than one rank."""
         return self.group is not None and dist.get_world_size(self.group) > 1
 
     def columns(self, ids: Int[Tensor, "*tokens"]) -> Int[Tensor, "*tokens"]:
-        """Return the local columns of global ids, −1 if this rank does not own them."""
+        """Return the local columns of global ids, or −1 for ids that another rank has."""
         local = ids - self.start
         return local.masked_fill((local < 0) | (local >= self.num_columns), -1)
 
 
 def check(condition: Bool[Tensor, ""], describe: Callable[[], str]) -> None:
-    """Raise ValueError on a CPU, where the answer is at hand. A GPU asserts asynchronously, so that nothing waits."""
+    """Check a condition that is a tensor. On a GPU it is an asynchronous device assertion, so that nothing waits.
+
+    Args:
+        condition: The condition, a scalar.
+        describe: Returns the message. It is called only on a CPU, and only if the condition is false.
+
+    Raises:
+        ValueError: The condition is false, on a CPU.
+    """
     if condition.device.type != "cpu":
         torch._assert_async(condition)  # pyright: ignore[reportPrivateImportUsage]  # torch has no public one
     elif not condition:
@@ -55,28 +71,30 @@ def check(condition: Bool[Tensor, ""], describe: Callable[[], str]) -> None:
 
 
 class VocabParallelStats(torch.autograd.Function):
-    """(logprobs [N], entropy [N] or None, gathered [N, K] or None) of logits [N, V_local]; formulas in `api.py`."""
+    """(logprobs [N], entropy [N] or None, gathered [N, K] or None) of logits [N, V_local]; see `api.py`."""
 
     @staticmethod
     def forward(ctx, logits, targets, gather_ids, temperature, ignored, shard, entropy, kernels, overwrite):
+        """Compute this rank's statistics, and merge them over the ranks."""
         columns = shard.columns(targets)
         stats = kernels.row_stats(logits, columns, shard.num_columns, temperature, entropy, ~ignored)
         gather_columns = gathered = None
         if gather_ids is not None:
             gather_columns = shard.columns(gather_ids)
             gathered = gathered_logits(logits, gather_columns, temperature, shard, kernels)
-        found = merge(stats, gathered, targets, gather_ids, ignored, shard, entropy)
+        merged = merge(stats, gathered, targets, gather_ids, ignored, shard, entropy)
 
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
-            logits, columns, gather_columns, temperature, found.row_max, found.log_sum, found.entropy, found.active
+            logits, columns, gather_columns, temperature, merged.row_max, merged.log_sum, merged.entropy, merged.active
         )
         ctx.shard, ctx.kernels, ctx.overwrite, ctx.consumed = shard, kernels, overwrite, False
-        return found.logprobs, found.entropy, found.gathered
+        return merged.logprobs, merged.entropy, merged.gathered
 
     @staticmethod
     @once_differentiable
     def backward(ctx, target_grad, entropy_grad, gathered_grads):
+        """Return the gradient of the logits, in their own buffer if it may be overwritten."""
         unused = (None,) * 8
         if target_grad is None and entropy_grad is None and gathered_grads is None:
             return None, *unused
@@ -99,7 +117,7 @@ def gathered_logits(
     shard: VocabShard,
     kernels: Kernels,
 ) -> Float[Tensor, "rows ids"]:
-    """Return x at K ids per row, [N, K]: each id has one owner, the other ranks add 0; one all-reduce."""
+    """Return x at K ids per row, [N, K], with one all-reduce: one rank has each id, and the others add 0."""
     x = own_logits(logits, columns, temperature, shard, kernels)
     if shard.is_parallel:
         dist.all_reduce(x, group=shard.group)
@@ -113,24 +131,32 @@ def own_logits(
     shard: VocabShard,
     kernels: Kernels,
 ) -> Float[Tensor, "rows ids"]:
-    """Return x at K local columns per row, 0 if another rank has the id."""
+    """Return x at K local columns per row, or 0 for ids that another rank has."""
     if shard.num_columns:
         return kernels.gather_columns(logits, columns, temperature)
     return logits.new_zeros(columns.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 class Merged(NamedTuple):
-    """Results of N rows, the same on every rank, and what their backward needs.
+    """The results of N rows, the same on every rank, and the statistics that backward needs.
 
-    M and log s are kept apart: their sum would lose log s under a large shift.
+    M and log s are separate, because their sum would lose the precision of log s if M is large.
+
+    Attributes:
+        logprobs: The logprobs of the targets.
+        entropy: The entropies, or None.
+        gathered: The logprobs of the gathered ids, or None.
+        row_max: M, or 0 if M is −inf.
+        log_sum: log s.
+        active: The rows that may have a gradient.
     """
 
     logprobs: Float[Tensor, " rows"]
     entropy: Float[Tensor, " rows"] | None
     gathered: Float[Tensor, "rows ids"] | None
-    row_max: Float[Tensor, " rows"]  # M, 0 where it is −inf
+    row_max: Float[Tensor, " rows"]
     log_sum: Float[Tensor, " rows"]
-    active: Bool[Tensor, " rows"]  # rows that may have a gradient
+    active: Bool[Tensor, " rows"]
 
 
 def merge(
@@ -142,12 +168,25 @@ def merge(
     shard: VocabShard,
     entropy: bool,
 ) -> Merged:
-    """Return the rows' results, from this rank's `row_stats` and all ranks' `gathered_logits`; one all-gather."""
+    """Merge the statistics of all ranks, with one all-gather, and return the results of the rows.
+
+    Args:
+        stats: This rank's `row_stats`.
+        gathered: The `gathered_logits`, summed over all ranks, or None.
+        targets: The targets' global ids.
+        gather_ids: The gathered global ids, or None.
+        ignored: The rows to leave out.
+        shard: This rank's shard of the vocabulary.
+        entropy: Whether to compute the entropy.
+
+    Raises:
+        ValueError: Shards do not tile the vocabulary, or an id is outside it (on a GPU, see `check`).
+    """
     parts, ranges = _all_shards(stats, shard)
     _check_ids(targets, gather_ids, ignored, ranges, shard)
     row_max, sums, shifted_sums, target_x = _merge(parts)
 
-    empty = sums == 0  # every logit of the row is −inf: defined as logprob −inf, entropy 0, gradient 0
+    empty = sums == 0  # every logit of the row is −inf: by definition logprob −inf, entropy 0, gradient 0
     row_max = row_max.masked_fill(empty, 0.0)
     log_sum = sums.masked_fill(empty, 1.0).log()
     logprobs = ((target_x - row_max) - log_sum).masked_fill(empty, -torch.inf).masked_fill(ignored, 0.0)
@@ -159,7 +198,15 @@ def merge(
 
 
 class Upstream(NamedTuple):
-    """The last arguments of `write_row_gradients`: what the gradients of the results say of the logits'."""
+    """The last arguments of `write_row_gradients`, which are computed from the gradients of the results.
+
+    Attributes:
+        base: A, [N].
+        entropy_grad: g_H, [N], or None.
+        columns: The local columns that have a gradient of their own, [N, J].
+        column_grads: Their gradients, [N, J].
+        active: The rows that have a gradient, [N].
+    """
 
     base: Float[Tensor, " rows"]
     entropy_grad: Float[Tensor, " rows"] | None
@@ -178,7 +225,17 @@ class Upstream(NamedTuple):
         entropy: Float[Tensor, " rows"] | None,
         active: Bool[Tensor, " rows"],
     ) -> Upstream:
-        """Return them, given the gradients of logprobs, entropy and gathered: None if nobody asks, but one is given."""
+        """Return the arguments for given gradients of the results. At least one of the gradients is not None.
+
+        Args:
+            target_grad: The gradient of the logprobs, or None.
+            entropy_grad: The gradient of the entropies, or None.
+            gathered_grads: The gradient of the gathered logprobs, or None.
+            columns: The local columns of the targets.
+            gather_columns: The local columns of the gathered ids, or None.
+            entropy: The entropies, or None.
+            active: The rows that may have a gradient.
+        """
         grads, all_columns = [], []
         if target_grad is not None:
             grads.append(target_grad[:, None])
@@ -194,7 +251,7 @@ class Upstream(NamedTuple):
             column_grads = entropy_grad.new_zeros(entropy_grad.shape[0], 0)
             named_columns = columns.new_zeros(columns.shape[0], 0)
         base = -column_grads.sum(dim=1)
-        touched = (column_grads != 0).any(dim=1)  # rows nobody asks about are written as zeros without being read
+        touched = (column_grads != 0).any(dim=1)  # rows without upstream gradient are set to zero without being read
         if entropy_grad is not None:
             assert entropy is not None
             base = base - entropy_grad * entropy
@@ -202,7 +259,7 @@ class Upstream(NamedTuple):
         return cls(base, entropy_grad, named_columns, column_grads, active & touched)
 
     def rows(self, rows: slice) -> Upstream:
-        """Return what they say of some of the rows."""
+        """Return the arguments for some of the rows."""
         return Upstream(
             self.base[rows],
             None if self.entropy_grad is None else self.entropy_grad[rows],
@@ -213,34 +270,35 @@ class Upstream(NamedTuple):
 
 
 def saved(ctx, operator: str) -> tuple[Tensor, ...]:
-    """Return `ctx.saved_tensors` of an operator that turns logits into their gradient.
+    """Return `ctx.saved_tensors` of an operator that overwrites logits with their gradient.
 
-    Raises: RuntimeError naming the operator where the logits are no longer what they were.
+    Raises:
+        RuntimeError: The logits have been overwritten. The message names the operator.
     """
     if ctx.consumed:
         raise RuntimeError(
-            f"second backward through {operator}: the first one turned the logits' buffer into their gradient. Sum the "
+            f"second backward through {operator}: the first one overwrote the logits with their gradient. Sum the "
             "losses and call backward once, or run the forward pass again."
         )
     try:
         return ctx.saved_tensors
     except RuntimeError as error:
-        if "inplace" not in str(error):  # a leaf's second backward without retain_graph: autograd says so itself
+        if "inplace" not in str(error):  # for a second backward without retain_graph, autograd's own message is clear
             raise
         raise RuntimeError(
-            f"the logits given to {operator} were modified before its backward pass: something wrote into them, or a "
-            "second consumer's backward turned the same buffer into its gradient. Hand the other consumer a copy; "
-            "several statistics of one logits tensor come in one call (entropy=True, gather_ids=…)."
+            f"the logits given to {operator} were modified before its backward pass: an operation wrote into them, or "
+            "the backward of a second operator overwrote them with its gradient. Give the second operator a clone; to "
+            "get several statistics of the same logits, use one call (entropy=True, gather_ids=…)."
         ) from error
 
 
 def _all_shards(
     stats: Float[Tensor, "rows 4"], shard: VocabShard
 ) -> tuple[Float[Tensor, "tp rows 4"], Float[Tensor, "tp 2"]]:
-    """Return every rank's statistics [tp, N, 4] in rank order, and their (start, stop) [tp, 2], in one all-gather.
+    """Return every rank's statistics [tp, N, 4] in rank order, and every rank's (start, stop) [tp, 2].
 
-    The ranges ride along as one more row: shards that overlap or leave a gap, and targets that nobody owns, are then
-    found without another collective.
+    One all-gather sends both, with the range as one more row. Shards that overlap or leave a gap, and targets that no
+    rank has, are then found without another collective.
     """
     ranges = stats.new_tensor([[shard.start, shard.stop, 0, 0]])
     if not shard.is_parallel:
@@ -252,15 +310,17 @@ def _all_shards(
 
 
 def _merge(parts: Float[Tensor, "tp rows 4"]) -> tuple[Float[Tensor, " rows"], ...]:
-    """Return (M, s, t, x_y) of the whole vocabulary, summed in rank order, hence bitwise the same on every rank:
+    """Return (M, s, t, x_y) of the whole vocabulary, from every rank's statistics.
 
         M = max_r m_r,  w_r = e^{m_r−M},  s = Σ_r w_r·s_r,  t = Σ_r w_r·(t_r + (m_r−M)·s_r),  x_y = Σ_r x_y,r
+
+    Sums are in rank order, so that the results are bitwise the same on every rank.
     """
     m, s, t, target_x = parts.unbind(-1)
     row_max = m.amax(dim=0)
     shift = m - row_max.masked_fill(row_max == -torch.inf, 0.0)
     weights = shift.exp()
-    shifted = weights * (t + shift.masked_fill(s == 0, 0.0) * s)  # an empty shard's shift is −inf: no 0 · (−inf)
+    shifted = weights * (t + shift.masked_fill(s == 0, 0.0) * s)  # the shift of an empty shard is −inf, and its s is 0
     return row_max, (weights * s).sum(dim=0), shifted.sum(dim=0), target_x.sum(dim=0)
 
 
@@ -271,6 +331,7 @@ def _check_ids(
     ranges: Float[Tensor, "tp 2"],
     shard: VocabShard,
 ) -> None:
+    """Check that shards tile the vocabulary, and that targets (if not ignored) and gather_ids are in it."""
     starts, stops = ranges.long().unbind(-1)
     check(
         (starts[1:] == stops[:-1]).all() & (starts[0] == 0),
@@ -282,7 +343,7 @@ def _check_ids(
     check(
         valid.all(),
         lambda: (
-            f"id {ids[~valid][0].item()} among the targets or gather_ids is neither in the vocabulary "
-            f"[0, {vocab_size.item()}) nor ignored"
+            f"id {ids[~valid][0].item()} among the targets or gather_ids must be in the vocabulary, "
+            f"[0, {vocab_size.item()}), or ignored"
         ),
     )

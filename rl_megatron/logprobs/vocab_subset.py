@@ -1,4 +1,4 @@
-"""`vocab_subset`: the columns of a few ids, out of one vocabulary's shards into a smaller vocabulary's shards."""
+"""`vocab_subset`: select the columns of some ids from a sharded vocabulary, as the shards of a smaller vocabulary."""
 
 from __future__ import annotations
 
@@ -16,14 +16,24 @@ def vocab_subset(
     *,
     valid_vocab_size: int | None = None,
 ) -> Shaped[Tensor, "*tokens {num_local}"]:
-    """Return this rank's shard of `logits[..., ids]`: column j is id `ids[rank·num_local + j]`, 0 past the last id.
+    """Return this rank's shard of `logits[..., ids]`: column j is id `ids[rank·num_local + j]`, or 0 after the last id.
 
-    Each column travels from the rank that has it to the rank that wants it, in one all-to-all: what a rank receives is
-    as large as its result, and the whole vocabulary is nowhere. Takes part in no gradient.
+    One all-to-all sends each column from the rank that has it to the rank that needs it. A rank receives as much as its
+    result holds, and no rank ever has the whole vocabulary. The result has no gradient.
 
-    Shapes: logits [..., V_local], shards equal and in rank order; ids [V'] with V' ≤ tp·num_local, on the CPU (where
-        each column goes is decided there, so that nothing waits for the device). Returns [..., num_local].
-    Raises: ValueError for more ids than columns, and for ids outside the vocabulary (valid_vocab_size on are padding).
+    Args:
+        logits: This rank's columns, [..., V_local]. Shards are equal and in rank order.
+        ids: [V'] with V' ≤ tp·num_local, on the CPU. The destinations are computed there, so that nothing waits for the
+            device.
+        num_local: The number of columns of each shard of the result.
+        tp_group: The group over which both vocabularies are sharded; None: they are not sharded.
+        valid_vocab_size: Ids from here on are padding.
+
+    Returns:
+        [..., num_local].
+
+    Raises:
+        ValueError: There are more ids than columns, or ids are outside the vocabulary.
     """
     size, rank = (1, 0) if tp_group is None else (tp_group.size(), tp_group.rank())
     leading, width = logits.shape[:-1], logits.shape[-1]

@@ -1,9 +1,9 @@
-"""Losses: pure formulas over per-token log-probabilities, each a file, each registered by name.
+"""Losses: pure formulas over per-token log-probabilities. Each loss has its own file and is registered by name.
 
 Importing this package registers every loss; `build_loss(name, cfg)` makes one.
 
-Annotations give shapes, as in `rl_megatron.logprobs`: `batch sequence` is [B, S], `batch tokens` [B, S-1], the streams
-of next tokens, and `*shape` any shape.
+Annotations give shapes, as in `rl_megatron.logprobs`. `batch sequence` is [B, S]. `batch tokens` is [B, S-1], the shape
+of next-token streams. `*shape` is any shape.
 """
 
 from rl_megatron.losses.base import LogprobLoss, Loss, ScoreLoss, accepts_deferred_logits

@@ -1,4 +1,4 @@
-"""The classes that losses derive from: a formula over streams, and how the streams are read off a model's output."""
+"""The base classes of losses. Each has a formula over streams, and reads the streams from a model's output."""
 
 from __future__ import annotations
 
@@ -21,44 +21,46 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 def accepts_deferred_logits(read_output: Method) -> Method:
     """Mark a `Loss.read_output` that takes `DeferredLogits` as well as logits, and return it.
 
-    The mark belongs to the method: a subclass with a `read_output` of its own is given whole logits, which is right
-    whatever it does with them and only slower, until it says that it takes both.
+    The mark belongs to the method. A subclass that overrides `read_output` is therefore given whole logits until it
+    marks its own method. Whole logits are always correct, only slower.
     """
     read_output.__dict__["accepts_deferred_logits"] = read_output
     return read_output
 
 
 def _only_reads_and_evaluates(on_output: Method) -> Method:
-    """Mark a `Loss.on_output` that hands the output to `read_output` and does nothing else with it; return it."""
+    """Mark a `Loss.on_output` that uses the output only to call `read_output`, and return it."""
     on_output.__dict__["only_reads_and_evaluates"] = on_output
     return on_output
 
 
 def _adds_nothing_to_evaluate(call: Method) -> Method:
-    """Mark a `Loss.__call__` that runs `read_output` and `evaluate` and nothing else, and return it."""
+    """Mark a `Loss.__call__` that only runs `read_output` and `evaluate`, and return it."""
     call.__dict__["adds_nothing_to_evaluate"] = call
     return call
 
 
 def _is_marked(method: Callable[..., Any], mark: str) -> bool:
-    """Return whether the method itself has the mark: `functools.wraps` copies marks to other functions."""
+    """Return whether the method itself was marked. `functools.wraps` copies marks to other functions."""
     function = getattr(method, "__func__", method)
     return getattr(function, mark, None) is function
 
 
 class Loss(ABC):
-    """A formula (`evaluate`) over what `read_output` reads off a model's output; it can be called in two forms.
+    """A loss: a formula, `evaluate`, over the streams that `read_output` reads from a model's output.
 
-    Every value it returns is divided by a global count, so the parts of a batch add up to the loss of the batch, and
-    the gradient of the sum is the sum of the gradients.
+    Every returned value is divided by a global count. The parts of a batch therefore add up to the loss of the batch,
+    and their gradients add up to its gradient. A loss can be called in two forms: see `__call__`.
 
     Attributes:
-        output_name: what `__call__` calls the model's output.
-        input_names: what `evaluate` takes from the output; () if that is the output itself.
-        further_positional: keywords of `evaluate` that the form with an output also takes by position.
-        output_keys: required keys that only `read_output` reads, such as a teacher's.
-        group_size: sequences in a row that no microbatch may separate: 2 for preference pairs.
-        next_token_keys: keys of [B, S] streams in data whose entry t corresponds to token t+1.
+        loss_type: What the loss averages over.
+        input_type: What the loss needs from the model.
+        output_name: The keyword of the model's output in a call.
+        input_names: The keywords that `evaluate` takes from the output; () if it takes the output itself.
+        further_positional: Keywords of `evaluate` that a call also takes by position, after all others.
+        output_keys: Required keys that only `read_output` reads, such as a teacher's logits.
+        group_size: The number of consecutive sequences that must stay in one microbatch: 2 for preference pairs.
+        next_token_keys: Keys of [B, S] streams in data whose entry t corresponds to token t+1.
     """
 
     loss_type: LossType
@@ -73,57 +75,68 @@ class Loss(ABC):
     @property
     @abstractmethod
     def metric_reductions(self) -> Mapping[str, Reduction]:
-        """Every metric that this instance can return, and how its parts combine.
+        """Return every metric that this instance can report, with the reduction that combines its parts.
 
-        It is known without data, so that a rank without data can take part. A metric of an optional input is missing
-        if the input is; `Reduction.identity` stands for it.
+        The mapping does not depend on data, so that a rank without data can join the reduction. If an optional input is
+        missing, its metrics are missing too, and `Reduction.identity` takes their place.
         """
 
     @property
     def required_keys(self) -> tuple[str, ...]:
-        """Keys of the batch without which this instance cannot run."""
+        """Return the keys that this instance needs in the batch."""
         return ("token_mask", "sample_mask", *self.output_keys)
 
     @property
     def display_name(self) -> str:
-        """What messages call this loss."""
+        """Return the name of this loss for messages."""
         return type(self).__name__
 
     @property
     def reads_deferred_logits(self) -> bool:
-        """Whether `read_output` takes `DeferredLogits` as well as logits: see `accepts_deferred_logits`.
+        """Return whether `read_output` takes `DeferredLogits` as well as logits: see `accepts_deferred_logits`.
 
-        A subclass with an `on_output` of its own may read the output itself, and is given whole logits.
+        A subclass that overrides `on_output` may read the output itself, so it is given whole logits.
         """
         own = _is_marked(self.on_output, "only_reads_and_evaluates")
         return own and _is_marked(self.read_output, "accepts_deferred_logits")
 
     @property
     def has_own_call(self) -> bool:
-        """Whether a subclass replaced `__call__`, which may then do more than `evaluate` does."""
+        """Return whether a subclass overrides `__call__`, which may then do more than `evaluate` does."""
         return not _is_marked(self.__call__, "adds_nothing_to_evaluate")
 
     @abstractmethod
     def read_output(self, output: Any, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
-        """Return the keywords of `evaluate` that the model's output gives.
+        """Return the keyword arguments of `evaluate` that come from the model's output.
 
-        They are streams aligned with the whole batch, the same on every rank whatever the sharding. Tokens that the
-        masks leave out are not evaluated.
+        They are streams of the whole batch, and every rank returns the same ones, however the output is sharded. Masked
+        tokens are not evaluated.
+
+        Args:
+            output: The model's output on this rank.
+            data: The whole batch, not sharded.
+            sharding: How the output is distributed over ranks, and whether it is packed.
         """
 
     @abstractmethod
     def evaluate(
         self, data: Mapping[str, Any], global_valid_seqs: Count, global_valid_toks: Count, **keywords: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return this part's share of the loss and of each metric, as tensors: nothing waits for the device.
+        """Return this batch's share of the global loss and of each metric, as tensors, without waiting for the device.
 
-        Shapes: data's streams [B, S] aligned with input_ids (but see `next_token_keys`); next-token streams [B, S-1],
-            whose entry t corresponds to token t+1. Masked positions may hold anything, NaN included.
+        Shapes: streams of data are [B, S] and aligned with input_ids (but see `next_token_keys`). Next-token streams
+        are [B, S-1], and their entry t corresponds to token t+1. Masked positions may hold any value, including NaN.
+
+        Args:
+            data: The batch.
+            global_valid_seqs: The number of sequences that count in the global batch.
+            global_valid_toks: The number of tokens that count in the global batch.
+            **keywords: The streams of `read_output`, and options of the loss.
 
         Raises:
-            KeyError: a key is missing; names the key and the loss.
-            ValueError: shapes do not fit; names both.
-            TypeError: a dtype makes no sense; names the key and the dtype.
+            KeyError: A key is missing. The message names the key and the loss.
+            ValueError: Shapes do not fit. The message names both shapes.
+            TypeError: A dtype does not fit. The message names the key and the dtype.
         """
 
     @_only_reads_and_evaluates
@@ -135,32 +148,33 @@ class Loss(ABC):
         global_valid_toks: Count,
         sharding: Sharding,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Return what `evaluate` makes of what `read_output` reads. A runner calls nothing else.
+        """Read the streams from the model's output and return what `evaluate` returns. A runner calls only this method.
 
-        A loss that is NaN is returned: the caller has other ranks to tell before it may raise.
+        A NaN loss is returned, not raised: the caller must inform the other ranks before any rank may raise.
         """
         return self.evaluate(data, global_valid_seqs, global_valid_toks, **self.read_output(output, data, sharding))
 
     @_adds_nothing_to_evaluate
     def __call__(self, *args: Any, **keywords: Any) -> tuple[Tensor, dict[str, Any]]:
-        """Return the loss and its metrics as Python numbers. Both forms run `evaluate`.
+        """Return the loss and its metrics as Python numbers. Both forms of call run `evaluate`.
 
         Form 1: (output, data, global_valid_seqs, global_valid_toks, vocab_parallel_rank=None,
-            vocab_parallel_group=None, context_parallel_group=None, *, valid_vocab_size=None, cu_seqlens=None,
-            cu_seqlens_padded=None). The model's output goes by the name `output_name`. With a context_parallel_group
-            it is this rank's zigzag slice, with cu_seqlens it is packed (see `Sharding`); data stays whole. Logits
-            are divided by data["temperature"] (a number, [B] or [B, S]) if the batch carries one; ids from
-            valid_vocab_size on are padding.
-        Form 2: (data, global_valid_seqs, global_valid_toks, **inputs) with `input_names`, such as next_token_logprobs
-            [B, S-1]. Other keywords go to `evaluate` in both forms.
+        vocab_parallel_group=None, context_parallel_group=None, *, valid_vocab_size=None, cu_seqlens=None,
+        cu_seqlens_padded=None). The keyword of the model's output is `output_name`. With a context_parallel_group the
+        output is this rank's zigzag slice, and with cu_seqlens it is packed (see `Sharding`); data stays whole. Logits
+        are divided by data["temperature"] (a number, [B] or [B, S]) if the batch has it. Ids from valid_vocab_size on
+        are padding.
 
-        In form 1 backward writes the gradient over the logits unless they are a leaf: see `vocab_parallel_logprobs`.
-        A second loss on the same logits needs a clone of them.
+        Form 2: (data, global_valid_seqs, global_valid_toks, **streams) with the keywords `input_names`, such as
+        next_token_logprobs [B, S-1].
+
+        In both forms, other keywords go to `evaluate`. In form 1, backward overwrites the logits with their gradient
+        unless they are a leaf: see `vocab_parallel_logprobs`. A second loss on the same logits needs a clone of them.
 
         Raises:
-            NaNLoss: a ValueError: the loss is NaN because an input is NaN at a token or sample that counts; names the
-                input and the position.
-            ValueError: shapes do not fit. Other errors of `evaluate` are raised as well.
+            NaNLoss: The loss is NaN because an input is NaN at a token or sample that counts. The message names the
+                input and the position. It is a ValueError.
+            ValueError: The shapes do not fit. Other errors of `evaluate` are raised as well.
         """
         call = self.prepare(bind(self, args, keywords))
         keywords = dict(call.keywords)
@@ -172,27 +186,31 @@ class Loss(ABC):
         return loss, numbers
 
     def prepare(self, call: Call) -> Call:
-        """Return the call that `__call__` runs: the place for forms of call that only one loss has."""
+        """Return the call that `__call__` runs. A loss that has further forms of call overrides this method."""
         return call
 
     def name_of(self, tensor: Tensor) -> str:
-        """Return the name of a tensor in the first place of a call."""
+        """Return the keyword of a tensor that is given as the first positional argument."""
         return self.output_name
 
     def streams(self, data: Mapping[str, Any], like: Tensor) -> TokenStreams:
-        """Return data's streams in the dtype and on the device of `like`, once the keys that `evaluate` needs exist."""
+        """Check that the keys of `evaluate` exist, and return data's streams in the dtype and on the device of `like`.
+
+        The dtype is at least fp32.
+        """
         keys = tuple(key for key in self.required_keys if key not in self.output_keys)
         return TokenStreams(data, like, self.display_name, keys, self.next_token_keys)
 
     def mask(self, data: Mapping[str, Any]) -> TokenMask:
-        """Return which tokens of data count."""
+        """Return the mask of the tokens of data that count."""
         return TokenMask.of(data, self.display_name)
 
 
 class LogprobLoss(Loss):
-    """A loss over next-token logprobs, `evaluate(…, next_token_logprobs, next_token_entropy=None)`, each [B, S-1].
+    """A loss over next-token logprobs: `evaluate(…, next_token_logprobs, next_token_entropy=None)`, each [B, S-1].
 
-    Its logits form takes next_token_logits [B, S, V/tp], or with a context_parallel_group [B, S/cp, V/tp].
+    The form with a model's output takes next_token_logits, [B, S, V/tp], or [B, S/cp, V/tp] with a
+    context_parallel_group.
     """
 
     input_type = LossInputType.LOGPROB
@@ -200,17 +218,19 @@ class LogprobLoss(Loss):
     input_names = ("next_token_logprobs",)
 
     def name_of(self, tensor: Tensor) -> str:
-        return self.input_names[0] if tensor.dim() == 2 else self.output_name  # logits have a vocabulary
+        """Return the keyword of a first positional tensor: logits have one more dimension than logprobs."""
+        return self.input_names[0] if tensor.dim() == 2 else self.output_name
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether `evaluate` needs `next_token_entropy`; it costs almost nothing in the same pass over the logits."""
+        """Return whether `evaluate` needs `next_token_entropy`, which is computed in the same pass over the logits."""
         return False
 
     @accepts_deferred_logits
     def read_output(
         self, output: Tensor | DeferredLogits, data: Mapping[str, Any], sharding: Sharding
     ) -> dict[str, Tensor]:
+        """Return next_token_logprobs, and next_token_entropy if this loss needs it."""
         stats = next_token_stats(
             output,
             require_integers(data, "input_ids", self.display_name).to(output.device),
@@ -224,11 +244,11 @@ class LogprobLoss(Loss):
 
 
 class ScoreLoss(Loss):
-    """A loss over one number a token, `evaluate(…, next_token_scores)` [B, S-1].
+    """A loss over one score per token: `evaluate(…, next_token_scores)`, [B, S-1].
 
-    Entry t is what a model with a score head says after token t, about the prefix that token t+1 extends. The output
-    form takes scores [B, S] or [B, S, 1], or with a context_parallel_group [B, S/cp(, 1)]. A subclass may give both
-    names of its own.
+    Entry t is the output of a model with a score head at token t, which has read the prefix up to token t. The form
+    with a model's output takes scores, [B, S] or [B, S, 1], or [B, S/cp(, 1)] with a context_parallel_group. A subclass
+    may rename both keywords.
     """
 
     input_type = LossInputType.LOGIT
@@ -236,22 +256,23 @@ class ScoreLoss(Loss):
     input_names = ("next_token_scores",)
 
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
+        """Return the scores of the whole batch without the last column."""
         return {self.input_names[0]: token_scores(output, data, sharding, self)[:, :-1]}
 
 
 def token_scores(
     output: Shaped[Tensor, "rows length *one"], data: Mapping[str, Any], sharding: Sharding, loss: Loss
 ) -> Float[Tensor, "batch sequence"]:
-    """Return a score head's output [B, S] or [B, S, 1], sharded or packed, as whole [B, S] in fp32 or more.
+    """Return a score head's output, sharded or packed, as the whole batch [B, S] in fp32 or fp64.
 
     Raises:
-        ValueError: the output is not one score a token; names its shape and the mask's.
+        ValueError: The output is not one score per token. The message names its shape and the mask's shape.
     """
     scores = output.squeeze(-1) if output.dim() == 3 and output.size(-1) == 1 else output
     mask = loss.mask(data).including_first
     if scores.dim() != 2:
         raise ValueError(
-            f"{loss.display_name}: {loss.output_name} {tuple(output.shape)} must be one score a token, [B, S] or "
+            f"{loss.display_name}: {loss.output_name} {tuple(output.shape)} must be one score per token, [B, S] or "
             f"[B, S, 1] for token_mask {tuple(mask.shape)}"
         )
     layout = sharding.layout(scores, (mask.size(0), mask.size(1)))

@@ -1,4 +1,4 @@
-"""The two ways in which NeMo RL calls a loss, with a model's output or with streams read off it, as one `Call`."""
+"""Bind the arguments of a loss's call: NeMo RL calls a loss either with a model's output or with streams."""
 
 from __future__ import annotations
 
@@ -26,10 +26,13 @@ class Call:
     """The arguments of one call of a loss.
 
     Attributes:
-        output: the model's output, or None if the call brings the streams read off it.
-        sharding: how the output lies over ranks; not used without an output.
-        vocab_parallel_rank: what the caller gave; the group knows its own rank.
-        inputs: all other keywords: streams, and options of the loss's `evaluate`.
+        data: The batch.
+        global_valid_seqs: The number of sequences that count in the global batch.
+        global_valid_toks: The number of tokens that count in the global batch.
+        output: The model's output, or None if the call gives streams instead.
+        sharding: How the output is distributed over ranks. It is not used without an output.
+        vocab_parallel_rank: The caller's value. It is only checked, because the group knows its own rank.
+        keywords: All other keywords: streams, and options of the loss's `evaluate`.
     """
 
     data: Mapping[str, Any]
@@ -42,7 +45,12 @@ class Call:
 
 
 class NaNLoss(ValueError):
-    """A loss is NaN because an input that counts is NaN; carries what the loss would have returned."""
+    """The error of a loss that is NaN because an input that counts is NaN.
+
+    Attributes:
+        loss: The loss that the call would have returned.
+        metrics: The metrics that the call would have returned.
+    """
 
     def __init__(self, message: str, loss: Tensor, metrics: dict[str, Any]) -> None:
         super().__init__(message)
@@ -50,17 +58,22 @@ class NaNLoss(ValueError):
 
 
 def bind(forms: CallForms, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Call:
-    """Return the arguments of a call by name. A tensor in the first place is the model's output or a stream.
+    """Return the arguments of a call by name. A tensor as the first positional argument is the output or a stream.
+
+    Args:
+        forms: What the loss declares about the ways to call it.
+        args: The call's positional arguments.
+        keywords: The call's keyword arguments.
 
     Raises:
-        TypeError: arguments are missing, given twice or too many.
+        TypeError: Arguments are missing, given twice, or too many.
         ValueError: vocab_parallel_rank is not this process's rank in vocab_parallel_group.
     """
     named = _by_position(forms, args)
     if twice := named.keys() & keywords.keys():
         raise TypeError(f"{forms.display_name} got {sorted(twice)} both by position and by name")
     named |= keywords
-    if "logits" in named:  # the name that callers use who know nothing but the input type
+    if "logits" in named:  # callers that know only the loss's input_type use this name
         named[forms.output_name] = named.pop("logits")
     if missing := [key for key in ("data", *_COUNTS) if key not in named]:
         raise TypeError(f"{forms.display_name} is missing {missing}")
@@ -93,9 +106,9 @@ def _check_rank(rank: int | None, group: dist.ProcessGroup | None) -> None:
 
 
 def output_form(sharding: Sharding) -> dict[str, Any]:
-    """Return the keywords that describe `sharding` in a call with a model's output; those without a value are left out.
+    """Return the keywords that describe `sharding` in a call with a model's output.
 
-    A loss whose call is NeMo RL's has no keyword for some of them.
+    Keywords without a value are left out, because a loss with NeMo RL's signature does not accept all of them.
     """
     described = {
         "vocab_parallel_rank": None if sharding.tp_group is None else dist.get_rank(sharding.tp_group),
@@ -117,17 +130,30 @@ def refuse_nan(
     required_keys: tuple[str, ...],
     next_token_keys: frozenset[str],
 ) -> None:
-    """Raise `NaNLoss`, naming the input and the position, if a NaN input that counts made the loss NaN."""
+    """Raise `NaNLoss` if the loss is NaN because of an input that counts. The error names the input and the position.
+
+    Args:
+        name: The loss's name, for the message.
+        loss: The loss that `evaluate` returned.
+        metrics: Its metrics as numbers; the error carries them.
+        data: The batch.
+        keywords: The streams that `evaluate` was given.
+        required_keys: The keys of data that the loss needs; they are searched first.
+        next_token_keys: The keys of data whose entry t corresponds to token t+1.
+
+    Raises:
+        NaNLoss: The loss is NaN, and a NaN was found at a position that is not masked.
+    """
     if not math.isnan(float(loss.detach().sum())):
         return
-    if culprit := first_nan(data, keywords, required_keys, next_token_keys):
-        raise NaNLoss(f"{name} is NaN: {culprit} is NaN and not masked", loss, metrics)
+    if nan_input := first_nan(data, keywords, required_keys, next_token_keys):
+        raise NaNLoss(f"{name} is NaN: {nan_input} is NaN and not masked", loss, metrics)
 
 
 def as_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics with scalar tensors as Python numbers, in one transfer from the device.
+    """Return the metrics with scalar tensors converted to Python numbers, in one transfer from the device.
 
-    Per-sample metrics stay tensors, and numbers stay as they are.
+    Per-sample metrics stay tensors, and numbers are returned unchanged.
     """
     scalars = {name: value for name, value in metrics.items() if isinstance(value, Tensor) and value.dim() == 0}
     numbers = torch.stack([value.double() for value in scalars.values()]).tolist() if scalars else []

@@ -1,4 +1,4 @@
-"""The words that every loss and its callers share: enums, how metrics reduce, and the protocol of NeMo RL."""
+"""Definitions that every loss and its callers share: enums, metric reductions, and NeMo RL's protocol."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Count = Shaped[Tensor, ""] | float | int | None
 
 
 class LossType(enum.Enum):
-    """What the loss averages over, and so which global count divides it."""
+    """What a loss averages over, which decides the global count that divides it."""
 
     TOKEN_LEVEL = "token_level"
     SEQUENCE_LEVEL = "sequence_level"
 
 
 class LossInputType(enum.Enum):
-    """What the loss needs from the model."""
+    """What a loss needs from the model."""
 
     LOGIT = "logit"
     LOGPROB = "logprob"
@@ -30,9 +30,9 @@ class LossInputType(enum.Enum):
 
 
 class Reduction(enum.Enum):
-    """How the parts of a metric (from microbatches and data-parallel ranks) combine.
+    """How the parts of a metric, from microbatches and data-parallel ranks, combine.
 
-    A part of a mean is divided by the global count already, so parts of means add up, as parts of counts do.
+    Each part of a mean is already divided by the global count. Parts of means therefore add up, like parts of counts.
     """
 
     SUM = "sum"
@@ -41,14 +41,14 @@ class Reduction(enum.Enum):
 
     @property
     def identity(self) -> float:
-        """Return the part of a rank that does not have the metric."""
+        """Return the value that a rank without this metric contributes."""
         return {"sum": 0.0, "min": float("inf"), "max": float("-inf")}[self.value]
 
     @classmethod
     def table(
         cls, *sums: str, minima: Iterable[str] = (), maxima: Iterable[str] = ()
     ) -> MappingProxyType[str, Reduction]:
-        """Return the value of `Loss.metric_reductions` for metrics listed by how they reduce."""
+        """Return a mapping for `Loss.metric_reductions`, from metrics that are listed by how they reduce."""
         by_kind = {cls.SUM: sums, cls.MIN: minima, cls.MAX: maxima}
         return MappingProxyType({name: kind for kind, names in by_kind.items() for name in names})
 
@@ -57,7 +57,7 @@ class Reduction(enum.Enum):
 class LossFunction(Protocol):
     """NeMo RL's protocol: a callable that returns (loss, metrics) for a batch, the global counts and a model's output.
 
-    `input_type` tells which keyword holds the output. `rl_megatron.losses.as_loss` makes a `Loss` of such an object.
+    `input_type` decides which keyword holds the output. `rl_megatron.losses.as_loss` makes a `Loss` of such an object.
     """
 
     loss_type: LossType
@@ -65,22 +65,34 @@ class LossFunction(Protocol):
 
     def __call__(
         self, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor, **kwargs: Any
-    ) -> tuple[Tensor, dict[str, Any]]: ...
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Return the loss and its metrics."""
+        ...
 
 
 class CallForms(Protocol):
-    """What a loss declares about the ways of calling it. `Loss` explains each attribute."""
+    """What a loss declares about the ways to call it. `Loss` explains each attribute."""
 
     @property
-    def output_name(self) -> str: ...
+    def output_name(self) -> str:
+        """Return the keyword of the model's output."""
+        ...
 
     @property
-    def input_names(self) -> tuple[str, ...]: ...
+    def input_names(self) -> tuple[str, ...]:
+        """Return the keywords of the streams that `Loss.evaluate` needs."""
+        ...
 
     @property
-    def further_positional(self) -> tuple[str, ...]: ...
+    def further_positional(self) -> tuple[str, ...]:
+        """Return the other keywords that may also be given by position."""
+        ...
 
     @property
-    def display_name(self) -> str: ...
+    def display_name(self) -> str:
+        """Return the loss's name for messages."""
+        ...
 
-    def name_of(self, tensor: Tensor) -> str: ...
+    def name_of(self, tensor: Tensor) -> str:
+        """Return the keyword of a tensor that is given as the first positional argument."""
+        ...

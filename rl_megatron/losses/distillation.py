@@ -1,4 +1,4 @@
-"""Distillation: the student's next-token distribution drawn to a teacher's, which is known by its top-k logits."""
+"""Distillation: train a student towards a teacher's next-token distribution, which is given by its top-k logits."""
 
 from __future__ import annotations
 
@@ -20,14 +20,22 @@ from rl_megatron.losses.settings import check_types, parse_settings
 from rl_megatron.losses.streams import real, require, require_integers
 
 KL_TYPES = ("forward", "reverse", "mixed")
-# What stands for log 0 where the teacher says nothing: log-probability of a token outside its top-k.
+# The teacher's log-probability of a token outside its top-k. It takes the place of log 0.
 LOG_INFINITESIMAL = -100.0
 
 
 class DistillationLossDataDict(TypedDict):
-    """The batch. teacher_topk_logits, teacher_topk_indices [B, S, K]: entry t holds the teacher's logits at position t
-    and their ids, so it speaks of token t+1, and the last entry is not used. temperature (a number, [B] or [B, S])
-    divides the logits of both models."""
+    """The batch of `DistillationLossFn`.
+
+    Attributes:
+        input_ids: Token ids, [B, S].
+        token_mask: Which tokens count, [B, S].
+        sample_mask: Which samples count, [B].
+        teacher_topk_logits: [B, S, K]. Entry t holds the teacher's K largest logits at position t, so it corresponds to
+            token t+1. The last entry is not used.
+        teacher_topk_indices: The token ids of teacher_topk_logits, [B, S, K].
+        temperature: A number, [B] or [B, S]. The logits of both models are divided by it.
+    """
 
     input_ids: Tensor
     token_mask: Tensor
@@ -39,13 +47,15 @@ class DistillationLossDataDict(TypedDict):
 
 @dataclass(frozen=True)
 class DistillationLossConfig:
-    """Key names and meanings follow NeMo RL.
+    """Settings of `DistillationLossFn`. Names and meanings follow NeMo RL.
 
-    kl_type: "forward", KL(teacher‖student), covers what the teacher finds likely; "reverse", KL(student‖teacher),
-        avoids what it finds unlikely; "mixed", both.
-    mixed_kl_weight: in [0, 1], the weight of the forward KL in the mix.
-    zero_outside_topk: the student keeps its probabilities over the whole vocabulary, where the teacher has none outside
-        its top-k; False: both are renormalised over the teacher's top-k.
+    Attributes:
+        kl_type: "forward" is KL(teacher‖student), which penalises missing tokens that the teacher finds likely.
+            "reverse" is KL(student‖teacher), which penalises tokens that the teacher finds unlikely. "mixed" is the
+            weighted sum of both.
+        mixed_kl_weight: The weight of the forward KL in the sum, in [0, 1]. The reverse KL has the rest.
+        zero_outside_topk: The student keeps its probabilities over the whole vocabulary, and the teacher's are 0
+            outside its top-k. false: both are renormalised over the teacher's top-k.
     """
 
     kl_type: str = "mixed"
@@ -55,38 +65,43 @@ class DistillationLossConfig:
     def __post_init__(self) -> None:
         check_types(self)
         if self.kl_type not in KL_TYPES:
-            raise ValueError(f"kl_type={self.kl_type!r} is none of {KL_TYPES}")
+            raise ValueError(f"kl_type={self.kl_type!r} must be one of {KL_TYPES}")
         if not 0 <= self.mixed_kl_weight <= 1:
             raise ValueError(
-                f"mixed_kl_weight={self.mixed_kl_weight} must lie in [0, 1]: it is the forward KL's share, the reverse "
-                "KL has the rest"
+                f"mixed_kl_weight={self.mixed_kl_weight} must lie in [0, 1]: it is the weight of the forward KL, and "
+                "the reverse KL has the rest"
             )
 
 
 @register_loss("distillation")
 class DistillationLossFn(Loss):
-    """L = Σ_t m_t·(w·KL(p‖q) + (1−w)·KL(q‖p))_t / N_tokens, with p the teacher and q the student after token t:
+    """The distillation loss, L = Σ_t m_t·(w·KL(p‖q) + (1−w)·KL(q‖p))_t / N_tokens.
+
+    p is the teacher's and q the student's next-token distribution after token t:
 
         KL(p‖q) = Σ_k p·(log p − log q)        KL(q‖p) = Σ_k q·(log q − log p)
 
-    over the teacher's top-k ids k, both renormalised over them. w = mixed_kl_weight, or 1 and 0 for "forward" and
-    "reverse". With zero_outside_topk q is the student's softmax over the whole vocabulary, p is 0 outside the top-k,
-    and log p counts as −100 there:
+    The sums are over the teacher's top-k ids k, and both distributions are renormalised over these ids. w is
+    mixed_kl_weight, or 1 for "forward" and 0 for "reverse". With zero_outside_topk, q is the student's softmax over the
+    whole vocabulary; outside the top-k, p is 0 and log p counts as −100:
 
         KL(q‖p) = Σ_v q·log q − Σ_k q·log p + 100·(1 − Σ_k q)
 
-    The student is read as its logprobs at k and its entropy, in one pass over its logits.
+    One pass over the student's logits reads its logprobs at the ids k and its entropy.
 
-    Metrics: those of `metric_reductions`; `forward_kl` and `reverse_kl` are the means of the two terms, present where
-    their weight is not 0.
+    Metrics: see `metric_reductions`. `forward_kl` and `reverse_kl` are the means of the two terms; a term whose weight
+    is 0 is not reported.
 
-    Shapes: student_topk_logprobs, teacher_topk_logprobs [B, S-1, K]; H_all [B, S-1] = Σ_v q·log q, minus the student's
-        entropy, needed where `needs_entropy`. K ≥ 1.
-    Units: nats. Raises: see `Loss.evaluate`.
-    TRL's DistillationTrainer computes the same with beta 0 ("forward") and 1 ("reverse") where the top k is the whole
-    vocabulary; between them its beta mixes the distributions (Jensen-Shannon), mixed_kl_weight the divergences.
-    Source: Agarwal et al. 2023, "On-Policy Distillation of Language Models" (arXiv:2306.13649); top-k renormalisation
-        and the rest term as in NeMo RL's DistillationLossFn.
+    Shapes: student_topk_logprobs and teacher_topk_logprobs are [B, S-1, K] with K ≥ 1. H_all is [B, S-1], Σ_v q·log q
+    (minus the student's entropy); it is required if `needs_entropy` is true. All are in nats. Errors: see
+    `Loss.evaluate`.
+
+    If the top-k is the whole vocabulary, TRL's DistillationTrainer computes the same with beta 0 ("forward") or 1
+    ("reverse"). Between 0 and 1 its beta mixes the distributions (Jensen-Shannon), but mixed_kl_weight mixes the
+    divergences.
+
+    Source: Agarwal et al. 2023, "On-Policy Distillation of Language Models" (arXiv:2306.13649). The renormalisation
+    over the top-k and the rest term follow NeMo RL's DistillationLossFn.
     """
 
     loss_type = LossType.TOKEN_LEVEL
@@ -100,23 +115,25 @@ class DistillationLossFn(Loss):
 
     @property
     def _weights(self) -> dict[str, float]:
-        """The weight of each divergence whose weight is not 0."""
+        """Return the weight of each divergence whose weight is not 0."""
         forward = {"forward": 1.0, "reverse": 0.0, "mixed": self.cfg.mixed_kl_weight}[self.cfg.kl_type]
         return {name: weight for name, weight in {"forward_kl": forward, "reverse_kl": 1.0 - forward}.items() if weight}
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
+        """Return the metrics of the divergences that these settings use, with their reductions."""
         return Reduction.table("loss", "num_valid_samples", *self._weights)
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether `evaluate` wants H_all."""
+        """Return whether `evaluate` needs H_all."""
         return self.cfg.zero_outside_topk and "reverse_kl" in self._weights
 
     @accepts_deferred_logits
     def read_output(
         self, output: Tensor | DeferredLogits, data: Mapping[str, Any], sharding: Sharding
     ) -> dict[str, Tensor]:
+        """Return both models' logprobs at the teacher's top-k ids, and H_all if this loss needs it."""
         input_ids = require_integers(data, "input_ids", self.display_name)
         teacher_logits, indices = self._teacher(data, input_ids)
         temperature = data["temperature"] if "temperature" in data else 1.0
@@ -138,13 +155,15 @@ class DistillationLossFn(Loss):
         return streams | ({} if stats.entropy is None else {"H_all": -stats.entropy})
 
     def _teacher(self, data: Mapping[str, Any], input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Check the teacher's logits and ids, and return both, [B, S, K]."""
         name = self.display_name
         logits = real(require(data, "teacher_topk_logits", name), "data['teacher_topk_logits']", name)
         indices = require_integers(data, "teacher_topk_indices", name)
         if indices.shape != logits.shape or logits.shape[:-1] != input_ids.shape or logits.shape[-1] == 0:
             raise ValueError(
                 f"{self.display_name}: teacher_topk_logits {tuple(logits.shape)} and teacher_topk_indices "
-                f"{tuple(indices.shape)} must both be [B, S, K] with one K ≥ 1, for input_ids {tuple(input_ids.shape)}"
+                f"{tuple(indices.shape)} must both be [B, S, K] with the same K ≥ 1 for input_ids "
+                f"{tuple(input_ids.shape)}"
             )
         return logits, indices
 
@@ -157,13 +176,18 @@ class DistillationLossFn(Loss):
         teacher_topk_logprobs: Shaped[Tensor, "batch tokens ids"],
         H_all: Shaped[Tensor, "batch tokens"] | None = None,
     ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
+        """Return the loss and its metrics from both models' logprobs at the teacher's top-k ids.
+
+        Raises:
+            ValueError: The shapes differ, or H_all is needed but None. See also `Loss.evaluate`.
+        """
         streams = self.streams(data, student_topk_logprobs)
         student = streams.select("student_topk_logprobs", student_topk_logprobs, trailing=1)
         teacher = streams.select("teacher_topk_logprobs", teacher_topk_logprobs, trailing=1)
         if teacher.shape != student.shape:
             raise ValueError(
                 f"{self.display_name}: student_topk_logprobs {tuple(student.shape)} and teacher_topk_logprobs "
-                f"{tuple(teacher.shape)} must both be [B, S-1, K] with one K"
+                f"{tuple(teacher.shape)} must both be [B, S-1, K] with the same K"
             )
         negative_entropy = None
         if self.needs_entropy:
@@ -188,16 +212,12 @@ class DistillationLossFn(Loss):
         }
 
 
-def forward_kl(
-    student: Float[Tensor, "*shape ids"], teacher: Float[Tensor, "*shape ids"]
-) -> Float[Tensor, "*shape"]:
+def forward_kl(student: Float[Tensor, "*shape ids"], teacher: Float[Tensor, "*shape ids"]) -> Float[Tensor, "*shape"]:
     """Return Σ_k p·(log p − log q), from log q and log p [..., K]."""
     return _expectation(teacher, teacher - student)
 
 
-def reverse_kl(
-    student: Float[Tensor, "*shape ids"], teacher: Float[Tensor, "*shape ids"]
-) -> Float[Tensor, "*shape"]:
+def reverse_kl(student: Float[Tensor, "*shape ids"], teacher: Float[Tensor, "*shape ids"]) -> Float[Tensor, "*shape"]:
     """Return Σ_k q·(log q − log p), from log q and log p [..., K]."""
     return _expectation(student, student - teacher)
 
@@ -209,19 +229,22 @@ def reverse_kl_with_rest(
 ) -> Float[Tensor, "*shape"]:
     """Return Σ_v q·log q − Σ_k q·log p + 100·(1 − Σ_k q), from log q and log p [..., K] and Σ_v q·log q [...].
 
-    It is the reverse KL over the whole vocabulary if the teacher's log p is −100 outside the top-k.
+    It is the reverse KL over the whole vocabulary, with −100 as the teacher's log p outside the top-k.
     """
     rest = 1.0 - student.exp().sum(dim=-1)
     return negative_entropy - _expectation(student, teacher) - LOG_INFINITESIMAL * rest
 
 
 def _expectation(logprobs: Tensor, values: Tensor) -> Tensor:
-    """Return Σ_k p·v over [..., K]; what has probability 0 adds 0, however infinite v is there."""
+    """Return Σ_k p·v over [..., K]. An id with probability 0 adds 0, even if v is infinite there."""
     return (logprobs.exp() * torch.where(logprobs == -torch.inf, 0.0, values)).sum(dim=-1)
 
 
 def _per_prediction(temperature: float | Tensor, like: Tensor) -> float | Tensor:
-    """A number, [B] or [B, S] aligned with input_ids → a number or [B, S-1, 1] aligned with predictions [B, S-1]."""
+    """Return the temperature of each prediction [B, S-1], shaped [B, S-1, 1], or a number if it is one.
+
+    The temperature is given as a number, [B], or [B, S] aligned with input_ids.
+    """
     if not isinstance(temperature, Tensor) or temperature.dim() == 0:
         return temperature
     per_token = temperature[:, None] if temperature.dim() == 1 else temperature

@@ -1,4 +1,4 @@
-"""Direct preference optimization: a policy's log-ratio to its reference is the reward that a preference loss judges."""
+"""Direct preference optimization: a preference loss whose rewards are log-ratios of a policy to its reference."""
 
 from __future__ import annotations
 
@@ -19,9 +19,14 @@ from rl_megatron.losses.streams import TokenStreams
 
 
 class DPOLossDataDict(TypedDict):
-    """The batch. Rows interleave as for `PreferenceLoss`; sample_mask [B], the rest [B, S].
+    """The batch of `DPOLossFn` and `IPOLossFn`. Chosen and rejected sequences alternate: see `PreferenceLoss`.
 
-    Entry t of reference_policy_logprobs corresponds to token t+1, unlike every other stream: see `DPOLossFn`.
+    Attributes:
+        input_ids: Token ids, [B, S].
+        reference_policy_logprobs: log π_ref, [B, S]. Entry t corresponds to token t+1, unlike in other streams: see
+            `ReferencePreferenceLoss`.
+        token_mask: Which tokens count, [B, S].
+        sample_mask: Which sequences count, [B].
     """
 
     input_ids: Tensor
@@ -31,25 +36,26 @@ class DPOLossDataDict(TypedDict):
 
 
 class ReferencePreferenceLoss(LogprobLoss, PreferenceLoss):
-    """A preference loss whose rewards are log-ratios to a reference policy:
+    """A preference loss whose rewards are log-ratios to a reference policy.
 
         r_b = Σ_t m_bt·( log π(y_bt) − log π_ref(y_bt) ),  with preference_average_log_probs divided by Σ_t m_bt
 
-    **data["reference_policy_logprobs"] [B, S] is rolled by −1**, as in NeMo RL: entry t corresponds to token t+1, so
-    that `[:, :-1]` meets the next-token logprobs; the last column is not read. `torch.roll(logprobs, -1, dims=-1)`
-    makes it of logprobs that are aligned with input_ids.
+    **data["reference_policy_logprobs"] [B, S] is rolled by −1**, as in NeMo RL. Its entry t corresponds to token t+1,
+    so that `[:, :-1]` is aligned with the next-token logprobs. The last column is not read. For logprobs that are
+    aligned with input_ids, use `torch.roll(logprobs, -1, dims=-1)`.
     """
 
     next_token_keys = frozenset({"reference_policy_logprobs"})
 
     @property
     def required_keys(self) -> tuple[str, ...]:
+        """Return the keys of the batch that the loss needs."""
         return (*super().required_keys, "reference_policy_logprobs")
 
     def _over_log_ratios(
         self, streams: TokenStreams, logprobs: Tensor, global_valid_seqs: Count, average: bool, beta: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return (loss, its metrics other than "loss") of rewards that are sums or means of log-ratios."""
+        """Return (loss, all metrics except "loss") for rewards that are sums or means of log-ratios."""
         over_sequence = F.masked_mean if average else F.masked_sum
         rewards = over_sequence(logprobs - streams["reference_policy_logprobs"], streams.token_mask, dim=-1)
         has_tokens = (streams.mask != 0).any(dim=1)
@@ -58,13 +64,14 @@ class ReferencePreferenceLoss(LogprobLoss, PreferenceLoss):
 
 @dataclass(frozen=True)
 class DPOLossConfig:
-    """Key names follow NeMo RL.
+    """Settings of `DPOLossFn`. Names follow NeMo RL.
 
-    reference_policy_kl_penalty: β ≥ 0, the scale of a difference of rewards: the larger, the closer π stays to π_ref;
-        with 0 the preference loss is log 2 and teaches nothing.
-    preference_loss_weight, sft_loss_weight: w_p, w_s ≥ 0, not both 0.
-    preference_average_log_probs: rewards are means over a row's tokens instead of sums.
-    sft_average_log_probs: the SFT loss of a row is the mean over its tokens instead of their sum.
+    Attributes:
+        reference_policy_kl_penalty: The factor β ≥ 0 of the difference of rewards. A larger β keeps π closer to π_ref.
+            With 0 the preference loss is the constant log 2.
+        preference_loss_weight, sft_loss_weight: The weights w_p ≥ 0 and w_s ≥ 0. One of them must be above 0.
+        preference_average_log_probs: Rewards are means over a sequence's tokens instead of sums.
+        sft_average_log_probs: The SFT loss of a sequence is the mean over its tokens instead of the sum.
     """
 
     reference_policy_kl_penalty: float = 0.05
@@ -82,29 +89,30 @@ class DPOLossConfig:
         if self.preference_loss_weight == 0 and self.sft_loss_weight == 0:
             raise ValueError(
                 f"preference_loss_weight={self.preference_loss_weight} and sft_loss_weight={self.sft_loss_weight} "
-                "leave nothing to learn; set one above 0"
+                "make the loss 0; set one above 0"
             )
 
 
 @register_loss("dpo")
 class DPOLossFn(ReferencePreferenceLoss):
-    """L = w_p·L_pref + w_s·L_sft, by default DPO's w_p = 1, w_s = 0:
+    """The DPO loss, L = w_p·L_pref + w_s·L_sft, by default with w_p = 1 and w_s = 0.
 
         L_pref = −Σ_pairs w·log σ( β·(r_chosen − r_rejected) ) / (N_seqs / 2),  r = log-ratios to the reference
         L_sft  = −Σ_chosen s·Σ_t m_t·log π(y_t) / (N_seqs / 2),  s = sample_mask, Σ_t a mean with sft_average_log_probs
 
     **data["reference_policy_logprobs"] is rolled by −1**: see `ReferencePreferenceLoss`. Pairs: see `PreferenceLoss`.
 
-    Metrics: loss, preference_loss, sft_loss (without their weights; 0 where w_s is 0), and those of `PreferenceLoss`;
-    rewards are without β.
+    Metrics: loss, preference_loss and sft_loss (both without their weights; sft_loss is 0 if w_s is 0), and the metrics
+    of `PreferenceLoss`, with rewards without β.
 
     TRL's DPOTrainer computes the same L_pref with loss_type "sigmoid", or "sigmoid_norm" for
-    preference_average_log_probs; its rewards are with β, and its "sft" is a mean over the chosen rows' tokens, where
-    L_sft is a mean over pairs.
+    preference_average_log_probs. TRL's rewards include β. TRL's "sft" is a mean over the tokens of chosen sequences,
+    whereas L_sft is a mean over pairs.
 
-    Shapes, Raises: see `Loss.evaluate`; ValueError for an odd number of rows.
-    Source: Rafailov et al. 2023, "Direct Preference Optimization" (arXiv:2305.18290), eq. 7; with the SFT loss: Pang et
-        al. 2024, "Iterative Reasoning Preference Optimization" (arXiv:2404.19733).
+    Shapes and errors: see `Loss.evaluate`. An odd number of sequences is a ValueError.
+
+    Source: Rafailov et al. 2023, "Direct Preference Optimization" (arXiv:2305.18290), eq. 7. With the SFT loss: Pang et
+    al. 2024, "Iterative Reasoning Preference Optimization" (arXiv:2404.19733).
     """
 
     metric_reductions: Mapping[str, Reduction] = PreferenceLoss.metric_reductions | Reduction.table(
@@ -122,6 +130,7 @@ class DPOLossFn(ReferencePreferenceLoss):
         next_token_logprobs: Shaped[Tensor, "batch tokens"],
         next_token_entropy: Shaped[Tensor, "batch tokens"] | None = None,
     ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
+        """Return the loss and its metrics from next-token logprobs."""
         cfg, streams = self.cfg, self.streams(data, next_token_logprobs)
         logprobs = streams.select("next_token_logprobs", next_token_logprobs)
         preference_loss, metrics = self._over_log_ratios(
@@ -135,7 +144,7 @@ class DPOLossFn(ReferencePreferenceLoss):
         return loss, {name: value.detach() for name, value in losses.items()} | metrics
 
     def _chosen_nll(self, streams: TokenStreams, logprobs: Tensor, global_valid_seqs: Count) -> Tensor:
-        """Return the chosen sequences' share of the SFT loss."""
+        """Return this batch's share of the SFT loss, over its chosen sequences."""
         over_sequence = F.masked_mean if self.cfg.sft_average_log_probs else F.masked_sum
         chosen, _ = self.split_output_tensor(-over_sequence(logprobs, streams.token_mask, dim=-1))
         samples, _ = self.split_output_tensor(streams.sample_mask)

@@ -1,4 +1,4 @@
-"""Draft models for speculative decoding: a small model's next-token distribution drawn to the policy's own."""
+"""Draft models for speculative decoding: train a small model towards the policy's own next-token distribution."""
 
 from __future__ import annotations
 
@@ -23,8 +23,14 @@ from rl_megatron.losses.streams import real, require
 
 
 class DraftCrossEntropyLossDataDict(TypedDict):
-    """The batch. teacher_logits are the policy's, as it gave them: sharded, padded or packed like the draft's, row t
-    speaking of token t+1. They are a constant here."""
+    """The batch of `DraftCrossEntropyLossFn`.
+
+    Attributes:
+        token_mask: Which tokens count, [B, S].
+        sample_mask: Which samples count, [B].
+        teacher_logits: The policy's logits, sharded, padded or packed like the draft's. Row t corresponds to token t+1.
+            They are a constant here.
+    """
 
     token_mask: Tensor
     sample_mask: Tensor
@@ -33,29 +39,34 @@ class DraftCrossEntropyLossDataDict(TypedDict):
 
 @dataclass(frozen=True)
 class DraftCrossEntropyLossConfig:
-    """Nothing to set."""
+    """Settings of `DraftCrossEntropyLossFn`, which has none."""
 
 
 @register_loss("draft_cross_entropy")
 class DraftCrossEntropyLossFn(Loss):
-    """L = Σ_t m_{t+1}·CE_t / N_tokens,    CE_t = −Σ_v p_{t+1}(v)·log q_t(v)
+    """The draft loss, L = Σ_t m_{t+1}·CE_t / N_tokens, with CE_t = −Σ_v p_{t+1}(v)·log q_t(v).
 
-    with q_t the draft's distribution at position t and p_{t+1} the policy's, one position further: a draft head has
-    read the policy's state after token t and token t+1 itself, and says what the policy is about to say of token t+2.
-    The policy is a constant. Both are taken at temperature 1.
+    q_t is the draft's distribution at position t, and p_{t+1} is the policy's at the next position. A draft head reads
+    the policy's state at token t and token t+1 itself, and predicts the policy's distribution of token t+2. The policy
+    is a constant. Both distributions are at temperature 1.
 
-    A draft with a smaller vocabulary comes with `d2t` [V_draft]: its id i is the policy's id i + d2t[i]. The policy's
-    distribution is then the one restricted to those ids and renormalised. Where the vocabulary is sharded the policy's
-    columns travel to the ranks that hold the draft's, see `vocab_subset`; ids from valid_vocab_size on are padding of
-    the policy, and columns past the draft's last id padding of the draft.
+    A draft with a smaller vocabulary needs `d2t`. The policy's distribution is then restricted to the draft's ids and
+    renormalised. If the vocabulary is sharded, the policy's columns are sent to the ranks that hold the draft's: see
+    `vocab_subset`. The policy's ids from valid_vocab_size on are padding, and so are columns after the draft's last id.
 
-    Forms, besides those of `Loss`, whose `student_logits` are the draft's: with teacher_logits= and mask= given beside
-    student_logits= the three are taken to be aligned already, entry t of each speaking of the same token, as
-    p rolled by −1 and token_mask rolled by −1 are. (With vocab_parallel_group= here or in the constructor.)
+    Besides the forms of `Loss`, a call may give teacher_logits= and mask= beside student_logits=. The three must then
+    already be aligned: entry t of each corresponds to the same token, as if p and token_mask were rolled by −1.
 
-    Shapes: student_logits [B, S, V/tp], with CP [B, S/cp, V/tp], packed [1, T/cp, V/tp]; draft_cross_entropy [B, S-1],
-        entry t being CE_t. Units: nats. Raises: see `Loss.evaluate`.
-    Source: Li et al. 2025, "EAGLE-3" (arXiv:2503.01840); alignment, d2t and mask as in NeMo RL's draft training.
+    Shapes: student_logits is [B, S, V/tp], with context parallelism [B, S/cp, V/tp], packed [1, T/cp, V/tp].
+    draft_cross_entropy is [B, S-1], and its entry t is CE_t, in nats. Errors: see `Loss.evaluate`.
+
+    Args:
+        cfg: The settings, of which there are none.
+        d2t: [V_draft] integer offsets: the draft's id i is the policy's id i + d2t[i]. None: the vocabularies are
+            equal.
+        vocab_parallel_group: The tensor-parallel group of calls with teacher_logits= that do not give one.
+
+    Source: Li et al. 2025, "EAGLE-3" (arXiv:2503.01840). Alignment, d2t and mask follow NeMo RL's draft training.
     """
 
     loss_type = LossType.TOKEN_LEVEL
@@ -73,6 +84,7 @@ class DraftCrossEntropyLossFn(Loss):
         self._vocab_parallel_group = vocab_parallel_group
 
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
+        """Return draft_cross_entropy of the draft's logits against data["teacher_logits"]."""
         name, mask = self.display_name, self.mask(data).including_first.to(output.device)
         layout = sharding.layout(output, (mask.size(0), mask.size(1)))
         teacher = real(require(data, "teacher_logits", name), "data['teacher_logits']", name)
@@ -90,7 +102,11 @@ class DraftCrossEntropyLossFn(Loss):
         return {"draft_cross_entropy": layout.gather(cross_entropy)[:, :-1]}
 
     def prepare(self, call: Call) -> Call:
-        """Return a call with teacher_logits= and mask= beside the student's as a call with draft_cross_entropy."""
+        """Turn a call with teacher_logits= and mask= into a call with draft_cross_entropy, and return it.
+
+        Raises:
+            ValueError: mask= is missing, or shapes do not fit.
+        """
         student, keywords = call.output, dict(call.keywords)
         if student is None or "teacher_logits" not in keywords:
             return call
@@ -98,8 +114,8 @@ class DraftCrossEntropyLossFn(Loss):
         mask = keywords.pop("mask", keywords.pop("token_mask", None))
         if mask is None or mask.shape != student.shape[:-1]:
             raise ValueError(
-                f"{self.display_name}: teacher_logits= needs mask= beside it, [B, S] for student_logits "
-                f"{tuple(student.shape)}, got {None if mask is None else tuple(mask.shape)}"
+                f"{self.display_name}: teacher_logits= needs mask= [B, S] for student_logits "
+                f"{tuple(student.shape)}, but got {None if mask is None else tuple(mask.shape)}"
             )
         self._check_alike(student, teacher)
         group = call.sharding.tp_group or self._vocab_parallel_group
@@ -113,6 +129,10 @@ class DraftCrossEntropyLossFn(Loss):
         return replace(call, data=data, output=None, keywords={**keywords, "draft_cross_entropy": cross_entropy})
 
     def _check_alike(self, student: Tensor, teacher: Tensor) -> None:
+        """Raise ValueError unless both models' logits have the same layout. With d2t, the last dimensions may differ.
+
+        The message names both shapes.
+        """
         columns_differ = self._policy_ids is None and teacher.shape[-1] != student.shape[-1]
         if teacher.shape[:-1] != student.shape[:-1] or columns_differ:
             raise ValueError(
@@ -123,7 +143,10 @@ class DraftCrossEntropyLossFn(Loss):
     def _restricted(
         self, teacher: Tensor, student: Tensor, group: dist.ProcessGroup | None, valid_vocab_size: int | None
     ) -> tuple[Tensor, int | None]:
-        """The policy's logits over the draft's vocabulary, sharded like the draft's, and that vocabulary's size."""
+        """Return the policy's logits over the draft's vocabulary, sharded like the draft's, and this vocabulary's size.
+
+        Without d2t they are the logits and the size that were given.
+        """
         if self._policy_ids is None:
             return teacher, valid_vocab_size
         columns = vocab_subset(teacher, self._policy_ids, student.shape[-1], group, valid_vocab_size=valid_vocab_size)
@@ -136,6 +159,7 @@ class DraftCrossEntropyLossFn(Loss):
         global_valid_toks: Count,
         draft_cross_entropy: Shaped[Tensor, "batch tokens"],
     ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
+        """Return the loss and its metrics from the cross entropies CE_t, [B, S-1]."""
         streams = self.streams(data, draft_cross_entropy)
         cross_entropy = streams.select("draft_cross_entropy", draft_cross_entropy)
         loss = masked_mean(cross_entropy, streams.mask, global_normalization_factor=global_valid_toks)
@@ -143,22 +167,33 @@ class DraftCrossEntropyLossFn(Loss):
 
 
 def _policy_ids(d2t: Tensor) -> Tensor:
-    """The policy's id of each of the draft's, on the CPU."""
+    """Return the policy's id of each id of the draft, on the CPU.
+
+    Raises:
+        ValueError: d2t does not hold integer offsets, or maps several ids to one.
+    """
     if d2t.dim() != 1 or len(d2t) == 0 or d2t.is_floating_point():
         raise ValueError(f"d2t must be [V_draft] integer offsets, got {tuple(d2t.shape)} {d2t.dtype}")
     ids = torch.arange(len(d2t)) + d2t.cpu()
     if len(ids.unique()) != len(ids):
-        raise ValueError("d2t sends several of the draft's ids to one of the policy's; id i goes to i + d2t[i]")
+        raise ValueError("d2t maps several of the draft's ids to one of the policy's; it maps id i to i + d2t[i]")
     return ids
 
 
 class DraftLossWrapper(Loss):
-    """L = L_policy + w·L_draft, of a policy and the draft model trained beside it.
+    """The sum L = L_policy + w·L_draft, for a policy and a draft model that are trained together.
 
-    The output is the policy's logits, data["student_logits"] the draft's in the same layout. The draft learns from the
-    policy, whose logits are a constant to it. Metrics: the policy's, with `loss` the sum, and `draft_loss` without w.
+    The output is the policy's logits; data["student_logits"] has the draft's logits in the same layout. The draft
+    learns from the policy, whose logits are a constant in L_draft. Metrics: the policy's, with the sum as `loss`, and
+    `draft_loss`, which does not include w.
 
-    Args: loss_fn: the policy's loss, over logits. loss_weight: w ≥ 0. d2t: see `DraftCrossEntropyLossFn`.
+    Args:
+        loss_fn: The policy's loss, over logits.
+        loss_weight: The weight w ≥ 0 of the draft's loss.
+        d2t: See `DraftCrossEntropyLossFn`.
+
+    Raises:
+        ValueError: loss_weight is negative, or d2t is refused.
     """
 
     def __init__(self, loss_fn: Loss, loss_weight: float = 1.0, *, d2t: Tensor | None = None) -> None:
@@ -172,16 +207,19 @@ class DraftLossWrapper(Loss):
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
+        """Return the policy's metrics and draft_loss, with their reductions."""
         return {**self.loss_fn.metric_reductions, "draft_loss": Reduction.SUM}
 
     @property
     def required_keys(self) -> tuple[str, ...]:
+        """Return the keys that the policy's loss needs, and student_logits."""
         return (*self.loss_fn.required_keys, "student_logits")
 
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
+        """Return the streams of both losses."""
         policy = self.loss_fn.read_output(output, data, sharding)
-        # Last, so that autograd goes back through it first: the policy's backward then turns its logits, the teacher,
-        # into their gradient. Were it the other way round, the operator would raise.
+        # The draft's forward comes last, so that its backward runs first. The policy's backward overwrites the policy's
+        # logits, which are the draft's teacher, with their gradient. In the other order the operator would raise.
         name = self.display_name
         student = real(require(data, "student_logits", name), "data['student_logits']", name)
         draft = self.draft_loss_fn.read_output(student, {**data, "teacher_logits": output.detach()}, sharding)
@@ -195,6 +233,7 @@ class DraftLossWrapper(Loss):
         draft_cross_entropy: Shaped[Tensor, "batch tokens"],
         **keywords: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the weighted sum of both losses, and their metrics."""
         counts = global_valid_seqs, global_valid_toks
         policy_loss, metrics = self.loss_fn.evaluate(data, *counts, **keywords)
         draft_loss, _ = self.draft_loss_fn.evaluate(data, *counts, draft_cross_entropy)

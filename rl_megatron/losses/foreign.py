@@ -1,4 +1,4 @@
-"""Make a `Loss` of any loss function that a policy is given, once, so that what runs it calls `on_output` alone."""
+"""Wrap any loss function as a `Loss`, so that runners only ever call `on_output`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rl_megatron.losses.contract import Count, LossFunction, LossInputType, Loss
 def as_loss(loss_fn: LossFunction | Loss) -> Loss:
     """Return `loss_fn` as a `Loss` whose `on_output` runs it.
 
-    - A `Loss` is returned as it is.
-    - A `Loss` with a `__call__` of its own is called with the model's whole logits or scores, in NeMo RL's form with
-      an output, because that call may do more than `evaluate` does.
-    - Any other object follows `LossFunction` with an input_type of LOGPROB, and is called with next_token_logprobs. It
+    - A `Loss` that does not override `__call__` is returned unchanged.
+    - A `Loss` that overrides `__call__` is run by that method, because it may do more than `evaluate` does. It is given
+      the model's whole logits or scores, in NeMo RL's form of call with an output.
+    - Any other object must follow `LossFunction` with the input_type LOGPROB. It is called with next_token_logprobs. It
       may declare `metric_reductions`, `required_keys`, `next_token_keys` and `group_size` as a `Loss` does.
 
     Raises:
-        TypeError: the object is not a `Loss` and takes something other than logprobs.
+        TypeError: The object is not a `Loss`, and its input_type is not LOGPROB.
     """
     if isinstance(loss_fn, CalledLoss):
         return loss_fn
@@ -33,7 +33,7 @@ def as_loss(loss_fn: LossFunction | Loss) -> Loss:
 
 
 class CalledLoss(Loss):
-    """A `Loss` that is run by its own `__call__`."""
+    """A `Loss` that runs another loss by that loss's own `__call__`."""
 
     def __init__(self, loss_fn: Loss) -> None:
         self._loss_fn = loss_fn
@@ -44,20 +44,25 @@ class CalledLoss(Loss):
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
+        """Return the loss's metrics with their reductions."""
         return self._loss_fn.metric_reductions
 
     @property
     def required_keys(self) -> tuple[str, ...]:
+        """Return the keys of the batch that the loss needs."""
         return self._loss_fn.required_keys
 
     @property
     def display_name(self) -> str:
+        """Return the loss's name for messages."""
         return self._loss_fn.display_name
 
     def read_output(self, output: Any, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
+        """Return what the loss's own `read_output` returns."""
         return self._loss_fn.read_output(output, data, sharding)
 
     def evaluate(self, data: Mapping[str, Any], *counts: Count, **keywords: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return what the loss's own `evaluate` returns."""
         return self._loss_fn.evaluate(data, *counts, **keywords)
 
     def on_output(
@@ -68,50 +73,62 @@ class CalledLoss(Loss):
         global_valid_toks: Count,
         sharding: Sharding,
     ) -> tuple[Tensor, dict[str, Any]]:
+        """Call the loss with the model's output, and return the loss and its metrics. A NaN loss is returned."""
         counts = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
         try:
             return self._loss_fn(output, data=data, **counts, **output_form(sharding))
-        except NaNLoss as error:  # an error on one rank would leave the others waiting
+        except NaNLoss as error:  # the caller informs all ranks: an error on one alone would leave the others waiting
             return error.loss, error.metrics
 
     def __call__(self, *args: Any, **keywords: Any) -> tuple[Tensor, dict[str, Any]]:
+        """Call the loss as it is."""
         return self._loss_fn(*args, **keywords)
 
 
 class ProtocolLoss(LogprobLoss):
-    """An object that follows `LossFunction` and takes next_token_logprobs; 0 stands for those of masked tokens."""
+    """A `Loss` that runs an object that follows `LossFunction` and takes next_token_logprobs.
+
+    The logprobs of masked tokens are 0.
+    """
 
     def __init__(self, loss_fn: LossFunction) -> None:
         self._loss_fn, name = loss_fn, type(loss_fn).__name__
         if not takes_logprobs(loss_fn):
             raise TypeError(
                 f"{name} takes {getattr(loss_fn, 'input_type', None)}, but a loss function that is not a "
-                "rl_megatron.losses.Loss is given next_token_logprobs; let its input_type be LOGPROB, or derive it "
+                "rl_megatron.losses.Loss is given next_token_logprobs; set its input_type to LOGPROB, or derive it "
                 "from Loss"
             )
-        self.loss_type = getattr(loss_fn, "loss_type", LossType.TOKEN_LEVEL)  # nothing that runs a loss asks for it
+        self.loss_type = getattr(loss_fn, "loss_type", LossType.TOKEN_LEVEL)  # runners do not read it
         self.group_size = getattr(loss_fn, "group_size", 1)
         self.next_token_keys = getattr(loss_fn, "next_token_keys", frozenset())
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
+        """Return the metrics that the object declares, if any."""
         return getattr(self._loss_fn, "metric_reductions", {})
 
     @property
     def required_keys(self) -> tuple[str, ...]:
+        """Return the keys of the batch that the object declares, if any."""
         return getattr(self._loss_fn, "required_keys", ())
 
     @property
     def display_name(self) -> str:
+        """Return the name of the object's class."""
         return type(self._loss_fn).__name__
 
     def evaluate(
         self, data: Mapping[str, Any], global_valid_seqs: Any, global_valid_toks: Any, **keywords: Any
     ) -> tuple[Tensor, dict[str, Any]]:
+        """Call the object, and return its loss and metrics."""
         counts = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
         return self._loss_fn(data=data, **counts, **keywords)
 
 
 def takes_logprobs(loss_fn: Any) -> bool:
-    """Return whether an object declares LOGPROB as its input_type (NeMo RL's first generation declares none)."""
+    """Return whether an object declares LOGPROB as its input_type.
+
+    Losses of NeMo RL's first generation declare no input_type.
+    """
     return getattr(loss_fn, "input_type", None) is LossInputType.LOGPROB

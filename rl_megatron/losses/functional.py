@@ -1,6 +1,6 @@
-"""The formulas, as pure functions of tensors. `m` is the mask, and masked positions never matter.
+"""The formulas of losses as pure functions of tensors. `m` is the mask; masked positions never have an effect.
 
-Unless said otherwise tensors are [B, T] with T = S−1, and results have that shape. Log-probabilities are in nats.
+Tensors are [B, T] with T = S−1 unless a docstring says otherwise, and so are results. Log-probabilities are in nats.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-# Importance ratios saturate at e^±20 (with zero gradient beyond): a token 20 nats off says nothing more by being 90
-# off, and e^90 would overflow fp32 and turn its clipped loss's gradient into 0 · ∞.
+# Importance ratios saturate at e^±20, with gradient 0 beyond. A larger difference carries no more information, and e^90
+# would overflow fp32, so that the gradient of the clipped loss would be 0 · ∞ = NaN.
 MAX_LOG_RATIO = 20.0
 
-# Where clamps are off, k3's exponential stays finite in fp32, and with it the gradient of a later clamp: 0 · ∞ is NaN.
+# This bound keeps k3's exponential finite in fp32 if the input clamp is off. Otherwise the gradient of the output clamp
+# would be 0 · ∞ = NaN.
 _LARGEST_EXPONENT = 80.0
 
 
@@ -27,7 +28,7 @@ def masked_sum(
 ) -> Float[Tensor, " ..."]:
     """Return Σ m·v over the positions where m ≠ 0.
 
-    The rest is not read, so NaN there has no effect on value or gradient.
+    Other positions are not read, so that a NaN there has no effect on the value or the gradient.
     """
     kept = torch.where(mask != 0, values, 0.0) * mask
     return kept.sum() if dim is None else kept.sum(dim=dim)
@@ -39,21 +40,20 @@ def masked_mean(
     dim: int | None = None,
     global_normalization_factor: Shaped[Tensor, ""] | float | int | None = None,
 ) -> Float[Tensor, " ..."]:
-    """Return Σ m·v / N, and exactly 0 where N is 0.
+    """Return Σ m·v / N, or exactly 0 if N is 0.
 
-    N is global_normalization_factor, or Σ m (over `dim`) if that is None.
+    N is global_normalization_factor, or Σ m (over `dim`) if that is None. With a global N, the results of the parts of
+    a batch add up to the batch's mean.
 
-    With a global N the parts of a batch add up to the batch's mean.
-
-    Shapes: values and mask of one shape; N a scalar. Returns a scalar, or values' shape without `dim`.
+    Shapes: values and mask have the same shape; N is a scalar. Returns a scalar, or the shape of values without `dim`.
     """
     total = masked_sum(values, mask, dim)
     if global_normalization_factor is None:
         count = mask.sum() if dim is None else mask.sum(dim=dim)
     else:
-        count = torch.as_tensor(global_normalization_factor, dtype=total.dtype)  # not a float's fp32
+        count = torch.as_tensor(global_normalization_factor, dtype=total.dtype)  # the default dtype could be narrower
     count = count.to(total)
-    # Nothing counted means nothing summed: 0 / 1. No epsilon, which would shift every other mean.
+    # If the count is 0, so is the sum: 0 / 1. An epsilon in the denominator would change every other mean.
     return total / torch.where(count > 0, count, 1.0)
 
 
@@ -63,28 +63,28 @@ def sequence_mean(
     sample_mask: Shaped[Tensor, " batch"],
     global_valid_seqs: Shaped[Tensor, ""] | float | int | None,
 ) -> Float[Tensor, ""]:
-    """Return Σ_b s_b · (Σ_t m_bt·v_bt / Σ_t m_bt) / N_seqs: every sequence counts once, however long.
+    """Return Σ_b s_b · (Σ_t m_bt·v_bt / Σ_t m_bt) / N_seqs: every sequence counts once, however long it is.
 
     N_seqs is global_valid_seqs, or Σ_b s_b if that is None.
 
-    Shapes: values, mask [B, T]; sample_mask s [B]; global_valid_seqs a scalar. Returns a scalar.
+    Shapes: values and mask are [B, T], sample_mask (s) is [B], global_valid_seqs is a scalar. Returns a scalar.
     """
     return masked_mean(masked_mean(values, mask, dim=-1), sample_mask, global_normalization_factor=global_valid_seqs)
 
 
 def masked_min(values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"]) -> Float[Tensor, ""]:
-    """Return the minimum over m ≠ 0, a scalar; +∞ if there is nothing, so that parts combine by min."""
+    """Return the minimum over positions with m ≠ 0, a scalar. Without any it is +∞, so that parts combine by min."""
     kept = torch.where(mask != 0, values, torch.inf).flatten()
     return torch.cat([kept, kept.new_full((1,), torch.inf)]).amin()
 
 
 def masked_max(values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"]) -> Float[Tensor, ""]:
-    """Return the maximum over m ≠ 0, a scalar; −∞ if there is nothing, so that parts combine by max."""
+    """Return the maximum over positions with m ≠ 0, a scalar. Without any it is −∞, so that parts combine by max."""
     return -masked_min(-values, mask)
 
 
 def bounded_exp(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return exp(clamp(x, ±MAX_LOG_RATIO)): finite, and with a gradient of 0 where it saturates."""
+    """Return exp(clamp(x, ±MAX_LOG_RATIO)). It is always finite, and its gradient is 0 where it saturates."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -96,12 +96,24 @@ def kl_penalty(
     output_clamp: float | None = 10.0,
     weights: Float[Tensor, "*shape"] | None = None,
 ) -> Float[Tensor, "*shape"]:
-    """Return the per-token estimate of KL(π‖π_ref) from tokens of π, with x = clamp(log π_ref − log π, ±input_clamp):
+    """Return the per-token estimate of KL(π‖π_ref) from tokens that were sampled from π.
 
-        k1 = −x          k2 = x²/2          k3 = eˣ − 1 − x
+        k1 = −x          k2 = x²/2          k3 = eˣ − 1 − x,        with x = clamp(log π_ref − log π, ±input_clamp)
 
-    times `weights`, then clamped to ±output_clamp. k1 and k3 are unbiased, k3 is never negative. Where the input clamp
-    bites, the weight is a constant too, so that such a token sends no gradient at all. None switches a clamp off.
+    The estimate is multiplied by `weights` and then clamped to ±output_clamp. k1 and k3 are unbiased; k3 is never
+    negative. If the input clamp changes x, the token's weight is treated as a constant, so that the token has no
+    gradient at all.
+
+    Args:
+        logprobs: log π of the sampled tokens.
+        logprobs_reference: log π_ref of the same tokens.
+        kind: The estimator: "k1", "k2" or "k3".
+        input_clamp: The bound of the log-ratio; None disables the clamp.
+        output_clamp: The bound of the result; None disables the clamp.
+        weights: The factor of each token; None stands for 1.
+
+    Raises:
+        ValueError: `kind` is unknown.
 
     Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
     """
@@ -114,17 +126,17 @@ def kl_penalty(
     elif kind == "k3":
         kl = torch.expm1(x.clamp(max=_LARGEST_EXPONENT)) - x
     else:
-        raise ValueError(f"kl type {kind!r} is none of 'k1', 'k2', 'k3'")
+        raise ValueError(f"kind={kind!r} must be 'k1', 'k2' or 'k3'")
     if weights is not None:
         kl = kl * torch.where(x == difference, weights, weights.detach())
     return kl if output_clamp is None else kl.clamp(-output_clamp, output_clamp)
 
 
 def score_function_weight(logprobs: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return e^{lp − sg(lp)}: 1, with gradient ∇lp.
+    """Return e^{lp − sg(lp)}: its value is 1, and its gradient is ∇lp.
 
-    Times an estimate k of a KL it adds the term k·∇log π, without which the gradient of E_π[k] misses that the
-    expectation itself depends on π.
+    A KL estimate k that is multiplied by it has the additional gradient term k·∇log π. Without this term, the gradient
+    of E_π[k] would ignore that the expectation itself depends on π.
 
     Source: Tang & Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL" (arXiv:2506.09477).
     """
@@ -132,9 +144,9 @@ def score_function_weight(logprobs: Float[Tensor, "*shape"]) -> Float[Tensor, "*
 
 
 def importance_weight(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return e^x, and 0 where that is NaN or infinite: a token whose weight cannot be represented is left out."""
+    """Return e^x, or 0 if that is NaN or infinite: a token whose weight cannot be represented is left out."""
     representable = torch.isfinite(log_ratio.exp())
-    # The inner where keeps the overflow out of the derivative, which would be 0 · ∞.
+    # Without the inner where, the derivative of an overflow would be 0 · ∞ = NaN.
     return torch.where(representable, torch.where(representable, log_ratio, 0.0).exp(), 0.0)
 
 
@@ -142,7 +154,9 @@ def sequence_log_ratio(
     log_ratio: Float[Tensor, "batch tokens"],
     mask: Shaped[Tensor, "batch tokens"],
 ) -> Float[Tensor, "batch tokens"]:
-    """Return the mean of the log-ratio over each sequence's tokens, at every token: log of the ratio's geometric mean.
+    """Return the mean of the log-ratio over each sequence's tokens, repeated at every token of the sequence.
+
+    It is the logarithm of the geometric mean of the tokens' ratios.
 
     Source: Zheng et al. 2025, "Group Sequence Policy Optimization" (arXiv:2507.18071), eq. 7.
     """
@@ -159,10 +173,10 @@ def clipped_surrogate(
     ratio: Float[Tensor, "*shape"],
     clipped_ratio: Float[Tensor, "*shape"],
 ) -> Float[Tensor, "*shape"]:
-    """Return −min(r·A, clip(r)·A), the pessimistic bound.
+    """Return −min(r·A, clip(r)·A), PPO's pessimistic bound.
 
-    Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms" (arXiv:1707.06347), eq. 7; two separate
-        bounds: Yu et al. 2025, "DAPO" (arXiv:2503.14476).
+    Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms" (arXiv:1707.06347), eq. 7. Two separate clip
+    bounds: Yu et al. 2025, "DAPO" (arXiv:2503.14476).
     """
     return torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
 
@@ -172,9 +186,9 @@ def dual_clip(
     advantages: Float[Tensor, "*shape"],
     ceiling: float,
 ) -> Float[Tensor, "*shape"]:
-    """Return min(loss, −c·A) where A < 0, and the loss elsewhere, so that a ratio far above 1 cannot dominate.
+    """Return min(loss, −c·A) if A < 0, and the loss otherwise, with c = ceiling > 1.
 
-    c = ceiling > 1.
+    It bounds the loss of a token with A < 0 whose ratio is far above 1.
 
     Source: Ye et al. 2019, "Mastering Complex Control in MOBA Games with Deep RL" (arXiv:1912.09729), eq. 3.
     """
@@ -186,7 +200,7 @@ def cispo_surrogate(
     clipped_ratio: Float[Tensor, "*shape"],
     logprobs: Float[Tensor, "*shape"],
 ) -> Float[Tensor, "*shape"]:
-    """Return −sg(clip(r))·A·log π: the clipped ratio is a weight, so clipped tokens keep their gradient.
+    """Return −sg(clip(r))·A·log π. The clipped ratio is a constant weight, so that clipped tokens keep their gradient.
 
     Source: MiniMax 2025, "MiniMax-M1" (arXiv:2506.13585), eq. 4.
     """
@@ -198,7 +212,7 @@ def truncated_weights(
     low: float,
     high: float,
 ) -> tuple[Float[Tensor, "*shape"], Bool[Tensor, "*shape"]]:
-    """Return (clamp(w, low, high), whether w was outside).
+    """Return (clamp(w, low, high), whether w was outside [low, high]).
 
     Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS).
     """
@@ -210,7 +224,7 @@ def icepop_weights(
     low: float,
     high: float,
 ) -> tuple[Float[Tensor, "*shape"], Bool[Tensor, "*shape"]]:
-    """Return (w, or 0 where w is outside [low, high]; whether w was outside).
+    """Return (w, or 0 if w is outside [low, high]; whether w was outside).
 
     Source: Ling team 2025, "Small Leak Can Sink a Great Ship: Boost RL Training on MoE with IcePop".
     """
@@ -225,11 +239,12 @@ def sequence_masked_weights(
     low: float,
     high: float,
 ) -> tuple[Float[Tensor, "batch tokens"], Bool[Tensor, "batch tokens"]]:
-    """Return (w, or 0 throughout a sequence whose geometric mean of e^x is outside [low, high]; per token, whether it
-    was).
+    """Return (w, or 0 for all tokens of a sequence that is outside [low, high]; whether the token's sequence was).
+
+    A sequence is outside if the geometric mean of e^x over its tokens is, with x the log-ratio.
 
     Source: Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference
-        Mismatch".
+    Mismatch".
     """
     finite = torch.nan_to_num(log_ratio, nan=0.0, posinf=0.0, neginf=0.0)
     geometric_mean = masked_mean(finite, mask, dim=-1).exp()
@@ -260,7 +275,7 @@ def clipped_squared_error(
     returns: Float[Tensor, "*shape"],
     clip_range: float,
 ) -> tuple[Float[Tensor, "*shape"], Bool[Tensor, "*shape"]]:
-    """Return (½·max( (v − R)², (clip(v, v_old ± clip_range) − R)² ), whether the clipped error is the larger one).
+    """Return (½·max( (v − R)², (clip(v, v_old ± clip_range) − R)² ), whether the clipped error is the larger of both).
 
     Source: OpenAI baselines, ppo2/model.py.
     """
@@ -270,7 +285,7 @@ def clipped_squared_error(
 
 
 def bradley_terry(margin: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return −log σ(x): the negative log-likelihood that the chosen one wins, x ahead.
+    """Return −log σ(x), the negative log-likelihood that the chosen answer wins if its reward is larger by x.
 
     Source: Bradley & Terry 1952; as a loss on rewards: Christiano et al. 2017 (arXiv:1706.03741).
     """
@@ -278,9 +293,9 @@ def bradley_terry(margin: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def identity_preference(margin: Float[Tensor, "*shape"], tau: float) -> Float[Tensor, "*shape"]:
-    """Return (x − 1/(2τ))²: the margin is driven to a finite value, where −log σ would drive it to infinity.
+    """Return (x − 1/(2τ))². Its minimum is at a finite margin x, whereas −log σ(x) decreases without a minimum.
 
     Source: Azar et al. 2023, "A General Theoretical Paradigm to Understand Learning from Human Preferences"
-        (arXiv:2310.12036), eq. 17.
+    (arXiv:2310.12036), eq. 17.
     """
     return (margin - 1.0 / (2.0 * tau)).square()

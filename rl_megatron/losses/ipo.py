@@ -1,4 +1,4 @@
-"""Identity preference optimization: DPO's rewards, with a margin that has a goal."""
+"""Identity preference optimization: DPO's rewards, with a squared loss that has a target margin."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from rl_megatron.losses.settings import check_ranges, check_types, parse_setting
 
 @dataclass(frozen=True)
 class IPOLossConfig:
-    """tau: τ > 0, the strength of the pull towards the reference; margins go to 1/(2τ).
+    """Settings of `IPOLossFn`.
 
-    preference_average_log_probs: rewards are means over a row's tokens (TRL's IPO) instead of sums (the paper's).
+    Attributes:
+        tau: τ > 0. The target margin is 1/(2τ), so a larger τ keeps the policy closer to the reference.
+        preference_average_log_probs: Rewards are means over a sequence's tokens (as in TRL's IPO) instead of sums (as
+            in the paper).
     """
 
     tau: float = 0.1
@@ -33,11 +36,12 @@ class IPOLossConfig:
 
 @register_loss("ipo")
 class IPOLossFn(ReferencePreferenceLoss):
-    """L = Σ_pairs w·( r_chosen − r_rejected − 1/(2τ) )² / (N_seqs / 2),  r = log-ratios to the reference
+    """The IPO loss, L = Σ_pairs w·( r_chosen − r_rejected − 1/(2τ) )² / (N_seqs / 2), with r log-ratios to a reference.
 
-    **data["reference_policy_logprobs"] is rolled by −1**: see `ReferencePreferenceLoss`. Pairs, metrics, shapes and
-    what is raised: see `PreferenceLoss`. TRL's DPOTrainer computes the same with loss_type "ipo", β for τ, and
-    preference_average_log_probs.
+    **data["reference_policy_logprobs"] is rolled by −1**: see `ReferencePreferenceLoss`. For pairs, metrics and errors,
+    see `PreferenceLoss`. TRL's DPOTrainer computes the same with loss_type "ipo", τ as its beta, and
+    preference_average_log_probs=True here.
+
     Source: Azar et al. 2023 (arXiv:2310.12036), eq. 17.
     """
 
@@ -55,6 +59,7 @@ class IPOLossFn(ReferencePreferenceLoss):
         next_token_logprobs: Shaped[Tensor, "batch tokens"],
         next_token_entropy: Shaped[Tensor, "batch tokens"] | None = None,
     ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
+        """Return the loss and its metrics from next-token logprobs."""
         streams = self.streams(data, next_token_logprobs)
         logprobs = streams.select("next_token_logprobs", next_token_logprobs)
         average = self.cfg.preference_average_log_probs

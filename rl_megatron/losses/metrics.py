@@ -1,6 +1,6 @@
-"""Declare the metrics that losses return. How their parts combine is declared by each loss (`metric_reductions`).
+"""Declarations of the metrics that losses return. Each loss declares the reductions itself (`metric_reductions`).
 
-Means are over the tokens of the global batch unless the meaning says otherwise.
+Means are over the tokens of the global batch unless a metric's meaning says otherwise.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CLIPPED_PG = declare_metrics(
     ),
 )
 
-# How far the trainer's probabilities of sampled tokens are from those of the rollout engine (losses/mismatch.py).
+# The difference between the trainer's and the rollout engine's probabilities of sampled tokens (losses/mismatch.py).
 MISMATCH = declare_metrics(
     Metric(
         "token_mult_prob_error", "1", "The mean of e^|log π_generation − log π_prev|; 1 if they agree.", "sum", "lower"

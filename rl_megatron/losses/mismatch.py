@@ -1,4 +1,4 @@
-"""Measure how far the trainer's probabilities of sampled tokens are from those of the engine that generated them."""
+"""Metrics of the difference between the trainer's and the generation engine's probabilities of sampled tokens."""
 
 from __future__ import annotations
 
@@ -18,14 +18,20 @@ def mismatch_metrics(
     token_mean: Callable[[Tensor], Tensor],
     kl_kind: str,
 ) -> dict[str, Float[Tensor, ""]]:
-    """Return `MISMATCH_METRICS` of the sampled tokens.
+    """Return the `MISMATCH_METRICS` of the sampled tokens.
 
-    token_mult_prob_error = mean e^{|log π_generation − log π_prev|} is 1 if the two agree. The other three are 0 then:
-    gen_kl_error = KL(generation‖prev), policy_kl_error = KL(prev‖generation), js_divergence_error.
+    token_mult_prob_error = mean e^{|log π_generation − log π_prev|} is 1 if the two probabilities agree. The other
+    three are then 0: gen_kl_error = KL(generation‖prev), policy_kl_error = KL(prev‖generation), js_divergence_error.
 
-    Differences beyond 20 nats are reported as 20, so that one token does not turn a report into ∞.
+    Differences above 20 nats are reported as 20, so that one token cannot make a metric infinite.
 
-    Shapes: prev_logprobs, generation_logprobs [B, T]; each result a scalar.
+    Shapes: prev_logprobs and generation_logprobs are [B, T]; each result is a scalar.
+
+    Args:
+        prev_logprobs: log π_prev, computed by the trainer.
+        generation_logprobs: log π_generation, reported by the engine.
+        token_mean: The mean over the tokens that count.
+        kl_kind: The KL estimator: "k1", "k2" or "k3".
     """
     prev, generation = prev_logprobs, generation_logprobs
     return {

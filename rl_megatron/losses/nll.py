@@ -1,4 +1,4 @@
-"""Negative log-likelihood: pretraining, supervised fine-tuning, and the per-sample form that preference losses add."""
+"""Negative log-likelihood for pretraining and supervised fine-tuning, with a per-sample form for preference losses."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from rl_megatron.losses.settings import parse_settings
 
 @dataclass(frozen=True)
 class NLLLossConfig:
-    """Nothing to set."""
+    """Settings of `NLLLoss`, which has none."""
 
 
 @register_loss("nll")
 class NLLLoss(LogprobLoss):
-    """L = −Σ_t m_t·log π(y_t) / N_tokens, N_tokens counted over the global batch.
+    """The negative log-likelihood, L = −Σ_t m_t·log π(y_t) / N_tokens, with N_tokens counted over the global batch.
 
-    `dpo_loss=True` gives instead one value per sample, not normalised, L_b = −Σ_t m_bt·log π(y_bt); with
-    `dpo_average_log_probs=True` divided by that sample's own number of tokens. The metric "loss" is then [B] as well.
+    With `dpo_loss=True` the loss is instead one value per sample that is not normalised, L_b = −Σ_t m_bt·log π(y_bt).
+    With `dpo_average_log_probs=True` too, it is divided by the sample's own number of tokens. The metric "loss" is then
+    [B] as well.
     """
 
     loss_type = LossType.TOKEN_LEVEL
@@ -47,6 +48,7 @@ class NLLLoss(LogprobLoss):
         dpo_loss: bool = False,
         dpo_average_log_probs: bool = False,
     ) -> tuple[Float[Tensor, ""] | Float[Tensor, " batch"], dict[str, Tensor]]:
+        """Return the loss, a scalar, or [B] with `dpo_loss`, and its metrics."""
         streams = self.streams(data, next_token_logprobs)
         logprobs = streams.select("next_token_logprobs", next_token_logprobs)
         if not dpo_loss:

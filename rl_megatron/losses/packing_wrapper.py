@@ -1,4 +1,4 @@
-"""Run any loss on a packed output: all sequences of a batch one after the other in one row of the model."""
+"""Run any loss on a packed output, which has all sequences of a batch one after the other in one row."""
 
 from __future__ import annotations
 
@@ -18,32 +18,42 @@ from rl_megatron.losses.foreign import as_loss, takes_logprobs
 
 
 class SequencePackingLossWrapper:
-    """A loss function on a packed output, in one pass.
+    """A loss function that runs another loss function on a packed output, in one pass.
 
-    It gives the value, metrics and gradient of summing loss_fn over the pack one sequence at a time (one pair at a time
-    if it judges pairs), each with its own slice of output and data,
+    Its value, metrics and gradient equal the sum of loss_fn over the pack's sequences (or pairs, if loss_fn compares
+    pairs), each with its own slice of output and data:
 
         L = Σ_b loss_fn(output[start_b : start_b + length_b], data[b, : length_b])
 
-    and as loss_fn on the same tokens padded to rows of their own: parts divided by global counts add up.
+    They also equal those of loss_fn on the same tokens in a padded batch, because parts that are divided by global
+    counts add up.
 
-    It is a `LossFunction` like the one it wraps, for data that stays unpacked, [B, S]. Whatever lies in the packed row
-    outside the sequences, NaN included, has no effect. A loss function that is not a `Loss` is called with
-    next_token_logprobs [B, S-1] (at temperature 1; 0 past the end of a sequence), if that is its input_type.
+    The wrapper is a `LossFunction` like the one that it wraps, and data stays unpacked, [B, S]. Values of the packed
+    row outside the sequences have no effect, not even NaN. A loss function that is not a `Loss` must have the
+    input_type LOGPROB. It is called with next_token_logprobs [B, S-1], at temperature 1 and 0 after the end of a
+    sequence.
 
-    Shapes: cu_seqlens_q, cu_seqlens_q_padded [B+1], counted over all context-parallel ranks: row b of data has
-        cu_seqlens_q[b+1] − cu_seqlens_q[b] tokens, which start at cu_seqlens_q_padded[b] (default: cu_seqlens_q) of the
-        packed row. The output is [1, T, V/tp] (scores: [1, T] or [1, T, 1]), with a context_parallel_group this rank's
-        [1, T/cp, …], each padded sequence a multiple of 2·cp and cut zigzag.
-    Raises: besides what the loss does, ValueError where cu_seqlens do not fit output and data, or a token that counts
-        lies past the end of its sequence.
+    Shapes: cu_seqlens_q and cu_seqlens_q_padded are [B+1], counted over all context-parallel ranks. Sequence b of data
+    has cu_seqlens_q[b+1] − cu_seqlens_q[b] tokens. They start at cu_seqlens_q_padded[b] of the packed row. The output
+    is [1, T, V/tp] (scores: [1, T] or [1, T, 1]), or this rank's [1, T/cp, …] with a context_parallel_group. The length
+    of each padded sequence is then a multiple of 2·cp, and sequences are cut zigzag.
+
+    Args:
+        loss_fn: The loss function to run.
+        cu_seqlens_q: The cumulative lengths of the sequences.
+        cu_seqlens_q_padded: The cumulative padded lengths of the sequences. None: sequences are not padded.
+
+    Raises:
+        TypeError: loss_fn is not a `Loss`, and its input_type is not LOGPROB.
+        ValueError: In a call, cu_seqlens do not fit output and data, or a token that counts lies after the end of its
+            sequence. A call also raises what loss_fn raises.
     """
 
     def __init__(self, loss_fn: LossFunction, cu_seqlens_q: Tensor, cu_seqlens_q_padded: Tensor | None = None) -> None:
         if not isinstance(loss_fn, Loss) and not takes_logprobs(loss_fn):
             raise TypeError(
-                f"SequencePackingLossWrapper cannot tell what {type(loss_fn).__name__} takes from a packed output: "
-                "derive it from rl_megatron.losses.Loss, or let its input_type be LOGPROB and take next_token_logprobs"
+                f"SequencePackingLossWrapper does not know what {type(loss_fn).__name__} reads from a packed output; "
+                "derive it from rl_megatron.losses.Loss, or set its input_type to LOGPROB and take next_token_logprobs"
             )
         self.loss_fn = loss_fn
         self.cu_seqlens_q, self.cu_seqlens_q_padded = cu_seqlens_q, cu_seqlens_q_padded
@@ -54,6 +64,7 @@ class SequencePackingLossWrapper:
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
+        """Return the loss's metrics with their reductions."""
         return self._loss.metric_reductions
 
     def __call__(
@@ -69,6 +80,7 @@ class SequencePackingLossWrapper:
         valid_vocab_size: int | None = None,
         **keywords: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
+        """Return the loss and its metrics for a packed output and unpacked data."""
         self._check_that_all_that_counts_is_packed(self._loss.mask(data).including_first)
         sharding = Sharding(
             vocab_parallel_group, context_parallel_group, valid_vocab_size, self.cu_seqlens_q, self.cu_seqlens_q_padded
@@ -79,24 +91,27 @@ class SequencePackingLossWrapper:
     def _from_output(
         self, output: Tensor, data: Mapping[str, Any], sharding: Sharding, rank: int | None, keywords: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
+        """Call a `Loss` with the packed output."""
         keywords = output_form(sharding) | {"vocab_parallel_rank": rank} | keywords
         return self._loss(output, data=data, **keywords)
 
     def _from_logprobs(
         self, output: Tensor, data: Mapping[str, Any], sharding: Sharding, rank: int | None, keywords: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
+        """Call any other loss function with the logprobs of the packed output."""
         logprobs = next_token_stats(output, data["input_ids"], sharding).logprobs
         return self.loss_fn(data=data, next_token_logprobs=logprobs, **keywords)
 
     def _check_that_all_that_counts_is_packed(self, mask: Tensor) -> None:
+        """Raise ValueError if a token that counts lies after the end of its sequence."""
         lengths = self.cu_seqlens_q.diff().to(mask.device)
         if lengths.shape != mask.shape[:1]:
-            return  # the loss says which shapes do not fit
+            return  # the loss raises an error that names the shapes
         lost = (mask != 0) & (torch.arange(mask.shape[1], device=mask.device) >= lengths[:, None])
         check(
             ~lost.any(),
             lambda: (
-                f"token_mask counts token {lost.nonzero()[0].tolist()}, but cu_seqlens_q gives the rows "
+                f"token_mask counts token {lost.nonzero()[0].tolist()}, but cu_seqlens_q gives the sequences "
                 f"{lengths.tolist()} tokens"
             ),
         )

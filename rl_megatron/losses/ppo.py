@@ -1,4 +1,4 @@
-"""PPO's loss of policy and critic together, as a module on tensors, with torchtune's interface."""
+"""PPO's loss of policy and critic in one module on tensors, with torchtune's interface."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ from rl_megatron.losses import functional as F
 
 
 class PPOLoss(torch.nn.Module):
-    """L = L_π + value_coeff·L_V, each a mean over the tokens given (this call's, not a global batch's):
+    """PPO's loss, L = L_π + value_coeff·L_V. Each term is a mean over the tokens of this call, not of a global batch.
 
         L_π = mean( −min( r·A, clip(r, 1 ± epsilon)·A ) ),  r = π/π_old
         L_V = ½·mean( max( (v − R)², (clip(v, v_old ± value_clip_range) − R)² ) )
 
-    epsilon: ≥ 0, how far the ratio may be from 1.
-    value_clip_range: ≥ 0, how far a value may move from the rollout's.
-    value_coeff: ≥ 0, the weight of the critic's loss.
+    Arguments and results are torchtune's. The differences to torchtune are:
 
-    Arguments and results are torchtune's. Different: what a mask leaves out is not read, and means of nothing are 0;
-    the mean of the ratios is over the mask too (torchtune's is over everything); log-ratios saturate at ±20
-    (`functional.MAX_LOG_RATIO`); results are in fp32 or more.
+    - Masked positions are not read, and the mean over no tokens is 0.
+    - The mean of the ratios is over the unmasked tokens. torchtune's is over all tokens.
+    - Log-ratios saturate at ±20 (`functional.MAX_LOG_RATIO`).
+    - Results are in fp32 or fp64.
+
+    Args:
+        epsilon: ≥ 0. The ratio is clipped to 1 ± epsilon.
+        value_clip_range: ≥ 0. A value is clipped to the rollout's value ± this range.
+        value_coeff: ≥ 0. The weight of the critic's loss.
 
     Source: Schulman et al. 2017 (arXiv:1707.06347), eq. 7 and 9; the clip of values: OpenAI baselines, ppo2/model.py.
     """
@@ -52,15 +56,26 @@ class PPOLoss(torch.nn.Module):
         returns: Shaped[Tensor, "*value_shape"],
         padding_masks: Shaped[Tensor, "*shape"] | None = None,
         value_padding_masks: Shaped[Tensor, "*value_shape"] | None = None,
-    ) -> tuple[
-        Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, ""]
-    ]:
-        """(loss, policy loss, value loss, mean ratio, share of tokens whose clipped loss is the larger); all but the
-        loss without a gradient.
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, ""]]:
+        """Return (loss, policy loss, value loss, mean ratio, clip fraction). Only the loss has a gradient.
 
-        Shapes: the first three and padding_masks of one shape; the next three and value_padding_masks of one shape.
-        Args: padding_masks, value_padding_masks: True where a token counts; None where all do.
-        Raises: ValueError naming shapes that differ.
+        The clip fraction is the share of tokens whose clipped loss is the larger of the two.
+
+        Shapes: the policy's three tensors and padding_masks have the same shape. So have the critic's three tensors and
+        value_padding_masks.
+
+        Args:
+            pi_old_logprobs: log π_old of the sampled tokens.
+            pi_logprobs: log π of the same tokens.
+            advantages: The advantages A.
+            phi_old_values: The rollout's values v_old.
+            phi_values: The critic's values v.
+            returns: The returns R.
+            padding_masks: True for each token that counts; None if all tokens count.
+            value_padding_masks: True for each value that counts; None if all values count.
+
+        Raises:
+            ValueError: Shapes differ. The message names them.
         """
         mask, (old_logprobs, logprobs, advantages) = _read(
             padding_masks, pi_old_logprobs=pi_old_logprobs, pi_logprobs=pi_logprobs, advantages=advantages
@@ -82,7 +97,7 @@ class PPOLoss(torch.nn.Module):
 
 
 def _read(mask: Tensor | None, **streams: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """(mask as weights, streams in fp32 or more with masked positions 0)."""
+    """Return (mask as weights, streams in fp32 or fp64 with masked positions set to 0)."""
     shapes = {name: tuple(stream.shape) for name, stream in streams.items()}
     if mask is not None:
         shapes["their mask"] = tuple(mask.shape)

@@ -1,4 +1,4 @@
-"""Preferences: pairs of rows, chosen and rejected, judged by the reward of each. What DPO and IPO build on."""
+"""The preference loss: pairs of a chosen and a rejected sequence, compared by reward. DPO and IPO derive from it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ from rl_megatron.losses.streams import real
 
 
 class PreferenceLossDataDict(TypedDict):
-    """The batch. Rows interleave: chosen 0, 2, 4, …, rejected 1, 3, 5, …; sample_mask [B], the rest [B, S]."""
+    """The batch of `PreferenceLoss`. Sequences 0, 2, 4, … are chosen, and sequences 1, 3, 5, … are rejected.
+
+    Attributes:
+        input_ids: Token ids, [B, S].
+        token_mask: Which tokens count, [B, S].
+        sample_mask: Which sequences count, [B].
+    """
 
     input_ids: Tensor
     token_mask: Tensor
@@ -30,7 +36,11 @@ class PreferenceLossDataDict(TypedDict):
 
 @dataclass(frozen=True)
 class PreferenceLossConfig:
-    """beta: β > 0, the scale of a difference of rewards."""
+    """Settings of `PreferenceLoss`.
+
+    Attributes:
+        beta: The factor β > 0 of the difference of rewards.
+    """
 
     beta: float = 1.0
 
@@ -41,20 +51,24 @@ class PreferenceLossConfig:
 
 @register_loss("preference")
 class PreferenceLoss(Loss):
-    """L = −Σ_pairs w·log σ( β·(r_chosen − r_rejected) ) / (N_seqs / 2),  w = min of the two rows' sample_mask
+    """The Bradley-Terry loss of pairs, L = −Σ_pairs w·log σ( β·(r_chosen − r_rejected) ) / (N_seqs / 2).
 
-    Rows 0, 2, 4, … are chosen and the row after each is its rejected one. A pair counts where both rows do: their
-    sample_mask is not 0, and they have a token with token_mask ≠ 0.
+    Sequences 0, 2, 4, … are chosen, and the sequence after each is its rejected one. w is the smaller sample_mask of
+    the two. A pair counts only if both of its sequences have a sample_mask that is not 0 and at least one token with
+    token_mask ≠ 0.
 
-    Metrics: loss; accuracy, the share of pairs with r_chosen > r_rejected; rewards_chosen_mean, rewards_rejected_mean,
-    all over the global batch's pairs; num_valid_samples, its number of pairs, Σ sample_mask / 2.
+    Metrics: loss; accuracy, the share of pairs with r_chosen > r_rejected; rewards_chosen_mean and
+    rewards_rejected_mean. All are means over the global batch's pairs. num_valid_samples is the number of these pairs,
+    Σ sample_mask / 2.
 
-    TRL's RewardTrainer computes the same, but for its margins and center_rewards_coefficient.
+    TRL's RewardTrainer computes the same, without its margins and center_rewards_coefficient.
 
-    Shapes: rewards, the model's output, one a row, [B] or [B, 1], or one a token, [B, S] or [B, S, 1] (with a
-        context_parallel_group its zigzag slice), of which a row's reward is the one at its last token with
-        token_mask ≠ 0; without such a token the reward is 0 and has no gradient. `evaluate` takes rewards [B].
-    Raises: see `Loss.evaluate`; ValueError for an odd number of rows, naming it.
+    Shapes: the model's output, rewards, is one per sequence, [B] or [B, 1], or one per token, [B, S] or [B, S, 1] (with
+    a context_parallel_group its zigzag slice). In the second case a sequence's reward is the one at its last token with
+    token_mask ≠ 0; without such a token it is 0 and has no gradient. `evaluate` takes rewards [B].
+
+    Errors: see `Loss.evaluate`. An odd number of sequences is a ValueError that names the number.
+
     Source: Bradley & Terry 1952; Ouyang et al. 2022, "InstructGPT" (arXiv:2203.02155), eq. 1.
     """
 
@@ -70,11 +84,16 @@ class PreferenceLoss(Loss):
         self.cfg = parse_settings(PreferenceLossConfig, cfg)
 
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
+        """Return the reward of each sequence, [B].
+
+        Raises:
+            ValueError: Rewards are one per sequence, but context parallelism cuts sequences.
+        """
         if sharding.cu_seqlens is None and (output.dim() == 1 or (output.dim() == 2 and output.size(1) == 1)):
             if sharding.cp_group is not None and sharding.cp_group.size() > 1:
                 raise ValueError(
-                    f"{self.display_name}: rewards {tuple(output.shape)}, one a row, cannot be cut over "
-                    f"{sharding.cp_group.size()} context parallel ranks; give one a token, [B, S]"
+                    f"{self.display_name}: rewards {tuple(output.shape)} are one per sequence, which cannot be cut "
+                    f"over {sharding.cp_group.size()} context parallel ranks; give one per token, [B, S]"
                 )
             return {"rewards": output.flatten()}
         mask = self.mask(data).including_first.to(output.device)
@@ -87,6 +106,7 @@ class PreferenceLoss(Loss):
         global_valid_toks: Count,
         rewards: Shaped[Tensor, " batch"],
     ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
+        """Return the loss and its metrics from the rewards of sequences, [B]."""
         mask = self.mask(data)
         if rewards.shape != mask.samples.shape:
             raise ValueError(
@@ -101,7 +121,7 @@ class PreferenceLoss(Loss):
     def _over_pairs(
         self, rewards: Tensor, sample_mask: Tensor, has_tokens: Tensor, global_valid_seqs: Count, beta: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return (loss, its metrics other than "loss"); rewards, sample_mask, has_tokens [B]."""
+        """Return (loss, all metrics except "loss"). rewards, sample_mask and has_tokens are [B]."""
         sample_mask, has_tokens = sample_mask.to(rewards), has_tokens.to(rewards)
         loss, accuracy, chosen, rejected = self._preference_loss(
             rewards, sample_mask * has_tokens, global_valid_seqs, beta
@@ -116,27 +136,29 @@ class PreferenceLoss(Loss):
     def split_output_tensor(
         self, tensor: Shaped[Tensor, " batch *more"]
     ) -> tuple[Shaped[Tensor, " pairs *more"], Shaped[Tensor, " pairs *more"]]:
-        """Return (chosen, rejected), each [B/2, …], of a tensor [B, …].
+        """Split a tensor [B, …] into (chosen, rejected), each [B/2, …].
 
         Raises:
             ValueError: B is odd.
         """
         if len(tensor) % 2:
             raise ValueError(
-                f"{self.display_name}: {len(tensor)} rows are not pairs; rows 0, 2, … are chosen and rows 1, 3, … "
-                "rejected, so their number must be even"
+                f"{self.display_name}: {len(tensor)} sequences are not pairs; sequences 0, 2, … are chosen and "
+                "sequences 1, 3, … rejected, so their number must be even"
             )
         return tensor[::2], tensor[1::2]
 
     def _preference_loss(
         self, rewards: Tensor, sample_mask: Tensor, global_valid_seqs: Count, beta: float = 1.0
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return (loss, accuracy, mean reward of chosen, of rejected sequences), each over global_valid_seqs / 2.
+        """Return (loss, accuracy, mean reward of chosen sequences, mean reward of rejected sequences).
 
-        Shapes: rewards, sample_mask [B]; results scalars.
+        Each is a sum divided by global_valid_seqs / 2.
+
+        Shapes: rewards and sample_mask are [B]; results are scalars.
         """
         weights = torch.minimum(*self.split_output_tensor(sample_mask))
-        # A pair that does not count may still have a row that does: its NaN must not reach the margin's gradient.
+        # In a pair that does not count, one sequence may still count. Its NaN must not reach the margin's gradient.
         chosen, rejected = (torch.where(weights != 0, part, 0.0) for part in self.split_output_tensor(rewards))
         mean = partial(F.masked_mean, mask=weights, global_normalization_factor=self._num_pairs(global_valid_seqs))
         losses = self._pair_loss(beta * (chosen - rejected))
@@ -146,20 +168,24 @@ class PreferenceLoss(Loss):
         """Return the number of pairs in the global batch.
 
         Raises:
-            TypeError: the number of its sequences is None.
+            TypeError: global_valid_seqs is None.
         """
         if global_valid_seqs is None:
-            raise TypeError(f"{self.display_name} needs global_valid_seqs, and got None")
+            raise TypeError(f"{self.display_name} needs global_valid_seqs, but got None")
         return global_valid_seqs / 2
 
     def _pair_loss(self, margin: Tensor) -> Tensor:
+        """Return the loss of each pair from its margin, β·(r_chosen − r_rejected)."""
         return F.bradley_terry(margin)
 
 
 def last_score(
     scores: Float[Tensor, "batch sequence"], mask: Shaped[Tensor, "batch sequence"]
 ) -> Float[Tensor, " batch"]:
-    """Return scores[b, last t with mask[b, t] ≠ 0], [B, S] → [B]; 0, without a gradient, if there is no such t."""
+    """Return the score of each sequence at its last token with mask ≠ 0, [B, S] → [B].
+
+    Without such a token the result is 0 and has no gradient.
+    """
     position = torch.arange(mask.size(1), device=mask.device)
     last = torch.where(mask != 0, position, -1).amax(dim=1)
     return torch.where(last >= 0, scores.gather(1, last.clamp(min=0)[:, None])[:, 0], 0.0)

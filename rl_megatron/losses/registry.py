@@ -1,4 +1,4 @@
-"""The losses by name. A registered loss is certified by tests/contract/, and configurable as `loss.name`."""
+"""The registry of losses. Every registered loss is tested by tests/contract/ and can be selected as `loss.name`."""
 
 from __future__ import annotations
 
@@ -13,24 +13,28 @@ LOSSES: Registry[Any] = Registry("loss")
 
 
 def register_loss(name: str) -> Callable[[LossClass], LossClass]:
-    """Return a class decorator that registers a loss as `name`. The class takes its settings as its one argument.
+    """Return a class decorator that registers a loss as `name`. The class takes its settings as its only argument.
 
     Raises:
-        ValueError: another loss has this name.
+        ValueError: Another loss already has this name.
     """
     return LOSSES.register(name)
 
 
 def build_loss(name: str, cfg: Any = None) -> Any:
-    """Return the loss `name` with settings `cfg` (None: its defaults).
+    """Return the loss `name` with the settings `cfg`, or with its defaults if `cfg` is None.
 
     Raises:
-        UnknownName: there is no such loss; names the nearest one.
-        Exception: what the loss raises about its settings.
+        UnknownName: No loss has this name. The message suggests the nearest name.
+        Exception: Whatever the loss raises about its settings.
     """
     return LOSSES[name](cfg)
 
 
 def configured_loss(section: Mapping[str, Any]) -> Any:
-    """Return the loss of a configuration's section {name, **settings}. It raises what `build_loss` raises."""
+    """Return the loss of a configuration's section {name, **settings}.
+
+    Raises:
+        Exception: See `build_loss`.
+    """
     return build_loss(section["name"], {key: value for key, value in section.items() if key != "name"})

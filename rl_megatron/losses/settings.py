@@ -1,4 +1,4 @@
-"""Strict settings: a frozen dataclass from a dict, a dataclass or an OmegaConf node; nothing misspelt passes."""
+"""Strict settings: build a frozen dataclass from a dict, a dataclass or an OmegaConf node, and refuse unknown keys."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ Settings = TypeVar("Settings", bound="DataclassInstance")
 
 
 def parse_settings(cls: type[Settings], cfg: Any) -> Settings:
-    """`cls` filled from `cfg`; missing keys take their defaults, None takes all of them.
+    """Return a `cls` with the values of `cfg`. Missing keys take their defaults, and so do all keys if `cfg` is None.
 
-    Raises: KeyError for a key `cls` does not have, naming the nearest one; TypeError if cfg is not a mapping; whatever
-        `cls` itself raises about values.
+    Raises:
+        KeyError: `cls` does not have one of the keys. The message suggests the nearest key.
+        TypeError: `cfg` is neither a mapping nor a dataclass.
+        Exception: Whatever `cls` itself raises about values.
     """
     if cfg is None:
         return cls()
@@ -37,9 +39,13 @@ def parse_settings(cls: type[Settings], cfg: Any) -> Settings:
 
 
 def check_types(settings: Any) -> None:
-    """Every field declared bool holds a bool, and every number is a finite number.
+    """Check that every field declared bool holds a bool, and that every number is finite.
 
-    Raises: TypeError or ValueError naming key and value. `True` is not a number here: it is a misplaced switch.
+    `True` is not accepted as a number, because it is usually the value of another key.
+
+    Raises:
+        TypeError: A value has the wrong type. The message names the key and the value.
+        ValueError: A number is infinite or NaN. The message names the key and the value.
     """
     for field in dataclasses.fields(settings):
         value, declared = getattr(settings, field.name), str(field.type)
@@ -54,12 +60,21 @@ def check_types(settings: Any) -> None:
 
 
 def check_ranges(settings: Any, at_least_zero: Iterable[str] = (), above_zero: Iterable[str] = ()) -> None:
-    """Raises: ValueError naming key, value and rule for a number out of its range; None is in every range."""
+    """Check the ranges of numbers. None is in every range.
+
+    Args:
+        settings: A dataclass.
+        at_least_zero: The keys whose values must not be negative.
+        above_zero: The keys whose values must be positive.
+
+    Raises:
+        ValueError: A number is out of its range. The message names the key, the value and the rule.
+    """
     optional = {field.name for field in dataclasses.fields(settings) if "None" in str(field.type)}
     for key in at_least_zero:
         if getattr(settings, key) is not None and getattr(settings, key) < 0:
             raise ValueError(f"{key}={getattr(settings, key)} must not be negative")
     for key in above_zero:
         if getattr(settings, key) is not None and getattr(settings, key) <= 0:
-            remedy = " (null switches it off)" if key in optional else ""
+            remedy = " (null disables it)" if key in optional else ""
             raise ValueError(f"{key}={getattr(settings, key)} must be positive{remedy}")

@@ -1,6 +1,6 @@
-"""Read a batch: check keys, shapes, dtypes and the mask once, so that formulas start from clean streams.
+"""Read a batch: check keys, shapes, dtypes and masks once, so that formulas need no checks of their own.
 
-`loss` is always the name of the loss that reads, for messages.
+In this module, `loss` is the name of the loss that reads the batch. It appears in messages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def require(data: Mapping[str, Any], key: str, loss: str) -> Any:
     """Return data[key].
 
     Raises:
-        KeyError: the batch has no such key; names the key, the loss and the keys that there are.
+        KeyError: The batch does not have the key. The message names the key, the loss and the batch's keys.
     """
     if key not in data:
         raise KeyError(f"{loss} needs data[{key!r}]; the batch has {sorted(data.keys())}")
@@ -30,8 +30,8 @@ def require_integers(data: Mapping[str, Any], key: str, loss: str) -> Tensor:
     """Return data[key], a tensor of ids.
 
     Raises:
-        KeyError: see `require`.
-        TypeError: the dtype cannot hold ids; names key and dtype.
+        KeyError: See `require`.
+        TypeError: The value is not a tensor of integers. The message names the key and the dtype.
     """
     value = _tensor(require(data, key, loss), f"data[{key!r}]", loss)
     if value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
@@ -40,11 +40,11 @@ def require_integers(data: Mapping[str, Any], key: str, loss: str) -> Tensor:
 
 
 def require_mask(data: Mapping[str, Any], key: str, loss: str) -> Tensor:
-    """Return data[key], booleans or weights.
+    """Return data[key], a tensor of booleans or weights.
 
     Raises:
-        KeyError: see `require`.
-        TypeError: the dtype is complex; names key and dtype.
+        KeyError: See `require`.
+        TypeError: The value is not a tensor, or its dtype is complex. The message names the key and the dtype.
     """
     value = _tensor(require(data, key, loss), f"data[{key!r}]", loss)
     if value.is_complex():
@@ -53,10 +53,10 @@ def require_mask(data: Mapping[str, Any], key: str, loss: str) -> Tensor:
 
 
 def real(value: Any, name: str, loss: str) -> Tensor:
-    """Return `value`, which holds real numbers.
+    """Check that `value` is a tensor of real numbers, and return it.
 
     Raises:
-        TypeError: it holds something else; names it and its dtype.
+        TypeError: It is something else. The message has its `name` and its dtype.
     """
     value = _tensor(value, name, loss)
     if value.is_complex() or value.dtype is torch.bool:
@@ -80,13 +80,17 @@ def first_nan(
     required_keys: Sequence[str] = (),
     next_token_keys: Collection[str] = frozenset(),
 ) -> str | None:
-    """Return the first NaN that counts among the streams of a batch, as "data['advantages'][2, 5]", or None.
+    """Return the name and position of the first NaN that is not masked, such as "data['advantages'][2, 5]", or None.
 
-    It tells why a loss is NaN. It reads everything: first the data that the loss reads, then what the loss has from
-    the model, then the rest.
+    It explains why a loss is NaN. The required data is searched first, then the model's streams, then all other data.
 
-    Shapes: data's streams [B, S, …] or [B]; inputs [B, S-1, …], [B, S, …] or [B]. Entry t of data's next_token_keys
-        corresponds to token t+1.
+    Shapes: streams of data are [B, S, …] or [B]; keywords are [B, S-1, …], [B, S, …] or [B].
+
+    Args:
+        data: The batch.
+        keywords: The streams that the loss has from the model.
+        required_keys: The keys of data that the loss reads.
+        next_token_keys: The keys of data whose entry t corresponds to token t+1.
     """
     mask = (data["token_mask"] * data["sample_mask"][:, None]) != 0
     by_shape = {mask.shape: mask, mask[:, 1:].shape: mask[:, 1:], mask.shape[:1]: data["sample_mask"] != 0}
@@ -99,20 +103,24 @@ def first_nan(
         if counts is None:
             continue
         counts = counts.to(value.device).view(*counts.shape, *(1,) * (value.dim() - counts.dim()))
-        found = (value.isnan() & counts).nonzero()
-        if len(found):
-            return f"{name}[{', '.join(map(str, found[0].tolist()))}]"
+        positions = (value.isnan() & counts).nonzero()
+        if len(positions):
+            return f"{name}[{', '.join(map(str, positions[0].tolist()))}]"
     return None
 
 
 @dataclass(frozen=True)
 class TokenMask:
-    """Which tokens count: m[b, t] = token_mask[b, t]·sample_mask[b].
+    """The mask of the tokens that count: m[b, t] = token_mask[b, t]·sample_mask[b].
 
-    Values between 0 and 1 are weights; what has weight 0 is not read anywhere.
+    Values between 0 and 1 are weights. Positions with mask 0 are never read.
+
+    Attributes:
+        including_first: The mask m [B, S], aligned with input_ids.
+        samples: sample_mask [B].
     """
 
-    including_first: Shaped[Tensor, "batch sequence"]  # aligned with input_ids
+    including_first: Shaped[Tensor, "batch sequence"]
     samples: Shaped[Tensor, " batch"]
 
     @classmethod
@@ -120,9 +128,9 @@ class TokenMask:
         """Return the mask of a batch.
 
         Raises:
-            KeyError: a key is missing.
-            TypeError: a mask's dtype is complex.
-            ValueError: the masks' shapes do not fit; names both.
+            KeyError: A key is missing.
+            TypeError: A mask's dtype is complex.
+            ValueError: The masks' shapes do not fit. The message names both.
         """
         token_mask, sample_mask = require_mask(data, "token_mask", loss), require_mask(data, "sample_mask", loss)
         if token_mask.dim() != 2 or sample_mask.shape != token_mask.shape[:1]:
@@ -134,15 +142,20 @@ class TokenMask:
 
     @property
     def tokens(self) -> Shaped[Tensor, "batch tokens"]:
-        """The mask [B, S-1] aligned with next-token logprobs: nothing predicts the first token."""
+        """Return the mask [B, S-1] aligned with next-token logprobs. The first token is not predicted."""
         return self.including_first[:, 1:]
 
 
 class TokenStreams:
-    """The batch as `[B, S-1]` streams beside what the model says of the next token, in its dtype and on its device.
+    """A batch as [B, S-1] streams that are aligned with the model's next-token streams.
 
-    Masked positions of every stream are 0, by `torch.where`: whatever was there, NaN included, reaches neither a value
-    nor a gradient, so no formula has to handle it again.
+    Masked positions of every stream are 0, by `torch.where`. A NaN at such a position therefore reaches neither a value
+    nor a gradient, and no formula has to handle it.
+
+    Attributes:
+        data: The batch.
+        mask: The mask of the tokens that count, [B, S-1].
+        sample_mask: The mask of the samples that count, [B].
     """
 
     def __init__(
@@ -156,12 +169,14 @@ class TokenStreams:
         """Read the masks of `data`.
 
         Args:
-            like: the tensor whose dtype (at least fp32) and device the streams have.
-            required_keys: keys that `data` must have.
-            next_token_keys: keys of streams whose entry t corresponds to token t+1.
+            data: The batch.
+            like: The streams have this tensor's device, and its dtype or fp32 if that is wider.
+            loss: The loss's name, for messages.
+            required_keys: The keys that `data` must have.
+            next_token_keys: The keys of streams whose entry t corresponds to token t+1.
 
         Raises:
-            KeyError: a required key is missing.
+            KeyError: A required key is missing.
         """
         self.data, self._loss, self._next_token_keys = data, loss, next_token_keys
         for key in required_keys:
@@ -173,14 +188,24 @@ class TokenStreams:
 
     @property
     def token_mask(self) -> Float[Tensor, "batch tokens"]:
-        """The weights [B, S-1] of tokens within their sample: without the sample's own, and 0 if that is 0."""
+        """Return token_mask [B, S-1] without the factor sample_mask, but with 0 if the sample is masked."""
         token_mask = self.data["token_mask"][:, 1:].to(self._like)
         return torch.where(self.sample_mask[:, None] != 0, token_mask, 0.0)
 
     def select(
         self, name: str, stream: Shaped[Tensor, "batch tokens *more"], trailing: int = 0
     ) -> Float[Tensor, "batch tokens *more"]:
-        """Return a stream [B, S-1, …] with its masked positions zeroed; it has `trailing` dimensions after [B, S-1]."""
+        """Return a stream [B, S-1, …] with masked positions set to 0.
+
+        Args:
+            name: The stream's name, for messages.
+            stream: The stream.
+            trailing: The number of dimensions after [B, S-1].
+
+        Raises:
+            TypeError: The stream does not hold real numbers.
+            ValueError: The stream's shape does not fit the mask.
+        """
         if stream.shape[: stream.dim() - trailing] != self.mask.shape:
             more = f" and {trailing} more dimension(s)" if trailing else ""
             raise ValueError(
@@ -194,9 +219,9 @@ class TokenStreams:
         return key in self.data
 
     def __getitem__(self, key: str) -> Float[Tensor, "batch tokens"]:
-        """Return data[key] [B, S] (or [B], one value per sequence) without its first column.
+        """Return data[key], [B, S] (or [B], one value per sequence), without its first column: [B, S-1].
 
-        A stream among the loss's next_token_keys comes without its last column instead.
+        If the key is one of the loss's next_token_keys, the last column is dropped instead.
         """
         value = real(require(self.data, key, self._loss), f"data[{key!r}]", self._loss)
         batch, length = self.mask.shape[0], self.mask.shape[1] + 1
@@ -209,7 +234,7 @@ class TokenStreams:
         return self.select(f"data[{key!r}]", value[:, :-1] if key in self._next_token_keys else value[:, 1:])
 
     def get(self, key: str) -> Float[Tensor, "batch tokens"] | None:
-        """Return self[key], or None if the batch has no such key."""
+        """Return self[key], or None if the batch does not have the key."""
         return self[key] if key in self else None
 
     def per_sample(self, key: str) -> Float[Tensor, " batch"]:

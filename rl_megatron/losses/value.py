@@ -1,4 +1,4 @@
-"""The critic's loss: the values of prefixes against the returns that followed them."""
+"""The critic's loss: the squared error of the value of each prefix against the return that followed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,14 @@ from rl_megatron.losses.settings import check_ranges, check_types, parse_setting
 
 
 class MSEValueLossDataDict(TypedDict):
-    """The batch; sample_mask [B], the rest [B, S], entry t speaking of token t: of the prefix before it.
+    """The batch of `MSEValueLoss`. Entry t of values and returns corresponds to token t, that is, the prefix before it.
 
-    values are those of the critic that the rollouts were judged by; needed with cliprange only.
+    Attributes:
+        input_ids: Token ids, [B, S].
+        values: The critic's values at rollout time, [B, S]. They are needed only with cliprange.
+        returns: The returns, [B, S].
+        token_mask: Which tokens count, [B, S].
+        sample_mask: Which samples count, [B].
     """
 
     input_ids: Tensor
@@ -33,8 +38,12 @@ class MSEValueLossDataDict(TypedDict):
 
 @dataclass(frozen=True)
 class MSEValueLossConfig:
-    """scale: > 0, times the loss.
-    cliprange: c > 0, how far a value may move from data["values"]; null: as far as it likes.
+    """Settings of `MSEValueLoss`.
+
+    Attributes:
+        scale: The factor > 0 of the loss.
+        cliprange: c > 0. A value is also clipped to data["values"] ± c, and the larger of both errors counts. null
+            disables the clip.
     """
 
     scale: float = 1.0
@@ -47,18 +56,20 @@ class MSEValueLossConfig:
 
 @register_loss("mse_value")
 class MSEValueLoss(ScoreLoss):
-    """L = scale·½·Σ_t m_t·max( (v_t − R_t)², (clip(v_t, v_old,t ± c) − R_t)² ) / N_tokens;  without c the first square
+    """The value loss, L = scale·½·Σ_t m_t·max( (v_t − R_t)², (clip(v_t, v_old,t ± c) − R_t)² ) / N_tokens.
 
-    v_t is the value of the prefix before token t, which the model says after token t−1: its output `[:, :-1]` meets
-    data["returns"] (R) and data["values"] (v_old) `[:, 1:]`.
+    Without c (cliprange), only the first square counts.
 
-    Metrics, means over the global batch's tokens: loss, with scale; vf_clipfrac, the share of tokens whose clipped
-    error is the larger one; returns_mean, values_mean, values_min, values_max; returns_sq_mean, mean R², and
-    residual_sq_mean, mean (R − v)², from which the explained variance follows; num_valid_samples.
+    v_t is the value of the prefix before token t, which the model outputs at token t−1. The model's output `[:, :-1]`
+    is therefore aligned with `[:, 1:]` of data["returns"] (R) and data["values"] (v_old).
 
-    Shapes: values, the model's output, [B, S] or [B, S, 1] (with a context_parallel_group its zigzag slice);
-        next_token_values [B, S-1], the same for `evaluate`.
-    Raises: see `Loss.evaluate`.
+    Metrics: loss, with scale; vf_clipfrac, the share of tokens whose clipped error is the larger of both; returns_mean,
+    values_mean, values_min, values_max; returns_sq_mean, the mean of R², and residual_sq_mean, the mean of (R − v)²,
+    which give the explained variance; num_valid_samples. Means are over the global batch's tokens.
+
+    Shapes: the model's output, values, is [B, S] or [B, S, 1] (with a context_parallel_group its zigzag slice).
+    `evaluate` takes the same values as next_token_values [B, S-1]. Errors: see `Loss.evaluate`.
+
     Source: Schulman et al. 2017 (arXiv:1707.06347), eq. 9; the clip: OpenAI baselines, ppo2/model.py.
     """
 
@@ -75,6 +86,7 @@ class MSEValueLoss(ScoreLoss):
 
     @property
     def required_keys(self) -> tuple[str, ...]:
+        """Return the keys of the batch that these settings need."""
         return (*super().required_keys, "returns", *(() if self.cfg.cliprange is None else ("values",)))
 
     def evaluate(
@@ -84,6 +96,7 @@ class MSEValueLoss(ScoreLoss):
         global_valid_toks: Count,
         next_token_values: Shaped[Tensor, "batch tokens"],
     ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
+        """Return the loss and its metrics from the values of prefixes."""
         streams = self.streams(data, next_token_values)
         values, returns = streams.select("next_token_values", next_token_values), streams["returns"]
         mean = partial(F.masked_mean, mask=streams.mask, global_normalization_factor=global_valid_toks)

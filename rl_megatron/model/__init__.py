@@ -1,0 +1,1 @@
+"""Models: megatron-core models of several families, their layers, heads and shards."""

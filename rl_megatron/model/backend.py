@@ -1,4 +1,4 @@
-"""Which modules a transformer layer is made of: Transformer Engine's on a GPU that has it, portable ones elsewhere."""
+"""The modules of a transformer layer: Transformer Engine's on a GPU that has it, portable ones otherwise."""
 
 from __future__ import annotations
 
@@ -40,15 +40,22 @@ from rl_megatron.model.layers.packed import PackedSequences
 from rl_megatron.model.layers.router import BalancedRouter
 from rl_megatron.topology.topology import Topology
 
-# megatron-core has no layers of Transformer Engine with the first two; with the others it has, untried here.
+# Keys that need portable layers. megatron-core has no Transformer Engine layers for the first two. It has them for the
+# others, but they have not been tried.
 _PORTABLE_ONLY = ("local_rope_base", "sandwich_norms", "kv_lora_rank", "first_dense_layers")
 
 
 def choose_backend(model: ModelConfig, device: torch.device) -> str:
-    """ "transformer_engine" or "portable" for `model.backend`; "auto" prefers Transformer Engine where it can run what
-    the model is made of.
+    """Return "transformer_engine" or "portable", as `model.backend` asks.
 
-    Raises: ConfigError where `model.backend` asks for Transformer Engine, and it cannot run.
+    If it is "auto", Transformer Engine is used if it is installed and supports the model.
+
+    Args:
+        model: The model section.
+        device: The device on which the model runs.
+
+    Raises:
+        ConfigError: `model.backend` asks for Transformer Engine, which cannot run. The message says why.
     """
     wanted, missing = model.backend, _why_not_transformer_engine(model, device)
     if wanted == "transformer_engine" and missing:
@@ -68,20 +75,20 @@ def _why_not_transformer_engine(model: ModelConfig, device: torch.device) -> str
     for key in _PORTABLE_ONLY:
         value = getattr(model, key)
         if value not in (None, False):
-            return f"only portable layers are built with model.{key}={str(value).lower()}"
+            return f"only portable layers support model.{key}={str(value).lower()}"
     return None
 
 
 def block_spec(
     model: ModelConfig, config: TransformerConfig, backend: str, vp_stage: int | None
 ) -> TransformerBlockSubmodules | ModuleSpec:
-    """Return the megatron-core spec of the decoder layers of this pipeline stage (or model chunk `vp_stage` of it)."""
+    """Return megatron-core's spec of the decoder layers of this pipeline stage, or of its model chunk `vp_stage`."""
     if backend == "transformer_engine":
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
         )
         if config.num_moe_experts is not None:
-            mlp: Any = cast(TransformerLayerSubmodules, layer.submodules).mlp  # of either form of `_of_experts`
+            mlp: Any = cast(TransformerLayerSubmodules, layer.submodules).mlp  # in either form of `_of_experts`
             (mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules).router = BalancedRouter
         return layer
     first = get_transformer_layer_offset(config, vp_stage)
@@ -89,30 +96,31 @@ def block_spec(
         _portable_layer(model, config, has_experts=model.num_experts is not None and layer >= model.first_dense_layers)
         for layer in range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     ]
-    norm: Any = PortableRMSNorm  # a class, as megatron-core's own; its annotation says an instance
+    norm: Any = PortableRMSNorm  # the annotation asks for an instance, but megatron-core passes classes too
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def _of_experts(module: type, submodules: object) -> Any:
-    """Return what builds a module of a mixture, in the form megatron-core takes: a spec in 0.16, a callable since."""
+    """Return a builder of an experts' module in megatron-core's form: a spec in 0.16, a callable in later versions."""
     if hasattr(moe_layer, "ExpertsBuilder"):
         return partial(module, submodules=submodules)
     return ModuleSpec(module=module, submodules=submodules)
 
 
 def packing_params(padded_lengths: Sequence[int], topology: Topology, backend: str) -> PackedSeqParams:
-    """Return what layers need to know of a packed row.
+    """Return the packing parameters that the layers need to process a pack.
 
     Args:
-        padded_lengths: Tokens that each sequence occupies, padding included, over all ranks.
+        padded_lengths: The length of each sequence in tokens, padding included, over all ranks.
         topology: The layout.
-        backend: Of the layers, as `choose_backend` returns it.
+        backend: The backend of the layers, as `choose_backend` returns it.
     """
     device, longest = topology.device, max(padded_lengths)
     if backend == "portable":
         return PortablePacking(sequences=PackedSequences.of(padded_lengths, topology.groups.cp, device))
-    # Padding comes after its sequence and attention is causal, so it may count as part of it. megatron-core takes RoPE
-    # positions of the whole pack, wrongly, where max_seqlen is the pack's length: it must be the longest padded length.
+    # Padding follows its sequence and attention is causal, so padding may count as part of the sequence. If max_seqlen
+    # is the length of the pack, megatron-core wrongly counts RoPE positions over the whole pack. It must therefore be
+    # the longest padded length.
     starts = torch.tensor([0, *accumulate(padded_lengths)], dtype=torch.int32, device=device)
     return PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest
@@ -120,7 +128,7 @@ def packing_params(padded_lengths: Sequence[int], topology: Topology, backend: s
 
 
 def _portable_layer(model: ModelConfig, config: TransformerConfig, has_experts: bool) -> ModuleSpec:
-    # Checkpoints carry Transformer Engine's names, where a norm is fused into the linear that follows it.
+    # Checkpoints have Transformer Engine's names, in which a norm is part of the linear that follows it.
     attention, names = _latent_attention(model) if model.kv_lora_rank is not None else _self_attention(config)
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     if has_experts:
@@ -129,7 +137,7 @@ def _portable_layer(model: ModelConfig, config: TransformerConfig, has_experts: 
     else:
         mlp = ModuleSpec(module=MLP, submodules=linears)
         names |= {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
-    residual: Any = get_bias_dropout_add  # a function, as in megatron-core's own specs; its annotation says a class
+    residual: Any = get_bias_dropout_add  # the annotation asks for a class, but megatron-core passes functions too
     if model.sandwich_norms:
         residual = ModuleSpec(module=NormedResidual, params={"config": config})
         names |= {"self_attn_bda.norm.": "post_self_attn_layernorm.", "mlp_bda.norm.": "post_mlp_layernorm."}
@@ -148,7 +156,7 @@ def _portable_layer(model: ModelConfig, config: TransformerConfig, has_experts: 
 
 
 def _self_attention(config: TransformerConfig) -> tuple[ModuleSpec, dict[str, str]]:
-    """The module, and its norms' names in checkpoints."""
+    """Return the spec of self-attention, and the names of its norms in checkpoints."""
     qk_norm = PortableRMSNorm if config.qk_layernorm else IdentityOp
     attention = ModuleSpec(
         module=PortableSelfAttention,

@@ -1,4 +1,4 @@
-"""Model config and topology → megatron-core GPT model, one chunk per (virtual) pipeline stage of this rank."""
+"""Building of megatron-core's GPT model from a model section: one model chunk per virtual pipeline stage of a rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ACTIVATIONS = {"silu": silu, "gelu_tanh": partial(gelu, approximate="tanh")}
 
 
 def transformer_config(model: ModelConfig, topology: Topology, precision: str) -> TransformerConfig:
-    """megatron-core's config for `model`. Fusions that compile for or run on a GPU only are left off."""
+    """Return megatron-core's config for `model`. Fusions that need a GPU or a compiler are off."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     return TransformerConfig(
         num_layers=model.num_layers,
@@ -63,7 +63,7 @@ def transformer_config(model: ModelConfig, topology: Topology, precision: str) -
         bf16=precision == "bf16",
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        calculate_per_token_loss=True,  # losses arrive normalised: schedules and DDP must not rescale them
+        calculate_per_token_loss=True,  # losses are normalised already, and schedules and DDP must not rescale them
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -71,7 +71,7 @@ def transformer_config(model: ModelConfig, topology: Topology, precision: str) -
         persist_layer_norm=False,
         apply_rope_fusion=False,
         deallocate_pipeline_outputs=True,
-        batch_p2p_comm=False,  # gloo has no batched sends with ordering guarantees, and NCCL is as fast either way
+        batch_p2p_comm=False,  # gloo does not guarantee the order of batched sends
         **_experts(model),
         **_recompute(model.recompute),
     )
@@ -80,8 +80,8 @@ def transformer_config(model: ModelConfig, topology: Topology, precision: str) -
 def _softmax_scale(model: ModelConfig) -> float | None:
     """Return the factor of attention scores, or None for megatron-core's own, 1/√head_dim.
 
-    If RoPE turns whole heads, YaRN's growth of rotated queries and keys is a factor of every score. With latents RoPE
-    turns a part of each head, which grows by itself; DeepSeek scales the scores in addition.
+    If RoPE rotates whole heads, YaRN's factor on queries and keys is a factor of every score. With latent attention
+    only a part of each head is rotated, so the factor stays in the rotary embedding. DeepSeek also scales the scores.
     """
     growth, scaling = 1.0, model.rope_scaling
     if model.kv_lora_rank is None:
@@ -112,7 +112,7 @@ def _experts(model: ModelConfig) -> dict:
         "moe_router_num_groups": model.router_groups,
         "moe_router_group_topk": model.router_groups_per_token,
         "moe_router_topk_scaling_factor": None if model.routed_scaling_factor == 1.0 else model.routed_scaling_factor,
-        "moe_router_dtype": "fp32",  # bf16 scores tie, and ties break differently on every rank
+        "moe_router_dtype": "fp32",  # bf16 scores may be equal, and ranks would choose differently among equal ones
         "moe_token_dispatcher_type": "alltoall",  # microbatches may differ in length
     }
 
@@ -128,16 +128,22 @@ def _recompute(recompute: str) -> dict:
 def build_model(
     model: ModelConfig, topology: Topology, *, vocab_size: int, precision: str, seed: int, head: Head = "lm"
 ) -> list[torch.nn.Module]:
-    """The model chunks of this rank, initialised from `seed` alike in every layout, on the topology's device.
+    """Return the model chunks of this rank on the topology's device. Every layout starts from the same weights.
 
-    `head`: "lm" gives logits, [B, S, V/tp]; "score" one number a token, [B, S, 1] in fp32 (see `ScoreHead`).
+    Args:
+        model: The model section.
+        topology: The layout.
+        vocab_size: The tokenizer's vocabulary size. The embedding and the head have `model.vocab_size` rows (by default
+            `vocab_size`), padded. No softmax includes rows beyond the tokenizer's vocabulary.
+        precision: "fp32" or "bf16". Under bf16 each model chunk is wrapped so that it computes in bf16 and returns bf16
+            logits.
+        seed: The seed of the initial weights.
+        head: "lm" returns logits [B, S, V/tp]. "score" returns one number per token, [B, S, 1] in fp32 (see
+            `ScoreHead`).
 
-    `vocab_size`: of the tokenizer. The embedding and head have the rows that the model asks for (`model.vocab_size`),
-    padded; rows past the tokenizer's vocabulary never enter a softmax.
-    Under bf16 each chunk is wrapped so that it runs in bf16 and gives bf16 logits.
-
-    Raises: ConfigError where a degree does not divide the model's shape, or the tokenizer has more tokens than the
-        embedding has rows.
+    Raises:
+        ConfigError: A degree does not divide the model's shape, or the tokenizer has more tokens than the embedding has
+            rows.
     """
     validate_model(model, topology)
     check_vocabulary(model, vocab_size)
@@ -160,11 +166,15 @@ def build_model(
 
 
 def check_vocabulary(model: ModelConfig, vocab_size: int) -> None:
-    """Raises: ConfigError where the tokenizer has tokens that the embedding has no row for."""
+    """Check that the embedding has a row for each of the tokenizer's tokens.
+
+    Raises:
+        ConfigError: The tokenizer has more tokens than `model.vocab_size`.
+    """
     if model.vocab_size is not None and model.vocab_size < vocab_size:
         raise ConfigError(
-            f"the tokenizer has {vocab_size} tokens and model.vocab_size={model.vocab_size} rows of the embedding do "
-            "not hold them; use the model's own tokenizer (tokenizer.path), or raise model.vocab_size for a new model"
+            f"the tokenizer has {vocab_size} tokens, but model.vocab_size={model.vocab_size} gives the embedding fewer "
+            "rows; use the model's own tokenizer (tokenizer.path), or raise model.vocab_size for a new model"
         )
 
 
@@ -180,7 +190,7 @@ def _build_model_chunk(
     vp_stage = model_chunk if topology.virtual_pipeline > 1 else None
     module = GPTModel(
         config=config,
-        # The annotation leaves out a block's submodules, which the decoder takes.
+        # The annotation omits a block's submodules, which the decoder accepts.
         transformer_layer_spec=block_spec(model, config, backend, vp_stage),  # pyright: ignore[reportArgumentType]
         vocab_size=padded_vocab_size(model.vocab_size or vocab_size, topology.tensor),
         max_sequence_length=model.max_sequence_length,
@@ -198,8 +208,9 @@ def _build_model_chunk(
         module.embedding.register_forward_hook(partial(_multiplied, factor=math.sqrt(model.hidden_size)))
     for name, parameter in module.named_parameters():
         if ".experts." in name:
-            # Summed over the ranks that hold the same experts. megatron-core 0.16 says so only where experts are spread
-            # over ranks, and sums the others' gradients over too few (NVIDIA/Megatron-LM pull request 5916).
+            # The gradient is summed over the ranks that hold the same experts. megatron-core 0.16 sets this mark only
+            # if experts are spread over ranks. Otherwise it sums gradients over too few ranks (NVIDIA/Megatron-LM pull
+            # request 5916).
             parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]  # a mark that DDP reads
     if head == "score" and module.post_process:
         module.register_module("output_layer", ScoreHead(config, topology))
@@ -221,15 +232,18 @@ def _set_rope(module: GPTModel, model: ModelConfig, topology: Topology, backend:
 
 
 def _multiplied(module: torch.nn.Module, args: tuple, output: Tensor, *, factor: float) -> Tensor:
-    """The factor is rounded to the model's dtype before, as Gemma was trained."""
+    """Return `output` times `factor`. The factor is rounded to the model's dtype first, as when Gemma was trained."""
     return output * output.new_tensor(factor)
 
 
 class _Bf16Module(Float16Module):
-    """megatron-core's half-precision wrapper without its upcast of the logits: the logprob kernels do their own maths
-    in fp32, and an fp32 copy of the logits would be the largest tensor of the step."""
+    """megatron-core's half-precision wrapper without its conversion of the logits to fp32.
+
+    The logprob kernels compute in fp32 anyway, and an fp32 copy of the logits would be the largest tensor of the step.
+    """
 
     def forward(self, *args, fp32_output: bool = False, **kwargs):
+        """Return the model's output, in bf16 unless `fp32_output`."""
         return super().forward(*args, fp32_output=fp32_output, **kwargs)
 
 

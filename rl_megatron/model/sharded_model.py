@@ -11,19 +11,18 @@ from rl_megatron.topology.topology import Topology
 
 
 class ShardedModel:
-    """The model chunks of this rank, and what a reader of their weights has to know about them.
-
-    It owns the weights: their version, and whether the last optimizer step left them scattered over ranks.
+    """The model chunks of this rank. It owns the weights, their version and whether they are scattered over ranks.
 
     Attributes:
         config: The model's shape.
         topology: How the model is sharded over ranks.
-        vocab_size: The tokenizer's vocabulary size; padded rows of the embedding beyond it are never used.
+        vocab_size: The tokenizer's vocabulary size. The embedding's rows beyond it are padding.
         precision: "fp32" or "bf16".
         head: "lm" (logits) or "score" (one number per token).
-        chunks: One model chunk per virtual pipeline stage. Training wraps them in megatron-core's DDP.
+        model_chunks: One model chunk per virtual pipeline stage. Training wraps them in megatron-core's DDP.
         version: A number that changes whenever the weights change.
-        is_scattered: Whether each rank only has the new values of the weights that it updated itself.
+        is_scattered: Whether each rank has new values only for the weights that it updated itself, because the last
+            optimizer step was overlapped.
     """
 
     def __init__(
@@ -36,7 +35,7 @@ class ShardedModel:
         seed: int = 0,
         head: Head = "lm",
     ):
-        """Build the chunks, initialized from `seed` alike in every layout.
+        """Build the model chunks. Every layout starts from the same weights, which depend only on `seed`.
 
         Raises:
             ConfigError: A parallel degree does not divide the model's shape, or the vocabulary does not fit.
@@ -54,13 +53,14 @@ class ShardedModel:
 
     @property
     def wrapped_model_chunks(self) -> list[DistributedDataParallel]:
-        """The chunks that are wrapped in megatron-core's DDP: all of a model that is trained, and none of another."""
+        """Return the chunks wrapped in megatron-core's DDP: all of them if the model is trained, otherwise none."""
         return [model_chunk for model_chunk in self.model_chunks if isinstance(model_chunk, DistributedDataParallel)]
 
     def gather_parameters(self) -> None:
-        """Give every rank the current weights if an overlapped optimizer step left them scattered; collective then.
+        """Gather the current weights on every rank if an overlapped optimizer step left them scattered.
 
-        The next training forward would gather them too, module by module.
+        It is collective in that case, and does nothing otherwise. The next training forward would gather them too,
+        module by module.
         """
         if self.is_scattered:
             for model_chunk in self.wrapped_model_chunks:
@@ -69,27 +69,27 @@ class ShardedModel:
             self.is_scattered = False
 
     def mark_updated(self, changed: bool) -> None:
-        """Note an optimizer step, and whether it changed weights. An overlapped step leaves them scattered."""
+        """Record an optimizer step and whether it `changed` the weights. An overlapped step leaves them scattered."""
         self.version += int(changed)
         self.is_scattered = any(
             model_chunk.ddp_config.overlap_param_gather for model_chunk in self.wrapped_model_chunks
         )
 
     def mark_gathered(self) -> None:
-        """Note that a training forward has gathered the weights."""
+        """Record that a training forward has gathered the weights."""
         self.is_scattered = False
 
     def require_head(self, head: Head, call: str) -> None:
-        """Refuse `call` if the model has another head than the call is for.
+        """Refuse `call` if the model's head is not `head`.
 
         Raises:
-            RuntimeError: The heads differ; the message names `call`.
+            RuntimeError: The heads differ. The message names `call`.
         """
         if self.head != head:
-            raise RuntimeError(f"{call} is for a model built with head={head!r}; this one has head={self.head!r}")
+            raise RuntimeError(f"{call} needs a model with head={head!r}; this model has head={self.head!r}")
 
     def set_training(self, training: bool) -> None:
-        """Put every chunk into training or evaluation mode."""
+        """Put every model chunk into training or evaluation mode."""
         for model_chunk in self.model_chunks:
             model_chunk.train(training)
 
@@ -105,7 +105,10 @@ class ShardedModel:
         return copy
 
     def release(self) -> bool:
-        """Drop the chunks and return whether there were any. Whoever shares the list `chunks` loses them too."""
+        """Drop the model chunks and return whether there were any.
+
+        The list `model_chunks` is emptied in place, so objects that share it drop them too.
+        """
         held = bool(self.model_chunks)
         self.model_chunks.clear()
         return held

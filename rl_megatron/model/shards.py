@@ -1,8 +1,8 @@
-"""Where every local parameter lies in the unsharded model: one map for initialisation, comparison and export.
+"""The place of every local parameter in the unsharded model, for initialisation, comparison, loading and export.
 
-megatron-core's checkpoint metadata already knows, for each parameter of each chunk, its global name, its global shape
-and this rank's offset (query/key/value and gate/up included). `pieces` reads that map; everything that must be the
-same in every layout goes through it.
+megatron-core's checkpoint metadata states the global name, the global shape and this rank's offset of each parameter of
+each model chunk (query/key/value and gate/up included). `pieces` reads this metadata. All code whose result must be the
+same in every layout uses it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,23 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-# Global names come one per layer ("decoder.layers.3.…") rather than stacked along a layer axis.
+# Each layer has its own global names ("decoder.layers.3.…"). Tensors are not stacked along a layer axis.
 SHARDING_METADATA = {"non_homogeneous_layers": True}
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_INIT_ROWS = 1024  # rows drawn from one generator: bounds the memory and time of drawing a rank's own part
+_INIT_ROWS = 1024  # rows drawn from one generator; this limits the memory and time of drawing a rank's own part
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A rank's part of one global tensor: `tensor` (a view) sits at `offset` of `name`, of shape `global_shape`."""
+    """A rank's part of one global tensor.
+
+    Attributes:
+        name: The name of the global tensor.
+        tensor: The rank's part, a view of the parameter.
+        global_shape: The shape of the global tensor.
+        offset: The index of the part's first element in the global tensor.
+        is_first_replica: Whether this rank is the first of those that hold the same part.
+    """
 
     name: str
     tensor: Tensor
@@ -39,17 +47,17 @@ class Piece:
 def pieces(
     model_chunks: Iterable[torch.nn.Module], value: Callable[[torch.nn.Parameter], Tensor] | None = None
 ) -> Iterator[Piece]:
-    """Yield the pieces of all weights, routers' biases (which are buffers) included.
+    """Yield the pieces of all weights, including the biases of routers, which are buffers.
 
     Args:
-        chunks: this rank's model chunks, with or without wrappers.
-        value: what to yield the pieces of in place of each parameter, for example `lambda p: p.main_grad` for the
-            gradients. Buffers are then left out.
+        model_chunks: This rank's model chunks, with or without wrappers.
+        value: Returns a tensor to use in the place of each parameter, for example `lambda p: p.main_grad` for the
+            gradients. Buffers are then left out. By default the parameters themselves are used.
     """
     for model_chunk in model_chunks:
         for entry in _innermost(model_chunk).sharded_state_dict(metadata=dict(SHARDING_METADATA)).values():
             if not isinstance(entry, ShardedTensor | ShardedTensorFactory):
-                continue  # extra state of modules: not a tensor of the model
+                continue  # the "extra state" of a module is not a tensor of the model
             tensor = _tensor_of(entry)
             if value is None:
                 held = tensor.data
@@ -70,18 +78,22 @@ def _innermost(model_chunk: torch.nn.Module) -> MegatronModule:
 
 def _tensor_of(entry: ShardedTensor | ShardedTensorFactory) -> Tensor:
     if entry.data is None:
-        raise RuntimeError(f"{entry.key} has metadata and no tensor")
+        raise RuntimeError(f"{entry.key} has metadata, but no tensor")
     return entry.data
 
 
 def _piece(shard: ShardedTensor) -> Piece:
-    """Experts are stacked along an axis that no tensor has; here each is a global tensor of its own."""
+    """Return the piece of a shard.
+
+    megatron-core's metadata stacks experts along a first axis that the tensors lack. Here each expert's weight is a
+    separate global tensor.
+    """
     name, stacked = shard.key, shard.prepend_axis_num
     if stacked:
         expert = shard.global_offset[0]
         name = name.replace(".experts.experts.", f".experts.{expert}.")
         if stacked > 1 or name == shard.key:
-            raise RuntimeError(f"{shard.key} is stacked along {stacked} axes, which only experts are, along one")
+            raise RuntimeError(f"{shard.key} is stacked along {stacked} axes; only experts may be stacked, along one")
     return Piece(
         name,
         _tensor_of(shard),
@@ -92,8 +104,10 @@ def _piece(shard: ShardedTensor) -> Piece:
 
 
 def stored_name(name: str) -> tuple[str, int | None]:
-    """The key under which a checkpoint has the tensor that `pieces` calls `name`, and, where experts are stacked under
-    one key, which of them it is."""
+    """Return a checkpoint's key of the tensor that `pieces` calls `name`, and the number of its expert or None.
+
+    Checkpoints stack the experts of a layer under one key.
+    """
     expert = _EXPERT.search(name)
     if expert is None:
         return name, None
@@ -101,7 +115,7 @@ def stored_name(name: str) -> tuple[str, int | None]:
 
 
 def _holding(entry: ShardedTensor | ShardedTensorFactory, data: Tensor) -> ShardedTensor | ShardedTensorFactory:
-    """`entry` with other data, which may be of another dtype (fp32 gradients of bf16 weights)."""
+    """Return `entry` with other data, which may have another dtype (fp32 gradients of bf16 weights)."""
     dtype = {"dtype": data.dtype} if isinstance(entry, ShardedTensor) else {}
     return dataclasses.replace(entry, data=data, **dtype)
 
@@ -110,7 +124,7 @@ def _flatten(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[ShardedTen
     if isinstance(entry, ShardedTensor):
         yield entry
         return
-    built = entry.build()  # gate and up of a SwiGLU: two shards of one global tensor
+    built = entry.build()  # gate and up of a SwiGLU are two shards of one global tensor
     yield from built.values() if isinstance(built, dict) else built
 
 
@@ -121,11 +135,20 @@ def _as_tuple(replica_id: int | tuple) -> tuple:
 def gather_full(
     model_chunks: Iterable[torch.nn.Module], value: Callable[[torch.nn.Parameter], Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Every global tensor, whole, in fp32 on the CPU of rank 0 (empty on other ranks). For comparison and small models:
-    it takes the whole model's memory on rank 0."""
-    mine = [(p.name, p.global_shape, p.offset, p.tensor.float().cpu()) for p in pieces(model_chunks, value)]
+    """Return every whole global tensor in fp32 on the CPU of rank 0, and nothing on other ranks. Collective.
+
+    This is for comparisons and small models, because rank 0 holds the whole model in memory.
+
+    Args:
+        model_chunks: This rank's model chunks.
+        value: Returns a tensor to use in the place of each parameter, as in `pieces`.
+
+    Raises:
+        RuntimeError: The ranks together do not hold every element of a tensor.
+    """
+    own_pieces = [(p.name, p.global_shape, p.offset, p.tensor.float().cpu()) for p in pieces(model_chunks, value)]
     gathered: list = [None] * dist.get_world_size()
-    dist.gather_object(mine, gathered if dist.get_rank() == 0 else None)
+    dist.gather_object(own_pieces, gathered if dist.get_rank() == 0 else None)
     if dist.get_rank() != 0:
         return {}
     whole: dict[str, Tensor] = {}
@@ -134,7 +157,7 @@ def gather_full(
         full[tuple(slice(start, start + size) for start, size in zip(offset, tensor.shape, strict=True))] = tensor
     missing = [name for name, tensor in whole.items() if tensor.isnan().any() and not _any_nan(gathered, name)]
     if missing:
-        raise RuntimeError(f"no rank holds all of {missing}")
+        raise RuntimeError(f"the ranks together do not hold all elements of {missing}")
     return whole
 
 
@@ -145,10 +168,14 @@ def _any_nan(gathered: list, name: str) -> bool:
 def initialise_parameters(
     model_chunks: Sequence[torch.nn.Module], *, seed: int, std: float, num_layers: int, norm_weight: float = 1.0
 ) -> None:
-    """Fill every parameter from (seed, global name, row): the same model whatever the layout it is sharded over.
+    """Fill every parameter from (seed, global name, row), so that the model is the same in every layout.
 
-    Weights ~ N(0, std²); those that write into the residual stream ~ N(0, std²/(2·num_layers)) (GPT-2); norms
-    `norm_weight`; biases 0. Numbers are drawn on the CPU, so a GPU run starts from the same weights.
+    Weights are drawn from N(0, std²), and those that write into the residual stream from N(0, std²/(2·num_layers)), as
+    in GPT-2. Norms are `norm_weight`, and biases are 0. Numbers are drawn on the CPU, so that a GPU run starts from the
+    same weights.
+
+    Raises:
+        RuntimeError: A parameter is missing from the sharding metadata.
     """
     filled = 0
     for piece in pieces(model_chunks):
@@ -166,7 +193,7 @@ def initialise_parameters(
         for tensor in (*model_chunk.parameters(), *_saved_buffers(model_chunk))
     )
     if filled != built:
-        raise RuntimeError(f"initialised {filled} of {built} parameters: a module is missing from the sharding map")
+        raise RuntimeError(f"initialised {filled} of {built} parameters: the sharding metadata lacks a module")
 
 
 def _saved_buffers(model_chunk: torch.nn.Module) -> list[Tensor]:

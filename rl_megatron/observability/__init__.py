@@ -1,0 +1,1 @@
+"""Record metrics, show progress, and report the results of a run."""

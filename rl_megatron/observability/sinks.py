@@ -71,9 +71,10 @@ class JsonlSink:
         kept = [line for line in lines if not _is_after(json.loads(line), stage, start)]
         rewritten = self._path.with_suffix(".rewritten")
         rewritten.write_text("".join(line + "\n" for line in kept))
-        rewritten.replace(self._path)  # whole or not at all: the run may be killed here as well
+        rewritten.replace(self._path)  # atomic, because the run may be killed here as well
 
     def write(self, line: MetricLine) -> None:
+        """Append the line to the file."""
         written = {
             "stage": line.stage,
             "step": line.step,
@@ -101,10 +102,12 @@ class TensorBoardSink:
         """Do nothing: TensorBoard shows the newest point of a step."""
 
     def write(self, line: MetricLine) -> None:
+        """Write a point for each metric of the line."""
         for name, value in line.metrics.items():
             self._writer.add_scalar(f"{line.stage}/{line.kind}/{name}", value, line.step)
 
     def close(self) -> None:
+        """Write what is buffered, and close the file."""
         self._writer.close()
 
 

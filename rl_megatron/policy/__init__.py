@@ -1,0 +1,1 @@
+"""Policies: sharded models with an optimizer and a reference, which train on global batches and compute logprobs."""

@@ -21,21 +21,23 @@ from rl_megatron.execution import FusedHead, Runner
 from rl_megatron.model.backend import choose_backend
 from rl_megatron.model.sharded_model import ShardedModel
 
-_NUMBER = torch.zeros(())  # the shape of one token's value if it is a plain number
+_NUMBER = torch.zeros(())  # the value of one token if it is a single number
 
 
 def build_runner(model: ShardedModel, fused_head: FusedHead | None) -> Runner:
-    """Return the runner of the model's chunks. It shares their list, so releasing the model releases it too."""
+    """Return a runner of the model's chunks. It shares their list, so `model.release` drops them here too."""
     backend = choose_backend(model.config, model.topology.device)
-    # A score head computes no logits, so there is nothing to fuse.
+    # A score head does not compute logits, so it has nothing to fuse.
     return Runner(
         model.model_chunks, model.topology, model.vocab_size, backend, fused_head if model.head == "lm" else None
     )
 
 
 def on_device(data: BatchedDataDict, device: torch.device) -> BatchedDataDict:
-    """Return a copy of the batch with its tensors on `device`. The caller's batch keeps its own tensors, even if its
-    class moves them in place."""
+    """Return a copy of the batch with its tensors on `device`.
+
+    The caller's batch keeps its own tensors, even if its class moves tensors in place.
+    """
     return copy.copy(data).to(device)
 
 
@@ -43,21 +45,22 @@ def checked_lengths(model: ModelConfig, data: BatchedDataDict) -> list[int]:
     """Return the length of each sequence.
 
     Raises:
-        ConfigError: A sequence is longer than the model can take.
+        ConfigError: A sequence is longer than `model.max_sequence_length`.
         ValueError: `input_lengths` does not fit the batch.
     """
     longest = data["input_ids"].size(1)
     if longest > model.max_sequence_length:
         raise ConfigError(
-            f"a row has {longest} tokens and model.max_sequence_length is {model.max_sequence_length}; "
-            "shorten the rows (data.too_long=truncate) or raise the limit"
+            f"a sequence has {longest} tokens, but model.max_sequence_length={model.max_sequence_length}; "
+            "shorten the sequences (data.too_long=truncate) or raise the limit"
         )
     return sequence_lengths(data)
 
 
 class Inference:
-    """What a model computes for every token of a batch, the same on every rank. It owns nothing but the runner's cost
-    model for balancing; weights belong to the model. Every method is collective and takes the same batch everywhere.
+    """Computes values for every token of a batch. It owns only the cost model that balances microbatches.
+
+    Every method is collective. All ranks pass the same batch and get the same result.
     """
 
     def __init__(self, model: ShardedModel, runner: Runner):
@@ -65,11 +68,11 @@ class Inference:
         self.cost = SequenceCost.of_model(model.config, model.vocab_size)
 
     def logprobs(self, data: BatchedDataDict, batching: Batching) -> Tensor:
-        """Return logprobs [B, S] fp32; entry t corresponds to token t, and entry 0 is 0."""
+        """Return logprobs [B, S] fp32. Entry t corresponds to token t, and entry 0 is 0."""
         return self._per_token(self.runner.next_token_logprobs, data, batching)
 
     def values(self, data: BatchedDataDict, batching: Batching) -> Tensor:
-        """Return values [B, S] fp32 of a score head; entry t is the score read before token t, and entry 0 is 0."""
+        """Return values [B, S] fp32 of a score head. Entry t is the score read before token t, and entry 0 is 0."""
 
         def before_each_token(microbatches: list[Microbatch]) -> list[Tensor]:
             return [scores[:, :-1] for scores in self.runner.scores(microbatches)]
@@ -83,13 +86,13 @@ class Inference:
         return scores.gather(1, last.to(scores.device))[:, 0]
 
     def topk_logits(self, data: BatchedDataDict, k: int, batching: Batching) -> tuple[Tensor, Tensor]:
-        """Return (logits [B, S, k] fp32, ids [B, S, k] int64), largest first; entry t is read after token t.
+        """Return (logits [B, S, k] fp32, ids [B, S, k] int64), largest first. Entry t is read after token t.
 
         Raises:
             ValueError: `k` is not between 1 and the vocabulary size.
         """
-        if not 1 <= k <= self.model.vocab_size:  # here, because every pipeline stage comes this way
-            raise ValueError(f"k={k} must be at least 1 and at most the vocabulary's {self.model.vocab_size} ids")
+        if not 1 <= k <= self.model.vocab_size:  # checked here, so that every pipeline stage raises
+            raise ValueError(f"k={k} must be at least 1 and at most the vocabulary size, {self.model.vocab_size}")
         read, entry = partial(self.runner.topk_logits, k=k), torch.zeros(k, 2, dtype=torch.int32)
         bits, ids = self._per_token(read, data, batching, first_column=0, entry=entry).unbind(-1)
         return bits.contiguous().view(torch.float32), ids.long()
@@ -102,14 +105,15 @@ class Inference:
         first_column: int = 1,
         entry: Tensor = _NUMBER,
     ) -> Tensor:
-        """Return [B, S, …] on every rank, on the device of `data`.
+        """Return the value of every token [B, S, …] on every rank, on the device of `data`.
 
         Args:
-            read: Gives, on the last pipeline stage, the values of this rank's microbatches.
-            data: The global batch. Every token is read, whatever its `token_mask`.
+            read: Returns, on the last pipeline stage, the values of this rank's microbatches.
+            data: The global batch. Every token is read, whatever its `token_mask` is.
             batching: How the batch is split into microbatches.
-            first_column: The token to which the first column of what `read` gives corresponds.
-            entry: […], zeros like the value of one token; it stands where there is none, past a sequence's end say.
+            first_column: The token to which the first column of the values from `read` corresponds.
+            entry: […] Zeros of the shape of one token's value. They fill entries without a value, for example those
+                beyond a sequence's end.
         """
         topology, home = self.model.topology, data["input_ids"].device
         lengths = checked_lengths(self.model.config, data)
@@ -124,6 +128,6 @@ class Inference:
         if topology.pipeline > 1:
             dist.broadcast(whole, src=topology.last_stage_rank, group=topology.groups.pp)
         if topology.data > 1:
-            dist.all_reduce(whole, group=topology.groups.dp)  # each sequence is one rank's; the others have 0
+            dist.all_reduce(whole, group=topology.groups.dp)  # one rank computed each sequence, and the others have 0
         past_the_end = (torch.arange(width) >= torch.tensor(lengths)[:, None]).to(home)
         return whole.to(home).masked_fill(past_the_end.view(batch.size, width, *(1 for _ in entry.shape)), 0)

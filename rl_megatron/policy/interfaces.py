@@ -1,7 +1,7 @@
 """The interface between policies and algorithms: NeMo RL's policy interfaces, without Ray.
 
-A policy is called on every rank with the same *global* batch and returns the same global result on every rank. The
-policy itself spreads the batch over ranks.
+Every rank calls a policy with the same *global* batch, and gets the same global result. The policy itself distributes
+the batch over ranks.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from rl_megatron.losses.contract import LossFunction
 
 
 class LogprobOutputSpec(TypedDict):
-    """logprobs [B, S] fp32: entry t is the logprob of token t, and entry 0 is 0."""
+    """The result `logprobs` [B, S] fp32. Entry t is the logprob of token t, and entry 0 is 0."""
 
     logprobs: Tensor
 
 
 class ReferenceLogprobOutputSpec(TypedDict):
-    """reference_logprobs [B, S] fp32: like `LogprobOutputSpec.logprobs`, under the reference policy."""
+    """The result `reference_logprobs` [B, S] fp32: `LogprobOutputSpec.logprobs` under the reference policy."""
 
     reference_logprobs: Tensor
 
 
 class TopkLogitsOutputSpec(TypedDict):
-    """topk_logits [B, S, k] fp32 and topk_indices [B, S, k] int64: the k largest logits and their ids.
+    """The results `topk_logits` [B, S, k] fp32 and `topk_indices` [B, S, k] int64: the k largest logits and their ids.
 
     Entry t is read after token t, so it predicts token t+1.
     """
@@ -42,11 +42,11 @@ class PolicyInterface(ABC):
 
     @abstractmethod
     def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
-        """Return the logprob of every token of `input_ids` given the tokens before it, as a `LogprobOutputSpec`."""
+        """Return the logprob of every token of `input_ids`, given the tokens before it, as a `LogprobOutputSpec`."""
 
     @abstractmethod
     def get_reference_policy_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
-        """Return the same under the frozen reference policy, as a `ReferenceLogprobOutputSpec`."""
+        """Return the logprobs under the frozen reference policy, as a `ReferenceLogprobOutputSpec`."""
 
     @abstractmethod
     def train(
@@ -57,14 +57,19 @@ class PolicyInterface(ABC):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """Take one optimizer step per `gbs` sequences of `data`, `mbs` at a time, and return metrics.
+        """Take one optimizer step per `gbs` sequences of `data`, and return metrics.
 
-        With `eval_mode`, only compute the metrics.
+        Args:
+            data: The sequences, with everything that the loss reads.
+            loss_fn: The loss.
+            eval_mode: Compute the metrics only.
+            gbs: The number of sequences per optimizer step.
+            mbs: The number of sequences per forward pass.
         """
 
     @abstractmethod
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Put modules into training mode, and training state where training needs it."""
+        """Put modules into training mode, and move training state to the device."""
 
     @abstractmethod
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
@@ -76,7 +81,7 @@ class PolicyInterface(ABC):
 
     @abstractmethod
     def shutdown(self) -> bool:
-        """Release what the policy holds, and return whether there was anything."""
+        """Release the policy's resources, and return whether there were any."""
 
 
 class ColocatablePolicyInterface(PolicyInterface):
@@ -84,7 +89,7 @@ class ColocatablePolicyInterface(PolicyInterface):
 
     @abstractmethod
     def init_collective(self, ip: str, port: int, world_size: int) -> Any:
-        """Join the process group over which weights reach the rollout engine."""
+        """Join the process group over which weights are sent to the rollout engine."""
 
     @abstractmethod
     def offload_before_refit(self) -> None:
@@ -96,15 +101,15 @@ class ColocatablePolicyInterface(PolicyInterface):
 
     @abstractmethod
     def prepare_refit_info(self) -> dict[str, Any] | None:
-        """Return names, shapes and dtypes of the weights that will be sent."""
+        """Return the names, shapes and dtypes of the weights that will be sent."""
 
     @abstractmethod
     def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare to share weights with other processes of the machine."""
+        """Prepare to share weights with other processes on the same machine."""
 
     @abstractmethod
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
-        """Return handles of the named weights for another process of the machine."""
+        """Return handles of the named weights for another process on the same machine."""
 
     @abstractmethod
     def broadcast_weights_for_collective(self) -> Any:

@@ -1,4 +1,4 @@
-"""`MegatronPolicy`: a sharded megatron-core model that trains on, and computes logprobs of, whole batches."""
+"""`MegatronPolicy`: a sharded megatron-core model that trains on global batches and computes their logprobs."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ from rl_megatron.weight_sync.sender import PendingGroup, WeightSender
 class MegatronPolicy(ColocatablePolicyInterface):
     """A model with its optimizer. Every rank calls every method with the same arguments and gets the same result.
 
-    Sequences are spread over data-parallel ranks inside (with zero-weight padding sequences if they do not divide), so
-    what an algorithm sees does not depend on the layout. A caller's batch is never changed or moved. With
-    `head="score"` the policy is a reward model or a critic. Without `optimizer` it cannot be trained.
+    The policy distributes sequences over data-parallel ranks, and adds padding sequences with zero loss weight if their
+    number does not divide. An algorithm therefore does not depend on the layout. The caller's batch is not changed or
+    moved. With `head="score"` the policy is a reward model or a critic. Without `optimizer` it cannot be trained.
 
     Attributes:
         model: The sharded model, which owns the weights and their version.
-        model_config: Its shape.
-        topology: How it is sharded.
+        model_config: The shape of the model.
+        topology: How the model is sharded.
         vocab_size: The tokenizer's vocabulary size.
-        weights: Sends the weights to rollout engines.
-        reference: The frozen model or the recorded logprobs that the policy is compared with, if any.
-        memory: Where gradient buffers and optimizer state are.
+        weights: The sender of the weights to rollout engines.
+        reference: The frozen model or the recorded logprobs with which the policy is compared, or None.
+        memory: The gradient buffers and optimizer state, and whether they are on the device.
         optimizer: megatron-core's optimizer, or None.
-        scheduler: Its learning-rate schedule, or None.
-        batching: How a batch is split into microbatches unless a call says otherwise.
+        scheduler: The optimizer's learning-rate schedule, or None.
+        batching: How a batch is split into microbatches by default.
     """
 
     def __init__(
@@ -102,12 +102,12 @@ class MegatronPolicy(ColocatablePolicyInterface):
     def from_hf(
         cls, directory: str | Path, *, parallel: ParallelConfig | None = None, device: str = "auto", **options: Any
     ) -> Self:
-        """Build a policy from a Hugging Face directory; each rank reads the rows of its own shards.
+        """Build a policy from a Hugging Face directory. Each rank reads only the rows of its own shards.
 
-        `parallel` and `device` are those of `start_topology`, and `options` go to the constructor.
+        `parallel` and `device` are passed to `start_topology`, and `options` to the constructor.
 
         Raises:
-            ConfigError: The directory is not a model that can be read, or the degrees do not fit.
+            ConfigError: The directory does not hold a supported model, or the parallel degrees do not fit.
         """
         weights = open_hugging_face(Path(directory))
         topology = start_topology(parallel, device=device, seed=options.get("seed", 0))
@@ -128,7 +128,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         `weights_only` is that of `load_checkpoint`.
 
         Raises:
-            ConfigError: The checkpoint cannot be read, or the degrees do not fit.
+            ConfigError: The checkpoint cannot be read, or the parallel degrees do not fit.
         """
         manifest = read_manifest(Path(path))
         topology = start_topology(parallel, device=device, seed=options.get("seed", 0))
@@ -139,13 +139,13 @@ class MegatronPolicy(ColocatablePolicyInterface):
 
     @property
     def weight_version(self) -> int:
-        """A number that changes whenever the weights change."""
+        """Return a number that changes whenever the weights change."""
         return self.model.version
 
     # --- training ---
 
     def prepare_for_training(self) -> None:
-        """Put the model into training mode, and gradients and optimizer state onto the device.
+        """Put the model into training mode, and move gradients and optimizer state to the device.
 
         Raises:
             RuntimeError: The policy was built without an optimizer.
@@ -157,7 +157,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         self.model.set_training(True)
 
     def finish_training(self) -> None:
-        """Put the model into evaluation mode. Collective if an overlapped step left weights to be gathered."""
+        """Put the model into evaluation mode. Collective if an overlapped step left weights scattered."""
         self.model.gather_parameters()
         self.model.set_training(False)
 
@@ -171,22 +171,23 @@ class MegatronPolicy(ColocatablePolicyInterface):
     ) -> dict[str, Any]:
         """Take one optimizer step for each `gbs` sequences of `data` in order (the last step may have fewer).
 
-        A global batch without a valid token changes nothing: weights, moments and learning rate stay.
+        A global batch without a valid token changes nothing: weights, moments and learning rate stay the same.
 
         Args:
             data: The sequences, with everything that the loss reads.
             loss_fn: The loss.
             eval_mode: Compute the metrics only.
-            gbs: Sequences per optimizer step; the policy's global batch size by default.
-            mbs: Sequences per forward pass; as `batching` says by default.
+            gbs: The number of sequences per optimizer step. The default is the policy's global batch size.
+            mbs: The number of sequences per forward pass. The default is that of `batching`.
 
         Returns:
-            The loss's metrics, reduced over each global batch as they declare and over the steps taken (minima and
-            maxima as such, others averaged), with `packing_efficiency` (tokens per token slot that the model
-            computed), `grad_norm` (before clipping), `lr` and `num_updates`.
+            The loss's metrics, with `packing_efficiency` (tokens per token slot that the model computed), `grad_norm`
+            (before clipping), `lr` and `num_updates`. Each metric is reduced over a global batch as it declares, and
+            then over steps: minima and maxima stay minima and maxima, and others are averaged.
 
         Raises:
-            NonFiniteLoss: The loss or the gradient norm is not finite; raised on every rank, before a weight changed.
+            NonFiniteLoss: The loss or the gradient norm is not finite. It is raised on every rank before a weight has
+                changed.
             ValueError: The sizes would separate sequences that the loss needs together (preference pairs).
         """
         loss, gbs = as_loss(loss_fn), gbs or self._global_batch_size
@@ -209,7 +210,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
             else:
                 update = self._optimizer_and_scheduler()
                 reports.append(training_step.train_on_batch(self.model, self.runner, *update, batch, planned, loss))
-        self.model.set_training(False)  # weights are gathered by the next step's forward, or by whoever reads them
+        self.model.set_training(False)  # the next forward, or the next reader, gathers the weights
         result = over_steps(reports, loss)
         return result | ({} if eval_mode else {"num_updates": int(sum(r["updated"] for r in reports))})
 
@@ -219,7 +220,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
     def accumulate_gradients(
         self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None
     ) -> dict[str, float]:
-        """Return the loss's metrics on one global batch, and leave its gradient in the parameters' `main_grad`."""
+        """Return the loss's metrics on one global batch, and store its gradient in the parameters' `main_grad`."""
         loss, batch = as_loss(loss_fn), on_device(batch, self.topology.device)
         planned = self.plan(batch, loss, mbs)
         self.prepare_for_training()
@@ -230,7 +231,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         return report
 
     def plan(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None) -> RankPlan:
-        """Return this rank's microbatches of one global batch."""
+        """Return the plan of this rank's microbatches of one global batch."""
         return self._plan(batch, checked_lengths(self.model_config, batch), self._batching(mbs), as_loss(loss_fn))
 
     def _plan(self, batch: BatchedDataDict, lengths: list[int], batching: Batching, loss: Loss) -> RankPlan:
@@ -255,7 +256,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
     def get_topk_logits(self, data: BatchedDataDict, k: int, micro_batch_size: int | None = None) -> BatchedDataDict:
         """Return `topk_logits` [B, S, k] fp32, largest first, and `topk_indices` [B, S, k] int64: a teacher's targets.
 
-        Entry t is read after token t and predicts token t+1; `temperature` is ignored. Entries past `input_lengths`
+        Entry t is read after token t and predicts token t+1. `temperature` is ignored. Entries past `input_lengths`
         are 0.
         """
         self.model.require_head("lm", "get_topk_logits")
@@ -282,20 +283,20 @@ class MegatronPolicy(ColocatablePolicyInterface):
 
     @property
     def has_reference(self) -> bool:
-        """Whether `get_reference_policy_logprobs` can be called."""
+        """Return whether there is a reference, so that `get_reference_policy_logprobs` can be called."""
         return self.reference is not None
 
     def freeze_reference(self) -> None:
-        """Copy the current weights into a frozen reference model, kept beside the policy."""
+        """Copy the current weights into a frozen reference model, which is kept beside the policy."""
         self.model.require_head("lm", "freeze_reference")
-        self.drop_reference()  # there is never a third model in memory
+        self.drop_reference()  # first, so that there is never a third model in memory
         self.reference = ReferenceModel(self.model, self._reference_placement, self._fused_head)
 
     def record_reference(self, path: Path, batches: Iterable[BatchedDataDict]) -> None:
         """Compute reference logprobs of `batches` with the current weights, and keep them instead of a second model.
 
-        The reference then knows these sequences, in whatever batches they come, and no others. The file `path` keeps
-        them: logprobs that it has of the same weights are not computed again.
+        The reference then has logprobs of these sequences only, in whatever batches they come. They are stored in the
+        file `path`. Logprobs of the same weights that the file already has are not computed again.
         """
         self.model.require_head("lm", "record_reference")
         self.drop_reference()
@@ -320,23 +321,23 @@ class MegatronPolicy(ColocatablePolicyInterface):
     # --- weights for rollout engines ---
 
     def offload_before_refit(self) -> None:
-        """Free the gradient buffers, whose place buckets take, until `prepare_for_training`."""
+        """Free the gradient buffers until `prepare_for_training`, to make memory available for buckets of weights."""
         self.finish_training()
         self.memory.free_gradients()
 
     def offload_after_refit(self) -> None:
-        """Free shared memory too and, on a GPU, move the optimizer state to the host, until `prepare_for_training`."""
+        """Also free the shared memory and, on a GPU, move optimizer state to the host until `prepare_for_training`."""
         self.offload_before_refit()
         self.weights.release()
         self.memory.offload_optimizer()
 
     @property
     def refit_plan(self) -> RefitPlan:
-        """What an engine is told before the first weights come. Collective the first time."""
+        """Return the plan that an engine needs before the first weights. Collective the first time."""
         return self.weights.plan
 
     def refit_metrics(self) -> dict[str, float]:
-        """Return the `SyncTimings.metrics` of the last weight sync, complete once its handles were waited for."""
+        """Return the `SyncTimings.metrics` of the last weight sync. Wait for its handles first."""
         return self.weights.timings.metrics()
 
     def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -344,7 +345,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         return self.weights.tensor_infos()
 
     def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, whole tensor) of every Hugging Face tensor; each is valid until the next. Collective."""
+        """Yield (name, whole tensor) of every Hugging Face tensor. Each is valid until the next one. Collective."""
         return self.weights.stream()
 
     def init_collective(
@@ -358,11 +359,11 @@ class MegatronPolicy(ColocatablePolicyInterface):
         return self.weights.broadcast()
 
     def prepare_weights_for_ipc(self, max_bytes: int | None = None) -> list[list[str]]:
-        """Return the groups of keys to ask `get_weights_ipc_handles` for; see `WeightSender.groups_of_keys`."""
+        """Return the groups of keys that `get_weights_ipc_handles` accepts; see `WeightSender.groups_of_keys`."""
         return self.weights.groups_of_keys(max_bytes)
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, WeightHandle]:
-        """Return handles of one group of keys in this rank's memory, by device; see `WeightSender.share`."""
+        """Return the handle of one group of keys in this rank's memory, by device; see `WeightSender.share`."""
         return self.weights.share(keys)
 
     # --- checkpoints ---
@@ -372,11 +373,11 @@ class MegatronPolicy(ColocatablePolicyInterface):
         return self.begin_checkpoint(directory, step, config=config, **extra).finish()
 
     def begin_checkpoint(self, directory: str | Path, step: int, *, config: str | None = None, **extra: Any) -> Save:
-        """Start what `save_checkpoint` does: a copy is written while training goes on, until `finish` is called."""
+        """Start to write a checkpoint while training continues. Call `finish` on the result to complete it."""
         return begin_checkpoint(Path(directory), step, self._state(), config=config, **extra)
 
     def load_checkpoint(self, path: str | Path, weights_only: bool = False, verify: bool = True) -> dict[str, Any]:
-        """Restore a checkpoint of any layout, and return its manifest; see `checkpoint.load.load_checkpoint`."""
+        """Load a checkpoint of any layout, and return its manifest; see `checkpoint.load.load_checkpoint`."""
         return load_checkpoint(Path(path), self._state(), weights_only, verify)
 
     def _state(self) -> TrainingState:
@@ -386,13 +387,13 @@ class MegatronPolicy(ColocatablePolicyInterface):
         return TrainingState(self.model, self.optimizer, self.scheduler)
 
     def shutdown(self) -> bool:
-        """Drop model, optimizer and reference, and return whether there was something to drop."""
+        """Release model, optimizer and reference, and return whether there was a model."""
         self.weights.close()
         self.memory.release()
         self.optimizer = self.scheduler = None
         self.drop_reference()
         held = self.model.release()
-        gc.collect()  # megatron-core's wrappers and hooks refer to each other
+        gc.collect()  # megatron-core's wrappers and hooks form reference cycles
         if self.topology.is_cuda:
             torch.cuda.empty_cache()
         return held

@@ -1,4 +1,4 @@
-"""megatron-core's DDP, (distributed) Adam and learning-rate schedule, built from our config, and the optimizer step."""
+"""The optimizer step, and megatron-core's DDP, Adam and learning-rate schedule, built from our configuration."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from rl_megatron.topology.topology import Topology
 def wrap_for_gradients(
     model_chunks: list[torch.nn.Module], topology: Topology, optimizer: OptimizerConfig
 ) -> list[DistributedDataParallel]:
-    """Return each chunk wrapped in megatron-core's DDP.
+    """Return each model chunk wrapped in megatron-core's DDP.
 
-    Main gradients are fp32 and *summed* over data- and context-parallel ranks, because losses are normalised globally
-    already. The pipeline schedule finishes them through `finalize_model_grads`.
+    Main gradients are fp32. They are *summed* over data- and context-parallel ranks, because losses are already
+    normalised over the global batch. The pipeline schedule calls `finalize_model_grads` at its end.
     """
     config = get_model_config(model_chunks[0])
     ddp_config = DistributedDataParallelConfig(
@@ -36,7 +36,7 @@ def wrap_for_gradients(
         average_in_collective=False,
         overlap_grad_reduce=optimizer.overlap,
         overlap_param_gather=optimizer.overlap and optimizer.distributed,
-        check_for_nan_in_grad=False,  # the runner checks the loss, and `take_step` the gradient norm
+        check_for_nan_in_grad=False,  # the runner checks the loss, and `take_step` checks the gradient norm
     )
     wrapped = [
         DistributedDataParallel(
@@ -47,7 +47,7 @@ def wrap_for_gradients(
     config.no_sync_func = [model_chunk.no_sync for model_chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
 
     def finalize(model, num_tokens=None, **kwargs):
-        finalize_model_grads(model, None, **kwargs)  # no division by tokens: see execution/runner.py
+        finalize_model_grads(model, None, **kwargs)  # None: the loss is already divided, see execution/runner.py
 
     config.finalize_model_grads_func = finalize
     return wrapped
@@ -55,9 +55,9 @@ def wrap_for_gradients(
 
 @torch.no_grad()
 def complete_gradients(model_chunks: list[DistributedDataParallel]) -> None:
-    """Give every rank the summed gradients of all its parameters. Collective.
+    """Gather the summed gradients of all its parameters on every rank. Collective.
 
-    Under the distributed optimizer a backward pass leaves each rank only the sums whose weights it updates.
+    Under the distributed optimizer, after a backward pass each rank has only the sums for the weights that it updates.
     """
     for model_chunk in model_chunks:
         if not model_chunk.ddp_config.use_distributed_optimizer:
@@ -71,14 +71,14 @@ def complete_gradients(model_chunks: list[DistributedDataParallel]) -> None:
 
 
 def main_gradient(parameter: torch.nn.Parameter) -> Tensor:
-    """Return the gradient of a parameter in the buffer that megatron-core's DDP keeps."""
+    """Return the gradient of a parameter, a view of the buffer of megatron-core's DDP."""
     return parameter.main_grad  # pyright: ignore[reportAttributeAccessIssue]  # DDP sets it
 
 
 def build_optimizer(
     model_chunks: list[DistributedDataParallel], config: OptimizerConfig, precision: str
 ) -> MegatronOptimizer:
-    """Return Adam with decoupled weight decay over all chunks. Under bf16, master weights and moments are fp32."""
+    """Return Adam with decoupled weight decay for all chunks. Under bf16, master weights and moments are fp32."""
     bf16 = precision == "bf16"
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -102,14 +102,15 @@ def build_optimizer(
 
 
 def build_scheduler(optimizer: MegatronOptimizer, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:
-    """Return a schedule with linear warmup and then `decay_style` to `min_lr` at `decay_steps`.
+    """Return a schedule with a linear warmup, followed by `decay_style` to `min_lr` at `decay_steps`.
 
-    The warmup starts at lr/(warmup_steps + 1) and takes `warmup_steps`.
+    The warmup starts at lr/(warmup_steps + 1) and takes `warmup_steps` steps. If `decay_steps` is not set, it is
+    `total_steps`, or the warmup plus one step if that is longer.
 
     Raises:
         ConfigError: The warmup is longer than the decay, or `min_lr` exceeds `lr`.
     """
-    config.check("optimizer")  # a script may not have gone through load_config
+    config.check("optimizer")  # a script may have built the config without load_config
     decay_steps = config.decay_steps or max(total_steps, config.warmup_steps + 1)
     return OptimizerParamScheduler(
         optimizer,
@@ -123,7 +124,7 @@ def build_scheduler(optimizer: MegatronOptimizer, config: OptimizerConfig, total
         end_wd=config.weight_decay,
         wd_incr_steps=decay_steps,
         wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=False,  # the run's config governs; a checkpoint brings the step count
+        use_checkpoint_opt_param_scheduler=False,  # the settings are the run's; a checkpoint only has the step count
         override_opt_param_scheduler=True,
     )
 
@@ -135,9 +136,9 @@ def take_step(
 
     Args:
         model: The model.
-        optimizer: Its optimizer.
+        optimizer: The model's optimizer.
         scheduler: The optimizer's learning-rate schedule.
-        loss: The loss whose gradients these are, for the error message.
+        loss: The value of the loss, for the error message.
 
     Returns:
         The gradient norm before clipping, and whether the weights were updated.
@@ -147,9 +148,9 @@ def take_step(
     """
     optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
-    if not math.isfinite(grad_norm):  # step() would clip by it, and so ruin every weight
+    if not math.isfinite(grad_norm):  # step() would clip with it, and every weight would become NaN
         raise NonFiniteLoss(f"the gradient norm is {grad_norm} at a finite loss of {loss:.4g}")
-    updated, _, _ = optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]  # abstract, without a result's type
+    updated, _, _ = optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]  # abstract, without a return type
     model.mark_updated(updated)
     if updated:
         move_biases(moving_routers(model.model_chunks), model.topology.groups.tp_dp_cp)

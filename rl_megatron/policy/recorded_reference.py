@@ -1,7 +1,7 @@
 """`RecordedReference`: reference logprobs of offline data, computed once and kept instead of a reference model.
 
-Sequences are recognized by their tokens. It does not matter which batch a sequence comes in, or whether a resumed run
-reads the same sequences or more of them.
+Sequences are recognized by their tokens and temperature. Therefore a sequence may come in any batch, and a resumed run
+may read more sequences than before.
 """
 
 from __future__ import annotations
@@ -34,23 +34,27 @@ class RecordedReference:
     """The logprobs of recorded sequences, each at its `temperature` (default 1). It owns them and their file."""
 
     def __init__(self, path: Path, reference: str):
-        """Read the file `path` on rank 0, and share what it has of the weights with the digest `reference`. Collective.
+        """Read the logprobs in the file `path` on rank 0, and send them to all ranks. Collective.
 
-        A file of other weights, or one that cannot be read, is ignored, and replaced by the next `complete`.
+        A file that belongs to other weights or cannot be read is ignored, and the next `complete` replaces it.
+
+        Args:
+            path: The file, which need not exist.
+            reference: The digest of the reference's weights (`weights_digest`).
         """
         self._path, self._reference = path, reference
         read: list[_File] = [self._read() if dist.get_rank() == 0 else _EMPTY]
         if dist.get_world_size() > 1:
-            dist.broadcast_object_list(read)  # three tensors, because views would each be sent with the whole storage
+            dist.broadcast_object_list(read)  # as three tensors: a view would be sent with its whole storage
         self._sequences: dict[bytes, Tensor] = _split(*read[0])
 
     def complete(self, batches: Iterable[BatchedDataDict], logprobs: _Logprobs) -> None:
-        """Record the sequences of `batches` that are not known yet. Collective.
+        """Record the sequences of `batches` that are not recorded yet. Collective.
 
-        The file is written once, after all of them: it is complete, or as it was before.
+        The file is written once, at the end, so it is either complete or unchanged.
 
         Args:
-            batches: The sequences.
+            batches: Batches of sequences.
             logprobs: Returns the logprobs [B, S] of a batch.
 
         Raises:
@@ -67,12 +71,13 @@ class RecordedReference:
         if len(self._sequences) > known:
             failure = on_main_rank(self._write)
             if failure is not None:
-                raise ConfigError(f"{self._path} cannot be written: {failure}; make room in output_dir")
+                raise ConfigError(f"{self._path} cannot be written: {failure}; free some disk space for output_dir")
 
     def logprobs(self, data: BatchedDataDict, batching: Batching | None = None) -> Tensor:
-        """Return logprobs [B, S] fp32; entry t corresponds to token t, and entries past `input_lengths` are 0.
+        """Return logprobs [B, S] fp32. Entry t corresponds to token t, and entries past `input_lengths` are 0.
 
-        Nothing is computed, so `batching`, which `ReferenceModel.logprobs` needs, makes no difference.
+        `batching` has no effect, because no forward pass is needed. It is there for the signature of
+        `ReferenceModel.logprobs`.
 
         Raises:
             RuntimeError: A sequence was never recorded.
@@ -94,12 +99,12 @@ class RecordedReference:
             with safe_open(self._path, "pt") as file:
                 found = (file.metadata() or {}).get("reference")
                 if found != self._reference:
-                    log.once(f"{self._path} belongs to another reference policy: its logprobs are computed again")
+                    log.once(f"{self._path} belongs to another reference policy; the logprobs are computed again")
                     return _EMPTY
                 digests, lengths, logprobs = (file.get_tensor(name) for name in _TENSORS)
                 return digests, lengths, logprobs
         except (OSError, SafetensorError) as error:
-            log.once(f"{self._path} cannot be read ({error}): its logprobs are computed again")
+            log.once(f"{self._path} cannot be read ({error}); the logprobs are computed again")
             return _EMPTY
 
     def _write(self) -> None:

@@ -1,6 +1,6 @@
-"""`ReferenceModel`: the frozen model that a policy is compared with, kept beside the policy or in host memory.
+"""`ReferenceModel`: the frozen model with which a policy is compared, on the device or in host memory.
 
-The policy's own weights are never swapped out for it.
+It is a second model. The policy's own weights are not swapped out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.policy.inference import Inference, build_runner
 
 Placement = Literal["resident", "offload"]
-"""Where reference weights are kept: on the device, or in host memory and on the device only during a call."""
+"""Where reference weights are kept: always on the device, or in host memory and on the device only during a call."""
 
 
 class ReferenceModel:
@@ -35,18 +35,18 @@ class ReferenceModel:
         if placement == "offload" and device.type == "cuda":
             self._host_weights = HostWeights(self.model.model_chunks, device)
         elif placement == "offload":
-            log.once("train.reference=offload: on a CPU the host's memory is the device's; the reference stays in it")
+            log.once("train.reference=offload has no effect on a CPU, where host memory is the device's memory")
 
     def logprobs(self, data: BatchedDataDict, batching: Batching) -> Tensor:
-        """Return logprobs [B, S] fp32 under the frozen weights; entry t corresponds to token t. Collective."""
+        """Return logprobs [B, S] fp32 under the frozen weights. Entry t corresponds to token t. Collective."""
         with self._host_weights.on_device() if self._host_weights is not None else nullcontext():
             return self._inference.logprobs(data, batching)
 
 
 class HostWeights:
-    """The parameters of modules in host memory (pinned if there is a GPU), copied to the device for a while on request.
+    """The parameters of modules in host memory (pinned if there is a GPU), which are copied to the device for a call.
 
-    It owns the host copies; between calls the modules' own parameters are empty.
+    It owns the host copies. Between calls the modules' parameters are empty.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module], device: torch.device):
@@ -59,7 +59,7 @@ class HostWeights:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Have the parameters on the device within the block."""
+        """Keep the parameters on the device within the block."""
         try:
             for parameter, weights in zip(self._parameters, self._host, strict=True):
                 parameter.data = weights.to(self._device, non_blocking=True)

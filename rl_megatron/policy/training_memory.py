@@ -1,4 +1,4 @@
-"""`TrainingMemory`: training state leaves the device while a rollout engine needs the memory, and comes back."""
+"""`TrainingMemory`: frees the device memory of training state while a rollout engine needs it, and restores it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rl_megatron.model.sharded_model import ShardedModel
 
 
 class TrainingMemory:
-    """The gradient buffers and the optimizer state of a model. It owns where they are.
+    """The placement of a model's gradient buffers and optimizer state: on the device, freed, or on the host.
 
-    The weights stay on the device: logprobs need them.
+    The weights stay on the device, because logprobs need them.
     """
 
     def __init__(self, model: ShardedModel, optimizer: MegatronOptimizer | None):
@@ -21,7 +21,7 @@ class TrainingMemory:
         self._optimizer_is_offloaded = False
 
     def free_gradients(self) -> None:
-        """Give the memory of the gradient buffers back; their contents are lost. Doing it twice is harmless."""
+        """Free the gradient buffers. The gradients are lost. A second call has no effect."""
         is_cuda = self._model.topology.is_cuda
         for model_chunk in self._model.wrapped_model_chunks:
             model_chunk.offload_grad_buffers(synchronize=is_cuda, empty_cache=is_cuda)
@@ -32,7 +32,7 @@ class TrainingMemory:
             model_chunk.restore_grad_buffers(synchronize=self._model.topology.is_cuda)
 
     def offload_optimizer(self) -> None:
-        """Move the optimizer state of a GPU to the host. On the CPU nothing moves: the host is the device."""
+        """Move the optimizer state from a GPU to the host. This has no effect on the CPU."""
         if not self._model.topology.is_cuda:
             return
         if self._optimizer is not None and not self._optimizer_is_offloaded:
@@ -47,7 +47,7 @@ class TrainingMemory:
             self._optimizer_is_offloaded = False
 
     def release(self) -> None:
-        """Forget the optimizer, so that nothing here keeps its state alive."""
+        """Drop the reference to the optimizer, so that its state can be freed."""
         self._optimizer = None
 
 
@@ -57,16 +57,16 @@ def move_optimizer_state(
 ) -> None:
     """Move moments and fp32 master weights to `device`.
 
-    megatron-core's own offload moves every tensor that the optimizer steps. In fp32 those are views of the model's
-    weights, which would no longer be views: the optimizer would go on training a copy. They stay where they are here.
+    megatron-core's own offload moves every tensor that the optimizer updates. In fp32 these are views of the model's
+    weights. A moved view would become a copy, and the optimizer would train the copy. Here these views stay in place.
     """
-    of_the_model = {p.untyped_storage().data_ptr() for model_chunk in model_chunks for p in model_chunk.parameters()}
+    model_storages = {p.untyped_storage().data_ptr() for model_chunk in model_chunks for p in model_chunk.parameters()}
     for part in parts(optimizer):
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.untyped_storage().data_ptr() not in of_the_model:
+                if parameter.untyped_storage().data_ptr() not in model_storages:
                     parameter.data = parameter.data.to(device)
         for state in part.optimizer.state.values():
             for name, value in state.items():
-                if isinstance(value, Tensor) and value.dim() > 0:  # a step count stays on the CPU, where Adam has it
+                if isinstance(value, Tensor) and value.dim() > 0:  # Adam keeps its step count on the CPU
                     state[name] = value.to(device)

@@ -1,4 +1,4 @@
-"""One optimizer step on this rank's microbatches of a global batch, or its loss alone."""
+"""One optimizer step, or one evaluation of the loss, on this rank's microbatches of a global batch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from rl_megatron.policy.optimizer import take_step
 
 
 def require_whole_groups(loss: Loss, counts: Mapping[str, int]) -> None:
-    """Refuse sizes that would separate sequences which the loss needs together.
+    """Refuse sizes that would separate sequences that the loss needs together.
 
     Args:
-        loss: Its `group_size` is 2 for preference pairs.
-        counts: Numbers of sequences, by what has so many.
+        loss: The loss. Its `group_size` is 2 for preference pairs.
+        counts: The sizes to check, in sequences, by their names for the message.
 
     Raises:
-        ValueError: A number is not a multiple of the group size.
+        ValueError: A size is not a multiple of the group size.
     """
     for name, count in counts.items():
         if count % loss.group_size:
             size = loss.group_size
-            raise ValueError(f"{loss.display_name} needs {size} rows together, and {name} has {count} rows")
+            raise ValueError(
+                f"{loss.display_name} needs groups of {size} sequences, but {name} has {count}; use a multiple of "
+                f"{size}"
+            )
 
 
 def evaluate_batch(runner: Runner, batch: BatchedDataDict, planned: RankPlan, loss: Loss) -> dict[str, float]:
@@ -45,7 +48,7 @@ def accumulate_gradients(
     loss: Loss,
     denominators: Denominators,
 ) -> dict[str, float]:
-    """Return the loss's metrics, and leave its gradient in the parameters' `main_grad`. Collective."""
+    """Return the loss's metrics, and store its gradient in the parameters' `main_grad`. Collective."""
     for model_chunk in model.wrapped_model_chunks:
         model_chunk.zero_grad_buffer()
     optimizer.zero_grad()
@@ -65,10 +68,11 @@ def train_on_batch(
 ) -> dict[str, float]:
     """Take one optimizer step, and return the loss's metrics with `grad_norm`, `lr` and `updated`. Collective.
 
-    A batch without a valid token changes nothing: weights, moments and learning rate stay.
+    A batch without a valid token changes nothing: weights, moments and learning rate stay the same.
 
     Raises:
-        NonFiniteLoss: The loss or the gradient norm is not finite; raised on every rank, before a weight changed.
+        NonFiniteLoss: The loss or the gradient norm is not finite. It is raised on every rank before a weight has
+            changed.
     """
     denominators = Denominators.count(batch)
     report = accumulate_gradients(model, runner, optimizer, planned, loss, denominators)

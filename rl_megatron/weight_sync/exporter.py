@@ -1,4 +1,4 @@
-"""`WeightExporter`: a sharded model's weights under their Hugging Face names, bucket by bucket, in any layout."""
+"""`WeightExporter`: converts a sharded model's weights to Hugging Face tensors, bucket by bucket, in any layout."""
 
 from __future__ import annotations
 
@@ -23,34 +23,33 @@ _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")  # Megatro
 
 @dataclass(frozen=True)
 class _Block:
-    """A block of rows that this rank holds: `source`, a view of a parameter, belongs at `origin` of the Hugging Face
-    tensor."""
+    """A block of rows that this rank holds: a view of a parameter, and its offset in the Hugging Face tensor."""
 
     source: Tensor
     offset: tuple[int, ...]
 
     def within(self, whole: Tensor) -> Tensor:
-        """Return the block's place in the whole tensor, as a view."""
+        """Return the view of the Hugging Face tensor `whole` to which the block belongs."""
         return whole[tuple(slice(o, o + n) for o, n in zip(self.offset, self.source.shape, strict=True))]
 
 
 class WeightExporter:
-    """Fills buckets with a model's weights. It owns the plan and this rank's views of the parameters.
+    """An object that fills buckets with a model's weights. It owns the plan and this rank's views of the parameters.
 
     Attributes:
-        plan: Which tensor comes in which bucket. It is the same on every rank, and never changes.
+        plan: The plan, which states which tensor comes in which bucket. It is the same on every rank and never changes.
     """
 
     def __init__(self, model: ShardedModel, max_bytes: int = DEFAULT_BUCKET_BYTES):
         """Plan the buckets and check that the ranks together hold every weight once. Collective.
 
         Args:
-            model: The model, of which every rank of its topology calls this.
+            model: The model.
             max_bytes: The most bytes of weights in a bucket.
 
         Raises:
             ConfigError: No family can express the model.
-            RuntimeError: An element of a tensor is held by no rank or by several; raised on every rank.
+            RuntimeError: No rank or several ranks hold an element of a tensor. It is raised on every rank.
         """
         model.require_head("lm", "sending weights to an engine")
         self._model = model
@@ -70,7 +69,7 @@ class WeightExporter:
 
     @property
     def num_words(self) -> int:
-        """The size of a buffer that can take any of the buckets, in 64-bit words."""
+        """Return the size of a buffer that can hold any of the buckets, in 64-bit words."""
         return max(bucket.num_words for bucket in self.plan.buckets)
 
     def new_buffer(self) -> Tensor:
@@ -81,7 +80,11 @@ class WeightExporter:
     def fill(self, bucket_index: int, buffer: Tensor) -> Tensor:
         """Write this rank's rows and their fingerprints into `buffer`, and zeros elsewhere.
 
-        Call the model's `gather_parameters` first. This is not collective.
+        Call the model's `gather_parameters` first. This method is not collective.
+
+        Args:
+            bucket_index: The number of the bucket in the plan.
+            buffer: [at least the bucket's num_words] int64.
 
         Returns:
             The part of `buffer` that is the bucket. Its *sum* over the model's ranks holds the whole tensors.
@@ -98,12 +101,12 @@ class WeightExporter:
         return buffer
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, whole tensor) in the plan's order, on every rank; a tensor is valid until the next one.
+        """Yield (name, whole tensor) in the plan's order, on every rank. A tensor is valid until the next one.
 
-        Collective: one all-reduce per bucket (none if there is one rank). One bucket is in memory at a time.
+        Collective: it takes one all-reduce per bucket, or none if there is one rank. One bucket is in memory at a time.
 
         Raises:
-            WeightsRefused: The bytes that arrived are not those that were sent.
+            WeightsRefused: The bytes that arrived differ from those that were sent.
         """
         self._model.gather_parameters()
         buffer = self.new_buffer()
@@ -118,7 +121,7 @@ class WeightExporter:
     def _check_coverage(self, specs: Sequence[TensorSpec], unknown: list[str]) -> None:
         """Check that every element of every tensor is held by exactly one block, and that the table knows every tensor.
 
-        Counts alone could hide a gap behind an overlap, so places are added up as well.
+        If only elements were counted, an overlap could hide a gap. So fingerprints of their places are summed as well.
         """
 
         def counted(shape: Sequence[int], offset: Sequence[int]) -> Tensor:
@@ -134,35 +137,35 @@ class WeightExporter:
             dist.all_reduce(held)
         held = held.cpu()
         if held[-1, 0]:
-            raise RuntimeError(f"the family's weight table lacks {', '.join(unknown) or 'what another rank holds'}")
+            raise RuntimeError(f"the family's weight table lacks {', '.join(unknown) or 'tensors of another rank'}")
         for spec, found in zip(specs, held[:-1], strict=True):
             wanted = counted(spec.shape, (0, 0))
             if not torch.equal(found, wanted):
                 raise RuntimeError(
-                    f"{spec.name}: ranks hold {found[0]} elements of {wanted[0]}, and not each of them once; a module "
-                    "is missing from the family's weight table, or its shards overlap"
+                    f"{spec.name}: the ranks hold {found[0]} elements of {wanted[0]}, and not each of them once; the "
+                    "family's weight table lacks a module, or shards overlap"
                 )
 
 
 def weights_digest(model: ShardedModel) -> str:
-    """Return a digest of all weights of a model. Equal weights have equal digests in any layout. Collective."""
+    """Return a digest of all weights of a model, which does not depend on the layout. Collective."""
     model.gather_parameters()
     topology = model.topology
     total = torch.zeros((), dtype=torch.int64, device=topology.device)
     for piece in pieces(model.model_chunks):
         if piece.is_first_replica:
-            of_name = hashlib.blake2b(piece.name.encode(), digest_size=8).digest()
-            odd = int.from_bytes(of_name, "big", signed=True) | 1
-            total += odd * fingerprint(piece.tensor, (*piece.offset, 0)[:2])
+            name_digest = hashlib.blake2b(piece.name.encode(), digest_size=8).digest()
+            name_factor = int.from_bytes(name_digest, "big", signed=True) | 1  # odd, so that no bit of the sum is lost
+            total += name_factor * fingerprint(piece.tensor, (*piece.offset, 0)[:2])
     if topology.world_size > 1:
         dist.all_reduce(total)
     return f"{total.item() % 2**64:016x}"
 
 
 def _blocks(model_chunks: Sequence[torch.nn.Module], table: WeightTable) -> tuple[list[str], dict[str, list[_Block]]]:
-    """Return (tensors that the table does not know, this rank's blocks of each Hugging Face tensor).
+    """Return (tensors that the table lacks, this rank's blocks of each Hugging Face tensor).
 
-    Weights that several ranks hold count on the first of these ranks only.
+    If several ranks hold the same weights, only the first of them has these blocks.
     """
     unknown: list[str] = []
     blocks: dict[str, list[_Block]] = {}

@@ -1,7 +1,7 @@
-"""Memory that another process of the machine opens by a handle: anonymous shared memory on the CPU, CUDA IPC on a GPU.
+"""Memory that another process on the same machine can open: anonymous shared memory on the CPU, CUDA IPC on a GPU.
 
-On the CPU the memory is a file without a name (`memfd_create`), opened through /proc. It needs no space in /dev/shm,
-whose size containers limit, and it disappears with the last process that has it open, however that process ends.
+On the CPU the memory is a file without a name (`memfd_create`), which is opened through /proc. It needs no space in
+/dev/shm, whose size containers limit. It is freed with the last process that has it open, however that process ends.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _DEVICE_ARGUMENT = 6  # the position of the sender's device number among the arg
 
 @dataclass(frozen=True)
 class WeightHandle:
-    """The place of a bucket in memory, for the process that reads it.
+    """The address of a bucket in shared memory, for the process that reads it.
 
     Attributes:
         bucket_index: The number of the bucket in the plan.
         num_words: The size of the bucket in 64-bit words.
-        path: The shared memory's path on the CPU.
-        cuda: The arguments of torch's `rebuild_cuda_tensor` on a GPU.
-        device_uuid: The sender's GPU.
+        path: On the CPU, the path of the shared memory.
+        cuda: On a GPU, the arguments of torch's `rebuild_cuda_tensor`.
+        device_uuid: On a GPU, the uuid of the sender's GPU.
     """
 
     bucket_index: int
@@ -43,7 +43,11 @@ class WeightHandle:
 
 
 class SharedBuffer:
-    """A buffer `words` [num_words] int64 that other processes can open. It owns the memory."""
+    """A buffer that other processes can open. It owns the memory.
+
+    Attributes:
+        words: [num_words] int64, the memory.
+    """
 
     def __init__(self, num_words: int, device: torch.device):
         """Allocate the buffer on `device`.
@@ -62,7 +66,7 @@ class SharedBuffer:
         self.words = torch.frombuffer(mmap.mmap(self._file, num_words * _WORD), dtype=torch.int64)
 
     def handle(self, bucket_index: int, num_words: int) -> WeightHandle:
-        """Return a handle to the first `num_words`. A reader gets what they hold when it opens the handle."""
+        """Return a handle to the first `num_words` words. A reader gets their values when it opens the handle."""
         if self._file is not None:
             return WeightHandle(bucket_index, num_words, path=f"/proc/{os.getpid()}/fd/{self._file}")
         torch.cuda.current_stream(self.words.device).synchronize()  # writes are done before the buffer is read
@@ -70,7 +74,7 @@ class SharedBuffer:
         return WeightHandle(bucket_index, num_words, cuda=arguments, device_uuid=device_key(self.words.device))
 
     def close(self) -> None:
-        """Give the memory back. It is freed once no reader has it open any more."""
+        """Release the memory. It is freed once no reader has it open."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -87,7 +91,7 @@ def opened(handle: WeightHandle) -> Iterator[Tensor]:
     """Open the sender's memory [num_words] int64 for reading. No reference to it may outlive the block.
 
     Raises:
-        WeightsRefused: The sender has ended, or is on another machine.
+        WeightsRefused: The sender has ended, or runs on another machine.
     """
     words = _opened_on_cpu(handle) if handle.cuda is None else _opened_on_gpu(handle, handle.cuda)
     try:
@@ -105,10 +109,10 @@ def _opened_on_cpu(handle: WeightHandle) -> Tensor:
     except OSError as error:
         raise WeightsRefused(
             f"bucket {handle.bucket_index} cannot be opened at {handle.path} ({error.strerror}): the policy's process "
-            "ended, or released it, or runs on another machine or as another user"
+            "has ended, has released it, or runs on another machine or as another user"
         ) from error
     try:
-        # Private and writable only because torch has no read-only tensors. Nothing is ever written to it.
+        # The mapping is private and writable only because torch has no read-only tensors. Nothing is written to it.
         return torch.frombuffer(
             mmap.mmap(file, handle.num_words * _WORD, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE),
             dtype=torch.int64,
@@ -118,11 +122,14 @@ def _opened_on_cpu(handle: WeightHandle) -> Tensor:
 
 
 def _opened_on_gpu(handle: WeightHandle, cuda: tuple[Any, ...]) -> Tensor:
-    """Open a GPU's memory. CUDA_VISIBLE_DEVICES may differ between processes, so the GPU is found by its uuid."""
+    """Return the memory on the sender's GPU.
+
+    The GPU is found by its uuid, because CUDA_VISIBLE_DEVICES may differ between processes.
+    """
     here = [i for i in range(torch.cuda.device_count()) if device_key(torch.device("cuda", i)) == handle.device_uuid]
     if not here:
         raise WeightsRefused(
-            f"bucket {handle.bucket_index} lies on GPU {handle.device_uuid}, which is not visible here"
+            f"bucket {handle.bucket_index} is on GPU {handle.device_uuid}, which is not visible to this process"
         )
     arguments = list(cuda)
     arguments[_DEVICE_ARGUMENT] = here[0]

@@ -1,18 +1,21 @@
-"""The format in which weights are sent to a rollout engine: buckets of whole tensors, each with its fingerprints.
+"""The format in which weights are sent to a rollout engine: buckets of whole tensors with their fingerprints.
 
-A bucket is a buffer of 64-bit words: its tensors' bytes one after the other, each starting at a word, then one
+A bucket is a buffer of 64-bit words. It holds the bytes of its tensors, each starting at a word, and then one
 fingerprint per tensor. Every rank of the model writes the rows that it holds and leaves zeros elsewhere. The integer
-sum over ranks *is* then the bucket, exactly: one all-reduce gathers the shards and delivers them.
+sum over ranks is then exactly the bucket, so one all-reduce gathers the shards and delivers them.
 
 A tensor is read as a matrix of 16-bit integers x_ij (an fp32 element is two of them side by side). Its fingerprint is
 
-    f = Σ_i Σ_j x_ij · (u_i · v_j + w_i · v'_j)  mod 2⁶⁴,   u, v odd, w even; hashes of the row and the column in the
-                                                            whole tensor, of 64 bits (u, w) and 24 bits (v, v')
+    f = Σ_i Σ_j x_ij · (u_i · v_j + w_i · v'_j)  mod 2⁶⁴
 
-a sum too. Each rank therefore fingerprints what it holds *before* it is sent, and the receiver what arrived. This finds
-a piece that was dropped, altered or misplaced on the way. A change of one 16-bit number is always found, because its
-factor is odd (changes of both halves of an fp32 element cancel once in 2⁶⁴). The sums over columns are matrix products
-in fp64, which are exact up to 2⁵³: they are fast, and the same in whichever order they are added.
+u and w are hashes of the row, v and v' are hashes of the column in the whole tensor. u and w have 64 bits, v and v'
+have 24. u and v are odd, and w is even.
+
+Because f is a sum, each rank fingerprints its rows *before* they are sent, and the fingerprints are summed like the
+rows. The receiver fingerprints the tensors that arrived. This detects a piece that was dropped, altered or misplaced on
+the way. A change of one 16-bit number is always detected, because its factor is odd (changes of both halves of an fp32
+element cancel once in 2⁶⁴). The sums over columns are matrix products in fp64, which are exact up to 2⁵³. They are
+fast, and do not depend on the order of summation.
 """
 
 from __future__ import annotations
@@ -28,18 +31,18 @@ from torch import Tensor
 
 _WORD = 8  # bytes
 _SPREAD, _MIX = -0x61C8864680B583EB, 0x4CF5AD432745937F  # odd: multiplication by them loses nothing modulo 2⁶⁴
-_COLUMN_BITS = 24  # of a column's hash
-_COLUMNS_AT_ONCE = 1 << 14  # 2¹⁴ columns · 2²⁴ · 2¹⁵ = 2⁵³: what fp64 still adds exactly
-_ELEMENTS_AT_ONCE = 1 << 18  # of fp64 scratch: fits a core's cache
+_COLUMN_BITS = 24  # the size of a column's hash
+_COLUMNS_AT_ONCE = 1 << 14  # 2¹⁴ columns · 2²⁴ · 2¹⁵ = 2⁵³, up to which fp64 sums are exact
+_ELEMENTS_AT_ONCE = 1 << 18  # elements of fp64 scratch memory (2 MiB), to fit a core's cache
 
 
 class WeightsRefused(RuntimeError):
-    """Raised if the weights that arrived are not those that were sent; the message names the tensor."""
+    """Raised if the weights that arrived differ from those that were sent. The message names the tensor."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, shape and dtype (torch's name for it, such as "bfloat16") of a Hugging Face tensor that will be sent."""
+    """The name, shape and dtype (torch's name, such as "bfloat16") of a Hugging Face tensor that will be sent."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,14 +50,17 @@ class TensorSpec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """Return the dtype as torch's object."""
         return getattr(torch, self.dtype)
 
     @property
     def num_bytes(self) -> int:
+        """Return the size of the tensor in bytes."""
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
     @property
     def num_words(self) -> int:
+        """Return the number of 64-bit words that the tensor takes in a bucket."""
         return -(-self.num_bytes // _WORD)
 
 
@@ -66,7 +72,7 @@ class Bucket:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """The index of the word at which each tensor begins, and of the one after the last tensor."""
+        """Return the index of the word at which each tensor begins, and of the first word after the last tensor."""
         starts = [0]
         for spec in self.tensors:
             starts.append(starts[-1] + spec.num_words)
@@ -74,15 +80,16 @@ class Bucket:
 
     @property
     def num_words(self) -> int:
+        """Return the size of the bucket in 64-bit words, fingerprints included."""
         return self.starts[-1] + len(self.tensors)
 
     @property
     def num_bytes(self) -> int:
-        """The size of the weights, without fingerprints."""
+        """Return the size of the weights in bytes, without fingerprints."""
         return sum(spec.num_bytes for spec in self.tensors)
 
     def tensor(self, buffer: Tensor, index: int) -> Tensor:
-        """Return the tensor `index` as a view of the bucket's `buffer` [num_words] int64."""
+        """Return tensor number `index` as a view of the bucket's `buffer` [num_words] int64."""
         spec, start = self.tensors[index], self.starts[index]
         words = buffer[start : start + spec.num_words]
         return words.view(torch.uint8)[: spec.num_bytes].view(spec.torch_dtype).view(spec.shape)
@@ -95,21 +102,24 @@ class Bucket:
         """Check every tensor in `buffer` against its fingerprint.
 
         Raises:
-            WeightsRefused: A tensor does not match; the message names the first.
+            WeightsRefused: A tensor does not match. The message names the first.
         """
         found = torch.stack([fingerprint(self.tensor(buffer, index)) for index in range(len(self.tensors))])
         for spec, here, sent in zip(self.tensors, found.tolist(), self.fingerprints(buffer).tolist(), strict=True):
             if here != sent:
-                raise WeightsRefused(f"{spec.name} arrived altered: fingerprint {here:#x}, sent with {sent:#x}")
+                raise WeightsRefused(
+                    f"{spec.name} arrived altered: its fingerprint is {here:#x}, and it was sent with {sent:#x}"
+                )
 
 
 @dataclass(frozen=True)
 class RefitPlan:
-    """What an engine is told before the first weights come: how to build the model, and what comes in which bucket.
+    """The information that an engine needs before the first weights: the model, and the tensors of each bucket.
 
     Attributes:
-        hf_config: The contents of a Hugging Face config.json.
-        vocab_size: Ids from here on are padding. They are never sampled, and no softmax includes them.
+        hf_config: The content of a Hugging Face config.json, from which the engine builds the model.
+        vocab_size: The number of valid token ids. Larger ids are padding: they are never sampled, and no softmax
+            includes them.
         buckets: The buckets in the order in which they are sent.
     """
 
@@ -119,11 +129,12 @@ class RefitPlan:
 
     @property
     def num_bytes(self) -> int:
+        """Return the size of all weights in bytes, without fingerprints."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
 
 def plan_buckets(specs: Iterable[TensorSpec], max_bytes: int) -> tuple[Bucket, ...]:
-    """Return the tensors in their order, in buckets of at most `max_bytes`. A larger tensor has its own bucket."""
+    """Return buckets of at most `max_bytes` of tensors, in the given order. A larger tensor has its own bucket."""
     buckets: list[list[TensorSpec]] = []
     size = 0
     for spec in specs:
@@ -136,11 +147,11 @@ def plan_buckets(specs: Iterable[TensorSpec], max_bytes: int) -> tuple[Bucket, .
 
 
 def fingerprint(block: Tensor, offset: Sequence[int] = (0, 0)) -> Tensor:
-    """Return a scalar int64: what `block` adds to the fingerprint of the tensor that it is a part of.
+    """Return the part of a tensor's fingerprint that comes from `block`, a scalar int64.
 
     Args:
-        block: [rows, columns], or [rows] of a vector.
-        origin: The (row, column) of its first element in the whole tensor.
+        block: A part of the tensor: [rows, columns], or [rows] for a vector.
+        offset: The (row, column) of its first element in the whole tensor.
     """
     numbers = block.detach().unsqueeze(-1) if block.dim() < 2 else block.detach().flatten(1)
     numbers = numbers.view(torch.int8 if block.element_size() == 1 else torch.int16)
@@ -159,9 +170,14 @@ def fingerprint(block: Tensor, offset: Sequence[int] = (0, 0)) -> Tensor:
 
 
 def places(shape: Sequence[int], offset: Sequence[int], device: torch.device) -> Tensor:
-    """Return a scalar int64: the fingerprint of a block of ones of `shape` [rows, columns] or [rows].
+    """Return the fingerprint of a block of ones, a scalar int64.
 
-    If blocks cover a whole tensor, each element once, these numbers add up to that of the whole tensor.
+    If blocks cover each element of a tensor once, their numbers add up to the number of the whole tensor.
+
+    Args:
+        shape: The shape of the block: [rows, columns] or [rows].
+        offset: The (row, column) of its first element in the whole tensor.
+        device: The device of the result.
     """
     rows = _row_hashes(offset[0], shape[0], device).sum(1)
     columns = _column_hashes(offset[1], shape[1], device) if len(shape) > 1 else _column_hashes(0, 1, device)
@@ -184,11 +200,11 @@ def _size_of_table(positions: int) -> int:
 
 @lru_cache(maxsize=8)
 def _hash_table(size: int, device: torch.device) -> Tensor:
-    """Return [4, size] int64: u, w, v and v' of every position. Integer overflow is arithmetic modulo 2⁶⁴.
+    """Return [4, size] int64: u, w, v and v' of every position. Integers overflow, which is arithmetic modulo 2⁶⁴.
 
-    Tables are cached, because blocks are many and small, and need few different tables.
+    Tables are cached, because there are many small blocks, which need only a few different tables.
     """
-    mixed = torch.arange(1, size + 1, device=device) * _SPREAD  # 0 would mix to 0
+    mixed = torch.arange(1, size + 1, device=device) * _SPREAD  # starts at 1, because the hash of 0 would be 0
     mixed = (mixed ^ (mixed >> 29)) * _MIX
     mixed = mixed ^ (mixed >> 32)
     mask = (1 << _COLUMN_BITS) - 1

@@ -1,7 +1,7 @@
 """`StandaloneGroup`: a process group besides the default one, for processes that were started separately.
 
-An engine's process joins without `init_process_group` and without megatron-core. If a peer dies or never comes,
-everyone who waits for it gets an error within the timeout.
+An engine's process joins without `init_process_group` and without megatron-core. If a peer dies or never joins, every
+process that waits for it gets an error within the timeout.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ _POLL_SECONDS = 0.0005
 
 
 class CollectiveFailed(RuntimeError):
-    """Raised for a collective that a peer did not complete. The group cannot be used any further."""
+    """Raised for a collective that a peer did not complete. The group cannot be used afterwards."""
 
 
 class Handle(Protocol):
     """A collective that was started."""
 
     def wait(self) -> None:
-        """Wait until the collective is done; raise CollectiveFailed if a peer does not complete it."""
+        """Wait until the collective is done.
+
+        Raises:
+            CollectiveFailed: A peer did not complete it.
+        """
         ...
 
 
@@ -39,37 +43,43 @@ class StandaloneGroup:
         """Join, and return when all processes have joined. Rank 0 listens at `ip`:`port`.
 
         Raises:
-            CollectiveFailed: Not all of them joined within the timeout.
+            CollectiveFailed: Not all processes joined within the timeout.
         """
         self.rank, self.world_size, self.device = rank, world_size, device
         self._timeout_seconds = timeout_seconds
         self._who = f"rank {rank} of the {world_size} around {ip}:{port}"
         timeout = timedelta(seconds=timeout_seconds)
         try:
-            # The store is kept because rank 0's is the server that the others' connections need.
+            # The store is kept, because rank 0's store is the server for the other ranks' connections.
             self._store = TCPStore(ip, port, world_size, is_master=rank == 0, timeout=timeout)
             self._group = self._connect(PrefixStore("standalone", self._store), timeout)
-        except (RuntimeError, ValueError) as error:  # torch's own are RuntimeErrors
+        except (RuntimeError, ValueError) as error:  # torch's own errors are RuntimeErrors
             raise CollectiveFailed(f"{self._who} could not join: {error}") from error
 
     def _connect(self, store: Store, timeout: timedelta) -> Any:
         if self.device.type != "cuda":
             return dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = 2 * timeout  # its watchdog would end the process, so our own timeout comes first
+        options._timeout = 2 * timeout  # NCCL's watchdog would end the process, so our own timeout comes first
         return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
 
     def all_reduce(self, tensor: Tensor) -> Handle:
-        """Start to sum `tensor` over all ranks in place. It must not be touched before the handle's `wait()`."""
+        """Start to sum `tensor` over all ranks in place, and return a handle.
+
+        The tensor must not be used before the handle's `wait` has returned.
+
+        Raises:
+            CollectiveFailed: This process has left, or a peer did not complete a collective.
+        """
         if self._group is None:
-            raise CollectiveFailed(f"{self._who} has left, or a collective failed before")
+            raise CollectiveFailed(f"{self._who} has left the group, or an earlier collective failed")
         try:
             return _Work(self, self._group.allreduce([tensor], dist.AllreduceOptions()))
         except RuntimeError as error:
             raise self._failed(error) from error
 
     def close(self) -> None:
-        """Leave. Collectives that were started fail for everyone."""
+        """Leave the group. Collectives that were started fail on all ranks."""
         group, self._group, self._store = self._group, None, None
         if group is not None and self.device.type == "cuda":
             group.abort()
@@ -77,7 +87,7 @@ class StandaloneGroup:
     def _failed(self, error: object) -> CollectiveFailed:
         self.close()
         within = f"within {self._timeout_seconds:g} s"
-        return CollectiveFailed(f"{self._who}: a peer left, or did not answer {within}: {error}")
+        return CollectiveFailed(f"{self._who}: a peer left the group or did not answer {within}: {error}")
 
 
 class _Work:

@@ -1,6 +1,7 @@
-"""`WeightReceiver`: the engine's side of a weight sync. Nothing is served until every tensor has come once, unaltered.
+"""`WeightReceiver`: the engine's side of a weight sync.
 
-An engine's process imports neither megatron-core nor a policy, so this module does not either.
+The engine may serve the weights only after every tensor has arrived once and unaltered. An engine's process imports
+neither megatron-core nor a policy, so this module does not either.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from rl_megatron.weight_sync.process_group import Handle, StandaloneGroup
 
 
 class WeightReceiver:
-    """Copies buckets into an engine's parameters. It owns the knowledge of which weights they hold.
+    """An object that copies buckets into an engine's parameters. It owns the version of the weights in them.
 
     Attributes:
-        version: The version of the weights that the parameters hold. It is None before the first refit, during a refit,
-            and after a refused one, when the parameters are a mixture that must not be served.
-        seconds: What the last refit spent in each phase: `verify` and `copy`.
+        version: The version of the weights in the parameters. It is None before the first refit, during a refit, and
+            after a refused refit, when the parameters are a mixture of versions that must not be served.
+        seconds: The seconds that the last refit spent in each phase, `verify` and `copy`.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], plan: RefitPlan):
@@ -29,11 +30,12 @@ class WeightReceiver:
 
         Args:
             parameters: The engine's parameters by Hugging Face name. If two names share memory (tied embeddings), the
-                weights may come under either of them.
+                weights may have either name in the plan.
             plan: The trainer's plan.
 
         Raises:
-            WeightsRefused: A tensor is not on both sides, or differs in shape or dtype; the message names the first.
+            WeightsRefused: The plan or the engine's model lacks a tensor, or it differs in shape or dtype. The message
+                names the first.
         """
         self.version: int | None = None
         self.seconds: dict[str, float] = {}
@@ -44,21 +46,25 @@ class WeightReceiver:
         self._check()
 
     def begin(self, version: int) -> None:
-        """Begin a refit to the weights of `version`. From here on the old ones are not served any more."""
+        """Begin a refit to the weights of `version`. The old weights must not be served from now on."""
         self.version, self._pending, self._received = None, version, set()
         self.seconds = {"verify": 0.0, "copy": 0.0}
 
     @torch.no_grad()
     def accept(self, bucket_index: int, buffer: Tensor) -> None:
-        """Copy the bucket that `buffer` (int64, at least its num_words) holds.
+        """Verify a bucket and copy its tensors into the parameters.
+
+        Args:
+            bucket_index: The number of the bucket in the plan.
+            buffer: The bucket, [at least its num_words] int64.
 
         Raises:
-            WeightsRefused: The bucket came before, or a tensor in it was altered. The refit has failed then, and
-                another one has to begin.
+            WeightsRefused: The bucket is unknown, came before, is too short, or holds an altered tensor. The refit has
+                failed then, and a new one must begin.
         """
         if self._pending is None:
-            raise WeightsRefused("a bucket came outside a refit: the last one was refused, or none has begun")
-        pending, self._pending = self._pending, None  # restored if all goes well
+            raise WeightsRefused("a bucket came outside a refit: the last refit was refused, or none has begun")
+        pending, self._pending = self._pending, None  # restored if the bucket is accepted
         if not 0 <= bucket_index < len(self._plan.buckets):
             raise WeightsRefused(f"bucket {bucket_index} is unknown; {len(self._plan.buckets)} were announced")
         bucket = self._plan.buckets[bucket_index]
@@ -66,8 +72,8 @@ class WeightReceiver:
             raise WeightsRefused(f"{bucket.tensors[0].name} came twice, with bucket {bucket_index}")
         if buffer.numel() < bucket.num_words:
             raise WeightsRefused(
-                f"{bucket.tensors[-1].name} is missing: bucket {bucket_index} came with {buffer.numel()} words of "
-                f"{bucket.num_words}"
+                f"{bucket.tensors[-1].name} is missing: bucket {bucket_index} came with {buffer.numel()} words instead "
+                f"of {bucket.num_words}"
             )
         began = time.perf_counter()
         bucket.verify(buffer)
@@ -80,13 +86,13 @@ class WeightReceiver:
         self._pending = pending
 
     def finish(self) -> int:
-        """End the refit, and return the version that is served from here on.
+        """End the refit, and return the version that may be served from now on.
 
         Raises:
-            WeightsRefused: A tensor did not come; the message names the first.
+            WeightsRefused: A tensor did not come. The message names the first.
         """
         if self._pending is None:
-            raise WeightsRefused("no refit to finish: the last one was refused, or none has begun")
+            raise WeightsRefused("there is no refit to finish: the last refit was refused, or none has begun")
         pending, self._pending = self._pending, None
         for index, bucket in enumerate(self._plan.buckets):
             if index not in self._received:
@@ -95,13 +101,17 @@ class WeightReceiver:
         return pending
 
     def receive(self, group: StandaloneGroup, version: int) -> int:
-        """Do a whole refit over `group`, in which the trainer calls `WeightSender.broadcast`; return the version.
+        """Receive all weights over `group` while the trainer calls `WeightSender.broadcast`, and return the version.
 
         While one bucket is verified and copied, the next one is received.
 
+        Args:
+            group: The group that the trainer and all engines have joined.
+            version: The version of the weights.
+
         Raises:
-            WeightsRefused: A bucket was refused. The other buckets are still received, so that the trainer is not left
-                waiting.
+            WeightsRefused: A bucket was refused. The other buckets are still received, so that the trainer does not
+                wait for this process.
             CollectiveFailed: A peer died.
         """
         self.begin(version)
@@ -134,10 +144,10 @@ class WeightReceiver:
             found = self._parameters[name]
             if (tuple(found.shape), found.dtype) != (spec.shape, spec.torch_dtype):
                 raise WeightsRefused(
-                    f"{name} comes as {spec.dtype} {list(spec.shape)}, and the engine's model has it as "
+                    f"{name} will come as {spec.dtype} {list(spec.shape)}, but the engine's model has "
                     f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}"
                 )
         filled = {self._parameters[name].data_ptr() for name in announced}
         for name, parameter in self._parameters.items():
             if name not in announced and parameter.data_ptr() not in filled:
-                raise WeightsRefused(f"{name} of the engine's model is missing from the weights to come")
+                raise WeightsRefused(f"{name} of the engine's model is missing from the trainer's plan")

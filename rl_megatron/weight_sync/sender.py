@@ -1,7 +1,7 @@
 """`WeightSender`: the trainer's side of a weight sync, over a process group that engines join or in shared memory.
 
-Both ways take one collective per bucket. Over a process group, one all-reduce gathers the shards of all ranks and
-delivers them at once. In shared memory the trainer's ranks gather among themselves, and engines only read.
+Both ways need one collective per bucket. Over a process group, one all-reduce gathers the shards of all ranks and
+delivers them to the engines. In shared memory, the trainer's ranks gather among themselves, and engines only read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GIGABYTE = 1e9
 
 @dataclass
 class SyncTimings:
-    """What the last weight sync took on this rank. Phases overlap: their seconds may add up to more than the total."""
+    """The time and size of a weight sync on this rank. Phases overlap, so their seconds may exceed the total."""
 
     bytes: int = 0
     began: float = field(default_factory=time.perf_counter)
@@ -34,7 +34,7 @@ class SyncTimings:
     seconds: dict[str, float] = field(default_factory=lambda: {"fill": 0.0, "transfer": 0.0})
 
     def metrics(self) -> dict[str, float]:
-        """Return `refit_bytes`, `refit_seconds` and `refit_gb_per_s`, and seconds and GB/s of each phase.
+        """Return `refit_bytes`, `refit_seconds` and `refit_gb_per_s`, and the seconds and GB/s of each phase.
 
         The phases are `refit_fill_…` (copying this rank's shards and fingerprinting them) and `refit_transfer_…`
         (waiting for collectives).
@@ -48,12 +48,13 @@ class SyncTimings:
 
 
 class WeightSender:
-    """Sends a model's weights to rollout engines. Every rank of the model calls every method with the same arguments.
+    """The sender of a model's weights to rollout engines.
 
-    It owns the exporter, the process group that engines join, and the shared memory that engines read.
+    Every rank of the model calls every method with the same arguments. The object owns the exporter, the process group
+    that engines join, and the shared memory that engines read.
 
     Attributes:
-        timings: What the last weight sync took.
+        timings: The time and size of the last weight sync.
     """
 
     def __init__(self, model: ShardedModel):
@@ -65,7 +66,11 @@ class WeightSender:
         self._shared: SharedBuffer | None = None
 
     def exporter(self, max_bytes: int | None = None) -> WeightExporter:
-        """Return the exporter; collective if there is none yet, or if `max_bytes` is new."""
+        """Return the exporter. Collective if there is none yet, or if `max_bytes` is new.
+
+        Args:
+            max_bytes: The most bytes of weights in a bucket. None keeps the current value.
+        """
         if self._exporter is None or max_bytes not in (None, self._max_bytes):
             self.release()
             self._max_bytes = max_bytes or self._max_bytes
@@ -74,7 +79,7 @@ class WeightSender:
 
     @property
     def plan(self) -> RefitPlan:
-        """What an engine is told before the first weights come. Collective the first time."""
+        """Return the plan that an engine needs before the first weights. Collective the first time."""
         return self.exporter().plan
 
     def tensor_infos(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -83,22 +88,22 @@ class WeightSender:
         return {spec.name: (spec.shape, spec.torch_dtype) for spec in specs}
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, whole tensor) of every Hugging Face tensor; each is valid until the next. Collective."""
+        """Yield (name, whole tensor) of every Hugging Face tensor. Each is valid until the next one. Collective."""
         return self.exporter().stream()
 
     # --- over a process group ---
 
     def join(self, ip: str, port: int, world_size: int, timeout_seconds: float) -> PendingGroup:
-        """Start to join a process group with engines; a group that was joined before is left.
+        """Start to join a process group with engines, and leave the group that was joined before.
 
-        Wait for the returned group after the engines were told to join. Waiting raises CollectiveFailed if a process
-        does not come.
+        Tell the engines to join, and then wait for the returned group. Waiting raises CollectiveFailed if a process
+        does not join.
 
         Args:
             ip: The address at which the model's rank 0 listens.
             port: The port at which it listens.
-            world_size: The number of processes: the model's ranks first, then the engines.
-            timeout_seconds: The most seconds for joining, and for each collective.
+            world_size: The number of processes. The model's ranks come first, then the engines.
+            timeout_seconds: The longest time for joining, and for each collective.
 
         Raises:
             ValueError: `world_size` leaves no rank for an engine.
@@ -107,7 +112,7 @@ class WeightSender:
         topology = self._model.topology
         if world_size <= topology.world_size:
             raise ValueError(
-                f"world_size={world_size} must count the policy's {topology.world_size} ranks and at least one engine's"
+                f"world_size={world_size} must include the policy's {topology.world_size} ranks and at least one engine"
             )
         self._pending_group = PendingGroup(ip, port, topology.rank, world_size, topology.device, timeout_seconds)
         return self._pending_group
@@ -115,11 +120,11 @@ class WeightSender:
     def broadcast(self) -> list[Handle]:
         """Send all weights over the joined group, and return one handle per bucket, in order.
 
-        Engines take part through `WeightReceiver.receive`. Filling a bucket and sending the one before it overlap.
+        Engines call `WeightReceiver.receive` meanwhile. A bucket is filled while the one before it is sent.
 
         Raises:
             RuntimeError: No group was joined.
-            CollectiveFailed: An engine died, here or from a handle; join again.
+            CollectiveFailed: An engine died. A handle's `wait` may raise it, too. Join a new group then.
         """
         group = self.group()
         exporter = self.exporter()
@@ -135,11 +140,11 @@ class WeightSender:
         return handles
 
     def group(self) -> StandaloneGroup:
-        """Return the group that `join` started to join, once every process is there.
+        """Return the group that `join` started to join, once every process has joined.
 
         Raises:
             RuntimeError: No group was joined.
-            CollectiveFailed: Not every process came.
+            CollectiveFailed: Not every process joined.
         """
         if self._pending_group is None:
             raise RuntimeError("there is no group to send weights over; call init_collective() first")
@@ -154,32 +159,35 @@ class WeightSender:
     # --- in shared memory ---
 
     def groups_of_keys(self, max_bytes: int | None) -> list[list[str]]:
-        """Return the tensor names of each bucket: what `share` takes, one bucket after the other.
+        """Return the tensor names of each bucket, as arguments for `share`, in order.
 
-        A new `max_bytes` changes `plan`: give engines the new plan.
+        A new `max_bytes` changes `plan`, and the engines then need the new plan.
         """
         exporter = self.exporter(max_bytes)
         self.timings = SyncTimings()
         return [[spec.name for spec in bucket.tensors] for bucket in exporter.plan.buckets]
 
     def share(self, keys: list[str]) -> dict[str, WeightHandle]:
-        """Gather one bucket into this rank's shared memory, over what was there before, and return its handle.
+        """Gather one bucket into this rank's shared memory, replacing the one before, and return its handle.
 
-        A process of this machine reads it with `weight_sync.ipc.opened`, and has to be done before the next bucket is
-        shared. The handle's key is this rank's device: a GPU's uuid, or "cpu".
+        A process on this machine reads it with `weight_sync.ipc.opened`. It must have finished before the next bucket
+        is shared. Collective.
 
         Args:
             keys: One of the lists that `groups_of_keys` returned.
 
+        Returns:
+            The handle by this rank's device: a GPU's uuid, or "cpu".
+
         Raises:
-            ValueError: `keys` are not a bucket.
+            ValueError: `keys` are not one of these lists.
         """
         exporter = self.exporter()
         plan = exporter.plan
         index = next((i for i, b in enumerate(plan.buckets) if [spec.name for spec in b.tensors] == list(keys)), None)
         if index is None:
             raise ValueError(
-                f"{keys[:3]}… ({len(keys)} keys) are not one of the groups that prepare_weights_for_ipc() gave"
+                f"{keys[:3]}… ({len(keys)} keys) are not one of the groups that prepare_weights_for_ipc() returned"
             )
         self._model.gather_parameters()
         topology = self._model.topology
@@ -188,7 +196,7 @@ class WeightSender:
         filled = self._fill(exporter, index, self._shared.words)
         if topology.world_size > 1:
             work = dist.all_reduce(filled, async_op=True)
-            assert work is not None  # None is for processes outside the group
+            assert work is not None  # it is None only for processes outside the group
             _Transfer(work, self.timings).wait()
         handle = self._shared.handle(index, filled.numel())
         self.timings.bytes += plan.buckets[index].num_bytes
@@ -196,7 +204,7 @@ class WeightSender:
         return {device_key(topology.device): handle}
 
     def release(self) -> None:
-        """Give the shared memory back. Handles to it are void from here on."""
+        """Release the shared memory. Handles to it are invalid from now on."""
         if self._shared is not None:
             self._shared.close()
             self._shared = None
@@ -217,7 +225,7 @@ class WeightSender:
 
 
 class PendingGroup:
-    """A process group that is being joined in a thread, so that the caller can tell engines to join meanwhile."""
+    """A process group that a thread is joining, so that the caller can tell engines to join meanwhile."""
 
     def __init__(self, ip: str, port: int, rank: int, world_size: int, device: torch.device, timeout_seconds: float):
         self._group: StandaloneGroup | None = None
@@ -230,7 +238,7 @@ class PendingGroup:
     def _join(self, ip: str, port: int, rank: int, world_size: int, device: torch.device, timeout: float) -> None:
         try:
             self._group = StandaloneGroup(ip, port, rank, world_size, device, timeout)
-        except Exception as error:  # raised again by whoever waits
+        except Exception as error:  # `group` raises it again
             self._error = error
         if self._left and self._group is not None:
             self._group.close()
@@ -239,7 +247,7 @@ class PendingGroup:
         """Return the group once every process has joined.
 
         Raises:
-            CollectiveFailed: Not every process came.
+            CollectiveFailed: Not every process joined.
         """
         self._thread.join()
         if self._error is not None:
@@ -248,23 +256,23 @@ class PendingGroup:
         return self._group
 
     def wait(self) -> None:
-        """Wait until every process has joined; raise as `group` does."""
+        """Wait until every process has joined. It raises what `group` raises."""
         self.group()
 
     def is_over(self, seconds: float) -> bool:
-        """Return whether `wait` would return or raise at once, after waiting for at most `seconds`."""
+        """Wait for at most `seconds`, and return whether joining has succeeded or failed by then."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def leave(self) -> None:
-        """Leave the group, without waiting for processes that have not come."""
+        """Leave the group, without waiting for processes that have not joined."""
         self._left = True
         if self._group is not None:
             self._group.close()
 
 
 class _Transfer:
-    """The collective of one bucket. Waiting for it counts as the time that a transfer takes."""
+    """The collective of one bucket. The time spent waiting for it is counted as transfer time."""
 
     def __init__(self, work: Handle | dist.Work, timings: SyncTimings):
         self._work: Handle | dist.Work | None = work

@@ -289,7 +289,7 @@ def test_a_pair_counts_only_if_both_sequences_do(nemo):
     without = {key: value[[0, 1, 4, 5]] for key, value in data.items()}
     _, want = nemo.call(nemo.DPOLossFn({}), logits[[0, 1, 4, 5]].clone(), without, (torch.tensor(4.0), COUNTS[1]))
     assert metrics["preference_loss"] == pytest.approx(want["preference_loss"])
-    with pytest.raises(ValueError, match="3 rows are not pairs"):
+    with pytest.raises(ValueError, match="3 sequences are not pairs"):
         nemo.call(nemo.DPOLossFn({}), logits[:3], {key: value[:3] for key, value in data.items()})
 
 

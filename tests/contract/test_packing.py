@@ -183,7 +183,7 @@ class TestCalling:
         cu, padded = self.shape.cu_seqlens
         with pytest.raises(ValueError, match=r"cu_seqlens \(4,\).*\[B\+1\] for input_ids \(2, 6\)"):
             SequencePackingLossWrapper(NLLLoss(), torch.tensor([0, 1, 2, 3]))(packed, batch, *counts)
-        with pytest.raises(ValueError, match=r"packed logits have one row, got \(2, 6, 14\)"):
+        with pytest.raises(ValueError, match=r"packed logits must have one row, but got \(2, 6, 14\)"):
             SequencePackingLossWrapper(NLLLoss(), cu, padded)(packed.view(2, 6, 14), batch, *counts)
         with pytest.raises(ValueError, match=r"ends at 12, but packed logits \(1, 11, 14\)"):
             SequencePackingLossWrapper(NLLLoss(), cu, padded)(packed[:, :11], batch, *counts)
@@ -209,5 +209,5 @@ class TestCalling:
         torch.testing.assert_close(wrapper(packed, batch, *counts)[0], want, rtol=1e-14, atol=0)
         assert isinstance(wrapper, LossFunction) and wrapper.group_size == 1 and wrapper.metric_reductions == {}
         Own.input_type = LossInputType.LOGIT
-        with pytest.raises(TypeError, match="cannot tell what Own takes from a packed output: derive it from"):
+        with pytest.raises(TypeError, match="does not know what Own reads from a packed output; derive it from"):
             SequencePackingLossWrapper(Own(), *self.shape.cu_seqlens)

@@ -10,7 +10,7 @@ from rl_megatron.config.schema import RunConfig, StageConfig
 
 # The largest value of a key, by section. What is not named stays as it is.
 LIMITS: dict[str, dict[str, Any]] = {
-    "train": {"steps": 6, "global_batch_size": 16, "micro_batch_size": 4},
+    "train": {"steps": 2, "global_batch_size": 16, "micro_batch_size": 4},
     "optimizer": {"warmup_steps": 1},
     "data": {"num_documents": 300, "num_demonstrations": 64, "num_eval_rows": 4},
     "generation": {"max_new_tokens": 6},

@@ -45,7 +45,10 @@ RUN_BY_OTHER_TESTS = {
 }
 
 # Regular expression of a command → why it is checked up to its first step only.
-TOO_LONG_TO_RUN: dict[str, str] = {}
+TOO_LONG_TO_RUN = {
+    r"nproc-per-node [4-8]": "it starts more ranks than a small machine has cores; tests/parallel runs such layouts",
+    r"engine=transformers": "its engine imports torch anew; tests/end_to_end/test_engines.py runs it",
+}
 
 # Regular expression of a command that does not start `rl-megatron` → why it is not run.
 NOT_RUN = {

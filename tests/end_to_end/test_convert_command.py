@@ -107,7 +107,7 @@ def test_a_run_is_refused_where_the_tokenizer_is_not_the_models(tmp_path, forks,
     from rl_megatron.data.tokenizer import train_bpe
 
     for number, (size, words) in enumerate(
-        {258: "another tokenizer", 290: "290 tokens and model.vocab_size=270"}.items()
+        {258: "another tokenizer", 290: "290 tokens, but model.vocab_size=270"}.items()
     ):
         text = "".join(f"{a}+{b}={a + b};" for a in range(40) for b in range(40))
         train_bpe([text], size, digits=False).save(tmp_path / f"tokenizer{number}")

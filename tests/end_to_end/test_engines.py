@@ -103,7 +103,7 @@ def test_the_logprob_check_halts_the_run_before_it_learns(tmp_path, forks):
     done = forks.run(tmp_path, "train", *GRPO, *ENGINE, "generation.gate_limit=1e-12")
     assert done.status == 1
     line = done.err.splitlines()[-1]
-    assert line.startswith("error: the rollout engine's logprobs are not the trainer's")
+    assert line.startswith("error: the rollout engine's logprobs differ from the trainer's")
     assert "generation.gate_limit=1e-12" in line and "worst: prompt '" in line and "no checkpoint yet" in line
     assert metrics(tmp_path / "out") == []
 

@@ -66,7 +66,7 @@ def test_a_reward_model_scores_what_was_chosen_higher_and_is_no_language_model(p
     assert after["preference_margin"] > before["preference_margin"]
     saved = pairs / "out" / "checkpoints" / "reward_model" / checkpoints(pairs / "out", "reward_model")[-1]
     again = forks.run(pairs, *DPO, f"init_from={saved}", "output_dir=other", "tokenizer.path=out/tokenizer")
-    assert again.status == 2 and "is of a reward model or critic (a score head)" in again.err
+    assert again.status == 2 and "holds a reward model or critic (a score head)" in again.err
     assert not (pairs / "other").exists()
 
 
@@ -82,14 +82,14 @@ def test_a_reward_model_starts_from_a_policy(pairs, forks):
     [
         (["train.global_batch_size=15"], ["train.global_batch_size=15 must be even", "two rows"]),
         (["train.micro_batch_size=3"], ["train.micro_batch_size=3 must be even"]),
-        (["train.global_batch_size=200"], ["200 is 100 pairs of two rows"]),
-        (["loss=clipped_pg"], ["loss.name=clipped_pg uses no logprobs of pairs", "use dpo or ipo"]),
+        (["train.global_batch_size=200"], ["200 is 100 pairs of two sequences"]),
+        (["loss=clipped_pg"], ["loss.name=clipped_pg does not use logprobs of pairs", "use dpo or ipo"]),
         (["loss.sft_loss_wieght=1"], ["sft_loss_wieght"]),
         (["loss.reference_policy_kl_penalty=-1"], ["reference_policy_kl_penalty=-1"]),
         (["data=arithmetic"], ["algorithm=dpo needs pairs"]),
         (
             ["train.batching=packed", "train.micro_batch_tokens=9"],
-            ["train.micro_batch_tokens=9 does not hold the largest pair of rows: ", "raise it to"],
+            ["train.micro_batch_tokens=9 does not hold the largest pair of sequences: ", "raise it to"],
         ),
     ],
 )

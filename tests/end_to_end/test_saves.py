@@ -102,8 +102,10 @@ def test_a_disk_that_fills_and_a_byte_that_changes(tmp_path, forks):
     assert [rank.status for rank in refused] == [2, 2], refused
     (line,) = [line for line in refused[0].err.splitlines() if line.startswith("error: ")]
     relative = stage.relative_to(tmp_path)
-    assert f"checkpoint {relative / 'step-000004'} is damaged: the contents of __0_0.distcp" in line
-    assert f"the newest undamaged one is {relative / 'step-000002'}; remove {relative / 'step-000004'} to go on" in line
+    assert f"checkpoint {relative / 'step-000004'} is damaged: __0_0.distcp has changed" in line
+    assert (
+        f"the newest undamaged checkpoint is {relative / 'step-000002'}; remove {relative / 'step-000004'} to" in line
+    )
     assert metrics(tmp_path / "out") == before
     assert forks.run(tmp_path, "inspect", str(stage / "step-000004")).status == 2
 

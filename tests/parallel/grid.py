@@ -13,7 +13,7 @@ from functools import cached_property
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from rl_megatron.certify.measurement import Difference, Measurement, compare, measure
+from rl_megatron.certify.measurement import Difference, Measurement, compare, run_workload
 from rl_megatron.certify.single_process import run_in_one_process
 from rl_megatron.certify.workload import SMALL_FUSED_HEAD, STANDARD_OBJECTIVES, Workload, small_batching
 from rl_megatron.config.schema import ModelConfig, ParallelConfig
@@ -241,4 +241,4 @@ def _run_on_rank(layout: Layout) -> dict[str, Measurement]:
         name: small_batching(layout.factors.batching, layout.factors.sequences, objective.group_size, layout.parallel)
         for name, objective in workload.objectives.items()
     }
-    return measure(workload, where, batching)
+    return run_workload(workload, where, batching)

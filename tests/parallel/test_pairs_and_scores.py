@@ -146,7 +146,7 @@ def calls_of_the_other_head() -> None:
     }
     for name, call in calls.items():
         needed, found = ("score", "lm") if name in ("get_values", "score") else ("lm", "score")
-        words = f"^{name} is for a model built with head='{needed}'; this one has head='{found}'$"
+        words = f"^{name} needs a model with head='{needed}'; this model has head='{found}'$"
         with pytest.raises(RuntimeError, match=words):
             call()
 
@@ -179,9 +179,9 @@ def start_critic(directory: str, model, parallel: dict) -> None:
     again.load_checkpoint(own)
     torch.testing.assert_close(again.get_values(batch)["values"], wanted, rtol=1e-5, atol=1e-6)
 
-    with pytest.raises(ConfigError, match=r"is of a reward model or critic.*a language model is needed"):
+    with pytest.raises(ConfigError, match=r"holds a reward model or critic.*a language model is needed"):
         language.load_checkpoint(own, weights_only=True)
-    with pytest.raises(ConfigError, match=r"is of a language model.*a reward model or critic .* is needed"):
+    with pytest.raises(ConfigError, match=r"holds a language model.*a reward model or critic .* is needed"):
         again.load_checkpoint(path)  # only `weights_only` may make a new head
 
 
@@ -195,7 +195,7 @@ def check_refusals() -> None:
     """Check that batches and microbatches that would separate a pair are refused."""
     model = build_policy({}, head="score")
     for name, arguments in {"the batch": (5, {}), "gbs": (6, {"gbs": 3}), "mbs": (6, {"mbs": 3})}.items():
-        with pytest.raises(ValueError, match=f"PreferenceLoss needs 2 rows together, and {name} has"):
+        with pytest.raises(ValueError, match=f"PreferenceLoss needs groups of 2 sequences, but {name} has"):
             model.train(random_batch(arguments[0], 12, 0), PreferenceLoss(), **arguments[1])
 
 

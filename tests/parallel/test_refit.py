@@ -162,13 +162,13 @@ def refusal(parallel: dict, change: str) -> str:
 @pytest.mark.parametrize(("change", "held"), [("dropped", 1024), ("doubled", 3072), ("elsewhere", 2048)])
 def test_elements_that_are_not_held_exactly_once_are_refused_on_every_rank(ranks, change, held):
     for message in ranks.run(2, refusal, {"tensor": 2}, change):
-        assert f"model.layers.1.mlp.down_proj.weight: ranks hold {held} elements of 2048" in message
+        assert f"model.layers.1.mlp.down_proj.weight: the ranks hold {held} elements of 2048" in message
 
 
 @pytest.mark.parametrize("change", ["unknown", "reshaped"])
 def test_a_tensor_that_the_table_does_not_know_is_refused_on_every_rank(ranks, change):
     first, last = ranks.run(2, refusal, {"tensor": 2}, change)
-    assert first == "the family's weight table lacks what another rank holds"
+    assert first == "the family's weight table lacks tensors of another rank"
     assert "lacks decoder.layers.1.mlp.linear_fc" in last
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from rl_megatron.batching.config import Batching
-from rl_megatron.certify.workload import NUM_ROWS, batch_of_all_kinds
+from rl_megatron.certify.workload import NUM_SEQUENCES, batch_of_all_kinds
 from rl_megatron.losses import NLLLoss
 from tests.parallel.layouts import MODEL, VOCAB_SIZE, build_policy, gradients, worst_relative_error
 
 EXPERTS = dataclasses.replace(MODEL, num_experts=4, expert_ffn_hidden_size=32, router_aux_loss=0.5)
-WHOLE = Batching("padded", NUM_ROWS)
+WHOLE = Batching("padded", NUM_SEQUENCES)
 
 
 def one_step(parallel: dict, batching: Batching, model=EXPERTS, num_padding: int = 0):
@@ -57,17 +57,17 @@ def test_layouts_with_the_same_microbatches_agree(ranks, one_process, parallel, 
 
 def test_padding_and_sequences_with_zero_loss_weight_do_not_count(ranks, one_process):
     assert_same(ranks.run(1, one_step, {}, Batching("packed", tokens=4096))[0], one_process)
-    assert_same(ranks.run(1, one_step, {}, Batching("padded", NUM_ROWS + 5), EXPERTS, 5)[0], one_process)
+    assert_same(ranks.run(1, one_step, {}, Batching("padded", NUM_SEQUENCES + 5), EXPERTS, 5)[0], one_process)
 
 
 def test_data_parallel_ranks_balance_their_microbatches_like_one_process(ranks):
-    halves = Batching("padded", NUM_ROWS // 2)
+    halves = Batching("padded", NUM_SEQUENCES // 2)
     assert_same(ranks.run(2, one_step, {"expert": 2}, halves)[0], ranks.run(1, one_step, {}, halves)[0])
 
 
 def test_microbatches_without_a_token_are_finite(ranks):
     """Interleaved stages pad the number of microbatches with empty ones: 3 microbatches of 4 sequences become 4."""
-    thirds = Batching("padded", NUM_ROWS // 3)
+    thirds = Batching("padded", NUM_SEQUENCES // 3)
     wanted = ranks.run(1, one_step, {}, thirds)[0]
     assert_same(ranks.run(2, one_step, {"pipeline": 2, "virtual_pipeline": 2}, thirds)[0], wanted)
 

@@ -361,7 +361,7 @@ def perturbed() -> str:
 def test_a_weight_that_changed_after_it_was_verified_fails_the_logprob_check(ranks):
     message = ranks.run(1, perturbed)[0]
     assert "generation.gate_limit=0.0001" in message and "worst: prompt" in message
-    assert "row" in message and "trainer -" in message and "engine -" in message
+    assert "sequence" in message and "trainer -" in message and "engine -" in message
 
 
 def test_the_vocabulary_is_the_tokenizers(by_rank):

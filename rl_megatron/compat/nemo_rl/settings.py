@@ -122,7 +122,7 @@ class DistillationLossConfig(losses.DistillationLossConfig):
         with rule_errors():
             check_types(self)
             weight = self.mixed_kl_weight
-            require(self.kl_type in KL_TYPES, f"Invalid KL type: {self.kl_type!r} is none of {KL_TYPES}")
+            require(self.kl_type in KL_TYPES, f"Invalid KL type: {self.kl_type!r} must be one of {KL_TYPES}")
             require(0 <= weight <= 1, f"Invalid mixed KL weight: {weight} must lie in [0, 1]")
             super().__post_init__()
 

@@ -1,4 +1,4 @@
-"""Data sources: what `data.source` chooses. Each is one file, and registers itself for its config class."""
+"""Data sources; `data.source` selects one. Each is in one file and registers itself for its config class."""
 
 from rl_megatron.data.sources.preference import PreferenceSource
 from rl_megatron.data.sources.prompt_answer import PromptAnswerSource

@@ -1,4 +1,4 @@
-"""JSONL of preference pairs: some prompts are held out with all their pairs."""
+"""The data source for JSONL of preference pairs. A held-out prompt is held out with all its pairs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rl_megatron.data.tokenizer import Tokenizer
 
 @register_source(PreferenceConfig)
 class PreferenceSource(DataSource[PreferenceConfig]):
-    """Pairs of answers to one prompt, given as such or made of graded solutions."""
+    """The source of preference pairs, which are given as pairs or formed from graded solutions."""
 
     def texts(self) -> Iterator[str]:
-        """Return the prompt and both answers of every training pair."""
+        """Yield the prompt and both answers of every training pair."""
         data, records = self.data, self._parts()[0]
         require_fields(records, data.prompt_template)
         for record in records:
@@ -33,7 +33,7 @@ class PreferenceSource(DataSource[PreferenceConfig]):
         return self._dataset(self._parts()[0], tokenizer)
 
     def heldout(self, tokenizer: Tokenizer) -> HeldoutBatch:
-        """Return the first held-out pairs in their order, two sequences each."""
+        """Return the first held-out pairs in the order of the data, two sequences each."""
         pairs = self._dataset(heldout_part(self._parts(), self.data), tokenizer)
         return HeldoutBatch(pairs.batch(range(min(len(pairs), self.data.num_eval_rows // 2))))
 

@@ -1,4 +1,4 @@
-"""JSONL of prompts and answers: the answers are learned, some records are held out."""
+"""The data source for JSONL of prompts and answers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rl_megatron.data.tokenizer import Tokenizer
 
 @register_source(PromptAnswerConfig)
 class PromptAnswerSource(DataSource[PromptAnswerConfig]):
-    """Records of one JSONL file, or of a directory with `train.jsonl` and `test.jsonl`."""
+    """The source of prompts with answers, in one JSONL file or a directory with `train.jsonl` and `test.jsonl`."""
 
     def texts(self) -> Iterator[str]:
-        """Return prompt and answer of every training record."""
+        """Yield the prompt with its answer of every training record."""
         data, records = self.data, self._parts()[0]
         require_fields(records, data.prompt_template)
         require_fields(records, data.answer_template)

@@ -1,4 +1,4 @@
-"""Data sources by name: `data.source` chooses one."""
+"""The registry of data sources; `data.source` selects one."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def register_source(config: type[DataConfig]) -> Callable[[SourceT], SourceT]:
     """Return a class decorator that registers a `DataSource` for the data sections that `config` declares.
 
     Args:
-        config: A subclass of `DataConfig` under `@section`. The default of its key `source` is the name; it is
-            registered too, if it is not already.
+        config: A subclass of `DataConfig` under `@section`. The default of its key `source` is the source's name. The
+            class is registered too, if it is not already.
 
     Raises:
-        TypeError: `config` is not strict, or has no name.
-        ValueError: another source has this name already.
+        TypeError: `config` is not declared with `@section`, or has no name.
+        ValueError: Another source has this name already.
     """
     name = register_source_config(config).source
 

@@ -1,4 +1,4 @@
-"""What a data source is: the reader of what the data section of a stage names, to train and to evaluate on."""
+"""`DataSource`: the interface of data sources, which read a stage's training and held-out data."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ PartT = TypeVar("PartT")
 
 @dataclass(frozen=True)
 class HeldoutBatch:
-    """Held-out sequences, or pairs of them.
+    """Held-out sequences, or pairs of sequences.
 
     Attributes:
-        batch: The sequences. Those of a pair are neighbours, the chosen one first.
-        tokens_per_character: Set if the sequences are plain text: what turns nats per token into nats per character.
+        batch: The sequences. The two of a pair are adjacent, the chosen one first.
+        tokens_per_character: The factor from nats per token to nats per character. It is set only for plain text.
     """
 
     batch: BatchedDataDict
@@ -32,14 +32,16 @@ class HeldoutBatch:
 
 @dataclass(frozen=True)
 class HeldoutProblemSet:
-    """Held-out problems, and the task that rewards their answers."""
+    """Held-out problems, and the task that rewards answers to them."""
 
     task: Task
     problems: list[Problem]
 
 
 class DataSource(Generic[ConfigT]):
-    """Reads the data of one stage. A subclass registers itself for its config class and overrides what it provides.
+    """The reader of one stage's data.
+
+    A subclass registers itself for its config class, and overrides the methods for the data that it provides.
 
     Attributes:
         stage: The stage's configuration.
@@ -50,54 +52,70 @@ class DataSource(Generic[ConfigT]):
         self.stage, self.data = stage, data
 
     def texts(self) -> Iterator[str]:
-        """Return the training text that a tokenizer can be trained on.
+        """Yield the training text that a tokenizer can be trained on.
 
         Raises:
-            ConfigError: the source has none; a run on it names a tokenizer.
+            ConfigError: The source has no such text, so that a tokenizer must be configured.
         """
         raise ConfigError(f"data.source={self.data.source} has no text to train a tokenizer on; set tokenizer.path")
 
     def dataset(self, kind: str, tokenizer: Tokenizer) -> Dataset:
-        """Return the training data of a kind that becomes batches without the policy: documents, answers, pairs.
+        """Return the training data of a kind that needs no sampling from the policy: documents, answers or pairs.
+
+        Args:
+            kind: One of config/data_kinds.py, or the source's own.
+            tokenizer: The run's tokenizer.
 
         Raises:
-            ConfigError: the source has no data of this kind.
+            ConfigError: The source has no data of this kind.
         """
         raise ConfigError(f"data.source={self.data.source} has no {kind}")
 
     def task(self) -> Task:
-        """Return the task that rewards answers to the problems."""
+        """Return the task that rewards answers to the problems.
+
+        Raises:
+            ConfigError: The source has no problems.
+        """
         raise ConfigError(f"data.source={self.data.source} has no problems with rewards")
 
     def problems(self, wanted: int) -> list[Problem]:
-        """Return the training problems: `wanted` of them if they are generated, otherwise all."""
+        """Return the training problems: `wanted` of them if they are generated, otherwise all.
+
+        Raises:
+            ConfigError: The source has no problems.
+        """
         raise ConfigError(f"data.source={self.data.source} has no problems with rewards")
 
     def heldout(self, tokenizer: Tokenizer) -> HeldoutBatch | HeldoutProblemSet:
-        """Return what is held out of training, at most `data.num_eval_rows`, of the kind `data.heldout_kind`.
+        """Return the held-out data, of the kind `data.heldout_kind`: at most `data.num_eval_rows` items.
 
         Raises:
-            ConfigError: nothing is held out.
+            ConfigError: No data is held out.
         """
         raise ConfigError(f"data.source={self.data.source} has no held-out data: {type(self).__name__} lacks heldout()")
 
 
 def heldout_part(parts: tuple[PartT, PartT], data: DataConfig) -> PartT:
-    """Return the second of (training, held-out).
+    """Return the held-out one of the parts (training, held-out).
 
     Raises:
-        ConfigError: nothing is held out.
+        ConfigError: It is empty.
     """
     if not parts[1]:
         raise ConfigError(
-            f"data.heldout_fraction={data.heldout_fraction} holds nothing of data.path={data.path} out to measure on; "
+            f"data.heldout_fraction={data.heldout_fraction} leaves nothing of data.path={data.path} to evaluate on; "
             "set it above 0"
         )
     return parts[1]
 
 
 def required_path(data: DataConfig) -> str:
-    """Return `data.path`, which the configuration's rules require of this source."""
+    """Return `data.path`.
+
+    Raises:
+        ConfigError: It is not set.
+    """
     if data.path is None:
         raise ConfigError(f"data.path is not set and data.source={data.source} reads it; add data.path=…")
     return data.path

@@ -1,4 +1,4 @@
-"""A registered task: problems to answer, demonstrations to learn from and, if it is generated, documents."""
+"""The data source for registered tasks: problems, demonstrations and, if the task generates its data, documents."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from rl_megatron.data.tokenizer import Tokenizer
 
 @register_source(TaskConfig)
 class TaskSource(DataSource[TaskConfig]):
-    """The task that `data.task` names. `data.path` stands for its option `path`, if it has one."""
+    """The source of the task that `data.task` names. `data.path` sets the task's option `path`, if it has one."""
 
     def texts(self) -> Iterator[str]:
-        """Return documents of a generated task, and demonstrations of another."""
+        """Yield the documents of a task that generates its data, or the demonstrations of another task."""
         task = self.task()
         if isinstance(task, GeneratedTask):
             yield from task.pretraining_documents(self.data.num_documents, seed=self.stage.train.seed)
         else:
-            yield from (shown.prompt + shown.answer for shown in task.demonstrations())
+            yield from (example.prompt + example.answer for example in task.demonstrations())
 
     def dataset(self, kind: str, tokenizer: Tokenizer) -> Dataset:
         """Return the task's documents or demonstrations."""
@@ -36,13 +36,14 @@ class TaskSource(DataSource[TaskConfig]):
         return super().dataset(kind, tokenizer)
 
     def task(self) -> Task:
+        """Return the task with its options."""
         options = dict(self.data.task)
         if self.data.path is not None and reads_path(options["name"]):
             options.setdefault("path", self.data.path)
         return build_task(**options)
 
     def problems(self, wanted: int) -> list[Problem]:
-        """Return `wanted` training problems of a generated task, and all of another."""
+        """Return `wanted` training problems of a task that generates them, or all problems of another task."""
         task = self.task()
         return task.train_problems(wanted if isinstance(task, GeneratedTask) else None, seed=self.stage.train.seed)
 

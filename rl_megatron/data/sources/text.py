@@ -1,4 +1,4 @@
-"""A text file: documents to pretrain on, its end held out."""
+"""The data source for a text file, whose end is held out."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rl_megatron.data.tokenizer import Tokenizer
 
 @register_source(TextConfig)
 class TextSource(DataSource[TextConfig]):
-    """One file of plain text, read as a stream of tokens in windows of `data.sequence_length`."""
+    """The source of one file of plain text, read as a stream of tokens in windows of `data.sequence_length`."""
 
     def texts(self) -> Iterator[str]:
-        """Return the lines of the training text."""
+        """Yield the lines of the training text."""
         yield from self._parts()[0].splitlines(keepends=True)
 
     def dataset(self, kind: str, tokenizer: Tokenizer) -> Dataset:

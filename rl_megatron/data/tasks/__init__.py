@@ -1,4 +1,4 @@
-"""Tasks: problems with verifiable rewards, by name.
+"""Tasks: registered sources of problems with verifiable rewards.
 
 A new task is a frozen dataclass with the methods of `Task`, registered with `@register_task("name")`.
 """

@@ -1,4 +1,4 @@
-"""Sums and differences of small numbers: `12+7=` → `19`. Generated, so that a run needs no data."""
+"""The task `arithmetic`: sums and differences of small numbers, generated, so that a run needs no data files."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ from rl_megatron.data.tasks.task import Demonstration, Problem
 
 OPERATORS = {"+": int.__add__, "-": int.__sub__}
 
-# Evaluation needs no more, and memory stays small however large the operands.
+# Evaluation needs no more, and this limits the memory for large operands.
 MAX_HELDOUT_PAIRS = 20_000
 
 
 @register_task("arithmetic")
 @dataclass(frozen=True)
 class Arithmetic:
-    """`a+b=` and `a-b=` for operands from 0 to `max_operand`.
+    """Problems `a+b=` and `a-b=`, such as `12+7=` with the answer `19`, for operands from 0 to `max_operand`.
 
-    Whole pairs of operands are held out: where {12, 7} is, none of 12+7, 7+12, 12-7, 7-12 ever appears in training
-    problems, demonstrations or pretraining documents, so a held-out score cannot come from memory.
+    Whole pairs of operands are held out. If {12, 7} is held out, none of 12+7, 7+12, 12-7 and 7-12 ever appears in
+    training problems, demonstrations or pretraining documents, so that the model cannot have memorised the answer.
 
     Args:
-        max_operand: the largest operand: 9, 99, 999 for one, two, three digits.
-        operators: which of "+" and "-".
-        zero_pad: write numbers at full width, `07+12=019`: digits of equal weight stand at equal places, which a small
-            model learns in a tenth of the steps.
-        heldout_fraction: the share of unordered pairs to hold out: at least 1 pair, at most `MAX_HELDOUT_PAIRS`.
-        split_seed: chooses the held-out pairs. The `seed` of the methods does not: all runs share one held-out set.
+        max_operand: The largest operand: 9, 99 or 999 for one, two or three digits.
+        operators: The operators to use, some of "+" and "-".
+        zero_pad: Whether numbers are written at full width, `07+12=019`. Digits of the same weight are then always at
+            the same position, which a small model learns in a tenth of the steps.
+        heldout_fraction: The share of unordered pairs that is held out: at least 1 pair, at most `MAX_HELDOUT_PAIRS`.
+        split_seed: The seed that chooses the held-out pairs. It is separate from the `seed` of the methods, so that all
+            runs have the same held-out pairs.
 
     Raises:
-        ValueError: a `max_operand` below 1, no, unknown or repeated operators, or a fraction outside (0, 1).
+        ValueError: `max_operand` is below 1, operators are missing, unknown or repeated, or the fraction is outside
+            (0, 1).
     """
 
     name: ClassVar[str]
@@ -58,24 +60,28 @@ class Arithmetic:
 
     @cached_property
     def heldout_pairs(self) -> frozenset[tuple[int, int]]:
-        """The held-out operands, each pair as (smaller, larger)."""
+        """Return the held-out pairs of operands, each as (smaller, larger)."""
         num_pairs = (self.max_operand + 1) * (self.max_operand + 2) // 2
         num_heldout = min(max(1, round(num_pairs * self.heldout_fraction)), MAX_HELDOUT_PAIRS, num_pairs - 1)
         numbers = random.Random(self.split_seed).sample(range(num_pairs), num_heldout)
         return frozenset(_pair(number) for number in numbers)
 
     def train_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
-        """`count` problems drawn with replacement from all that are not held out."""
+        """Return `count` problems, drawn with replacement from all that are not held out.
+
+        Raises:
+            ValueError: `count` is None.
+        """
         if count is None:
-            raise ValueError("arithmetic generates its training problems: say how many with count.")
+            raise ValueError("arithmetic generates its training problems: count must be a number.")
         draws = self._draw_training(f"train/{seed}")
         return [next(draws) for _ in range(count)]
 
     def heldout_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
-        """`count` different held-out problems, or all of them.
+        """Return `count` different held-out problems, or all of them for None.
 
         Raises:
-            ValueError: more than there are.
+            ValueError: There are fewer than `count`.
         """
         problems = [
             self._problem(first, operator, second)
@@ -86,22 +92,22 @@ class Arithmetic:
         random.Random(f"heldout/{seed}").shuffle(problems)
         if count is not None and count > len(problems):
             raise ValueError(
-                f"arithmetic holds {len(problems)} problems out, {count} were asked for: ask for fewer, or raise "
+                f"arithmetic holds {len(problems)} problems out, and {count} were asked for: ask for fewer, or raise "
                 f"heldout_fraction or max_operand."
             )
         return problems[:count]
 
     def demonstrations(self, count: int | None = None, seed: int = 0) -> list[Demonstration]:
-        """The training problems of this `count` and `seed` with their answers."""
+        """Return the training problems for this `count` and `seed` with their answers."""
         return [Demonstration(problem.prompt, problem.answer) for problem in self.train_problems(count, seed)]
 
     def pretraining_documents(self, count: int, seed: int = 0) -> list[str]:
-        """`count` equations such as `12+7=19`, one to a document, so that a model learns to stop behind the answer."""
+        """Return `count` equations such as `12+7=19`, one per document, so that a model learns to stop after them."""
         draws = self._draw_training(f"pretraining/{seed}")
         return [problem.prompt + problem.answer for problem, _ in zip(draws, range(count), strict=False)]
 
     def reward(self, problem: Problem, completion: str) -> float:
-        """1.0 if the completion is the answer and nothing else but white space around it, otherwise 0.0."""
+        """Return 1.0 if the completion is the answer, apart from white space around it, otherwise 0.0."""
         return float(completion.strip() == problem.answer)
 
     def _draw_training(self, seed: str) -> Iterator[Problem]:
@@ -121,6 +127,6 @@ class Arithmetic:
 
 
 def _pair(number: int) -> tuple[int, int]:
-    """The `number`-th of the pairs (0, 0), (0, 1), (1, 1), (0, 2), (1, 2), …, found without listing them."""
+    """Return the pair at index `number` of (0, 0), (0, 1), (1, 1), (0, 2), (1, 2), …, without listing the pairs."""
     high = (math.isqrt(8 * number + 1) - 1) // 2
     return number - high * (high + 1) // 2, high

@@ -1,4 +1,4 @@
-"""GSM8K and files like it: word problems whose solutions end in `#### N`."""
+"""The task `gsm8k`: word problems from GSM8K, or files of the same form, whose solutions end in `#### N`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from rl_megatron.data.tasks.registry import register_task
 from rl_megatron.data.tasks.task import Demonstration, Problem
 from rl_megatron.data.templates import require_fields
 
-# A number as a whole: what follows must not make it another one (18k, 1/2, 3e5, 1,23), while units and stops may.
+# A complete number. Characters after it must not make it another number (18k, 1/2, 3e5, 1,23); units and full stops
+# may follow.
 _FINAL_NUMBER = re.compile(
     r"\s*(?P<sign>-\s?\$?|\$\s?-?)?"
     r"(?P<number>(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
@@ -24,10 +25,10 @@ _FINAL_NUMBER = re.compile(
 
 
 def extract_answer(text: str) -> Decimal | None:
-    """The number behind the last `####`; None if there is no `####` or no number directly behind it.
+    """Return the number after the last `####`; None if there is no `####`, or no number directly after it.
 
-    `#### 1,234`, `#### $18.50`, `#### -3.`, `#### -$4`, `#### 18 dollars` and `#### 40%` are read; `#### 1/2` and
-    `#### 5k` are not, since their digits alone would be another number.
+    `#### 1,234`, `#### $18.50`, `#### -3.`, `#### -$4`, `#### 18 dollars` and `#### 40%` are read. `#### 1/2` and
+    `#### 5k` are not, because their digits alone would be another number.
     """
     _, marker, behind = text.rpartition("####")
     match = _FINAL_NUMBER.match(behind.replace("\N{MINUS SIGN}", "-")) if marker else None
@@ -40,16 +41,18 @@ def extract_answer(text: str) -> Decimal | None:
 @register_task("gsm8k")
 @dataclass(frozen=True)
 class GSM8K:
-    """Problems from local JSONL: `question`, and `answer` that ends in `#### N`.
+    """Problems from local JSONL, with the fields `question` and `answer`; the answer ends in `#### N`.
+
+    The files are read, and their errors are raised, at the first call of a method.
 
     Args:
-        path: a directory with `train.jsonl` and `test.jsonl`, or one file of which `heldout_fraction` is held out.
-        prompt_template: over the fields of a record.
-        heldout_fraction: read only where `path` is a file.
+        path: A directory with `train.jsonl` and `test.jsonl`, or one file of which `heldout_fraction` is held out.
+        prompt_template: A `str.format` template over the fields of a record.
+        heldout_fraction: The share of problems that is held out, if `path` is a file.
 
-    Raises (while the files are read, at the first call):
-        FileNotFoundError: nothing at `path`.
-        ValueError: a malformed line, a missing field, or an answer without `#### N`; named as file:line.
+    Raises:
+        FileNotFoundError: There is nothing at `path`.
+        ValueError: A line is malformed, a field is missing, or an answer has no `#### N`; the message names file:line.
     """
 
     name: ClassVar[str]
@@ -59,19 +62,19 @@ class GSM8K:
     heldout_fraction: float = 0.05
 
     def train_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
-        """All training problems in the file's order, or `count` of them chosen by `seed`."""
+        """Return all training problems in the file's order, or `count` of them chosen by `seed`."""
         return [self._problem(record) for record in _choose(self._splits[0], count, seed)]
 
     def heldout_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
-        """All held-out problems in the file's order, or `count` of them chosen by `seed`."""
+        """Return all held-out problems in the file's order, or `count` of them chosen by `seed`."""
         return [self._problem(record) for record in _choose(self._splits[1], count, seed)]
 
     def demonstrations(self, count: int | None = None, seed: int = 0) -> list[Demonstration]:
-        """The training problems of this `count` and `seed` with their whole solutions."""
+        """Return the training problems for this `count` and `seed` with their whole solutions."""
         return [Demonstration(problem.prompt, problem.record["answer"]) for problem in self.train_problems(count, seed)]
 
     def reward(self, problem: Problem, completion: str) -> float:
-        """1.0 if the completion's final number equals the problem's (18 = 18.0 = 18.00), otherwise 0.0."""
+        """Return 1.0 if the completion's final number equals the problem's (18 = 18.0 = 18.00), otherwise 0.0."""
         answer = extract_answer(completion)
         return float(answer is not None and answer == Decimal(problem.answer))
 
@@ -96,5 +99,5 @@ def _choose(records: Sequence[Record], count: int | None, seed: int) -> list[Rec
     if count is None:
         return list(records)
     if count > len(records):
-        raise ValueError(f"gsm8k: {count} problems were asked for, there are {len(records)}: ask for fewer.")
+        raise ValueError(f"gsm8k: {count} problems were asked for, and there are {len(records)}: ask for fewer.")
     return [records[index] for index in epoch_order(len(records), seed, epoch=0)[:count].tolist()]

@@ -1,4 +1,4 @@
-"""Tasks by name: `data.task.name` chooses one, and the section's other keys are its options."""
+"""The registry of tasks: `data.task.name` selects one, and the other keys of `data.task` are its options."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def register_task(name: str) -> Callable[[TaskT], TaskT]:
     """Return a class decorator that registers a dataclass with the methods of `Task`; its fields are its options.
 
     Raises:
-        TypeError: the class is not a dataclass.
-        ValueError: another task has this name already.
+        TypeError: The class is not a dataclass.
+        ValueError: Another task has this name already.
     """
 
     def add(cls: TaskT) -> TaskT:
         if "__dataclass_fields__" not in vars(cls):
             raise TypeError(f"task {name!r}: {cls.__qualname__} must be a dataclass, whose fields are its options")
         TASKS.register(name)(cls)
-        cls.name = name  # for messages; it is no option, and so no field
+        cls.name = name  # for messages; not a field, because fields are options
         return cls
 
     return add
@@ -37,8 +37,8 @@ def build_task(name: str, **options: Any) -> Task:
     """Return the task `name` with these options, which are the fields of its dataclass.
 
     Raises:
-        ValueError: an unknown task or option (the message names the nearest), a missing option, or what the task
-            raises.
+        ValueError: The task or an option is unknown (the message names the nearest one), a required option is missing,
+            or the task itself raises it.
     """
     if name not in TASKS:
         raise unknown_name("task", name, TASKS)

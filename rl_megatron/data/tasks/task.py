@@ -1,4 +1,4 @@
-"""What a task is: problems whose answers a program can check."""
+"""`Task`: the interface of tasks, whose problems have answers that a program can check."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt, its reference answer, and whatever else the task knows of it."""
+    """A prompt with its reference answer.
+
+    Attributes:
+        prompt: The prompt.
+        answer: The reference answer.
+        record: Further fields that the task may use for its reward.
+    """
 
     prompt: str
     answer: str
@@ -25,35 +31,35 @@ class Demonstration(NamedTuple):
 
 @runtime_checkable
 class Task(Protocol):
-    """A source of verifiable problems. Every method is deterministic: same task, same arguments, same result.
+    """A source of verifiable problems. Every method is deterministic: the same arguments give the same result.
 
-    `count=None` means all there are; a task that generates its training problems has no such number and raises.
+    `count=None` asks for all problems; a task that generates its training problems raises ValueError for it.
     `register_task` sets `name`.
     """
 
     name: ClassVar[str]
 
     def train_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
-        """Problems to learn on; none of them is among the held-out ones."""
+        """Return problems to learn from, none of which is held out."""
         ...
 
     def heldout_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
-        """Problems to evaluate on, all different; `seed` chooses which, where `count` is below their number."""
+        """Return problems to evaluate on, all different; `seed` chooses them if `count` is less than their number."""
         ...
 
     def demonstrations(self, count: int | None = None, seed: int = 0) -> list[Demonstration]:
-        """Training problems with the text that answers them."""
+        """Return training problems with the text that answers them."""
         ...
 
     def reward(self, problem: Problem, completion: str) -> float:
-        """How good `completion` is, in [0, 1]."""
+        """Return how good `completion` is, in [0, 1]."""
         ...
 
 
 @runtime_checkable
 class GeneratedTask(Task, Protocol):
-    """A task that can write as much text about itself as a model needs to be pretrained on it."""
+    """A task that can also generate any amount of text to pretrain a model on."""
 
     def pretraining_documents(self, count: int, seed: int = 0) -> list[str]:
-        """Documents in the format of prompt and answer, made of training problems only."""
+        """Return documents in the format of prompt and answer, made from training problems only."""
         ...

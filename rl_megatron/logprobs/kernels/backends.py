@@ -1,4 +1,4 @@
-"""Which kernels compute the statistics of given logits: plain torch, which runs everywhere, or Triton on a GPU."""
+"""The choice of kernels for given logits: plain torch, which runs everywhere, or Triton on a GPU."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ TORCH = Kernels(torch_kernels.row_stats, torch_kernels.write_row_gradients, torc
 def choose_kernels(backend: str, device: torch.device) -> Kernels:
     """Return the kernels for logits on that device. "auto" is "triton" on a GPU if triton is installed, else "torch".
 
-    Triton is imported here and nowhere else, and only where it is to be used.
+    Triton is imported only here, and only if it is going to be used.
 
-    Raises: ValueError for an unknown backend, and for "triton" where it cannot run, naming the remedy.
+    Raises:
+        ValueError: The backend is unknown, or it is "triton" and cannot run here. The message names the remedy.
     """
     if backend not in ("auto", *BACKENDS):
-        raise ValueError(f"backend={backend!r} is not available here; use 'auto' or one of {list(BACKENDS)}")
+        raise ValueError(f"backend={backend!r} is unknown; use 'auto' or one of {list(BACKENDS)}")
     on_gpu = device.type == "cuda"
     if backend == "torch" or (backend == "auto" and not on_gpu):
         return TORCH
@@ -30,12 +31,14 @@ def choose_kernels(backend: str, device: torch.device) -> Kernels:
     if triton is None:
         if backend == "triton":
             raise ValueError("backend='triton' needs triton, which is not installed: `pip install triton`")
-        log.once("logprobs: triton is not installed, so torch computes them in more passes; `pip install triton`")
+        log.once(
+            "Triton is not installed, so torch computes logprobs, in more passes over the logits; `pip install triton`."
+        )
         return TORCH
     kernels, interpreted = triton
     if not (on_gpu or interpreted):
         raise ValueError(
-            "backend='triton' runs on a CPU only in Triton's interpreter, which is for tests: set TRITON_INTERPRET=1 "
+            "backend='triton' runs on a CPU only in Triton's interpreter, which is for tests; set TRITON_INTERPRET=1 "
             "before triton is imported, or use backend='auto'"
         )
     return kernels
@@ -43,7 +46,7 @@ def choose_kernels(backend: str, device: torch.device) -> Kernels:
 
 @cache
 def _triton() -> tuple[Kernels, bool] | None:
-    """Return the Triton kernels, and whether the interpreter runs them; None if triton is not installed."""
+    """Return (the Triton kernels, whether the interpreter runs them), or None if triton is not installed."""
     try:
         from rl_megatron.logprobs.kernels import triton as module
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""Floating-point numbers as integers of their own width that grow with them."""
+"""Map floating-point numbers to integers of the same width and the same order."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ _INTEGERS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 
 def ordered_bits(x: Float[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
-    """Return integers with i(a) < i(b) exactly if a < b: the bits of numbers ≥ 0 as they are, all but the sign's turned
-    over for the rest. −0 is taken for 0, which it equals. NaN is past the infinity of its sign."""
+    """Return integers i with i(a) < i(b) exactly if a < b.
+
+    The bits of numbers ≥ 0 are unchanged. For negative numbers, all bits except the sign are inverted. −0 is treated as
+    0, which it equals. NaN is beyond the infinity of its sign.
+    """
     return _turn((x + 0.0).view(_INTEGERS[torch.finfo(x.dtype).bits]))
 
 
 def from_ordered_bits(bits: Int[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
-    """Return the numbers of `dtype` that `ordered_bits` came from."""
+    """Return the numbers of `dtype` whose `ordered_bits` are given."""
     return _turn(bits.to(_INTEGERS[torch.finfo(dtype).bits])).view(dtype)
 
 
 def _turn(bits: Tensor) -> Tensor:
-    """Return the bits, all but the sign's turned over if the sign is set. The function is its own inverse."""
+    """Return the bits, with all except the sign inverted if the sign is set. The function is its own inverse."""
     limits = torch.iinfo(bits.dtype)
     return bits ^ ((bits >> (limits.bits - 1)) & limits.max)

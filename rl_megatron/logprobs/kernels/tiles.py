@@ -1,7 +1,7 @@
-"""Blocks of rows and the fp32 scratch memory they are worked on in, with arithmetic that no other row can change.
+"""Blocks of rows and the fp32 scratch memory in which they are processed. A row's bits do not depend on other rows.
 
-Torch vectorises an operation on a CPU but for the last few numbers of each thread's part, which it computes one by one;
-where both ways round differently, a number's bits depend on where it stands. Here they do not.
+On a CPU, torch vectorises an operation except for the last few numbers of each thread's part, which it computes one by
+one. If both ways round differently, a number's bits depend on its position. The functions here avoid this.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-# Two tiles of this many elements are alive at a time: 4 MiB each in fp32 on a CPU (its last cache; smaller ones spend
-# their time on starting operations), 128 MiB on a GPU (full waves).
+# Two tiles of this many elements exist at a time. On a CPU they have 4 MiB each in fp32, to fit the last-level cache;
+# smaller tiles would spend most time on starting operations. On a GPU they have 128 MiB each, to fill whole waves.
 TILE_ELEMENTS_CPU = 1 << 20
 TILE_ELEMENTS_CUDA = 1 << 25
 
-# Rows between two blocks are left out where they have this many elements, a sixteenth of a tile; fewer are cheaper to
-# compute along than to step around.
+# A run of inactive rows is skipped if it has this many elements, a sixteenth of a tile. It is cheaper to compute a
+# shorter run than to split a block for it.
 SKIPPED_ELEMENTS = 1 << 16
 
-# Numbers that torch's vectorised loops take at a time, at most; and those below which it does not call on its threads.
+# The most numbers that one step of torch's vectorised loops takes, and the size below which torch uses one thread.
 _VECTOR = 32
 _GRAIN = 32768
 
 
 def row_blocks(active: Bool[Tensor, " rows"], num_columns: int) -> list[tuple[slice, bool]]:
-    """Return slices of consecutive rows that fill a tile, each with whether all its rows are inactive.
+    """Return (rows, skip) of consecutive blocks of rows that fill a tile. skip is true if all rows are inactive.
 
-    On a GPU that question would cost a synchronisation, so there every block counts as active.
+    On a GPU this test would need a synchronisation, so every block counts as active there.
     """
     tile_elements = TILE_ELEMENTS_CPU if active.device.type == "cpu" else TILE_ELEMENTS_CUDA
     size = max(1, tile_elements // num_columns)
@@ -41,7 +41,7 @@ def row_blocks(active: Bool[Tensor, " rows"], num_columns: int) -> list[tuple[sl
 
 
 def _stretches(active: Bool[Tensor, " rows"], num_columns: int) -> list[tuple[int, int, bool]]:
-    """Return (start, stop, skip) of consecutive rows, cut at every run of inactive rows that is worth skipping."""
+    """Return (start, stop, skip) of consecutive rows, split at every run of inactive rows that is worth skipping."""
     num_rows = active.shape[0]
     if active.device.type != "cpu":
         return [(0, num_rows, False)]
@@ -60,33 +60,32 @@ def _stretches(active: Bool[Tensor, " rows"], num_columns: int) -> list[tuple[in
 def scratch_tiles(
     count: int, blocks: list[tuple[slice, bool]], num_columns: int, dtype: torch.dtype, device: torch.device
 ) -> Float[Tensor, "{count} height {num_columns}"]:
-    """Return `count` tiles as tall as the tallest block, allocated once: page faults would double the time.
+    """Return `count` tiles as tall as the tallest block.
 
-    Rows lie a multiple of `_VECTOR` apart for every thread, for `exponentials`; there are at least two, for `row_sums`.
+    They are allocated once, because page faults of repeated allocations would double the time. For `exponentials`, the
+    distance between rows is a multiple of `_VECTOR` for every thread. For `row_sums`, a tile has at least two rows.
     """
     tallest = max((rows.stop - rows.start for rows, skip in blocks if not skip), default=0)
     width = num_columns
     if device.type == "cpu":
-        unit = _VECTOR * torch.get_num_threads()
-        width = -(-num_columns // unit) * unit
+        multiple = _VECTOR * torch.get_num_threads()
+        width = -(-num_columns // multiple) * multiple
     height = max(2, tallest, _rows_for_all_threads(width, device))
     return torch.empty(count, height, width, dtype=dtype, device=device)[:, :, :num_columns]
 
 
 def _rows_for_all_threads(width: int, device: torch.device) -> int:
-    """Return how many rows of `width` numbers keep every thread busy: torch would split fewer at other places."""
+    """Return how many rows of `width` numbers keep every thread busy. Torch splits fewer rows at other positions."""
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     return 1 if threads == 1 else -(-threads * _GRAIN // width)
 
 
-def exponentials(
-    x: Float[Tensor, "rows columns"], out: Float[Tensor, "rows columns"]
-) -> Float[Tensor, "rows columns"]:
-    """Write e^x into `out` and return it; `out` may be x, and both are the first rows of a scratch tile.
+def exponentials(x: Float[Tensor, "rows columns"], out: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
+    """Write e^x into `out` and return it. x and `out` are the first rows of a scratch tile, and may be the same.
 
-    In fp32 it is 2^{x·log2 e}, three times as fast on some CPUs: x ≤ 0 is rounded once more, by as much as when the
-    row's maximum was taken from it. Padding between rows is computed along, and rows until all threads have some: each
-    thread's part then ends where vectors end, and every number is computed in the vectorised way.
+    In fp32 it is 2^{x·log2 e}, which is three times as fast on some CPUs. This rounds x ≤ 0 once more, by as much as
+    the subtraction of the row's maximum did. The padding between rows is computed too, and further rows until all
+    threads have a part. Each thread's part then ends at the end of a vector, so that every number is vectorised.
     """
     if x.dtype == torch.float64:
         return torch.exp(x, out=out)
@@ -95,11 +94,15 @@ def exponentials(
 
 
 def _with_padding(x: Tensor) -> Tensor:
+    """Return the memory of a tile's first rows as one dimension, with padding and enough rows for all threads."""
     width = x.stride(0)
     return x.as_strided((max(x.shape[0], _rows_for_all_threads(width, x.device)) * width,), (1,))
 
 
 def row_sums(tile: Float[Tensor, "height columns"], num_rows: int) -> Float[Tensor, " {num_rows}"]:
-    """Return sums of the tile's first rows. Torch splits the sum of one row alone between its threads, and so rounds it
-    otherwise than among others: then the tile's next row, whatever it holds, keeps it company."""
+    """Return the sums of the tile's first rows.
+
+    Torch splits the sum of a single row between its threads, which rounds it differently than a row among others. A
+    single row is therefore summed together with the tile's next row, whose sum is dropped.
+    """
     return tile[: max(2, num_rows)].sum(dim=-1)[:num_rows]

@@ -1,8 +1,8 @@
 """The two kernels in plain torch: statistics of each row in one read, its gradient in one read and one write.
 
-Both walk over blocks of rows through fp32 scratch tiles that fit in the cache on a CPU, so that nothing of the logits'
-size is ever allocated. A row's arithmetic never depends on its block: results are the same bits whatever the batch.
-fp64 logits keep fp64 throughout, which is what the gradient checks use.
+Both process blocks of rows in fp32 scratch tiles that fit in a CPU's cache, so that no buffer of the logits' size is
+allocated. A row's arithmetic does not depend on its block, so results have the same bits in every batch. fp64 logits
+are processed in fp64, which the gradient checks use.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl_megatron.logprobs.kernels.tiles import exponentials, row_blocks, row_sums, scratch_tiles
 
-# e to this power is exactly 0 in fp32 and fp64. Log-probabilities are raised to it so that 0 · (−inf) never happens.
+# e to this power is exactly 0 in fp32 and fp64. Log-probabilities are clamped to it from below to avoid 0 · (−inf).
 LOWEST_EXPONENT = -1000.0
 
 
@@ -26,17 +26,21 @@ def row_stats(
     active: Bool[Tensor, " rows"],
     threshold: Float[Tensor, " rows"] | None = None,
 ) -> Float[Tensor, "rows 4"]:
-    """Return one-pass statistics of this rank's shard, per row, with x = logits / T:
+    """Return the statistics (m, s, t, x_y) of each row of this rank's shard, [N, 4], in one pass, with x = logits / T.
 
         m = max_v x_v,  s = Σ_v e^{x_v−m},  t = Σ_v e^{x_v−m}·(x_v−m),  x_y = x at the target's column
 
-    t is shifted by m like s: Σ e^x·x would cancel. An empty or all −inf shard gives (−inf, 0, 0, x_y).
+    t is shifted by m like s, because Σ e^x·x would lose precision by cancellation. A shard that is empty or has only
+    −inf gives (−inf, 0, 0, x_y). All are in nats.
 
-    Shapes: logits [N, V_local]; columns [N] local target column, −1 where another rank owns it (x_y is then 0);
-        num_columns ≤ V_local, the columns that exist in the vocabulary; temperature [N] or None for 1; active [N] bool:
-        inactive rows are garbage to the caller and are skipped where that is free; threshold [N] fp32 or None: logits
-        below it, before the temperature, count as −inf in m, s and t. Returns [N, 4] as (m, s, t, x_y).
-    Units: nats. `t` is 0 unless `entropy`.
+    Args:
+        logits: [N, V_local].
+        columns: The target's local column of each row, [N]; −1 if another rank has it, which gives x_y = 0.
+        num_columns: The number of columns that are in the vocabulary, at most V_local. The others are padding.
+        temperature: T of each row, [N], or None for 1.
+        entropy: Whether t is needed; otherwise it is 0.
+        active: [N]. The results of inactive rows are undefined; such rows are skipped if that costs nothing.
+        threshold: [N] in fp32, or None. Logits below it, before the temperature, count as −inf in m, s and t.
     """
     num_rows = logits.shape[0]
     dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -52,7 +56,7 @@ def row_stats(
             continue
         x = _scaled(logits[rows, :num_columns], temperature, threshold, rows, tile)
         row_max = x.amax(dim=-1)
-        # An all −inf row has no shift that makes it finite; 0 leaves it at −inf and its sums at exactly 0.
+        # No shift makes a row with only −inf finite. Under the shift 0 it stays −inf, and its sums are exactly 0.
         x.sub_(row_max.masked_fill(row_max == -torch.inf, 0.0)[:, None])
         stats[rows, 0] = row_max
         if entropy:
@@ -80,15 +84,27 @@ def write_row_gradients(
     active: Bool[Tensor, " rows"],
     threshold: Float[Tensor, " rows"] | None = None,
 ) -> None:
-    """Write dL/dlogits into `out`, which may be `logits` itself. With ℓ_v = (x_v−M) − log s and p_v = e^{ℓ_v}:
+    """Write dL/dlogits into `out`, which may be `logits` itself.
 
-        dz_v = (1/T)·[ p_v·(A − g_H·ℓ_v) + Σ_j g_j·1[v = column_j] ]
+        dz_v = (1/T)·[ p_v·(A − g_H·ℓ_v) + Σ_j g_j·1[v = column_j] ],   ℓ_v = (x_v−M) − log s,  p_v = e^{ℓ_v}
 
-    Columns from num_columns on, and inactive rows, get exactly 0 and are never read (NaN there stays without effect).
+    Columns from num_columns on, and inactive rows, are set to exactly 0 and are never read, so a NaN there has no
+    effect.
 
-    Shapes: out, logits [N, V_local]; row_max (M), log_sum (log s), base (A) [N]; entropy_grad (g_H) [N] or None;
-        columns, column_grads [N, J], column −1 where another rank owns it; duplicates add up; active [N] bool;
-        threshold [N] or None: p_v = 0 where the logit is below it (see `row_stats`).
+    Args:
+        out: The gradient to write, [N, V_local].
+        logits: [N, V_local].
+        num_columns: The number of columns that are in the vocabulary.
+        temperature: T of each row, [N], or None for 1.
+        row_max: M, [N].
+        log_sum: log s, [N].
+        base: A, [N].
+        entropy_grad: g_H, [N], or None for 0.
+        columns: [N, J] local columns that have a gradient of their own; −1 if another rank has the column. The
+            gradients of a column that is given twice add up.
+        column_grads: g_j, [N, J].
+        active: [N], the rows that have a gradient.
+        threshold: [N] or None. p_v is 0 if the logit is below it (see `row_stats`).
     """
     out[:, num_columns:].zero_()
     if num_columns == 0:
@@ -124,9 +140,10 @@ def gather_columns(
     columns: Int[Tensor, "rows ids"],
     temperature: Float[Tensor, " rows"] | None,
 ) -> Float[Tensor, "rows ids"]:
-    """Return x at the given local columns, 0 if the column is −1 (another rank's).
+    """Return x at the given local columns, or 0 for column −1, which stands for another rank's column.
 
-    Shapes: logits [N, V_local > 0]; columns [N, J]; temperature [N] or None. Returns [N, J] in fp32 (fp64 for fp64).
+    Shapes: logits [N, V_local] with V_local > 0; columns [N, J]; temperature [N] or None for 1. Returns [N, J] in fp32
+    (fp64 for fp64 logits).
     """
     x = logits.gather(1, columns.clamp(min=0)).to(torch.promote_types(logits.dtype, torch.float32))
     if temperature is not None:
@@ -135,9 +152,9 @@ def gather_columns(
 
 
 def _scaled(block: Tensor, temperature: Tensor | None, threshold: Tensor | None, rows: slice, tile: Tensor) -> Tensor:
-    """Return the block in the tile's dtype, −inf below the threshold, divided by the temperature.
+    """Return the block in the tile's dtype, set to −inf below the threshold and divided by the temperature.
 
-    In the logits' dtype the quotient would be rounded.
+    The division comes after the conversion, because a quotient in the logits' dtype would be rounded.
     """
     x = tile[: block.shape[0]].copy_(block)
     if threshold is not None:
@@ -146,7 +163,7 @@ def _scaled(block: Tensor, temperature: Tensor | None, threshold: Tensor | None,
 
 
 def _zero_rows(gradient: Tensor, inactive: Tensor) -> None:
-    """Set inactive rows to 0. A CPU visits these rows alone; a GPU would have to wait to know which they are."""
+    """Set inactive rows to 0. On a CPU only these rows are written; a GPU would have to wait to know their indices."""
     if inactive.device.type != "cpu":
         gradient.masked_fill_(inactive[:, None], 0.0)
     elif inactive.any():

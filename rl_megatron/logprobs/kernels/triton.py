@@ -1,16 +1,17 @@
 """The two kernels in Triton: one program per row, one read of the logits forward, one read and one write backward.
 
-`kernels/torch.py` states the contract; these functions keep it. x is z · (1/T), one multiplication per logit; the
-rounding of 1/T is shared by a row's every x and cancels between them. Nothing is tuned at run time and there are no
-atomics: a row's bits depend on its own logits and on how many columns there are. Products and sums are fused only where
-`fma` says so: x − M must be exactly 0 for the likeliest column, which a product left unrounded would spoil.
+The functions have the same contract as those of `kernels/torch.py`, where it is documented. x is z · (1/T), one
+multiplication per logit. All x of a row share the rounding of 1/T, which cancels between them. Nothing is tuned at run
+time and there are no atomics, so a row's bits depend only on its own logits and the number of columns. A product and a
+sum are fused only in explicit `fma` calls: x − M must be exactly 0 for the likeliest column, and a product that is not
+rounded would break this.
 
-Import this module only where triton is wanted. On a CPU it runs in Triton's interpreter, if TRITON_INTERPRET=1 was set
+Import this module only if triton is needed. On a CPU it runs in Triton's interpreter if TRITON_INTERPRET=1 was set
 before the first import of triton.
 """
 
-# Triton types a launch as a call of the Python function, without its own keywords, and a kernel branches on constants
-# that decide which names exist. Type checkers do not know this language, so its annotations are not type hints.
+# Triton types a launch as a call of the Python function without the launch's own keywords. A kernel also branches on
+# constants that decide which names are bound. Type checkers do not know either, so kernels' annotations are not hints.
 # pyright: reportCallIssue=false, reportUnboundVariable=false
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from rl_megatron.logprobs.kernels import torch as torch_kernels
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# e and 2 to this power are exactly 0 in fp32. Exponents are raised to it where they are factors: no 0 · (−inf).
+# e and 2 to this power are exactly 0 in fp32. Exponents that are factors are clamped to it to avoid 0 · (−inf).
 LOWEST_EXPONENT = tl.constexpr(-1000.0)
 
 ELEMENTS_PER_THREAD = 16  # two to four 128-bit loads in flight
@@ -43,9 +44,10 @@ def row_stats(
     active: Bool[Tensor, " rows"],
     threshold: Float[Tensor, " rows"] | None = None,
 ) -> Float[Tensor, "rows 4"]:
-    """Return (m, s, t, x_y) of each row; formulas, shapes and units in `torch_kernels.row_stats`.
+    """Return (m, s, t, x_y) of each row. For formulas, shapes and units, see `torch_kernels.row_stats`.
 
-    Online over blocks: where a block raises m to m', δ = m − m',  t ← e^δ·(t + δ·s),  s ← e^δ·s.
+    The kernel is online over blocks of columns: if a block raises m to m', then with δ = m − m',  t ← e^δ·(t + δ·s)
+    and s ← e^δ·s.
     """
     if _left_to_torch(logits):
         return torch_kernels.row_stats(logits, columns, num_columns, temperature, entropy, active, threshold)
@@ -76,10 +78,11 @@ def write_row_gradients(
     active: Bool[Tensor, " rows"],
     threshold: Float[Tensor, " rows"] | None = None,
 ) -> None:
-    """Write dL/dlogits into `out`, which may be `logits`; formula and shapes in `torch_kernels.write_row_gradients`.
+    """Write dL/dlogits into `out`, which may be `logits`. See `torch_kernels.write_row_gradients` for the formula.
 
-    One target column is met on the way. The values of several are computed before the first write and stored after the
-    last: a column is then right however often it is named, and its gradients are summed in the order given.
+    A single target column is handled in the pass over the columns. The values of several are computed before the first
+    write and stored after the last one. A column may then be given several times; its gradients are summed in the order
+    given.
     """
     if _left_to_torch(logits):
         torch_kernels.write_row_gradients(
@@ -107,7 +110,7 @@ def gather_columns(
     columns: Int[Tensor, "rows ids"],
     temperature: Float[Tensor, " rows"] | None,
 ) -> Float[Tensor, "rows ids"]:
-    """Return `torch_kernels.gather_columns`, x rounded as the kernels round it."""
+    """Return `torch_kernels.gather_columns`, with x rounded like in these kernels."""
     if _left_to_torch(logits):
         return torch_kernels.gather_columns(logits, columns, temperature)
     x = torch_kernels.gather_columns(logits, columns, None)
@@ -115,29 +118,36 @@ def gather_columns(
 
 
 def block_of(num_columns: int) -> tuple[int, int]:
-    """Return (columns per step, warps) of a program. Each step ends in a reduction over its warps: four keep that short
-    and leave room for several programs on a multiprocessor, eight are for rows long enough to be few."""
+    """Return (columns per step, warps) of a program.
+
+    Each step ends in a reduction over the program's warps. Up to four warps keep it short and allow several programs
+    per multiprocessor; eight are for rows of 65536 columns or more, of which there are few.
+    """
     block = min(1 << (num_columns - 1).bit_length(), 4096 if num_columns >= 1 << 16 else 2048)
     return block, max(1, block // (32 * ELEMENTS_PER_THREAD))
 
 
 def _left_to_torch(logits: Tensor) -> bool:
-    """Return whether these are fp64 logits, the arithmetic here being fp32, or columns that do not touch in memory."""
+    """Return whether the torch kernels must be used: for fp64 logits, or if columns are not contiguous in memory."""
     return logits.dtype == torch.float64 or (logits.shape[1] > 1 and logits.stride(1) != 1)
 
 
 def _on_device_of(tensor: Tensor) -> AbstractContextManager:
+    """Return a context in which the tensor's GPU is the current one, because Triton launches on the current GPU."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def _packed(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Return per-row arguments with their rows next to each other: a broadcast temperature has stride 0."""
+    """Return per-row arguments as contiguous tensors. A broadcast temperature, for example, has stride 0."""
     return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 
 
 def _row_stride(rows: Tensor) -> int:
-    """Return the stride between rows. A row alone may have any; what the compiler makes of it decides the order of
-    sums, so it takes the one that it would have among others."""
+    """Return the stride between rows.
+
+    The stride of a single row is arbitrary, but the compiled code, and with it the order of sums, depends on it. A
+    single row therefore gets the stride that it would have among others.
+    """
     return rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]
 
 
@@ -147,7 +157,7 @@ def _row_stats_kernel(
     stats, logits, columns, active, temperature, threshold, row_stride, num_columns,
     ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)  # N · V_local does not fit 32 bits
+    row = tl.program_id(0).to(tl.int64)  # N · V_local may exceed 32 bits
     logits += row * row_stride
     inverse = 1.0
     if temperature is not None:
@@ -156,7 +166,7 @@ def _row_stats_kernel(
     if threshold is not None:
         lowest = tl.load(threshold + row)
 
-    # m is of the raw logits; s and t are of powers of 2, y = (z − m)·(log2 e / T).
+    # m is the maximum of the raw logits; s and t use powers of 2, with exponents y = (z − m)·(log2 e / T).
     m = -float("inf")
     s = 0.0
     t = 0.0
@@ -178,7 +188,7 @@ def _row_stats_kernel(
         column = tl.load(columns + row)
         if column >= 0:
             target_x = tl.load(logits + column).to(tl.float32) * inverse
-        m *= inverse  # rounded as x_y is: their difference is exactly 0 where the target is the likeliest
+        m *= inverse  # rounded like x_y, so that their difference is exactly 0 if the target is the likeliest
     if not ENTROPY:
         t = 0.0
     stats += 4 * row
@@ -191,7 +201,7 @@ def _row_stats_kernel(
 @triton.jit
 @no_type_check
 def _accumulated(z, lowest, scale, m, weights, moments, ENTROPY: tl.constexpr):
-    """(m, s, t) with one more block, s and t still one sum per lane."""
+    """Return (m, s, t) after one more block, with s and t as one partial sum per lane."""
     z = z.to(tl.float32)
     if lowest is not None:
         z = tl.where(z < lowest, -float("inf"), z)
@@ -203,7 +213,7 @@ def _accumulated(z, lowest, scale, m, weights, moments, ENTROPY: tl.constexpr):
             moments = tl.fma(shift, weights, moments) * decay
         weights *= decay
         m = block_max
-    # As long as all is −inf there is no shift that makes it finite; 0 leaves it at −inf and its sums at exactly 0.
+    # No shift makes logits finite if all so far are −inf. Under the shift 0 they stay −inf, and sums are exactly 0.
     y = (z - tl.where(m == -float("inf"), 0.0, m)) * scale
     weight = tl.exp2(y)
     if ENTROPY:
@@ -245,11 +255,11 @@ def _row_gradients_kernel(
             slots = tl.arange(0, TARGETS)
             targets = tl.load(columns + slots, mask=slots < num_targets, other=-1)
             grads = tl.zeros([TARGETS], tl.float32)
-            for index in range(num_targets):  # duplicates: each of them gets the sum
+            for index in range(num_targets):  # each duplicate of a column gets the sum
                 grads += tl.where(targets == tl.load(columns + index), tl.load(column_grads + index), 0.0)
             target_z = tl.load(logits + targets, mask=targets >= 0, other=-float("inf"))
             values = _gradient(target_z, lowest, inverse, m, log_s, slope, bend) + grads * inverse
-            tl.debug_barrier()  # all are read before another lane overwrites them
+            tl.debug_barrier()  # all targets are read before another lane overwrites them
 
         for start in range(0, whole, BLOCK):
             at = start + offsets
@@ -266,7 +276,7 @@ def _row_gradients_kernel(
             tl.store(out + at, dz.to(out.dtype.element_ty), mask=at < num_columns)
 
         if TARGETS > 1:
-            tl.debug_barrier()  # another lane may have written the same column: this write comes last
+            tl.debug_barrier()  # another lane may have written the same column, so this write must come last
             tl.store(out + targets, values.to(out.dtype.element_ty), mask=targets >= 0)
     else:
         zeros = tl.zeros([BLOCK], out.dtype.element_ty)
@@ -277,7 +287,7 @@ def _row_gradients_kernel(
 @triton.jit
 @no_type_check
 def _gradient(z, lowest, inverse, m, log_s, slope, bend):
-    """(1/T)·p·(A − g_H·ℓ), with slope = A/T and bend = g_H/T."""
+    """Return (1/T)·p·(A − g_H·ℓ), with slope = A/T and bend = g_H/T."""
     z = z.to(tl.float32)
     if lowest is not None:
         z = tl.where(z < lowest, -float("inf"), z)

@@ -1,4 +1,4 @@
-"""Settings of the clipped policy gradient loss: every key, its default, and which choices exclude each other."""
+"""Settings of the clipped policy gradient loss: every key, its default, and the combinations that are refused."""
 
 from __future__ import annotations
 
@@ -14,13 +14,22 @@ TRUNCATION_TYPES = ("tis", "icepop", "seq-mask-tis")
 
 
 class ClippedPGLossDataDict(TypedDict):
-    """The batch. Streams are [B, S], aligned with input_ids; their first column is not used.
+    """The batch of `ClippedPGLossFn`. Streams are [B, S] and aligned with input_ids. Their first column is not used.
 
-    prev_logprobs is not needed with force_on_policy_ratio, nor by REINFORCE without a correction (its metrics against
-    the generation engine need it); generation_logprobs only for the importance sampling
-    correction, the on-policy KL approximation and the generation metrics; reference_policy_logprobs only with a KL
-    penalty in the loss; rewards [B] only with positive_example_nll_weight. temperature (a number, [B] or [B, S])
-    divides the logits in the logits form.
+    Attributes:
+        input_ids: Token ids.
+        advantages: Advantages, [B, S] or [B].
+        prev_logprobs: log π_prev. It is not needed with force_on_policy_ratio, nor by REINFORCE without a correction,
+            but the generation metrics need it.
+        generation_logprobs: log π_generation. It is needed only for the importance sampling correction, the on-policy
+            KL approximation and the generation metrics.
+        reference_policy_logprobs: log π_ref. It is needed only with a KL penalty in the loss.
+        token_mask: Which tokens count.
+        sample_mask: Which samples count, [B].
+        rewards: Rewards [B]. They are needed only with positive_example_nll_weight.
+        global_positive_toks: The number of tokens in samples with a positive reward, over the global batch.
+        curr_logprobs_unfiltered: log π [B, S-1] before top-k and top-p. The KL reads it instead of the logprobs.
+        temperature: A number, [B] or [B, S]. If the call gives logits, they are divided by it.
     """
 
     input_ids: Tensor
@@ -38,37 +47,44 @@ class ClippedPGLossDataDict(TypedDict):
 
 @dataclass(frozen=True)
 class ClippedPGLossConfig:
-    """Key names and meanings follow NeMo RL; `entropy_coeff` and `fixed_sequence_length` are added.
+    """Settings of `ClippedPGLossFn`. Names and meanings follow NeMo RL, plus entropy_coeff and fixed_sequence_length.
 
-    Ratio r = π/π_prev:
-        disable_ppo_ratio: REINFORCE, −A·log π; all ratio_clip_* are then without effect (log π ≤ 0 < c).
-        force_on_policy_ratio: π_prev := sg(π), so r ≡ 1 and prev_logprobs is not read; one update per rollout. Goes
-            before disable_ppo_ratio.
-        sequence_level_importance_ratios: GSPO, one ratio per sequence; needs token_level_loss=False. The importance
-            sampling correction is then per sequence as well (the product over its tokens).
+    Keys of the ratio r = π/π_prev:
+        disable_ppo_ratio: Use REINFORCE's −A·log π instead of the ratio. All ratio_clip_* then have no effect;
+            ratio_clip_c has none because log π ≤ 0 < c.
+        force_on_policy_ratio: Use π_prev := sg(π), so that r ≡ 1 and prev_logprobs is not read. It is right for one
+            update per rollout, and takes precedence over disable_ppo_ratio.
+        sequence_level_importance_ratios: Use one ratio per sequence (GSPO). It needs token_level_loss=False. The
+            importance sampling correction is then per sequence too: the product over the sequence's tokens.
         ratio_clip_min, ratio_clip_max: r is clipped to [1 − ratio_clip_min, 1 + ratio_clip_max].
-        ratio_clip_c: dual clip, c > 1: where A < 0 the loss is at most −c·A; null: no such ceiling.
-        use_cispo: the clipped ratio as a constant weight on log π.
-    Average:
-        token_level_loss: over all tokens; False: over each sequence's tokens, then over sequences.
-        fixed_sequence_length: L > 0: the sum over all tokens is divided by sequences·L, whatever the number of tokens.
-            Dr. GRPO with L the longest completion allowed, RLOO's sum over a sequence's tokens with L = 1; null: not.
-    KL to the reference policy:
-        reference_policy_kl_penalty: β ≥ 0; with 0 no reference policy is needed.
-        reference_policy_kl_type: the estimator: k1, k2 or k3.
-        kl_input_clamp_value: the log-ratio is clamped to ± this before it is estimated from; null: it is not.
-        kl_output_clamp_value: the estimate is clamped to ± this; null: it is not.
-        use_kl_in_reward: the reward carries the KL, so the loss does not.
-        use_on_policy_kl_approximation: weights the KL by π/π_generation rather than by 1.
-    Generation engine's probabilities against the trainer's:
-        use_importance_sampling_correction: weights each token by π_prev/π_generation, NaN and ∞ counting as 0.
-        truncated_importance_sampling_type: "tis" clamps that weight to [ratio_min or 0, ratio]; "icepop" drops tokens,
-            "seq-mask-tis" drops sequences (by the geometric mean) outside [ratio_min, ratio].
-        truncated_importance_sampling_ratio: the upper bound; needed with a type.
-        truncated_importance_sampling_ratio_min: the lower bound; needed by icepop and seq-mask-tis.
-    Further terms:
-        positive_example_nll_weight: μ ≥ 0, VAPO's NLL on tokens of samples with a positive reward.
-        entropy_coeff: ≥ 0, times the mean entropy, subtracted.
+        ratio_clip_c: The bound c > 1 of dual clip: if A < 0, the loss is at most −c·A. null disables dual clip.
+        use_cispo: Use the clipped ratio as a constant weight on log π (CISPO).
+
+    Keys of the average:
+        token_level_loss: Average over all tokens. false: average over each sequence's tokens, then over sequences.
+        fixed_sequence_length: L > 0: divide the sum over all tokens by sequences·L instead of the number of tokens. It
+            is Dr. GRPO if L is the longest completion allowed, and RLOO's sum over a sequence's tokens if L = 1. null:
+            average as token_level_loss says.
+
+    Keys of the KL to the reference policy:
+        reference_policy_kl_penalty: The coefficient β ≥ 0 of the KL. With 0, no reference policy is needed.
+        reference_policy_kl_type: The estimator: k1, k2 or k3.
+        kl_input_clamp_value: The log-ratio is clamped to ± this value before the KL is estimated. null disables it.
+        kl_output_clamp_value: The KL estimate is clamped to ± this value. null disables it.
+        use_kl_in_reward: The reward includes the KL, so the loss does not.
+        use_on_policy_kl_approximation: Weight the KL by π/π_generation instead of 1.
+
+    Keys of the correction for the generation engine's probabilities:
+        use_importance_sampling_correction: Weight each token by π_prev/π_generation. NaN and ∞ count as 0.
+        truncated_importance_sampling_type: How the weights are truncated. "tis" clamps a weight to [ratio_min or 0,
+            ratio]. "icepop" drops tokens whose weight is outside [ratio_min, ratio]. "seq-mask-tis" drops sequences
+            whose geometric mean of weights is outside it.
+        truncated_importance_sampling_ratio: The upper bound of the weights. It is required with a type.
+        truncated_importance_sampling_ratio_min: The lower bound. It is required by icepop and seq-mask-tis.
+
+    Keys of further terms:
+        positive_example_nll_weight: The weight μ ≥ 0 of VAPO's NLL on the tokens of samples with a positive reward.
+        entropy_coeff: The coefficient ≥ 0 of the mean entropy, which is subtracted from the loss.
     """
 
     disable_ppo_ratio: bool = False
@@ -101,12 +117,12 @@ class ClippedPGLossConfig:
 
     @property
     def kl_coefficient(self) -> float:
-        """β of the loss: 0 if the reward carries the KL."""
+        """Return β of the loss: 0 if the reward includes the KL."""
         return 0.0 if self.use_kl_in_reward else self.reference_policy_kl_penalty
 
     @property
     def truncation_type(self) -> str | None:
-        """How importance weights are truncated: one of `TRUNCATION_TYPES`, or None if they are not."""
+        """Return how importance weights are truncated: one of `TRUNCATION_TYPES`, or None if they are not truncated."""
         return self.truncated_importance_sampling_type
 
     def _check_ranges(self) -> None:
@@ -122,12 +138,12 @@ class ClippedPGLossConfig:
             ),
         )  # fmt: skip
         if self.ratio_clip_c is not None and self.ratio_clip_c <= 1:
-            raise ValueError(f"ratio_clip_c={self.ratio_clip_c} must exceed 1 (usually 3; null switches dual clip off)")
+            raise ValueError(f"ratio_clip_c={self.ratio_clip_c} must exceed 1 (usually 3; null disables dual clip)")
         if self.reference_policy_kl_type not in KL_TYPES:
-            raise ValueError(f"reference_policy_kl_type={self.reference_policy_kl_type!r} is none of {KL_TYPES}")
+            raise ValueError(f"reference_policy_kl_type={self.reference_policy_kl_type!r} must be one of {KL_TYPES}")
         if self.truncated_importance_sampling_type not in (None, *TRUNCATION_TYPES):
             raise ValueError(
-                f"truncated_importance_sampling_type={self.truncated_importance_sampling_type!r} is none of "
+                f"truncated_importance_sampling_type={self.truncated_importance_sampling_type!r} must be one of "
                 f"{TRUNCATION_TYPES} or null"
             )
 
@@ -138,16 +154,16 @@ class ClippedPGLossConfig:
             )
         if self.fixed_sequence_length is not None and not self.token_level_loss:
             raise ValueError(
-                f"fixed_sequence_length={self.fixed_sequence_length} divides a sum over tokens, and token_level_loss="
+                f"fixed_sequence_length={self.fixed_sequence_length} divides a sum over tokens, but token_level_loss="
                 "False averages over sequences; set token_level_loss=True or fixed_sequence_length=null"
             )
         if not self.use_cispo:
             return
         needed = {
-            "disable_ppo_ratio": (False, "CISPO weighs tokens by the ratio"),
-            "force_on_policy_ratio": (False, "a ratio of 1 leaves CISPO no weight"),
-            "sequence_level_importance_ratios": (False, "CISPO weighs each token"),
-            "ratio_clip_c": (None, "dual clip would undo CISPO's gradient"),
+            "disable_ppo_ratio": (False, "CISPO weights tokens by the ratio"),
+            "force_on_policy_ratio": (False, "the ratio would always be 1, but it is CISPO's weight"),
+            "sequence_level_importance_ratios": (False, "CISPO weights each token by its own ratio"),
+            "ratio_clip_c": (None, "dual clip would remove gradients that CISPO keeps"),
             "token_level_loss": (True, "CISPO averages over tokens"),
         }
         for key, (value, reason) in needed.items():
@@ -161,12 +177,14 @@ class ClippedPGLossConfig:
             if high is not None or low is not None:
                 raise ValueError(
                     "truncated_importance_sampling_ratio(_min) is set, but truncated_importance_sampling_type is null; "
-                    f"set the type to one of {TRUNCATION_TYPES}, 'tis' being the plain clamp"
+                    f"set the type to one of {TRUNCATION_TYPES} ('tis' clamps the weights) or the bounds to null"
                 )
             return
         where = f"truncated_importance_sampling_type={kind!r}"
         if not self.use_importance_sampling_correction:
-            raise ValueError(f"{where} truncates a correction that is off; set use_importance_sampling_correction=True")
+            raise ValueError(
+                f"{where} needs the correction that it truncates; set use_importance_sampling_correction=True"
+            )
         if high is None:
             raise ValueError(f"{where} needs truncated_importance_sampling_ratio, the upper bound")
         if low is None and kind != "tis":
@@ -178,6 +196,6 @@ class ClippedPGLossConfig:
             )
         if kind == "seq-mask-tis" and self.sequence_level_importance_ratios:
             raise ValueError(
-                f"{where} keeps weights per token and excludes sequence_level_importance_ratios=True; use 'tis' or "
-                "'icepop' with GSPO"
+                f"{where} needs one weight per token, which excludes sequence_level_importance_ratios=True; use 'tis' "
+                "or 'icepop' with GSPO"
             )

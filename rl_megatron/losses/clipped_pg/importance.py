@@ -1,4 +1,4 @@
-"""The correction for the probabilities of the engine that generated the tokens, and how far they are from ours."""
+"""Importance weights that correct for the generation engine's probabilities, and metrics of the difference to them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def importance_weights(
     generation_logprobs: Float[Tensor, "batch tokens"],
     token_mask: Float[Tensor, "batch tokens"],
 ) -> tuple[Float[Tensor, "batch tokens"], Bool[Tensor, "batch tokens"]]:
-    """Return (π_prev/π_generation after truncation, whether it was outside its bounds) of every token.
+    """Return (π_prev/π_generation after truncation, whether it was outside its bounds) for every token.
 
-    Under GSPO the weight is the sequence's: the product over its tokens.
+    Under GSPO the weight is per sequence: the product over the sequence's tokens.
 
-    Shapes: all arguments and both results [B, S-1]. `token_mask` is without the sample's weight.
+    Shapes: all tensor arguments and both results are [B, S-1]. `token_mask` does not include the sample's weight.
     """
     log_ratio = prev_logprobs - generation_logprobs
     if cfg.sequence_level_importance_ratios:
@@ -48,9 +48,18 @@ def generation_metrics(
     outside: Bool[Tensor, "batch tokens"],
     means: Means,
 ) -> dict[str, Float[Tensor, ""]]:
-    """Return how far π_prev is from the engine that generated the tokens, and what the correction does about it.
+    """Return metrics of the difference between π_prev and π_generation, and of the correction's weights.
 
-    Shapes: all tensors [B, S-1]; `weights` and `outside` are those of `importance_weights`.
+    Shapes: all tensor arguments are [B, S-1]; results are scalars.
+
+    Args:
+        cfg: The loss's settings.
+        logprobs: log π.
+        prev_logprobs: log π_prev.
+        generation_logprobs: log π_generation.
+        weights: The weights of `importance_weights`.
+        outside: Which weights were outside their bounds, from `importance_weights`.
+        means: The averages over the global batch.
     """
     metrics = mismatch_metrics(prev_logprobs, generation_logprobs, means.over_tokens, cfg.reference_policy_kl_type)
     weight_mean = means.over_sequences if cfg.sequence_level_importance_ratios else means.over_tokens

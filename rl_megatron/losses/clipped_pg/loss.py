@@ -1,8 +1,8 @@
-"""The loss itself: ratio, surrogate, weight, means, KL, NLL and entropy, in this order.
+"""The clipped policy gradient loss: ratio, surrogate, importance weight, means, KL, NLL and entropy, in this order.
 
     L = mean( w·ℓ ) + β·mean( KL ) + μ·NLL⁺ − c_H·mean( H )
 
-ℓ is the surrogate, w the correction for the generation engine's probabilities.
+ℓ is the surrogate; w is the correction for the generation engine's probabilities.
 """
 
 from __future__ import annotations
@@ -30,36 +30,43 @@ from rl_megatron.losses.streams import TokenStreams
 
 @register_loss("clipped_pg")
 class ClippedPGLossFn(LogprobLoss):
-    """L = mean( w·ℓ ) + β·mean( KL(π‖π_ref) ) + μ·NLL⁺ − c_H·mean( H ), by default GRPO's:
+    """The clipped policy gradient loss, L = mean( w·ℓ ) + β·mean( KL(π‖π_ref) ) + μ·NLL⁺ − c_H·mean( H ).
+
+    The defaults are GRPO's:
 
         ℓ = −min( r·A, clip(r, 1−ε_min, 1+ε_max)·A ),  r = π/π_prev,  w = 1,  mean over the global batch's tokens
 
-    NLL⁺ is the mean of −log π over tokens of samples with a positive reward. Its denominator has to be a global count,
-    or the term would grow with the number of microbatches: data["global_positive_toks"] (that count over the global
-    batch, a scalar or repeated per sample) if the batch carries it, which is VAPO's mean; else global_valid_toks,
-    which weighs each positive token like any other token of the loss.
+    NLL⁺ is the mean of −log π over the tokens of samples with a positive reward. Its denominator is a global count, so
+    that the term does not grow with the number of microbatches. If the batch has data["global_positive_toks"] (the
+    count of these tokens over the global batch, a scalar or repeated per sample), NLL⁺ is divided by it: VAPO's mean.
+    Otherwise it is divided by global_valid_toks, which gives a positive token the weight of any other token.
 
-    KL is estimated from the sampled tokens and differentiated together with their probability: see
-    `functional.score_function_weight`. The log-ratio log π/π_prev saturates at ±20,
-    `functional.MAX_LOG_RATIO`.
+    The KL is estimated from the sampled tokens, and its gradient includes the gradient of their probability: see
+    `functional.score_function_weight`. The log-ratio log π/π_prev saturates at ±20, `functional.MAX_LOG_RATIO`.
 
-    Metrics: those of `metric_reductions`. Means are over the global batch's tokens whatever the loss averages over,
-    except `loss`, `kl_penalty` (like the loss; without β), `num_valid_samples`, `positive_nll_loss` (see above),
-    `sampling_importance_ratio` (over sequences under GSPO) and `is_oob_ratio` (over sequences for seq-mask-tis).
-    `clip_fraction` is the share of tokens whose ratio was outside the clip range. With disable_ppo_ratio the ratio
-    metrics hold log-probabilities. Generation metrics are present if the batch has generation_logprobs, `entropy`
-    if next_token_entropy is given.
+    Metrics: see `metric_reductions`. Means are over the global batch's tokens, whatever the loss averages over. The
+    exceptions are `loss`, `kl_penalty` (averaged like the loss, without β), `num_valid_samples`, `positive_nll_loss`
+    (see above), `sampling_importance_ratio` (over sequences under GSPO) and `is_oob_ratio` (over sequences for
+    seq-mask-tis). `clip_fraction` is the share of tokens whose ratio was outside the clip range. With disable_ppo_ratio
+    the ratio metrics are log-probabilities. Generation metrics are present if the batch has generation_logprobs;
+    `entropy` is present if next_token_entropy is given.
 
-    TRL's GRPOTrainer computes the same with loss_type "dapo" (the defaults here), "grpo" (token_level_loss=False; with
-    importance_sampling_level "sequence" it is GSPO), "dr_grpo" (fixed_sequence_length=max_completion_length) and
-    "cispo" (ratio_clip_min=1: TRL has no floor); its RLOOTrainer, on-policy, with disable_ppo_ratio and
-    fixed_sequence_length=1. Not the same: TRL's "bnpo" is a mean of the microbatches' means; a sequence without
-    tokens counts in the denominator of "grpo"; delta is ratio_clip_c only from 1 + ratio_clip_max on; the KL is
-    differentiated without the tokens' probability, unless use_bias_correction_kl is set.
+    TRL's GRPOTrainer computes the same loss for these values of its loss_type:
 
-    Shapes, Raises: see `Loss.evaluate`; advantages are [B, S] or [B].
+    - "dapo": the defaults here.
+    - "grpo": token_level_loss=False. With importance_sampling_level="sequence" it is GSPO. TRL also counts sequences
+      without tokens in the denominator.
+    - "dr_grpo": fixed_sequence_length=max_completion_length.
+    - "cispo": use_cispo=True with ratio_clip_min=1, because TRL has no lower bound.
+
+    TRL's "bnpo" differs: it is a mean of the microbatches' means. TRL's delta equals ratio_clip_c only if it is at
+    least 1 + ratio_clip_max. TRL differentiates the KL without the tokens' probability unless use_bias_correction_kl is
+    set. TRL's RLOOTrainer, on-policy, computes the same as disable_ppo_ratio with fixed_sequence_length=1.
+
+    Shapes and errors: see `Loss.evaluate`. Advantages are [B, S] or [B].
+
     Source: PPO arXiv:1707.06347, GRPO arXiv:2402.03300, REINFORCE/RLOO arXiv:2402.14740, DAPO arXiv:2503.14476, VAPO
-        arXiv:2504.05118; the parts of the formula are sourced in `functional`.
+    arXiv:2504.05118. `functional` has the sources of the single formulas.
     """
 
     cfg: ClippedPGLossConfig
@@ -70,6 +77,7 @@ class ClippedPGLossFn(LogprobLoss):
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
+        """Return every metric that these settings can report, with its reduction."""
         ratios = ("probs_ratio", "probs_ratio_clamped")
         return Reduction.table(
             "loss", *ratios, "kl_penalty", "clip_fraction", "num_valid_samples", "positive_nll_loss", "entropy",
@@ -81,6 +89,7 @@ class ClippedPGLossFn(LogprobLoss):
 
     @property
     def required_keys(self) -> tuple[str, ...]:
+        """Return the keys of the batch that these settings need."""
         cfg = self.cfg
         corrects = cfg.use_importance_sampling_correction
         conditional = {
@@ -93,6 +102,7 @@ class ClippedPGLossFn(LogprobLoss):
 
     @property
     def needs_entropy(self) -> bool:
+        """Return whether the loss has an entropy term."""
         return self.cfg.entropy_coeff != 0
 
     def evaluate(
@@ -103,6 +113,11 @@ class ClippedPGLossFn(LogprobLoss):
         next_token_logprobs: Shaped[Tensor, "batch tokens"],
         next_token_entropy: Shaped[Tensor, "batch tokens"] | None = None,
     ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
+        """Return the loss and its metrics from logprobs and, if there is an entropy term, entropies.
+
+        Raises:
+            ValueError: entropy_coeff is not 0, but next_token_entropy is None. See also `Loss.evaluate`.
+        """
         cfg, streams = self.cfg, self.streams(data, next_token_logprobs)
         means = Means(cfg, streams, global_valid_seqs, global_valid_toks)
         logprobs = streams.select("next_token_logprobs", next_token_logprobs)
@@ -132,7 +147,7 @@ class ClippedPGLossFn(LogprobLoss):
             metrics["entropy"] = means.over_tokens(entropy)
         if cfg.entropy_coeff > 0:
             if entropy is None:
-                raise ValueError(f"entropy_coeff={cfg.entropy_coeff} needs next_token_entropy, and none was given")
+                raise ValueError(f"entropy_coeff={cfg.entropy_coeff} needs next_token_entropy, but got None")
             loss = loss - cfg.entropy_coeff * means.of_loss(entropy)
 
         metrics |= {"kl_penalty": kl, "positive_nll_loss": nll, "loss": loss}
@@ -142,8 +157,8 @@ class ClippedPGLossFn(LogprobLoss):
     def _kl(self, streams: TokenStreams, logprobs: Tensor, generation: Tensor | None) -> Tensor:
         """Return the weighted estimate of KL(π‖π_ref) at every token, [B, S-1].
 
-        If logprobs were filtered (top-k, top-p), data["curr_logprobs_unfiltered"] [B, S-1] stands for them, because
-        the reference's logprobs are never filtered.
+        If the logprobs were filtered (top-k, top-p), the batch has data["curr_logprobs_unfiltered"] [B, S-1]. The KL
+        then uses these instead, because the reference's logprobs are never filtered.
         """
         cfg, unfiltered = self.cfg, "curr_logprobs_unfiltered"
         if unfiltered in streams:
@@ -159,9 +174,10 @@ class ClippedPGLossFn(LogprobLoss):
         )  # fmt: skip
 
     def _positive_nll(self, streams: TokenStreams, logprobs: Tensor, global_valid_toks: Count) -> Tensor:
-        """Return the sum of −log π over tokens of samples with a positive reward, over a global count (see the class).
+        """Return the sum of −log π over the tokens of samples with a positive reward, divided by a global count.
 
-        That count is data["global_positive_toks"], a scalar or repeated per sample, if the batch carries it.
+        The count is data["global_positive_toks"], a scalar or repeated per sample, if the batch has it, and otherwise
+        global_valid_toks.
         """
         rewards, key = streams.per_sample("rewards"), "global_positive_toks"
         positive = torch.where(rewards.isnan(), rewards, (rewards > 0).to(rewards))  # NaN stays NaN

@@ -1,4 +1,4 @@
-"""The averages that a policy gradient loss and its metrics are made of."""
+"""The averages of the policy gradient loss and its metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from rl_megatron.losses.streams import TokenStreams
 
 @dataclass(frozen=True)
 class Means:
-    """Means of [B, S-1] streams over the global batch; each returns this part's share, a scalar."""
+    """Means of [B, S-1] streams over the global batch. Each method returns this batch's share of the mean, a scalar.
+
+    Attributes:
+        cfg: The loss's settings.
+        streams: The batch.
+        global_valid_seqs: The number of sequences that count in the global batch.
+        global_valid_toks: The number of tokens that count in the global batch.
+    """
 
     cfg: ClippedPGLossConfig
     streams: TokenStreams
@@ -31,11 +38,15 @@ class Means:
         return F.sequence_mean(values, self.streams.mask, self.streams.sample_mask, self.global_valid_seqs)
 
     def of_loss(self, values: Float[Tensor, "batch tokens"]) -> Float[Tensor, ""]:
-        """Return the mean that the loss takes: over tokens, sequences, or sequences of a length taken as fixed."""
+        """Return the mean that the loss uses: over tokens, over sequences, or over sequences·fixed_sequence_length.
+
+        Raises:
+            TypeError: fixed_sequence_length is set, but global_valid_seqs is None.
+        """
         if self.cfg.fixed_sequence_length is not None:
             if self.global_valid_seqs is None:
                 raise TypeError(
-                    f"fixed_sequence_length={self.cfg.fixed_sequence_length} needs global_valid_seqs, and got None"
+                    f"fixed_sequence_length={self.cfg.fixed_sequence_length} needs global_valid_seqs, but got None"
                 )
             count = self.global_valid_seqs * self.cfg.fixed_sequence_length
             return F.masked_mean(values, self.streams.mask, global_normalization_factor=count)

@@ -1,4 +1,4 @@
-"""The ratio of the policy's probabilities to those before the update, and its metrics."""
+"""The ratio of the policy's probabilities to the probabilities before the update, and its metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def policy_ratio(
 
     With disable_ppo_ratio both are the logprobs themselves, and prev_logprobs is not read.
 
-    Shapes: logprobs, prev_logprobs, mask and both results [B, S-1].
+    Shapes: logprobs, prev_logprobs, mask and both results are [B, S-1].
     """
     if cfg.force_on_policy_ratio:
         ratio = F.score_function_weight(logprobs)
@@ -38,7 +38,7 @@ def policy_ratio(
 def ratio_metrics(
     ratio: Float[Tensor, "batch tokens"], clipped: Float[Tensor, "batch tokens"], means: Means
 ) -> dict[str, Float[Tensor, ""]]:
-    """Return the share of clipped tokens, and mean, minimum and maximum of the ratio and of the clipped ratio."""
+    """Return the share of clipped tokens, and the mean, minimum and maximum of the ratio and of the clipped ratio."""
     mask = means.streams.mask
     metrics = {"clip_fraction": means.over_tokens((ratio != clipped).to(ratio))}
     for name, values in {"probs_ratio": ratio, "probs_ratio_clamped": clipped}.items():

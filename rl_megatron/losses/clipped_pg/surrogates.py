@@ -1,4 +1,4 @@
-"""The surrogate objectives: the per-token loss that a ratio and an advantage give."""
+"""The surrogate objectives: the per-token loss from a ratio and an advantage."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def surrogate_loss(
     clipped_ratio: Float[Tensor, "batch tokens"],
     logprobs: Float[Tensor, "batch tokens"],
 ) -> Float[Tensor, "batch tokens"]:
-    """Return the loss of every token: PPO's, with a ceiling if dual clip is on, or CISPO's.
+    """Return the loss of every token: PPO's, with dual clip if ratio_clip_c is set, or CISPO's.
 
-    Shapes: all arguments and the result [B, S-1].
+    Shapes: all tensor arguments and the result are [B, S-1].
     """
     if cfg.use_cispo:
         return F.cispo_surrogate(advantages, clipped_ratio, logprobs)

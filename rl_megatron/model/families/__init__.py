@@ -1,4 +1,4 @@
-"""The model families that come from, and go to, Hugging Face checkpoints."""
+"""The model families whose checkpoints can be read from and written to Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -22,22 +22,28 @@ from rl_megatron.model.families.qwen2 import QWEN2
 from rl_megatron.model.families.qwen3 import QWEN3
 from rl_megatron.model.families.qwen3_moe import QWEN3_MOE
 
-for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3):  # of two that fit, the first
+# If several families can express a model, the first is used.
+for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3):
     register_family(_family)
 
-# Model keys that change neither what the weights mean nor what comes of them.
+# Model keys that change neither the meaning of the weights nor the model's output.
 NOT_OF_THE_WEIGHTS = frozenset(
     {"recompute", "backend", "init_std", "max_sequence_length", "router_aux_loss", "router_bias_update"}
 )
 
 
 def read_model(hf_config: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig]:
-    """The family and the model section of a config.json.
+    """Return the family and the model section of a config.json.
 
-    Raises: ConfigError naming an unknown architecture, a missing key, or a key and value that there is no maths for.
+    Args:
+        hf_config: The content of the config.json.
+        where: The file, for messages.
+
+    Raises:
+        ConfigError: The architecture is unknown, a key is missing, or a value is not supported. The message names it.
     """
     family, strict = family_of_config(hf_config, where), HFConfig(hf_config, where)
-    only(strict, is_causal=True)  # of encoders made of these decoders: false is not "off"
+    only(strict, is_causal=True)  # encoders made from these decoders have false, which elsewhere means "off"
     try:
         model = family.read_config(strict)
     except ValidationError as error:
@@ -45,45 +51,56 @@ def read_model(hf_config: Mapping[str, Any], where: str) -> tuple[Family, ModelC
         name = ".".join(str(part) for part in wrong["loc"])
         raise ConfigError(f"{where}: {name}={wrong['input']!r}: {wrong['msg']}") from error
     except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: a value is of another type than its key has ({error})") from error
+        raise ConfigError(f"{where}: a value has another type than its key needs ({error})") from error
     strict.refuse_unread(family.ignored)
     check_model(model)
     return family, model
 
 
 def family_of_config(hf_config: Mapping[str, Any], where: str) -> Family:
-    """The family that a config.json names; `where` it stands is for the message.
+    """Return the family of the architecture that a config.json names.
 
-    Raises: ConfigError listing the known architectures.
+    Args:
+        hf_config: The content of the config.json.
+        where: The file, for messages.
+
+    Raises:
+        ConfigError: The architecture is unknown. The message lists the known ones.
     """
     named = hf_config.get("architectures") or []
     for family in FAMILIES.values():
         if family.architecture in named:
             return family
-    raise ConfigError(f"{where}: architectures={list(named)} has no family here; known are {', '.join(FAMILIES)}")
+    raise ConfigError(
+        f"{where}: architectures={list(named)} is not supported; supported architectures: {', '.join(FAMILIES)}"
+    )
 
 
 def family_of_model(model: ModelConfig, vocab_size: int) -> Family:
-    """The first family whose config.json says all that `model` says, its weights' shapes and its maths.
+    """Return the first family whose config.json can express the shapes and the computation of `model`.
 
-    Raises: ConfigError where none does.
+    Args:
+        model: The model section.
+        vocab_size: The number of rows of the embedding if `model.vocab_size` is null.
+
+    Raises:
+        ConfigError: No family can express the model.
     """
     wanted = _meaning(model, vocab_size)
     for family in FAMILIES.values():
         try:
             written = family.read_config(family.write_config(model, vocab_size))
         except (ConfigError, ValidationError):
-            continue  # what it needs, such as a number of experts, `model` has not
+            continue  # the family needs something that the model lacks, such as experts
         if _meaning(written, vocab_size) == wanted:
             return family
     raise ConfigError(
-        f"model: none of {', '.join(FAMILIES)} is a model of these keys, so it "
-        "cannot be written for Hugging Face"
+        f"model: none of {', '.join(FAMILIES)} can express these keys, so the model cannot be written for Hugging Face"
     )
 
 
 def same_weights(one: ModelConfig, other: ModelConfig) -> bool:
-    """Whether both are the same model: the weights of one are weights of the other, and compute the same."""
+    """Return whether both sections describe the same model, so that the same weights give the same output."""
     return _meaning(one, 0) == _meaning(other, 0)
 
 
@@ -94,5 +111,5 @@ def _meaning(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     if model.num_experts is not None:
         meaning["expert_ffn_hidden_size"] = model.expert_ffn_hidden_size or model.ffn_hidden_size
         if model.first_dense_layers == 0:
-            meaning["ffn_hidden_size"] = None  # of dense layers, and there is none
+            meaning["ffn_hidden_size"] = None  # the key is about dense layers, and the model has none
     return meaning

@@ -1,4 +1,4 @@
-"""The keys of a config.json that Llama and its kin have in common, and what they mean here."""
+"""The keys of config.json that Llama and similar families share, read into and written from the model section."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from rl_megatron.model.families.rope import read_rope, write_rope
 
 
 def read_decoder(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of the model section, from those that all these families have.
+    """Return the keys of the model section that these families share.
 
-    Raises: ConfigError for another activation than SwiGLU's, and for RoPE scaled in a way that there is no maths for.
+    Raises:
+        ConfigError: The activation is not SwiGLU's, or the kind of RoPE scaling is not supported.
     """
     only(hf, hidden_act="silu")
     return {
@@ -34,7 +35,7 @@ def read_decoder(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_decoder(architecture: str, model_type: str, model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """The same keys of a config.json, from the model section."""
+    """Return the keys of config.json that these families share, from the model section."""
     return {
         "architectures": [architecture],
         "model_type": model_type,
@@ -55,9 +56,12 @@ def write_decoder(architecture: str, model_type: str, model: ModelConfig, vocab_
 
 
 def read_window(hf: Mapping[str, Any]) -> int | None:
-    """Qwen's sliding window, which counts where `use_sliding_window` says so, from layer `max_window_layers` on.
+    """Return Qwen's sliding window, or None.
 
-    Raises: ConfigError where some layers have it and others have not.
+    It applies if `use_sliding_window` is true, from layer `max_window_layers` on (or as `layer_types` says).
+
+    Raises:
+        ConfigError: Some layers have a window and others have none.
     """
     window, layers = hf.get("sliding_window"), hf["num_hidden_layers"]
     first = hf.get("max_window_layers", 28)
@@ -76,6 +80,7 @@ def read_window(hf: Mapping[str, Any]) -> int | None:
 
 
 def write_window(model: ModelConfig) -> dict[str, Any]:
+    """Return Qwen's keys of config.json for the sliding window."""
     windowed = model.sliding_window is not None
     return {
         "use_sliding_window": windowed,

@@ -1,7 +1,7 @@
-"""DeepSeek-V3: latent attention, first layers dense, then experts chosen group by group by sigmoid scores and a bias.
+"""DeepSeek-V3: latent attention, dense first layers, then experts chosen group by group by sigmoid scores and a bias.
 
-The layers that predict further tokens (`num_nextn_predict_layers`), after the others in a checkpoint, are not part of
-the model here, as they are not in transformers' forward pass: `is_dropped` names their tensors.
+A checkpoint has further layers at the end, which predict more than one token ahead (`num_nextn_predict_layers`). They
+are not part of the model here, nor of transformers' forward pass. `is_dropped` recognizes their tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rl_megatron.model.families.family import Family
 from rl_megatron.model.families.rope import read_rope, write_rope
 from rl_megatron.model.families.table import TableBuilder, WeightTable, embeddings, gated_mlp
 
-# What we have no maths for, and the values that mean its absence.
+# Keys that must have one of these values, because no other value is supported.
 _ABSENT: dict[str, tuple] = {
     "attention_bias": (None, False),
     "rope_interleave": (None, True),
@@ -25,15 +25,20 @@ _ABSENT: dict[str, tuple] = {
     "scoring_func": (None, "sigmoid"),
     "topk_method": (None, "noaux_tc"),
     "moe_layer_freq": (None, 1),
-    "quantization_config": (None,),  # the weights of the published checkpoint are fp8, with scales beside them
+    "quantization_config": (None,),  # the published checkpoint has fp8 weights and separate scales
 }
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
+    """Return the model section that a config.json describes.
+
+    Raises:
+        ConfigError: A key is missing or has a value that is not supported.
+    """
     for key, absent in _ABSENT.items():
         if hf.get(key) not in absent:
-            raise ConfigError(f"{key}={hf[key]}: DeepSeek-V3 is known here with {key}={absent[-1]} alone")
+            raise ConfigError(f"{key}={hf[key]} is not supported; DeepSeek-V3 needs {key}={absent[-1]} here")
     num_layers, dense = hf["num_hidden_layers"], hf["first_k_dense_replace"]
     return ModelConfig(
         num_layers=num_layers,
@@ -72,6 +77,7 @@ def _read_experts(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """Return the config.json of the model; `vocab_size` is the number of rows of its embedding."""
     ffn = model.expert_ffn_hidden_size or model.ffn_hidden_size
     return {
         "architectures": [DEEPSEEK_V3.architecture],
@@ -108,6 +114,7 @@ def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
 
 def weight_table(model: ModelConfig, vocab_size: int) -> WeightTable:
+    """Return the weight table of the model; `vocab_size` is the number of rows of its embedding."""
     table, hidden = TableBuilder(), model.hidden_size
     for layer in range(model.num_layers):
         hf, megatron = f"model.layers.{layer}.", f"decoder.layers.{layer}."
@@ -155,12 +162,12 @@ def _experts(table: TableBuilder, model: ModelConfig, hf: str, megatron: str) ->
 
 
 def is_dropped(hf_name: str, model: ModelConfig) -> bool:
-    """Whether a checkpoint's tensor belongs to a layer past the model's: one that predicts further tokens."""
+    """Return whether a checkpoint's tensor belongs to one of the further layers, which are not part of the model."""
     layer = _LAYER.match(hf_name)
     return layer is not None and int(layer[1]) >= model.num_layers
 
 
-# Of training, of other software, or said by other keys already.
+# Keys about training or other software, and keys that repeat others.
 _IGNORED = frozenset(
     {
         "aux_loss_alpha", "auto_map", "ep_size", "head_dim", "num_key_value_heads", "num_nextn_predict_layers",

@@ -1,4 +1,4 @@
-"""What a model family is: how its Hugging Face config reads and writes, and its weight table."""
+"""`Family`: how a model family's Hugging Face config is read and written, and where its weights belong."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ def _none(hf_name: str, model: ModelConfig) -> bool:
 class Family:
     """One Hugging Face architecture.
 
-    architecture: as `architectures` of a config.json has it.
-    read_config: a config.json → our model section.  Raises: ConfigError naming the key that we have no maths for.
-    write_config: a model section and the rows of its embedding → a config.json that gives the section back, where the
-        family can express it.
-    table: a model section and the rows of its embedding → where every weight belongs.
-    is_dropped: which tensors a Hugging Face checkpoint may hold beside the table's, by name: no part of the model here,
-        nor of transformers', and left behind.
-    ignored: keys of its config.json that change nothing, whatever their value.
+    Attributes:
+        architecture: The architecture's name in `architectures` of a config.json.
+        read_config: Returns the model section of a config.json. It raises ConfigError if a key or value is not
+            supported, and the message names it.
+        write_config: Returns a config.json, given a model section and the number of rows of the embedding. If the
+            family can express the model, `read_config` returns the same section for it.
+        table: Returns the weight table, given a model section and the number of rows of the embedding.
+        is_dropped: Returns whether a tensor of a Hugging Face checkpoint, by its name, is ignored because it is not
+            part of the model, neither here nor in transformers.
+        ignored: Keys of config.json that change nothing, whatever their value.
     """
 
     architecture: str
@@ -44,6 +46,6 @@ def register_family(family: Family) -> Family:
     """Register a family under its architecture, and return it.
 
     Raises:
-        ValueError: another family has this architecture already.
+        ValueError: Another family has this architecture already.
     """
     return FAMILIES.register(family.architecture)(family)

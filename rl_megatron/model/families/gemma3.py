@@ -1,5 +1,8 @@
-"""Gemma 3, text: zero-centred norms before and after attention and MLP, GELU, queries and keys normed, layers with a
-window and a RoPE base of their own, every sixth without; embeddings tied, and scaled."""
+"""Gemma 3 (text): zero-centred norms before and after attention and MLP, and layers with and without a sliding window.
+
+Every sixth layer has no window. The others have a window and their own RoPE base. The activation is GELU, queries and
+keys are normed, and the embeddings are tied and scaled.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from rl_megatron.model.families.rope import DEFAULT_BASE, read_scaling, write_sc
 from rl_megatron.model.families.table import TableBuilder, WeightTable, attention, embeddings, gated_mlp
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
-_GLOBAL_BASE = 1_000_000.0  # where a config does not say
-_PATTERN = 6
-# What we have no maths for, and the values that mean its absence.
+_GLOBAL_BASE = 1_000_000.0  # the RoPE base of layers without a window if config.json has none
+_PATTERN = 6  # the period of layers without a window if config.json has none
+# Keys that must have one of these values, because no other value is supported.
 _ABSENT: dict[str, tuple] = {
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
@@ -27,9 +30,14 @@ _ABSENT: dict[str, tuple] = {
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
+    """Return the model section that a config.json describes.
+
+    Raises:
+        ConfigError: A key is missing or has a value that is not supported.
+    """
     for key, absent in _ABSENT.items():
         if hf.get(key) not in absent:
-            raise ConfigError(f"{key}={hf[key]}: Gemma 3 is known here with {key}={absent[-1]} alone")
+            raise ConfigError(f"{key}={hf[key]} is not supported; Gemma 3 needs {key}={absent[-1]} here")
     every = _global_attention_every(hf)
     windows = {}
     if every is not None:
@@ -57,7 +65,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def _global_attention_every(hf: Mapping[str, Any]) -> int | None:
-    """The period of layers without a window; None where no layer has one."""
+    """Return the period of layers without a window, or None if no layer has a window."""
     kinds, every = hf.get("layer_types"), hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern")
     if kinds is None:
         every = every or _PATTERN
@@ -67,7 +75,9 @@ def _global_attention_every(hf: Mapping[str, Any]) -> int | None:
     if every is None or list(kinds) != _layer_types(len(kinds), every):
         every = kinds.index(_GLOBAL) + 1 if _GLOBAL in kinds else len(kinds) + 1
     if list(kinds) != _layer_types(len(kinds), every):
-        raise ConfigError(f"layer_types={list(kinds)}: {_GLOBAL} must be every so-many-th layer, and {_LOCAL} the rest")
+        raise ConfigError(
+            f"layer_types={list(kinds)} is not supported; every n-th layer must be {_GLOBAL}, and all others {_LOCAL}"
+        )
     return every
 
 
@@ -81,13 +91,17 @@ def _read_ropes(hf: Mapping[str, Any], with_local: bool) -> dict[str, Any]:
         whole, local = (hf["rope_parameters"].get(kind) or {} for kind in (_GLOBAL, _LOCAL))
         base, local_base = whole.get("rope_theta", _GLOBAL_BASE), local.get("rope_theta", DEFAULT_BASE)
         if with_local and read_scaling(local, f"rope_parameters.{_LOCAL}", longest) is not None:
-            raise ConfigError(f"rope_parameters.{_LOCAL}={local}: RoPE of layers with a window is known here unscaled")
+            raise ConfigError(
+                f"rope_parameters.{_LOCAL}={local} is not supported; RoPE of layers with a window must be unscaled"
+            )
         scaling = read_scaling(whole, f"rope_parameters.{_GLOBAL}", longest)
     else:
         base, local_base = hf.get("rope_theta", _GLOBAL_BASE), hf.get("rope_local_base_freq", DEFAULT_BASE)
         scaling = read_scaling(hf.get("rope_scaling") or {}, "rope_scaling", longest)
     if with_local and isinstance(scaling, YarnRope):
-        raise ConfigError("RoPE scaling of type yarn: beside layers with a window, linear and llama3 are known here")
+        raise ConfigError(
+            "RoPE scaling of type yarn is not supported in a model with sliding windows; linear and llama3 are"
+        )
     return {
         "rope_base": float(base),
         "rope_scaling": scaling,
@@ -96,6 +110,7 @@ def _read_ropes(hf: Mapping[str, Any], with_local: bool) -> dict[str, Any]:
 
 
 def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """Return the config.json of the model; `vocab_size` is the number of rows of its embedding."""
     scaling, every = write_scaling(model.rope_scaling), model.global_attention_every
     local_base = DEFAULT_BASE if model.local_rope_base is None else model.local_rope_base
     return {
@@ -112,7 +127,7 @@ def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
             _GLOBAL: {"rope_theta": model.rope_base, **(scaling or {"rope_type": "default"})},
             _LOCAL: {"rope_theta": local_base, "rope_type": "default"},
         },
-        "rope_theta": model.rope_base,  # the same for what reads configs of transformers 4
+        "rope_theta": model.rope_base,  # this and the next two keys are for readers of transformers 4's configs
         "rope_local_base_freq": local_base,
         "rope_scaling": scaling,
         "rms_norm_eps": model.norm_epsilon,
@@ -128,6 +143,7 @@ def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
 
 def weight_table(model: ModelConfig, vocab_size: int) -> WeightTable:
+    """Return the weight table of the model; `vocab_size` is the number of rows of its embedding."""
     table, hidden = TableBuilder(), model.hidden_size
     for layer in range(model.num_layers):
         hf, megatron = f"model.layers.{layer}.", f"decoder.layers.{layer}."
@@ -141,7 +157,7 @@ def weight_table(model: ModelConfig, vocab_size: int) -> WeightTable:
     return table.build()
 
 
-# Other names of what was read, what means nothing beside it, and a setting of generation.
+# Other names of keys that are read, keys that have no effect beside them, and a generation setting.
 _IGNORED = frozenset(
     {
         "_sliding_window_pattern", "cache_implementation", "rope_local_base_freq", "sliding_window",

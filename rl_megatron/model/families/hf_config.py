@@ -1,4 +1,4 @@
-"""A config.json, read strictly: what a family does not read may not change the maths."""
+"""Strict reading of a config.json: a key that a family does not read must not change what the model computes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_megatron.config.errors import ConfigError
 
-# Of the file, of training, of generation, of tokenizers, of software: none changes what the weights compute.
+# Keys about the file, training, generation, tokenizers or software. None changes what the weights compute.
 _HARMLESS = frozenset(
     {
         "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures",
@@ -16,16 +16,20 @@ _HARMLESS = frozenset(
         "output_router_logits", "pad_token_id", "pretraining_tp", "router_aux_loss_coef", "tokenizer_class",
         "tokenizer_padding_side", "torch_dtype", "transformers.js_config", "transformers_version", "unk_token_id",
         "unsloth_fixed", "unsloth_version", "use_cache",
-        # RoPE, which has two dialects: a family reads the one that it finds first.
+        # RoPE has two notations. A family reads the one that it finds first.
         "rope_parameters", "rope_scaling", "rope_theta",
     }
 )  # fmt: skip
 
 
 class HFConfig(Mapping[str, Any]):
-    """The keys of a config.json, found at `where`. Remembers which of them were asked for.
+    """The keys of a config.json. It records which of them are read.
 
-    Raises: ConfigError where a key is asked for by `[…]` that the file lacks.
+    Reading a missing key with `config[key]` raises ConfigError.
+
+    Args:
+        values: The content of the file.
+        where: The file, for messages.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
@@ -42,6 +46,7 @@ class HFConfig(Mapping[str, Any]):
         return key in self._values
 
     def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of `key`, or `default` if the file lacks it."""
         return self._values[key] if key in self else default
 
     def __iter__(self) -> Iterator[str]:
@@ -51,9 +56,18 @@ class HFConfig(Mapping[str, Any]):
         return len(self._values)
 
     def refuse_unread(self, ignored: frozenset[str] = frozenset()) -> None:
-        """Raises: ConfigError naming a key that nobody asked for, unless it is harmless, here or in the family, which
-        `ignored` tells; off (null, false, 0, empty); a setting of generation; or at the default of transformers' class,
-        which the family's maths is that of."""
+        """Refuse a key that was not read, unless it is known not to change what the model computes.
+
+        A key may stay unread if it is harmless in every family (`_HARMLESS`) or in this one, if it is off (null, false,
+        0, empty), if it is a generation setting, or if it has the default value of the transformers class, because the
+        family computes what that class does by default.
+
+        Args:
+            ignored: The keys that are harmless in this family.
+
+        Raises:
+            ConfigError: There is another unread key. The message names it.
+        """
         seen = self._read | _HARMLESS | ignored
         unread = {key: value for key, value in self._values.items() if key not in seen and value}
         if not unread:
@@ -62,8 +76,8 @@ class HFConfig(Mapping[str, Any]):
         for key, value in unread.items():
             if key not in known or (known[key] is not _ANY and known[key] != value):
                 raise ConfigError(
-                    f"{self._where}: {key}={value!r} is not understood here, and may change what the model computes; "
-                    "if it does not, delete it from the file"
+                    f"{self._where}: {key}={value!r} is not supported, and may change what the model computes; if it "
+                    "does not, delete the key from the file"
                 )
 
 
@@ -71,7 +85,7 @@ _ANY = object()
 
 
 def _known_to_transformers(model_type: str) -> dict[str, Any]:
-    """Keys whose values are known to be harmless: the defaults of the model's class, and any for generation."""
+    """Return the harmless value of each key: the default of the model's class, or _ANY for generation settings."""
     from transformers import CONFIG_MAPPING, GenerationConfig
 
     defaults = CONFIG_MAPPING[model_type]().to_dict() if model_type in CONFIG_MAPPING else {}
@@ -79,8 +93,17 @@ def _known_to_transformers(model_type: str) -> dict[str, Any]:
 
 
 def only(hf: Mapping[str, Any], **known: Any) -> None:
-    """Raises: ConfigError where a key that changes the maths is set to another value than the one there is maths for.
-    A key that is missing or null has that value."""
+    """Refuse a config.json in which a key differs from the only value that is supported.
+
+    A key that is missing or null has the supported value.
+
+    Args:
+        hf: The content of the config.json.
+        **known: The supported value of each key.
+
+    Raises:
+        ConfigError: A key has another value.
+    """
     for key, value in known.items():
         if hf.get(key) not in (None, value):
             raise ConfigError(f"config.json: {key}={hf[key]!r} is not supported; {key}={value!r} is")

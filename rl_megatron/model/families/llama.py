@@ -1,4 +1,4 @@
-"""Llama 3 (and 2): RMSNorm, SwiGLU, RoPE (from 3.1 on scaled), grouped queries, no biases."""
+"""Llama 2 and 3: RMSNorm, SwiGLU, RoPE (scaled since 3.1), grouped queries, no biases."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from rl_megatron.model.families.table import dense_decoder
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
+    """Return the model section that a config.json describes."""
     only(hf, attention_bias=False, mlp_bias=False)
     return ModelConfig(**read_decoder(hf))
 
 
 def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """Return the config.json of the model; `vocab_size` is the number of rows of its embedding."""
     decoder = write_decoder(LLAMA.architecture, "llama", model, vocab_size)
     return decoder | {"attention_bias": False, "mlp_bias": False}
 

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with a mixture of experts in every layer; the weights of a token's experts add up to 1."""
+"""Mixtral: Mistral with a mixture of experts in every layer. The weights of a token's experts sum to 1."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ _NAMES = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", gate="
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
+    """Return the model section that a config.json describes."""
     only(hf, router_jitter_noise=0.0)
     return ModelConfig(
         **read_decoder(hf),
@@ -25,6 +26,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """Return the config.json of the model; `vocab_size` is the number of rows of its embedding."""
     return write_decoder(MIXTRAL.architecture, "mixtral", model, vocab_size) | {
         "intermediate_size": model.expert_ffn_hidden_size or model.ffn_hidden_size,
         "sliding_window": model.sliding_window,
@@ -35,6 +37,7 @@ def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
 
 def table(model: ModelConfig, vocab_size: int) -> WeightTable:
+    """Return the weight table of the model; `vocab_size` is the number of rows of its embedding."""
     return mixture_decoder(model, vocab_size, _NAMES)
 
 

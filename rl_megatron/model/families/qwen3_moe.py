@@ -16,8 +16,13 @@ _NAMES = ExpertNames("mlp.gate", "mlp.experts", gate="gate_proj", up="up_proj", 
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
+    """Return the model section that a config.json describes.
+
+    Raises:
+        ConfigError: A key is missing or has a value that is not supported.
+    """
     only(hf, use_qk_norm=True, attention_bias=False, use_sliding_window=False, decoder_sparse_step=1)
-    hf.get("sliding_window")  # means nothing without use_sliding_window
+    hf.get("sliding_window")  # marked as read: it has no effect without use_sliding_window
     if hf.get("mlp_only_layers"):
         raise ConfigError(
             f"config.json: mlp_only_layers={hf['mlp_only_layers']} is not supported: every layer must have experts"
@@ -25,7 +30,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(
         **read_decoder(hf),
         qk_norm=True,
-        # transformers 5 writes num_local_experts, 4 and the models' authors num_experts
+        # transformers 5 writes num_local_experts. transformers 4 and the published files have num_experts.
         num_experts=hf["num_local_experts"] if "num_local_experts" in hf else hf["num_experts"],
         experts_per_token=hf["num_experts_per_tok"],
         expert_ffn_hidden_size=hf["moe_intermediate_size"],
@@ -34,6 +39,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """Return the config.json of the model; `vocab_size` is the number of rows of its embedding."""
     return write_decoder(QWEN3_MOE.architecture, "qwen3_moe", model, vocab_size) | {
         "attention_bias": False,
         "num_experts": model.num_experts,
@@ -49,6 +55,7 @@ def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
 
 def table(model: ModelConfig, vocab_size: int) -> WeightTable:
+    """Return the weight table of the model; `vocab_size` is the number of rows of its embedding."""
     return mixture_decoder(model, vocab_size, _NAMES)
 
 

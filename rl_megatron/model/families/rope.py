@@ -1,5 +1,7 @@
-"""RoPE in a Hugging Face config, in the words of transformers 5, `rope_parameters`, and of transformers 4, `rope_theta`
-and `rope_scaling`."""
+"""RoPE in a Hugging Face config, in the keys of transformers 5 and of transformers 4.
+
+Transformers 5 has `rope_parameters`; transformers 4 has `rope_theta` and `rope_scaling`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from pydantic import ValidationError
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import LinearRope, Llama3Rope, ModelConfig, RopeScaling, YarnRope
 
-# Of each kind: our section, and the keys that it has on both sides.
+# For each kind of scaling: the class of our setting, and the keys that config.json and the class share.
 _KINDS: dict[str, tuple[type | None, frozenset[str]]] = {
     "default": (None, frozenset()),
     "linear": (LinearRope, frozenset({"factor"})),
@@ -35,10 +37,11 @@ DEFAULT_BASE = 10_000.0
 
 
 def read_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_base` and `rope_scaling` of the model section that a config.json describes.
+    """Return `rope_base` and `rope_scaling` of the model section that a config.json describes.
 
-    Raises: ConfigError naming what we have no maths for: another kind of scaling, a key that its kind does not have,
-        rotation of a part of each head.
+    Raises:
+        ConfigError: The kind of scaling is not supported, it has an unknown key, or only a part of each head is
+            rotated. The message names the key.
     """
     key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     parameters = dict(hf.get(key) or {})
@@ -49,15 +52,24 @@ def read_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_scaling(parameters: Mapping[str, Any], where: str, max_position_embeddings: int) -> RopeScaling | None:
-    """The scaling that one table of RoPE parameters, found at key `where`, describes."""
+    """Return the scaling that one table of RoPE parameters describes, or None.
+
+    Args:
+        parameters: The table.
+        where: The table's key in config.json, for messages.
+        max_position_embeddings: The model's context length, from which missing parameters are computed.
+
+    Raises:
+        ConfigError: A key or value is missing or not supported. The message names it.
+    """
     if parameters.get("partial_rotary_factor", 1.0) not in (None, 1.0):
         raise ConfigError(
-            f"{where}.partial_rotary_factor={parameters['partial_rotary_factor']}: only 1 is known here, RoPE on the "
-            "whole of each head"
+            f"{where}.partial_rotary_factor={parameters['partial_rotary_factor']} is not supported; it must be 1, so "
+            "that RoPE rotates whole heads"
         )
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in _KINDS:
-        raise ConfigError(f"{where}.rope_type={kind}: known here are {', '.join(_KINDS)}")
+        raise ConfigError(f"{where}.rope_type={kind} is not supported; supported types: {', '.join(_KINDS)}")
     section, keys = _KINDS[kind]
     given = {key: value for key, value in parameters.items() if key not in _OF_ALL_KINDS and value is not None}
     foreign = sorted(given.keys() - keys)
@@ -71,7 +83,7 @@ def read_scaling(parameters: Mapping[str, Any], where: str, max_position_embeddi
         given["factor"] = max_position_embeddings / given["original_max_position_embeddings"]
     if "factor" not in given:
         raise ConfigError(f"{where}.factor is missing: RoPE scaling of type {kind} needs it")
-    try:  # a 0 is how some configs say that there is none
+    try:  # some configs have 0 for a parameter that is absent
         return section(**{key: value for key, value in given.items() if value != 0 or key == "truncate"})
     except ValidationError as error:
         wrong = error.errors()[0]
@@ -79,7 +91,7 @@ def read_scaling(parameters: Mapping[str, Any], where: str, max_position_embeddi
 
 
 def write_rope(model: ModelConfig) -> dict[str, Any]:
-    """The keys of a config.json for `model`'s RoPE, for transformers 5 and for what reads configs of transformers 4."""
+    """Return the keys of config.json for the model's RoPE, in the notations of transformers 5 and transformers 4."""
     scaling = write_scaling(model.rope_scaling)
     return {
         "rope_parameters": {"rope_theta": model.rope_base, **(scaling or {"rope_type": "default"})},
@@ -89,6 +101,7 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
 
 
 def write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    """Return the table of RoPE parameters for `scaling`, without `rope_theta`, or None."""
     if scaling is None:
         return None
     keys = {key: value for key, value in asdict(scaling).items() if value is not None}

@@ -1,9 +1,9 @@
 """Weight tables: which rows of a Hugging Face tensor are which rows of a Megatron tensor.
 
-Every difference between the two layouts (query, key and value interleaved by group; gate above up; a padded
-vocabulary; experts apart or stacked) is a matter of whole rows. A table that moves rows and does nothing else converts
-bit for bit in both directions, shard by shard, and can be checked before a byte is read: each row of either side occurs
-once.
+The two formats differ only in the order of whole rows: Megatron interleaves query, key and value by group, stacks gate
+above up, pads the vocabulary and stacks experts. A table only moves rows. The conversion is therefore exact bit for bit
+in both directions, and works shard by shard. A table can be checked before a byte is read, because each row of either
+side must occur once.
 """
 
 from __future__ import annotations
@@ -21,8 +21,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Rows:
-    """`count` rows of the Hugging Face tensor `hf_name`, from row `hf_row` on, are those of the Megatron tensor `name`
-    from `row` on. The elements of a vector are its rows."""
+    """A block of rows that a Hugging Face tensor and a Megatron tensor share. The rows of a vector are its elements.
+
+    Attributes:
+        hf_name: The Hugging Face tensor.
+        hf_row: The block's first row there.
+        name: The Megatron tensor.
+        row: The block's first row there.
+        count: The number of rows.
+    """
 
     hf_name: str
     hf_row: int
@@ -33,12 +40,15 @@ class Rows:
 
 @dataclass(frozen=True)
 class WeightTable:
-    """All tensors of a model, on both sides.
+    """All tensors of a model in both formats, and the rows that they share.
 
-    hf_shapes, shapes: names and shapes, in the order of the model's layers. Megatron names are those of
-        `model.shards.pieces`, which are the same for portable modules and Transformer Engine's; its embedding and head
-        have padding rows beyond these shapes.
-    fp32: the Hugging Face tensors that stay in fp32 whatever the dtype of the others.
+    Attributes:
+        hf_shapes: The shape of each Hugging Face tensor, in the order of the model's layers.
+        shapes: The shape of each Megatron tensor, in the same order. Names are those of `model.shards.pieces`, which
+            are the same for portable modules and Transformer Engine's. The model's embedding and head have padding rows
+            beyond these shapes.
+        rows: The blocks of rows that the tensors share.
+        fp32: The Hugging Face tensors that stay in fp32, whatever the dtype of the others is.
     """
 
     hf_shapes: dict[str, Shape]
@@ -48,12 +58,12 @@ class WeightTable:
 
     @cached_property
     def of_hf(self) -> dict[str, list[Rows]]:
-        """The rows of each Hugging Face tensor."""
+        """Return the blocks of rows of each Hugging Face tensor."""
         return _grouped((rows.hf_name, rows) for rows in self.rows)
 
     @cached_property
     def of_megatron(self) -> dict[str, list[Rows]]:
-        """The rows of each Megatron tensor."""
+        """Return the blocks of rows of each Megatron tensor."""
         return _grouped((rows.name, rows) for rows in self.rows)
 
 
@@ -66,7 +76,7 @@ def _grouped(pairs: Iterable[tuple[str, Rows]]) -> dict[str, list[Rows]]:
 
 @dataclass
 class TableBuilder:
-    """Adds tensors one by one; `build()` gives the table once every row of both sides has its place."""
+    """A builder of a weight table. Tensors are added one by one, and `build` checks and returns the table."""
 
     _hf_shapes: dict[str, Shape] = field(default_factory=dict)
     _shapes: dict[str, Shape] = field(default_factory=dict)
@@ -74,13 +84,26 @@ class TableBuilder:
     _fp32: set[str] = field(default_factory=set)
 
     def same(self, hf_name: str, name: str, *shape: int, fp32: bool = False) -> None:
-        """One tensor under two names."""
+        """Add a tensor that has the same rows in both formats, under two names.
+
+        Args:
+            hf_name: The Hugging Face name.
+            name: The Megatron name.
+            *shape: The shape of the tensor.
+            fp32: True if the Hugging Face tensor stays in fp32, whatever the dtype of the others is.
+        """
         self.stacked(name, {hf_name: shape[0]}, *shape[1:])
         if fp32:
             self._fp32.add(hf_name)
 
     def stacked(self, name: str, parts: dict[str, int], *columns: int) -> None:
-        """Hugging Face tensors of so many rows each, one below the other."""
+        """Add a Megatron tensor that stacks Hugging Face tensors vertically.
+
+        Args:
+            name: The Megatron tensor.
+            parts: The number of rows of each Hugging Face tensor, from top to bottom.
+            *columns: The sizes of the other dimensions.
+        """
         start = 0
         for hf_name, count in parts.items():
             self._hf_shapes[hf_name] = (count, *columns)
@@ -89,7 +112,14 @@ class TableBuilder:
         self._shapes[name] = (start, *columns)
 
     def interleaved(self, name: str, parts: dict[str, int], groups: int, *columns: int) -> None:
-        """Hugging Face tensors, of so many rows in each group, taking turns group by group."""
+        """Add a Megatron tensor in which Hugging Face tensors alternate, group by group.
+
+        Args:
+            name: The Megatron tensor.
+            parts: The number of rows that each Hugging Face tensor has in each group, in their order within a group.
+            groups: The number of groups.
+            *columns: The sizes of the other dimensions.
+        """
         stride = sum(parts.values())
         self._shapes[name] = (groups * stride, *columns)
         start = 0
@@ -99,6 +129,11 @@ class TableBuilder:
             start += count
 
     def build(self) -> WeightTable:
+        """Return the table, after checking that every row of both sides occurs once.
+
+        Raises:
+            ValueError: A row occurs twice or is missing. The message names the tensor.
+        """
         table = WeightTable(self._hf_shapes, self._shapes, tuple(self._rows), frozenset(self._fp32))
         for shapes, of, first in (
             (table.hf_shapes, table.of_hf, lambda rows: rows.hf_row),
@@ -111,15 +146,15 @@ class TableBuilder:
                         raise ValueError(f"row {min(end, first(rows))} of {name} occurs twice, or not at all")
                     end += rows.count
                 if end != shape[0]:
-                    raise ValueError(f"{name} has {shape[0]} rows, and {end} of them have a place")
+                    raise ValueError(f"{name} has {shape[0]} rows, but {end} of them have a place")
         return table
 
 
-# --- the parts that decoders share; `hf` and `megatron` are prefixes such as "model.layers.0." ---
+# --- The parts that decoders share. `hf` and `megatron` are prefixes of names, such as "model.layers.0.". ---
 
 
 def embeddings(table: TableBuilder, model: ModelConfig, vocab_size: int) -> None:
-    """The embedding, the final norm and, where it is not the embedding, the head."""
+    """Add the embedding, the final norm and, if it is not tied to the embedding, the head."""
     hidden = model.hidden_size
     table.same("model.embed_tokens.weight", "embedding.word_embeddings.weight", vocab_size, hidden)
     table.same("model.norm.weight", "decoder.final_layernorm.weight", hidden)
@@ -128,7 +163,7 @@ def embeddings(table: TableBuilder, model: ModelConfig, vocab_size: int) -> None
 
 
 def attention(table: TableBuilder, model: ModelConfig, hf: str, megatron: str) -> None:
-    """The norm before attention; queries, keys and values, which Megatron keeps group by group; the output."""
+    """Add queries, keys and values, which Megatron interleaves by group, their norms if any, and the output."""
     hidden, head_dim, groups = model.hidden_size, head_size(model), model.num_query_groups
     hf, megatron = f"{hf}self_attn.", f"{megatron}self_attention."
     queries = model.num_attention_heads // groups * head_dim
@@ -145,18 +180,18 @@ def attention(table: TableBuilder, model: ModelConfig, hf: str, megatron: str) -
 
 
 def gated_mlp(table: TableBuilder, hf: str, megatron: str, hidden: int, ffn: int) -> None:
-    """down(act(gate·x) · up·x); Megatron keeps gate above up."""
+    """Add the MLP down(act(gate·x) · up·x). Megatron stacks gate above up."""
     gate_and_up = {f"{hf}gate_proj.weight": ffn, f"{hf}up_proj.weight": ffn}
     table.stacked(f"{megatron}linear_fc1.weight", gate_and_up, hidden)
     table.same(f"{hf}down_proj.weight", f"{megatron}linear_fc2.weight", hidden, ffn)
 
 
 def dense_decoder(model: ModelConfig, vocab_size: int) -> WeightTable:
-    """LLaMA's names: of Llama, Mistral, Qwen2 and Qwen3."""
+    """Return the table of a dense decoder with Llama's names, as Llama, Mistral, Qwen2 and Qwen3 have."""
     table, hidden = TableBuilder(), model.hidden_size
     for layer in range(model.num_layers):
         hf, megatron = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        # Megatron's names are Transformer Engine's, where a norm belongs to the linear that follows it.
+        # Megatron's names are those of Transformer Engine, in which a norm belongs to the linear that follows it.
         table.same(f"{hf}input_layernorm.weight", f"{megatron}self_attention.linear_qkv.layer_norm_weight", hidden)
         attention(table, model, hf, megatron)
         table.same(f"{hf}post_attention_layernorm.weight", f"{megatron}mlp.linear_fc1.layer_norm_weight", hidden)
@@ -167,7 +202,7 @@ def dense_decoder(model: ModelConfig, vocab_size: int) -> WeightTable:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What a family calls the parts of a mixture within a layer: router, experts, an expert's three linears."""
+    """A family's names for the parts of a mixture of experts: router, experts and the three linears of an expert."""
 
     router: str
     experts: str
@@ -177,7 +212,7 @@ class ExpertNames:
 
 
 def mixture_of_experts(table: TableBuilder, model: ModelConfig, names: ExpertNames, hf: str, megatron: str) -> None:
-    """Add the router, and each expert on its own, as `model.shards.pieces` names them."""
+    """Add the router and each single expert. Megatron names are those of `model.shards.pieces`."""
     hidden, ffn = model.hidden_size, model.expert_ffn_hidden_size or model.ffn_hidden_size
     experts = num_experts(model)
     table.same(f"{hf}{names.router}.weight", f"{megatron}mlp.router.weight", experts, hidden)
@@ -189,13 +224,13 @@ def mixture_of_experts(table: TableBuilder, model: ModelConfig, names: ExpertNam
 
 
 def mixture_decoder(model: ModelConfig, vocab_size: int, names: ExpertNames) -> WeightTable:
-    """A mixture of experts in every layer, the rest as LLaMA: of Mixtral and Qwen3-MoE."""
+    """Return the table of a decoder with experts in every layer and Llama's other names: Mixtral and Qwen3-MoE."""
     table, hidden = TableBuilder(), model.hidden_size
     for layer in range(model.num_layers):
         hf, megatron = f"model.layers.{layer}.", f"decoder.layers.{layer}."
         table.same(f"{hf}input_layernorm.weight", f"{megatron}self_attention.linear_qkv.layer_norm_weight", hidden)
         attention(table, model, hf, megatron)
-        # No one linear follows this norm, so that it keeps its own name.
+        # A router and several linears follow this norm, so it keeps its own name.
         table.same(f"{hf}post_attention_layernorm.weight", f"{megatron}pre_mlp_layernorm.weight", hidden)
         mixture_of_experts(table, model, names, hf, megatron)
     embeddings(table, model, vocab_size)

@@ -1,0 +1,1 @@
+"""Heads of models: deferred logits for a language model, and a score per token."""

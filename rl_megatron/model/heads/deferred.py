@@ -1,5 +1,7 @@
-"""What a language model's head gives the losses: its input, from which they take the logits they need, or the logits
-as they are."""
+"""Two ways to give losses the logits of a language model's head without a copy: computed when read, or as a view.
+
+Both replace the head's forward function while the model runs.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,24 @@ from rl_megatron.model.heads.score import ScoreHead
 
 @dataclass(frozen=True)
 class DeferredHead:
-    """The head of the model's last stage, where this rank has it and it is a language model's.
+    """The language model head of this rank, whose logits are computed only when the loss reads them.
 
-    The head is still called as the module that it is: whatever hooks it has (megatron-core's DDP waits in one for
-    parameters that are being gathered) run in their place.
+    The model still calls the head module, so its hooks run as usual. megatron-core's DDP, for example, waits in a hook
+    for parameters that are being gathered.
+
+    Attributes:
+        model: The model chunk that has the head.
+        sequence_shards: The number of sequence-parallel ranks over which the head's input is split.
+        block_tokens: The number of tokens of a token block, or None to choose it automatically.
     """
 
     model: GPTModel
-    sequence_shards: int  # parts of its input's first dimension over sequence-parallel ranks
+    sequence_shards: int
     block_tokens: int | None
 
     @classmethod
     def of(cls, model_chunks: list[torch.nn.Module], block_tokens: int | None) -> DeferredHead | None:
-        """None where no chunk of this rank has a language model's head."""
+        """Return the head of the model chunks, or None if none of them has a language model head."""
         model = _model_with_head(model_chunks)
         if model is None:
             return None
@@ -39,52 +46,58 @@ class DeferredHead:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Within, the model gives the head's input [S, B, H] in the place of logits [B, S, V/tp]."""
+        """Let the model return the head's input [S, B, H] instead of logits [B, S, V/tp] within the block."""
         head = self.model.output_layer
 
         def forward(hidden: Tensor, weight: Tensor | None = None, **unused) -> tuple[Tensor, None]:
-            return hidden.transpose(0, 1), None  # the model transposes what the head gives: hidden again, uncopied
+            return hidden.transpose(0, 1), None  # the model transposes the head's output back, without a copy
 
         with _forward_of(head, forward):
             yield
 
     def logits(self, hidden: Tensor) -> DeferredLogits:
-        """Return the logits of `hidden`, the model's output while `in_use`, computed when they are read."""
+        """Return the logits of `hidden`, which is the model's output within `in_use`. They are computed when read.
+
+        Raises:
+            RuntimeError: The head has neither its own weight nor one that it shares with the embedding.
+        """
         head, shared = self.model.output_layer, self.model.share_embeddings_and_output_weights
         weight = self.model.shared_embedding_or_output_weight() if shared else head.weight
         if weight is None:
-            raise RuntimeError("the head has no weight of its own, and the model shares none with it")
+            raise RuntimeError("the head has no weight, and the model shares none with it")
         return DeferredLogits(hidden, weight, self.sequence_shards, self.block_tokens)
 
 
 @dataclass(frozen=True)
 class UncopiedHead:
-    """The head of the model's last stage, whose logits [S, B, V/tp] the losses see as [B, S, V/tp]. Left to itself the
-    model copies them into that order, and autograd copies their gradient back."""
+    """The language model head of this rank, whose logits [S, B, V/tp] losses see as a view [B, S, V/tp].
+
+    By default the model copies the logits into that order, and autograd copies their gradient back.
+    """
 
     model: GPTModel
 
     @classmethod
     def of(cls, model_chunks: list[torch.nn.Module]) -> UncopiedHead | None:
-        """None where no chunk of this rank has a language model's head."""
+        """Return the head of the model chunks, or None if none of them has a language model head."""
         model = _model_with_head(model_chunks)
         return None if model is None else cls(model)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Within, the model gives [S, B, V/tp]."""
+        """Let the model return logits [S, B, V/tp] within the block."""
         head = self.model.output_layer
         compute = head.forward
 
         def forward(*args, **kwargs) -> tuple[Tensor, Tensor | None]:
             logits, bias = compute(*args, **kwargs)
-            return logits.transpose(0, 1), bias  # the model transposes what the head gives: as it was, uncopied
+            return logits.transpose(0, 1), bias  # the model transposes the head's output back, without a copy
 
         with _forward_of(head, forward):
             yield
 
     def logits(self, output: Tensor) -> Tensor:
-        """[B, S, V/tp], a view of what the model gave."""
+        """Return logits [B, S, V/tp] as a view of the model's output within `in_use`."""
         return output.transpose(0, 1)
 
 
@@ -95,7 +108,7 @@ def _model_with_head(model_chunks: list[torch.nn.Module]) -> GPTModel | None:
 
 @contextmanager
 def _forward_of(head: torch.nn.Module, forward: Callable) -> Iterator[None]:
-    """Puts `forward` on the module itself, before its class's, and then back what was there."""
+    """Let `head` use `forward` within the block, as an attribute of the instance, and restore it afterwards."""
     before = vars(head).get("forward")
     head.forward = forward
     try:

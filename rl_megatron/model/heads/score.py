@@ -1,4 +1,4 @@
-"""A head that gives one number a token: what a reward model scores with, and a critic values with."""
+"""A head that gives one number per token: the score of a reward model or the value of a critic."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rl_megatron.topology.topology import Topology
 
 
 class ScoreHead(MegatronModule):
-    """score = w·h in fp32, in the place of a GPTModel's output layer, and called as one.
+    """The head score = w·h in fp32. It replaces a GPTModel's output layer and is called like it.
 
-    w is whole on every tensor-parallel rank, and each of them computes every score: one vector is not worth a
-    collective. Their gradients are therefore equal and are not summed; under sequence parallelism the hidden states are
-    gathered first, and backward takes each rank's part of the tokens.
+    w is whole on every tensor-parallel rank, and each rank computes every score, because one vector is not worth a
+    collective. The ranks' gradients are therefore equal and are not summed. Under sequence parallelism the hidden
+    states are gathered first, and backward keeps each rank's part of the tokens.
 
-    Shapes: hidden [S, B, H] (sequence parallel: [S/tp, B, H]) → [S, B, 1].
+    Shapes: hidden is [S, B, H], or [S/tp, B, H] under sequence parallelism; the result is [S, B, 1].
     """
 
     def __init__(self, config: TransformerConfig, topology: Topology):
@@ -28,6 +28,7 @@ class ScoreHead(MegatronModule):
         self.tp_group = topology.groups.tp  # megatron-core's checkpointing reads it too
 
     def forward(self, hidden: Tensor, weight: None = None, runtime_gather_output: bool | None = None):
+        """Return (scores [S, B, 1] in fp32, None). The other arguments of an output layer have no effect."""
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.tp_group

@@ -1,5 +1,7 @@
-"""Causal attention on torch's scaled_dot_product_attention, for the CPU and for GPUs without Transformer Engine: padded
-or packed rows, whole or cut over context-parallel ranks, grouped queries, sliding window."""
+"""Causal attention on torch's scaled_dot_product_attention, for the CPU and for GPUs without Transformer Engine.
+
+It supports padded batches and packs, context parallelism, grouped queries and sliding windows.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +26,31 @@ from rl_megatron.topology.context_parallel import gather_and_reduce, zigzag_gath
 
 @dataclass
 class PortablePacking(PackedSeqParams):
-    """Packed rows as they travel through megatron-core's layers to `PortableRotaryEmbedding` and `PortableAttention`.
-    To the modules in between, a packed row is a batch of one long row."""
+    """The sequences of a pack, for `PortableRotaryEmbedding` and `PortableAttention`.
+
+    megatron-core passes it through the layers. For the modules in between, a pack is a batch of one long sequence.
+    """
 
     sequences: PackedSequences = field(kw_only=True)
     qkv_format: str = field(default="sbhd", init=False)
 
 
 class PortableRotaryEmbedding(RotaryEmbedding):
-    """megatron-core's RoPE, with each token of a packed row at its position in its own sequence: one lookup for the
-    whole pack, where megatron-core loops over sequences in every layer.
+    """megatron-core's RoPE, in which each token of a pack has its position in its own sequence.
 
-    Where layers with a window have frequencies of their own (`local_frequencies` [D/2]), the angles of both kinds lie
-    side by side, [S, 2, 1, D], and `PortableSelfAttention` takes its own: megatron-core hands one tensor to all layers.
+    One lookup gives the angles of the whole pack; megatron-core would loop over sequences in every layer.
+
+    If layers with a window have their own frequencies (`local_frequencies` [D/2]), the angles of both kinds are side by
+    side, [S, 2, 1, D], because megatron-core passes one tensor to all layers. `PortableSelfAttention` selects its own.
     """
 
     local_frequencies: Tensor | None = None
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """Return the angles of `max_seq_len` positions from `offset` on.
+
+        The shape is [S, 1, 1, D], or [S, 2, 1, D] if layers with a window have their own frequencies.
+        """
         angles = super().get_emb(max_seq_len, offset)
         if self.local_frequencies is None:
             return angles
@@ -57,6 +66,7 @@ class PortableRotaryEmbedding(RotaryEmbedding):
         transformer_config: TransformerConfig,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> int | PackedSequences:
+        """Return the argument for `forward`: the sequences of a pack, or the sequence length of a padded batch."""
         if isinstance(packed_seq_params, PortablePacking):
             return packed_seq_params.sequences
         return super().get_rotary_seq_len(
@@ -64,15 +74,17 @@ class PortableRotaryEmbedding(RotaryEmbedding):
         )
 
     def forward(self, max_seq_len: int | PackedSequences, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the angles of this rank's tokens, given the sequences of a pack or the length of a padded batch."""
         if isinstance(max_seq_len, PackedSequences):
             return self.get_emb(max_seq_len.longest)[max_seq_len.positions]
         return super().forward(max_seq_len, *args, **kwargs)
 
 
 class PortableSelfAttention(SelfAttention):
-    """megatron-core's, with the layer's own RoPE where layers with and without a window differ in it."""
+    """megatron-core's self-attention, which selects the layer's RoPE if layers with a window have their own."""
 
     def forward(self, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Return megatron-core's result with the RoPE angles of this layer."""
         if rotary_pos_emb is not None and rotary_pos_emb.size(1) == 2:
             own = 0 if sliding_window(self.config, self.layer_number) is None else 1
             rotary_pos_emb = rotary_pos_emb[:, own : own + 1]
@@ -80,14 +92,14 @@ class PortableSelfAttention(SelfAttention):
 
 
 class PortableAttention(torch.nn.Module):
-    """softmax(QKᵀ·scale + mask)·V per head, each token looking at itself and at the `sliding_window − 1` tokens before
-    it (all before it without a window); grouped queries; no parameters.
+    """The attention softmax(QKᵀ·scale + mask)·V per head, with grouped queries and without parameters.
 
-    Under context parallelism the queries stay on their rank, and keys and values are gathered over the group, together
-    and once, with a reduce-scatter in backward.
+    Each token attends to itself and to the `sliding_window − 1` tokens before it, or to all tokens before it if there
+    is no window. Under context parallelism the queries stay on their rank. Keys and values are gathered over the group
+    in one all-gather, whose backward is a reduce-scatter.
 
-    Shapes (positions S of the rank, batch B, heads N, key/value heads G, head dim D): query [S, B, N, D]; key, value
-    [S, B, G, D]; result [S, B, N·D]. Packed rows: B = 1.
+    Shapes (positions S of the rank, batch B, heads N, key/value heads G, head dim D): query is [S, B, N, D]; key and
+    value are [S, B, G, D]; the result is [S, B, N·D]. A pack has B = 1.
     """
 
     def __init__(
@@ -100,7 +112,7 @@ class PortableAttention(torch.nn.Module):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-        **_: object,  # later megatron-core versions pass more; this attention needs none of it
+        **_: object,  # later versions of megatron-core pass more arguments, which are not needed here
     ):
         super().__init__()
         if attn_mask_type is not AttnMaskType.causal:
@@ -120,10 +132,15 @@ class PortableAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **_: object,
     ) -> Tensor:
+        """Return the attention's output [S, B, N·D] for a padded batch or, if `packed_seq_params` is given, for a pack.
+
+        Raises:
+            TypeError: `packed_seq_params` is not a `PortablePacking`.
+        """
         if packed_seq_params is None:
             return self._padded(query, key, value)
         if not isinstance(packed_seq_params, PortablePacking):
-            raise TypeError(f"PortableAttention takes a PortablePacking, got {type(packed_seq_params).__name__}")
+            raise TypeError(f"PortableAttention needs a PortablePacking, got {type(packed_seq_params).__name__}")
         return self._packed(query, key, value, packed_seq_params.sequences)
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -137,7 +154,10 @@ class PortableAttention(torch.nn.Module):
         return attend(query, key, value, mask, self.softmax_scale)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
-        """Rows of like length are unpacked and attend together: no work on pairs of different sequences."""
+        """Return the output for a pack. Sequences of similar length are unpacked into one batch and attend together.
+
+        So no scores are computed between tokens of different sequences.
+        """
         whole = gather_and_reduce(torch.cat([key, value], dim=-1)[:, 0], self.cp_group)
         outputs = []
         for bucket in sequences.buckets:
@@ -154,33 +174,39 @@ class PortableAttention(torch.nn.Module):
 
 
 def sliding_window(config: TransformerConfig, layer_number: int) -> int | None:
-    """Return how many tokens a token looks at in a layer, itself included, or None for all.
+    """Return the number of tokens that a token attends to in a layer, itself included, or None for all before it.
 
     Args:
-        config: its `window_size` counts the tokens to each side, without the token itself.
-        layer_number: counted from 1.
+        config: megatron-core's config. Its `window_size` counts the tokens on each side, without the token itself.
+        layer_number: The number of the layer, from 1 on.
     """
     window, skips = config.window_size, config.window_attn_skip_freq
     if window is None:
         return None
-    # The function takes None too, which its annotation leaves out.
+    # The function accepts None, which its annotation omits.
     has_window = is_layer_window_attention(window, skips, layer_number)  # pyright: ignore[reportArgumentType]
     return window[0] + 1 if has_window else None
 
 
 @lru_cache(maxsize=4)
 def _zigzag_mask(length: int, cp_rank: int, cp_size: int, window: int | None, device: torch.device) -> Tensor:
-    """The same for every layer, and mostly for every microbatch."""
+    """Return the mask of a rank's zigzag slices. It is cached, because layers and most microbatches share it."""
     return causal_mask(zigzag_positions(length, cp_rank, cp_size, device), length, window)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Scaled dot-product attention in megatron-core's [S, B, heads, D] layout, causal unless a mask is given.
+    """Return scaled dot-product attention [S_q, B, N·D] of tensors in megatron-core's layout.
 
-    `mask`: boolean, broadcastable to [B, N, S_q, S_k], true where a query may look.
+    Args:
+        query: [S_q, B, N, D].
+        key: [S_k, B, G, D].
+        value: [S_k, B, G, D].
+        mask: Boolean, broadcastable to [B, N, S_q, S_k], and true if a query may attend to a key. None means causal
+            attention.
+        scale: The factor of the scores. None means 1/√D.
     """
     if mask is not None and key.size(2) != query.size(2):
-        # On a GPU only the kernel that keeps all scores takes both a mask and grouped queries.
+        # On a GPU, only the kernel that stores all scores supports a mask together with grouped queries.
         key, value = (x.repeat_interleave(query.size(2) // x.size(2), dim=2) for x in (key, value))
     output = scaled_dot_product_attention(
         query.permute(1, 2, 0, 3),

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2 and -V3): keys and values of all heads come of one small latent a token."""
+"""Multi-head latent attention (DeepSeek-V2 and -V3): a token's keys and values are computed from one small latent."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ from rl_megatron.model.layers.attention import PortableAttention
 from rl_megatron.model.layers.norms import PortableRMSNorm
 from rl_megatron.model.layers.rope import rotary_scale
 
-LATENT_NORM_EPSILON = 1e-6  # of DeepSeek's models, whatever the ε of their other norms
+LATENT_NORM_EPSILON = 1e-6  # DeepSeek's models have this ε here, whatever the ε of their other norms is
 
 
 class ReplicatedLinear(torch.nn.Linear):
-    """x·Wᵀ, whole on every tensor-parallel rank: of each rank's own tokens under sequence parallelism, where its
-    gradient is marked for the all-reduce, and of all of them without."""
+    """The product x·Wᵀ with the whole W on every tensor-parallel rank.
+
+    Under sequence parallelism each rank computes it for its own tokens, and the gradient of W is marked for the
+    all-reduce. Otherwise each rank computes it for all tokens.
+    """
 
     def __init__(self, config: TransformerConfig, in_features: int, out_features: int):
         super().__init__(
@@ -41,17 +44,19 @@ class ReplicatedLinear(torch.nn.Linear):
 
 
 class LatentAttention(MegatronModule):
-    """Stands where megatron-core's self-attention does, on its linears, with the modules' names of its own
-    MLASelfAttention. That one refuses to be given RoPE's angles, has no packed rows but Transformer Engine's, and
-    leaves each tensor-parallel rank with its own heads' part of the gradient of the key that all heads share.
+    """Multi-head latent attention that replaces megatron-core's self-attention and is built from its linears.
+
+    Its modules have the names of megatron-core's MLASelfAttention. That class is not used for three reasons: it refuses
+    RoPE angles as an argument, it supports packs only with Transformer Engine, and each tensor-parallel rank gets only
+    its own heads' part of the gradient of the key that all heads share.
 
         c_q = norm(W_dq·h)          q = W_uq·c_q       [nope + rope] per head; without `q_lora_rank`, q = W_q·h
         c_kv, k_r = W_dkv·h         k, v = W_ukv·norm(c_kv)   [nope + v] per head
         scores = [q_nope, rope(q_rope)] · [k, rope(k_r)]
 
-    RoPE turns neighbours (x₀, x₁), (x₂, x₃), …: they are sorted into halves first.
+    RoPE rotates neighbours (x₀, x₁), (x₂, x₃), …. They are sorted into halves first, as megatron-core expects them.
 
-    Shapes: hidden [S, B, H] or, sequence-parallel, [S/tp, B, H]; result alike.
+    Shapes: hidden is [S, B, H], or [S/tp, B, H] under sequence parallelism; the result has the same shape.
 
     Source: DeepSeek-AI 2024 (arXiv:2405.04434), §2.1.
     """
@@ -62,7 +67,7 @@ class LatentAttention(MegatronModule):
         layer_number: int,
         model: ModelConfig,
         pg_collection: ProcessGroupCollection,
-        **_: object,  # what megatron-core passes to any attention
+        **_: object,  # arguments that megatron-core passes to every attention
     ):
         super().__init__(config)
         self.layer_number, self.tp_group = layer_number, pg_collection.tp
@@ -105,6 +110,7 @@ class LatentAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
+        """Return (the attention's output, None), both as megatron-core's self-attention does."""
         query = self._query(hidden_states, rotary_pos_emb)
         key, value = self._key_and_value(hidden_states, rotary_pos_emb)
 
@@ -126,9 +132,9 @@ class LatentAttention(MegatronModule):
     def _key_and_value(self, hidden: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
         latent, shared = self.linear_kv_down_proj(hidden).split([self.shape.latent, self.shape.rope], dim=-1)
         if self.config.sequence_parallel:
-            shared = gather_from_sequence_parallel_region(shared, group=self.tp_group)  # backward adds up all heads'
+            shared = gather_from_sequence_parallel_region(shared, group=self.tp_group)  # backward sums over all heads
         else:
-            shared = copy_to_tensor_model_parallel_region(shared, group=self.tp_group)  # so does this one's
+            shared = copy_to_tensor_model_parallel_region(shared, group=self.tp_group)  # backward sums here, too
         both, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
         of_heads = both.unflatten(-1, (-1, self.shape.key_and_value))
         key, value = of_heads.split([self.shape.nope, self.shape.value], dim=-1)
@@ -136,6 +142,6 @@ class LatentAttention(MegatronModule):
         return torch.cat([key, shared], dim=-1), value.contiguous()
 
     def _turn(self, x: Tensor, angles: Tensor) -> Tensor:
-        """RoPE of [S, B, heads, rope]."""
+        """Return [S, B, heads, rope] rotated by RoPE."""
         sorted_ = torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
         return apply_rotary_pos_emb(sorted_, angles, self.config, mscale=self.rotary_scale, cp_group=self.tp_group)

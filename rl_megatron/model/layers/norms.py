@@ -1,4 +1,4 @@
-"""RMSNorm on plain torch, and the residual connection of layers that norm what they add as well."""
+"""RMSNorm on plain torch, and the residual connection of layers that also norm the output of attention and MLP."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from torch.nn.functional import rms_norm
 
 
 class PortableRMSNorm(torch.nn.RMSNorm):
-    """y = x / sqrt(mean(x²) + ε) · w, or · (1 + w) where the config's norms are zero-centred, accumulated in fp32;
-    under sequence parallelism its gradient is marked for the all-reduce over the tensor-parallel ranks, each of which
-    saw its own part of the sequence."""
+    """The norm y = x / sqrt(mean(x²) + ε) · w, or · (1 + w) if the config's norms are zero-centred.
+
+    It is accumulated in fp32. Under sequence parallelism the weight's gradient is marked for the all-reduce over the
+    tensor-parallel ranks, because each of them saw only its own part of the sequence.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
@@ -22,21 +24,26 @@ class PortableRMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the normed `x` in its own dtype."""
         if not self.zero_centered:
             return super().forward(x)
-        # 1 + w in bf16 would lose what w says: the sum and the product are fp32, as in Gemma's own code.
+        # In bf16, 1 + w would lose most digits of w. The sum and the product are fp32, as in Gemma's own code.
         return rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).type_as(x)
 
 
 class NormedResidual(torch.nn.Module):
-    """residual + norm(x), in the place of megatron-core's bias-dropout-add: a norm after attention or MLP, within the
-    residual branch (Gemma 2 and 3)."""
+    """The residual connection residual + norm(x), with a norm after attention or MLP (Gemma 2 and 3).
+
+    It replaces megatron-core's bias-dropout-add.
+    """
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
         self.norm = PortableRMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> Callable[[tuple[Tensor, None], Tensor, float], Tensor]:
+        """Return a function of (output and bias, residual, dropout), which megatron-core calls."""
+
         def add(output_and_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
             return residual + self.norm(output_and_bias[0])
 

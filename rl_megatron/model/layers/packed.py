@@ -1,4 +1,4 @@
-"""Where the sequences of a packed row lie on this rank: computed once for a microbatch, for every chunk and layer."""
+"""The positions of a pack's sequences on this rank, computed once per microbatch for all model chunks and layers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from rl_megatron.topology.token_layout import zigzag_places
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences of like length (none twice as long as another) as rows that attend together, padded to the longest, L.
+    """b sequences of similar length, which attend together as a batch padded to the length L of the longest.
 
-    keys: [b·L] where each row's positions lie among all ranks' tokens, in rank order.
-    queries: [b·L/cp] where each row's positions on this rank lie among this rank's tokens.
-    positions: [b, L/cp] of these queries within their sequence.
+    No sequence is twice as long as another. Positions beyond a sequence's end read arbitrary tokens: no query within
+    the sequence attends to them, and the output of queries beyond the end is dropped.
 
-    What is past a row's end reads any token: no query within the row looks that far, and what a query past it finds is
-    dropped.
+    Attributes:
+        keys: [b·L] The index of each position of each sequence among all ranks' tokens, in rank order.
+        queries: [b·L/cp] The index of each of this rank's positions among this rank's tokens.
+        positions: [b, L/cp] The positions of these queries within their sequences.
+        key_shape: (b, L).
     """
 
     keys: Tensor
@@ -34,12 +36,16 @@ class Bucket:
 
     @property
     def query_shape(self) -> tuple[int, int]:
+        """Return (b, L/cp)."""
         num_sequences, length = self.positions.shape
         return num_sequences, length
 
     def mask(self, window: int | None) -> Tensor | None:
-        """[b, 1, L/cp, L], which keys a query looks at; None where plain causal attention says it. Made once for all
-        layers."""
+        """Return the mask [b, 1, L/cp, L], true if a query attends to a key. It is made once for all layers.
+
+        The result is None if plain causal attention needs no mask: without context parallelism and without a window
+        shorter than L.
+        """
         if window not in self._masks:
             length = self.key_shape[1]
             plain = self.query_shape == self.key_shape and (window is None or window >= length)
@@ -49,11 +55,13 @@ class Bucket:
 
 @dataclass(frozen=True)
 class PackedSequences:
-    """The sequences of one packed row, each padded, cut zigzag over context-parallel ranks.
+    """The sequences of one pack of T tokens, each padded and split zigzag over context-parallel ranks.
 
-    positions: [T/cp] of this rank's tokens within their sequences.
-    slots: [T/cp] where this rank's tokens lie among the queries of all buckets, one bucket after the other.
-    longest: the longest padded length.
+    Attributes:
+        positions: [T/cp] The positions of this rank's tokens within their sequences.
+        slots: [T/cp] The index of each of this rank's tokens among the queries of all buckets, in order.
+        buckets: The sequences by length.
+        longest: The longest padded length.
     """
 
     positions: Tensor
@@ -65,19 +73,19 @@ class PackedSequences:
     def of(
         cls, padded_lengths: Sequence[int], cp_group: dist.ProcessGroup | None, device: torch.device
     ) -> PackedSequences:
-        """Return the rows of a pack.
+        """Return the sequences of a pack.
 
         Args:
-            padded_lengths: Tokens of each sequence in the pack, padding included, over all ranks; multiples of 2·cp
-                under context parallelism.
-            cp_group: The context-parallel ranks that share the row; None for one rank.
-            device: Where the model runs.
+            padded_lengths: The length of each sequence in tokens, padding included, over all ranks. Under context
+                parallelism they are multiples of 2·cp.
+            cp_group: The context-parallel ranks that share the pack, or None for one rank.
+            device: The device of the model.
         """
         cp_size, cp_rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
         padded = torch.tensor(padded_lengths)
         start, local_length, num_local = padded.cumsum(0) - padded, padded // cp_size, sum(padded_lengths) // cp_size
         sequence_of = torch.arange(len(padded_lengths)).repeat_interleave(local_length)
-        within = torch.arange(num_local) - (start // cp_size)[sequence_of]  # this rank's part of its sequence
+        within = torch.arange(num_local) - (start // cp_size)[sequence_of]  # index in this rank's part of a sequence
         slice_length = (padded // zigzag_slices(cp_size))[sequence_of]
         head = cp_rank * slice_length + within
         tail = (zigzag_slices(cp_size) - 1 - cp_rank) * slice_length + within - slice_length
@@ -91,11 +99,11 @@ class PackedSequences:
             length = max(padded_lengths[sequence] for sequence in members)
             place_in_bucket = torch.full((len(padded_lengths),), -1)
             place_in_bucket[members] = torch.arange(len(members))
-            mine = (place_in_bucket[sequence_of] >= 0).nonzero()[:, 0]  # this rank's tokens of these sequences
-            slot = place_in_bucket[sequence_of[mine]] * (length // cp_size) + within[mine]
+            tokens = (place_in_bucket[sequence_of] >= 0).nonzero()[:, 0]  # this rank's tokens of these sequences
+            slot = place_in_bucket[sequence_of[tokens]] * (length // cp_size) + within[tokens]
             queries, query_positions = torch.zeros(2, len(members) * length // cp_size, dtype=torch.long)
-            queries[slot], query_positions[slot] = mine, positions[mine]
-            slots[mine] = num_slots + slot
+            queries[slot], query_positions[slot] = tokens, positions[tokens]
+            slots[tokens] = num_slots + slot
             num_slots += len(queries)
             keys = zigzag_places(padded[members], start[members], padded[members], length, num_local, cp_size)
             buckets.append(
@@ -110,8 +118,10 @@ class PackedSequences:
 
 
 def causal_mask(positions: Tensor, length: int, window: int | None) -> Tensor:
-    """[…, q, length], true where the query at `positions` […, q] may look at key 0 … length − 1: itself and what is
-    before it, or of that the nearest `window`."""
+    """Return a mask […, q, length], true if the query at `positions` […, q] may attend to key 0 … length − 1.
+
+    A query attends to itself and to all keys before it or, with a window, to the nearest `window` of these.
+    """
     keys = torch.arange(length, device=positions.device)
     before = keys <= positions[..., None]
     return before if window is None else before & (keys > positions[..., None] - window)

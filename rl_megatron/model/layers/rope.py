@@ -1,4 +1,4 @@
-"""RoPE's frequencies, plain or scaled for contexts longer than a model was first trained on."""
+"""The frequencies of RoPE, plain or scaled for contexts longer than those of the model's first training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_megatron.config.schema import Llama3Rope, RopeScaling, YarnRope
 
 
 def frequencies(dim: int, base: float, scaling: RopeScaling | None) -> Tensor:
-    """[dim/2] in fp32, radians per position: base^(−2i/dim), scaled."""
+    """Return RoPE's frequencies [dim/2] in fp32, in radians per position: base^(−2i/dim), scaled by `scaling`."""
     plain = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if scaling is None:
         return plain
@@ -28,8 +28,10 @@ def frequencies(dim: int, base: float, scaling: RopeScaling | None) -> Tensor:
 
 
 def _ramp(dim: int, base: float, scaling: YarnRope) -> Tensor:
-    """[dim/2] from 0, for what turns beta_fast times or more in the original context, to 1, beta_slow times or less;
-    linear in the index of the frequency."""
+    """Return YaRN's ramp [dim/2] from 0 to 1, linear in the index of the frequency.
+
+    It is 0 for frequencies with beta_fast or more turns in the original context, and 1 for beta_slow or fewer.
+    """
 
     def index(turns: float) -> float:
         return dim * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(base))
@@ -38,12 +40,12 @@ def _ramp(dim: int, base: float, scaling: YarnRope) -> Tensor:
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
-    width = last - first if last != first else 0.001  # of a step
+    width = last - first if last != first else 0.001  # avoids a division by 0; the ramp is then a step
     return ((torch.arange(dim // 2, dtype=torch.float32) - first) / width).clamp(0.0, 1.0)
 
 
 def rotary_scale(scaling: RopeScaling | None) -> float:
-    """What YaRN multiplies rotated queries and keys with."""
+    """Return the factor by which YaRN multiplies rotated queries and keys. It is 1 for other scalings."""
     if not isinstance(scaling, YarnRope):
         return 1.0
     if scaling.attention_factor is not None:
@@ -54,4 +56,5 @@ def rotary_scale(scaling: RopeScaling | None) -> float:
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
+    """Return YaRN's 0.1·mscale·ln(factor) + 1, or 1 if `factor` is at most 1."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

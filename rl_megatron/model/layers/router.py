@@ -1,4 +1,4 @@
-"""The router of a mixture of experts, with a load-balancing loss that is scaled like the loss it is added to."""
+"""The router of a mixture of experts. Its load-balancing loss is scaled like the loss to which it is added."""
 
 from __future__ import annotations
 
@@ -12,36 +12,44 @@ from torch import Tensor
 
 
 class BalancedRouter(TopKRouter):
-    """megatron-core's top-k router with a balancing loss of our own, off unless `model.router_aux_loss` c is above 0:
+    """megatron-core's top-k router with a different balancing loss. It is on if `model.router_aux_loss` c is above 0.
 
         L_aux = c · Σ_layers Σ_m (T_m / T) · (E / k) · Σ_i f_i·P_i
         f_i = share of microbatch m's T_m tokens that go to expert i      P_i = mean probability of expert i over them
 
-    (1·c per layer where experts are used evenly), a mean over the T tokens of the global batch, as the losses' own
-    denominators are counted: before the first forward. Padding and rows without weight are no tokens. Tokens of a
-    microbatch are those of all tensor- and context-parallel ranks; microbatches and data-parallel ranks each balance
-    their own, so L_aux, by its nature, depends on which rows share a microbatch. No other layout changes it.
+    If experts are used evenly, each layer adds c. The loss is a mean over the T tokens of the global batch. Like the
+    losses' denominators, T is counted before the first forward. Padding and sequences with zero loss weight do not
+    count. The tokens of a microbatch are those of all tensor- and context-parallel ranks. Every microbatch of every
+    data-parallel rank is balanced separately, so L_aux depends on which sequences share a microbatch, but on no other
+    part of the layout.
 
-    megatron-core scales its own by token counts that its optimizer step divides by and ours does not, counts padding,
-    and is NaN for a microbatch without tokens (NVIDIA/Megatron-LM issues 1652 and 1984).
+    megatron-core's own balancing loss is not used for three reasons: it is scaled by token counts by which
+    megatron-core's optimizer step divides and ours does not, it counts padding, and it is NaN for a microbatch without
+    tokens (NVIDIA/Megatron-LM issues 1652 and 1984).
 
     Source: Fedus et al. 2021 (arXiv:2101.03961), eq. 4–6.
+
+    Attributes:
+        step_tokens: T of the current step.
+        reported: This rank's part of L_aux in the current step.
+        expert_bias: megatron-core's buffer, or None if the router has no bias.
+        visits: [experts] The tokens of this rank per expert in the current step, or None if they do not move the bias.
     """
 
-    step_tokens: Tensor | None = None  # T, of the step under way
-    reported: Tensor | None = None  # this rank's part of L_aux in the step under way
-    expert_bias: Tensor | None  # megatron-core's buffer; None where the router has no bias
-    visits: Tensor | None = None  # [experts] tokens of this rank in the step under way, where they move the bias
+    step_tokens: Tensor | None = None
+    reported: Tensor | None = None
+    expert_bias: Tensor | None
+    visits: Tensor | None = None
 
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
         if self.step_tokens is None or self.reported is None:
-            raise RuntimeError("the router's balancing loss needs the step's number of tokens: see begin_step")
+            raise RuntimeError("the router's balancing loss needs the step's number of tokens; call begin_step first")
         counts = routing_map.sum(dim=0).to(scores_for_aux_loss.dtype)
         dist.all_reduce(counts, group=self.tp_cp_group)
         tokens = (counts.sum() / self.topk).clamp(min=1.0)
-        # This rank's tokens' part; f has no gradient. T_m·f_i = counts, T_m·P_i = Σ scores.
+        # The part of this rank's tokens: T_m·f_i = counts, which has no gradient, and T_m·P_i = Σ scores.
         balance = (counts * scores_for_aux_loss.sum(dim=0)).sum() / tokens
         coefficient = self.get_aux_loss_coeff("aux_loss") * routing_map.size(1) / self.topk
         loss = coefficient * balance / self.step_tokens
@@ -49,16 +57,18 @@ class BalancedRouter(TopKRouter):
         return _AlsoMinimised.apply(probs, loss)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Counts the tokens of each expert for `move_biases`, as the balancing loss does: padding and rows without
-        weight are none. megatron-core's own count, which this leaves at 0, has padding in it, and moves the bias before
-        it is known whether the step is taken."""
+        """Count the tokens of each expert for `move_biases`, without padding and sequences with zero loss weight.
+
+        megatron-core's own count stays 0. It would include padding, and would move the bias before it is known whether
+        the optimizer step is taken.
+        """
         if self.visits is not None and self.training and torch.is_grad_enabled():
             tokens = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
             self.visits += tokens.sum(dim=0)
 
 
 class _AlsoMinimised(torch.autograd.Function):
-    """`output` as it is; backward adds the gradient of `loss` to that of whatever comes of it."""
+    """An identity of `output` whose backward also gives `loss` a gradient of 1, so that `loss` is minimised as well."""
 
     @staticmethod
     def forward(ctx, output: Tensor, loss: Tensor) -> Tensor:
@@ -72,9 +82,11 @@ class _AlsoMinimised(torch.autograd.Function):
 
 
 def forget_graphs(model_chunks: Iterable[torch.nn.Module]) -> None:
-    """Drops the tensors that experts' dispatchers keep of the last microbatch. They hold its autograd graph, whose
-    nodes hold DDP's hooks and with them the model: a cycle that Python's collector cannot see, so that the model would
-    outlive its last reference."""
+    """Drop the tensors that the experts' token dispatchers keep from the last microbatch.
+
+    These tensors refer to the autograd graph, whose nodes refer to DDP's hooks and so to the model. Python's garbage
+    collector cannot see this cycle, so the model would never be freed.
+    """
     for layer in (
         module for model_chunk in model_chunks for module in model_chunk.modules() if isinstance(module, MoELayer)
     ):
@@ -84,12 +96,12 @@ def forget_graphs(model_chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def balancing_routers(model_chunks: Iterable[torch.nn.Module]) -> list[BalancedRouter]:
-    """The routers whose balancing loss is on."""
+    """Return the routers whose balancing loss is on."""
     return [router for router in _routers(model_chunks) if router.is_aux_loss_enabled()]
 
 
 def moving_routers(model_chunks: Iterable[torch.nn.Module]) -> list[BalancedRouter]:
-    """The routers whose bias moves with each step."""
+    """Return the routers whose bias moves with each step."""
     moves = [router for router in _routers(model_chunks) if router.enable_expert_bias]
     return [router for router in moves if router.config.moe_router_bias_update_rate > 0]
 
@@ -101,7 +113,12 @@ def _routers(model_chunks: Iterable[torch.nn.Module]) -> list[BalancedRouter]:
 
 
 def begin_step(model_chunks: Iterable[torch.nn.Module], tokens: Tensor) -> None:
-    """Tell the routers how many tokens the global batch has, without sequences of zero loss weight."""
+    """Set the number of tokens of the global batch in the routers, and reset their counts.
+
+    Args:
+        model_chunks: This rank's model chunks.
+        tokens: The number of tokens, a scalar tensor, without sequences of zero loss weight.
+    """
     model_chunks = list(model_chunks)
     for router in balancing_routers(model_chunks):
         router.step_tokens, router.reported = tokens.clamp(min=1.0), torch.zeros_like(tokens)
@@ -112,30 +129,30 @@ def begin_step(model_chunks: Iterable[torch.nn.Module], tokens: Tensor) -> None:
 def move_biases(routers: Iterable[BalancedRouter], group: dist.ProcessGroup) -> None:
     """Move each expert's bias after a step: bᵢ += rate · sign(mean visits − visits of expert i).
 
-    The call is collective over `group`, the ranks of a pipeline stage.
+    Collective over `group`, the ranks of a pipeline stage.
 
     Source: Wang et al. 2024 (arXiv:2408.15664), algorithm 1.
     """
     for router in routers:
         bias, visits = _bias(router), router.visits
         if visits is None:
-            raise RuntimeError("the router has counted no tokens in this step: see begin_step")
+            raise RuntimeError("the router has not counted the tokens of this step; call begin_step first")
         dist.all_reduce(visits, group=group)
         bias += router.config.moe_router_bias_update_rate * (visits.mean() - visits).sign()
 
 
 def _bias(router: BalancedRouter) -> Tensor:
     if router.expert_bias is None:
-        raise RuntimeError("the router has no bias: model.router_bias=false")
+        raise RuntimeError("the router has no bias, because model.router_bias=false")
     return router.expert_bias
 
 
 def balancing_loss(routers: list[BalancedRouter], group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return L_aux of the step that ends, over a pipeline stage's layers and all ranks of `group`; collective."""
+    """Return L_aux of the current step, summed over a pipeline stage's layers and all ranks of `group`. Collective."""
     total = torch.zeros((), device=device)
     for router in routers:
         if router.reported is None:
-            raise RuntimeError("the router has no balancing loss of this step: see begin_step")
+            raise RuntimeError("the router has no balancing loss in this step; call begin_step first")
         total += router.reported
     dist.all_reduce(total, group=group)
     return total.item()

@@ -85,7 +85,7 @@ def test_shifts_and_with_the_deviation_scales_do_not_matter():
 
 
 def test_rewards_that_make_no_groups_are_refused():
-    with pytest.raises(ValueError, match="7 rewards do not make groups of 4"):
+    with pytest.raises(ValueError, match="7 rewards do not form groups of 4"):
         group_relative(torch.zeros(7), 4)
 
 

@@ -1,4 +1,4 @@
-"""PPO's story on stand-ins: who learns what, when, and what is kept of the critic."""
+"""PPO's training loop on stand-ins: who learns what, when, and what is kept of the critic."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_megatron.algorithms import checkpointer
-from rl_megatron.algorithms import ppo as story
+from rl_megatron.algorithms import ppo as training_loop
 from rl_megatron.algorithms import stage as stage_module
 from rl_megatron.algorithms.ppo import CRITIC
 from rl_megatron.algorithms.stage import Stage
@@ -89,7 +89,7 @@ def run(monkeypatch):
             end_stage=lambda: None,
             record=lambda step, report, kind="train": records.setdefault(kind, {}).setdefault(step, report),
         )
-        monkeypatch.setattr(story, "Sampler", Rollouts)
+        monkeypatch.setattr(training_loop, "Sampler", Rollouts)
         monkeypatch.setattr(stage_module, "complete_checkpoints", lambda directory: list(saved))
         monkeypatch.setattr(
             checkpointer,
@@ -102,7 +102,7 @@ def run(monkeypatch):
             "ppo", config, Model("policy", log), None, tokenizer, metrics_logger, where, True, lambda: ({}, []),
             "init_from=null", Model("critic", log),
         )  # fmt: skip
-        story.ppo(stage, config.algorithm)
+        training_loop.ppo(stage, config.algorithm)
         return log, records["train"]
 
     return go

@@ -44,14 +44,14 @@ def stage_of(algorithm, loss):
 @pytest.mark.parametrize(
     ("algorithm", "loss", "words"),
     [
-        ("grpo", {"name": "nll"}, "no advantages.*use clipped_pg"),
-        ("ppo", {"name": "dpo"}, "no advantages.*use clipped_pg"),
+        ("grpo", {"name": "nll"}, "not use advantages.*use clipped_pg"),
+        ("ppo", {"name": "dpo"}, "not use advantages.*use clipped_pg"),
         ("grpo", {"name": "clipped_pgg"}, "clipped_pg"),
         ("grpo", {"name": "clipped_pg", "ratio_clip_mx": 0.2}, "did you mean 'ratio_clip_max'"),
-        ("dpo", {"name": "clipped_pg"}, "no logprobs of pairs.*use dpo or ipo"),
-        ("dpo", {"name": "preference"}, "no logprobs of pairs"),
-        ("reward_model", {"name": "dpo"}, "no scores of pairs.*use preference"),
-        ("reward_model", {"name": "mse_value"}, "no scores of pairs.*use preference"),
+        ("dpo", {"name": "clipped_pg"}, "not use logprobs of pairs.*use dpo or ipo"),
+        ("dpo", {"name": "preference"}, "not use logprobs of pairs"),
+        ("reward_model", {"name": "dpo"}, "not use scores of pairs.*use preference"),
+        ("reward_model", {"name": "mse_value"}, "not use scores of pairs.*use preference"),
     ],
 )
 def test_a_loss_that_the_algorithm_cannot_serve(algorithm, loss, words):
@@ -80,7 +80,7 @@ def test_a_loss_that_needs_what_rollouts_do_not_carry(monkeypatch):
         required_keys = ("advantages", "verdicts")
 
     monkeypatch.setitem(LOSSES._entries, "judged", Judged)
-    with pytest.raises(ConfigError, match=r"loss.name=judged needs \['verdicts'\], which ppo's batches do not carry"):
+    with pytest.raises(ConfigError, match=r"loss.name=judged needs \['verdicts'\], which ppo's batches do not have"):
         check_loss(stage_of("ppo", {"name": "judged"}))
 
 
@@ -110,8 +110,8 @@ class Judging(Protocol):
         ("grpo", Protocol, None),
         ("ppo", Protocol, None),
         ("dpo", OfPairs, None),
-        ("dpo", Protocol, "loss.name=own uses no logprobs of pairs"),  # its pairs might be separated
-        ("reward_model", OfPairs, "loss.name=own uses no scores of pairs"),
+        ("dpo", Protocol, "loss.name=own does not use logprobs of pairs"),  # its pairs might be separated
+        ("reward_model", OfPairs, "loss.name=own does not use scores of pairs"),
         ("grpo", Judging, r"loss.name=own needs \['verdicts'\]"),
     ],
 )
@@ -124,7 +124,7 @@ def test_losses_that_follow_the_protocol_alone(monkeypatch, algorithm, loss, wor
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dpo", "reward_model"])
 def test_a_loss_without_a_name(algorithm):
-    with pytest.raises(ConfigError, match=f"loss.name is not set, and {algorithm} learns by a loss; set it: "):
+    with pytest.raises(ConfigError, match=f"loss.name is not set, and {algorithm} needs a loss; set it to "):
         check_loss(stage_of(algorithm, {}))
 
 
@@ -230,16 +230,16 @@ def test_what_one_rank_finds_ends_all(ranks, rank, message):
 @pytest.mark.parametrize(
     ("batching", "overrides", "items", "said"),
     [
-        ("packed", [], [(3,), (40,)], "the largest row: 40 tokens; raise it to 40 at least"),
-        ("dynamic", [], [(3,), (40,)], "the largest row: 40 tokens; raise it to 40 at least"),
+        ("packed", [], [(3,), (40,)], "the largest sequence: 40 tokens; raise it to at least 40"),
+        ("dynamic", [], [(3,), (40,)], "the largest sequence: 40 tokens; raise it to at least 40"),
         (
             "packed",
             ["parallel.context=2"],
             [(37,)],
-            "37 tokens, padded to multiples of 4 for the layout; raise it to 40",
+            "37 tokens, padded to multiples of 4 for the layout; raise it to at least 40",
         ),
-        ("packed", [], [(9, 9), (30, 10)], "the largest pair of rows: 30 + 10 tokens; raise it to 40 at least"),
-        ("dynamic", [], [(19, 20), (9, 8)], "the largest pair of rows: 19 + 20 tokens; raise it to 40 at least"),
+        ("packed", [], [(9, 9), (30, 10)], "the largest pair of sequences: 30 + 10 tokens; raise it to at least 40"),
+        ("dynamic", [], [(19, 20), (9, 8)], "the largest pair of sequences: 19 + 20 tokens; raise it to at least 40"),
     ],
 )
 def test_the_largest_item_must_fit_a_microbatch_of_tokens(batching, overrides, items, said):
@@ -270,10 +270,16 @@ def test_a_run_from_before_a_key_was_there_goes_on(tmp_path):
         (["train.keep_best=accuracy", "train.save_every=4", "train.eval_every=2"], None),
         (
             ["train.keep_best=nll_per_token"],
-            "is not measured by grpo on data.source=task; .* accuracy, or",
+            "is not an eval metric of grpo on data.source=task; .* accuracy, or",
         ),
-        (["train.keep_best=accuracy", "train.save_every=4"], "train.save_every=4 is no multiple of train.eval_every=0"),
-        (["train.keep_best=accuracy", "train.save_every=4", "train.eval_every=3"], "no multiple of train.eval_every=3"),
+        (
+            ["train.keep_best=accuracy", "train.save_every=4"],
+            "train.save_every=4 is not a multiple of train.eval_every=0",
+        ),
+        (
+            ["train.keep_best=accuracy", "train.save_every=4", "train.eval_every=3"],
+            "not a multiple of train.eval_every=3",
+        ),
     ],
 )
 def test_the_best_is_known_where_every_checkpoint_is_measured(overrides, words):

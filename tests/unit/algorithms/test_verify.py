@@ -57,16 +57,17 @@ def test_the_newest_that_is_whole_is_named(tmp_path, config):
 
     newest = stage / "step-000004"
     assert (
-        said(newest) == f"damaged: the newest undamaged one is {stage}/step-000003; remove {newest} to go on from there"
+        said(newest)
+        == f"damaged: the newest undamaged checkpoint is {stage}/step-000003; remove {newest} to continue from there"
     )
     (stage.with_name("ppo.critic") / "step-000003" / "weights").write_text("1")
     (stage / "step-000002" / MANIFEST).write_text("{")
-    assert f"the newest undamaged one is {stage}/step-000001; remove" in said(newest)
+    assert f"the newest undamaged checkpoint is {stage}/step-000001; remove" in said(newest)
     assert said(stage.with_name("ppo.critic") / "step-000003").endswith(
-        f"remove {stage}/step-000003 to go on from there"
+        f"remove {stage}/step-000003 to continue from there"
     )
     assert said(stage / "step-000001") == (
-        f"damaged: there is no undamaged one of stage 'ppo'; remove {stage}/step-000001 to begin the stage anew"
+        f"damaged: there is no undamaged checkpoint of stage 'ppo'; remove {stage}/step-000001 to restart the stage"
     )
     start = replace(config, init_from=str(newest))
-    assert said(newest, start) == f"damaged: init_from={stage}/step-000001 is undamaged"
+    assert said(newest, start) == f"damaged: use init_from={stage}/step-000001, which is undamaged"

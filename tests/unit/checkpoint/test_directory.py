@@ -1,4 +1,4 @@
-"""What a checkpoint's manifest says of its model, against the model that would load it."""
+"""Manifests of checkpoints: comparison with the model that is loaded, digests, and replaced directories."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def saved_as(tmp_path, model: dict):
     return tmp_path
 
 
-def test_keys_added_since_had_their_default(tmp_path):
+def test_keys_that_are_newer_than_the_checkpoint_have_their_defaults(tmp_path):
     old = {key: value for key, value in asdict(MODEL).items() if "expert" not in key and key != "sliding_window"}
     assert read_manifest(saved_as(tmp_path, old), MODEL)["step"] == 1
     with pytest.raises(ConfigError, match="model.sliding_window: checkpoint None, run 8"):
         read_manifest(tmp_path, replace(MODEL, sliding_window=8))
 
 
-def test_weights_outlive_how_they_were_trained(tmp_path):
+def test_keys_that_do_not_change_the_weights_may_differ(tmp_path):
     experts = replace(MODEL, num_experts=4, router_aux_loss=0.01)
     path = saved_as(tmp_path, asdict(experts))
     read_manifest(path, replace(experts, router_aux_loss=0.0, recompute="full", max_sequence_length=999))
@@ -51,15 +51,15 @@ def published(directory, **manifest):
     return final
 
 
-def test_every_byte_counts(tmp_path):
+def test_one_changed_byte_is_damage(tmp_path):
     path = published(tmp_path)
     check_digests(path, read_manifest(path, MODEL))
     (path / "weights").write_bytes(bytes(255) + b"\x01")
-    with pytest.raises(Damaged, match="is damaged: the contents of weights .*use an older one"):
+    with pytest.raises(Damaged, match="is damaged: weights has changed .*use an older one"):
         check_digests(path, read_manifest(path))
 
 
-def test_each_reader_reads_a_share_and_together_they_read_all(tmp_path):
+def test_readers_share_the_files_and_together_read_all(tmp_path):
     path = published(tmp_path)
     manifest = read_manifest(path)
     manifest["files"] |= {f"part{index}": {"bytes": 1, "sha256": ""} for index in range(5)}
@@ -99,12 +99,12 @@ def test_checkpoints_from_before_digests_are_read(tmp_path):
         read_manifest(path)
 
 
-def test_what_json_makes_of_the_manifest_is_what_is_digested(tmp_path):
+def test_the_digest_is_of_the_manifest_as_json_reads_it(tmp_path):
     path = published(tmp_path, counts={10: "a", 9: "b"})
     assert read_manifest(path)["counts"] == {"10": "a", "9": "b"}
 
 
-def test_a_namesake_up_to_a_dot_is_left_alone(tmp_path):
+def test_a_checkpoint_whose_name_differs_after_a_dot_is_not_changed(tmp_path):
     (tmp_path / "qwen2.replaced").mkdir()
     (tmp_path / "partial").mkdir()
     for _ in range(2):  # the second in the place of the first
@@ -113,7 +113,7 @@ def test_a_namesake_up_to_a_dot_is_left_alone(tmp_path):
     assert {each.name for each in tmp_path.iterdir()} == {"qwen2.replaced", "qwen2.5"}
 
 
-def test_a_checkpoint_that_lost_its_place_to_none_gets_it_back(tmp_path):
+def test_a_checkpoint_whose_replacement_was_killed_gets_its_name_back(tmp_path):
     path = published(tmp_path, note="first")
     path.rename(tmp_path / f"{path.name}{REPLACED}")  # and then the run was killed
     assert complete_checkpoints(tmp_path) == []
@@ -126,7 +126,7 @@ def test_a_checkpoint_that_lost_its_place_to_none_gets_it_back(tmp_path):
     assert older.is_dir() and read_manifest(path)["note"] == "first"
 
 
-def test_a_checkpoint_replaces_its_namesake(tmp_path):
+def test_a_checkpoint_replaces_one_of_the_same_name(tmp_path):
     path = published(tmp_path, note="first")
     assert published(tmp_path, note="second") == path
     assert read_manifest(path)["note"] == "second"

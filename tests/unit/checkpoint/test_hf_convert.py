@@ -1,4 +1,4 @@
-"""Conversions: what is refused, what is left when one fails, and what travels beside the weights."""
+"""Conversions: which input is refused, what remains if one fails, and which files are copied beside the weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODEL = ModelConfig(
 
 
 def directory_of(path: Path, model: ModelConfig = MODEL, dtype: torch.dtype = torch.bfloat16, **config) -> Path:
-    """A Hugging Face directory of a Llama, with a tokenizer of 20 tokens and files that nobody reads."""
+    """Return a Hugging Face directory of a Llama, with a tokenizer of 20 tokens and files that are never read."""
     path.mkdir(parents=True)
     generator = torch.Generator().manual_seed(0)
     shapes = LLAMA.table(model, 30).hf_shapes
@@ -102,10 +102,13 @@ def one_tensor_less(source: Path) -> None:
 MISTAKES = {
     "no config": (lambda d: without(d, "config.json"), "config.json is missing"),
     "no weights": (lambda d: without(d, "model.safetensors"), "has neither model.safetensors nor"),
-    "cut": (truncated, "model.safetensors is cut"),
+    "cut": (truncated, "model.safetensors is truncated"),
     "a tensor missing": (one_tensor_less, "lacks tensors .*: model.norm.weight"),
-    "an architecture": (lambda d: (d / "config.json").write_text('{"architectures": ["X"]}'), "known are LlamaFor"),
-    "a large tokenizer": (lambda d: save_tokenizer(d, 31), "tokenizer has 31 tokens and model.vocab_size=30 rows"),
+    "an architecture": (
+        lambda d: (d / "config.json").write_text('{"architectures": ["X"]}'),
+        "supported architectures: LlamaFor",
+    ),
+    "a large tokenizer": (lambda d: save_tokenizer(d, 31), "tokenizer has 31 tokens, but model.vocab_size=30"),
     "a broken tokenizer": (lambda d: (d / "tokenizer.json").write_text("{}"), "its tokenizer cannot be read"),
     "no end of text": (lambda d: (d / "tokenizer_config.json").write_text("{}"), "declares no eos_token"),
 }
@@ -129,7 +132,7 @@ def test_a_model_without_a_tokenizer_can_be_converted(tmp_path, source):
 
 
 def test_special_tokens_without_a_row_are_left_out(tmp_path, source):
-    """As Gemma 3's text models have them: of images, which no text holds."""
+    """Gemma 3's text models have such tokens, for images, which do not occur in text."""
     save_tokenizer(source, 30)
     tokenizer = json.loads((source / "tokenizer.json").read_text())
     marker = tokenizer["added_tokens"][0] | {"id": 30, "content": "<image>", "special": True}
@@ -140,7 +143,7 @@ def test_special_tokens_without_a_row_are_left_out(tmp_path, source):
     assert "<image>" in (tmp_path / "again" / "tokenizer.json").read_text()
 
 
-def test_a_disk_that_fills_within_a_tensor_is_told(tmp_path, source):
+def test_a_disk_that_fills_within_a_tensor_is_reported(tmp_path, source):
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     import_weights(source, tmp_path / "whole")
     largest = max(file.stat().st_size for file in (tmp_path / "whole").glob("*.distcp"))
@@ -154,7 +157,7 @@ def test_a_disk_that_fills_within_a_tensor_is_told(tmp_path, source):
     assert left(tmp_path) == {"hf", "whole"}
 
 
-def test_what_exists_is_left_alone(tmp_path, source):
+def test_an_existing_directory_is_not_changed(tmp_path, source):
     (tmp_path / "there").mkdir()
     import_weights(source, tmp_path / "checkpoint")
     for convert_into in (lambda: import_weights(source, tmp_path / "there"),
@@ -189,7 +192,7 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path, source, monkeypatch, f
     assert left(tmp_path) == {"hf", "checkpoint"}
 
 
-def test_leftovers_of_a_killed_conversion_are_no_obstacle(tmp_path, source):
+def test_leftovers_of_a_killed_conversion_are_replaced(tmp_path, source):
     (tmp_path / "checkpoint.incomplete").mkdir()
     (tmp_path / "checkpoint.incomplete" / "half").write_text("")
     import_weights(source, tmp_path / "checkpoint")
@@ -197,7 +200,7 @@ def test_leftovers_of_a_killed_conversion_are_no_obstacle(tmp_path, source):
 
 
 def republished(checkpoint: Path, model: dict | None = None, **changes) -> None:
-    """The checkpoint with a changed manifest, its digests those of its files as they now are."""
+    """Change the checkpoint's manifest, and compute the digests of its files again."""
     manifest = json.loads((checkpoint / MANIFEST).read_text())
     manifest = {key: value for key, value in manifest.items() if key not in ("files", "sha256")} | changes
     manifest["model"] |= model or {}
@@ -219,11 +222,11 @@ def described_as(checkpoint: Path, config: dict, model: dict) -> None:
 
 UNUSABLE = {
     "a score head": (lambda c: republished(c, head="score"), "has a score head"),
-    "a flipped bit": (flipped, "contents of __0_0.distcp are not those that were written"),
+    "a flipped bit": (flipped, "__0_0.distcp has changed since it was written"),
     "a file missing": (lambda c: (c / ".metadata").unlink(), ".metadata is missing"),
     "another model": (
         lambda c: described_as(c, {"rms_norm_eps": 0.5}, {}),
-        "is of another model than .*config.json describes",
+        "holds another model than .*config.json describes",
     ),
     "an unknown key": (lambda c: republished(c, {"num_layrs": 1}), "num_layrs"),
     "layers missing": (
@@ -248,7 +251,7 @@ def test_an_unusable_checkpoint_is_not_exported(tmp_path, source, what):
 
 
 def trained_from_nothing(run: Path, source: Path) -> Path:
-    """A run's checkpoint that never was an import: its vocabulary is its tokenizer's."""
+    """The checkpoint of a run that did not start from an import. Its vocabulary is that of its tokenizer."""
     step = run / "checkpoints" / "sft" / "step-000001"
     import_weights(source, step)
     shutil.rmtree(step / "hugging_face")
@@ -256,10 +259,10 @@ def trained_from_nothing(run: Path, source: Path) -> Path:
     return step
 
 
-def test_a_model_trained_from_nothing_has_its_runs_tokenizer_and_a_familys_config(tmp_path):
+def test_a_model_trained_from_scratch_has_its_runs_tokenizer_and_a_familys_config(tmp_path):
     run = tmp_path / "run"
     step = trained_from_nothing(run, directory_of(tmp_path / "hf"))
-    with pytest.raises(ConfigError, match="does not tell its vocabulary's size.*leave the checkpoint in its run"):
+    with pytest.raises(ConfigError, match="does not state its vocabulary size.*leave the checkpoint in its run"):
         export_weights(step, tmp_path / "exported")
     republished(step, vocab_size=30)  # as a run saves it
     assert export_weights(step, tmp_path / "without tokenizer")["vocab_size"] == 30
@@ -273,8 +276,8 @@ def test_a_model_trained_from_nothing_has_its_runs_tokenizer_and_a_familys_confi
     assert_same_tensors(tensors(tmp_path / "exported"), tensors(tmp_path / "hf"))
 
 
-def test_the_config_says_the_dtype_that_the_weights_have(tmp_path):
-    """One that claims another; nothing else of it changes."""
+def test_the_config_states_the_dtype_of_the_weights(tmp_path):
+    """The source's config states another dtype, and only this key changes."""
     source = directory_of(tmp_path / "hf", dtype=torch.float32)
     import_weights(source, tmp_path / "checkpoint")
     export_weights(tmp_path / "checkpoint", tmp_path / "again")

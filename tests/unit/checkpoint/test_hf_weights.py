@@ -1,4 +1,4 @@
-"""Safetensors files: what another library makes of them, and what is found wrong with them before a tensor is read."""
+"""Safetensors files are compatible with the safetensors library, and damage is found before a tensor is read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def values(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
 
 
 def two_files(directory: Path) -> Path:
-    """a and b in one file, c and d in another, and their index."""
+    """Write a and b into one file, c and d into another, and their index."""
     tensors = values()
     files = {"one.safetensors": ("a", "b"), "two.safetensors": ("c", "d")}
     for file, names in files.items():
@@ -40,7 +40,7 @@ def reindexed(directory: Path, **changes: str | None) -> None:
     (directory / INDEX).write_text(json.dumps(index))
 
 
-def test_rows_of_the_librarys_files_are_read(tmp_path):
+def test_rows_of_files_written_by_the_library_are_read(tmp_path):
     tensors = values()
     with WeightReader(find_tensors(two_files(tmp_path))) as reader:
         assert {name: place.shape for name, place in reader.places.items()} == SHAPES
@@ -51,8 +51,8 @@ def test_rows_of_the_librarys_files_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("max_shard_bytes", [10**6, 40, 1])
-def test_the_library_reads_what_is_written_in_any_order(tmp_path, max_shard_bytes):
-    """Rows from the last to the first, and a matrix column by column; fp32 and bf16 in one file."""
+def test_the_library_reads_tensors_that_were_written_in_any_order(tmp_path, max_shard_bytes):
+    """Rows are written from the last to the first, and a matrix column by column. One file has fp32 and bf16."""
     tensors = values() | {"b": values(torch.float32)["b"]}
     writer = WeightWriter(tmp_path, SHAPES, lambda name: tensors[name].dtype, max_shard_bytes)
     for name, tensor in reversed(tensors.items()):
@@ -84,7 +84,7 @@ def test_the_library_reads_what_is_written_in_any_order(tmp_path, max_shard_byte
 def test_a_tensor_that_was_not_written_is_named(tmp_path):
     writer = WeightWriter(tmp_path, SHAPES, lambda name: torch.float32, 100)
     writer.write("a", 0, 0, torch.ones(4, 3))
-    with pytest.raises(RuntimeError, match="3 tensors were not written once over, such as b"):
+    with pytest.raises(RuntimeError, match="3 tensors were not written exactly once, such as b"):
         writer.finish()
 
 
@@ -112,19 +112,28 @@ def overlapping(directory: Path) -> None:
 
 
 DAMAGES = {
-    "cut": (cut, r"two\.safetensors is cut: \d+ bytes, and its header describes \d+"),
+    "cut": (cut, r"two\.safetensors is truncated: it has \d+ bytes, and its header describes \d+"),
     "too long": (lengthened, r"two\.safetensors is too long"),
-    "cut within its header": (lambda d: (d / "two.safetensors").write_bytes(b"\x40" + bytes(20)), "is cut, or no"),
-    "empty": (lambda d: (d / "two.safetensors").write_bytes(b""), "is cut, or no safetensors file"),
+    "cut within its header": (
+        lambda d: (d / "two.safetensors").write_bytes(b"\x40" + bytes(20)),
+        "is truncated, or is not",
+    ),
+    "empty": (lambda d: (d / "two.safetensors").write_bytes(b""), "is truncated, or is not a safetensors file"),
     "no JSON": (lambda d: with_header(d, b"{not json"), "its header cannot be read"),
     "no offsets": (lambda d: with_header(d, b'{"c": {"dtype": "F32"}}'), "its header cannot be read"),
     "overlapping": (overlapping, "begins at byte"),
-    "quantised": (lambda d: of_dtype(d, torch.float8_e4m3fn), r"two\.safetensors: c is F8_E4M3; read here are F32"),
-    "missing": (lambda d: (d / "two.safetensors").unlink(), r"two\.safetensors is missing, which .*index\.json names"),
+    "quantised": (
+        lambda d: of_dtype(d, torch.float8_e4m3fn),
+        r"two\.safetensors: c is F8_E4M3, which is not supported; supported dtypes: F32",
+    ),
+    "missing": (
+        lambda d: (d / "two.safetensors").unlink(),
+        r"two\.safetensors is missing, although .*index\.json names",
+    ),
     "ghost in the index": (lambda d: reindexed(d, ghost="two.safetensors"), "two.safetensors lacks .* ghost$"),
     "in another file": (lambda d: reindexed(d, a="two.safetensors"), "one.safetensors has tensors .* a$"),
     "not in the index": (lambda d: reindexed(d, a=None), "one.safetensors has tensors .* does not place there: a$"),
-    "outside": (lambda d: reindexed(d, a="../one.safetensors"), "names a file of another directory"),
+    "outside": (lambda d: reindexed(d, a="../one.safetensors"), "names a file in another directory"),
     "an index without a map": (lambda d: (d / INDEX).write_text("{}"), "has no weight_map"),
     "an index that is no JSON": (lambda d: (d / INDEX).write_text("{"), "cannot be read as JSON"),
     "two sets of weights": (lambda d: (d / SINGLE).write_bytes(b""), f"has both {INDEX} and {SINGLE}"),
@@ -133,7 +142,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_wrong_with_a_file_is_named(tmp_path, damage):
+def test_a_damaged_file_is_named(tmp_path, damage):
     directory = two_files(tmp_path)
     do, message = DAMAGES[damage]
     do(directory)
@@ -158,21 +167,21 @@ def changed(tmp_path: Path, **changes: torch.Tensor | None) -> dict:
     ("changes", "message"),
     [
         ({"a": None}, "lacks tensors that its config.json asks for: a$"),
-        ({"a": None, "b": None, "c": None, "d": None, "e": torch.ones(1)}, "has tensors that .* no place for: e$"),
-        ({f"e{i}": torch.ones(1) for i in range(5)}, "no place for: e0, e1, e2 and 2 more"),
+        ({"a": None, "b": None, "c": None, "d": None, "e": torch.ones(1)}, "has tensors that .* does not ask for: e$"),
+        ({f"e{i}": torch.ones(1) for i in range(5)}, "does not ask for: e0, e1, e2 and 2 more"),
         ({"a": torch.ones(3, 4).bfloat16()}, r"a has shape \(3, 4\); its config.json asks for \(4, 3\)"),
-        ({"c": torch.ones(2, 3)}, "c is F32 and a is BF16; all must be of one dtype"),
+        ({"c": torch.ones(2, 3)}, "c is F32 and a is BF16; all must have the same dtype"),
         ({"b": torch.ones(5).half()}, "b is F16; it must be F32 or BF16"),
-        ({"lm_head.weight": torch.ones(1)}, "no place for: lm_head.weight"),
+        ({"lm_head.weight": torch.ones(1)}, "does not ask for: lm_head.weight"),
     ],
 )
-def test_tensors_that_are_not_the_models_are_named(tmp_path, changes, message):
+def test_tensors_that_do_not_fit_the_model_are_named(tmp_path, changes, message):
     places = changed(tmp_path, **changes)
     with pytest.raises(ConfigError, match="there.*" + message):
         check_tensors(places, table_of_all(), "there")
 
 
-def test_tensors_of_the_model_have_one_dtype(tmp_path):
+def test_the_common_dtype_of_the_tensors_is_returned(tmp_path):
     assert check_tensors(changed(tmp_path), table_of_all(), "there") == torch.bfloat16
     assert check_tensors(changed(tmp_path, b=torch.ones(5)), table_of_all(), "there") == torch.bfloat16
     old = changed(tmp_path, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)})
@@ -180,7 +189,7 @@ def test_tensors_of_the_model_have_one_dtype(tmp_path):
 
 
 @pytest.mark.parametrize("differs", [None, "a value", "the sign of a zero", "dtype", "shape"])
-def test_a_tied_models_head_must_be_its_embedding(tmp_path, differs):
+def test_a_tied_models_head_must_equal_its_embedding(tmp_path, differs):
     embedding = torch.randn(9, 4)
     embedding[8, 3] = 0.0
     head = embedding.clone()

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest, and the best by a held-out measure."""
+"""Which checkpoints are kept: the newest, and the best by an eval metric."""
 
 import pytest
 
@@ -20,24 +20,24 @@ def names(directory):
     return sorted(int(path.name.removeprefix("step-")) for path in directory.iterdir())
 
 
-def test_every_measure_has_a_direction():
+def test_every_eval_metric_has_a_direction():
     assert better("accuracy", 0.6, 0.5) and not better("accuracy", 0.5, 0.5)
     assert better("nll_per_token", 0.4, 0.5) and not better("nll_per_token", 0.6, 0.5)
     nan = float("nan")
     assert all(better(name, 0.0, nan) and not better(name, nan, 0.0) for name in HIGHER_IS_BETTER)
 
 
-@pytest.mark.parametrize(("measure", "best"), [("accuracy", 2), ("nll_per_token", 1)])
-def test_the_best_so_far_is_never_deleted(tmp_path, measure, best):
+@pytest.mark.parametrize(("metric", "best"), [("accuracy", 2), ("nll_per_token", 1)])
+def test_the_best_so_far_is_never_deleted(tmp_path, metric, best):
     for step, value in enumerate((0.1, 0.9, 0.5, 0.2, 0.3), start=1):
-        save(tmp_path, step, **{measure: value})
-        delete_older(tmp_path, keep=1, keep_best=measure)
+        save(tmp_path, step, **{metric: value})
+        delete_older(tmp_path, keep=1, keep_best=metric)
         assert names(tmp_path) == sorted({step, min(step, best)})
     delete_older(tmp_path, keep=1)
     assert names(tmp_path) == [5]
 
 
-def test_of_equals_the_newest_is_best_and_an_old_evaluation_counts_for_nothing(tmp_path):
+def test_the_newest_of_equal_checkpoints_is_best_and_old_evaluations_do_not_count(tmp_path):
     save(tmp_path, 1, accuracy=0.5)
     save(tmp_path, 2, accuracy=0.5)
     save(tmp_path, 3, evaluated_at=2, accuracy=0.9)
@@ -53,7 +53,7 @@ def test_a_manifest_that_cannot_be_read_does_not_stop_a_run(tmp_path):
     assert best_checkpoint(complete_checkpoints(tmp_path), "accuracy").name == "step-000002"
 
 
-def test_what_interrupted_saves_and_deletions_left_goes(tmp_path):
+def test_leftovers_of_interrupted_saves_and_deletions_are_deleted(tmp_path):
     save(tmp_path, 1)
     for suffix in (".incomplete", ".replaced", ".deleted"):
         (tmp_path / f"step-000002{suffix}").mkdir()

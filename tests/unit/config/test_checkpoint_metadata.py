@@ -55,10 +55,10 @@ def test_keys_added_since_have_their_default(tmp_path):
     ("content", "message"),
     [
         (None, "has no manifest.json"),
-        ("{", "has no model section that can be read"),
-        ('{"step": 1}', "has no model section that can be read"),
+        ("{", "has no readable model section"),
+        ('{"step": 1}', "has no readable model section"),
         ('{"model": {"num_layers": -1}}', "model.num_layers=-1"),
-        ('{"model": {"num_layrs": 1}}', "has model.num_layrs, which is not known here"),
+        ('{"model": {"num_layrs": 1}}', "has the unknown key model.num_layrs"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_read(tmp_path, content, message):

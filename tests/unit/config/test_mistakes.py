@@ -225,7 +225,7 @@ REINFORCE = ("algorithm=grpo", "algorithm.advantage_estimator=reinforce_plus_plu
 @pytest.mark.parametrize(("setting", "remedy"), [("leave_one_out=true", "false"), ("normalize_std=false", "true")])
 def test_what_is_of_groups_alone_is_refused_beside_reinforce_plus_plus(refused, setting, remedy):
     message = refused(*REINFORCE, f"algorithm.{setting}")
-    assert message.startswith(f"algorithm.{setting} is of advantages relative to a group")
+    assert message.startswith(f"algorithm.{setting} has no effect: it is for advantages relative to a group")
     assert f"set it to {remedy}, or algorithm.advantage_estimator=group_relative" in message
     load_config(["algorithm=grpo", f"algorithm.{setting}"])
 
@@ -389,7 +389,7 @@ def test_a_scalar_that_a_stage_sets_shadows_the_override(refused, experiment):
         *(
             (
                 [f"algorithm={algorithm}", "data=gsm8k_pairs", "data.path=x", f"{key}=3"],
-                [f"{key}=3", "even", "a pair is two rows", "set it to 4"],
+                [f"{key}=3", "even", "a pair is two sequences", "set it to 4"],
             )
             for algorithm in ("dpo", "reward_model")
             for key in ("train.global_batch_size", "train.micro_batch_size", "data.num_eval_rows")

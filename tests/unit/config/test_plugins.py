@@ -69,7 +69,7 @@ def test_a_plugin_that_cannot_be_imported_is_named(directory, content, words):
 
 def test_a_plugin_that_an_installed_module_hides_is_refused(directory):
     (directory / "json.py").write_text("")
-    with pytest.raises(ConfigError, match=r"plugins: 'json' is .*json/__init__\.py, and not the module.*rename yours"):
+    with pytest.raises(ConfigError, match=r"plugins: 'json' is .*json/__init__\.py, and not the module.*rename"):
         loaded(directory, "json")
 
 

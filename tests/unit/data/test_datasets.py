@@ -103,7 +103,7 @@ class TestPromptAnswer:
     def test_too_long_a_row_names_its_line_and_the_remedy(self, tokenizer):
         with pytest.raises(
             ValueError,
-            match=r"sums.jsonl:2: 9 tokens, max_sequence_length is 8 \(2 of 3 .* longest has 12\).*too_long=truncate",
+            match=r"sums.jsonl:2: .*has 9 tokens, .* is 8 \(2 of 3 .* longest has 12\).*too_long=truncate",
         ):
             PromptAnswerDataset(RECORDS, tokenizer, 8)
         with pytest.raises(ValueError, match="did you mean 'truncate'"):
@@ -113,14 +113,14 @@ class TestPromptAnswer:
         dropped = PromptAnswerDataset(RECORDS, tokenizer, 8, too_long="drop")
         truncated = PromptAnswerDataset(RECORDS, tokenizer, 8, too_long="truncate")
         assert logged == [
-            "2 of 3 rows exceed max_sequence_length = 8 (the longest has 12 tokens): dropped 2, truncated 0",
-            "2 of 3 rows exceed max_sequence_length = 8 (the longest has 12 tokens): dropped 1, truncated 1",
+            "2 of 3 sequences exceed max_sequence_length = 8 (the longest has 12 tokens): dropped 2, truncated 0",
+            "2 of 3 sequences exceed max_sequence_length = 8 (the longest has 12 tokens): dropped 1, truncated 1",
         ]
         assert len(dropped) == 1 and len(truncated) == 2, "the third prompt leaves no room for its answer"
         batch = truncated.batch([0, 1])
         assert batch["input_lengths"].tolist() == [6, 8]
         assert tokenizer.decode(predicted(batch), skip_special_tokens=False) == "2<eos>20"
-        with pytest.raises(ValueError, match="every row"):
+        with pytest.raises(ValueError, match="every sequence"):
             PromptAnswerDataset(RECORDS, tokenizer, 3, too_long="drop")
 
     def test_errors_before_the_first_step(self, tokenizer):

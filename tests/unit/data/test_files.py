@@ -22,9 +22,9 @@ def test_a_record_knows_its_line(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"q": 1}\n{"q": \n', r"data.jsonl:2: not JSON \("),
-        (b'{"q": 1}\n[1]\n', "data.jsonl:2: a list"),
-        (b'{"q": 1}\n{"q": "\xff"}\n', "data.jsonl:2: not UTF-8"),
+        (b'{"q": 1}\n{"q": \n', r"data.jsonl:2 is not JSON \("),
+        (b'{"q": 1}\n[1]\n', "data.jsonl:2 is a list"),
+        (b'{"q": 1}\n{"q": "\xff"}\n', "data.jsonl:2 is not UTF-8"),
         (b"\n\n", "has no records"),
     ],
 )
@@ -37,7 +37,7 @@ def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, content, mess
 
 def test_a_missing_path_names_its_key(tmp_path):
     for read in (read_jsonl, load_records, load_text):
-        with pytest.raises(FileNotFoundError, match=r"data\.path: nothing at .*absent"):
+        with pytest.raises(FileNotFoundError, match=r"data\.path: there is nothing at .*absent"):
             read(tmp_path / "absent")
     with pytest.raises(ValueError, match="is a directory"):
         read_jsonl(tmp_path)

@@ -75,7 +75,7 @@ class TestDataset:
     def test_a_longer_row_of_either_side_names_its_line(self, tokenizer):
         with pytest.raises(
             ValueError,
-            match=r"pairs.jsonl:1: 10 tokens, max_sequence_length is 8 \(2 of 3 pairs are longer.*too_long=truncate",
+            match=r"pairs.jsonl:1: .*has 10 tokens, .* is 8 \(2 of 3 pairs are longer.*too_long=truncate",
         ):
             dataset(PAIRS, tokenizer, 8)
 
@@ -171,7 +171,7 @@ class TestPairs:
         [
             ({"rejected": ...}, "pairs.jsonl:2: the pair has no 'rejected'; known: chosen, question"),
             ({"chosen": ..., "chsen": "yes"}, "pairs.jsonl:2: the pair has no 'chosen'; did you mean 'chsen'"),
-            ({"chosen": ["yes"]}, "pairs.jsonl:2: 'chosen' is a list, it must be a string"),
+            ({"chosen": ["yes"]}, "pairs.jsonl:2: 'chosen' is a list; it must be a string"),
             ({"rejected": None}, "pairs.jsonl:2: 'rejected' is a NoneType"),
             ({"rejected": ""}, "pairs.jsonl:2: 'rejected' is empty"),
             ({"rejected": " \n"}, "pairs.jsonl:2: 'rejected' is empty"),
@@ -179,7 +179,7 @@ class TestPairs:
             ({"question": ...}, "pairs.jsonl:2: .*'question'"),
             (
                 {"chosen": ..., "rejected": ..., "m": {"is_correct": True, "solution": "2"}},
-                "pairs.jsonl:2: graded solutions in a file that begins with a pair .*pairs.jsonl:1",
+                "pairs.jsonl:2 has graded solutions, in a file that begins with a pair .*pairs.jsonl:1",
             ),
         ],
     )
@@ -198,7 +198,7 @@ class TestPairs:
         file = write_jsonl(tmp_path / "qa.jsonl", [{"question": "1+1", "answer": "2"}])
         with pytest.raises(
             ValueError,
-            match=r"qa.jsonl:1: no preference, nor in any other record: it has \['answer', 'question'\].*is_correct",
+            match=r"qa.jsonl:1 has no preference, nor .* its fields are \['answer', 'question'\].*is_correct",
         ):
             load_preferences(file)
 
@@ -228,7 +228,7 @@ class TestGradedSolutions:
         for _ in range(2):
             assert [record.values["question"] for record in load_preferences(file, 0)[0]] == ["1"]
         (message,) = logged
-        assert "3 of 4 questions left out" in message and str(file) in message
+        assert "3 of 4 questions are left out" in message and str(file) in message
 
     @pytest.mark.parametrize("name", ["solutions.jsonl", "train.jsonl"])
     def test_the_first_question_may_have_no_answer_yet(self, tmp_path, name):
@@ -251,11 +251,11 @@ class TestGradedSolutions:
             (graded("2", ("2", True), ("2", False)), "s.jsonl:2: the text of 'model_1' is graded right and wrong"),
             (graded("2", ("2", 1)), "s.jsonl:2: 'model_0' needs 'is_correct', true or false"),
             ({"m": {"is_correct": True}}, "s.jsonl:2: 'm' needs .* 'solution', a string"),
-            (graded("2", (None, True)), "s.jsonl:2: 'model_0.solution' is a NoneType, it must be a string"),
+            (graded("2", (None, True)), "s.jsonl:2: 'model_0.solution' is a NoneType; it must be a string"),
             (graded("2", ("", False)), "s.jsonl:2: 'model_0.solution' is empty"),
             (
                 {"question": "2", "chosen": "2", "rejected": "3"},
-                "s.jsonl:2: a pair in a file that begins with graded solutions .*s.jsonl:1",
+                "s.jsonl:2 has a pair, in a file that begins with graded solutions .*s.jsonl:1",
             ),
         ],
     )
@@ -296,7 +296,7 @@ class TestDirectory:
         assert "train.jsonl with test.jsonl" in message and f"found: {found})" in message
 
     def test_a_missing_path_names_its_key(self, tmp_path):
-        with pytest.raises(FileNotFoundError, match=r"data\.path: nothing at .*absent"):
+        with pytest.raises(FileNotFoundError, match=r"data\.path: there is nothing at .*absent"):
             load_preferences(tmp_path / "absent")
 
     def test_gsm8k(self):

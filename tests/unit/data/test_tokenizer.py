@@ -144,7 +144,7 @@ class TestLoading:
     def test_a_directory_without_any_tokenizer(self, tmp_path):
         pytest.importorskip("transformers")
         (tmp_path / "weights.bin").write_text("")
-        with pytest.raises(ValueError, match="holds no tokenizer.json.*weights.bin"):
+        with pytest.raises(ValueError, match="has no tokenizer.json.*weights.bin"):
             load_tokenizer(tmp_path, eos_token="</s>")
 
 

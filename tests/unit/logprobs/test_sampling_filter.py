@@ -124,5 +124,5 @@ def test_bad_settings_are_named():
     for top_p in (0.0, 1.1):
         with pytest.raises(ValueError, match=rf"top_p={top_p} must lie in \(0, 1\]"):
             SamplingFilter(top_p=top_p)
-    with pytest.raises(ValueError, match="outside='drop' is none of"):
+    with pytest.raises(ValueError, match="outside='drop' must be one of"):
         SamplingFilter(outside="drop")

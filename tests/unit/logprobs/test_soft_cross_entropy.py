@@ -219,7 +219,7 @@ class TestTheStudentsBufferBecomesTheGradient:
         student, teacher, _ = random_case(5, 20)
         buffer = student.requires_grad_() * 1
         loss = sum(vocab_parallel_soft_cross_entropy(buffer, teacher).sum() for _ in range(2))
-        with pytest.raises(RuntimeError, match="second consumer's backward turned the same buffer .* a copy"):
+        with pytest.raises(RuntimeError, match="backward of a second operator overwrote them .* a clone"):
             loss.backward()
 
     def test_a_leaf_keeps_its_values_and_autograds_own_error(self):
@@ -257,7 +257,7 @@ def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match=r"teacher_rows \(3,\).*\(4, 10\)"):
         vocab_parallel_soft_cross_entropy(student, teacher, teacher_rows=torch.zeros(3, dtype=torch.long))
     for bad in (-2, 4):
-        with pytest.raises(ValueError, match="teacher_rows .* of a teacher with 4 rows"):
+        with pytest.raises(ValueError, match=r"teacher_rows .* must be in \[-1, 4\)"):
             vocab_parallel_soft_cross_entropy(student, teacher, teacher_rows=torch.tensor([0, 1, bad, 2]))
 
 

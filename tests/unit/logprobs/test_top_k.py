@@ -66,7 +66,7 @@ def test_it_takes_part_in_no_gradient_and_reads_only():
 
 @pytest.mark.parametrize("k", [0, -1, 9])
 def test_a_k_that_no_row_has_is_refused(k):
-    with pytest.raises(ValueError, match=rf"k={k} must be at least 1 and at most the vocabulary's 8 ids"):
+    with pytest.raises(ValueError, match=rf"k={k} must be at least 1 and at most 8, the vocabulary's size"):
         vocab_parallel_top_k(torch.randn(3, 10), k, valid_vocab_size=8)
 
 

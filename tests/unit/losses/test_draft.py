@@ -117,7 +117,7 @@ class TestTheAlignedForm:
         student, batch = make()
         teacher, mask = self.rolled(batch)
         call = {"data": batch, "global_valid_seqs": 1, "global_valid_toks": 1, "student_logits": student}
-        with pytest.raises(ValueError, match=r"teacher_logits= needs mask= beside it, .*\(3, 6, 7\), got None"):
+        with pytest.raises(ValueError, match=r"teacher_logits= needs mask= .*\(3, 6, 7\), but got None"):
             DraftCrossEntropyLossFn()(**call, teacher_logits=teacher)
         with pytest.raises(ValueError, match=r"needs mask= .*got \(3, 5\)"):
             DraftCrossEntropyLossFn()(**call, teacher_logits=teacher, mask=mask[:, 1:])

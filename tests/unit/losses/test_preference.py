@@ -102,7 +102,7 @@ class TestPreference:
 
     def test_an_odd_number_of_rows_is_named(self):
         batch = {key: value[:5] for key, value in BATCH.items()}
-        with pytest.raises(ValueError, match="PreferenceLoss: 5 rows are not pairs"):
+        with pytest.raises(ValueError, match="PreferenceLoss: 5 sequences are not pairs"):
             PreferenceLoss()(REWARDS[:5], batch, 5, 13)
 
     @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ class TestPreference:
         [
             (REWARDS[:4], r"PreferenceLoss: rewards \(4,\) do not fit sample_mask \(6,\)"),
             (torch.zeros(6, 3), r"\(6, 3\) do not fit input_ids \(6, 5\)"),
-            (torch.zeros(6, 5, 2), r"PreferenceLoss: rewards \(6, 5, 2\) must be one score a token"),
+            (torch.zeros(6, 5, 2), r"PreferenceLoss: rewards \(6, 5, 2\) must be one score per token"),
         ],
     )
     def test_shapes_that_do_not_fit_are_named(self, output, message):
@@ -119,7 +119,9 @@ class TestPreference:
 
     def test_rewards_of_rows_cannot_be_cut_over_ranks(self):
         two_ranks = Sharding(cp_group=SimpleNamespace(size=lambda: 2))
-        with pytest.raises(ValueError, match=r"rewards \(6,\), one a row, cannot be cut over 2 context parallel ranks"):
+        with pytest.raises(
+            ValueError, match=r"rewards \(6,\) are one per sequence, which cannot be cut over 2 context"
+        ):
             PreferenceLoss().read_output(REWARDS, BATCH, two_ranks)
 
     def test_what_users_override(self):
@@ -244,7 +246,7 @@ class TestDPO:
 
     def test_an_odd_number_of_rows_is_named(self):
         batch = {key: value[:3] for key, value in PAIRS.items()}
-        with pytest.raises(ValueError, match="DPOLossFn: 3 rows are not pairs"):
+        with pytest.raises(ValueError, match="DPOLossFn: 3 sequences are not pairs"):
             DPOLossFn()(LOGITS[:3], batch, 3, 7)
 
     @pytest.mark.parametrize(

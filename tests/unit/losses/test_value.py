@@ -76,7 +76,7 @@ class TestMSEValue:
         ("cfg", "message"),
         [
             ({"scale": 0.0}, "scale=0.0 must be positive$"),
-            ({"cliprange": 0.0}, r"cliprange=0.0 must be positive \(null switches it off\)"),
+            ({"cliprange": 0.0}, r"cliprange=0.0 must be positive \(null disables it\)"),
             ({"clip_range": 0.2}, "did you mean 'cliprange'"),
         ],
     )

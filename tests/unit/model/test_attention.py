@@ -1,4 +1,4 @@
-"""Portable attention against its formula, sequence by sequence: padded and packed, windows, grouped queries, RoPE."""
+"""Portable attention equals its formula, sequence by sequence: padded, packed, windows, grouped queries, RoPE."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def attention(window: int | None) -> PortableAttention:
 
 
 def formula(query, key, value, window):
-    """One sequence: [S, N, D], [S, G, D], [S, G, D] → [S, N·D], in plain torch."""
+    """Return the attention of one sequence in plain torch: [S, N, D], [S, G, D], [S, G, D] → [S, N·D]."""
     length, heads, dim = query.shape
     key, value = (x.repeat_interleave(heads // x.size(1), dim=1) for x in (key, value))
     scores = torch.einsum("qnd,knd->nqk", query, key) / dim**0.5
@@ -51,7 +51,7 @@ def assert_same_values_and_gradients(found, wanted, inputs):
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_padded_rows(window):
+def test_attention_of_a_padded_batch_equals_its_formula(window):
     query, key, value = inputs = random_qkv(11, 3)
     wanted = torch.stack([formula(query[:, b], key[:, b], value[:, b], window) for b in range(3)], dim=1)
     assert_same_values_and_gradients(attention(window)(query, key, value), wanted, inputs)
@@ -59,7 +59,7 @@ def test_padded_rows(window):
 
 @pytest.mark.parametrize("padded_lengths", [PADDED_LENGTHS, [7], [1, 1, 1]], ids=str)
 @pytest.mark.parametrize("window", WINDOWS)
-def test_packed_rows_attend_within_their_sequence(window, padded_lengths):
+def test_tokens_of_a_pack_attend_within_their_sequence(window, padded_lengths):
     query, key, value = inputs = random_qkv(sum(padded_lengths), 1)
     parts = zip(*(x[:, 0].split(padded_lengths) for x in inputs), strict=True)
     wanted = torch.cat([formula(*part, window) for part in parts])[:, None]
@@ -68,7 +68,7 @@ def test_packed_rows_attend_within_their_sequence(window, padded_lengths):
     assert_same_values_and_gradients(found, wanted, inputs)
 
 
-def test_sequences_of_like_length_share_a_bucket():
+def test_sequences_of_similar_length_share_a_bucket():
     sequences = PackedSequences.of(PADDED_LENGTHS, None, torch.device("cpu"))
     assert [bucket.key_shape for bucket in sequences.buckets] == [(2, 6), (1, 1), (1, 40), (2, 3), (1, 17)]
     assert sorted(sequences.slots.tolist()) == sorted(set(sequences.slots.tolist())), "no two tokens share a slot"
@@ -76,7 +76,7 @@ def test_sequences_of_like_length_share_a_bucket():
 
 
 def frequencies() -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the packed tokens, and of each sequence by itself."""
+    """Return the angles of the packed tokens, and of each sequence by itself."""
     start_device("cpu")
     rope = PortableRotaryEmbedding(DIM, rotary_percent=1.0)
     packing = PortablePacking(sequences=PackedSequences.of(PADDED_LENGTHS, None, torch.device("cpu")))

@@ -1,4 +1,4 @@
-"""Which modules layers are made of, where a model has what Transformer Engine's layers have not."""
+"""The choice of a layer's modules if a model needs what Transformer Engine's layers lack."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.fixture
 def installed(monkeypatch):
-    """As if Transformer Engine were installed."""
+    """Pretend that Transformer Engine is installed."""
     monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: name)
 
 
 @pytest.mark.parametrize("preset", ["nano", "nano_moe", "qwen3_30b_a3b"])
-def test_auto_is_transformer_engine_on_a_gpu_that_has_it(installed, preset):
+def test_auto_chooses_transformer_engine_on_a_gpu_if_it_is_installed(installed, preset):
     model = load_config([f"model={preset}"]).first.model
     assert (choose_backend(model, CUDA), choose_backend(model, CPU)) == ("transformer_engine", "portable")
     assert choose_backend(replace(model, backend="portable"), CUDA) == "portable"
@@ -31,7 +31,7 @@ def test_auto_is_transformer_engine_on_a_gpu_that_has_it(installed, preset):
 @pytest.mark.parametrize(
     ("preset", "key"), [("gemma3_1b", "model.local_rope_base=10000.0"), ("deepseek_v3", "model.kv_lora_rank=512")]
 )
-def test_what_only_portable_layers_have_is_named(installed, preset, key):
+def test_a_key_that_only_portable_layers_support_is_named(installed, preset, key):
     model = load_config([f"model={preset}"]).first.model
     assert choose_backend(model, CUDA) == "portable"
     with pytest.raises(ConfigError, match=f"model.backend=transformer_engine: .*{key}; use model.backend=auto"):

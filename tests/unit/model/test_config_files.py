@@ -1,4 +1,4 @@
-"""config.json → model section: both dialects, what is refused, and back."""
+"""Reading config.json into a model section and back, in both notations, and refusing unsupported files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ MODELS = {
 
 
 def config(architecture: str, **changes) -> dict:
-    """What the family writes for its model, with keys changed, or left out where `...`."""
+    """Return the config that the family writes for its model, with changed keys; `...` leaves a key out."""
     family = FAMILIES[architecture]
     written = family.write_config(MODELS[architecture], 77) | changes
     return {key: value for key, value in written.items() if value is not ...}
@@ -65,8 +65,8 @@ def test_a_family_reads_what_it_writes(architecture):
 
 
 @pytest.mark.parametrize("architecture", MODELS)
-def test_transformers_makes_nothing_else_of_what_a_family_writes(architecture):
-    """Its own config class reads the file, and writes one that is the same model; nothing is left that it ignores."""
+def test_transformers_reads_and_writes_the_config_that_a_family_writes(architecture):
+    """The config class of transformers reads the file and writes one of the same model. It ignores no key."""
     from transformers import CONFIG_MAPPING
 
     written = config(architecture)
@@ -77,7 +77,7 @@ def test_transformers_makes_nothing_else_of_what_a_family_writes(architecture):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_has_a_family_or_is_known_not_to(preset):
+def test_every_preset_has_a_family_or_is_listed_as_having_none(preset):
     model = load_config([f"model={preset}"]).first.model
     if preset == "nano_moe":  # a shared expert beside Mixtral's: no family here has one
         with pytest.raises(ConfigError, match="none of Llama.* cannot be written for Hugging Face"):
@@ -88,7 +88,7 @@ def test_a_preset_has_a_family_or_is_known_not_to(preset):
         assert same_weights(read, replace(model, vocab_size=300))
 
 
-def test_transformers_4_and_5_say_the_same():
+def test_configs_of_transformers_4_and_5_read_the_same():
     five = config("LlamaForCausalLM", rope_parameters={"rope_type": "default", "rope_theta": 5e5}, rope_theta=...)
     four = config("LlamaForCausalLM", rope_parameters=..., rope_theta=5e5, rope_scaling=None, torch_dtype="bfloat16")
     assert read_model(five, "there")[1] == read_model(four, "there")[1]
@@ -118,7 +118,7 @@ def test_transformers_4_and_5_say_the_same():
         ),
         ("Qwen3ForCausalLM", {"layer_types": ["full_attention"] * 4}, {"sliding_window": None}),
         ("Qwen3MoeForCausalLM", {"mlp_only_layers": [], "sliding_window": 4096}, {"sliding_window": None}),
-        # harmless, off, a setting of generation, or as transformers has it anyway
+        # harmless, off, a generation setting, or the default of transformers
         ("LlamaForCausalLM", {"bos_token_id": 1, "use_cache": True, "_name_or_path": "x", "torch_dtype": "x"}, {}),
         ("LlamaForCausalLM", {"attention_dropout": 0.1, "initializer_range": 0.5, "transformers_version": "4"}, {}),
         ("Qwen2ForCausalLM", {"use_mrope": False, "unheard_of": None}, {}),
@@ -131,7 +131,7 @@ def test_transformers_4_and_5_say_the_same():
         ("DeepseekV3ForCausalLM", {"n_group": None, "topk_group": None}, {"router_groups": None}),
     ],
 )
-def test_what_is_accepted(architecture, changes, expected):
+def test_accepted_keys_give_the_expected_model_section(architecture, changes, expected):
     model = read_model(config(architecture, **changes), "there")[1]
     for key, value in expected.items():
         assert getattr(model, key) == value
@@ -145,9 +145,9 @@ def test_what_is_accepted(architecture, changes, expected):
         (
             "LlamaForCausalLM",
             {"architectures": ["BertModel"]},
-            r"architectures=\['BertModel'\].*known are Llama.*Qwen3M",
+            r"architectures=\['BertModel'\].*supported architectures: Llama.*Qwen3M",
         ),
-        ("LlamaForCausalLM", {"architectures": ...}, r"architectures=\[\] has no family"),
+        ("LlamaForCausalLM", {"architectures": ...}, r"architectures=\[\] is not supported"),
         ("LlamaForCausalLM", {"hidden_size": ...}, "there/config.json has no 'hidden_size'"),
         ("LlamaForCausalLM", {"rms_norm_eps": ...}, "has no 'rms_norm_eps'"),
         ("Qwen3ForCausalLM", {"head_dim": ...}, "has no 'head_dim'"),
@@ -172,14 +172,14 @@ def test_what_is_accepted(architecture, changes, expected):
         ("Qwen3MoeForCausalLM", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
         ("Qwen3MoeForCausalLM", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
         ("Qwen3MoeForCausalLM", {"use_sliding_window": True}, "use_sliding_window=True"),
-        ("LlamaForCausalLM", {"quantization_config": {"bits": 4}}, "quantization_config=.* is not understood"),
-        ("LlamaForCausalLM", {"auto_map": {"AutoModel": "x.Y"}}, "auto_map=.* is not understood"),
+        ("LlamaForCausalLM", {"quantization_config": {"bits": 4}}, "quantization_config=.* is not supported"),
+        ("LlamaForCausalLM", {"auto_map": {"AutoModel": "x.Y"}}, "auto_map=.* is not supported"),
         ("Qwen2ForCausalLM", {"is_causal": False}, "is_causal=False is not supported"),
         ("Qwen3ForCausalLM", {"use_qk_norm": False}, "use_qk_norm=False is not supported"),
-        ("LlamaForCausalLM", {"rope_parameters": "x"}, "a value is of another type than its key has"),
-        ("LlamaForCausalLM", {"logit_scale": 0.5}, "logit_scale=0.5 is not understood here, and may change what"),
+        ("LlamaForCausalLM", {"rope_parameters": "x"}, "a value has another type than its key needs"),
+        ("LlamaForCausalLM", {"logit_scale": 0.5}, "logit_scale=0.5 is not supported, and may change what"),
     ],
 )
-def test_what_is_refused(architecture, changes, message):
+def test_unsupported_configs_are_refused(architecture, changes, message):
     with pytest.raises(ConfigError, match=message):
         read_model(config(architecture, **changes), "there/config.json")

@@ -1,4 +1,4 @@
-"""Configs of Gemma 3 and DeepSeek-V3: read, written, read again; what there is no maths for is refused by name."""
+"""Configs of Gemma 3 and DeepSeek-V3 are read, written and read again. Unsupported values are refused by name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PUBLISHED = {"gemma3_1b": GEMMA3_1B, "deepseek_v3": DEEPSEEK}
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
-def test_a_published_config_is_the_preset_of_its_name(preset):
+def test_a_published_config_equals_the_preset_of_its_name(preset):
     hf = PUBLISHED[preset]
     model = family_of_config(hf, "config.json").read_config(hf)
     check_model(model)
@@ -51,7 +51,7 @@ def test_a_published_config_is_the_preset_of_its_name(preset):
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
-def test_what_is_written_reads_back_and_says_the_same_through_transformers(preset, tmp_path):
+def test_a_written_config_reads_back_the_same_directly_and_through_transformers(preset, tmp_path):
     hf = PUBLISHED[preset]
     family = family_of_config(hf, "config.json")
     model = family.read_config(hf)
@@ -104,13 +104,13 @@ def test_ropes_of_both_kinds_of_layers():
         (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func=softmax"),
     ],
 )
-def test_what_there_is_no_maths_for_is_refused(family, changes, said):
+def test_unsupported_values_are_refused(family, changes, said):
     hf = GEMMA3_1B if family is GEMMA3 else DEEPSEEK
     with pytest.raises(ConfigError, match=re.escape(said)):
         family.read_config(hf | changes)
 
 
-def test_layers_that_predict_further_tokens_are_no_part_of_the_model():
+def test_layers_that_predict_further_tokens_are_not_part_of_the_model():
     model = DEEPSEEK_V3.read_config(DEEPSEEK)
     is_dropped = DEEPSEEK_V3.is_dropped
     assert is_dropped("model.layers.61.eh_proj.weight", model)

@@ -1,4 +1,4 @@
-"""The zero-centred norm is Gemma's own, to the bit."""
+"""The zero-centred norm equals Gemma's own bit for bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_megatron.topology.device import start_device
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_zero_centred_norm_is_gemmas(dtype):
+def test_the_zero_centred_norm_equals_gemmas(dtype):
     start_device("cpu")
     torch.manual_seed(0)
     config = SimpleNamespace(params_dtype=dtype, layernorm_zero_centered_gamma=True, sequence_parallel=False)

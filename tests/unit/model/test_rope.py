@@ -1,4 +1,4 @@
-"""RoPE's scalings are transformers', and its config reads and writes in the words of both of its generations."""
+"""RoPE's scalings equal those of transformers, and configs of transformers 4 and 5 are read and written."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def hf_config(**keys) -> dict:
 
 @pytest.mark.parametrize("base", [10_000.0, 500_000.0])
 @pytest.mark.parametrize("name", SCALINGS)
-def test_frequencies_and_their_scale_are_transformers(name, base):
+def test_frequencies_and_their_scale_equal_those_of_transformers(name, base):
     given, section = SCALINGS[name]
     hf = LlamaConfig(hidden_size=96, num_attention_heads=3, max_position_embeddings=2048,
                      rope_parameters={"rope_theta": base, **given})  # fmt: skip
@@ -52,7 +52,7 @@ def test_frequencies_and_their_scale_are_transformers(name, base):
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_both_generations_of_transformers_are_understood(name):
+def test_configs_of_both_versions_of_transformers_are_read(name):
     given, section = SCALINGS[name]
     plain = {key: value for key, value in hf_config().items() if key not in ("rope_parameters", "rope_theta")}
     new = read_config(plain | {"rope_parameters": {"rope_theta": 5e5, **given}})
@@ -63,7 +63,7 @@ def test_both_generations_of_transformers_are_understood(name):
 
 
 @pytest.mark.parametrize("name", ["none", *SCALINGS])
-def test_what_is_written_says_the_same_to_transformers_and_to_us(name, tmp_path):
+def test_transformers_reads_a_written_config_as_we_do(name, tmp_path):
     given = {"rope_theta": 3e4} | (SCALINGS[name][0] if name != "none" else {})
     model = read_config(hf_config(rope_parameters=given))
     written = write_config(model, 77)
@@ -78,7 +78,10 @@ def test_what_is_written_says_the_same_to_transformers_and_to_us(name, tmp_path)
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"rope_type": "dynamic", "factor": 2.0}, "rope_type=dynamic: known here are default, linear, llama3, yarn"),
+        (
+            {"rope_type": "dynamic", "factor": 2.0},
+            "rope_type=dynamic is not supported; supported types: default, linear, llama3, yarn",
+        ),
         ({"rope_type": "linear", "factor": 2.0, "beta_fast": 3.0}, "rope_parameters.beta_fast=3.0"),
         ({"rope_type": "default", "mrope_section": [1, 2]}, "rope_parameters.mrope_section"),
         ({"rope_type": "linear"}, "rope_parameters.factor is missing"),
@@ -86,6 +89,6 @@ def test_what_is_written_says_the_same_to_transformers_and_to_us(name, tmp_path)
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "rope_parameters.partial_rotary_factor=0.5"),
     ],
 )
-def test_other_ropes_are_refused_by_name(parameters, message):
+def test_unsupported_ropes_are_refused_by_name(parameters, message):
     with pytest.raises(ConfigError, match=message.replace("[", "\\[")):
         read_config(hf_config() | {"rope_parameters": {"rope_theta": 1e4, **parameters}})

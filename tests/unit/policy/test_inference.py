@@ -1,4 +1,4 @@
-"""Moving a batch to a device, which must never move the caller's."""
+"""Moving a batch to a device must never move the caller's batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buckets and fingerprints: exact, additive, and changed by whatever changes a tensor."""
+"""Buckets and fingerprints: fingerprints are exact and additive, and change with the tensor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def random_bits(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0)
 
 
 def by_hand(tensor: torch.Tensor) -> int:
-    """The formula, in Python's integers."""
+    """Return the fingerprint by its formula, in Python's integers."""
     matrix = (tensor.unsqueeze(-1) if tensor.dim() < 2 else tensor).contiguous().view(torch.int16)
     rows, columns = _row_hashes(0, matrix.size(0), CPU).tolist(), _column_hashes(0, matrix.size(1), CPU).tolist()
     total = sum(
@@ -39,12 +39,12 @@ def by_hand(tensor: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [(7, 5), (9,), (1, 1)], ids=str)
-def test_the_fingerprint_is_its_formula(shape, dtype):
+def test_the_fingerprint_equals_its_formula(shape, dtype):
     tensor = random_bits(*shape, dtype=dtype)
     assert fingerprint(tensor).item() == by_hand(tensor)
 
 
-def test_sums_over_columns_are_exact_where_every_bit_counts(monkeypatch):
+def test_sums_over_columns_are_exact_at_the_limit_of_fp64(monkeypatch):
     tensor = torch.full((2, 40_000), -(2**15), dtype=torch.int16)  # the largest integers, all of one sign
     whole = fingerprint(tensor)
     monkeypatch.setattr("rl_megatron.weight_sync.plan._COLUMNS_AT_ONCE", 97)
@@ -54,7 +54,7 @@ def test_sums_over_columns_are_exact_where_every_bit_counts(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_blocks_add_up_to_the_whole(dtype):
+def test_fingerprints_of_blocks_add_up_to_that_of_the_tensor(dtype):
     tensor = random_bits(12, 10, dtype=dtype)
     blocks = {(0, 0): tensor[:5], (5, 0): tensor[5:, :3], (5, 3): tensor[5:, 3:]}
     assert sum(fingerprint(block, location) for location, block in blocks.items()) == fingerprint(tensor)
@@ -65,7 +65,7 @@ def test_blocks_add_up_to_the_whole(dtype):
     assert fingerprint(vector[:4]) + fingerprint(vector[4:], (4, 0)) == fingerprint(vector)
 
 
-def test_every_flipped_bit_shows():
+def test_every_flipped_bit_changes_the_fingerprint():
     tensor = random_bits(4, 6)
     bits, wanted = tensor.view(torch.int16), fingerprint(tensor)
     for i in range(4):
@@ -76,7 +76,7 @@ def test_every_flipped_bit_shows():
                 assert fingerprint(flipped.view(torch.bfloat16)) != wanted
 
 
-def test_rows_or_columns_that_changed_places_show():
+def test_swapped_rows_or_columns_change_the_fingerprint():
     tensor = random_bits(40, 50)
     wanted = fingerprint(tensor)
     for i in range(40):
@@ -87,7 +87,7 @@ def test_rows_or_columns_that_changed_places_show():
         assert fingerprint(tensor[:, order].contiguous()) != wanted
 
 
-def test_the_first_row_and_column_are_hashed_like_others():
+def test_the_first_row_and_column_are_hashed_like_the_others():
     tensor = random_bits(1, 7000)
     swapped = tensor.clone()
     swapped[0, 524], swapped[0, 6265] = tensor[0, 6265], tensor[0, 524]  # whose 24-bit hashes alone are one
@@ -95,7 +95,7 @@ def test_the_first_row_and_column_are_hashed_like_others():
     assert (_row_hashes(0, 1, CPU).abs() > 1 << 32).all() and (_column_hashes(0, 1, CPU) > 1 << 8).all()
 
 
-def test_buckets_hold_what_fits_and_a_larger_tensor_alone():
+def test_buckets_are_filled_in_order_and_a_larger_tensor_has_its_own():
     specs = [TensorSpec(f"t{i}", (rows, 3), "bfloat16") for i, rows in enumerate((4, 4, 100, 1))]
     buckets = plan_buckets(specs, max_bytes=48)
     assert [[spec.name for spec in bucket.tensors] for bucket in buckets] == [["t0", "t1"], ["t2"], ["t3"]]

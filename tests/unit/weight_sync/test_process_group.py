@@ -1,4 +1,4 @@
-"""A group beside the default one: what it adds up, and that nobody waits for ever."""
+"""A process group beside the default one: its sums, and that no process waits for ever."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def free_port() -> int:
 
 
 def two_ranks(timeout_seconds: float) -> list[StandaloneGroup]:
-    """Both in this process, which has no default group."""
+    """Return both groups in this process, which has no default group."""
     port, groups = free_port(), {}
 
     def join(rank: int) -> None:
@@ -34,7 +34,7 @@ def two_ranks(timeout_seconds: float) -> list[StandaloneGroup]:
     return [groups[0], groups[1]]
 
 
-def test_words_of_all_ranks_are_added_up_as_integers():
+def test_words_of_all_ranks_are_summed_as_integers():
     groups, largest = two_ranks(20), 2**63 - 1
     words = [torch.tensor([largest, 5, 0]), torch.tensor([1, 0, -7])]
     for work in [group.all_reduce(mine) for group, mine in zip(groups, words, strict=True)]:
@@ -44,14 +44,14 @@ def test_words_of_all_ranks_are_added_up_as_integers():
 
 def test_a_peer_that_does_not_answer_raises_within_the_timeout_and_ends_the_group():
     groups, began = two_ranks(2), time.monotonic()
-    with pytest.raises(CollectiveFailed, match="rank 0 of the 2 .* a peer left, or did not answer within 2 s"):
+    with pytest.raises(CollectiveFailed, match="rank 0 of the 2 .* a peer left the group or did not answer within 2 s"):
         groups[0].all_reduce(torch.zeros(3, dtype=torch.int64)).wait()
     assert time.monotonic() - began < 15
-    with pytest.raises(CollectiveFailed, match="a collective failed before"):
+    with pytest.raises(CollectiveFailed, match="an earlier collective failed"):
         groups[0].all_reduce(torch.zeros(3, dtype=torch.int64))
 
 
-def test_a_peer_that_never_comes_raises_within_the_timeout():
+def test_a_peer_that_never_joins_raises_within_the_timeout():
     began = time.monotonic()
     with pytest.raises(CollectiveFailed, match="rank 0 of the 2 around 127.0.0.1:.* could not join"):
         StandaloneGroup("127.0.0.1", free_port(), 0, 2, CPU, timeout_seconds=0.5)

@@ -1,4 +1,4 @@
-"""What an engine refuses to serve."""
+"""Weights that an engine refuses to serve."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def altered(index: int) -> torch.Tensor:
     return buffer
 
 
-def test_what_is_refused_is_named_and_not_served_until_a_refit_succeeded():
+def test_a_refused_tensor_is_named_and_nothing_is_served_until_a_refit_succeeds():
     for message, act in {
         "b is missing: bucket 1 never came": lambda r: (r.accept(0, sent(0)), r.accept(2, sent(2)), r.finish()),
         "a came twice": lambda r: (r.accept(0, sent(0)), r.accept(0, sent(0))),
@@ -76,12 +76,12 @@ def test_what_is_refused_is_named_and_not_served_until_a_refit_succeeded():
         refuse(receiver, message, lambda act=act, receiver=receiver: act(receiver))
 
 
-def test_models_that_differ_from_what_comes_are_refused():
+def test_a_model_that_differs_from_the_plan_is_refused():
     for parameters, message in (
         ({"a": model()["a"], "b": model()["b"]}, "c is unknown to the engine's model"),
         (model() | {"d": torch.zeros(3)}, "d of the engine's model is missing"),
-        (model() | {"b": torch.zeros(6)}, r"b comes as float32 \[5\], and the engine's model has it as float32 \[6\]"),
-        (model() | {"b": torch.zeros(5).half()}, "b comes as float32 .* float16"),
+        (model() | {"b": torch.zeros(6)}, r"b will come as float32 \[5\], but the engine's model has float32 \[6\]"),
+        (model() | {"b": torch.zeros(5).half()}, "b will come as float32 .* float16"),
     ):
         with pytest.raises(WeightsRefused, match=message):
             WeightReceiver(parameters, PLAN)
