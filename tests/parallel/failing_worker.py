@@ -1,4 +1,4 @@
-"""An engine's process that raises in the middle of the second refit, as one that runs out of memory does."""
+"""An engine process that raises in the middle of the second refit, as it would if it ran out of memory."""
 
 import sys
 

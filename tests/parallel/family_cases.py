@@ -1,4 +1,4 @@
-"""Small transformers models of every family, with random weights and the oddities of real ones."""
+"""Small transformers models of every family, with random weights and the special cases of real models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-# Of all: heads together are wider than the hidden states, queries are grouped, no size is a power of two.
+# The shape that all cases share: the heads together are wider than the hidden states, queries are grouped, and no size
+# is a power of two.
 SHAPE = {
     "hidden_size": 20,
     "intermediate_size": 44,
@@ -21,7 +22,7 @@ SHAPE = {
     "head_dim": 6,
     "vocab_size": 51,
     "max_position_embeddings": 64,
-    "initializer_range": 0.15,  # logits far from uniform, so that errors show
+    "initializer_range": 0.15,  # makes logits far from uniform, so that errors show
     "tie_word_embeddings": False,
 }
 _TIED = {"tie_word_embeddings": True}
@@ -32,13 +33,13 @@ def _rope(theta: float, **scaling: Any) -> dict[str, Any]:
 
 
 _LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-# By name: the class of transformers, and what its config has besides SHAPE.
+# Case → (prefix of the class in transformers, keys of its config besides SHAPE).
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _rope(50.0) | {"rms_norm_eps": 1e-3, "num_hidden_layers": 4}),
     "llama tied, rope scaled": ("Llama", _rope(50.0, **_LLAMA3, original_max_position_embeddings=8) | _TIED),
     "mistral": ("Mistral", _rope(100.0) | {"sliding_window": 5}),
     "qwen2": ("Qwen2", _rope(1000.0) | {"hidden_size": 24, "head_dim": None} | _TIED),
-    "qwen3": ("Qwen3", _rope(1000.0) | {"hidden_size": 22}),  # 22 is no multiple of 4 heads
+    "qwen3": ("Qwen3", _rope(1000.0) | {"hidden_size": 22}),  # 22 is not a multiple of 4 heads
     "mixtral": ("Mixtral", _rope(100.0) | {"num_local_experts": 6, "num_experts_per_tok": 2}),
     "qwen3_moe": (
         "Qwen3Moe",
@@ -64,7 +65,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_group": 3, "topk_group": 2, "n_shared_experts": 2, "routed_scaling_factor": 1.7},
     ),
 }
-_CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # where it is not the model's name
+_CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # config classes that are not named after the model's class
 
 
 def architecture(case: str) -> str:
@@ -72,8 +73,8 @@ def architecture(case: str) -> str:
 
 
 def hf_model(case: str, **changes: Any) -> torch.nn.Module:
-    """The model, keys of its config changed, every vector of it (norms, biases) random as well."""
-    import transformers  # seconds, and ranks import this module without making models
+    """Return the model of a case with `changes` to its config; its vectors (norms, biases) are random as well."""
+    import transformers  # not at the top: it takes seconds, and ranks import this module without making models
 
     name, keys = CASES[case]
     keys = {key: value for key, value in {**SHAPE, **keys, **changes}.items() if value is not None}
@@ -89,13 +90,13 @@ def hf_model(case: str, **changes: Any) -> torch.nn.Module:
 
 
 def save(model: torch.nn.Module, directory: Path, max_shard_size: str = "20KB") -> Path:
-    """`model` in the files that transformers makes of it, several where they are small."""
+    """Save `model` with transformers and return the directory; a small `max_shard_size` gives several files."""
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return directory
 
 
 def save_tokenizer(directory: Path, num_tokens: int) -> None:
-    """A tokenizer of words 0 … with a template and a side file."""
+    """Save a tokenizer whose words are numbers, with its config and a chat template."""
     vocabulary = {"<eos>": 0} | {str(number): number for number in range(1, num_tokens)}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -106,7 +107,7 @@ def save_tokenizer(directory: Path, num_tokens: int) -> None:
 
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a directory, as the safetensors library reads it."""
+    """Return every tensor of a directory, as the safetensors library reads it."""
     found = {}
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
@@ -115,7 +116,7 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    """Bit for bit."""
+    """Check that two sets of tensors have the same names, dtypes, shapes and bits."""
     assert one.keys() == other.keys(), one.keys() ^ other.keys()
     for name, tensor in one.items():
         assert tensor.dtype == other[name].dtype and tensor.shape == other[name].shape, name

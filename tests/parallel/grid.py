@@ -1,4 +1,7 @@
-"""The layouts that are held against one process: every pair of values of every two factors, on at most eight ranks."""
+"""The layouts that are compared with one process, on at most eight ranks.
+
+Every value of one factor is combined with every value of any other factor in at least one layout.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from functools import cached_property
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from rl_megatron.certify.measurement import Difference, Measurement, compare, measure
+from rl_megatron.certify.measurement import Difference, Measurement, compare, run_workload
 from rl_megatron.certify.single_process import run_in_one_process
 from rl_megatron.certify.workload import SMALL_FUSED_HEAD, STANDARD_OBJECTIVES, Workload, small_batching
 from rl_megatron.config.schema import ModelConfig, ParallelConfig
@@ -20,7 +23,7 @@ from tests.worker_pool import WorkerPool
 
 MAX_RANKS = 8
 MODEL = ModelConfig(
-    num_layers=8,  # one for each chunk of 4 stages × 2
+    num_layers=8,  # one for each model chunk of 4 stages × 2
     hidden_size=32,
     ffn_hidden_size=64,
     num_attention_heads=8,
@@ -28,7 +31,7 @@ MODEL = ModelConfig(
     max_sequence_length=64,
     qk_norm=True,
     qkv_bias=True,
-    init_std=0.15,  # logits far from uniform, so that errors show
+    init_std=0.15,  # makes logits far from uniform, so that errors show
 )
 EXPERTS = {
     "num_experts": 4, "expert_ffn_hidden_size": 32, "shared_expert_ffn_hidden_size": 32, "shared_expert_gate": True,
@@ -36,7 +39,7 @@ EXPERTS = {
 
 
 class Factors(NamedTuple):
-    """One value of each factor. `expert` is 0 for a dense model."""
+    """One value of each factor; `expert` is 0 for a dense model, `sequences` the size of a microbatch."""
 
     tensor: int
     sequence: bool
@@ -45,7 +48,7 @@ class Factors(NamedTuple):
     context: int
     expert: int
     data: int
-    rows: int
+    sequences: int
     batching: str
     tied: bool
     recompute: str
@@ -68,7 +71,7 @@ VALUES: dict[str, list[Any]] = {
     "context": [1, 2, 4],
     "expert": [0, 1, 2],
     "data": [1, 2],
-    "rows": [1, 2, 4],
+    "sequences": [1, 2, 4],
     "batching": ["packed", "padded", "dynamic"],
     "tied": [True, False],
     "recompute": ["none", "selective", "full"],
@@ -78,18 +81,18 @@ VALUES: dict[str, list[Any]] = {
     "overlap": [True, False],
     "fused_head": [True, False],
 }
-# Factors whose values exclude values of others; every value of the rest goes with everything.
+# Factors whose values exclude values of other factors. The values of all other factors can be combined freely.
 _BOUND = ("tensor", "sequence", "pipeline", "virtual_pipeline", "context", "expert", "data", "uneven")
 
 
 def is_possible(f: Factors) -> bool:
-    ends = (2,) if f.pipeline == 2 else (1, 3)  # layers of the named stages of an uneven pipeline
+    ends = (2,) if f.pipeline == 2 else (1, 3)  # layers of the stages whose number `parallel` sets
     return (
         f.ranks <= MAX_RANKS
         and (f.tensor > 1 or not f.sequence)
         and (f.pipeline > 1 or (f.virtual_pipeline == 1 and not f.uneven))
         and (not f.uneven or all(layers % f.virtual_pipeline == 0 for layers in ends))
-        and (f.tensor == 1 or f.sequence or not f.expert)  # experts under tensor parallelism want sequence parallelism
+        and (f.tensor == 1 or f.sequence or not f.expert)  # with tensor parallelism, experts need sequence parallelism
         and (f.expert < 2 or f.ranks // f.pipeline > 1)
     )
 
@@ -98,12 +101,12 @@ Pair = tuple[tuple[int, Any], tuple[int, Any]]
 
 
 def pairs(f: Factors) -> set[Pair]:
-    """Every two factors with their values here."""
+    """Return every two factors of a layout with their values, as (place of the factor, value) twice."""
     return set(itertools.combinations(enumerate(f), 2))
 
 
 def possible_pairs() -> set[Pair]:
-    """All that any layout of at most eight ranks can have."""
+    """Return all pairs that a layout of at most eight ranks can have."""
     free = Factors(*(values[0] for values in VALUES.values()))
     found: set[Pair] = set()
     for chosen in itertools.product(*(values for name, values in VALUES.items() if name in _BOUND)):
@@ -125,8 +128,11 @@ def possible_pairs() -> set[Pair]:
 
 
 def whole_grid() -> list[Layout]:
-    """Layouts that have every possible pair of values between them: greedily, of a few hundred random layouts with a
-    pair that is still missing, the one with most missing pairs; always the same ones."""
+    """Return layouts that together have every possible pair of values; always the same layouts.
+
+    The choice is greedy: among random layouts that have one of the missing pairs, take the one with the most missing
+    pairs, and repeat.
+    """
     generator, missing, chosen = random.Random(0), possible_pairs(), []
     while missing:
         wanted = min(missing, key=repr)
@@ -146,7 +152,7 @@ def _random_with(pair: Pair, generator: random.Random) -> Factors:
 
 @dataclass(frozen=True)
 class Layout:
-    """A row of the grid, ready to run."""
+    """One layout of the grid, with the model and the workload that it runs."""
 
     factors: Factors
 
@@ -157,7 +163,7 @@ class Layout:
         parts = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
         parts += ["sp"] if f.sequence else []
         parts += [f"moe-ep{f.expert}"] if f.expert else []
-        parts += [f"{f.batching}{f.rows}", "tied" if f.tied else "untied"]
+        parts += [f"{f.batching}{f.sequences}", "tied" if f.tied else "untied"]
         parts += [] if f.recompute == "none" else [f"{f.recompute}-recompute"]
         parts += ["uneven"] if f.uneven else []
         parts += [f"window{f.window}"] if f.window else []
@@ -191,7 +197,7 @@ class Layout:
 
     @cached_property
     def reference(self) -> Workload:
-        """What one process measures: the same for all layouts of a model."""
+        """Return the workload of the one process that layouts of this model are compared with."""
         return Workload(replace(self.model, recompute="none"), STANDARD_OBJECTIVES)
 
 
@@ -215,7 +221,7 @@ class Result:
 
 
 class Grid:
-    """Runs layouts on a pool of ranks, which measures one process once for each model."""
+    """Runs layouts on a pool of ranks and compares them with one process, which runs once for each model."""
 
     def __init__(self, ranks: WorkerPool):
         self._ranks = ranks
@@ -223,16 +229,16 @@ class Grid:
     def run(self, layout: Layout) -> Result:
         wanted = self._ranks.reference(run_in_one_process, layout.reference)
         started = time.perf_counter()
-        found = self._ranks.run(layout.factors.ranks, _measure, layout)[0]
+        found = self._ranks.run(layout.factors.ranks, _run_on_rank, layout)[0]
         seconds = time.perf_counter() - started
         return Result(layout, {name: compare(found[name], wanted[name]) for name in wanted}, seconds)
 
 
-def _measure(layout: Layout) -> dict[str, Measurement]:
+def _run_on_rank(layout: Layout) -> dict[str, Measurement]:
     workload = layout.workload()
     where = topology.build(layout.parallel, start_device("cpu"), workload.seed)
     batching = {
-        name: small_batching(layout.factors.batching, layout.factors.rows, objective.group_size, layout.parallel)
+        name: small_batching(layout.factors.batching, layout.factors.sequences, objective.group_size, layout.parallel)
         for name, objective in workload.objectives.items()
     }
-    return measure(workload, where, batching)
+    return run_workload(workload, where, batching)

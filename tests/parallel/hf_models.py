@@ -1,4 +1,4 @@
-"""Hugging Face models of random weights, and our policies with the same weights, in any layout."""
+"""Hugging Face models with random weights, and policies with the same weights in any layout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.parallel.layouts import build_policy
 
 
 def save_random(config: PreTrainedConfig, directory: Path, std: float = 0.15) -> AutoModelForCausalLM:
-    """A model of `config` with no weight at its initial value, norms and router biases included, saved in fp32."""
+    """Save a model of `config` in fp32 and return it; no weight, norm or router bias has its initial value."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -31,8 +31,14 @@ def save_random(config: PreTrainedConfig, directory: Path, std: float = 0.15) ->
 
 
 def policy_of(directory: Path, parallel: dict, model_keys: dict | None = None, **policy_keys: Any) -> MegatronPolicy:
-    """A policy in the layout `parallel` with the weights of a Hugging Face directory, and `model_keys` set otherwise
-    than its config says."""
+    """Return a policy in the layout `parallel` with the weights of a Hugging Face directory.
+
+    Args:
+        directory: The directory with config.json and the weights.
+        parallel: The keys of `ParallelConfig`.
+        model_keys: Keys of the model that replace those that the directory's config gives.
+        policy_keys: More arguments of `build_policy`.
+    """
     hf = json.loads((directory / "config.json").read_text())
     family = family_of_config(hf, str(directory))
     model = family.read_config(hf)
@@ -48,6 +54,7 @@ def policy_of(directory: Path, parallel: dict, model_keys: dict | None = None, *
 
 
 def fill(policy: MegatronPolicy, table: WeightTable, tensors: dict[str, Tensor]) -> None:
+    """Copy Hugging Face tensors into this rank's shards of the policy's weights."""
     for piece in pieces(policy.model.model_chunks):
         whole = torch.zeros(piece.global_shape)  # the padding of the vocabulary stays 0
         wanted = table.shapes[piece.name]

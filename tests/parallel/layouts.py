@@ -1,4 +1,4 @@
-"""Building the same small policy in any layout, on the ranks of the worker pool."""
+"""The same small policy in any layout, built on the ranks of the worker pool."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
 
-VOCAB_SIZE = 50  # padded to 64: the padding must never matter
+VOCAB_SIZE = 50  # the model pads it to 64; the padding must not change any result
 
 MODEL = ModelConfig(
     num_layers=4,
@@ -25,13 +25,14 @@ MODEL = ModelConfig(
     max_sequence_length=64,
     qk_norm=True,
     qkv_bias=True,
-    init_std=0.1,  # logits far from uniform, so that errors show
+    init_std=0.1,  # makes logits far from uniform, so that errors show
 )
 EXPERTS = replace(MODEL, num_experts=4, expert_ffn_hidden_size=32)
 
 
-# Adam's first step is the sign of the gradient where ε is small beside it: rounding of a gradient near zero would
-# become a whole step, and the next step would compare different models. This ε keeps small gradients' steps small.
+# If ε is small, Adam's first step is the sign of the gradient. The rounding error of a gradient near zero would then
+# become a whole step, and the next step would compare different models. A large ε keeps the steps of small gradients
+# small.
 OPTIMIZER = OptimizerConfig(lr=1e-2, epsilon=1e-3, distributed=False)
 DISTRIBUTED_OPTIMIZER = OptimizerConfig(lr=1e-2, epsilon=1e-3, distributed=True)
 
@@ -61,7 +62,7 @@ def build_policy(
 
 
 def gradients(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
-    """Every parameter's gradient, whole, on rank 0."""
+    """Return the whole gradient of every parameter on rank 0."""
     return gather_full(policy.model.model_chunks, value=lambda parameter: parameter.main_grad)
 
 
@@ -71,7 +72,7 @@ def weights(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
 
 
 def worst_relative_error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """max over parameters of max|found − wanted| / max|wanted|, and the parameter."""
+    """Return the largest max|found − wanted| / max|wanted| of all parameters, and the name of that parameter."""
     assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
     errors = {}
     for name, reference in wanted.items():

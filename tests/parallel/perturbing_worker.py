@@ -1,4 +1,4 @@
-"""An engine's process in which a weight changes after it was verified."""
+"""An engine process in which a weight changes after the weights were verified."""
 
 import sys
 

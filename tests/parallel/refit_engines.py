@@ -1,4 +1,4 @@
-"""Engines for tests of refit, in processes of their own, which start fast: no megatron-core is imported here."""
+"""Engine processes for the tests of refit. They start fast because this module does not import megatron-core."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def digests(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple]:
-    """Bits, shapes and dtypes, small enough to send between processes."""
+    """Return name → (hash of the bits, shape), which is small enough to send between processes."""
     return {
         name: (hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest(), tensor.shape)
         for name, tensor in named_tensors
@@ -30,6 +30,7 @@ def empty_parameters(plan: RefitPlan) -> dict[str, torch.Tensor]:
 
 
 def engine_over_a_group(connection, port: int, world_size: int, lose_a_bucket: bool) -> None:
+    """Receive two refits over a process group and report each: (version, digests), or (None, the refusal)."""
     plan = connection.recv()
     parameters = empty_parameters(plan)
     receiver = WeightReceiver(parameters, plan)
@@ -48,6 +49,7 @@ def engine_over_a_group(connection, port: int, world_size: int, lose_a_bucket: b
 
 
 def engine_that_dies(connection, port: int) -> None:
+    """Take part in the first bucket of a refit, then exit with status 9."""
     plan = connection.recv()
     group = StandaloneGroup("127.0.0.1", port, 1, 2, CPU, timeout_seconds=60)
     group.all_reduce(torch.zeros(plan.buckets[0].num_words, dtype=torch.int64)).wait()
@@ -55,6 +57,7 @@ def engine_that_dies(connection, port: int) -> None:
 
 
 def engine_of_shared_memory(connection) -> None:
+    """Receive a refit through shared memory, report its digests, then wait to be killed with a bucket open."""
     plan = connection.recv()
     parameters = empty_parameters(plan)
     receiver = WeightReceiver(parameters, plan)
@@ -68,4 +71,4 @@ def engine_of_shared_memory(connection) -> None:
     handle = connection.recv()
     with opened(handle):
         connection.send("open")
-        connection.recv()  # killed in here
+        connection.recv()  # the test kills the process while it waits here

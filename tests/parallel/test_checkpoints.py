@@ -1,4 +1,4 @@
-"""Checkpoints: what one layout saved, another continues; what cannot be loaded is named."""
+"""Checkpoints: one layout continues from what another saved, and an error names what cannot be loaded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ INTERLEAVED, DATA = (2, {"pipeline": 2, "virtual_pipeline": 2}), (2, {})
 def save_after_two_steps(
     parallel: dict, directory: str, distributed: bool, model: ModelConfig = MODEL
 ) -> tuple[torch.Tensor, dict, dict]:
-    """Logprobs at the checkpoint, then the report and weights of the next step."""
+    """Train two steps and save; return the logprobs there, and the report and the weights of a third step."""
     policy = build_policy(parallel, model=model, optimizer=DISTRIBUTED_OPTIMIZER if distributed else OPTIMIZER)
     for seed in range(2):
         policy.train(random_batch(8, 16, seed), NLLLoss(), gbs=8)
@@ -47,6 +47,7 @@ def save_after_two_steps(
 def load_and_continue(
     parallel: dict, directory: str, distributed: bool, model: ModelConfig = MODEL
 ) -> tuple[torch.Tensor, dict, dict, dict]:
+    """Load the checkpoint; return what `save_after_two_steps` returns, and the checkpoint's manifest."""
     optimizer = DISTRIBUTED_OPTIMIZER if distributed else OPTIMIZER
     policy = build_policy(parallel, model=model, seed=99, optimizer=optimizer)
     manifest = policy.load_checkpoint(Path(directory) / "step-000002")
@@ -56,18 +57,21 @@ def load_and_continue(
 
 
 def save_and_load_before_the_first_step(directory: str, distributed: bool) -> tuple[float, float]:
-    """The first step's gradient norm, and the same behind a checkpoint, as a critic's warm-up leaves its policy."""
+    """Return the first step's gradient norm, and the same after a checkpoint was saved and loaded before that step.
+
+    A critic's warm-up leaves its policy in such a state.
+    """
     optimizer = DISTRIBUTED_OPTIMIZER if distributed else OPTIMIZER
-    policy, taker = build_policy({}, optimizer=optimizer), build_policy({}, seed=99, optimizer=optimizer)
-    taker.load_checkpoint(policy.save_checkpoint(directory, 0))
-    reports = [each.train(random_batch(8, 16, 5), NLLLoss(), gbs=8) for each in (policy, taker)]
-    assert weights(policy).keys() == weights(taker).keys()
-    assert all(torch.equal(whole, weights(taker)[name]) for name, whole in weights(policy).items())
+    saver, loader = build_policy({}, optimizer=optimizer), build_policy({}, seed=99, optimizer=optimizer)
+    loader.load_checkpoint(saver.save_checkpoint(directory, 0))
+    reports = [policy.train(random_batch(8, 16, 5), NLLLoss(), gbs=8) for policy in (saver, loader)]
+    assert weights(saver).keys() == weights(loader).keys()
+    assert all(torch.equal(whole, weights(loader)[name]) for name, whole in weights(saver).items())
     return tuple(report["grad_norm"] for report in reports)
 
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed optimizer", "plain optimizer"])
-def test_an_optimizer_that_took_no_step_yet_continues(ranks, tmp_path, distributed):
+def test_a_checkpoint_before_the_first_step_continues(ranks, tmp_path, distributed):
     ((saved, loaded),) = ranks.run(1, save_and_load_before_the_first_step, str(tmp_path), distributed)
     assert saved == loaded
 
@@ -112,12 +116,16 @@ def check_continuation(ranks, tmp_path, saved, loaded, distributed, model):
     for name in ("loss", "grad_norm", "lr"):
         assert found[1][name] == pytest.approx(report[name], rel=1e-5), name
     error, name = worst_relative_error(found[2], after)
-    assert error <= 1e-4, (name, error)  # moments and step count came along: the next Adam step is the same
+    assert error <= 1e-4, (name, error)  # the next Adam step is the same, so moments and step count were restored
     assert found[3]["note"] == "kept" and found[3]["step"] == 2
 
 
 def learning_rates(directory: str, distributed: bool) -> tuple[float, int, float]:
-    """After loading step 2 into a policy that is at step 3 already, of another schedule."""
+    """Load the checkpoint of step 2 into a policy that is at step 3 and has another learning-rate schedule.
+
+    Returns:
+        The learning rate of the next step, the scheduler's step after loading, and the learning rate of the step after.
+    """
     save_after_two_steps({}, directory, distributed)
     schedule = dataclasses.replace(OPTIMIZER, distributed=distributed, lr=0.5, decay_style="constant")
     policy = build_policy({}, optimizer=schedule)
@@ -130,13 +138,14 @@ def learning_rates(directory: str, distributed: bool) -> tuple[float, int, float
 
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed optimizer", "plain optimizer"])
-def test_the_schedule_is_the_runs_and_the_step_the_checkpoints(ranks, tmp_path, distributed):
+def test_the_run_gives_the_schedule_and_the_checkpoint_the_step(ranks, tmp_path, distributed):
     lr, steps, next_lr = ranks.run(1, learning_rates, str(tmp_path), distributed)[0]
     assert steps == 2
     assert lr == next_lr == 0.5
 
 
 def load_errors(directory: str) -> list[str]:
+    """Damage a checkpoint in several ways and return the message of each attempt to load it."""
     messages = []
 
     def refused(path: Path, **model_changes):
@@ -169,7 +178,10 @@ def test_unusable_checkpoints_are_named(ranks, tmp_path):
 
 
 def names_of_a_checkpoint(directory: str) -> tuple[set[str], list[str]]:
-    """What it holds, and the model's parameters; and a loaded state with a tensor too few or too many is refused."""
+    """Return the names of a checkpoint's tensors, and of the model's parameters.
+
+    Also check that loading a state with a missing or a surplus tensor is refused.
+    """
     policy = build_policy({}, optimizer=DISTRIBUTED_OPTIMIZER)
     path = policy.save_checkpoint(directory, 1)
     held = set(FileSystemReader(path).read_metadata().state_dict_metadata)
@@ -185,8 +197,8 @@ def names_of_a_checkpoint(directory: str) -> tuple[set[str], list[str]]:
     return held, [piece.name for piece in pieces(policy.model.model_chunks)]
 
 
-def test_a_checkpoint_holds_tensors_alone(ranks, tmp_path):
-    """Each parameter, under its name in every backend, and its optimizer state; no state of a backend's modules."""
+def test_a_checkpoint_holds_parameters_and_optimizer_state_only(ranks, tmp_path):
+    """Parameters have the same name with every backend, and a checkpoint holds no state of a backend's modules."""
     held, parameters = ranks.run(1, names_of_a_checkpoint, str(tmp_path))[0]
     held = {name for name in held if not name.startswith("common_state")}  # megatron-core 0.19 puts plain values there
     states = {f"optimizer.{state}.{name}" for name in parameters for state in ("param", "exp_avg", "exp_avg_sq")}

@@ -1,4 +1,7 @@
-"""Draft training sharded: with a vocabulary of its own, in the aligned form, and beside its policy, packed or not."""
+"""Training of a draft model on shards: with its policy, padded or packed, and in the aligned form.
+
+The draft has a vocabulary of its own, or the policy's.
+"""
 
 import math
 
@@ -8,17 +11,17 @@ import torch.distributed as dist
 
 from rl_megatron.losses import DraftCrossEntropyLossFn, DraftLossWrapper, SequencePackingLossWrapper, build_loss
 from tests.contract.loss_cases import VOCAB, policy_batch
-from tests.parallel.test_losses import shard as shard_rows
+from tests.parallel.test_losses import shard as shard_padded
 from tests.parallel.test_packing import PADDED_VOCAB, SHAPE, shard
 
-# The policy's 13 ids are padded to 14 columns, and 5 of them, from both shards, are the draft's, padded to 6.
+# The policy's 13 ids are padded to 14 columns. The draft has 5 of these ids, from both shards, padded to 6 columns.
 IDS = torch.tensor([8, 1, 12, 0, 5])
 D2T = IDS - torch.arange(5)
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-14}
 
 
 def make():
-    """(policy's logits, draft's logits, batch, counts) of six rows, of lengths within SHAPE's."""
+    """Return (logits of the policy, logits of the draft, batch, counts) of six sequences with SHAPE's lengths."""
     generator = torch.Generator().manual_seed(3)
     batch = policy_batch(generator)
     batch = {key: value if value.dim() == 1 else torch.cat([value, value[:, :3]], 1) for key, value in batch.items()}
@@ -31,17 +34,19 @@ def make():
 
 
 def both(loss, policy, draft, batch, counts, *groups):
-    """(value, metrics, gradients), each model's logits a buffer that turns into its gradient."""
+    """Return (value, metrics, gradients); the logits of each model are a buffer that its gradient overwrites."""
     policy, draft = (x.clone().requires_grad_() * 1 for x in (policy, draft))
     value, metrics = loss(policy, {**batch, "student_logits": draft}, *counts, *groups, valid_vocab_size=VOCAB)
     return value.item(), metrics, torch.autograd.grad(value, (policy, draft))
 
 
 def composed():
+    """Return a policy loss together with the draft's loss."""
     return DraftLossWrapper(build_loss("clipped_pg", {"entropy_coeff": 0.1}), 0.3, d2t=D2T)
 
 
 def together(tp_size, packed):
+    """Compute the policy's and the draft's loss on this rank's shards."""
     cp_size = dist.get_world_size() // tp_size
     cp_rank, tp_rank = divmod(dist.get_rank(), tp_size)
     tp_groups = [dist.new_group(list(range(c * tp_size, (c + 1) * tp_size))) for c in range(cp_size)]
@@ -53,10 +58,10 @@ def together(tp_size, packed):
 
 
 def cut(x, packed, *place, fill=math.nan):
-    """A rank's part, packed or padded to rows of 12 positions."""
+    """Return a rank's part, either packed or with each sequence padded to 12 positions."""
     if packed:
         return shard(x, fill, *place)
-    return shard_rows(torch.nn.functional.pad(x, (0, 0, 0, 12 - x.size(1)), value=fill), *place)
+    return shard_padded(torch.nn.functional.pad(x, (0, 0, 0, 12 - x.size(1)), value=fill), *place)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +91,7 @@ def aligned(student, teacher, batch, mask, group, in_constructor, **options):
 
 
 def aligned_shards(in_constructor, own_vocabulary):
+    """Check this rank's loss and gradient against those of whole logits."""
     policy, draft, batch, _ = make()
     options = {"d2t": D2T} if own_vocabulary else {}
     student = draft if own_vocabulary else policy.flip(0)

@@ -1,4 +1,7 @@
-"""Every family as the engine's Hugging Face model draws from it, without a process: what the embedded engine draws."""
+"""The Hugging Face models of the rollout engine, for every family: they draw what the embedded engine draws.
+
+The models run in the test's own process.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from tests.parallel.test_transformers_engine import LLAMA, assert_same, drawn, l
 
 
 class InThisProcess:
-    """A Hugging Face model without a process, to see what precision alone does."""
+    """An engine that runs its Hugging Face model in this process, so that only precision can make a difference."""
 
     def __init__(self, policy):
         self.policy, self.model = policy, build_model(policy.refit_plan, torch.device("cpu"))
@@ -37,6 +40,7 @@ class InThisProcess:
 
 
 def passed() -> tuple[torch.dtype, dict]:
+    """Run the logprob check in bf16; return the dtype of the engine's model and the check's metrics."""
     policy = build_policy({}, LLAMA, precision="bf16")
     engine = InThisProcess(policy)
     return engine.model.dtype, logprob_check(policy).run(engine, prompts())
@@ -50,7 +54,7 @@ def test_bf16_passes_the_logprob_check(ranks):
 
 
 VARIANTS = {
-    "untied, more rows than tokens": dataclasses.replace(LLAMA, tie_embeddings=False, vocab_size=56),
+    "untied, padded vocabulary": dataclasses.replace(LLAMA, tie_embeddings=False, vocab_size=56),
     "qkv_bias": dataclasses.replace(LLAMA, qkv_bias=True),
     "qk_norm": dataclasses.replace(LLAMA, qk_norm=True),
     "sliding_window": dataclasses.replace(LLAMA, sliding_window=4, tie_embeddings=False),
@@ -60,14 +64,15 @@ VARIANTS = {
 
 
 def compared_in_bf16(model: ModelConfig) -> tuple[float, float]:
-    """`gate_mean` of the Hugging Face model, and of the embedded engine."""
+    """Return `gate_mean` of the Hugging Face model, and of the embedded engine."""
     policy = build_policy({}, model, precision="bf16")
     check = dataclasses.replace(logprob_check(policy), limit=1e9)
-    return tuple(check.run(each, prompts())["gate_mean"] for each in (InThisProcess(policy), MegatronEngine(policy)))
+    engines = InThisProcess(policy), MegatronEngine(policy)
+    return tuple(check.run(engine, prompts())["gate_mean"] for engine in engines)
 
 
 @pytest.mark.parametrize("variant", ["experts", "experts, qk_norm"])
-def test_experts_are_chosen_as_the_trainer_does_in_bf16(ranks, variant):
+def test_bf16_routers_choose_the_experts_that_the_trainer_chooses(ranks, variant):
     found, embedded = ranks.run(1, compared_in_bf16, VARIANTS[variant])[0]
     assert found < 2 * embedded
 
@@ -86,6 +91,7 @@ def model_of(case: str) -> ModelConfig:
 
 
 def both(model: ModelConfig) -> tuple[dict, dict]:
+    """Return what the Hugging Face model draws, and what the embedded engine draws."""
     policy = build_policy({}, model)
     return drawn(InThisProcess(policy)), drawn(MegatronEngine(policy))
 
@@ -97,6 +103,6 @@ def test_every_family_draws_what_the_embedded_engine_draws(ranks, variant):
 
 
 @pytest.mark.parametrize("case", ["gemma3", "deepseek_v3"])
-def test_families_of_their_own_shapes_draw_what_the_embedded_engine_draws(ranks, case):
+def test_families_with_other_shapes_draw_what_the_embedded_engine_draws(ranks, case):
     found, wanted = ranks.run(1, both, model_of(case))[0]
     assert_same(found, wanted, atol=1e-5)

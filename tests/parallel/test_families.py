@@ -1,4 +1,4 @@
-"""Every family: transformers' logits under every layout, and its tensors back, bit for bit."""
+"""Every family: the logits equal those of transformers in every layout, and exported tensors equal imported ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PAIRS = [(case, layout) for case in CASES for layout in layouts(case)]
 
 @dataclass
 class Imported:
-    """A case's Hugging Face directory, the checkpoint made of it, and what transformers computes."""
+    """A case's Hugging Face directory, the checkpoint imported from it, and what transformers computes."""
 
     source: Path
     checkpoint: Path
@@ -50,6 +50,7 @@ class Imported:
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory):
+    """Return a function that imports the model of a case; each case is imported once."""
     made: dict[str, Imported] = {}
 
     def of(case: str) -> Imported:
@@ -77,9 +78,9 @@ def build(parallel: dict, model: ModelConfig, precision: str = "fp32") -> Megatr
 def logits_and_checkpoint(
     parallel: dict, model: ModelConfig, source: str, checkpoint: str, batch: dict, directory: str
 ):
-    """Every logit of the policy that began with `checkpoint`, and where it was saved under this layout.
+    """Return all logits of the policy with the weights of `checkpoint`, and the path at which this layout saved it.
 
-    A policy built straight from the Hugging Face directory `source` has the same weights, bit for bit.
+    Also check that a policy built from the Hugging Face directory `source` has the same weights, bit for bit.
     """
     policy = build(parallel, model)
     policy.load_checkpoint(checkpoint, weights_only=True)
@@ -95,31 +96,31 @@ def logits_and_checkpoint(
 
 @pytest.mark.parametrize(("case", "layout"), PAIRS, ids=lambda value: str(value))
 def test_logits_are_those_of_transformers_and_tensors_come_back(ranks, imported, tmp_path, case, layout):
-    """Imported, computed with under the layout, saved by it, exported."""
-    of, run = imported(case), tmp_path / "run"
-    given = (layout[1], of.model, str(of.source), str(of.checkpoint), of.batch, str(run / "checkpoints" / "sft"))
+    """A checkpoint is imported, used and saved in the layout, and exported again."""
+    hf, run = imported(case), tmp_path / "run"
+    given = (layout[1], hf.model, str(hf.source), str(hf.checkpoint), hf.batch, str(run / "checkpoints" / "sft"))
     logits, saved = ranks.run(layout[0], logits_and_checkpoint, *given)[0]
-    assert (logits - of.logits).abs().max() <= 1e-4
-    assert of.logits.std() > 0.3, "logits that are all alike would hide errors"
-    shutil.copytree(of.checkpoint / "hugging_face", run / "hugging_face")  # as a run does
+    assert (logits - hf.logits).abs().max() <= 1e-4
+    assert hf.logits.std() > 0.3, "almost equal logits would hide errors"
+    shutil.copytree(hf.checkpoint / "hugging_face", run / "hugging_face")  # as a run does
     export_weights(saved, tmp_path / "hf", max_shard_bytes=20_000)
-    assert_same_tensors(tensors(tmp_path / "hf"), tensors(of.source))
+    assert_same_tensors(tensors(tmp_path / "hf"), tensors(hf.source))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_an_export_is_what_was_imported(imported, tmp_path, case):
-    """Straight from the imported checkpoint: each file but the weights as it was, and transformers generates alike."""
-    of, target = imported(case), tmp_path / "hf"
-    export_weights(of.checkpoint, target, max_shard_bytes=20_000)
-    assert_same_tensors(tensors(target), tensors(of.source))
+    """Tensors and config files are the imported ones, and transformers generates the same tokens."""
+    hf, target = imported(case), tmp_path / "hf"
+    export_weights(hf.checkpoint, target, max_shard_bytes=20_000)
+    assert_same_tensors(tensors(target), tensors(hf.source))
     for name in ("config.json", "generation_config.json"):
-        assert (target / name).read_bytes() == (of.source / name).read_bytes()
-    import transformers  # here, so that ranks do not take seconds to import it
+        assert (target / name).read_bytes() == (hf.source / name).read_bytes()
+    import transformers  # not at the top: it takes seconds, and ranks import this module
 
     loaded, report = transformers.AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
     assert not any(report.values()), report
-    generated = loaded.generate(of.batch["input_ids"][:1], max_new_tokens=4, do_sample=False)
-    assert torch.equal(generated, of.generated)
+    generated = loaded.generate(hf.batch["input_ids"][:1], max_new_tokens=4, do_sample=False)
+    assert torch.equal(generated, hf.generated)
 
 
 def parameters(model: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
@@ -127,8 +128,11 @@ def parameters(model: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_table_has_each_parameter_once(ranks, imported, case):
-    """Names and shapes are those of a built model, whose embedding is padded; a family writes what it reads."""
+def test_the_weight_table_has_every_parameter_of_the_model(ranks, imported, case):
+    """Names and shapes equal those of a built model, which pads the embedding.
+
+    The family found for the model is the one that read it.
+    """
     model = imported(case).model
     family = family_of_model(model, VOCAB_SIZE)
     assert family.architecture == architecture(case)
@@ -153,7 +157,7 @@ def loaded_and_saved(model: ModelConfig, precision: str, checkpoint: str, direct
     ("case", "precision"), [("llama tied, rope scaled", "bf16"), ("qwen2", "bf16"), ("qwen2", "fp32")]
 )
 def test_bf16_stays_bf16_and_becomes_fp32_in_a_run_of_fp32(ranks, imported, tmp_path, case, precision):
-    """Bit for bit, from the import and from what a run saved, with a config.json that says so."""
+    """An import and a checkpoint of a run are exported with the values of the source; config.json has their dtype."""
     source, checkpoint = save(hf_model(case).bfloat16(), tmp_path / "bf16"), tmp_path / "checkpoint"
     import_weights(source, checkpoint)
     given = (imported(case).model, precision, str(checkpoint), str(tmp_path / "run/checkpoints/a"))

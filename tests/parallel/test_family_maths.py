@@ -1,5 +1,7 @@
-"""Families whose maths goes beyond LLaMA's against transformers, in every kind of layout: logits and greedy tokens; and
-each gradient against one process."""
+"""Families whose computation differs from LLaMA's, in every kind of layout.
+
+Logits and greedy tokens are compared with transformers, each gradient with one process.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from tests.parallel.hf_models import policy_of, save_random
 from tests.parallel.layouts import gradients, weights, worst_relative_error
 from tests.parallel.test_layouts import random_batch
 
-VOCAB_SIZE = 77  # padded to 128: the padding must never matter
+VOCAB_SIZE = 77  # the model pads it to 128; the padding must not change any result
 NEW_TOKENS = 6
 SMALL = {"vocab_size": VOCAB_SIZE, "hidden_size": 48, "num_attention_heads": 4, "max_position_embeddings": 128,
          "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}  # fmt: skip
@@ -90,7 +92,7 @@ def prompts() -> list[list[int]]:
 
 
 def by_transformers(directory) -> tuple[torch.Tensor, list[list[int]]]:
-    """Logits [B, S, V] of the batch, and the prompts with greedy completions."""
+    """Return the logits [B, S, V] of the batch, and the prompts with greedy completions."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         logits = model(batch()["input_ids"]).logits
@@ -100,7 +102,7 @@ def by_transformers(directory) -> tuple[torch.Tensor, list[list[int]]]:
 
 
 def by_us(directory, parallel: dict, batching: Batching, recompute: str = "none") -> dict:
-    """The same in a layout, and the gradients of an NLL step."""
+    """Compute the same with a policy in a layout, and the loss and the gradients of an NLL step."""
     policy = policy_of(
         directory, parallel, {"recompute": recompute} if recompute != "none" else None, batching=batching
     )
@@ -114,14 +116,14 @@ def by_us(directory, parallel: dict, batching: Batching, recompute: str = "none"
 
 
 def logits_of(policy: MegatronPolicy) -> torch.Tensor:
-    """[B, S, V] of the batch."""
+    """Return the policy's logits [B, S, V] of the batch."""
     values = policy.get_topk_logits(batch(), k=VOCAB_SIZE)
     return torch.zeros(values["topk_logits"].shape).scatter(-1, values["topk_indices"], values["topk_logits"])
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Of each family: its directory, and what transformers makes of it."""
+    """Save a random model of each family; return family → (directory, what transformers computes)."""
     directories = {name: tmp_path_factory.mktemp(name.replace(" ", "_")) for name in CONFIGS}
     for name, directory in directories.items():
         save_random(CONFIGS[name], directory)
@@ -136,7 +138,7 @@ def one_process(ranks, saved):
 def assert_like_transformers(found: dict, wanted: tuple[torch.Tensor, list[list[int]]]) -> None:
     logits, completed = wanted
     within = torch.arange(logits.size(1)) < batch()["input_lengths"][:, None]
-    assert logits[within].std() > 0.5, "logits far from uniform, so that errors show"
+    assert logits[within].std() > 0.5, "almost equal logits would hide errors"
     torch.testing.assert_close(found["logits"][within], logits[within], atol=1e-4, rtol=0)
     assert found["completed"] == completed
 
@@ -185,8 +187,8 @@ def logits_with(directory, changes: dict) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", NEUTRAL)
-def test_each_key_of_the_model_says_something(ranks, saved, one_process, family):
-    """The models above are such that none of their keys could be wrong unseen."""
+def test_each_key_of_the_model_changes_the_logits(ranks, saved, one_process, family):
+    """No key of the models above can be wrong without changing their logits."""
     found = ranks.run(1, logits_with, saved[family][0], NEUTRAL[family])[0]
     for key, logits in found.items():
         assert (logits - one_process[family]["logits"]).abs().max() > 1e-2, key
@@ -197,7 +199,7 @@ def router_biases(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
 
 
 def trained_saved_and_loaded(directory, checkpoints) -> list[dict[str, torch.Tensor]]:
-    """Routers' biases in bf16: as imported, after a step, and loaded from a checkpoint under another layout."""
+    """Return the routers' biases in a bf16 run: imported, after a step, and loaded in another layout."""
     policy = policy_of(directory, {"expert": 2}, precision="bf16")
     found = [router_biases(policy)]
     policy.train(batch(), NLLLoss(), gbs=7)
@@ -210,7 +212,7 @@ def trained_saved_and_loaded(directory, checkpoints) -> list[dict[str, torch.Ten
     return [*found, router_biases(resumed)]
 
 
-def test_a_routers_bias_stays_in_fp32_and_as_it_is(ranks, saved, tmp_path):
+def test_a_routers_bias_stays_in_fp32_and_does_not_change(ranks, saved, tmp_path):
     directory = saved["deepseek_v3"][0]
     tensors = load_file(directory / "model.safetensors")
     wanted = {
@@ -220,7 +222,7 @@ def test_a_routers_bias_stays_in_fp32_and_as_it_is(ranks, saved, tmp_path):
     for found in ranks.run(2, trained_saved_and_loaded, directory, tmp_path)[0]:
         assert found.keys() == wanted.keys()
         for name, bias in wanted.items():
-            assert not torch.equal(bias, bias.bfloat16().float()), "bf16 would not hold it"
+            assert not torch.equal(bias, bias.bfloat16().float()), "bf16 could not represent it"
             assert torch.equal(found[name], bias), name
 
 
@@ -229,13 +231,13 @@ RATE = 0.01
 
 def biases_after_a_step(directory, parallel: dict, batching: Batching) -> dict[str, torch.Tensor]:
     policy = policy_of(directory, parallel, {"router_bias_update": RATE}, batching=batching)
-    policy.accumulate_gradients(batch(), NLLLoss())  # counts, and moves nothing
+    policy.accumulate_gradients(batch(), NLLLoss())  # counts tokens, but does not move the biases
     policy.train(batch(), NLLLoss(), gbs=7)
     return router_biases(policy)
 
 
 def moved_by_hand(directory) -> dict[str, torch.Tensor]:
-    """Each token of a row visits its experts; padding visits none."""
+    """Return the biases after one update, from the number of tokens that visit each expert; padding does not count."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     within = (torch.arange(batch()["input_ids"].size(1)) < batch()["input_lengths"][:, None]).flatten()
     moved = {}
@@ -261,7 +263,7 @@ def moved_by_hand(directory) -> dict[str, torch.Tensor]:
     ],
     ids=["expert 2", "tensor 2 sequence", "pipeline 2"],
 )
-def test_a_routers_bias_moves_towards_an_even_load_where_it_is_asked_to(ranks, saved, parallel, batching):
+def test_a_routers_bias_moves_towards_an_even_load_if_its_update_is_on(ranks, saved, parallel, batching):
     directory = saved["deepseek_v3"][0]
     found, wanted = ranks.run(2, biases_after_a_step, directory, parallel, batching)[0], moved_by_hand(directory)
     assert found.keys() == wanted.keys()
@@ -269,14 +271,14 @@ def test_a_routers_bias_moves_towards_an_even_load_where_it_is_asked_to(ranks, s
         torch.testing.assert_close(found[name], bias, atol=1e-6, rtol=0)
 
 
-def long_row() -> torch.Tensor:
+def long_sequence() -> torch.Tensor:
     return torch.randint(0, VOCAB_SIZE, (1, 2500), generator=torch.Generator().manual_seed(2))
 
 
-def logits_of_long_row(directory) -> torch.Tensor:
+def logits_of_long_sequence(directory) -> torch.Tensor:
     policy = policy_of(directory, {}, {"max_sequence_length": 4096})
     with torch.no_grad():
-        return unwrap(policy.model.model_chunks[0])(long_row(), None, None)[..., :VOCAB_SIZE]
+        return unwrap(policy.model.model_chunks[0])(long_sequence(), None, None)[..., :VOCAB_SIZE]
 
 
 @pytest.mark.parametrize("family", ["llama3", "llama yarn"])
@@ -284,6 +286,6 @@ def test_scaled_rope_far_from_the_start(ranks, saved, family):
     directory = saved[family][0]
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa").eval()
     with torch.no_grad():
-        wanted = model(long_row()).logits
-    found = ranks.run(1, logits_of_long_row, directory)[0]
+        wanted = model(long_sequence()).logits
+    found = ranks.run(1, logits_of_long_sequence, directory)[0]
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)

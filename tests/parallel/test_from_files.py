@@ -1,4 +1,4 @@
-"""Policies built from a Hugging Face directory or a checkpoint: the same weights, and training goes on from them."""
+"""Policies built from a Hugging Face directory or a checkpoint have its weights, and training continues from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ def batch() -> BatchedDataDict:
 
 
 def train_from_each(source: str, imported: str, directory: str) -> dict[str, str]:
-    """Train a step from the directory and from its import, and continue from what the first of them saved."""
+    """Train a step from the directory and one from its import; continue from the checkpoint that the first saved.
+
+    Returns:
+        Digests of the weights after each.
+    """
     digests = {}
     for name, policy in (
         ("hf", MegatronPolicy.from_hf(source, optimizer=OPTIMIZER, **TENSOR)),
@@ -45,7 +49,7 @@ def train_from_each(source: str, imported: str, directory: str) -> dict[str, str
 
 
 def score_head(source: str) -> torch.Tensor:
-    """Scores of a fresh score head on the weights of the directory."""
+    """Return the scores of a new score head on the weights of the directory."""
     policy = MegatronPolicy.from_hf(source, device="cpu", head="score")
     return policy.score(BatchedDataDict(batch(), input_lengths=torch.full((4,), 9)))["scores"]
 
@@ -62,7 +66,7 @@ def files(tmp_path_factory):
     return str(source), str(directory / "imported")
 
 
-def test_training_starts_from_the_weights_of_the_files_and_goes_on_from_a_checkpoint(ranks, files, tmp_path):
+def test_training_starts_from_the_weights_of_the_files_and_continues_from_a_checkpoint(ranks, files, tmp_path):
     digests = ranks.run(2, train_from_each, *files, str(tmp_path))[0]
     assert digests["hf"] == digests["import"] == digests["saved"] != digests["two steps"]
     assert digests["continued"] == digests["two steps"]
@@ -72,6 +76,6 @@ def test_a_score_head_starts_on_the_weights_of_a_language_model(ranks, files):
     assert ranks.run(1, score_head, files[0])[0].isfinite().all()
 
 
-def test_a_checkpoint_without_moments_is_not_resumed_unasked(ranks, files):
+def test_a_checkpoint_without_moments_needs_weights_only(ranks, files):
     with pytest.raises(AssertionError, match=rf"(?s){ConfigError.__name__}: checkpoint \S*imported .*weights_only"):
         ranks.run(1, resume_an_import, files[1])

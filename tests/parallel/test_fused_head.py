@@ -1,4 +1,4 @@
-"""Policies with `train.fused_head` and `optimizer.overlap`: what the grid does not show of them."""
+"""Policies with `train.fused_head` and `optimizer.overlap`: behaviour that the grid does not test."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OVERLAPPED = replace(DISTRIBUTED_OPTIMIZER, overlap=True)
 
 
 class OwnCall(NLLLoss):
-    """A loss that looks at logits before its formula does."""
+    """A loss that reads the logits in its own `__call__`."""
 
     def __call__(self, output, *args, **kwargs):
         assert output.dim() == 3
@@ -32,7 +32,7 @@ class OwnCall(NLLLoss):
 
 
 def without_whole_logits(parallel):
-    """Trains and asks for logprobs while the head's own product is forbidden; then generates, which needs it."""
+    """Train and compute logprobs while the head's `forward` raises; then restore it and generate, which needs it."""
     policy = build_policy(parallel, fused_head=SMALL_FUSED_HEAD)
     batch = batch_of_all_kinds(VOCAB_SIZE, seed=1)
     head = unwrap(policy.model.model_chunks[-1]).output_layer
@@ -53,6 +53,7 @@ def test_whole_logits_never_exist(ranks, size, parallel):
 
 
 def reading_whole_logits():
+    """Train with a loss that reads whole logits; check the warning, and that the fused head changes no number."""
     batch, messages = batch_of_all_kinds(VOCAB_SIZE, seed=1), []
     with mock.patch.object(log.LOGGER, "warning", messages.append):
         fused = build_policy({}, fused_head=SMALL_FUSED_HEAD)
@@ -63,12 +64,12 @@ def reading_whole_logits():
     ]
 
 
-def test_a_loss_with_a_call_of_its_own_is_given_logits_and_that_is_said_once(ranks):
+def test_a_loss_with_its_own_call_gets_whole_logits_and_one_warning(ranks):
     ranks.run(1, reading_whole_logits)
 
 
 class LayoutOfLogits(NLLLoss):
-    """Notes whether logits [B, S, V] lie as the head made them, [S, B, V]."""
+    """Records whether the memory of the logits [B, S, V] is that of the head's output, [S, B, V]."""
 
     @accepts_deferred_logits
     def read_output(self, output, data, sharding):
@@ -83,12 +84,12 @@ def layouts_of_logits():
     return loss_fn.as_made
 
 
-def test_whole_logits_are_read_where_the_head_wrote_them(ranks):
+def test_whole_logits_are_not_copied_before_the_loss_reads_them(ranks):
     assert ranks.run(1, layouts_of_logits) == [True]
 
 
 def refused_load(directory):
-    """The weights after a step that left them scattered, and a checkpoint that cannot be loaded."""
+    """Return the weights after a step that leaves them scattered and a checkpoint that cannot be loaded."""
     policy = build_policy({}, MODEL, OVERLAPPED)
     policy.train(batch_of_all_kinds(VOCAB_SIZE, seed=1), NLLLoss(), gbs=12)
     with pytest.raises(ConfigError):
@@ -96,7 +97,7 @@ def refused_load(directory):
     return {name: weight.detach().clone() for name, weight in unwrap(policy.model.model_chunks[0]).named_parameters()}
 
 
-def test_a_checkpoint_that_is_refused_leaves_the_ranks_with_one_model(ranks, tmp_path):
+def test_after_a_refused_checkpoint_all_ranks_have_the_same_weights(ranks, tmp_path):
     one, other = ranks.run(2, refused_load, str(tmp_path / "nowhere"))
     for name, weight in one.items():
         assert torch.equal(weight, other[name]), name
@@ -109,7 +110,7 @@ def two_steps_in_small_buckets(*arguments):
 
 
 def two_steps(parallel, optimizer, fused_head, precision):
-    """Logprobs right after two steps, and the weights then."""
+    """Return the losses of two steps, and the logprobs and the weights after them."""
     policy = build_policy(parallel, MODEL, optimizer, precision=precision, fused_head=fused_head)
     batch = batch_of_all_kinds(VOCAB_SIZE, seed=1)
     reports = [policy.train(batch, NLLLoss(), gbs=6) for _ in range(2)]
@@ -128,7 +129,7 @@ def test_overlapped_gathers_and_sums_change_nothing(ranks, optimizer, fused_head
         torch.testing.assert_close(found[2][name], weight, rtol=1e-4, atol=1e-5)
 
 
-def test_in_bf16_it_is_as_near_to_fp32_as_whole_logits_are(ranks):
+def test_the_fused_head_in_bf16_is_as_close_to_fp32_as_whole_logits(ranks):
     _, exact, _ = ranks.reference(two_steps, {}, OPTIMIZER, None, "fp32")
     whole, fused = (
         ranks.run(2, two_steps, {"tensor": 2}, OPTIMIZER, fused_head, "bf16")[0][1]

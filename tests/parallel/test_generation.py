@@ -1,4 +1,4 @@
-"""Embedded generation: its logprobs are the trainer's, and rollouts do not depend on the layout."""
+"""The embedded engine: its logprobs equal the trainer's, and rollouts do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAMPLINGS = {
 
 
 def prompts(count: int = 11) -> list[list[int]]:
-    """Of unequal length, one of a single token."""
+    """Return prompts of unequal length, one of them of a single token."""
     generator = torch.Generator().manual_seed(5)
     lengths = [1, 9] + torch.randint(2, 9, (count - 2,), generator=generator).tolist()
     return [torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
@@ -43,6 +43,7 @@ def prompts(count: int = 11) -> list[list[int]]:
 def rollouts_and_logprobs(
     parallel: dict, samplings: dict[str, Sampling], batch_size: int, model: ModelConfig = MODEL
 ) -> dict:
+    """Return, by the name of the sampling, the rollouts and the trainer's logprobs of them."""
     policy = build_policy(parallel, model=model)
     engine = MegatronEngine(policy, batch_size=batch_size)
     found = {}
@@ -66,13 +67,13 @@ KINDS = {
 @pytest.mark.parametrize(
     ("kind", "parallel"),
     [
-        ("experts", {"expert": 2}),  # the ranks end at different steps, and visit each other's experts until the last
+        ("experts", {"expert": 2}),  # ranks finish at different steps, but need each other's experts until the last one
         ("experts", {"expert": 2, "tensor": 2, "sequence": True}),
         ("window", {"context": 2}),
     ],
     ids=["experts data 2", "experts tensor 2", "window context 2"],
 )
-def test_kinds_of_layers_generate_what_the_trainer_and_one_process_say(ranks, kind, parallel):
+def test_experts_and_windows_generate_what_the_trainer_and_one_process_compute(ranks, kind, parallel):
     few = {name: SAMPLINGS[name] for name in ("temperature 1", "greedy")}
     wanted = ranks.reference(rollouts_and_logprobs, {}, few, 256, KINDS[kind])
     found = ranks.run(2, rollouts_and_logprobs, parallel, few, 4, KINDS[kind])[0]
@@ -83,18 +84,18 @@ def test_kinds_of_layers_generate_what_the_trainer_and_one_process_say(ranks, ki
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_trainer_agrees_with_what_was_sampled(ranks, one_process, layout):
+def test_the_trainer_computes_the_logprobs_of_the_rollouts(ranks, one_process, layout):
     world_size, parallel = LAYOUTS[layout]
-    everyone = ranks.run(world_size, rollouts_and_logprobs, parallel, SAMPLINGS, 4)
+    by_rank = ranks.run(world_size, rollouts_and_logprobs, parallel, SAMPLINGS, 4)
     for name in SAMPLINGS:
-        rollouts, logprobs = everyone[0][name]
+        rollouts, logprobs = by_rank[0][name]
         sampled = rollouts["token_mask"].bool()
         assert sampled.any(1).all(), "every prompt gets at least one token"
         torch.testing.assert_close(rollouts["generation_logprobs"][sampled], logprobs[sampled], atol=1e-5, rtol=0)
         assert (rollouts["generation_logprobs"][~sampled] == 0).all()
-        for rank in everyone[1:]:  # every rank holds the same rollouts
-            torch.testing.assert_close(rank[name][0]["input_ids"], rollouts["input_ids"], atol=0, rtol=0)
-            torch.testing.assert_close(rank[name][1], logprobs, atol=0, rtol=0)
+        for results in by_rank[1:]:  # every rank holds the same rollouts
+            torch.testing.assert_close(results[name][0]["input_ids"], rollouts["input_ids"], atol=0, rtol=0)
+            torch.testing.assert_close(results[name][1], logprobs, atol=0, rtol=0)
         expected = one_process[name][0]
         torch.testing.assert_close(rollouts["input_ids"], expected["input_ids"], atol=0, rtol=0)
         torch.testing.assert_close(rollouts["input_lengths"], expected["input_lengths"], atol=0, rtol=0)
@@ -103,23 +104,23 @@ def test_the_trainer_agrees_with_what_was_sampled(ranks, one_process, layout):
 def test_rollouts_are_well_formed(one_process):
     for name, sampling in SAMPLINGS.items():
         rollouts, _ = one_process[name]
-        for row, prompt in enumerate(prompts()):
-            start, stop = rollouts["prompt_lengths"][row].item(), rollouts["input_lengths"][row].item()
-            assert rollouts["input_ids"][row, :start].tolist() == prompt
-            completion = rollouts["input_ids"][row, start:stop].tolist()
+        for sample, prompt in enumerate(prompts()):
+            start, stop = rollouts["prompt_lengths"][sample].item(), rollouts["input_lengths"][sample].item()
+            assert rollouts["input_ids"][sample, :start].tolist() == prompt
+            completion = rollouts["input_ids"][sample, start:stop].tolist()
             assert STOP not in completion[:-1], "nothing follows a stop token"
-            assert rollouts["stopped"][row].item() == (completion[-1] == STOP)
-            assert rollouts["stopped"][row] or len(completion) == sampling.max_new_tokens
-            assert max(completion) < VOCAB_SIZE, "rows of the padded vocabulary are never sampled"
-            assert rollouts["token_mask"][row].sum() == stop - start
+            assert rollouts["stopped"][sample].item() == (completion[-1] == STOP)
+            assert rollouts["stopped"][sample] or len(completion) == sampling.max_new_tokens
+            assert max(completion) < VOCAB_SIZE, "ids of the vocabulary's padding are never sampled"
+            assert rollouts["token_mask"][sample].sum() == stop - start
     temperatures = {name: one_process[name][0]["temperature"][0].item() for name in SAMPLINGS}
     expected = {"temperature 1": 1.0, "temperature 0.7": 0.7, "top-k and top-p": 1.3, "greedy": 1.0}
     assert temperatures == pytest.approx(expected)
-    assert any(one_process["temperature 1"][0]["stopped"]), "the stop token is exercised"
+    assert any(one_process["temperature 1"][0]["stopped"]), "no completion ended with the stop token"
 
 
 def greedy_by_hand() -> tuple[torch.Tensor, torch.Tensor]:
-    """Greedy decoding by whole forward passes without a cache, one prompt at a time."""
+    """Decode greedily, one prompt at a time, with whole forward passes and without a cache."""
     policy = build_policy({})
     model = policy.model.model_chunks[0]
     sampling = SAMPLINGS["greedy"]
@@ -137,12 +138,12 @@ def greedy_by_hand() -> tuple[torch.Tensor, torch.Tensor]:
 def test_greedy_equals_decoding_without_a_cache(ranks, one_process):
     rollouts, _ = one_process["greedy"]
     by_hand = ranks.run(1, greedy_by_hand)[0]
-    for row, tokens in enumerate(by_hand):
-        assert rollouts["input_ids"][row, : rollouts["input_lengths"][row]].tolist() == tokens
+    for sample, tokens in enumerate(by_hand):
+        assert rollouts["input_ids"][sample, : rollouts["input_lengths"][sample]].tolist() == tokens
 
 
 def on_policy_ratio(parallel: dict) -> tuple[float, float]:
-    """max|ratio − 1| of sampled tokens at T = 0.7 before a step, and after one."""
+    """Return max|ratio − 1| of tokens sampled at temperature 0.7, before a step and after it."""
     from rl_megatron.losses import build_loss
 
     policy = build_policy(parallel)
@@ -157,7 +158,7 @@ def on_policy_ratio(parallel: dict) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("layout", ["one process", "tensor 2", "pipeline 2"])
-def test_on_policy_the_ratio_is_one(ranks, layout):
+def test_the_on_policy_ratio_is_one(ranks, layout):
     world_size, parallel = LAYOUTS[layout]
     before, after = ranks.run(world_size, on_policy_ratio, parallel)[0]
     assert before <= 1e-5
@@ -166,8 +167,8 @@ def test_on_policy_the_ratio_is_one(ranks, layout):
 
 def from_nan_weights(parallel: dict) -> str:
     policy = build_policy(parallel)
-    for chunk in policy.model.model_chunks:
-        for parameter in chunk.parameters():
+    for model_chunk in policy.model.model_chunks:
+        for parameter in model_chunk.parameters():
             parameter.data.fill_(torch.nan)
     with pytest.raises(NonFiniteLoss) as error:
         MegatronEngine(policy).generate(prompts(), SAMPLINGS["greedy"], seed=0)
@@ -184,9 +185,9 @@ def test_nan_logits_are_refused_on_every_rank(ranks, layout):
 def from_nan_weights_of_one_rank(parallel: dict, model: ModelConfig) -> str:
     policy = build_policy(parallel, model=model)
     if policy.topology.data_rank == 1:
-        for chunk in policy.model.model_chunks:
-            for name, parameter in chunk.named_parameters():
-                if "embedding" in name or "output_layer" in name:  # not experts, which others visit
+        for model_chunk in policy.model.model_chunks:
+            for name, parameter in model_chunk.named_parameters():
+                if "embedding" in name or "output_layer" in name:  # not experts, which other ranks use
                     parameter.data.fill_(torch.nan)
     with pytest.raises(NonFiniteLoss) as error:
         MegatronEngine(policy, batch_size=4).generate(prompts(), SAMPLINGS["greedy"], seed=0)

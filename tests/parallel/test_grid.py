@@ -1,6 +1,7 @@
-"""Layouts against one process, under every standard loss: loss, logprobs, every gradient, a step, every metric.
+"""Layouts give the results of one process with every standard loss: loss, logprobs, gradients, a step and metrics.
 
-By default a few layouts that show every value of every factor on up to four ranks; all of docs/layouts.md with
+By default a few layouts run, which have every value of every factor on up to four ranks. This runs all layouts of
+docs/layouts.md:
 
     scripts/test.sh tests/parallel/test_grid.py --whole-grid
 """
@@ -12,7 +13,7 @@ import pytest
 from docs import generate_layouts
 from tests.parallel.grid import VALUES, Factors, Grid, Layout, is_possible, pairs, possible_pairs, whole_grid
 
-# Values in the order of `Factors`. Between them, QUICK split every kind of parallelism in two, on four ranks each.
+# The values are in the order of `Factors`.
 FEW = [
     Layout(Factors(*values))
     for values in (
@@ -25,7 +26,7 @@ FEW = [
 ]
 
 
-QUICK = FEW[1:3]
+QUICK = FEW[1:3]  # together they use every kind of parallelism with degree 2, on four ranks each
 
 
 def pytest_generate_tests(metafunc):
@@ -48,7 +49,7 @@ def test_a_layout_gives_what_one_process_gives(grid, layout):
 
 
 @pytest.mark.quick
-def test_the_quick_layouts_split_every_kind_of_parallelism():
+def test_the_quick_layouts_use_every_kind_of_parallelism():
     assert all(layout.factors.ranks == 4 for layout in QUICK)
     for axis in ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "data"):
         assert 2 in {getattr(layout.factors, axis) for layout in QUICK}, axis
@@ -59,7 +60,7 @@ def test_the_quick_layouts_split_every_kind_of_parallelism():
 
 
 @pytest.mark.quick
-def test_the_few_layouts_show_every_value_of_every_factor():
+def test_the_few_layouts_have_every_value_of_every_factor():
     assert all(is_possible(layout.factors) and layout.factors.ranks <= 4 for layout in FEW)
     for place, (factor, values) in enumerate(VALUES.items()):
         assert {layout.factors[place] for layout in FEW} == set(values), factor
@@ -74,5 +75,5 @@ def test_the_grid_has_every_pair_of_values_that_eight_ranks_allow():
 
 def test_the_page_has_every_layout_of_the_grid():
     page = generate_layouts.PAGE.read_text()
-    rows = [line.split(" | ")[0].removeprefix("| ") for line in page.splitlines() if line.startswith("| ")][1:]
-    assert rows == [layout.name for layout in whole_grid()], "run `python docs/generate_layouts.py`"
+    names = [line.split(" | ")[0].removeprefix("| ") for line in page.splitlines() if line.startswith("| ")][1:]
+    assert names == [layout.name for layout in whole_grid()], "run `python docs/generate_layouts.py`"

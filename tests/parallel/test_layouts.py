@@ -1,4 +1,4 @@
-"""Every layout takes the steps of one process: loss and every parameter's gradient, for SFT and GRPO."""
+"""SFT and GRPO steps in every layout have the loss and the gradients of one process."""
 
 from __future__ import annotations
 
@@ -36,31 +36,34 @@ LAYOUTS = {
 }
 
 
-def random_batch(rows: int, length: int, seed: int, vocab_size: int = VOCAB_SIZE) -> BatchedDataDict:
-    """Rows of unequal length, one of two tokens, one wholly masked, with the keys of a GRPO rollout."""
+def random_batch(num_sequences: int, length: int, seed: int, vocab_size: int = VOCAB_SIZE) -> BatchedDataDict:
+    """Return random sequences of unequal length with the keys of a GRPO rollout.
+
+    One sequence has two tokens, and another is masked entirely.
+    """
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(4, length + 1, (rows,), generator=generator)
+    lengths = torch.randint(4, length + 1, (num_sequences,), generator=generator)
     lengths[0], lengths[1], lengths[2] = length, 2, 7
-    prompt = torch.minimum(torch.full((rows,), 3), lengths - 1)
+    prompt = torch.minimum(torch.full((num_sequences,), 3), lengths - 1)
     positions = torch.arange(length)
     token_mask = ((positions >= prompt[:, None]) & (positions < lengths[:, None])).float()
     token_mask[2] = 0.0
-    old = -2.0 * torch.rand(rows, length, generator=generator) - 1.0
+    old = -2.0 * torch.rand(num_sequences, length, generator=generator) - 1.0
     return BatchedDataDict(
-        input_ids=torch.randint(0, vocab_size, (rows, length), generator=generator),
+        input_ids=torch.randint(0, vocab_size, (num_sequences, length), generator=generator),
         input_lengths=lengths,
         token_mask=token_mask,
-        sample_mask=torch.ones(rows),
-        advantages=torch.randn(rows, 1, generator=generator).expand(rows, length) * token_mask,
+        sample_mask=torch.ones(num_sequences),
+        advantages=torch.randn(num_sequences, 1, generator=generator).expand(num_sequences, length) * token_mask,
         prev_logprobs=old,
-        generation_logprobs=old + 0.05 * torch.randn(rows, length, generator=generator),
-        reference_policy_logprobs=old + 0.3 * torch.randn(rows, length, generator=generator),
-        temperature=torch.full((rows,), 0.8),
+        generation_logprobs=old + 0.05 * torch.randn(num_sequences, length, generator=generator),
+        reference_policy_logprobs=old + 0.3 * torch.randn(num_sequences, length, generator=generator),
+        temperature=torch.full((num_sequences,), 0.8),
     )
 
 
 def take_steps(parallel: dict, optimizer: OptimizerConfig | None, mbs: int) -> list[tuple[dict, dict, dict]]:
-    """Three SFT steps and two GRPO steps; (metrics, gradients, weights after) of each, whole, on rank 0."""
+    """Take three SFT and two GRPO steps; return (metrics, gradients, weights after it) of each, whole on rank 0."""
     policy = build_policy(parallel, optimizer=optimizer, micro_batch_size=mbs)
     grpo = build_loss("clipped_pg", {"reference_policy_kl_penalty": 0.05, "entropy_coeff": 0.01})
     batches = [(random_batch(10, 20, seed), NLLLoss()) for seed in range(3)]
@@ -84,14 +87,14 @@ def one_process(ranks):
     [("tensor 2 sequence context 2", 3), ("interleaved pipeline 2", 2), ("pipeline 2 data 2", 3)],
 )
 def test_step_after_step_losses_metrics_and_gradients_equal_one_process(ranks, one_process, layout, mbs):
-    """Several steps in a row; a single step under every axis is in test_grid.py."""
+    """Several steps follow each other; test_grid.py tests single steps with every kind of parallelism."""
     world_size, parallel = LAYOUTS[layout]
     taken = ranks.run(world_size, take_steps, parallel, None, mbs)[0]
     for step, ((report, gradient, _), (wanted, wanted_gradient, _)) in enumerate(zip(taken, one_process, strict=True)):
         assert report["loss"] == pytest.approx(wanted["loss"], rel=LOSS_TOLERANCE), step
         assert report["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=GRADIENT_TOLERANCE), step
         assert report.keys() == wanted.keys()
-        for name in wanted.keys() - {"packing_efficiency"}:  # which is of the microbatches, not of the batch
+        for name in wanted.keys() - {"packing_efficiency"}:  # it depends on the microbatches
             assert report[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), (step, name)
         error, name = worst_relative_error(gradient, wanted_gradient)
         assert error <= GRADIENT_TOLERANCE, (step, name, error)
@@ -107,15 +110,15 @@ def test_distributed_optimizer_moves_the_weights_of_one_process(ranks, one_proce
 
 
 def quickstart_steps(parallel: dict, rollouts: BatchedDataDict | None) -> list[tuple[dict, dict]]:
-    """The quickstart's own model and data: its first three SFT steps, then two GRPO steps on `rollouts`."""
+    """Take the quickstart's first three SFT steps, with its model and data, then two GRPO steps on `rollouts`."""
     config = load_config(["experiment=quickstart"])
     sft, grpo = config.stages["sft"], config.stages["grpo"]
     tokenizer = build_tokenizer(config.first)
     policy = build_policy(parallel, model=sft.model, optimizer=OptimizerConfig(lr=1e-3, distributed=False),
                           vocab_size=tokenizer.vocab_size, micro_batch_size=8)  # fmt: skip
-    rows = training_dataset(sft, tokenizer)
-    order = BatchSchedule(len(rows), sft.train.global_batch_size, sft.train.seed)
-    batches = [(rows.batch(order.items_at(step)), NLLLoss()) for step in range(3)]
+    dataset = training_dataset(sft, tokenizer)
+    order = BatchSchedule(len(dataset), sft.train.global_batch_size, sft.train.seed)
+    batches = [(dataset.batch(order.items_at(step)), NLLLoss()) for step in range(3)]
     keys = {key: value for key, value in grpo.loss.items() if key != "name"}
     batches += [(rollouts, build_loss("clipped_pg", keys | {"reference_policy_kl_penalty": 0.05}))] * 2
     taken = []

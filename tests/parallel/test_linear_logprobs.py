@@ -1,4 +1,4 @@
-"""The fused head over tensor- and sequence-parallel ranks against one process: outputs, both gradients, collectives."""
+"""The fused head on tensor- and sequence-parallel ranks: its outputs and gradients equal those of one process."""
 
 from unittest import mock
 
@@ -8,28 +8,33 @@ import torch.distributed as dist
 
 from rl_megatron.logprobs import linear_logprobs, token_blocks
 
-ROWS, BATCH, HIDDEN, VOCAB, VALID, IDS = 12, 2, 8, 48, 43, 3
+SEQUENCE, BATCH, HIDDEN, VOCAB, VALID, IDS = 12, 2, 8, 48, 43, 3
 
 
 def make_case(pattern):
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(ROWS, BATCH, HIDDEN, generator=generator)
+    hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator)
     weight = torch.randn(VOCAB, HIDDEN, generator=generator)
-    targets = torch.randint(VALID, (ROWS, BATCH), generator=generator)
-    if pattern == "some":  # many on one rank, few on another
+    targets = torch.randint(VALID, (SEQUENCE, BATCH), generator=generator)
+    if pattern == "some":  # many ignored tokens on one rank, few on another
         targets[:5] = -100
         targets[7, 1] = -100
         hidden[:5] = torch.nan
     elif pattern == "none":
         targets[:] = -100
-    ids = torch.randint(VALID, (ROWS, BATCH, IDS), generator=generator)
-    temperature = 0.5 + torch.rand(ROWS, BATCH, generator=generator)
-    upstream = [torch.randn(shape, generator=generator) for shape in (*[(ROWS, BATCH)] * 2, (ROWS, BATCH, IDS))]
+    ids = torch.randint(VALID, (SEQUENCE, BATCH, IDS), generator=generator)
+    temperature = 0.5 + torch.rand(SEQUENCE, BATCH, generator=generator)
+    upstream = [torch.randn(shape, generator=generator) for shape in (*[(SEQUENCE, BATCH)] * 2, (SEQUENCE, BATCH, IDS))]
     return hidden, weight, targets, ids, temperature, upstream
 
 
 def run(pattern, sequence_parallel, block_tokens):
-    """This rank's outputs, its hidden states' and weights' gradients, and the collectives of forward and of both."""
+    """Run the fused head on this rank's shards.
+
+    Returns:
+        The outputs, the gradients of the hidden states and of the weights, and how often each collective was called in
+        the forward pass, and in both passes.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     hidden, weight, targets, ids, temperature, upstream = make_case(pattern)
     hidden = (hidden.chunk(size)[rank] if sequence_parallel else hidden).requires_grad_()
@@ -73,9 +78,9 @@ def test_shards_equal_the_whole(ranks, size, sequence_parallel, pattern):
 
 
 def test_the_collectives(ranks):
-    """Statistics once, whatever the chunks (24 rows by 6); hidden states and their gradients chunk by chunk."""
+    """Statistics are gathered once, hidden states and their gradients once for each of 4 token blocks."""
     for *_, forward, both in ranks.run(2, run, "all", False, 6):
-        assert forward == {"all_gather": 1, "all_reduce": 1}  # the latter for the gathered ids
+        assert forward == {"all_gather": 1, "all_reduce": 1}  # the all-reduce is for the gathered ids
         assert both == {"all_gather": 1, "all_reduce": 1 + 4}
     for *_, forward, both in ranks.run(2, run, "all", True, 6):
         assert forward == {"all_gather": 1, "all_reduce": 1, "_gather": 4}

@@ -1,4 +1,5 @@
-"""Sharded equals whole, values and gradients: tensor parallel with any shards, and zigzag context parallel."""
+"""Logprobs and their gradients on shards equal those of whole logits: tensor parallel with shards of any width, and
+zigzag context parallel."""
 
 import math
 from unittest import mock
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from rl_megatron.logprobs import Sharding, next_token_stats, vocab_parallel_logprobs
 from tests.zigzag import zigzag_shard
 
-ROWS = {"torch": 23, "triton": 9}  # Triton's interpreter takes its time
+ROWS = {"torch": 23, "triton": 9}  # Triton's interpreter is slow
 IDS = 4
 COLLECTIVES = ("all_gather", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_to_all")
 
@@ -39,7 +40,7 @@ def bounds_of(vocab, size, kind):
 
 
 def run_stats(logits, targets, ids, upstream, group=None, **options):
-    """Outputs, this shard's gradient, and how many collectives forward and backward took."""
+    """Return the outputs, this shard's gradient, and how many collectives the forward pass and both passes used."""
     buffer = logits.clone().requires_grad_() * 1
     counts = []
     with mock.patch.multiple(dist, **{name: mock.Mock(side_effect=getattr(dist, name)) for name in COLLECTIVES}):
@@ -76,7 +77,7 @@ def sharded_stats(vocab, kind, dtype, valid, backend):
         (3, 1001, "uneven", torch.float32, None),
         (4, 1001, "uneven", torch.bfloat16, None),
         (4, 97, "lopsided", torch.float32, None),
-        (4, 1000, "even", torch.float32, 745),  # the last rank holds nothing but padding, the third some
+        (4, 1000, "even", torch.float32, 745),  # the last rank holds only padding, the third some
         (2, 1024, "even", torch.bfloat16, 1000),
     ],
 )
@@ -86,7 +87,7 @@ def test_shards_equal_the_whole(ranks, size, vocab, kind, dtype, valid, backend)
     results = ranks.run(size, sharded_stats, vocab, kind, dtype, valid, backend)
     for outputs, _, _ in results:
         for got, first, expected in zip(outputs, results[0][0], want, strict=True):
-            assert torch.equal(got, first), "the merge must give every rank the same bits"
+            assert torch.equal(got, first), "the ranks' results differ"
             torch.testing.assert_close(got, expected, rtol=2e-6, atol=2e-6)
     gradient = torch.cat([shard for _, shard, _ in results], dim=1)
     ulp = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}[dtype]
@@ -106,13 +107,14 @@ def count_collectives(gather):
 @pytest.mark.parametrize(("size", "gather", "expected"), [
     (2, False, {"all_gather": 1}), (2, True, {"all_gather": 1, "all_reduce": 1}), (1, True, {}),
 ])  # fmt: skip
-def test_one_collective_forward_none_backward(ranks, size, gather, expected):
+def test_the_forward_pass_needs_one_collective_and_the_backward_pass_none(ranks, size, gather, expected):
     for forward, both in ranks.run(size, count_collectives, gather):
         assert {name: calls for name, calls in forward.items() if calls} == expected
         assert both == forward
 
 
 def shard_edges(backend):
+    """Check the logprobs of targets in the first and the last column of each shard."""
     rank, size = dist.get_rank(), dist.get_world_size()
     logits = torch.randn(6, 30, generator=torch.Generator().manual_seed(0))
     targets = torch.tensor([0, 9, 10, 19, 20, 29])
@@ -131,7 +133,7 @@ def bad_target(target, valid):
 
 
 @pytest.mark.parametrize(("target", "valid"), [(20, None), (-1, None), (17, 17)])
-def test_a_target_nobody_owns_raises_on_every_rank(ranks, target, valid):
+def test_a_target_that_no_shard_holds_raises_on_every_rank(ranks, target, valid):
     ranks.run(2, bad_target, target, valid)
 
 
@@ -160,7 +162,10 @@ def make_sequences(length):
 
 
 def next_token_shard(length, tp_size, use_mask):
-    """Ranks are TP-major inside CP; a length that 2·cp does not divide is padded, with NaN to show it is not used."""
+    """Return the logprobs, the entropy and the gradient of this rank's shard.
+
+    Tensor-parallel ranks are contiguous. A length that 2·cp does not divide is padded with NaN, which must not be used.
+    """
     rank, cp_size = dist.get_rank(), dist.get_world_size() // tp_size
     cp_rank, tp_rank = divmod(rank, tp_size)
     tp_groups = [dist.new_group(list(range(c * tp_size, (c + 1) * tp_size))) for c in range(cp_size)]
@@ -168,12 +173,12 @@ def next_token_shard(length, tp_size, use_mask):
     logits, input_ids, mask, temperature, upstream = make_sequences(length)
     padding = -length % (2 * cp_size)
     padded = torch.nn.functional.pad(logits, (0, 0, 0, padding), value=math.nan)
-    mine = zigzag_shard(padded, cp_rank, cp_size, 1).chunk(tp_size, dim=-1)[tp_rank].clone().requires_grad_()
+    shard = zigzag_shard(padded, cp_rank, cp_size, 1).chunk(tp_size, dim=-1)[tp_rank].clone().requires_grad_()
     stats = next_token_stats(
-        mine, input_ids, Sharding(tp_groups[cp_rank], cp_groups[tp_rank]), temperature=temperature, entropy=True,
+        shard, input_ids, Sharding(tp_groups[cp_rank], cp_groups[tp_rank]), temperature=temperature, entropy=True,
         mask=mask if use_mask else None,
     )  # fmt: skip
-    (gradient,) = torch.autograd.grad([stats.logprobs, stats.entropy], mine, upstream)
+    (gradient,) = torch.autograd.grad([stats.logprobs, stats.entropy], shard, upstream)
     return stats.logprobs.detach(), stats.entropy.detach(), gradient
 
 

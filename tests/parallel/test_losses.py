@@ -1,4 +1,4 @@
-"""The output form on sharded outputs equals one process: value, metrics and gradient, for every case of the table."""
+"""Losses of sharded model outputs equal those of one process: value, metrics and gradient, for every case."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from rl_megatron.losses import build_loss
 from tests.contract.loss_cases import CASES, VOCAB
 from tests.zigzag import zigzag_shard
 
-# A vocabulary padded to an even size: padding must stay without effect through the loss as well.
+# The vocabulary is padded to an even size; the padding must not change the loss.
 PADDED_VOCAB = VOCAB + 1
 
 
@@ -21,7 +21,10 @@ def make(case):
 
 
 def shard(output, cp_rank, cp_size, tp_rank, tp_size):
-    """A rank's part: positions zigzag over CP; logits' vocabulary over TP, where every rank has all of the scores."""
+    """Return a rank's part of logits or scores.
+
+    Positions are cut zigzag over CP, and the vocabulary of logits over TP. Every TP rank has all scores.
+    """
     part = zigzag_shard(output, cp_rank, cp_size, 1)
     return part.chunk(tp_size, dim=-1)[tp_rank] if output.dim() == 3 else part
 
@@ -34,7 +37,7 @@ def whole(case):
 
 
 def sharded_cases(tp_size, cases):
-    """Every case on this rank's slice, in one visit to the pool. Ranks are TP-major inside CP."""
+    """Compute every case on this rank's part, in one call of the pool. Tensor-parallel ranks are contiguous."""
     cp_size = dist.get_world_size() // tp_size
     cp_rank, tp_rank = divmod(dist.get_rank(), tp_size)
     tp_groups = [dist.new_group(list(range(c * tp_size, (c + 1) * tp_size))) for c in range(cp_size)]
@@ -42,19 +45,19 @@ def sharded_cases(tp_size, cases):
     results = []
     for case in (CASES[index] for index in cases):
         batch, output, counts = make(case)
-        mine = shard(output, cp_rank, cp_size, tp_rank, tp_size).clone().requires_grad_()
+        part = shard(output, cp_rank, cp_size, tp_rank, tp_size).clone().requires_grad_()
         batch |= {key: shard(batch[key], cp_rank, cp_size, tp_rank, tp_size) for key in case.outputs_in_batch}
         value, metrics = build_loss(case.name, case.cfg)(
-            mine, batch, *counts, vocab_parallel_rank=tp_rank, vocab_parallel_group=tp_groups[cp_rank],
+            part, batch, *counts, vocab_parallel_rank=tp_rank, vocab_parallel_group=tp_groups[cp_rank],
             context_parallel_group=cp_groups[tp_rank], valid_vocab_size=VOCAB,
         )  # fmt: skip
-        results.append((value.item(), metrics, torch.autograd.grad(value, mine)[0]))
+        results.append((value.item(), metrics, torch.autograd.grad(value, part)[0]))
     return results
 
 
 @pytest.mark.parametrize(("tp_size", "cp_size"), [(2, 1), (1, 2), (2, 2)])
 def test_sharded_outputs_equal_one_process(ranks, tp_size, cp_size):
-    # One score per row has no positions to cut.
+    # A case with one score per sequence has no positions to cut.
     cases = [index for index, case in enumerate(CASES) if make(case)[1].dim() > 1]
     assert {CASES[index].name for index in cases} == {case.name for case in CASES}
     per_rank = ranks.run(tp_size * cp_size, sharded_cases, tp_size, cases)
@@ -72,10 +75,10 @@ def test_sharded_outputs_equal_one_process(ranks, tp_size, cp_size):
 def wrong_rank():
     case = CASES[0]
     batch, output, counts = make(case)
-    dist.barrier()  # nothing below communicates: without it one rank could leave while the other still connects
+    dist.barrier()  # nothing below communicates: otherwise one rank could leave while the other still connects
     with pytest.raises(ValueError, match=r"vocab_parallel_rank=7, but this process is rank \d"):
         build_loss(case.name)(output, batch, *counts, vocab_parallel_rank=7, vocab_parallel_group=dist.group.WORLD)
 
 
-def test_a_wrong_vocab_parallel_rank_is_named(ranks):
+def test_a_wrong_vocab_parallel_rank_is_refused(ranks):
     ranks.run(2, wrong_rank)

@@ -1,4 +1,4 @@
-"""Microbatches of differing shapes through the pipeline: no rank waits for another, and nothing meets the wrong one."""
+"""Pipelines with microbatches of different shapes: no rank hangs, and each stage receives what belongs to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_megatron.losses import NLLLoss
 from tests.parallel.layouts import VOCAB_SIZE, build_policy, gradients, worst_relative_error
 
 BUDGET = 64
-# The first half of the rows fills many packs, the second half one: the rows of data-parallel rank 0 and 1.
+# The first half belongs to data-parallel rank 0 and fills many packages; the second half, of rank 1, fills one.
 LENGTHS = [60, 50, 55, 48, 61, 40, 2, 3, 1, 4, 2, 5]
 
 
@@ -46,7 +46,7 @@ def one_process(ranks):
     return ranks.run(1, one_step, {}, Batching("padded", len(LENGTHS)))[0]
 
 
-def test_ranks_that_planned_alone_would_disagree():
+def test_ranks_that_planned_alone_would_have_different_numbers_of_packages():
     alone = [len(pack_sequences(half, BUDGET)) for half in (LENGTHS[:6], LENGTHS[6:])]
     assert alone == [6, 1]
 
@@ -56,11 +56,11 @@ def test_ranks_that_planned_alone_would_disagree():
     "parallel", [{"pipeline": 4}, {"pipeline": 2, "virtual_pipeline": 2, "tensor": 2}], ids=["pp4", "pp2 vpp2 tp2"]
 )
 def test_skewed_lengths_finish_with_the_gradients_of_one_process(ranks, one_process, parallel, kind):
-    """Data-parallel 2: eight ranks in all."""
+    """All layouts use eight ranks, so data parallelism is 2."""
     _, wanted_loss, wanted, wanted_logprobs = one_process
-    everyone = ranks.run(8, one_step, parallel, Batching(kind, tokens=BUDGET))
-    assert len({found[0] for found in everyone}) == 1, "every rank has as many microbatches"
-    _, loss, found, logprobs = everyone[0]
+    by_rank = ranks.run(8, one_step, parallel, Batching(kind, tokens=BUDGET))
+    assert len({found[0] for found in by_rank}) == 1, "ranks have different numbers of microbatches"
+    _, loss, found, logprobs = by_rank[0]
     assert loss == pytest.approx(wanted_loss, rel=1e-6)
     error, name = worst_relative_error(found, wanted)
     assert error <= 1e-4, name
@@ -68,7 +68,10 @@ def test_skewed_lengths_finish_with_the_gradients_of_one_process(ranks, one_proc
 
 
 def test_two_interleaved_stages_do_not_mix_up_shapes(ranks, one_process):
-    """Each is the other's next and previous, and megatron-core's own exchange of shapes pairs a stage's first send with
-    the other's first receive, whichever way they go (NVIDIA/Megatron-LM issue 1450)."""
-    everyone = ranks.run(2, one_step, {"pipeline": 2, "virtual_pipeline": 2}, Batching("dynamic", tokens=BUDGET))
-    assert [found[1] for found in everyone] == pytest.approx([one_process[1]] * 2, rel=1e-6)
+    """With two stages, each stage is both the next and the previous stage of the other.
+
+    megatron-core's exchange of shapes pairs a stage's first send with the other's first receive, even if they are for
+    different directions (NVIDIA/Megatron-LM issue 1450).
+    """
+    by_rank = ranks.run(2, one_step, {"pipeline": 2, "virtual_pipeline": 2}, Batching("dynamic", tokens=BUDGET))
+    assert [found[1] for found in by_rank] == pytest.approx([one_process[1]] * 2, rel=1e-6)

@@ -1,4 +1,4 @@
-"""Packed and sharded at once equals padded rows in one process: value, metrics and gradient, for every loss."""
+"""Packed and sharded sequences give what padded ones give in one process: value, metrics and gradient of every loss."""
 
 import math
 
@@ -12,7 +12,8 @@ from tests.contract.packing import PACKABLE, Shape, random_batch
 from tests.zigzag import zigzag_shard
 
 PADDED_VOCAB = VOCAB + 1
-# Empty and one-token sequences, one that fills its padded length; padded lengths are multiples of 2·cp for cp up to 2.
+# There are an empty sequence, one of one token and one that fills its padded length. Padded lengths are multiples of
+# 2·cp for cp up to 2.
 SHAPE = Shape((7, 2, 0, 8, 1, 10), width=11, multiple=4, slack=4)
 
 
@@ -30,16 +31,16 @@ def whole(case):
 
 
 def shard(x, fill, cp_rank, cp_size, tp_rank, tp_size):
-    """A rank's part of a pack: each padded sequence zigzag over CP, logits' vocabulary over TP."""
+    """Return a rank's part of a package: sequences with padding are cut zigzag over CP, logits' vocabulary over TP."""
     starts = SHAPE.cu_seqlens[1].tolist()
     packed = SHAPE.pack(x, fill)
     parts = [packed[:, start:stop] for start, stop in zip(starts, [*starts[1:], packed.size(1)], strict=True)]
-    mine = torch.cat([zigzag_shard(part, cp_rank, cp_size, 1) for part in parts], dim=1)
-    return mine.chunk(tp_size, dim=-1)[tp_rank] if x.dim() == 3 else mine
+    cut = torch.cat([zigzag_shard(part, cp_rank, cp_size, 1) for part in parts], dim=1)
+    return cut.chunk(tp_size, dim=-1)[tp_rank] if x.dim() == 3 else cut
 
 
 def sharded_cases(tp_size):
-    """Every case on this rank's slice, in one visit to the pool. Ranks are TP-major inside CP."""
+    """Compute every case on this rank's part, in one call of the pool. Tensor-parallel ranks are contiguous."""
     cp_size = dist.get_world_size() // tp_size
     cp_rank, tp_rank = divmod(dist.get_rank(), tp_size)
     tp_groups = [dist.new_group(list(range(c * tp_size, (c + 1) * tp_size))) for c in range(cp_size)]
@@ -47,14 +48,14 @@ def sharded_cases(tp_size):
     results = []
     for case in PACKABLE:
         batch, output, counts = make(case)
-        mine = shard(output, math.nan, cp_rank, cp_size, tp_rank, tp_size).clone().requires_grad_()
+        part = shard(output, math.nan, cp_rank, cp_size, tp_rank, tp_size).clone().requires_grad_()
         for key in case.outputs_in_batch:
             batch[key] = shard(batch[key], math.nan, cp_rank, cp_size, tp_rank, tp_size)
         loss = SequencePackingLossWrapper(build_loss(case.name, case.cfg), *SHAPE.cu_seqlens)
         value, metrics = loss(
-            mine, batch, *counts, tp_rank, tp_groups[cp_rank], cp_groups[tp_rank], valid_vocab_size=VOCAB
+            part, batch, *counts, tp_rank, tp_groups[cp_rank], cp_groups[tp_rank], valid_vocab_size=VOCAB
         )
-        results.append((value.item(), metrics, torch.autograd.grad(value, mine)[0]))
+        results.append((value.item(), metrics, torch.autograd.grad(value, part)[0]))
     return results
 
 
@@ -63,7 +64,7 @@ def test_packed_shards_equal_one_process(ranks, tp_size, cp_size):
     per_rank = ranks.run(tp_size * cp_size, sharded_cases, tp_size)
     for case, results in zip(PACKABLE, zip(*per_rank, strict=True), strict=True):
         want_value, want_metrics, want_gradient = whole(case)
-        assert want_value != 0 and want_gradient.abs().max() > 1e-4, f"{case}: nothing to compare; draw another seed"
+        assert want_value != 0 and want_gradient.abs().max() > 1e-4, f"{case}: too small to compare; use another seed"
         for rank, (value, metrics, gradient) in enumerate(results):
             cp_rank, tp_rank = divmod(rank, tp_size)
             assert value == pytest.approx(want_value, rel=1e-12), case
@@ -77,10 +78,10 @@ def padded_lengths_that_cannot_be_cut():
     shape = Shape((3, 5), 5, multiple=3)  # padded lengths of 3 and 6
     batch, output = random_batch(case, shape, torch.Generator().manual_seed(0))
     loss = SequencePackingLossWrapper(build_loss("nll"), *shape.cu_seqlens)
-    dist.barrier()  # nothing below communicates: without it one rank could leave while the other still connects
+    dist.barrier()  # nothing below communicates: otherwise one rank could leave while the other still connects
     with pytest.raises(ValueError, match=r"\[0, 3, 9\]: over 2 context parallel ranks .* a multiple of 4"):
         loss(torch.zeros(1, 5, VOCAB), batch, 1, 1, context_parallel_group=dist.group.WORLD)
 
 
-def test_padded_lengths_that_cannot_be_cut_are_named(ranks):
+def test_padded_lengths_that_cannot_be_cut_are_refused(ranks):
     ranks.run(2, padded_lengths_that_cannot_be_cut)

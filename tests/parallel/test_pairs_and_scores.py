@@ -1,4 +1,4 @@
-"""Preference pairs and score heads: every layout takes the steps of one process, and heads change hands in order."""
+"""Preference pairs and score heads: steps in every layout equal those of one process; heads and checkpoints."""
 
 from __future__ import annotations
 
@@ -26,16 +26,19 @@ from tests.parallel.test_layouts import GRADIENT_TOLERANCE, LAYOUTS, LOSS_TOLERA
 UNTIED = dataclasses.replace(MODEL, tie_embeddings=False)
 
 
-def value_batch(rows: int, length: int, seed: int) -> BatchedDataDict:
-    batch = random_batch(rows, length, seed)
+def value_batch(num_sequences: int, length: int, seed: int) -> BatchedDataDict:
+    batch = random_batch(num_sequences, length, seed)
     generator = torch.Generator().manual_seed(seed)
-    batch["values"] = torch.randn(rows, length, generator=generator)
-    batch["returns"] = batch["values"] + torch.randn(rows, length, generator=generator)
+    batch["values"] = torch.randn(num_sequences, length, generator=generator)
+    batch["returns"] = batch["values"] + torch.randn(num_sequences, length, generator=generator)
     return batch
 
 
 def take_steps(parallel: dict, mbs: int) -> list[tuple[dict, dict, dict]]:
-    """Reward model, critic and DPO steps on 10 rows, whose 5 pairs no split over 2 ranks leaves whole by itself."""
+    """Take steps of a reward model, a critic and DPO on 10 sequences; return (metrics, gradients, weights) of each.
+
+    Halves of 10 sequences would cut one of the 5 pairs in two.
+    """
     scorer = build_policy(parallel, head="score", micro_batch_size=mbs)
     policy = build_policy(parallel, micro_batch_size=mbs)
     pairwise = PreferenceLoss()
@@ -65,7 +68,7 @@ def one_process(ranks):
         ("interleaved pipeline 2", 2),
         ("pipeline 2 data 2", 2),
         ("tensor 2 pipeline 2", 8),
-        ("data 2", 8),  # more than a rank has, which is then cut to whole pairs
+        ("data 2", 8),  # more sequences than a rank has
     ],
 )
 def test_loss_and_every_gradient_equal_one_process(ranks, one_process, layout, mbs):
@@ -74,14 +77,14 @@ def test_loss_and_every_gradient_equal_one_process(ranks, one_process, layout, m
     for step, ((report, gradient, _), (wanted, wanted_gradient, _)) in enumerate(zip(taken, one_process, strict=True)):
         assert report.keys() == wanted.keys()
         assert report["loss"] == pytest.approx(wanted["loss"], rel=LOSS_TOLERANCE), step
-        for name in wanted.keys() - {"packing_efficiency"}:  # which is of the microbatches
-            # Means of numbers of size 1 that cancel: the error is of their size.
+        for name in wanted.keys() - {"packing_efficiency"}:  # it depends on the microbatches
+            # Some metrics are means of numbers of size 1 that cancel, so the absolute error is relative to 1.
             assert report[name] == pytest.approx(wanted[name], rel=GRADIENT_TOLERANCE, abs=1e-5), (step, name)
         error, name = worst_relative_error(gradient, wanted_gradient)
         assert error <= GRADIENT_TOLERANCE, (step, name, error)
 
 
-def test_one_process_learns_something(one_process):
+def test_every_step_of_one_process_has_a_gradient(one_process):
     for report, gradient, _ in one_process:
         assert report["grad_norm"] > 1e-3
         assert all(tensor.abs().max() > 0 for tensor in gradient.values())
@@ -99,35 +102,37 @@ def test_values_and_rewards_equal_one_process(ranks, layout):
     wanted = ranks.reference(scores_of, {})
     world_size, parallel = LAYOUTS[layout]
     for found in ranks.run(world_size, scores_of, parallel):
-        for mine, whole in zip(found, wanted, strict=True):
-            torch.testing.assert_close(mine, whole, rtol=1e-5, atol=1e-6)
+        for values, wanted_values in zip(found, wanted, strict=True):
+            torch.testing.assert_close(values, wanted_values, rtol=1e-5, atol=1e-6)
 
 
-def alignment() -> None:
+def check_positions() -> None:
+    """Change one token, and check which values and rewards change."""
     model = build_policy({}, head="score", micro_batch_size=4)
     batch = random_batch(4, 12, 0)
     values, rewards = model.get_values(batch)["values"], model.score(batch)["scores"]
     changed = BatchedDataDict(dict(batch))
     changed["input_ids"] = batch["input_ids"].clone()
     changed["input_ids"][:, 5] = (batch["input_ids"][:, 5] + 1) % 50
-    others = model.get_values(changed)["values"]
+    changed_values = model.get_values(changed)["values"]
     assert (values[:, 0] == 0).all()
-    assert torch.equal(values[:, :6], others[:, :6]), "a value is read before its token"
-    reaches = batch["input_lengths"] > 6
-    assert reaches.any() and (values[:, 6] != others[:, 6])[reaches].all()
-    everywhere = model.get_values(BatchedDataDict(input_ids=batch["input_ids"]))["values"]
-    for row, length in enumerate(batch["input_lengths"].tolist()):
-        assert torch.equal(values[row, :length], everywhere[row, :length])
+    assert torch.equal(values[:, :6], changed_values[:, :6]), "a value depends on its own token"
+    is_longer = batch["input_lengths"] > 6
+    assert is_longer.any() and (values[:, 6] != changed_values[:, 6])[is_longer].all()
+    unmasked = model.get_values(BatchedDataDict(input_ids=batch["input_ids"]))["values"]
+    for sequence, length in enumerate(batch["input_lengths"].tolist()):
+        assert torch.equal(values[sequence, :length], unmasked[sequence, :length])
         if length < 12:
-            assert rewards[row] == everywhere[row, length], "the score after the last token"
-            assert (values[row, length:] == 0).all(), "nothing is said past the row's end"
+            assert rewards[sequence] == unmasked[sequence, length], "the reward is not the score after the last token"
+            assert (values[sequence, length:] == 0).all(), "a value after the sequence's end"
 
 
 def test_a_value_is_read_before_its_token_and_a_reward_after_the_last(ranks):
-    ranks.run(1, alignment)
+    ranks.run(1, check_positions)
 
 
 def calls_of_the_other_head() -> None:
+    """Make each call on a model with the wrong head and check the error."""
     batch = random_batch(4, 12, 0)
     language, scorer = build_policy({}), build_policy({}, head="score")
     engine = MegatronEngine(scorer)
@@ -146,12 +151,15 @@ def calls_of_the_other_head() -> None:
             call()
 
 
-def test_a_call_for_the_other_head_is_named(ranks):
+def test_a_call_for_the_other_head_is_refused(ranks):
     ranks.run(1, calls_of_the_other_head)
 
 
-def send_weights(directory: str, model, parallel: dict) -> None:
-    """A language model's checkpoint under one layout → a critic under another → its own checkpoint → the critic."""
+def start_critic(directory: str, model, parallel: dict) -> None:
+    """Load a language model's checkpoint into a critic with another layout, then save and load the critic.
+
+    Also check that a checkpoint of the other kind of model is refused.
+    """
     language = build_policy({}, model=model, optimizer=DISTRIBUTED_OPTIMIZER)
     language.train(random_batch(8, 16, 0), NLLLoss(), gbs=8)
     path = language.save_checkpoint(directory, 1)
@@ -161,7 +169,7 @@ def send_weights(directory: str, model, parallel: dict) -> None:
     head = weights(critic).get("output_layer.weight")
     critic.load_checkpoint(path, weights_only=True)
     loaded = weights(critic)
-    for name, tensor in loaded.items():  # empty but on rank 0
+    for name, tensor in loaded.items():  # empty except on rank 0
         assert torch.equal(tensor, head if name == "output_layer.weight" else trunk[name]), name
     batch = value_batch(8, 16, 1)
     critic.train(batch, MSEValueLoss(), gbs=8)
@@ -174,16 +182,17 @@ def send_weights(directory: str, model, parallel: dict) -> None:
     with pytest.raises(ConfigError, match=r"holds a reward model or critic.*a language model is needed"):
         language.load_checkpoint(own, weights_only=True)
     with pytest.raises(ConfigError, match=r"holds a language model.*a reward model or critic .* is needed"):
-        again.load_checkpoint(path)  # to go on training, a fresh head will not do
+        again.load_checkpoint(path)  # only `weights_only` may make a new head
 
 
 @pytest.mark.parametrize("model", [MODEL, UNTIED], ids=["tied", "untied"])
 @pytest.mark.parametrize("parallel", [{"tensor": 2, "sequence": True}, {"pipeline": 2}], ids=["tensor", "pipeline"])
 def test_a_critic_starts_from_a_language_model(ranks, tmp_path, model, parallel):
-    ranks.run(2, send_weights, str(tmp_path), model, parallel)
+    ranks.run(2, start_critic, str(tmp_path), model, parallel)
 
 
-def separated() -> None:
+def check_refusals() -> None:
+    """Check that batches and microbatches that would separate a pair are refused."""
     model = build_policy({}, head="score")
     for name, arguments in {"the batch": (5, {}), "gbs": (6, {"gbs": 3}), "mbs": (6, {"mbs": 3})}.items():
         with pytest.raises(ValueError, match=f"PreferenceLoss needs groups of 2 sequences, but {name} has"):
@@ -191,4 +200,4 @@ def separated() -> None:
 
 
 def test_pairs_are_not_separated(ranks):
-    ranks.run(1, separated)
+    ranks.run(1, check_refusals)

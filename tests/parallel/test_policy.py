@@ -1,4 +1,4 @@
-"""The policy beyond gradients: the reference, empty batches, metrics, NaN, bf16, filler rows."""
+"""The policy beyond gradients: the reference, empty batches, metrics, NaN, bf16, padding sequences."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def empty_steps(parallel: dict) -> tuple[dict, float, float, int]:
 
 
 @pytest.mark.parametrize("layout", [(1, {}), TENSOR, PIPELINE, DATA], ids=str)
-def test_a_batch_without_a_valid_token_moves_nothing(ranks, layout):
+def test_a_batch_without_a_valid_token_changes_no_weight(ranks, layout):
     report, changed, scheduler_steps = ranks.run(layout[0], empty_steps, layout[1])[0]
     assert report["loss"] == 0.0 and report["num_updates"] == 0
     assert changed == 0.0 and scheduler_steps == 0
 
 
 class TakesLogits:
-    """Follows the protocol of a loss function, and wants what the engine cannot know how to give."""
+    """A loss function that asks for an input that the policy cannot provide."""
 
     loss_type, input_type = LossType.TOKEN_LEVEL, LossInputType.LOGIT
 
@@ -71,8 +71,8 @@ def test_a_loss_function_that_takes_logits_is_refused_on_every_rank(ranks):
         assert all("TakesLogits takes LossInputType.LOGIT" in message for message in messages)
 
 
-class NaNOnRowThree(LogprobLoss):
-    """A loss that turns NaN where a row is marked."""
+class NaNOnMarkedSequence(LogprobLoss):
+    """A loss that is NaN for marked sequences."""
 
     loss_type = LossType.TOKEN_LEVEL
     metric_reductions: dict[str, Reduction] = {}
@@ -82,8 +82,8 @@ class NaNOnRowThree(LogprobLoss):
         return loss, {}
 
 
-class OfMarkedRows(LogprobLoss):
-    """A loss with a metric of each kind that only microbatches with a marked row return."""
+class MetricsOfMarkedSequences(LogprobLoss):
+    """A loss with a metric of each kind, which only microbatches with a marked sequence return."""
 
     loss_type = LossType.TOKEN_LEVEL
     metric_reductions = Reduction.table("loss", "marks", "never", minima=["least"], maxima=["greatest"])
@@ -94,36 +94,37 @@ class OfMarkedRows(LogprobLoss):
         return -next_token_logprobs.sum() / global_valid_toks, metrics
 
 
-class Undeclared(OfMarkedRows):
-    """It declares none of them."""
+class Undeclared(MetricsOfMarkedSequences):
+    """The same loss without a declaration of its metrics."""
 
     metric_reductions: dict[str, Reduction] = {}
 
 
-def marked_rows(parallel: dict, marks: list[float]) -> dict[str, float]:
+def metrics_of_marked_sequences(parallel: dict, marks: list[float]) -> dict[str, float]:
     policy = build_policy(parallel, micro_batch_size=1)
     batch = random_batch(4, 12, 0)
     batch["marked"] = torch.tensor(marks)
-    report = policy.train(batch, OfMarkedRows(), eval_mode=True, gbs=4)
-    return {name: report[name] for name in report if name in OfMarkedRows.metric_reductions and name != "loss"}
+    report = policy.train(batch, MetricsOfMarkedSequences(), eval_mode=True, gbs=4)
+    declared = MetricsOfMarkedSequences.metric_reductions
+    return {name: report[name] for name in report if name in declared and name != "loss"}
 
 
 @pytest.mark.parametrize("layout", [(1, {}), DATA, PIPELINE, (4, {"pipeline": 2})], ids=str)
-def test_a_metric_of_some_sequences_is_reduced_over_those(ranks, layout):
+def test_a_metric_of_some_sequences_is_reduced_over_these_sequences(ranks, layout):
     for marks, expected in {
-        (0.0, 0.0, 0.0, 5.0): {"marks": 5.0, "least": 5.0, "greatest": 5.0},  # on the last of the ranks alone
+        (0.0, 0.0, 0.0, 5.0): {"marks": 5.0, "least": 5.0, "greatest": 5.0},  # on the last rank only
         (2.0, 0.0, 0.0, 5.0): {"marks": 7.0, "least": 2.0, "greatest": 5.0},
         (0.0, 0.0, 0.0, 0.0): {},
     }.items():
-        for found in ranks.run(layout[0], marked_rows, layout[1], list(marks)):
+        for found in ranks.run(layout[0], metrics_of_marked_sequences, layout[1], list(marks)):
             assert found == expected
 
 
-def test_a_metric_of_some_steps_is_combined_over_those():
+def test_a_metric_of_some_steps_is_combined_over_these_steps():
     marked = {"loss": 1.0, "marks": 5.0, "least": 2.0, "greatest": 5.0}
     reports = [{"loss": 3.0}, marked, marked | {"least": 1.0, "greatest": 4.0, "marks": 7.0}]
     expected = {"loss": 5 / 3, "marks": 6.0, "least": 1.0, "greatest": 5.0}
-    assert over_steps(reports, OfMarkedRows()) == pytest.approx(expected)
+    assert over_steps(reports, MetricsOfMarkedSequences()) == pytest.approx(expected)
 
 
 def undeclared_metrics(parallel: dict) -> tuple[str, float]:
@@ -144,8 +145,8 @@ def test_an_undeclared_metric_is_refused_on_every_rank(ranks, layout):
         assert changed == 0.0
 
 
-class TenTimes(NLLLoss):
-    """A loss that adds to a call, as users of other libraries write one."""
+class TenfoldCall(NLLLoss):
+    """A loss that overrides `__call__`, as users of other libraries do."""
 
     def __call__(self, *args, **inputs):
         loss, metrics = super().__call__(*args, **inputs)
@@ -155,23 +156,23 @@ class TenTimes(NLLLoss):
 def own_call(parallel: dict) -> tuple[float, float]:
     policy = build_policy(parallel)
     batch = random_batch(4, 12, 0)
-    return tuple(policy.train(batch, loss_fn, eval_mode=True, gbs=4)["loss"] for loss_fn in (NLLLoss(), TenTimes()))
+    return tuple(policy.train(batch, loss_fn, eval_mode=True, gbs=4)["loss"] for loss_fn in (NLLLoss(), TenfoldCall()))
 
 
 @pytest.mark.parametrize("layout", [(1, {}), TENSOR, (2, {"context": 2})], ids=str)
-def test_a_loss_with_a_call_of_its_own_is_called(ranks, layout):
+def test_a_loss_with_its_own_call_is_called(ranks, layout):
     for plain, tenfold in ranks.run(layout[0], own_call, layout[1]):
         assert tenfold == pytest.approx(10 * plain, rel=1e-6)
 
 
-class NaNInACallOfItsOwn(NaNOnRowThree):
-    """Called through `__call__`, which names the NaN of a single process in an error of its own."""
+class NaNWithOwnCall(NaNOnMarkedSequence):
+    """The same loss called through `__call__`, which has its own error for a NaN in a single process."""
 
     def __call__(self, *args, **inputs):
         return super().__call__(*args, **inputs)
 
 
-def nan_steps(parallel: dict, loss: type[NaNOnRowThree]) -> tuple[str, float]:
+def nan_steps(parallel: dict, loss: type[NaNOnMarkedSequence]) -> tuple[str, float]:
     policy = build_policy(parallel, micro_batch_size=1)
     before = weights(policy)
     batch = random_batch(4, 12, 0)
@@ -188,15 +189,15 @@ def nan_steps(parallel: dict, loss: type[NaNOnRowThree]) -> tuple[str, float]:
      (DATA, "microbatch 1 of data-parallel rank 1")],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("loss", [NaNOnRowThree, NaNInACallOfItsOwn])
-def test_a_nan_loss_is_placed_and_moves_nothing_on_any_rank(ranks, layout, place, loss):
+@pytest.mark.parametrize("loss", [NaNOnMarkedSequence, NaNWithOwnCall])
+def test_a_nan_loss_is_located_and_changes_no_weight_on_any_rank(ranks, layout, place, loss):
     for message, changed in ranks.run(layout[0], nan_steps, layout[1], loss):
         assert place in message and "loss=nan" in message
         assert changed == 0.0
 
 
-class NaNGradient(NaNOnRowThree):
-    """A finite loss with a gradient that is not: √u at u = 0."""
+class NaNGradient(NaNOnMarkedSequence):
+    """A finite loss whose gradient is not finite: √u at u = 0."""
 
     def evaluate(self, data, global_valid_seqs, global_valid_toks, next_token_logprobs, next_token_entropy=None):
         return (0.0 * next_token_logprobs).sum().square().sqrt(), {}
@@ -212,13 +213,13 @@ def nan_gradient_step(parallel: dict) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("layout", [(1, {}), PIPELINE, DATA], ids=str)
-def test_a_nan_gradient_moves_nothing_on_any_rank(ranks, layout):
+def test_a_nan_gradient_changes_no_weight_on_any_rank(ranks, layout):
     for message, changed in ranks.run(layout[0], nan_gradient_step, layout[1]):
         assert "gradient norm is nan" in message
         assert changed == 0.0
 
 
-def uneven_rows(parallel: dict) -> tuple[float, torch.Tensor]:
+def five_sequences(parallel: dict) -> tuple[float, torch.Tensor]:
     policy = build_policy(parallel, micro_batch_size=2)
     batch = random_batch(5, 13, 3)
     return policy.train(batch, NLLLoss(), eval_mode=True, gbs=5)["loss"], policy.get_logprobs(batch)["logprobs"]
@@ -226,8 +227,8 @@ def uneven_rows(parallel: dict) -> tuple[float, torch.Tensor]:
 
 @pytest.mark.parametrize("layout", [DATA, (4, {}), INTERLEAVED], ids=str)
 def test_sequences_that_do_not_divide_are_padded_with_zero_loss_weight(ranks, layout):
-    loss, logprobs = ranks.reference(uneven_rows, {})
-    found_loss, found = ranks.run(layout[0], uneven_rows, layout[1])[0]
+    loss, logprobs = ranks.reference(five_sequences, {})
+    found_loss, found = ranks.run(layout[0], five_sequences, layout[1])[0]
     assert found_loss == pytest.approx(loss, rel=1e-5)
     assert found.shape == logprobs.shape == (5, 13)
     torch.testing.assert_close(found, logprobs, atol=1e-5, rtol=0)
@@ -235,7 +236,7 @@ def test_sequences_that_do_not_divide_are_padded_with_zero_loss_weight(ranks, la
 
 
 class CopiesInPlace(BatchedDataDict):
-    """A batch whose `to` works in place, as NeMo RL's does, and shows it on a CPU too: the tensors are others."""
+    """A batch whose `to` works in place, as NeMo RL's does; its copies show a move on a CPU too."""
 
     def to(self, device):
         for key, value in self.data.items():
@@ -244,6 +245,7 @@ class CopiesInPlace(BatchedDataDict):
 
 
 def changes_of_the_callers_batch() -> list[str]:
+    """Return "call: key" for every key of the batch that a call of the policy changes."""
     policy, batch = build_policy({}), CopiesInPlace(random_batch(4, 12, 0))
     policy.freeze_reference()
     calls = {
@@ -271,6 +273,7 @@ def test_a_callers_batch_is_never_moved_or_changed(ranks):
 
 
 def kept_alive_after_shutdown(model: ModelConfig) -> tuple[int, int]:
+    """Return how many parameters are alive after one of two policies was shut down, and after both were."""
     policies = [build_policy({}, model=model) for _ in range(2)]
     parameters = []
     for policy in policies:
@@ -291,7 +294,8 @@ def test_shutdown_frees_the_weights(ranks, model):
     assert one_of_two > 0 and none == 0
 
 
-def reference_stays(parallel: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def reference_and_policy(parallel: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the policy's logprobs when it was frozen, and those of the reference and the policy after a step."""
     policy = build_policy(parallel)
     batch = random_batch(6, 14, 2)
     policy.freeze_reference()
@@ -305,8 +309,8 @@ def reference_stays(parallel: dict) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 
 @pytest.mark.parametrize("layout", [(1, {}), TENSOR, INTERLEAVED], ids=str)
-def test_the_reference_stays_where_it_was_frozen(ranks, layout):
-    start, reference, moved = ranks.run(layout[0], reference_stays, layout[1])[0]
+def test_training_does_not_change_the_reference(ranks, layout):
+    start, reference, moved = ranks.run(layout[0], reference_and_policy, layout[1])[0]
     torch.testing.assert_close(reference, start, atol=0, rtol=0)
     assert (moved - start).abs().max() > 1e-3
 
@@ -329,22 +333,27 @@ def test_bf16_learns_with_fp32_gradients(ranks, layout):
 
 
 def load_bf16_weights(directory: str, distributed: bool) -> tuple[float, float]:
-    """(How far one small step moves the weights that were handed over, how far the receiver's own were from them)."""
+    """Load a checkpoint into another bf16 policy and train one small step.
+
+    Returns:
+        The largest change of a loaded weight in the step, and the largest difference between the loaded weights and
+        those that the policy had before.
+    """
     optimizer = dataclasses.replace(OPTIMIZER, distributed=distributed, lr=1e-4)
-    giver = build_policy({}, precision="bf16", optimizer=optimizer)
-    path = giver.save_checkpoint(directory, 1)
-    taker = build_policy({}, precision="bf16", optimizer=optimizer, seed=99)
-    own = weights(taker)
-    taker.load_checkpoint(path, weights_only=True)
-    given = weights(taker)
-    taker.train(random_batch(4, 12, 0), NLLLoss(), gbs=4)
-    after = weights(taker)
-    return tuple(max((w[name] - given[name]).abs().max().item() for name in given) for w in (after, own))
+    saver = build_policy({}, precision="bf16", optimizer=optimizer)
+    path = saver.save_checkpoint(directory, 1)
+    loader = build_policy({}, precision="bf16", optimizer=optimizer, seed=99)
+    before = weights(loader)
+    loader.load_checkpoint(path, weights_only=True)
+    loaded = weights(loader)
+    loader.train(random_batch(4, 12, 0), NLLLoss(), gbs=4)
+    after = weights(loader)
+    return tuple(max((w[name] - loaded[name]).abs().max().item() for name in loaded) for w in (after, before))
 
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed optimizer", "plain optimizer"])
 def test_a_bf16_checkpoint_reaches_the_fp32_weights_that_the_optimizer_updates(ranks, tmp_path, distributed):
-    """Else the first step would bring back what the weights were before."""
+    """Otherwise the first step would restore the weights from before the load."""
     moved, apart = ranks.run(1, load_bf16_weights, str(tmp_path), distributed)[0]
     assert apart > 0.1 and 0 < moved < 0.01
 

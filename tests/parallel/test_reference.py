@@ -1,4 +1,4 @@
-"""The reference policy: on the host between calls, or recorded; what it says is the same."""
+"""The reference policy: offloaded to the host between calls, or recorded, it gives the same logprobs."""
 
 from __future__ import annotations
 
@@ -19,39 +19,48 @@ from tests.parallel.test_layouts import random_batch
 CPU = torch.device("cpu")
 
 
-def on_the_host(parallel: dict) -> tuple[torch.Tensor, torch.Tensor, list[int], bool]:
-    """(Logprobs at the start, of the offloaded reference after a step, its parameters' sizes between calls, whether it
-    was said that a CPU has nowhere else)."""
+def offloaded(parallel: dict) -> tuple[torch.Tensor, torch.Tensor, list[int], bool]:
+    """Freeze a reference that is offloaded, and take a step.
+
+    Returns:
+        The logprobs at the start, those of the reference after the step, the sizes of its parameters between calls, and
+        whether a message said that offloading does nothing on a CPU.
+    """
     log._said.clear()
     policy = build_policy(parallel, reference_placement="offload")
     batch = random_batch(6, 14, 2)
     start = policy.get_logprobs(batch)["logprobs"]
     policy.freeze_reference()
-    said = any("train.reference=offload" in message for message in log._said)
+    warned = any("train.reference=offload" in message for message in log._said)
     modules = policy.reference.model.model_chunks
-    policy.reference._host_weights = HostWeights(modules, CPU)  # what a GPU has: the host here is the device
+    policy.reference._host_weights = HostWeights(modules, CPU)  # as on a GPU; here host and device are the same
     policy.train(batch, NLLLoss(), gbs=6)
     for _ in range(2):
         reference = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
-    return start, reference, [p.numel() for module in modules for p in module.parameters()], said
+    return start, reference, [p.numel() for module in modules for p in module.parameters()], warned
 
 
 @pytest.mark.parametrize("layout", [(1, {}), (2, {"pipeline": 2})], ids=str)
-def test_a_reference_on_the_host_says_the_same_and_is_on_the_device_for_a_call_alone(ranks, layout):
-    for start, reference, sizes, said in ranks.run(layout[0], on_the_host, layout[1]):
+def test_an_offloaded_reference_gives_the_same_logprobs_and_is_on_the_device_during_calls_only(ranks, layout):
+    for start, reference, sizes, warned in ranks.run(layout[0], offloaded, layout[1]):
         assert torch.equal(reference, start) and reference.abs().max() > 0
         assert sizes and not any(sizes)
-        assert said
+        assert warned
 
 
 def recorded(parallel: dict, directory: str, seed: int = 1) -> dict:
-    """A reference that is recorded, and what is computed for it."""
+    """Record the reference of two batches and read it back.
+
+    Returns:
+        The policy's logprobs (`wanted`), the recorded ones (`found`, and `mixed` for a selection of sequences), and the
+        sizes of the batches that were computed for the record.
+    """
     policy, path = build_policy(parallel, seed=seed), Path(directory) / "reference.safetensors"
     batches = [random_batch(4, 12, 0), random_batch(4, 14, 1)]
     batches[1]["temperature"] = torch.full((4,), 0.7)
     wanted = [policy.get_logprobs(batch)["logprobs"] for batch in batches]
-    rows, get_logprobs = [], policy.get_logprobs
-    policy.get_logprobs = lambda batch: rows.append(batch.size) or get_logprobs(batch)
+    computed, get_logprobs = [], policy.get_logprobs
+    policy.get_logprobs = lambda batch: computed.append(batch.size) or get_logprobs(batch)
     policy.record_reference(path, batches)
     policy.train(batches[0], NLLLoss(), gbs=4)
     found = [policy.get_reference_policy_logprobs(batch)["reference_logprobs"] for batch in batches]
@@ -59,7 +68,7 @@ def recorded(parallel: dict, directory: str, seed: int = 1) -> dict:
     with pytest.raises(RuntimeError, match="sequence 0 of the batch is not among the 8 recorded"):
         policy.get_reference_policy_logprobs(random_batch(3, 12, 5))
     assert policy.has_reference
-    return {"wanted": wanted, "found": found, "mixed": mixed, "computed": rows}
+    return {"wanted": wanted, "found": found, "mixed": mixed, "computed": computed}
 
 
 @pytest.mark.parametrize("layout", [(1, {}), (2, {"tensor": 2})], ids=str)
@@ -71,7 +80,7 @@ def test_recorded_logprobs_are_those_of_the_reference(ranks, tmp_path, layout):
         assert answer["computed"] == [4, 4]
 
 
-def test_a_record_is_used_again_by_the_same_weights_in_any_layout_and_by_no_others(ranks, tmp_path):
+def test_a_record_is_reused_in_any_layout_but_only_for_the_same_weights(ranks, tmp_path):
     first = ranks.run(1, recorded, {}, str(tmp_path))[0]
     path = tmp_path / "reference.safetensors"
     for answer in ranks.run(2, recorded, {"tensor": 2}, str(tmp_path)):
@@ -85,12 +94,12 @@ def test_a_record_is_used_again_by_the_same_weights_in_any_layout_and_by_no_othe
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-def bytes_of_a_resume(directory: str, rows: int, width: int) -> int:
-    """How much of a record of `rows` rows is sent to the other ranks."""
+def bytes_of_a_resume(directory: str, num_sequences: int, width: int) -> int:
+    """Return the bytes of the largest message that sends a record of `num_sequences` sequences to the other ranks."""
     path, sent = Path(directory) / "reference.safetensors", []
-    batch = random_batch(rows, width, 0)
+    batch = random_batch(num_sequences, width, 0)
     record = RecordedReference(path, "digest")
-    record.complete([batch], lambda each: each["input_ids"] / 7)
+    record.complete([batch], lambda part: part["input_ids"] / 7)
     broadcast = dist.broadcast_object_list
 
     def counted(objects, *args):
@@ -105,26 +114,28 @@ def bytes_of_a_resume(directory: str, rows: int, width: int) -> int:
 
 
 def test_a_resume_sends_a_record_once_and_not_once_per_sequence(ranks, tmp_path):
-    """Rows that are views would each be sent with the storage of all."""
+    """If the sequences were views of one tensor, each would be sent with the storage of all."""
     sent = ranks.run(2, bytes_of_a_resume, str(tmp_path), 200, 30)[0]
     assert sent < 2 * (tmp_path / "reference.safetensors").stat().st_size
 
 
-def rows_added(directory: str) -> list[int]:
+def sequences_computed(directory: str) -> list[int]:
+    """Record overlapping selections of sequences; return the sizes of the batches that were computed."""
     policy, path, computed = build_policy({}), Path(directory) / "reference.safetensors", []
     get_logprobs = policy.get_logprobs
     policy.get_logprobs = lambda batch: computed.append(batch.size) or get_logprobs(batch)
     batch = random_batch(6, 12, 0)
-    for rows in ([0, 1], [1, 2, 0], [2, 1], [5, 3]):
-        policy.record_reference(path, [batch.select_indices(rows)])
+    for sequences in ([0, 1], [1, 2, 0], [2, 1], [5, 3]):
+        policy.record_reference(path, [batch.select_indices(sequences)])
     return computed
 
 
 def test_only_sequences_that_are_not_recorded_yet_are_computed(ranks, tmp_path):
-    assert ranks.run(1, rows_added, str(tmp_path))[0] == [2, 1, 2]
+    assert ranks.run(1, sequences_computed, str(tmp_path))[0] == [2, 1, 2]
 
 
 def models_made(directory: str) -> list[int]:
+    """Return how many copies of the model a record makes, and how many there are after `freeze_reference`."""
     policy, made = build_policy({}), []
     frozen_copy = policy.model.frozen_copy
     policy.model.frozen_copy = lambda: made.append(1) or frozen_copy()
@@ -134,5 +145,5 @@ def models_made(directory: str) -> list[int]:
     return [recorded_with, len(made)]
 
 
-def test_a_recorded_reference_is_no_second_model(ranks, tmp_path):
+def test_a_recorded_reference_does_not_copy_the_model(ranks, tmp_path):
     assert ranks.run(1, models_made, str(tmp_path))[0] == [0, 1]

@@ -1,4 +1,4 @@
-"""Refit: what a sharded policy hands over is what one process would, and arrives whole or not at all."""
+"""Refit: a sharded policy exports the weights that one process exports, and errors name weights that are wrong."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.parallel.test_layouts import random_batch
 CPU = torch.device("cpu")
 LLAMA = dataclasses.replace(MODEL, qk_norm=False, qkv_bias=False)
 UNTIED = dataclasses.replace(LLAMA, tie_embeddings=False, vocab_size=56)
-MAX_BYTES = 20_000  # several buckets, and the embedding with others
+MAX_BYTES = 20_000  # gives several buckets; the embedding shares one with other weights
 OVERLAPPED = dataclasses.replace(DISTRIBUTED_OPTIMIZER, overlap=True)
 
 
@@ -33,7 +33,7 @@ def llama(parallel: dict, model: ModelConfig = LLAMA, **kwargs):
 
 
 class CountedCollectives:
-    """Every collective that is begun within the block, of torch.distributed and of standalone groups."""
+    """Counts the collectives that start within the block, of torch.distributed and of standalone groups."""
 
     NAMES = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_object", "send", "gather")
 
@@ -58,7 +58,7 @@ class CountedCollectives:
 
 
 def streamed(parallel: dict, model: ModelConfig, precision: str) -> tuple[dict, int, int]:
-    """(What is exported, collectives, buckets)."""
+    """Return (digests of the exported weights, number of collectives, number of buckets)."""
     policy = llama(parallel, model, precision=precision)
     policy.prepare_weights_for_ipc(MAX_BYTES)
     with CountedCollectives() as collectives:
@@ -77,7 +77,7 @@ TIED_LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def whole(ranks):
-    """What one process exports."""
+    """Return a function that gives what one process exports of a model; each model is exported once."""
     known: dict = {}
 
     def of(model: ModelConfig, precision: str) -> dict:
@@ -91,7 +91,7 @@ def whole(ranks):
 
 @pytest.mark.parametrize("layout", TIED_LAYOUTS, ids=str)
 @pytest.mark.parametrize(("model", "precision"), [(LLAMA, "fp32"), (UNTIED, "bf16")], ids=["tied-fp32", "untied-bf16"])
-def test_a_sharded_export_is_one_processs_bitwise(ranks, whole, layout, model, precision):
+def test_a_sharded_export_equals_that_of_one_process_bitwise(ranks, whole, layout, model, precision):
     wanted, none, buckets = whole(model, precision)
     assert none == 0 and buckets > 2
     for found, collectives, _ in ranks.run(layout[0], streamed, layout[1], model, precision):
@@ -106,7 +106,7 @@ def model_of(case: str) -> ModelConfig:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_family_is_exported_bitwise(ranks, whole, case):
-    """Experts lie on ranks of their own, under tensor and sequence parallelism."""
+    """The layout has tensor and sequence parallelism, and expert parallelism if the model has experts."""
     model = model_of(case)
     layout = {"tensor": 2, "sequence": True} | ({"expert": 2} if model.num_experts else {})
     for found, _, _ in ranks.run(2, streamed, layout, model, "bf16"):
@@ -124,17 +124,18 @@ def test_weights_that_the_last_step_left_scattered_are_gathered_first(ranks):
     assert ranks.run(2, after_a_step, {}, True) == [wanted, wanted]
 
 
-# --- what must not happen ---
+# --- weights that are refused ---
 
 
 def refusal(parallel: dict, change: str) -> str:
+    """Change a weight shard of the last rank; return the error of building the exporter, or "nothing"."""
     from rl_megatron.weight_sync import exporter
 
     policy, pieces = llama(parallel), exporter.pieces
     name = "decoder.layers.1.mlp.linear_fc2.weight"
 
-    def changed(chunks):
-        for piece in pieces(chunks):
+    def changed(model_chunks):
+        for piece in pieces(model_chunks):
             if piece.name == name and piece.is_first_replica and dist.get_rank() == dist.get_world_size() - 1:
                 if change == "dropped":
                     continue
@@ -159,7 +160,7 @@ def refusal(parallel: dict, change: str) -> str:
 
 
 @pytest.mark.parametrize(("change", "held"), [("dropped", 1024), ("doubled", 3072), ("elsewhere", 2048)])
-def test_a_piece_that_is_not_held_once_is_named_on_every_rank(ranks, change, held):
+def test_elements_that_are_not_held_exactly_once_are_refused_on_every_rank(ranks, change, held):
     for message in ranks.run(2, refusal, {"tensor": 2}, change):
         assert f"model.layers.1.mlp.down_proj.weight: the ranks hold {held} elements of 2048" in message
 
@@ -172,17 +173,17 @@ def test_a_tensor_that_the_table_does_not_know_is_refused_on_every_rank(ranks, c
 
 
 def altered_in_transit(parallel: dict) -> str:
-    """A rank's rows change between being filled in and being added up."""
+    """Change a rank's part of a weight after it is written into a bucket and before the buckets are summed."""
     policy = llama(parallel)
     exporter = WeightExporter(policy.model, MAX_BYTES)
     fill = exporter.fill
 
     def altering(index, buffer):
         filled = fill(index, buffer)
-        position = [spec.name for spec in exporter.plan.buckets[index].tensors]
-        if "model.layers.2.self_attn.k_proj.weight" in position and dist.get_rank() == 1:
-            at = position.index("model.layers.2.self_attn.k_proj.weight")
-            exporter.plan.buckets[index].tensor(filled, at)[-1, 3] += 1e-3
+        names = [spec.name for spec in exporter.plan.buckets[index].tensors]
+        if "model.layers.2.self_attn.k_proj.weight" in names and dist.get_rank() == 1:
+            position = names.index("model.layers.2.self_attn.k_proj.weight")
+            exporter.plan.buckets[index].tensor(filled, position)[-1, 3] += 1e-3
         return filled
 
     exporter.fill = altering

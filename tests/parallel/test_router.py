@@ -1,4 +1,4 @@
-"""The balancing loss of experts: its gradient is its own, and no layout with the same microbatches changes it."""
+"""The balancing loss of experts: its gradient is correct, and equal in all layouts with the same microbatches."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ EXPERTS = dataclasses.replace(MODEL, num_experts=4, expert_ffn_hidden_size=32, r
 WHOLE = Batching("padded", NUM_SEQUENCES)
 
 
-def one_step(parallel: dict, batching: Batching, model=EXPERTS, filler_rows: int = 0):
+def one_step(parallel: dict, batching: Batching, model=EXPERTS, num_padding: int = 0):
     policy = build_policy(parallel, model=model, batching=batching)
     batch = batch_of_all_kinds(VOCAB_SIZE, seed=1)
-    if filler_rows:
-        batch = batch.pad_to_multiple(batch.size + filler_rows)
+    if num_padding:
+        batch = batch.pad_to_multiple(batch.size + num_padding)
     report = policy.accumulate_gradients(batch, NLLLoss())
     return report, gradients(policy)
 
@@ -66,14 +66,14 @@ def test_data_parallel_ranks_balance_their_microbatches_like_one_process(ranks):
 
 
 def test_microbatches_without_a_token_are_finite(ranks):
-    """Interleaved stages fill up their number of microbatches with such: 3 of 4 rows each become 4."""
+    """Interleaved stages pad the number of microbatches with empty ones: 3 microbatches of 4 sequences become 4."""
     thirds = Batching("padded", NUM_SEQUENCES // 3)
     wanted = ranks.run(1, one_step, {}, thirds)[0]
     assert_same(ranks.run(2, one_step, {"pipeline": 2, "virtual_pipeline": 2}, thirds)[0], wanted)
 
 
 def slope_and_gradient() -> tuple[float, float]:
-    """d(loss + balancing loss)/dε along the routers' gradient by central differences, and by the gradient itself."""
+    """Return d(loss + balancing loss)/dε along the routers' gradient, by central differences and by the gradient."""
     policy = build_policy({}, model=EXPERTS, batching=WHOLE)
     batch = batch_of_all_kinds(VOCAB_SIZE, seed=1)
     policy.accumulate_gradients(batch, NLLLoss())
@@ -88,7 +88,7 @@ def slope_and_gradient() -> tuple[float, float]:
         report = policy.accumulate_gradients(batch, NLLLoss())
         return report["loss"] + report["router_aux_loss"]
 
-    step = 5e-4  # longer, and tokens change experts on the way
+    step = 5e-4  # with a longer step, tokens would change experts
     ahead = objective(step)
     behind = objective(-2 * step)
     return (ahead - behind) / (2 * step), norm
@@ -103,9 +103,9 @@ def reported(coefficient: float) -> dict[str, float]:
     return one_step({}, WHOLE, dataclasses.replace(EXPERTS, router_aux_loss=coefficient))[0]
 
 
-def test_it_is_off_unless_asked_for_and_proportional_to_its_coefficient(ranks):
+def test_the_balancing_loss_is_off_by_default_and_proportional_to_its_coefficient(ranks):
     off, half, one = (ranks.run(1, reported, coefficient)[0] for coefficient in (0.0, 0.5, 1.0))
     assert "router_aux_loss" not in off
     assert one["router_aux_loss"] == pytest.approx(2 * half["router_aux_loss"], rel=1e-6)
-    # 1 per layer where experts are used evenly, up to E / k where all tokens go to the same.
+    # A layer's loss is 1 if all experts get as many tokens, and up to E / k if all tokens go to the same k experts.
     assert MODEL.num_layers <= one["router_aux_loss"] < 2 * MODEL.num_layers

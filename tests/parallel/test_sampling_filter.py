@@ -1,4 +1,4 @@
-"""Sharded equals whole: thresholds of top-k and top-p and logprobs under them, and what they cost in collectives."""
+"""Top-k and top-p on vocabulary shards: thresholds and logprobs equal those of whole logits; number of collectives."""
 
 from unittest import mock
 
@@ -40,9 +40,9 @@ def sharded(vocab, dtype, valid, sampling_filter):
 @pytest.mark.parametrize("size", [2, 4])
 def test_shards_give_the_bits_of_the_whole(ranks, size, sampling_filter, rounds):
     for dtype, collectives in rounds.items():
-        for valid in (120, 85):  # the last of four ranks then holds nothing but padding
+        for valid in (120, 85):  # with 85, the last of four ranks holds only padding
             want, none = ranks.reference(sharded, 120, dtype, valid, sampling_filter)
-            assert none == 0 and torch.isfinite(want).sum() >= ROWS - 3  # all but nothing, too few, and not active
+            assert none == 0 and torch.isfinite(want).sum() >= ROWS - 3  # except rows 1, 2 and 5
             for found, calls in ranks.run(size, sharded, 120, dtype, valid, sampling_filter):
                 assert torch.equal(found, want) and calls == collectives
 
@@ -51,10 +51,13 @@ COLLECTIVES = ("all_gather", "all_reduce", "all_gather_into_tensor", "reduce_sca
 
 
 def filtered(outside, with_ids, dtype):
-    """(streams, gradient, collectives of the forward pass, of both) on this rank's part of 120 columns, unequal ones
-    where there are more than one."""
+    """Compute filtered logprobs on this rank's part of 120 columns; the parts have different widths.
+
+    Returns:
+        The streams, the gradient, and the numbers of collectives of the forward pass and of both passes.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
-    edges = {1: [0, 120], 2: [0, 50, 120], 4: [0, 50, 50, 90, 120]}[size]  # the second of four has nothing
+    edges = {1: [0, 120], 2: [0, 50, 120], 4: [0, 50, 50, 90, 120]}[size]  # the second of four ranks has no column
     whole = make_logits(120, dtype)
     generator = torch.Generator().manual_seed(3)
     targets, *ids = torch.randint(0, 120, (3, ROWS), generator=generator)

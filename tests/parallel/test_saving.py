@@ -1,4 +1,4 @@
-"""Saving: what is on the disk is the state at its step, whatever training did meanwhile; what fails, fails on all."""
+"""Saving: a checkpoint is the state at its step, even if training continues meanwhile; a failure reaches all ranks."""
 
 from __future__ import annotations
 
@@ -31,19 +31,22 @@ def tensors_on_disk(path: Path) -> dict[str, bytes]:
 
 
 def save_while_training(directory: str, distributed: bool, precision: str) -> None:
-    """One checkpoint in the foreground; one that is written only after two more steps have been taken."""
+    """Save a checkpoint in the foreground, and one in the background that is written after two more steps.
+
+    Check that both have the same tensors, and that saving did not change the training.
+    """
     optimizer = DISTRIBUTED_OPTIMIZER if distributed else OPTIMIZER
     policy = build_policy({}, optimizer=optimizer, precision=precision)
     train(policy, 0)
     foreground = policy.save_checkpoint(Path(directory) / "foreground", 1)
-    trained_on, write = threading.Event(), saving._Part.write
-    saving._Part.write = lambda part: trained_on.wait() and write(part)
+    training_continued, write = threading.Event(), saving._Part.write
+    saving._Part.write = lambda part: training_continued.wait() and write(part)
     try:
         save = policy.begin_checkpoint(Path(directory) / "background", 1)
         assert not save.is_written()
         assert not complete_checkpoints(Path(directory) / "background")
         train(policy, 1), train(policy, 2)
-        trained_on.set()
+        training_continued.set()
         background = save.finish()
     finally:
         saving._Part.write = write
@@ -58,7 +61,7 @@ def save_while_training(directory: str, distributed: bool, precision: str) -> No
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed optimizer", "plain optimizer"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_save_in_the_background_is_of_its_step_bit_for_bit(ranks, tmp_path, distributed, precision):
+def test_a_save_in_the_background_holds_the_state_at_its_step_bit_for_bit(ranks, tmp_path, distributed, precision):
     ranks.run(2, save_while_training, str(tmp_path), distributed, precision)
 
 
@@ -68,7 +71,7 @@ def limit_files(largest: int) -> None:
 
 
 def fill_the_disk(directory: str) -> list[str]:
-    """The messages of a save that fails in rank 1's part, and of one that fails in rank 0's metadata."""
+    """Return the messages of a save that fails in rank 1's part, and of one that fails in rank 0's metadata."""
     policy, where, messages = build_policy({}, optimizer=DISTRIBUTED_OPTIMIZER), Path(directory), []
     rank = torch.distributed.get_rank()
     first = policy.save_checkpoint(where, 1)
@@ -88,18 +91,18 @@ def fill_the_disk(directory: str) -> list[str]:
         messages.append(str(error.value))
     finally:
         limit_files(resource.RLIM_INFINITY)
-    assert [path.name for path in where.iterdir()] == [first.name], "something of a failed save stayed"
+    assert [path.name for path in where.iterdir()] == [first.name], "files of a failed save were left"
     policy.load_checkpoint(first)
     train(policy, 0)
     assert policy.load_checkpoint(policy.save_checkpoint(where, 2))["step"] == 2
     return messages
 
 
-def test_a_disk_that_fills_fails_the_save_on_every_rank_and_leaves_the_checkpoint_before(ranks, tmp_path):
-    """Rank 1 writes no tensor here, as a replica: its random states alone are too much."""
-    everyones = ranks.run(2, fill_the_disk, str(tmp_path))
-    assert everyones[0] == everyones[1]
-    in_a_part, in_the_metadata = everyones[0]
+def test_a_full_disk_fails_the_save_on_every_rank_and_keeps_the_last_checkpoint(ranks, tmp_path):
+    """Rank 1 is a replica and writes no tensor here; its random states alone exceed the limit."""
+    by_rank = ranks.run(2, fill_the_disk, str(tmp_path))
+    assert by_rank[0] == by_rank[1]
+    in_a_part, in_the_metadata = by_rank[0]
     for message in (in_a_part, in_the_metadata):
         assert "step-000002 could not be saved: OSError: [Errno 27] File too large" in message
         assert "bytes free of" in message
@@ -107,7 +110,11 @@ def test_a_disk_that_fills_fails_the_save_on_every_rank_and_leaves_the_checkpoin
 
 
 def lose_the_file_system(directory: str) -> tuple[str, list[str]]:
-    """The message of a save whose file system is gone on rank 1, where not even its free space can be asked for."""
+    """Save while rank 1's file system is gone, so that even its free space cannot be read.
+
+    Returns:
+        The message, and the names of the checkpoints that are left.
+    """
     policy, gone = build_policy({}, optimizer=DISTRIBUTED_OPTIMIZER), OSError(errno.ESTALE, "Stale file handle")
     policy.save_checkpoint(directory, 1)
     with pytest.MonkeyPatch.context() as patched:
@@ -125,7 +132,7 @@ def test_a_file_system_that_is_gone_fails_the_save_on_every_rank(ranks, tmp_path
         assert left == ["step-000001"]
 
 
-def where_no_directory_can_be(directory: str) -> str:
+def save_below_a_file(directory: str) -> str:
     policy = build_policy({})
     with pytest.raises(SaveFailed) as error:
         policy.save_checkpoint(directory, 1)
@@ -134,17 +141,17 @@ def where_no_directory_can_be(directory: str) -> str:
 
 def test_a_directory_that_cannot_be_made_is_named_on_every_rank(ranks, tmp_path):
     (tmp_path / "file").write_text("")
-    messages = ranks.run(2, where_no_directory_can_be, str(tmp_path / "file" / "checkpoints"))
+    messages = ranks.run(2, save_below_a_file, str(tmp_path / "file" / "checkpoints"))
     assert messages[0] == messages[1] and "NotADirectoryError" in messages[0]
 
 
-def flip_bytes(directory: str) -> dict[str, str]:
-    """For every file of a checkpoint, what is said when one bit of it is another."""
+def flip_bits(directory: str) -> dict[str, str]:
+    """Flip one bit of each file of a checkpoint in turn; return file name → message of loading it."""
     policy = build_policy({}, optimizer=DISTRIBUTED_OPTIMIZER)
     path = policy.save_checkpoint(directory, 1, config="train: {}\n")
-    before, messages, moments = weights(policy), {}, random.Random(0)
+    before, messages, generator = weights(policy), {}, random.Random(0)
     for file in sorted(path.iterdir()):
-        whole, place, bit = file.read_bytes(), moments.randrange(file.stat().st_size), moments.randrange(8)
+        whole, place, bit = file.read_bytes(), generator.randrange(file.stat().st_size), generator.randrange(8)
         torch.distributed.barrier()
         if torch.distributed.get_rank() == 0:
             file.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << bit)]) + whole[place + 1 :])
@@ -161,9 +168,9 @@ def flip_bytes(directory: str) -> dict[str, str]:
     return messages
 
 
-def test_a_flipped_bit_is_found_and_its_file_named_whichever_it_is(ranks, tmp_path):
-    messages, others = ranks.run(2, flip_bytes, str(tmp_path))
-    assert messages == others
+def test_a_flipped_bit_in_any_file_is_found_and_the_file_is_named(ranks, tmp_path):
+    messages, messages_of_rank_1 = ranks.run(2, flip_bits, str(tmp_path))
+    assert messages == messages_of_rank_1
     kinds = {".metadata", "common.pt", "config.yaml", "metadata.json", "random_00000.pt", "random_00001.pt"}
     assert {name for name in messages if not name.endswith(".distcp")} == kinds | {MANIFEST}
     for name, message in messages.items():
@@ -171,7 +178,7 @@ def test_a_flipped_bit_is_found_and_its_file_named_whichever_it_is(ranks, tmp_pa
 
 
 def draws_after_loading(directory: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a rank draws after a checkpoint, and after loading it, under its layout and under another."""
+    """Return a rank's random numbers after saving, after loading, and after loading in another layout."""
     policy = build_policy({}, optimizer=DISTRIBUTED_OPTIMIZER)
     torch.manual_seed(torch.distributed.get_rank())
     path = policy.save_checkpoint(directory, 1)
@@ -186,7 +193,7 @@ def draws_after_loading(directory: str) -> tuple[torch.Tensor, torch.Tensor, tor
     return drawn, again, torch.rand(3)
 
 
-def test_random_states_come_back_under_the_layout_that_saved_them(ranks, tmp_path):
+def test_random_states_are_restored_in_the_layout_that_saved_them(ranks, tmp_path):
     (first, again, other), (second, _, _) = ranks.run(2, draws_after_loading, str(tmp_path))
     assert torch.equal(first, again) and not torch.equal(first, second)
     assert torch.equal(other, torch.rand(3, generator=torch.Generator().manual_seed(99)))

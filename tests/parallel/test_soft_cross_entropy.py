@@ -1,4 +1,4 @@
-"""Sharded equals whole: soft cross-entropy and KL over vocabulary shards, and the columns a small vocabulary needs."""
+"""Soft cross-entropy and KL over vocabulary shards equal those of whole logits; columns of a smaller vocabulary."""
 
 from functools import partial
 from unittest import mock
@@ -16,11 +16,12 @@ COLLECTIVES = ("all_gather", "all_reduce", "all_gather_into_tensor", "reduce_sca
 def make_case(vocab, dtype, valid):
     generator = torch.Generator().manual_seed(vocab)
     student, teacher = (3 * torch.randn(2, ROWS, vocab, generator=generator)).to(dtype)
-    student[1, : vocab // 2] = teacher[1, : vocab // 2] = -torch.inf  # whole shards of −inf, of both …
-    student[2, : vocab // 2] = -torch.inf  # … or where the teacher finds something possible,
-    teacher[3, vocab // 2 :] = -torch.inf  # … or not
+    student[1, : vocab // 2] = teacher[1, : vocab // 2] = -torch.inf  # whole shards are −inf: of both models,
+    student[2, : vocab // 2] = -torch.inf  # of the student where the teacher has probability,
+    teacher[3, vocab // 2 :] = -torch.inf  # or of the teacher
     student[4], teacher[5] = -torch.inf, -torch.inf
-    student[6, : vocab // 2], teacher[6, : vocab // 2] = -torch.inf, -2000.0  # … or only beside the rest of its shard
+    # The teacher's probability rounds to 0 here, although its logits are finite and these may be all of a shard.
+    student[6, : vocab // 2], teacher[6, : vocab // 2] = -torch.inf, -2000.0
     student[:, valid:], teacher[:, valid:] = 50.0, torch.nan
     rows = torch.arange(ROWS)
     rows[7], rows[8] = -1, 9
@@ -36,7 +37,7 @@ OPERATORS = {
 
 
 def run(operator, student, teacher, rows, upstream, group, valid):
-    """The operator's value, its gradient, and how many collectives forward and backward took."""
+    """Return the operator's value, its gradient, and the numbers of collectives of the forward and of both passes."""
     buffer, counts = student.clone().requires_grad_() * 1, []
     with mock.patch.multiple(dist, **{name: mock.Mock(side_effect=getattr(dist, name)) for name in COLLECTIVES}):
         value = OPERATORS[operator](buffer, teacher, group, teacher_rows=rows, valid_vocab_size=valid)
@@ -60,7 +61,7 @@ def sharded(operator, vocab, dtype, valid):
         (1, 1000, torch.float32, 1000),
         (2, 1000, torch.float32, 1000),
         (4, 1000, torch.float32, 1000),
-        (4, 1000, torch.float64, 745),  # the last rank holds nothing but padding, the third some
+        (4, 1000, torch.float64, 745),  # the last rank holds only padding, the third some
         (2, 1024, torch.bfloat16, 1000),
         (4, 12, torch.float32, 11),
     ],
@@ -72,7 +73,7 @@ def test_shards_equal_the_whole(ranks, operator, size, vocab, dtype, valid):
     results = ranks.run(size, sharded, operator, vocab, dtype, valid)
     tolerance = 1e-12 if dtype is torch.float64 else 2e-6
     for value, _, (forward, both) in results:
-        assert torch.equal(value, results[0][0]), "the merge must give every rank the same bits"
+        assert torch.equal(value, results[0][0]), "the ranks' results differ"
         torch.testing.assert_close(value, want, rtol=tolerance, atol=tolerance)
         assert {name: calls for name, calls in forward.items() if calls} == ({"all_gather": 1} if size > 1 else {})
         assert both == forward
@@ -83,6 +84,7 @@ def test_shards_equal_the_whole(ranks, operator, size, vocab, dtype, valid):
 
 
 def subset(ids, num_local, valid):
+    """Check this rank's columns of a smaller vocabulary."""
     rank, size = dist.get_rank(), dist.get_world_size()
     logits = torch.randn(3, 5, 8 * size, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
     whole = torch.nn.functional.pad(logits[..., ids], (0, size * num_local - len(ids)))
@@ -96,9 +98,9 @@ def subset(ids, num_local, valid):
         (2, [0, 1, 8, 9], 2),
         (2, [15, 3, 9, 8, 2, 0], 4),  # out of order, with padding
         (2, [1, 2, 3, 0], 2),  # all from one rank
-        (4, [30, 4, 12, 20, 5], 2),  # the last rank wants nothing
+        (4, [30, 4, 12, 20, 5], 2),  # the last rank needs no column
         (4, list(range(30))[::-1], 8),
     ],
 )
-def test_columns_come_from_whoever_has_them(ranks, size, ids, num_local):
+def test_columns_come_from_the_shards_that_hold_them(ranks, size, ids, num_local):
     ranks.run(size, subset, torch.tensor(ids), num_local, max(ids) + 1)

@@ -1,4 +1,4 @@
-"""Sharded equals whole: the k largest logits of a token, and a policy's, in every layout and microbatching."""
+"""The k largest logits of each token: vocabulary shards equal whole logits, and so does a policy in every layout."""
 
 from unittest import mock
 
@@ -32,7 +32,7 @@ def sharded(vocab, k, dtype, valid):
         (1, 40, 6, torch.float32, None),
         (2, 40, 6, torch.float32, None),
         (4, 40, 6, torch.bfloat16, None),
-        (4, 40, 25, torch.float32, 29),  # more than a shard has; the last rank holds nothing but padding
+        (4, 40, 25, torch.float32, 29),  # k is more than a shard's width; the last rank holds only padding
         (4, 8, 8, torch.float16, None),
     ],
 )
@@ -45,7 +45,7 @@ def test_shards_give_the_bits_of_the_whole(ranks, size, vocab, k, dtype, valid):
 
 def topk_logits(parallel, batching, k):
     policy = build_policy(parallel, batching=batching)
-    batch = random_batch(7, 16, 0)  # odd: data parallelism needs a filler row
+    batch = random_batch(7, 16, 0)  # 7 is odd, so that data parallelism needs a padding sequence
     return policy.get_topk_logits(batch, k), batch
 
 
@@ -54,8 +54,8 @@ def one_process(ranks):
     return ranks.run(1, topk_logits, {}, Batching("padded", 7), 5)[0][0]
 
 
-def test_entry_t_speaks_of_the_next_token_and_padding_is_zero(ranks):
-    """The whole vocabulary's logits are the logprobs' own, whatever the temperature of the rows."""
+def test_entry_t_has_the_logits_of_the_next_token_and_padding_is_zero(ranks):
+    """The logits of all tokens give the policy's logprobs after division by each sequence's temperature."""
     (found, batch), logprobs = ranks.run(1, every_logit)[0]
     logits = torch.empty(7, 16, VOCAB_SIZE).scatter_(2, found["topk_indices"], found["topk_logits"])
     lengths = batch["input_lengths"]
@@ -81,11 +81,11 @@ def every_logit():
         (2, {"context": 2}, "packed"),
         (2, {"context": 2}, "padded"),
         (4, {"tensor": 2, "pipeline": 2}, "dynamic"),
-        (4, {"pipeline": 2, "virtual_pipeline": 2}, "packed"),  # and two data-parallel ranks
+        (4, {"pipeline": 2, "virtual_pipeline": 2}, "packed"),  # with two data-parallel ranks
         (8, {"tensor": 2, "pipeline": 2, "context": 2}, "packed"),
     ],
 )
-def test_every_layout_and_microbatching_gives_one_process_s(ranks, one_process, size, parallel, kind):
+def test_every_layout_and_kind_of_batching_equals_one_process(ranks, one_process, size, parallel, kind):
     for found, _ in ranks.run(size, topk_logits, parallel, Batching(kind, sequences=2, tokens=32), 5):
         assert found["topk_logits"].dtype == torch.float32 and found["topk_indices"].dtype == torch.int64
         torch.testing.assert_close(found["topk_logits"], one_process["topk_logits"], rtol=1e-5, atol=1e-5)
@@ -109,8 +109,8 @@ def test_a_k_that_the_vocabulary_does_not_have_is_refused_on_every_rank(ranks):
 def distil(parallel, k, steps):
     teacher, student = build_policy({}, seed=5), build_policy(parallel, seed=1)
     batch = random_batch(8, 16, 0)
-    told = teacher.get_topk_logits(batch, k)
-    batch["teacher_topk_logits"], batch["teacher_topk_indices"] = told["topk_logits"], told["topk_indices"]
+    top = teacher.get_topk_logits(batch, k)
+    batch["teacher_topk_logits"], batch["teacher_topk_indices"] = top["topk_logits"], top["topk_indices"]
     return [student.train(batch, DistillationLossFn({"kl_type": "mixed"}), gbs=8)["loss"] for _ in range(steps)]
 
 

@@ -1,4 +1,5 @@
-"""The engine in processes of its own: it draws what the embedded one draws, follows the policy, and survives."""
+"""The engine that runs in processes of its own: it draws what the embedded engine draws, its weights follow the policy,
+and the run survives its failures."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from tests.parallel.layouts import MODEL, VOCAB_SIZE, build_policy
 from tests.parallel.test_generation import SAMPLINGS, prompts
 
 LLAMA = dataclasses.replace(MODEL, qk_norm=False, qkv_bias=False)
-COLD = SAMPLINGS["temperature 0.7"]
+SAMPLING = SAMPLINGS["temperature 0.7"]
 SETTINGS = GenerationConfig(engine="transformers", batch_size=4, refit_bucket_mb=0.05)  # several buckets and batches
 
 
@@ -52,7 +53,7 @@ def drawn(engine, samplings=SAMPLINGS) -> dict:
 
 
 def learn(policy, rollouts) -> tuple[float, float]:
-    """max|ratio − 1| against the engine's logprobs, before a step and after it."""
+    """Train a step; return max|ratio − 1| against the engine's logprobs, before the step and after it."""
     rollouts["prev_logprobs"] = rollouts["generation_logprobs"]
     rollouts["advantages"] = torch.randn(rollouts["token_mask"].shape, generator=torch.Generator().manual_seed(0))
     loss_fn = build_loss("clipped_pg", {"reference_policy_kl_penalty": 0.0})
@@ -69,7 +70,7 @@ def refusal(error: type[Exception], call, *arguments) -> str:
 
 @contextmanager
 def patched(holder, name: str, value):
-    """monkeypatch does not reach a rank."""
+    """Replace an attribute for a block of code. (pytest's monkeypatch does not work on a rank.)"""
     before = getattr(holder, name)
     setattr(holder, name, value)
     try:
@@ -78,48 +79,48 @@ def patched(holder, name: str, value):
         setattr(holder, name, before)
 
 
-def life_of_an_engine(parallel: dict, settings: dict) -> dict:
-    """Everything that one start of the processes can show."""
+def use_engine(parallel: dict, settings: dict) -> dict:
+    """Start the engines once and use them in all the ways that the tests below check; return what they answered."""
     found: dict = {}
     with serving(parallel, **settings) as (policy, engine):
         found["again"] = engine.update_weights()
         found["engines"] = drawn(engine)
         found["embedded"] = drawn(MegatronEngine(policy))
         found["gate"] = logprob_check(policy).run(engine, prompts())
-        found["ratios"] = learn(policy, engine.generate(prompts(), COLD, seed=1))
-        found["stale"] = refusal(EngineFailed, engine.generate, prompts(), COLD, 1)
+        found["ratios"] = learn(policy, engine.generate(prompts(), SAMPLING, seed=1))
+        found["stale"] = refusal(EngineFailed, engine.generate, prompts(), SAMPLING, 1)
         found["costs"] = engine.update_weights()
         found["engines after a step"] = drawn(engine)
         found["embedded after a step"] = drawn(MegatronEngine(policy))
 
         policy.model.version += 1
-        with patched(WeightExporter, "fill", forgetting("model.layers.2.mlp.up_proj.weight")):
+        with patched(WeightExporter, "fill", dropping("model.layers.2.mlp.up_proj.weight")):
             found["refused"] = refusal(WeightsRefused, engine.update_weights)
-        found["halted"] = refusal(EngineFailed, engine.generate, prompts(), COLD, 1)
+        found["halted"] = refusal(EngineFailed, engine.generate, prompts(), SAMPLING, 1)
         engine.update_weights()
         found["recovered"] = drawn(engine)
 
-        for chunk in policy.model.model_chunks:
-            for parameter in chunk.parameters():
+        for model_chunk in policy.model.model_chunks:
+            for parameter in model_chunk.parameters():
                 parameter.data.fill_(torch.nan)
         policy.model.version += 1
         engine.update_weights()
-        found["nan"] = refusal(NonFiniteLoss, engine.generate, prompts(), COLD, 1)
+        found["nan"] = refusal(NonFiniteLoss, engine.generate, prompts(), SAMPLING, 1)
     return found
 
 
-def forgetting(name: str):
-    """An exporter that leaves one tensor's rows at zero, on the way from the model to the wire."""
+def dropping(name: str):
+    """Return a `WeightExporter.fill` that leaves one tensor at zero in its bucket."""
     fill = WeightExporter.fill
 
-    def forgetful(self, bucket_index, buffer):
+    def fill_without(self, bucket_index, buffer):
         filled, bucket = fill(self, bucket_index, buffer), self.plan.buckets[bucket_index]
         for index, spec in enumerate(bucket.tensors):
             if spec.name == name:
                 bucket.tensor(filled, index).zero_()
         return filled
 
-    return forgetful
+    return fill_without
 
 
 LAYOUTS = {
@@ -130,10 +131,10 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def lives(request, ranks):
-    """What every rank of a layout saw."""
+def by_rank(request, ranks):
+    """Return the results of `use_engine` on every rank of a layout."""
     world_size, parallel, settings = LAYOUTS[request.param]
-    return ranks.run(world_size, life_of_an_engine, parallel, settings)
+    return ranks.run(world_size, use_engine, parallel, settings)
 
 
 def assert_same(found: dict, wanted: dict, atol: float) -> None:
@@ -144,47 +145,48 @@ def assert_same(found: dict, wanted: dict, atol: float) -> None:
             torch.testing.assert_close(found[name][key], values, atol=tolerance, rtol=0, msg=f"{name}: {key}")
 
 
-def test_it_draws_what_the_embedded_engine_draws_on_every_rank(lives):
-    for life in lives:
-        assert_same(life["engines"], life["embedded"], atol=1e-5)
-        assert life["again"] == {}, "the same weights are not sent twice"
+def test_the_engine_draws_what_the_embedded_engine_draws_on_every_rank(by_rank):
+    for found in by_rank:
+        assert_same(found["engines"], found["embedded"], atol=1e-5)
+        assert found["again"] == {}, "the same weights were sent twice"
 
 
-def test_after_a_step_it_follows_and_stale_weights_are_refused(lives):
-    for life in lives:
-        assert_same(life["engines after a step"], life["embedded after a step"], atol=1e-5)
-        before, after = (life[key]["temperature 1"]["weight_version"] for key in ("engines", "engines after a step"))
+def test_the_engine_needs_and_gets_the_weights_of_each_step(by_rank):
+    for found in by_rank:
+        assert_same(found["engines after a step"], found["embedded after a step"], atol=1e-5)
+        before, after = (found[key]["temperature 1"]["weight_version"] for key in ("engines", "engines after a step"))
         assert (after == before + 1).all()
-        assert "version 0" in life["stale"] and "policy's is 1" in life["stale"] and "update_weights" in life["stale"]
-        costs = life["costs"]
+        stale = found["stale"]
+        assert "version 0" in stale and "policy's is 1" in stale and "update_weights" in stale
+        costs = found["costs"]
         assert costs["refit_bytes"] > 100_000 and costs["refit_seconds"] > 0
         for phase in ("fill", "transfer", "verify", "copy"):
             assert f"refit_{phase}_seconds" in costs and f"refit_{phase}_gb_per_s" in costs
 
 
-def test_at_temperature_0_7_the_on_policy_ratio_is_one(lives):
-    for life in lives:
-        before, after = life["ratios"]
+def test_the_on_policy_ratio_is_one_at_temperature_0_7(by_rank):
+    for found in by_rank:
+        before, after = found["ratios"]
         assert before <= 1e-4
         assert after > 1e-3, "the step moved the policy, so the ratio could have differed"
 
 
-def test_its_logprobs_pass_the_check(lives):
-    for life in lives:
-        assert life["gate"] == lives[0]["gate"] and life["gate"]["gate_mean"] < LIMITS["fp32"] / 10
+def test_the_engines_logprobs_pass_the_logprob_check(by_rank):
+    for found in by_rank:
+        assert found["gate"] == by_rank[0]["gate"] and found["gate"]["gate_mean"] < LIMITS["fp32"] / 10
 
 
-def test_a_dropped_tensor_halts_before_generation(lives):
-    for life in lives:
-        assert "model.layers.2.mlp.up_proj.weight" in life["refused"]
-        assert "serves no weights" in life["halted"]
-        for name, record in life["engines after a step"].items():  # whole weights are served again
-            assert torch.equal(life["recovered"][name]["generation_logprobs"], record["generation_logprobs"])
+def test_a_dropped_tensor_stops_the_engine_before_generation(by_rank):
+    for found in by_rank:
+        assert "model.layers.2.mlp.up_proj.weight" in found["refused"]
+        assert "serves no weights" in found["halted"]
+        for name, record in found["engines after a step"].items():  # the engine serves whole weights again
+            assert torch.equal(found["recovered"][name]["generation_logprobs"], record["generation_logprobs"])
 
 
-def test_nan_logits_are_refused_on_every_rank(lives):
-    for life in lives:
-        assert "logits are NaN" in life["nan"] and "token 1" in life["nan"]
+def test_nan_logits_are_refused_on_every_rank(by_rank):
+    for found in by_rank:
+        assert "logits are NaN" in found["nan"] and "token 1" in found["nan"]
 
 
 # --- engines that die ---
@@ -210,7 +212,7 @@ def logged():
 
 
 def processes(engine) -> list[int]:
-    """On rank 0."""
+    """Return the process ids of the workers on rank 0, and an empty list on other ranks."""
     return [worker.process.pid for worker in engine._workers._workers] if dist.get_rank() == 0 else []
 
 
@@ -221,15 +223,15 @@ def kill(pids: list[int]) -> None:
 
 @contextmanager
 def killed_while(method: str):
-    """Every process is killed once, just after it was asked to do `method`."""
+    """Kill every worker once, immediately after it is asked to do `method`."""
     ask, done = EngineWorkers.ask, []
 
-    def deadly(self, asked, *arguments_of_each):
+    def ask_and_kill(self, asked, *arguments_of_each):
         ask(self, asked, *arguments_of_each)
         if asked == method and not done:
             done.append(kill([worker.process.pid for worker in self._workers]))
 
-    with patched(EngineWorkers, "ask", deadly):
+    with patched(EngineWorkers, "ask", ask_and_kill):
         yield
 
 
@@ -238,7 +240,7 @@ def is_alive(pid: int) -> bool:
 
 
 def deaths() -> dict:
-    """At idle and while drawing, and one more than is allowed."""
+    """Kill the engine while it is idle, while it generates, and once more than restarts are allowed."""
     found: dict = {}
     with serving({}, max_engine_restarts=2) as (_, engine), logged() as lines:
         found["undisturbed"] = drawn(engine)
@@ -248,18 +250,18 @@ def deaths() -> dict:
             found["killed while drawing"] = drawn(engine)
         (last,) = processes(engine)
         kill([last])
-        found["once more"] = refusal(EngineFailed, engine.generate, prompts(), COLD, 3)
-        found["log"], found["left"] = list(lines), [pid for pid in [last, *processes_of_this()] if is_alive(pid)]
+        found["once more"] = refusal(EngineFailed, engine.generate, prompts(), SAMPLING, 3)
+        found["log"], found["left"] = list(lines), [pid for pid in [last, *worker_children()] if is_alive(pid)]
     return found
 
 
-def processes_of_this() -> list[int]:
-    """Engines that are children of this process."""
+def worker_children() -> list[int]:
+    """Return the workers that are children of this process."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return [pid for pid in map(int, children) if b"transformers.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def test_an_engine_that_dies_is_started_again_and_says_the_same(ranks):
+def test_a_killed_engine_is_restarted_and_draws_the_same(ranks):
     found = ranks.run(1, deaths)[0]
     for when in ("killed at idle", "killed while drawing"):
         assert_same(found[when], found["undisturbed"], atol=0)
@@ -268,30 +270,31 @@ def test_an_engine_that_dies_is_started_again_and_says_the_same(ranks):
     assert found["left"] == []
 
 
-def death_in_a_refit() -> tuple[dict, dict, list[str], float]:
+def kill_during_refit() -> tuple[dict, dict, list[str], float]:
+    """Kill the engine during a refit; return what it draws after it and before it, the log, and the refit's seconds."""
     with serving({"tensor": 2}) as (policy, engine), logged() as lines:
-        undisturbed = drawn(engine, {"cold": COLD})
+        undisturbed = drawn(engine, {"sampled": SAMPLING})
         policy.model.version += 1
         began = time.monotonic()
         with killed_while("receive"):
             engine.update_weights()
         seconds = time.monotonic() - began
-        found = drawn(engine, {"cold": COLD})
-        found["cold"]["weight_version"] -= 1
+        found = drawn(engine, {"sampled": SAMPLING})
+        found["sampled"]["weight_version"] -= 1
     return found, undisturbed, list(lines), seconds
 
 
-def test_a_death_in_a_refit_is_survived_by_all_ranks(ranks):
-    by_rank = ranks.run(2, death_in_a_refit)
+def test_all_ranks_survive_an_engine_killed_during_a_refit(ranks):
+    by_rank = ranks.run(2, kill_during_refit)
     for found, undisturbed, _, seconds in by_rank:
         assert_same(found, undisturbed, atol=0)
-        assert seconds < 300, "nobody waited for the timeout"
+        assert seconds < 300, "a rank waited for the timeout"
     assert len(by_rank[0][2]) == 1 and "SIGKILL" in by_rank[0][2][0]
 
 
 @contextmanager
 def first_port_taken():
-    """What the policy's rank 0 would listen at first is taken by somebody who says nothing."""
+    """Let another socket, which never answers, occupy the first address that the policy's rank 0 chooses."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         free_address, given = transformers_engine._free_address, []
 
@@ -306,8 +309,8 @@ def first_port_taken():
             yield
 
 
-def troubles() -> dict:
-    """A group that nobody can meet in; then an engine that raises while the policy's ranks send."""
+def join_and_fail() -> dict:
+    """Start an engine while its first port is taken; then let it raise while the policy's ranks send weights."""
     found, began = {}, time.monotonic()
     with (
         patched(worker_process, "WORKER_MODULE", "tests.parallel.failing_worker"),
@@ -316,7 +319,7 @@ def troubles() -> dict:
         serving({"tensor": 2}, patience_minutes=2) as (policy, engine),
     ):
         found["seconds to join"] = time.monotonic() - began
-        found["joined"] = drawn(engine, {"cold": COLD})["cold"]["weight_version"].tolist()
+        found["joined"] = drawn(engine, {"sampled": SAMPLING})["sampled"]["weight_version"].tolist()
         policy.model.version += 1
         began = time.monotonic()
         found["failed"] = refusal(EngineFailed, engine.update_weights)
@@ -325,13 +328,13 @@ def troubles() -> dict:
     return found
 
 
-def test_a_port_that_is_taken_is_left_for_another_and_what_an_engine_raises_ends_the_refit(ranks):
-    first, second = ranks.run(2, troubles)
+def test_a_taken_port_is_replaced_and_an_error_of_the_engine_ends_the_refit(ranks):
+    first, second = ranks.run(2, join_and_fail)
     for found in (first, second):
-        assert set(found["joined"]) == {0} and found["seconds to join"] < 100, "nobody waited for the timeout"
+        assert set(found["joined"]) == {0} and found["seconds to join"] < 100, "a rank waited for the timeout"
         assert "rollout engine 0" in found["failed"] and "RuntimeError: no memory for bucket 0" in found["failed"]
-        assert found["seconds to fail"] < 20, "nobody waited for the timeout"
-    (line,) = first["log"]  # what an engine raised is not tried again
+        assert found["seconds to fail"] < 20, "a rank waited for the timeout"
+    (line,) = first["log"]  # of the taken port: an error that the engine raises is not retried
     assert "starting the engines again (1 of at most 3 times)" in line
 
 
@@ -361,6 +364,6 @@ def test_a_weight_that_changed_after_it_was_verified_fails_the_logprob_check(ran
     assert "sequence" in message and "trainer -" in message and "engine -" in message
 
 
-def test_the_vocabulary_is_the_tokenizers(lives):
-    for record in lives[0]["engines"].values():
+def test_the_vocabulary_is_the_tokenizers(by_rank):
+    for record in by_rank[0]["engines"].values():
         assert record["input_ids"].max() < VOCAB_SIZE

@@ -1,4 +1,4 @@
-"""Handing weights over: to engines that join a group, to processes of the machine, with room made and undone."""
+"""Weight sync: to engines that join a process group, and through shared memory; offloading around a refit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,12 @@ def free_port() -> int:
 
 
 def broadcast_twice(parallel: dict, port: int, lose_a_bucket: bool = False):
-    """(What the engine has after each of two refits, of which the second follows a step; ours; allreduces, buckets)."""
+    """Send weights to an engine twice, the second time after a step.
+
+    Returns:
+        For each refit on rank 0: (what the engine reports, digests of the policy's weights); for each refit the numbers
+        of collectives and of handles; the number of buckets; the metrics of the last refit.
+    """
     policy = llama(parallel, optimizer=OVERLAPPED)
     policy.prepare_weights_for_ipc(MAX_BYTES)
     plan, joint = policy.refit_plan, policy.topology.world_size + 1
@@ -74,7 +79,7 @@ def broadcast_twice(parallel: dict, port: int, lose_a_bucket: bool = False):
 
 
 @pytest.mark.parametrize("layout", [(1, {}), (2, {"tensor": 2}), (2, {})], ids=str)
-def test_one_collective_a_bucket_brings_an_engine_the_weights(ranks, layout):
+def test_an_engine_gets_the_weights_with_one_collective_per_bucket(ranks, layout):
     answers = ranks.run(layout[0], broadcast_twice, layout[1], free_port())
     (results, _, buckets, metrics) = answers[0]
     for version, ((served, found), wanted) in zip((3, 4), results, strict=True):
@@ -93,14 +98,15 @@ def shapes(results) -> list:
     return [(name, shape) for name, (_, shape) in results[0][1].items()]
 
 
-def test_an_engine_that_lost_a_bucket_serves_nothing_and_names_a_tensor(ranks):
+def test_an_engine_that_lost_a_bucket_refuses_the_weights_and_names_a_tensor(ranks):
     results = ranks.run(1, broadcast_twice, {}, free_port(), True)[0][0]
     for (version, message), wanted in results:
         assert version is None
         assert message.split()[0] in wanted and "is missing: bucket 1 never came" in message
 
 
-def refit_to_one_that_dies(port: int) -> tuple[str, float, str]:
+def refit_to_engine_that_dies(port: int) -> tuple[str, float, str]:
+    """Send weights twice to an engine that dies; return the first message, the seconds, and the second message."""
     policy = llama({})
     policy.prepare_weights_for_ipc(MAX_BYTES)
     ours, engine = multiprocessing.get_context("spawn").Pipe()
@@ -110,7 +116,7 @@ def refit_to_one_that_dies(port: int) -> tuple[str, float, str]:
     began, messages = time.monotonic(), []
     for handle in policy.init_collective("127.0.0.1", port, 2, timeout_seconds=20):
         handle.wait()
-    for _ in range(2):  # the second time nothing is tried any more
+    for _ in range(2):  # the second time fails at once
         with pytest.raises(CollectiveFailed) as error:
             for handle in policy.broadcast_weights_for_collective():
                 handle.wait()
@@ -122,16 +128,22 @@ def refit_to_one_that_dies(port: int) -> tuple[str, float, str]:
 
 
 def test_a_dead_engine_raises_within_the_timeout(ranks):
-    message, seconds, again = ranks.run(1, refit_to_one_that_dies, free_port())[0]
+    message, seconds, again = ranks.run(1, refit_to_engine_that_dies, free_port())[0]
     assert "a peer left the group or did not answer within 20 s" in message
     assert "an earlier collective failed" in again
-    assert seconds < 40  # of which most is the engine's start
+    assert seconds < 40  # most of this is the engine's start
 
 
 # --- shared memory ---
 
 
 def share(parallel: dict):
+    """Send weights through shared memory to a process, then kill it while it has a bucket open.
+
+    Returns:
+        Digests of the weights of the process and of the policy, the numbers of collectives and of buckets, what is left
+        of shared memory, and the bytes that were sent.
+    """
     policy = llama(parallel)
     groups = policy.prepare_weights_for_ipc(MAX_BYTES)
     before = segments()
@@ -168,14 +180,14 @@ def share(parallel: dict):
 
 
 def segments() -> set[str]:
-    """Of shared memory: by name, and what this process has open or mapped."""
+    """Return the names of all shared memory, and of what this process has open or mapped of it."""
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "rl_megatron" in line}
     opened_files = {os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.exists()}
     return set(os.listdir("/dev/shm")) | mapped | {f for f in opened_files if "rl_megatron" in f}
 
 
 @pytest.mark.parametrize("layout", [(1, {}), (2, {"pipeline": 2})], ids=str)
-def test_another_process_opens_the_weights_and_nothing_is_left_when_it_is_killed(ranks, layout):
+def test_another_process_reads_the_weights_and_no_memory_is_left_when_it_is_killed(ranks, layout):
     answers = ranks.run(layout[0], share, layout[1])
     taken, wanted, _, buckets, _, num_bytes = answers[0]
     assert taken == wanted
@@ -185,12 +197,17 @@ def test_another_process_opens_the_weights_and_nothing_is_left_when_it_is_killed
         assert left == set()
 
 
-# --- making room ---
+# --- offloading ---
 
 
 def cycles(parallel: dict, offload: bool) -> tuple[dict, list[int], int]:
-    """(Weights after twenty steps, bytes of living tensors after the third and the last, of gradients in between)."""
-    others = {id(tensor): weakref.ref(tensor) for tensor in living_tensors()}  # of earlier tests on this rank
+    """Take twenty steps, with a refit and offloading after each if `offload`.
+
+    Returns:
+        Digests of the weights at the end, the bytes of all tensors that are alive after the third and the last step,
+        and the bytes of gradients while they are offloaded.
+    """
+    others = {id(tensor): weakref.ref(tensor) for tensor in living_tensors()}  # tensors of earlier tests on this rank
     policy = llama(parallel, dataclasses.replace(LLAMA, num_layers=2), optimizer=DISTRIBUTED_OPTIMIZER)
     batch, living, gradients = random_batch(4, 12, 0), [], 0
     for cycle in range(20):
@@ -201,7 +218,7 @@ def cycles(parallel: dict, offload: bool) -> tuple[dict, list[int], int]:
                 policy.get_weights_ipc_handles(keys)
             policy.offload_after_refit()
             policy.get_logprobs(batch)
-            buffers = [buffer for chunk in policy.model.model_chunks for buffer in chunk.buffers]
+            buffers = [buffer for model_chunk in policy.model.model_chunks for buffer in model_chunk.buffers]
             gradients += sum(buffer.grad_data.untyped_storage().size() for buffer in buffers)
             if cycle in (2, 19):
                 living.append(bytes_besides(others))
@@ -220,7 +237,7 @@ def living_tensors() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("layout", [(1, {}), (2, {})], ids=str)
-def test_twenty_offloads_leave_memory_flat_and_training_as_it_was(ranks, layout):
+def test_twenty_offloads_change_neither_memory_nor_training(ranks, layout):
     plain = ranks.run(layout[0], cycles, layout[1], False)
     offloaded = ranks.run(layout[0], cycles, layout[1], True)
     for (wanted, _, _), (found, living, gradients) in zip(plain, offloaded, strict=True):
@@ -230,6 +247,7 @@ def test_twenty_offloads_leave_memory_flat_and_training_as_it_was(ranks, layout)
 
 
 def versions(directory: str) -> list[int]:
+    """Return the weight version at the start, after two updates, after calls without an update, and after a load."""
     policy = llama({})
     found, batch = [policy.weight_version], random_batch(8, 12, 0)
     policy.train(batch, NLLLoss(), gbs=4)  # two updates
@@ -244,7 +262,7 @@ def versions(directory: str) -> list[int]:
     return [*found, policy.weight_version]
 
 
-def test_the_weight_version_changes_with_the_weights_alone(ranks, tmp_path):
+def test_the_weight_version_changes_only_with_the_weights(ranks, tmp_path):
     assert ranks.run(1, versions, str(tmp_path))[0] == [0, 2, 2, 3]
 
 
@@ -252,7 +270,7 @@ def test_the_weight_version_changes_with_the_weights_alone(ranks, tmp_path):
 
 
 def conformance() -> dict[str, list[str]]:
-    """What each method of the interface has to be given."""
+    """Return the required parameters of each method of the interface, and check errors of its calls."""
     policy = llama({})
     assert isinstance(policy, nemo_rl.MODULES["nemo_rl.models.policy.interfaces"]["ColocatablePolicyInterface"])
     assert "ray" not in sys.modules
@@ -270,7 +288,7 @@ def conformance() -> dict[str, list[str]]:
     return needed
 
 
-def test_the_policy_is_one_that_engines_can_share_a_machine_with(ranks):
+def test_the_policy_has_the_methods_of_the_colocatable_interface(ranks):
     wanted = {
         "broadcast_weights_for_collective": [],
         "finish_training": [],
