@@ -82,7 +82,7 @@ class ProtocolLoss(LogprobLoss):
     """An object that follows `LossFunction` and takes next_token_logprobs; 0 stands for those of masked tokens."""
 
     def __init__(self, loss_fn: LossFunction) -> None:
-        self._loss_fn, name = loss_fn, type(loss_fn).__name__
+        self._loss_fn, name = loss_fn, _name_of(loss_fn)
         if not takes_logprobs(loss_fn):
             raise TypeError(
                 f"{name} takes {getattr(loss_fn, 'input_type', None)}, but a loss function that is not a "
@@ -103,7 +103,7 @@ class ProtocolLoss(LogprobLoss):
 
     @property
     def display_name(self) -> str:
-        return type(self._loss_fn).__name__
+        return _name_of(self._loss_fn)
 
     def evaluate(
         self, data: Mapping[str, Any], global_valid_seqs: Any, global_valid_toks: Any, **inputs: Any
@@ -115,3 +115,8 @@ class ProtocolLoss(LogprobLoss):
 def takes_logprobs(loss_fn: Any) -> bool:
     """Return whether an object declares LOGPROB as its input_type (NeMo RL's first generation declares none)."""
     return getattr(loss_fn, "input_type", None) is LossInputType.LOGPROB
+
+
+def _name_of(loss_fn: Any) -> str:
+    """Return the name of a function, or that of an object's class."""
+    return getattr(loss_fn, "__name__", type(loss_fn).__name__)
