@@ -118,6 +118,15 @@ def test_a_foreign_loss_that_does_not_take_logprobs_is_refused(input_type):
         as_loss(Other())
 
 
+def test_messages_name_a_function_that_is_a_loss():
+    def mine(data, global_valid_seqs, global_valid_toks, next_token_logprobs): ...
+
+    with pytest.raises(TypeError, match=r"mine takes None, .* derive it from Loss"):
+        as_loss(mine)
+    mine.input_type = LossInputType.LOGPROB
+    assert as_loss(mine).display_name == "mine"
+
+
 @pytest.mark.parametrize("loss_fn", [NLLLoss(), OwnCall()], ids=["formula", "own call"])
 def test_a_nan_is_returned_so_that_other_ranks_can_be_told(loss_fn):
     logits = LOGITS.clone()
