@@ -18,10 +18,11 @@ _HOME = {
     "ConfigError": "config.errors",
     "DataConfig": "config.schema",
     "DataSource": "data.sources",
+    "EmbeddedEngine": "generation.embedded",
     "LogprobLoss": "losses",
     "Loss": "losses",
     "LossNeeds": "algorithms",
-    "MegatronEngine": "generation.megatron",
+    "MegatronEngine": "generation.embedded",  # the older name of EmbeddedEngine
     "MegatronPolicy": "policy.megatron_policy",
     "ModelConfig": "config.schema",
     "OptimizerConfig": "config.schema",

@@ -74,7 +74,6 @@ def _add_plugins(command: argparse.ArgumentParser) -> None:
 
 
 def _convert(parsed: argparse.Namespace) -> int:
-    log.setup()
     from rl_megatron.cli.convert import convert
 
     convert(parsed.direction, parsed.source, parsed.target, getattr(parsed, "max_shard_size", None))
@@ -87,6 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
     parsed, rest = parser.parse_known_args(arguments)  # overrides may stand on both sides of an option
     if any(argument.startswith("-") for argument in rest) or (rest and parsed.command in ("inspect", "convert")):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    log.setup()
     try:
         if parsed.command in ("convert", "inspect"):
             from rl_megatron.config.plugins import import_plugins
@@ -95,7 +95,6 @@ def main(arguments: list[str] | None = None) -> int:
         if parsed.command == "convert":
             return _convert(parsed)
         if parsed.command == "inspect":
-            log.setup()
             from rl_megatron.cli.inspect import inspect
 
             return inspect(parsed.path, parsed.tensors, not parsed.no_verify, parsed.json)
@@ -106,7 +105,6 @@ def main(arguments: list[str] | None = None) -> int:
         if parsed.print_config:
             print(to_yaml(config), end="")
             return 0
-        log.setup()
         if parsed.command == "certify":
             from rl_megatron.certify.command import certify
 

@@ -257,7 +257,7 @@ class DataConfig:
     prompt_template: str = "{question}\n"
     answer_template: str = "{answer}"  # of preferences: {answer} is the chosen or the rejected text
     too_long: Literal["error", "truncate", "drop"] = "error"  # rows past model.max_sequence_length
-    num_eval_rows: Positive = 256  # held-out rows (or problems) per evaluation; a pair is two rows
+    num_eval_examples: Positive = 256  # held-out sequences, or problems, per evaluation; a pair is two sequences
     task: dict[str, Any] = field(default_factory=dict)  # name and keys of a registered task (data/tasks)
     num_documents: Positive = 20_000  # generated pretraining documents
     num_demonstrations: Positive = 1_000  # generated SFT demonstrations
@@ -280,9 +280,9 @@ class GenerationConfig:
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     stop_tokens: tuple[str, ...] = ()  # besides the end-of-sequence token; each must be one token
     batch_size: Positive = 256  # rows decoded together on one data-parallel rank, or in one engine's process
-    # A registered rollout engine. megatron: the training model itself generates, sharded as it is. transformers: a
+    # A registered rollout engine. embedded: the training model itself generates, sharded as it is. transformers: a
     # Hugging Face model does, in processes of its own, which get the policy's weights whenever they changed.
-    engine: str = "megatron"
+    engine: str = "embedded"
     num_engines: Positive = 1  # such processes; prompts are shared out
     # auto: the CPU where the policy computes on it; else, for refit=collective, the GPUs after those of the machine's
     # ranks, and for shared_memory rank 0's. cuda: GPUs from the machine's first on; cuda:N: from N on.

@@ -12,7 +12,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.generation.completion_batch import rollouts
 from rl_megatron.generation.completions import row_uniforms
-from rl_megatron.generation.megatron import MegatronEngine
+from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.transformers.model import build_model, checkpoint_tensors, complete
 from rl_megatron.model.families import family_of_config, family_of_model
 from tests.parallel.family_cases import architecture, hf_model
@@ -63,7 +63,7 @@ def compared_in_bf16(model: ModelConfig) -> tuple[float, float]:
     """`gate_mean` of the Hugging Face model, and of the embedded engine."""
     policy = build_policy({}, model, precision="bf16")
     check = dataclasses.replace(logprob_check(policy), limit=1e9)
-    return tuple(check.run(each, prompts())["gate_mean"] for each in (InThisProcess(policy), MegatronEngine(policy)))
+    return tuple(check.run(each, prompts())["gate_mean"] for each in (InThisProcess(policy), EmbeddedEngine(policy)))
 
 
 @pytest.mark.parametrize("variant", ["experts", "experts, qk_norm"])
@@ -87,7 +87,7 @@ def model_of(case: str) -> ModelConfig:
 
 def both(model: ModelConfig) -> tuple[dict, dict]:
     policy = build_policy({}, model)
-    return drawn(InThisProcess(policy)), drawn(MegatronEngine(policy))
+    return drawn(InThisProcess(policy)), drawn(EmbeddedEngine(policy))
 
 
 @pytest.mark.parametrize("variant", [name for name, model in VARIANTS.items() if has_a_family(model)])

@@ -74,7 +74,7 @@ class DataSource(Generic[ConfigT]):
         raise ConfigError(f"data.source={self.data.source} has no problems with rewards")
 
     def heldout(self, tokenizer: Tokenizer) -> HeldoutBatch | HeldoutProblemSet:
-        """Return what is held out of training, at most `data.num_eval_rows`, of the kind `data.heldout_kind`.
+        """Return what is held out of training, at most `data.num_eval_examples`, of the kind `data.heldout_kind`.
 
         Raises:
             ConfigError: nothing is held out.

@@ -20,7 +20,7 @@ from rl_megatron.model.build import unwrap
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 
 
-class MegatronEngine:
+class EmbeddedEngine:
     """A `RolloutEngine` on a policy's own model chunks, under tensor and pipeline parallelism.
 
     Prompts are spread over data- and context-parallel ranks (generation needs no context parallelism: a column is one
@@ -135,3 +135,6 @@ def _gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(parts, x, group=group)
     return torch.cat(parts)
+
+
+MegatronEngine = EmbeddedEngine  # its older name, which scripts import
