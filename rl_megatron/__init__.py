@@ -10,6 +10,8 @@ those before it:
 
 import importlib
 
+from rl_megatron.log import silence_libraries as _silence_libraries
+
 __version__ = "0.1.0"
 
 _HOME = {
@@ -47,6 +49,9 @@ _HOME = {
     "vocab_parallel_logprobs": "logprobs",
 }
 __all__ = ["__version__", *_HOME]
+
+
+_silence_libraries()  # before anything imports megatron-core
 
 
 def __getattr__(name: str) -> object:

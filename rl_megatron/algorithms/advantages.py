@@ -38,9 +38,7 @@ def group_relative(
     return torch.where(all_equal, 0.0, centred).view(-1)
 
 
-def informative_groups(
-    rewards: Real[Tensor, " samples"], group_size: int
-) -> Bool[Tensor, " samples//{group_size}"]:
+def informative_groups(rewards: Real[Tensor, " samples"], group_size: int) -> Bool[Tensor, " samples//{group_size}"]:
     """Return which groups have rewards that differ. Others have no gradient (DAPO's dynamic sampling drops them)."""
     groups = rewards.view(-1, group_size)
     return (groups != groups[:, :1]).any(1)

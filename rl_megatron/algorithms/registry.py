@@ -69,6 +69,7 @@ class Algorithm(Generic[ConfigT]):
         uses_reference: Whether a stage compares the policy with the one that it began as.
         check_data: Raises ConfigError if a stage's training data cannot serve, and returns for each item the tokens of
             its sequences.
+        progress_metric: The training metric that the progress line always has.
     """
 
     config: type[ConfigT]
@@ -79,6 +80,7 @@ class Algorithm(Generic[ConfigT]):
     critic: CriticNeeds[ConfigT] | None
     uses_reference: Callable[[StageConfig], bool]
     check_data: Callable[[StageConfig, Tokenizer], Sequence[tuple[int, ...]]]
+    progress_metric: str = "loss"
 
     def losses(self, stage: StageConfig) -> dict[str, Mapping[str, Any]]:
         """Return the loss sections of the stage's models: the policy's under "policy", the critic's under "critic"."""
@@ -109,13 +111,14 @@ def register_algorithm(
     critic: CriticNeeds[ConfigT] | None = None,
     uses_reference: Callable[[StageConfig], bool] = no_reference,
     check_data: Callable[[StageConfig, Tokenizer], Sequence[tuple[int, ...]]] = check_dataset,
+    progress_metric: str = "loss",
 ) -> Callable[[TrainingLoop[ConfigT]], TrainingLoop[ConfigT]]:
     """Return a decorator that registers a training loop as an algorithm.
 
     Args:
         config: A subclass of `AlgorithmConfig` under `@section`. The default of its key `name` is the name; it is
             registered too, if it is not already.
-        loss, fixed_loss, head, critic, uses_reference, check_data: See `Algorithm`.
+        loss, fixed_loss, head, critic, uses_reference, check_data, progress_metric: See `Algorithm`.
 
     Raises:
         TypeError: `config` is not strict, or has no name.
@@ -125,7 +128,7 @@ def register_algorithm(
 
     def add(run: TrainingLoop[ConfigT]) -> TrainingLoop[ConfigT]:
         ALGORITHMS.register(name)(
-            Algorithm(config, run, loss, fixed_loss, head, critic, uses_reference, check_data)
+            Algorithm(config, run, loss, fixed_loss, head, critic, uses_reference, check_data, progress_metric)
         )
         return run
 

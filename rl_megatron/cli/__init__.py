@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import IO
 
 from rl_megatron import __version__, log
 from rl_megatron.config.errors import ConfigError
@@ -29,8 +30,16 @@ _EXAMPLES = """examples:
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that says everything once: under torchrun, every rank parses the same arguments."""
+
+    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+        if log.is_main_rank():
+            super()._print_message(message, file)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="rl-megatron",
         description="Train language models on megatron-core, from pretraining to DPO, GRPO and PPO.",
         epilog=_EXAMPLES,
@@ -87,6 +96,8 @@ def main(arguments: list[str] | None = None) -> int:
     if any(argument.startswith("-") for argument in rest) or (rest and parsed.command in ("inspect", "convert")):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     log.setup()
+    if parsed.command in ("convert", "inspect") and not log.is_main_rank():
+        return 0  # one process does it
     try:
         if parsed.command in ("convert", "inspect"):
             from rl_megatron.config.plugins import import_plugins
@@ -103,7 +114,8 @@ def main(arguments: list[str] | None = None) -> int:
 
         config = load_config(parsed.overrides, parsed.config_dir)
         if parsed.print_config:
-            print(to_yaml(config), end="")
+            if log.is_main_rank():
+                print(to_yaml(config), end="")
             return 0
         if parsed.command == "certify":
             from rl_megatron.certify.command import certify

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
 from rl_megatron.checkpoint import hf_convert
+from rl_megatron.config.commands import command, override
 from rl_megatron.config.errors import ConfigError
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -18,16 +19,17 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1
 
 def convert(direction: str, source: str, target: str, max_shard_size: str | None) -> None:
     """`direction`: import or export.  Raises: ConfigError."""
-    console = Console()
+    console = Console(soft_wrap=True, highlight=False, markup=False)  # a line that is copied stays in one piece
     limit = hf_convert.MAX_SHARD_BYTES if max_shard_size is None else num_bytes(max_shard_size)
     with _progress(console, f"{direction} {source}") as report:
         if direction == "import":
             manifest = hf_convert.import_weights(Path(source), Path(target), report)
-            then = f"start from it with: model=init_from init_from={target}"
-            console.print(f"{target}: {manifest['model']['num_layers']} layers; {then}", highlight=False)
+            console.print(f"{target}: a checkpoint of {manifest['model']['num_layers']} layers. To start from it:")
+            start = override("init_from", target), override("output_dir", f"outputs/{Path(target).name}")
+            console.print(f"  {command('train', 'model=init_from', *start)}")
         else:
             config = hf_convert.export_weights(Path(source), Path(target), limit, report)
-            console.print(f"{target}: {config['architectures'][0]}", highlight=False)
+            console.print(f"{target}: {config['architectures'][0]}, as transformers loads it")
 
 
 def num_bytes(size: str) -> int:
