@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from rl_megatron.algorithms.registry import algorithm_of
+from rl_megatron.algorithms.tokenizer import TOKENIZER
+from rl_megatron.config.checkpoint_metadata import carried_tokenizer
 from rl_megatron.config.commands import command, override
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import RunConfig
@@ -22,7 +24,9 @@ def next_commands(config: RunConfig, tokenizer: Tokenizer, checkpoint: Path) -> 
         exported = str(output_dir / "exported" / name)
         commands.append(("Export it for Hugging Face:", command("convert", "export", str(checkpoint), exported)))
     if stage.algorithm.leaves_language_model:
-        start = (override("init_from", str(checkpoint)), override("output_dir", str(after)))
+        start = [override("init_from", str(checkpoint)), override("output_dir", str(after))]
+        if carried_tokenizer(checkpoint) is None:  # otherwise init_from brings it
+            start.append(override("tokenizer.path", str(output_dir / TOKENIZER)))
         words = "Start a next stage from it, with algorithm=… and data=… of your choice:"
         commands.append((words, command("train", "model=init_from", *start)))
     return commands

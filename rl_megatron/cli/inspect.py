@@ -8,9 +8,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from rl_megatron.checkpoint.summary import describe, list_checkpoints
 from rl_megatron.config.checkpoint_metadata import MANIFEST
+from rl_megatron.config.eval_metrics import shown_name
 
 _TENSORS_SHOWN = 10
 _WIDTH = 160
@@ -35,10 +37,14 @@ def inspect(path: Path, all_tensors: bool, verify: bool, as_json: bool) -> int:
 
 
 def _show(console: Console, found: dict[str, Any], all_tensors: bool) -> None:
+    described = _facts(found)
+    width = max(len(name) for name, _ in described) + 2
+    path = Text.assemble(("checkpoint".ljust(width), "bold"), found["path"])
+    console.print(path, soft_wrap=True)  # in one piece, to be copied
     facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column(overflow="fold")
-    for name, value in _facts(found):
+    for name, value in described:
         facts.add_row(name, value)
     console.print(facts)
     shown = found["tensors"] if all_tensors else found["tensors"][:_TENSORS_SHOWN]
@@ -62,7 +68,6 @@ def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
     size = f"{found['num_parameters']:,} parameters, {found['parameter_bytes']:,} bytes"
     states = f"{', '.join(found['optimizer_state'])}; {found['optimizer_bytes']:,} bytes"
     facts = [
-        ("checkpoint", found["path"]),
         ("step", f"{found['step']}{stage}"),
         ("head", _HEADS[found.get("head", "lm")]),
         ("size", size),
@@ -72,7 +77,7 @@ def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
     measures = found.get("results", {}).get("measures", {})
     if measures:
         at = found.get("evaluated_at", found["step"])
-        facts.append(("held-out", _listed(measures) + ("" if at == found["step"] else f" (at step {at})")))
+        facts.append(("held-out", _measured(measures) + ("" if at == found["step"] else f" (at step {at})")))
     if "tokenizer" in found:
         facts.append(("tokenizer", f"digest {found['tokenizer']}, vocabulary of {found.get('vocab_size', 'unknown')}"))
     for name in ("precision", "layout", "weights_from", "data", "versions"):
@@ -83,18 +88,25 @@ def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _listed(values: dict[str, Any]) -> str:
-    written = {key: f"{value:.4g}" if isinstance(value, float) else str(value) for key, value in values.items()}
-    return ", ".join(f"{key} {value}" for key, value in written.items())
+    return ", ".join(
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items()
+    )
+
+
+def _measured(metrics: dict[str, float]) -> str:
+    return _listed({shown_name(name, [value]): value for name, value in metrics.items()})
 
 
 def _list(console: Console, stages: dict[str, list[dict[str, Any]]]) -> None:
     for stage, rows in stages.items():
         table = Table("checkpoint", "bytes", "held-out", "", title=stage, title_justify="left", box=None)
+        table.columns[0].no_wrap = True
         table.columns[1].justify = "right"
         for row in rows:
             if "damaged" in row:
                 table.add_row(Path(row["path"]).name, "", row["damaged"], "damaged")
                 continue
-            marks = (["newest"] if row["newest"] else []) + [f"best {name}" for name in row["best"]]
-            table.add_row(Path(row["path"]).name, f"{row['bytes']:,}", _listed(row["measures"]), ", ".join(marks))
+            best = [shown_name(name, [row["measures"][name]]) for name in row["best"]]
+            marks = (["newest"] if row["newest"] else []) + [f"best {name}" for name in best]
+            table.add_row(Path(row["path"]).name, f"{row['bytes']:,}", _measured(row["measures"]), ", ".join(marks))
         console.print(table)

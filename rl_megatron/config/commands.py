@@ -16,4 +16,5 @@ def command(*words: str) -> str:
 
 def override(key: str, value: str) -> str:
     """Return `key=value` in Hydra's syntax."""
-    return f"{key}={value}" if re.fullmatch(_UNQUOTED, value) else f"{key}={json.dumps(value, ensure_ascii=False)}"
+    plain = re.fullmatch(_UNQUOTED, value, re.ASCII)
+    return f"{key}={value if plain else json.dumps(value, ensure_ascii=False)}"

@@ -109,7 +109,7 @@ class ConsoleProgress:
             if len(metric) < free - _ACTIVITY_WIDTH:
                 after.append(metric)
                 free -= len(metric) + 1
-        after += [text for text in self._activity() if len(text) < free][:1]
+        after += [text for text in self._activity() if text and len(text) < free][:1]
         text = Text.assemble((stage, "bold"), f" {step} ", no_wrap=True, overflow="crop")
         if bar_width >= _BAR[0]:
             done = bar_width * self._step // max(1, self._steps)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from rl_megatron.config.eval_metrics import shown_name
@@ -16,6 +17,8 @@ from rl_megatron.observability.sinks import METRICS_FILE
 # The evaluation metrics that the curves show.
 HELDOUT = ("accuracy", "nll_per_token", "nll_per_character", "preference_accuracy", "reward_accuracy")
 _SHARES = {"accuracy", "reward", "preference_accuracy", "reward_accuracy"}  # if their values are in [0, 1]
+
+_UNLIMITED = 10_000  # columns
 
 
 def write_report(
@@ -51,7 +54,8 @@ def _results(stages: dict[str, dict[str, float]], console: Console) -> Table:
         values = [result[name] for result in stages.values() if name in result]
         columns.append([shown_name(name, values), *(_number(result.get(name)) for result in stages.values())])
     table = _table(list(zip(*columns, strict=True)))
-    if console.measure(table).minimum <= console.width:
+    unlimited = console.options.update(max_width=_UNLIMITED)
+    if Measurement.get(console, unlimited, table).maximum <= console.width:
         return table
     return _table([("metric", *stages), *columns[1:]])
 
