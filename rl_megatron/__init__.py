@@ -9,6 +9,8 @@ import torch; `rl_megatron/__init__.pyi` declares them for type checkers. A subp
 
 import importlib
 
+from rl_megatron.log import silence_libraries as _silence_libraries
+
 __version__ = "0.1.0"
 
 _HOME = {
@@ -17,13 +19,14 @@ _HOME = {
     "ConfigError": "config.errors",
     "DataConfig": "config.schema",
     "DataSource": "data.sources",
+    "EmbeddedEngine": "generation.embedded",
     "Family": "model.families.family",
     "LogprobLoss": "losses",
     "Loss": "losses",
     "LossInputType": "losses",
     "LossNeeds": "algorithms",
     "LossType": "losses",
-    "MegatronEngine": "generation.megatron",
+    "MegatronEngine": "generation.embedded",  # the older name of EmbeddedEngine
     "MegatronPolicy": "policy.megatron_policy",
     "Metric": "config.metrics",
     "ModelConfig": "config.schema",
@@ -57,6 +60,9 @@ _HOME = {
     "vocab_parallel_logprobs": "logprobs",
 }
 __all__ = ["__version__", *_HOME]
+
+
+_silence_libraries()  # before anything imports megatron-core
 
 
 def __getattr__(name: str) -> object:

@@ -5,7 +5,7 @@ import torch
 
 from rl_megatron import (
     LossInputType,
-    MegatronEngine,
+    EmbeddedEngine,
     MegatronPolicy,
     ModelConfig,
     OptimizerConfig,
@@ -35,7 +35,7 @@ def main() -> None:
     topology = start_topology(device="cpu")
     policy = MegatronPolicy(model, topology, vocab_size=260, optimizer=OptimizerConfig(lr=1e-3))
     prompts = [[5, 6, 7], [8, 9], [10, 11, 12], [13]]
-    rollouts = MegatronEngine(policy).generate(prompts, Sampling(max_new_tokens=6), seed=0)
+    rollouts = EmbeddedEngine(policy).generate(prompts, Sampling(max_new_tokens=6), seed=0)
     torch.manual_seed(0)
     rollouts["advantages"] = torch.randn(len(prompts), 1) * rollouts["token_mask"]
 

@@ -51,7 +51,7 @@ def test_pairs_are_split_by_question(configured):
 
 @pytest.mark.parametrize(("limit", "rows"), [(2, 2), (6, 6), (100, 16)])
 def test_every_evaluation_uses_the_same_heldout_pairs(configured, limit, rows):
-    stage = configured(f"data.num_eval_rows={limit}").first
+    stage = configured(f"data.num_eval_examples={limit}").first
     tokenizer = build_tokenizer(stage)
     batch, again = (build_evaluation(stage, tokenizer).batch for _ in range(2))
     assert batch.size == rows

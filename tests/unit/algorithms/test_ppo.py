@@ -86,6 +86,7 @@ def run(monkeypatch):
         config = replace(config, train=replace(config.train, **train))
         metrics_logger = SimpleNamespace(
             begin_stage=lambda *_: None,
+            show_phase=lambda phase: None,
             end_stage=lambda: None,
             record=lambda step, report, kind="train": records.setdefault(kind, {}).setdefault(step, report),
         )

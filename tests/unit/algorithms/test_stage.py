@@ -60,8 +60,11 @@ class Silent:
     def __init__(self, log):
         self.log = log
 
-    def begin_stage(self, stage, start, steps):
+    def begin_stage(self, stage, start, steps, metric):
         self.log.append(("begin", start))
+
+    def show_phase(self, phase):
+        pass
 
     def end_stage(self):
         self.log.append(("end",))

@@ -127,7 +127,11 @@ def test_a_stage_of_a_run_without_stages_is_refused(refused):
         ({"train": {"stpes": 3}}, "train.stpes", "train.steps"),
         ({"stages": {"one": {"algorithm": {"name": "sft"}, "trian": {"steps": 1}}}}, "stages.one.trian", "train"),
         ({"stages": {"one": {"train": {"stpes": 1}}}}, "stages.one.train.stpes", "train.steps"),
-        ({"stages": {"one": {"data": {"numeval_rows": 1}}}}, "stages.one.data.numeval_rows", "data.num_eval_rows"),
+        (
+            {"stages": {"one": {"data": {"numeval_examples": 1}}}},
+            "stages.one.data.numeval_examples",
+            "data.num_eval_examples",
+        ),
         (
             {"stages": {"one": {"algorithm": {"name": "grpo", "leave_one_uot": True}}}},
             "stages.one.algorithm.leave_one_uot",
@@ -392,7 +396,7 @@ def test_a_scalar_that_a_stage_sets_shadows_the_override(refused, experiment):
                 [f"{key}=3", "even", "a pair is two sequences", "set it to 4"],
             )
             for algorithm in ("dpo", "reward_model")
-            for key in ("train.global_batch_size", "train.micro_batch_size", "data.num_eval_rows")
+            for key in ("train.global_batch_size", "train.micro_batch_size", "data.num_eval_examples")
         ),
     ],
 )
@@ -443,7 +447,7 @@ def test_contradicting_keys_of_experts_and_batching(overrides, said):
         ("generation.max_engine_restarts=0", ["generation.max_engine_restarts=0 does nothing"]),
         ("generation.refit_bucket_mb=1", ["generation.refit_bucket_mb=1.0 does nothing"]),
         ("generation.engine_timeout_minutes=1", ["generation.engine_timeout_minutes=1.0 does nothing"]),
-        ("generation.engine=vllm", ["generation.engine='vllm'", "no rollout engine", "megatron, transformers"]),
+        ("generation.engine=vllm", ["generation.engine='vllm'", "no rollout engine", "embedded, transformers"]),
         ("generation.engine_device=gpu", ["generation.engine_device='gpu'", "cuda"]),
         ("generation.gate_limit=0", ["generation.gate_limit=0", "greater than 0"]),
     ],
