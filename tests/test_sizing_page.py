@@ -11,8 +11,8 @@ from docs import generate_sizing as sizing
 from rl_megatron.checkpoint.optimizer_state import parts
 from rl_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from rl_megatron.generation import kv_cache
-from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.embedded import EmbeddedEngine
+from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from tests.parallel.layouts import EXPERTS, MODEL, build_policy
 

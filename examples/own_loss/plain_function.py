@@ -4,8 +4,8 @@ import advantage_weighted  # noqa: F401  # registers the class, to compare with
 import torch
 
 from rl_megatron import (
-    LossInputType,
     EmbeddedEngine,
+    LossInputType,
     MegatronPolicy,
     ModelConfig,
     OptimizerConfig,

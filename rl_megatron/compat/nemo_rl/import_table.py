@@ -46,7 +46,8 @@ def answer(package: str, modules: Mapping[str, Mapping[str, Any]], replace: bool
 
 class _Module(ModuleType):
     """A module of a table. `__path__` makes it a package to the import system, which then asks `_Missing` about every
-    name that a `from … import` does not find."""
+    name that a `from … import` does not find.
+    """
 
     __path__: list[str] = []
 
