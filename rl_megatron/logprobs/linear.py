@@ -18,8 +18,8 @@ from rl_megatron.logprobs.vocab_parallel import Upstream, merge, own_logits
 # The number of logits of a token block. On a GPU they have 512 MiB in bf16: thousands of rows, so that reading the
 # weights for each block is cheap beside the products. On a CPU they have 32 MiB in bf16: about a hundred rows of the
 # largest vocabularies, beyond which more rows are not faster.
-CHUNK_ELEMENTS_CPU = 1 << 24
-CHUNK_ELEMENTS_CUDA = 1 << 28
+BLOCK_ELEMENTS_CPU = 1 << 24
+BLOCK_ELEMENTS_CUDA = 1 << 28
 
 # The size of the fp32 copies of a block's gradient on a CPU, where a product cannot add 16-bit factors to an fp32 sum.
 _WIDENED_ELEMENTS = 1 << 22
@@ -163,7 +163,7 @@ def _check_linear_shapes(
 def _block_tokens(weight: Float[Tensor, "vocab_local hidden"]) -> int:
     """Return the default number of rows of a token block; on a GPU it is a multiple of 1024."""
     on_cpu = weight.device.type == "cpu"
-    tokens = (CHUNK_ELEMENTS_CPU if on_cpu else CHUNK_ELEMENTS_CUDA) // max(1, weight.shape[0])
+    tokens = (BLOCK_ELEMENTS_CPU if on_cpu else BLOCK_ELEMENTS_CUDA) // max(1, weight.shape[0])
     return max(1, tokens) if on_cpu else max(1024, tokens // 1024 * 1024)
 
 
