@@ -80,7 +80,7 @@ def test_a_reward_model_starts_from_a_policy(pairs, forks):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["train.global_batch_size=15"], ["train.global_batch_size=15 must be even", "two rows"]),
+        (["train.global_batch_size=15"], ["train.global_batch_size=15 must be even", "two sequences"]),
         (["train.micro_batch_size=3"], ["train.micro_batch_size=3 must be even"]),
         (["train.global_batch_size=200"], ["200 is 100 pairs of two sequences"]),
         (["loss=clipped_pg"], ["loss.name=clipped_pg does not use logprobs of pairs", "use dpo or ipo"]),
