@@ -125,7 +125,8 @@ class _Without(logging.Filter):
     def __eq__(self, other: object) -> bool:  # a logger takes equal filters once
         return isinstance(other, _Without) and other._beginning == self._beginning
 
-    __hash__ = None
+    def __hash__(self) -> int:
+        return hash(self._beginning)
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith(self._beginning)
