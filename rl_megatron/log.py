@@ -127,7 +127,8 @@ class _Without(logging.Filter):
     def __eq__(self, other: object) -> bool:  # a logger takes equal filters once
         return isinstance(other, _Without) and other._beginning == self._beginning
 
-    __hash__ = None  # pyright: ignore[reportAssignmentType]  # a filter is mutable
+    def __hash__(self) -> int:
+        return hash(self._beginning)
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether to log the record."""

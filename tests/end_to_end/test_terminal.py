@@ -32,7 +32,7 @@ print("done")
 """
 
 
-def on_a_terminal(directory, *arguments, columns=80):
+def on_a_terminal(directory, *arguments, columns=80, status=0):
     """Run the real command on a terminal of this width; return what it drew, as the lines between returns."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
@@ -47,7 +47,7 @@ def on_a_terminal(directory, *arguments, columns=80):
         except OSError:  # the end of the last process that has the terminal
             break
     os.close(ours)
-    assert process.wait(TIMEOUT) == 0, drawn.decode()
+    assert process.wait(TIMEOUT) == status, drawn.decode()
     return re.split(r"[\r\n]+", CONTROL_CODE.sub("", drawn.decode()))
 
 
@@ -63,6 +63,13 @@ def test_a_run_on_a_terminal_of_80_columns(tmp_path):
     assert re.search(r"grpo 4/4 ━+ \d:\d\d:\d\d reward [\d.e-]+$", lines[-1])
     assert any(re.match(r"grpo step 4: held-out accuracy ", line) for line in drawn)
     assert not [line for line in drawn if "arning" in line]
+
+
+def test_an_error_is_the_last_thing_on_a_terminal(tmp_path):
+    """Not the progress line of the stage that failed."""
+    drawn = on_a_terminal(tmp_path, "train", *TINY, "optimizer.lr=1e30", "optimizer.clip_grad=0", status=1)
+    last = [line for line in drawn if line.strip()][-2:]
+    assert last[0].startswith("sft ") and last[1].startswith("error: stage sft, step ")
 
 
 def test_two_ranks_write_plain_lines_and_no_warnings_of_libraries(tmp_path):
