@@ -32,7 +32,7 @@ SLURM = {
     "scontrol": """
         case "$2" in
             hostnames) for node in $(seq "$SLURM_JOB_NUM_NODES"); do echo "node$node"; done ;;
-            node) echo "   NodeAddr=127.0.0.1 NodeHostName=$3" ;;
+            node) [ -n "$3" ] && echo "   NodeAddr=127.0.0.1 NodeHostName=$3" ;;
         esac
         """,
 }
