@@ -116,10 +116,10 @@ class ConsoleProgress:
             text.append(bar[0] * done, "green").append(bar[1] * (bar_width - done), "bright_black").append(" ")
         return text.append(" ".join(after))
 
-    def _count(self, done: int, total: int, unit: str, detail: str) -> None:
-        """Take what a long call reports, as `log.report_progress` says."""
+    def _count(self, done: int, total: int, noun: str, detail: str) -> None:
+        """Keep the progress of a long call; see `log.report_progress`."""
         short = f" {done}/{total}"
-        long = f"{short} {unit}"
+        long = f"{short} {noun}"
         self._counts = (f"{long}, {detail}" if detail else long, long, short) if total > 1 else ()
         if self._live is None and self._is_time():
             self._print_line(self._activity()[0])

@@ -69,8 +69,8 @@ def _table(cells: Sequence[Sequence[str]]) -> Table:
     table = Table()
     for index, name in enumerate(cells[0]):
         table.add_column(name, justify="right" if index else "left", no_wrap=True)
-    for row in cells[1:]:
-        table.add_row(*row)
+    for line in cells[1:]:
+        table.add_row(*line)
     return table
 
 

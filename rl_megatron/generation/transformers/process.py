@@ -186,11 +186,11 @@ class EngineWorkers:
         else:
             self._note(**{kind: f"{worker.name}: {value}"})
 
-    def _report(self, worker: _Worker, done: int, total: int, unit: str, detail: str) -> None:
-        """Report how far all engines are that have said so."""
+    def _report(self, worker: _Worker, done: int, total: int, noun: str, detail: str) -> None:
+        """Report the progress of all engines together, as far as they have reported it."""
         self._progress[worker.index] = done, total
         all_done, all_total = map(sum, zip(*self._progress.values(), strict=True))
-        log.report_progress(all_done, all_total, unit, detail)
+        log.report_progress(all_done, all_total, noun, detail)
 
     def _note_death(self, worker: _Worker) -> None:
         self._note(died=f"{worker.name} {worker.end()}")

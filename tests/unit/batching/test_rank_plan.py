@@ -1,4 +1,4 @@
-"""This rank's microbatches: every sequence once, as many on every rank, groups whole, padding without weight."""
+"""This rank's microbatches: every sequence once, as many on every rank, groups whole, padding with zero loss weight."""
 
 from __future__ import annotations
 
