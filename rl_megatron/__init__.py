@@ -9,6 +9,8 @@ import torch; `rl_megatron/__init__.pyi` declares them for type checkers. A subp
 
 import importlib
 
+from rl_megatron.log import silence_libraries as _silence_libraries
+
 __version__ = "0.1.0"
 
 _HOME = {
@@ -17,21 +19,34 @@ _HOME = {
     "ConfigError": "config.errors",
     "DataConfig": "config.schema",
     "DataSource": "data.sources",
+    "EmbeddedEngine": "generation.embedded",
+    "Family": "model.families.family",
     "LogprobLoss": "losses",
     "Loss": "losses",
+    "LossInputType": "losses",
     "LossNeeds": "algorithms",
-    "MegatronEngine": "generation.megatron",
+    "LossType": "losses",
+    "MegatronEngine": "generation.embedded",  # the older name of EmbeddedEngine
     "MegatronPolicy": "policy.megatron_policy",
+    "Metric": "config.metrics",
     "ModelConfig": "config.schema",
+    "NLLLoss": "losses",
     "OptimizerConfig": "config.schema",
     "ParallelConfig": "config.schema",
     "Reduction": "losses",
+    "RolloutConfig": "config.algorithms",
+    "Sampler": "algorithms.rollout",
     "Sampling": "generation.interfaces",
     "Stage": "algorithms.stage",
     "as_loss": "losses.foreign",
     "build_loss": "losses",
+    "check_problems": "algorithms.rollout",
+    "declare_metrics": "config.metrics",
     "linear_logprobs": "logprobs",
     "load_config": "config.load",
+    "masked_max": "losses.functional",
+    "masked_mean": "losses",
+    "parse_settings": "losses.settings",
     "register_algorithm": "algorithms",
     "register_engine": "generation.registry",
     "register_family": "model.families",
@@ -45,6 +60,9 @@ _HOME = {
     "vocab_parallel_logprobs": "logprobs",
 }
 __all__ = ["__version__", *_HOME]
+
+
+_silence_libraries()  # before anything imports megatron-core
 
 
 def __getattr__(name: str) -> object:

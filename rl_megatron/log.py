@@ -6,9 +6,32 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 LOGGER = logging.getLogger("rl_megatron")
 _said: set[str] = set()
+
+# Warnings of libraries that a user of this package cannot act on: message, category and module (regular expressions).
+_NOT_FOR_USERS: tuple[tuple[str, type[Warning], str], ...] = (
+    # megatron-core looks for GPU packages when it is imported. model/backend.py chooses layers by what is installed.
+    (r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back", UserWarning, r"megatron\."),
+    # It is about the default of a megatron-core setting that this package does not have.
+    (r"full scope is deprecated\. Use empty cuda_graph_scope", UserWarning, r"megatron\."),
+    # megatron-core's optimizer asks every parameter whether it has a gradient.
+    (r"The \.grad attribute of a Tensor that is not a leaf", UserWarning, r"megatron\."),
+    # megatron-core calls functions that torch has renamed. torch attributes some of these calls to its own logger.
+    (r".* is deprecated", FutureWarning, r"megatron\."),
+    (r"`torch\.distributed\.\w+` is deprecated", FutureWarning, r"torch\.distributed\.c10d_logger"),
+)
+# The same for messages that libraries log: logger, and the beginning of the message.
+_NOT_FOR_USERS_LOGGED: tuple[tuple[str, str], ...] = (
+    # Without a GPU, the "GPU" generator of megatron-core is the CPU's, which changes when it is used.
+    ("megatron.core.tensor_parallel.random", "CPU RNG state changed within GPU RNG context"),
+)
+
+Watcher = Callable[[int, int, str, str], None]
+_watcher: Watcher | None = None
 
 
 def is_main_rank() -> bool:
@@ -17,20 +40,32 @@ def is_main_rank() -> bool:
 
 
 def setup() -> None:
-    """Set log levels: INFO on rank 0, ERROR on other ranks, and only errors from torch, megatron-core and transformers.
-
-    Call it before torch and megatron-core are imported, because they warn on import.
-    """
+    """Set log levels: INFO on rank 0, and ERROR on other ranks."""
     if not LOGGER.handlers:
-        handler = logging.StreamHandler()
+        handler = _StderrHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
         LOGGER.addHandler(handler)
         LOGGER.propagate = False
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive the checkpoint writer's fork
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
     LOGGER.setLevel(logging.INFO if is_main_rank() else logging.ERROR)
-    for chatty in ("megatron", "torch.distributed", "transformers"):
-        logging.getLogger(chatty).setLevel(logging.ERROR)
+
+
+def silence_libraries() -> None:
+    """Ignore the warnings of libraries that a user cannot act on.
+
+    It is called when the package is imported, because megatron-core warns when it is imported. Filters that the user
+    has set come first.
+    """
+    for message, category, module in _NOT_FOR_USERS:
+        warnings.filterwarnings("ignore", message, category, module, append=True)
+    for name, beginning in _NOT_FOR_USERS_LOGGED:
+        logging.getLogger(name).addFilter(_Without(beginning))
+
+
+def silence_gpu_advice() -> None:
+    """Ignore advice that only concerns GPUs, in a process that computes on the CPU."""
+    advice = "When using async grad allreduce it is recommended to set the environment variable CUDA_DEVICE"
+    warnings.filterwarnings("ignore", advice, UserWarning, append=True)
 
 
 def once(message: str) -> None:
@@ -44,3 +79,57 @@ def error(message: object) -> None:
     """Print the final line of a failed run to stderr, from rank 0 only because the error is the same on every rank."""
     if is_main_rank():
         print("error:", " ".join(str(message).splitlines()), file=sys.stderr, flush=True)
+
+
+def watch_progress(watcher: Watcher | None) -> None:
+    """Call `watcher` for every progress report of this process from now on; None ends that."""
+    global _watcher
+    _watcher = watcher
+
+
+def is_watched() -> bool:
+    """Return whether there is a watcher that shows progress reports."""
+    return _watcher is not None
+
+
+def report_progress(done: int, total: int, noun: str, detail: str = "") -> None:
+    """Report the progress of a long call. Without a watcher, this does nothing.
+
+    Args:
+        done: The number of items that are done.
+        total: The number of all items.
+        noun: What the items are, such as "sequences".
+        detail: Further text, which is shown if there is space.
+    """
+    if _watcher is not None:
+        _watcher(done, total, noun, detail)
+
+
+class _StderrHandler(logging.StreamHandler):
+    """A handler that writes to the current `sys.stderr`, which a progress bar replaces to print lines above itself."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        """Return the current stderr."""
+        return sys.stderr
+
+
+class _Without(logging.Filter):
+    """A filter that drops the messages with one beginning."""
+
+    def __init__(self, beginning: str):
+        super().__init__()
+        self._beginning = beginning
+
+    def __eq__(self, other: object) -> bool:  # a logger takes equal filters once
+        return isinstance(other, _Without) and other._beginning == self._beginning
+
+    def __hash__(self) -> int:
+        return hash(self._beginning)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to log the record."""
+        return not record.getMessage().startswith(self._beginning)

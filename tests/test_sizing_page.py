@@ -11,8 +11,8 @@ from docs import generate_sizing as sizing
 from rl_megatron.checkpoint.optimizer_state import parts
 from rl_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from rl_megatron.generation import kv_cache
+from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import Sampling
-from rl_megatron.generation.megatron import MegatronEngine
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from tests.parallel.layouts import EXPERTS, MODEL, build_policy
 
@@ -102,7 +102,7 @@ def cached_bytes(batch_size: int) -> int:
 
     kv_cache.CachedAttention.__init__ = keep
     try:
-        MegatronEngine(policy, batch_size).generate([[1, 2, 3]] * batch_size, Sampling(max_new_tokens=5), seed=0)
+        EmbeddedEngine(policy, batch_size).generate([[1, 2, 3]] * batch_size, Sampling(max_new_tokens=5), seed=0)
     finally:
         kv_cache.CachedAttention.__init__ = initialize
     return sum(x.numel() * x.element_size() for cache in caches for x in (cache.keys, cache.values))

@@ -31,7 +31,9 @@ from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.registry import configured_loss
 
 
-@register_algorithm(GRPOConfig, loss=ROLLOUT_LOSS, uses_reference=uses_reference, check_data=check_problems)
+@register_algorithm(
+    GRPOConfig, loss=ROLLOUT_LOSS, uses_reference=uses_reference, check_data=check_problems, progress_metric="reward"
+)
 def grpo(stage: Stage, algorithm: GRPOConfig) -> None:
     """Train the stage's policy by GRPO."""
     loss_fn = configured_loss(stage.config.loss)

@@ -42,7 +42,12 @@ CRITIC = CriticNeeds[PPOConfig](
 
 
 @register_algorithm(
-    PPOConfig, loss=ROLLOUT_LOSS, critic=CRITIC, uses_reference=uses_reference, check_data=check_problems
+    PPOConfig,
+    loss=ROLLOUT_LOSS,
+    critic=CRITIC,
+    uses_reference=uses_reference,
+    check_data=check_problems,
+    progress_metric="reward",
 )
 def ppo(stage: Stage, algorithm: PPOConfig) -> None:
     """Train the stage's policy and critic by PPO."""

@@ -69,6 +69,7 @@ class Algorithm(Generic[ConfigT]):
         uses_reference: Returns whether a stage uses a reference policy, which is a copy of its initial policy.
         check_data: Raises ConfigError if a stage's training data cannot be used; otherwise returns for each item the
             number of tokens of each of its sequences.
+        progress_metric: The training metric that the progress line always shows.
     """
 
     config: type[ConfigT]
@@ -79,6 +80,7 @@ class Algorithm(Generic[ConfigT]):
     critic: CriticNeeds[ConfigT] | None
     uses_reference: Callable[[StageConfig], bool]
     check_data: Callable[[StageConfig, Tokenizer], Sequence[tuple[int, ...]]]
+    progress_metric: str = "loss"
 
     def losses(self, stage: StageConfig) -> dict[str, Mapping[str, Any]]:
         """Return the loss sections of the stage's models, under "policy" and, if there is one, "critic"."""
@@ -109,6 +111,7 @@ def register_algorithm(
     critic: CriticNeeds[ConfigT] | None = None,
     uses_reference: Callable[[StageConfig], bool] = no_reference,
     check_data: Callable[[StageConfig, Tokenizer], Sequence[tuple[int, ...]]] = check_dataset,
+    progress_metric: str = "loss",
 ) -> Callable[[TrainingLoop[ConfigT]], TrainingLoop[ConfigT]]:
     """Return a decorator that registers a training loop as an algorithm.
 
@@ -121,6 +124,7 @@ def register_algorithm(
         critic: The declaration of the critic.
         uses_reference: Returns whether a stage uses a reference policy.
         check_data: Checks a stage's training data.
+        progress_metric: The training metric that the progress line always shows.
 
     Raises:
         TypeError: `config` is not declared with `@section`, or has no name.
@@ -129,7 +133,9 @@ def register_algorithm(
     name = register_algorithm_config(config).name
 
     def add(run: TrainingLoop[ConfigT]) -> TrainingLoop[ConfigT]:
-        ALGORITHMS.register(name)(Algorithm(config, run, loss, fixed_loss, head, critic, uses_reference, check_data))
+        ALGORITHMS.register(name)(
+            Algorithm(config, run, loss, fixed_loss, head, critic, uses_reference, check_data, progress_metric)
+        )
         return run
 
     return add

@@ -16,7 +16,9 @@ from rl_megatron import log
 from rl_megatron.algorithms import preflight, verify
 from rl_megatron.algorithms.evaluate import build_evaluation
 from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, LogprobCheck
+from rl_megatron.algorithms.next_commands import next_commands
 from rl_megatron.algorithms.registry import algorithm_of
+from rl_megatron.algorithms.rerun import CONFIG, recorded_config
 from rl_megatron.algorithms.sampling import stage_sampling
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.algorithms.synced_engine import SyncedEngine
@@ -26,7 +28,6 @@ from rl_megatron.checkpoint.directory import complete_checkpoints, put_back
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.checkpoint_metadata import HUGGING_FACE, hugging_face_files
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import to_yaml
 from rl_megatron.config.schema import OptimizerConfig, RunConfig, StageConfig
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.execution import FusedHead, NonFiniteLoss
@@ -74,9 +75,10 @@ def _run(config: RunConfig) -> None:
     _refuse_failure(on_main_rank(lambda: _put_back_checkpoints(output_dir)))
     tokenizer = _on_all_or_none(lambda: preflight.check(config, output_dir))
     verify.refuse_damage(config, output_dir)
-    _refuse_failure(on_main_rank(lambda: _begin_output(config, output_dir, tokenizer)))
     if dist.get_rank() == 0:
         log.LOGGER.info("%s, %s, vocabulary of %d", layout.describe(), device.type, tokenizer.vocab_size)
+    run_yaml = recorded_config(config, output_dir)
+    _refuse_failure(on_main_rank(lambda: _begin_output(config, run_yaml, output_dir, tokenizer)))
     metrics_logger = _on_all_or_none(lambda: _open_metrics(config, output_dir))
     results: dict[str, Any] = {}
     weights = Path(config.init_from) if config.init_from else None
@@ -87,14 +89,16 @@ def _run(config: RunConfig) -> None:
             if results[name] is None:
                 weights_from = preflight.weights_source(config, output_dir, name)
                 results[name] = _run_stage(
-                    config, name, layout, tokenizer, metrics_logger, directory, weights, weights_from
+                    config, name, layout, tokenizer, metrics_logger, directory, weights, weights_from, run_yaml
                 )
             weights = complete_checkpoints(directory)[-1]
     except FAILURES as error:
         newest = [weights, *complete_checkpoints(directory)][-1]
         kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
         raise type(error)(f"{error}; {kept}") from error
-    metrics_logger.finish(_summary(results, layout, time.perf_counter() - started))
+    assert weights is not None  # the last stage's last checkpoint
+    summary = _summary(results, layout, time.perf_counter() - started)
+    metrics_logger.finish(summary, next_commands(config, tokenizer, weights))
 
 
 def _open_metrics(config: RunConfig, output_dir: Path) -> MetricsLogger:
@@ -114,14 +118,14 @@ def _put_back_checkpoints(output_dir: Path) -> None:
         put_back(stage)
 
 
-def _begin_output(config: RunConfig, output_dir: Path, tokenizer: Tokenizer) -> None:
+def _begin_output(config: RunConfig, run_yaml: str, output_dir: Path, tokenizer: Tokenizer) -> None:
     """Write the files that a run's directory has from the start: the tokenizer and the effective configuration.
 
     If the model came from Hugging Face, its files except the weights are copied too, for an export of this run's
     checkpoints.
     """
     save_tokenizer(tokenizer, output_dir)
-    (output_dir / "config.yaml").write_text(to_yaml(config))
+    (output_dir / CONFIG).write_text(run_yaml)
     carried = hugging_face_files(Path(config.init_from)) if config.init_from else None
     kept = output_dir / HUGGING_FACE
     if carried is not None and carried.resolve() != kept.resolve():
@@ -171,6 +175,7 @@ def _run_stage(
     directory: Path,
     weights: Path | None,
     weights_from: str,
+    run_yaml: str,
 ) -> dict[str, Any]:
     config = run_config.stages[name]
     algorithm, settings = algorithm_of(config), config.algorithm
@@ -184,7 +189,8 @@ def _run_stage(
     evaluation = build_evaluation(config, tokenizer)
     stage = Stage(
         name, config, policy, engine, tokenizer, metrics_logger, directory, run_config.resume,
-        lambda: evaluation.evaluate(policy, engine), weights_from, critic, to_yaml(run_config),
+        lambda: evaluation.evaluate(policy, engine), weights_from, critic, run_yaml,
+        algorithm.progress_metric,
     )  # fmt: skip
     try:
         algorithm.run(stage, settings)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rl_megatron import log
 from rl_megatron.algorithms.checkpointer import Checkpointer, critic_checkpoints
 from rl_megatron.checkpoint.directory import complete_checkpoints
 from rl_megatron.config.schema import StageConfig
@@ -41,6 +42,7 @@ class Stage:
         weights_from: A description of the initial weights, which checkpoints store: the reference policy has them.
         critic: The critic, for algorithms that have one. It is saved and resumed with the policy.
         run_config: The run's configuration as YAML, which checkpoints store.
+        progress_metric: The training metric that the progress line always shows.
         results: The newest eval metrics and samples.
         timer: The time that each phase of a step takes.
     """
@@ -57,12 +59,14 @@ class Stage:
     weights_from: str
     critic: MegatronPolicy | None = None
     run_config: str | None = None
+    progress_metric: str = "loss"
     results: dict[str, Any] = field(default_factory=dict)
     timer: PhaseTimer = field(default_factory=PhaseTimer)
 
     def __post_init__(self) -> None:
         self.checkpointer = Checkpointer(self.checkpoints, self.config.train, self.policy, self.critic)
         self._evaluated_at: int | None = None
+        self.timer.observer = self.metrics_logger.show_phase
 
     def steps(self) -> Iterator[int]:
         """Yield the step numbers 1 … train.steps, or those after the newest checkpoint of this stage if it is resumed.
@@ -71,7 +75,7 @@ class Stage:
         """
         train = self.config.train
         start = self._resume_from_newest()
-        self.metrics_logger.begin_stage(self.name, start, train.steps)
+        self.metrics_logger.begin_stage(self.name, start, train.steps, self.progress_metric)
         try:
             if start == 0:
                 self._evaluate(0)
@@ -149,6 +153,8 @@ class Stage:
             self.critic.load_checkpoint(critic_checkpoints(self.checkpoints) / saved[-1].name, verify=False)
         self.results = manifest["results"]
         self._evaluated_at = manifest.get("evaluated_at")
+        step, steps = manifest["step"], self.config.train.steps
+        log.LOGGER.info("stage %s: resuming after step %d of %d, from %s", self.name, step, steps, saved[-1])
         return manifest["step"]
 
     def _evaluate(self, step: int) -> None:

@@ -8,7 +8,7 @@ from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.sources import build_source
 from rl_megatron.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 
-_DIRECTORY = "tokenizer"  # a subdirectory of the run's output directory
+TOKENIZER = "tokenizer"  # a subdirectory of the run's output directory
 
 
 def build_tokenizer(stage: StageConfig) -> Tokenizer:
@@ -23,13 +23,13 @@ def run_tokenizer(stage: StageConfig, output_dir: Path) -> Tokenizer:
 
     It is the same on every rank, because training a BPE is deterministic.
     """
-    saved = output_dir / _DIRECTORY
+    saved = output_dir / TOKENIZER
     return load_tokenizer(saved) if saved.is_dir() else build_tokenizer(stage)
 
 
 def save_tokenizer(tokenizer: Tokenizer, output_dir: Path) -> None:
     """Save the run's tokenizer in `output_dir` atomically; do nothing if it has been saved already."""
-    final = output_dir / _DIRECTORY
+    final = output_dir / TOKENIZER
     if not final.is_dir():
         partial = final.with_suffix(".incomplete")
         tokenizer.save(partial)

@@ -1,11 +1,14 @@
-"""`rl-megatron COMMAND …`: compose the configuration, validate it, hand over. torch is imported only by commands that
-need it, so that help and mistakes answer at once."""
+"""Parse the command line, compose and check the configuration, and call the command.
+
+torch is imported only by commands that need it, so that help and error messages come at once.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from pathlib import Path
+from typing import IO
 
 from rl_megatron import __version__, log
 from rl_megatron.config.errors import ConfigError
@@ -15,8 +18,8 @@ _COMMANDS = {
     "certify": "compare the layout of these ranks with one process: loss, every gradient, logprobs, metrics",
 }
 _CONVERSIONS = {
-    "import": ("HF_DIR", "CHECKPOINT", "make of a Hugging Face directory a checkpoint that any layout starts from"),
-    "export": ("CHECKPOINT", "HF_DIR", "make of a checkpoint a Hugging Face directory that transformers loads"),
+    "import": ("HF_DIR", "CHECKPOINT", "make a checkpoint, which any layout can load, from a Hugging Face directory"),
+    "export": ("CHECKPOINT", "HF_DIR", "make a Hugging Face directory, which transformers can load, from a checkpoint"),
 }
 _EXAMPLES = """examples:
   rl-megatron train experiment=quickstart
@@ -29,8 +32,16 @@ _EXAMPLES = """examples:
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that prints on rank 0 only, because under torchrun every rank parses the same arguments."""
+
+    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+        if log.is_main_rank():
+            super()._print_message(message, file)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="rl-megatron",
         description="Train language models on megatron-core, from pretraining to DPO, GRPO and PPO.",
         epilog=_EXAMPLES,
@@ -41,20 +52,22 @@ def _parser() -> argparse.ArgumentParser:
     for name, help_text in _COMMANDS.items():
         command = commands.add_parser(name, help=help_text)
         command.add_argument("overrides", nargs="*", help="Hydra overrides, key=value; experiment=NAME picks one")
-        command.add_argument("--config-dir", help="a directory of your own configs and plugins, beside ours")
+        command.add_argument("--config-dir", help="a directory with your own configs and plugins")
         command.add_argument("--print-config", action="store_true", help="print the effective configuration and stop")
-    inspect = commands.add_parser("inspect", help="show what a checkpoint holds, or which checkpoints a run has")
-    inspect.add_argument("path", type=Path, help="a checkpoint, the directory of a stage's, or a run's output_dir")
+    inspect = commands.add_parser("inspect", help="show the content of a checkpoint, or list the checkpoints of a run")
+    where = "a checkpoint, the directory of a stage's checkpoints, or the output_dir of a run"
+    inspect.add_argument("path", type=Path, help=where)
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
-    inspect.add_argument("--no-verify", action="store_true", help="leave the files' contents unread")
-    inspect.add_argument("--json", action="store_true", help="for programs")
+    inspect.add_argument("--no-verify", action="store_true", help="do not compare the files with their digests")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
     _add_plugins(inspect)
     _add_convert(commands)
     return parser
 
 
 def _add_convert(commands: argparse._SubParsersAction) -> None:
-    convert = commands.add_parser("convert", help="Hugging Face directory to checkpoint and back, without a GPU")
+    help_text = "convert a Hugging Face directory to a checkpoint and back, without a GPU"
+    convert = commands.add_parser("convert", help=help_text)
     directions = convert.add_subparsers(dest="direction", required=True, metavar="DIRECTION")
     for name, (source, target, help_text) in _CONVERSIONS.items():
         direction = directions.add_parser(name, help=help_text)
@@ -67,14 +80,13 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_plugins(command: argparse.ArgumentParser) -> None:
-    """Add the options of a command that reads no configuration, which would list plugins."""
-    plugin = "a module of your own to import first, such as one with a model family; may be given several times"
+    """Add the options that name plugins, for commands that do not read a configuration."""
+    plugin = "a module to import first, such as one with your model family; can be given several times"
     command.add_argument("--plugin", action="append", default=[], metavar="MODULE", help=plugin)
     command.add_argument("--config-dir", help="a directory whose modules can be plugins")
 
 
 def _convert(parsed: argparse.Namespace) -> int:
-    log.setup()
     from rl_megatron.cli.convert import convert
 
     convert(parsed.direction, parsed.source, parsed.target, getattr(parsed, "max_shard_size", None))
@@ -82,11 +94,14 @@ def _convert(parsed: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status: 0 when all went well, 2 for bad input (one readable message), 1 for a failed run."""
+    """Run a command and return the exit status: 0 for success, 2 for bad input, 1 for a failed run."""
     parser = _parser()
-    parsed, rest = parser.parse_known_args(arguments)  # overrides may stand on both sides of an option
+    parsed, rest = parser.parse_known_args(arguments)  # overrides may come before and after an option
     if any(argument.startswith("-") for argument in rest) or (rest and parsed.command in ("inspect", "convert")):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    log.setup()
+    if parsed.command in ("convert", "inspect") and not log.is_main_rank():
+        return 0  # rank 0 alone does the work
     try:
         if parsed.command in ("convert", "inspect"):
             from rl_megatron.config.plugins import import_plugins
@@ -95,7 +110,6 @@ def main(arguments: list[str] | None = None) -> int:
         if parsed.command == "convert":
             return _convert(parsed)
         if parsed.command == "inspect":
-            log.setup()
             from rl_megatron.cli.inspect import inspect
 
             return inspect(parsed.path, parsed.tensors, not parsed.no_verify, parsed.json)
@@ -104,9 +118,9 @@ def main(arguments: list[str] | None = None) -> int:
 
         config = load_config(parsed.overrides, parsed.config_dir)
         if parsed.print_config:
-            print(to_yaml(config), end="")
+            if log.is_main_rank():
+                print(to_yaml(config), end="")
             return 0
-        log.setup()
         if parsed.command == "certify":
             from rl_megatron.certify.command import certify
 

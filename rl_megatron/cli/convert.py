@@ -1,4 +1,4 @@
-"""`rl-megatron convert`: the two conversions, with a progress bar."""
+"""Convert weights from and to Hugging Face directories with a progress bar, for `rl-megatron convert`."""
 
 from __future__ import annotations
 
@@ -11,27 +11,43 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
 from rl_megatron.checkpoint import hf_convert
+from rl_megatron.config.commands import command, override
 from rl_megatron.config.errors import ConfigError
 
 _SUFFIXES = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 def convert(direction: str, source: str, target: str, max_shard_size: str | None) -> None:
-    """`direction`: import or export.  Raises: ConfigError."""
-    console = Console()
+    """Convert weights, and print how to go on.
+
+    Args:
+        direction: "import" (Hugging Face to checkpoint) or "export" (checkpoint to Hugging Face).
+        source: The directory to read.
+        target: The directory to write.
+        max_shard_size: The largest file of an export, such as "5GB"; None for the default.
+
+    Raises:
+        ConfigError: The source cannot be converted, the target exists, or the size cannot be read.
+    """
+    console = Console(soft_wrap=True, highlight=False, markup=False)  # no line is wrapped, so that it can be copied
     limit = hf_convert.MAX_SHARD_BYTES if max_shard_size is None else num_bytes(max_shard_size)
     with _progress(console, f"{direction} {source}") as report:
         if direction == "import":
             manifest = hf_convert.import_weights(Path(source), Path(target), report)
-            then = f"start from it with: model=init_from init_from={target}"
-            console.print(f"{target}: {manifest['model']['num_layers']} layers; {then}", highlight=False)
+            console.print(f"{target}: a checkpoint of {manifest['model']['num_layers']} layers. To start from it:")
+            start = override("init_from", target), override("output_dir", f"outputs/{Path(target).name}")
+            console.print(f"  {command('train', 'model=init_from', *start)}")
         else:
             config = hf_convert.export_weights(Path(source), Path(target), limit, report)
-            console.print(f"{target}: {config['architectures'][0]}", highlight=False)
+            console.print(f"{target}: {config['architectures'][0]}, as transformers loads it")
 
 
 def num_bytes(size: str) -> int:
-    """ "5GB" → 5,000,000,000; "2GiB" → 2,147,483,648."""
+    """Return the bytes of a size: 5,000,000,000 for "5GB", and 2,147,483,648 for "2GiB".
+
+    Raises:
+        ConfigError: The text is not a size.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", size.strip().upper())
     if match is None or match[2] not in _SUFFIXES or not float(match[1]) * _SUFFIXES[match[2]] >= 1:
         raise ConfigError(f"--max-shard-size {size}: give a size such as 500MB, 5GB or 2GiB")
@@ -43,6 +59,6 @@ def _progress(console: Console, title: str) -> Iterator[hf_convert.Progress]:
     columns = (
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

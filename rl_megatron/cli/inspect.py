@@ -1,4 +1,4 @@
-"""`rl-megatron inspect`: what a checkpoint holds, or which checkpoints there are."""
+"""Show the content of a checkpoint, or list the checkpoints of a run, for `rl-megatron inspect`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from rl_megatron.checkpoint.summary import describe, list_checkpoints
 from rl_megatron.config.checkpoint_metadata import MANIFEST
+from rl_megatron.config.eval_metrics import shown_name
 
 _TENSORS_SHOWN = 10
 _WIDTH = 160
@@ -18,7 +20,17 @@ _HEADS = {"lm": "language model", "score": "reward model or critic (score head)"
 
 
 def inspect(path: Path, all_tensors: bool, verify: bool, as_json: bool) -> int:
-    """Raises: ConfigError where `path` is no checkpoint and holds none, or one is damaged."""
+    """Print the content of a checkpoint, or the checkpoints of a directory, and return the exit status.
+
+    Args:
+        path: A checkpoint, the checkpoints of a stage, or the output directory of a run.
+        all_tensors: Whether to list every tensor.
+        verify: Whether to compare the files with their digests.
+        as_json: Whether to print JSON instead of tables.
+
+    Raises:
+        ConfigError: There is no checkpoint at `path`, or one is damaged.
+    """
     is_one = path.name.startswith("step-") or (path / MANIFEST).is_file()
     found = describe(path, verify) if is_one else list_checkpoints(path)
     if as_json:
@@ -26,7 +38,7 @@ def inspect(path: Path, all_tensors: bool, verify: bool, as_json: bool) -> int:
         return 0
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = _WIDTH  # a pipe has none, and names should not be cut
+        console.width = _WIDTH  # a pipe has no width, and names should not be cut
     if is_one:
         _show(console, found, all_tensors)
     else:
@@ -35,10 +47,14 @@ def inspect(path: Path, all_tensors: bool, verify: bool, as_json: bool) -> int:
 
 
 def _show(console: Console, found: dict[str, Any], all_tensors: bool) -> None:
+    described = _facts(found)
+    width = max(len(name) for name, _ in described) + 2
+    path = Text.assemble(("checkpoint".ljust(width), "bold"), found["path"])
+    console.print(path, soft_wrap=True)  # on one line, so that it can be copied
     facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column(overflow="fold")
-    for name, value in _facts(found):
+    for name, value in described:
         facts.add_row(name, value)
     console.print(facts)
     shown = found["tensors"] if all_tensors else found["tensors"][:_TENSORS_SHOWN]
@@ -57,22 +73,21 @@ def _show(console: Console, found: dict[str, Any], all_tensors: bool) -> None:
 
 
 def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """What is known, by name; manifests of before did not say all of it, and API users need not."""
+    """Return (name, value) of what the manifest says. Older manifests, and those of API users, say less."""
     stage = f" of stage {found['stage']}" if "stage" in found else ""
     size = f"{found['num_parameters']:,} parameters, {found['parameter_bytes']:,} bytes"
     states = f"{', '.join(found['optimizer_state'])}; {found['optimizer_bytes']:,} bytes"
     facts = [
-        ("checkpoint", found["path"]),
         ("step", f"{found['step']}{stage}"),
         ("head", _HEADS[found.get("head", "lm")]),
         ("size", size),
         ("model", _listed({key: value for key, value in found["model"].items() if value is not None})),
-        ("optimizer", states if found["optimizer_state"] else "no state: weights alone"),
+        ("optimizer", states if found["optimizer_state"] else "no state, only weights"),
     ]
     eval_metrics = found.get("results", {}).get("measures", {})
     if eval_metrics:
         at = found.get("evaluated_at", found["step"])
-        facts.append(("held-out", _listed(eval_metrics) + ("" if at == found["step"] else f" (at step {at})")))
+        facts.append(("held-out", _listed_metrics(eval_metrics) + ("" if at == found["step"] else f" (at step {at})")))
     if "tokenizer" in found:
         facts.append(("tokenizer", f"digest {found['tokenizer']}, vocabulary of {found.get('vocab_size', 'unknown')}"))
     for name in ("precision", "layout", "weights_from", "data", "versions"):
@@ -83,18 +98,26 @@ def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _listed(values: dict[str, Any]) -> str:
-    written = {key: f"{value:.4g}" if isinstance(value, float) else str(value) for key, value in values.items()}
-    return ", ".join(f"{key} {value}" for key, value in written.items())
+    return ", ".join(
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items()
+    )
+
+
+def _listed_metrics(metrics: dict[str, float]) -> str:
+    return _listed({shown_name(name, [value]): value for name, value in metrics.items()})
 
 
 def _list(console: Console, stages: dict[str, list[dict[str, Any]]]) -> None:
     for stage, entries in stages.items():
         table = Table("checkpoint", "bytes", "held-out", "", title=stage, title_justify="left", box=None)
+        table.columns[0].no_wrap = True
         table.columns[1].justify = "right"
         for entry in entries:
             if "damaged" in entry:
                 table.add_row(Path(entry["path"]).name, "", entry["damaged"], "damaged")
                 continue
-            marks = (["newest"] if entry["newest"] else []) + [f"best {name}" for name in entry["best"]]
-            table.add_row(Path(entry["path"]).name, f"{entry['bytes']:,}", _listed(entry["measures"]), ", ".join(marks))
+            best = [shown_name(name, [entry["measures"][name]]) for name in entry["best"]]
+            marks = (["newest"] if entry["newest"] else []) + [f"best {name}" for name in best]
+            eval_metrics = _listed_metrics(entry["measures"])
+            table.add_row(Path(entry["path"]).name, f"{entry['bytes']:,}", eval_metrics, ", ".join(marks))
         console.print(table)

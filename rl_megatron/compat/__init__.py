@@ -1,1 +1,1 @@
-"""Other projects' import paths, answered by this package when asked to. One module, and one table, per project."""
+"""Import paths of other projects, which this package provides on request: one subpackage and table per project."""

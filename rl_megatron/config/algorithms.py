@@ -47,7 +47,7 @@ class PairsConfig(AlgorithmConfig):
         counts = {
             "train.global_batch_size": stage.train.global_batch_size,
             "train.micro_batch_size": stage.train.micro_batch_size,
-            "data.num_eval_rows": stage.data.num_eval_rows,
+            "data.num_eval_examples": stage.data.num_eval_examples,
         }
         for key, count in counts.items():
             if count % 2:

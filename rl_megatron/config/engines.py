@@ -30,7 +30,7 @@ class EngineDeclaration:
 
 
 ENGINE_DECLARATIONS: Registry[EngineDeclaration] = Registry("rollout engine")
-ENGINE_DECLARATIONS.register("megatron")(EngineDeclaration(runs_in_processes=False))
+ENGINE_DECLARATIONS.register("embedded")(EngineDeclaration(runs_in_processes=False))
 ENGINE_DECLARATIONS.register("transformers")(EngineDeclaration(runs_in_processes=True))
 
 

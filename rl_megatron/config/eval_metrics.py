@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rl_megatron.config.metrics import Metric, declare_metrics
 from rl_megatron.config.registry import Registry
 
@@ -45,6 +47,14 @@ declare_metrics(
 HIGHER_IS_BETTER: dict[str, bool] = {
     name: metric.better == "higher" for name, metric in EVAL_METRICS.items() if metric.better is not None
 }
+
+
+def shown_name(name: str, values: Iterable[float]) -> str:
+    """Return what people are shown for an evaluation metric that has these values.
+
+    "accuracy" is the mean reward of held-out problems. It is only called so if it can be a share of right answers.
+    """
+    return "mean reward" if name == "accuracy" and not all(0 <= value <= 1 for value in values) else name
 
 
 def better(name: str, value: float, than: float) -> bool:

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
 from rl_megatron.config import algorithms, checkpoint_metadata, data_sources, schema
+from rl_megatron.config.aliases import UserFiles, rename_overrides, rename_tree
 from rl_megatron.config.engines import check_generation
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.model_rules import check_model
@@ -50,7 +51,8 @@ def load_config(overrides: list[str], config_dir: str | None = None) -> schema.R
         ConfigError: A key or value is wrong. The message names the key, the value, the rule and, for a mistyped key,
             the nearest one.
     """
-    tree = _compose(overrides, config_dir)
+    overrides = rename_overrides(overrides)
+    tree = rename_tree(_compose(overrides, config_dir))
     tree.pop("experiment", None)
     import_plugins(listed_plugins(tree.get("plugins")), None if config_dir is None else Path(config_dir))
     _take_tokenizer(tree)
@@ -90,7 +92,8 @@ def to_yaml(config: schema.RunConfig) -> str:
 def from_yaml(text: str, where: str) -> schema.RunConfig:
     """Return the configuration that `to_yaml` wrote, after importing its plugins.
 
-    Keys that the text does not have, because they were added later, take their default.
+    Keys that the text does not have, because they were added later, take their default. Older names of keys are
+    accepted.
 
     Args:
         text: The YAML.
@@ -102,6 +105,7 @@ def from_yaml(text: str, where: str) -> schema.RunConfig:
     try:
         tree = yaml.safe_load(text)
         if isinstance(tree, Mapping):
+            tree = rename_tree(tree)
             import_plugins(listed_plugins(tree.get("plugins")))
         return TypeAdapter(schema.RunConfig).validate_python(tree)
     except ConfigError as error:
@@ -116,7 +120,7 @@ def _compose(overrides: list[str], config_dir: str | None) -> dict[str, Any]:
     if config_dir is not None:
         if not Path(config_dir).is_dir():
             raise ConfigError(f"--config-dir {config_dir} is not a directory")
-        extra = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"]
+        extra = [f"hydra.searchpath=[{UserFiles.scheme()}://{Path(config_dir).resolve()}]"]
     GlobalHydra.instance().clear()
     # For configs/model/init_from.yaml.
     OmegaConf.register_new_resolver("of_checkpoint", checkpoint_metadata.model_key, replace=True)

@@ -281,7 +281,7 @@ class DataConfig:
     # What to do with a sequence longer than model.max_sequence_length. error: stop the run. truncate: cut the end of
     # its answer. drop: leave it out, and a preference pair as a whole. For sft, dpo and reward_model.
     too_long: Literal["error", "truncate", "drop"] = "error"
-    num_eval_rows: Positive = 256  # held-out sequences, or problems, per evaluation; a preference pair is two sequences
+    num_eval_examples: Positive = 256  # held-out sequences, or problems, per evaluation; a pair is two sequences
     task: dict[str, Any] = field(default_factory=dict)  # name and options of a registered task, for source=task
     num_documents: Positive = 20_000  # pretraining documents that a task generates
     num_demonstrations: Positive = 1_000  # SFT examples taken from a task
@@ -309,9 +309,9 @@ class GenerationConfig:
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0  # sample from the likeliest tokens of this total mass; 1: off
     stop_tokens: tuple[str, ...] = ()  # texts that end a completion, besides end-of-sequence; each must be one token
     batch_size: Positive = 256  # sequences decoded together on one data-parallel rank, or in one engine process
-    # Name of a registered rollout engine. megatron: the embedded engine, in which the sharded training model generates
-    # itself. transformers: a Hugging Face model in its own processes, which get the policy's weights after each change.
-    engine: str = "megatron"
+    # Name of a registered rollout engine. embedded: the sharded training model itself generates. transformers: a
+    # Hugging Face model in its own processes, which get the policy's weights after each change.
+    engine: str = "embedded"
     num_engines: Positive = 1  # engine processes, among which the prompts are divided
     # auto: the CPU if the policy computes on the CPU; otherwise the GPUs after those of the machine's ranks, or rank
     # 0's GPU with refit=shared_memory. cpu: the CPU. cuda: GPUs 0, 1, …. cuda:N: GPUs N, N+1, ….

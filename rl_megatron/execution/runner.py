@@ -23,7 +23,7 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution.metrics import Denominators, reduce_metrics
 from rl_megatron.execution.microbatch import ModelInput
 from rl_megatron.execution.p2p import PlannedCommunicator
-from rl_megatron.log import once
+from rl_megatron.log import once, report_progress
 from rl_megatron.logprobs import DeferredLogits, LogprobStats, Sharding, next_token_stats, vocab_parallel_top_k
 from rl_megatron.losses.base import Loss
 from rl_megatron.model.heads.deferred import DeferredHead, UncopiedHead
@@ -186,7 +186,7 @@ class Runner:
         with torch.set_grad_enabled(not forward_only), nullcontext() if head is None else head.in_use():
             results = forward_backward(
                 forward_step_func=forward_step,
-                data_iterator=[iter(prepared) for _ in self.model_chunks],
+                data_iterator=[_reported(prepared), *(iter(prepared) for _ in self.model_chunks[1:])],
                 model=self.model_chunks,
                 num_microbatches=len(microbatches),
                 seq_length=shapes[0][1],
@@ -223,6 +223,13 @@ class Runner:
         report = {name: torch.as_tensor(value, device=loss.device).detach().double() for name, value in metrics.items()}
         report["loss"] = loss.detach().double()
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), report
+
+
+def _reported(prepared: list[tuple[Microbatch, ModelInput]]) -> Iterator[tuple[Microbatch, ModelInput]]:
+    """Yield the microbatches, and report before each how many were begun."""
+    for begun, item in enumerate(prepared):
+        report_progress(begun, len(prepared), "microbatches")
+        yield item
 
 
 def _stats(batch: BatchedDataDict, logits: Tensor | DeferredLogits, sharding: Sharding) -> LogprobStats:

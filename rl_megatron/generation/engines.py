@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import StageConfig
+from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import RolloutEngine
-from rl_megatron.generation.megatron import MegatronEngine
 from rl_megatron.generation.registry import ENGINES, register_engine
 from rl_megatron.generation.transformers.engine import TransformersEngine, engine_devices
 from rl_megatron.model.families import family_of_model
@@ -40,12 +40,12 @@ def _check_transformers(stage: StageConfig, vocab_size: int) -> None:
     try:
         family_of_model(stage.model, stage.model.vocab_size or vocab_size)
     except ConfigError as error:
-        raise ConfigError(f"generation.engine=transformers: {error}; set generation.engine=megatron") from error
+        raise ConfigError(f"generation.engine=transformers: {error}; set generation.engine=embedded") from error
 
 
-@register_engine("megatron")
-def _megatron(policy: MegatronPolicy, stage: StageConfig) -> RolloutEngine:
-    return MegatronEngine(policy, stage.generation.batch_size)
+@register_engine("embedded")
+def _embedded(policy: MegatronPolicy, stage: StageConfig) -> RolloutEngine:
+    return EmbeddedEngine(policy, stage.generation.batch_size)
 
 
 @register_engine("transformers", runs_in_processes=True, check=_check_transformers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rl_megatron.config.aliases import VALUE_ALIASES
 from rl_megatron.config.engines import ENGINE_DECLARATIONS, EngineDeclaration
 from rl_megatron.config.registry import Registry
 from rl_megatron.config.schema import StageConfig
@@ -49,11 +50,12 @@ def register_engine(
         check: See `EngineKind`.
 
     Raises:
-        ValueError: Another engine has this name already.
+        ValueError: Another engine has this name already, or once had it.
     """
 
     def add(build: BuildEngine) -> BuildEngine:
-        if name in ENGINE_DECLARATIONS and build.__module__ != _OWN_ENGINES:
+        taken = name in ENGINE_DECLARATIONS or name in VALUE_ALIASES["generation.engine"]
+        if taken and build.__module__ != _OWN_ENGINES:
             raise ValueError(f"rollout engine {name!r} is one of the package's own; choose another name")
         ENGINES.register(name)(EngineKind(build, check))
         if name not in ENGINE_DECLARATIONS:

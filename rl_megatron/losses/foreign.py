@@ -92,7 +92,7 @@ class ProtocolLoss(LogprobLoss):
     """
 
     def __init__(self, loss_fn: LossFunction) -> None:
-        self._loss_fn, name = loss_fn, type(loss_fn).__name__
+        self._loss_fn, name = loss_fn, _name_of(loss_fn)
         if not takes_logprobs(loss_fn):
             raise TypeError(
                 f"{name} takes {getattr(loss_fn, 'input_type', None)}, but a loss function that is not a "
@@ -115,8 +115,8 @@ class ProtocolLoss(LogprobLoss):
 
     @property
     def display_name(self) -> str:
-        """Return the name of the object's class."""
-        return type(self._loss_fn).__name__
+        """Return the name of the function, or of the object's class."""
+        return _name_of(self._loss_fn)
 
     def evaluate(
         self, data: Mapping[str, Any], global_valid_seqs: Any, global_valid_toks: Any, **keywords: Any
@@ -132,3 +132,8 @@ def takes_logprobs(loss_fn: Any) -> bool:
     Losses of NeMo RL's first generation declare no input_type.
     """
     return getattr(loss_fn, "input_type", None) is LossInputType.LOGPROB
+
+
+def _name_of(loss_fn: Any) -> str:
+    """Return the name of a function, or that of an object's class."""
+    return getattr(loss_fn, "__name__", type(loss_fn).__name__)

@@ -49,14 +49,14 @@ def check_types(settings: Any) -> None:
     """
     for field in dataclasses.fields(settings):
         value, declared = getattr(settings, field.name), str(field.type)
-        where = f"{type(settings).__name__}.{field.name}={value!r}"
+        setting = f"{type(settings).__name__}.{field.name}={value!r}"
         if declared == "bool" and not isinstance(value, bool):
-            raise TypeError(f"{where} must be true or false")
+            raise TypeError(f"{setting} must be true or false")
         if "float" in declared and not ("None" in declared and value is None):
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"{where} must be a number{' or null' if 'None' in declared else ''}")
+                raise TypeError(f"{setting} must be a number{' or null' if 'None' in declared else ''}")
             if not math.isfinite(value):
-                raise ValueError(f"{where} must be finite")
+                raise ValueError(f"{setting} must be finite")
 
 
 def check_ranges(settings: Any, at_least_zero: Iterable[str] = (), above_zero: Iterable[str] = ()) -> None:

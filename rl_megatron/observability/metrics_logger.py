@@ -30,24 +30,33 @@ class MetricsLogger:
             sinks: Names of registered sinks (`sinks.register_sink`).
         """
         self.output_dir, self.enabled = output_dir, enabled
-        self._console = Console(quiet=not enabled)
+        self._console = Console(quiet=not enabled, soft_wrap=True)  # a path that is copied stays in one piece
         self._progress = ConsoleProgress(self._console)
         self._sinks: list[MetricSink] = [SINKS[name](output_dir) for name in sinks] if enabled else []
         self._noted: dict[str, float] = {}
         self._stage, self._last = "", time.perf_counter()
 
-    def begin_stage(self, stage: str, start: int, steps: int) -> None:
-        """Begin the lines of a stage, whose first `start` of `steps` steps are done; later lines of it are dropped."""
+    def begin_stage(self, stage: str, start: int, steps: int, metric: str = "loss") -> None:
+        """Begin the lines of a stage, whose first `start` of `steps` steps are done; later lines of it are dropped.
+
+        `metric` is the one that the display always has.
+        """
         self._stage, self._last = stage, time.perf_counter()
         if not self.enabled:
             return
         for sink in self._sinks:
             sink.begin_stage(stage, start)
-        self._progress.begin_stage(stage, start, steps)
+        self._progress.begin_stage(stage, start, steps, metric)
 
     def end_stage(self) -> None:
         """End the display of the stage."""
-        self._progress.end_stage()
+        if self.enabled:
+            self._progress.end_stage()
+
+    def show_phase(self, phase: str | None) -> None:
+        """Show which phase of the training loop runs (`phase_timer.PhaseTimer`); None between phases."""
+        if self.enabled:
+            self._progress.show_phase(phase)
 
     def note(self, metrics: dict[str, float]) -> None:
         """Keep metrics of what happens within a step for the next line that is recorded."""
@@ -71,14 +80,15 @@ class MetricsLogger:
             sink.write(line)
         self._progress.show(step, metrics, kind)
 
-    def finish(self, summary: dict[str, Any]) -> None:
+    def finish(self, summary: dict[str, Any], next_commands: Sequence[tuple[str, str]] = ()) -> None:
         """Close the sinks and write the run's report. Its curves are those of the `jsonl` sink's file.
 
         Args:
             summary: What summary.json will have; `stages`, `seconds` and `layout` are shown as well.
+            next_commands: What can be done with the result: in words, and as a command to copy.
         """
         if not self.enabled:
             return
         for sink in self._sinks:
             sink.close()
-        write_report(self.output_dir, summary, self._console)
+        write_report(self.output_dir, summary, self._console, next_commands)

@@ -29,10 +29,19 @@ class PhaseTimer:
     phase ends is not waited for.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        """`clock` returns seconds, and never goes back."""
-        self._clock = clock
-        self._running: set[str] = set()
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        observer: Callable[[str | None], None] = lambda phase: None,
+    ):
+        """Start without any time.
+
+        Args:
+            clock: Returns seconds, and never goes back.
+            observer: Is given the innermost phase that runs whenever that changes, and None when none runs.
+        """
+        self._clock, self.observer = clock, observer
+        self._running: list[str] = []
         self._times: dict[str, PhaseTime] = {}
 
     @contextmanager
@@ -41,12 +50,14 @@ class PhaseTimer:
         if name in self._running:
             yield
             return
-        self._running.add(name)
+        self._running.append(name)
+        self.observer(name)
         began = self._clock()
         try:
             yield
         finally:
             self._running.remove(name)
+            self.observer(self._running[-1] if self._running else None)
             before = self._times.get(name, PhaseTime(0.0, 0))
             self._times[name] = PhaseTime(before.seconds + self._clock() - began, before.count + 1)
 

@@ -1,51 +1,178 @@
-"""Show the progress of a run on the console."""
+"""Show the progress of a run on the console: one line that changes on a terminal, lines from time to time elsewhere."""
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+import sys
+import time
+from collections.abc import Callable
 
-from rl_megatron.observability.report import HELDOUT
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
 
-_SHOWN = ("loss", "reward", *HELDOUT, "grad_norm", "lr")
+from rl_megatron import log
+from rl_megatron.config.eval_metrics import EVAL_METRICS, shown_name
+
+_SHOWN = ("reward", "loss", "grad_norm", "lr")
 _LINES_PER_STAGE = 20  # of plain progress, if the console is not a terminal
+_SECONDS_PER_LINE = 60.0  # and at least one in this time
+_REFRESHES_PER_SECOND = 4
+_SECONDS_OF_AN_ACTIVITY = 0.5  # a shorter one is not shown: the line would flicker
+_BAR = (6, 30)  # the narrowest and the widest
+_ACTIVITY_WIDTH = 22  # kept free beside the bar: "generating 1000/1024"
+_USUAL = ("train", "train_critic")  # phases that are only shown with a count
+# What a phase of the training loop (observability/phase_timer.py) is called here.
+_ACTIVITIES = {
+    "rollout": "generating",
+    "logprobs": "logprobs",
+    "values": "values",
+    "train": "training",
+    "train_critic": "training critic",
+    "evaluate": "evaluating",
+    "save": "saving",
+}
 
 
 class ConsoleProgress:
-    """The display of the stage that runs: a progress bar on a terminal, a few lines elsewhere. It owns the bar."""
+    """The display of the stage that runs. It owns the line on the terminal, if there is one."""
 
-    def __init__(self, console: Console):
-        self._console = console
-        self._progress: Progress | None = None
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic):
+        """`clock` returns seconds, and never goes back."""
+        self._console, self._clock = console, clock
+        self._on_terminal = console.is_terminal and not console.is_dumb_terminal
+        self._live: Live | None = None
+        self._phase: str | None = None
+        self._counts: tuple[str, ...] = ()
 
-    def begin_stage(self, stage: str, start: int, steps: int) -> None:
-        """Start the display of a stage of `steps` steps, of which `start` are done."""
-        self._stage, self._steps = stage, steps
-        if self._console.is_terminal:
-            self._progress = Progress(
-                TextColumn("[bold]{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[shown]}"),
+    def begin_stage(self, stage: str, start: int, steps: int, metric: str = "loss") -> None:
+        """Start the display of a stage.
+
+        Args:
+            stage: The name of the stage.
+            start: How many of its steps are done.
+            steps: How many it has.
+            metric: The training metric that tells how it goes.
+        """
+        self._stage, self._start, self._step, self._steps, self._metric = stage, start, start, steps, metric
+        self._began = self._step_ended = self._line_shown = self._clock()
+        self._metrics: dict[str, float] = {}
+        self.show_phase(None)
+        log.watch_progress(self._count)
+        if self._on_terminal:
+            self._live = Live(
+                _Line(self),
                 console=self._console,
+                refresh_per_second=_REFRESHES_PER_SECOND,
+                redirect_stderr=sys.stderr.isatty(),  # a file of its own stays one
             )
-            self._bar = self._progress.add_task(stage, total=steps, completed=start, shown="")
-            self._progress.start()
+            self._live.start()
+
+    def show_phase(self, phase: str | None) -> None:
+        """Show what the training loop does now."""
+        self._phase, self._phase_began, self._counts = phase, self._clock(), ()
 
     def show(self, step: int, metrics: dict[str, float], kind: str) -> None:
         """Show the main metrics of a training step or an evaluation."""
-        shown = "  ".join(f"{name} {metrics[name]:.4g}" for name in _SHOWN if name in metrics)
         if kind == "eval":
-            self._console.print(f"{self._stage} step {step}: held-out {shown}", highlight=False)
-        elif self._progress is not None:
-            self._progress.update(self._bar, completed=step, shown=shown)
-        elif step % max(1, self._steps // _LINES_PER_STAGE) == 0:
-            self._console.print(f"{self._stage} step {step}/{self._steps}: {shown}", highlight=False)
+            given = [(name, value) for name, value in metrics.items() if name in EVAL_METRICS]
+            self._console.print(f"{self._stage} step {step}: held-out {_listed(given)}", highlight=False)
+            return
+        self._step, self._metrics, self._step_ended = step, metrics, self._clock()
+        if self._live is None and (step % max(1, self._steps // _LINES_PER_STAGE) == 0 or self._is_time()):
+            self._print_line(_listed(_first(metrics, self._metric)))
 
     def end_stage(self) -> None:
-        """Remove the bar, if there is one."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        """Leave the line as it is, if there is one."""
+        log.watch_progress(None)
+        self.show_phase(None)
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def line(self, width: int, bar: str = "━─") -> Text:
+        """Return the line of a terminal that is `width` wide. The step, both times and the metric are never cut.
+
+        `bar` is the character for steps that are done, and the one for those that are not.
+        """
+        stage, step = self._stage, f"{self._step}/{self._steps}"
+        elapsed, left = _time(self._clock() - self._began), self._time_left()
+        after = [elapsed] + ([f"ETA {left}"] if self._step < self._steps else [])
+        metrics = [_one(*pair) for pair in _first(self._metrics, self._metric)]
+        after += metrics[:1]
+        free = width - len(" ".join([stage, step, *after]))
+        if free < 0:
+            stage, free = stage[:free] or stage[:1], 0
+        bar_width = min(free - 1 - _ACTIVITY_WIDTH, _BAR[1])
+        if bar_width >= _BAR[0]:
+            free -= bar_width + 1
+        for metric in metrics[1:]:
+            if len(metric) < free - _ACTIVITY_WIDTH:
+                after.append(metric)
+                free -= len(metric) + 1
+        after += [text for text in self._activity() if text and len(text) < free][:1]
+        text = Text.assemble((stage, "bold"), f" {step} ", no_wrap=True, overflow="crop")
+        if bar_width >= _BAR[0]:
+            done = bar_width * self._step // max(1, self._steps)
+            text.append(bar[0] * done, "green").append(bar[1] * (bar_width - done), "bright_black").append(" ")
+        return text.append(" ".join(after))
+
+    def _count(self, done: int, total: int, unit: str, detail: str) -> None:
+        """Take what a long call reports, as `log.report_progress` says."""
+        short = f" {done}/{total}"
+        long = f"{short} {unit}"
+        self._counts = (f"{long}, {detail}" if detail else long, long, short) if total > 1 else ()
+        if self._live is None and self._is_time():
+            self._print_line(self._activity()[0])
+
+    def _activity(self) -> tuple[str, ...]:
+        """Return what the training loop does now, the longest wording first; nothing if it has just begun."""
+        if self._phase is None or self._clock() - self._phase_began < _SECONDS_OF_AN_ACTIVITY:
+            return ("",)
+        name = _ACTIVITIES.get(self._phase, self._phase)
+        counted = [f"{name}{count}" for count in self._counts if count]
+        return (*counted, "" if self._phase in _USUAL else name)
+
+    def _time_left(self) -> str:
+        taken = self._step - self._start
+        if taken == 0:
+            return "-:--:--"
+        per_step = (self._step_ended - self._began) / taken
+        since = self._clock() - self._step_ended
+        return _time(max(0.0, per_step * (self._steps - self._step) - since))
+
+    def _is_time(self) -> bool:
+        return self._clock() - self._line_shown >= _SECONDS_PER_LINE
+
+    def _print_line(self, shown: str) -> None:
+        self._line_shown = self._clock()
+        times = f"{_time(self._clock() - self._began)}, ETA {self._time_left()}"
+        self._console.print(f"{self._stage} step {self._step}/{self._steps}: {shown}  ({times})", highlight=False)
+
+
+class _Line:
+    """What `Live` draws: the line of the moment, as wide as the terminal is then."""
+
+    def __init__(self, progress: ConsoleProgress):
+        self._progress = progress
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self._progress.line(options.max_width, "=-" if options.ascii_only else "━─")
+
+
+def _first(metrics: dict[str, float], first: str) -> list[tuple[str, float]]:
+    """Return the metrics that are shown, `first` before the others."""
+    names = dict.fromkeys((first, *_SHOWN))
+    return [(name, metrics[name]) for name in names if name in metrics]
+
+
+def _listed(metrics: list[tuple[str, float]]) -> str:
+    return "  ".join(_one(name, value) for name, value in metrics)
+
+
+def _one(name: str, value: float) -> str:
+    return f"{shown_name(name, [value])} {value:.4g}"
+
+
+def _time(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"

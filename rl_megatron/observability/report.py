@@ -3,35 +3,74 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
+from rl_megatron.config.eval_metrics import shown_name
 from rl_megatron.observability.sinks import METRICS_FILE
 
-# The evaluation metrics that the curves and the console show.
+# The evaluation metrics that the curves show.
 HELDOUT = ("accuracy", "nll_per_token", "nll_per_character", "preference_accuracy", "reward_accuracy")
+_SHARES = {"accuracy", "reward", "preference_accuracy", "reward_accuracy"}  # if their values are in [0, 1]
+
+_UNLIMITED = 10_000  # columns
 
 
-def write_report(output_dir: Path, summary: dict[str, Any], console: Console) -> None:
-    """Write curves.png and summary.json into `output_dir`, and print the results of each stage."""
+def write_report(
+    output_dir: Path, summary: dict[str, Any], console: Console, next_commands: Sequence[tuple[str, str]] = ()
+) -> None:
+    """Write curves.png and summary.json into `output_dir`, and print the results of each stage.
+
+    Then print what can be done next: each of `next_commands` in words, and as a command on a line of its own.
+    """
     plot_curves(output_dir / METRICS_FILE, output_dir / "curves.png")
     (output_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    console.print(_results(summary["stages"]))
-    console.print(f"{summary['seconds']:.0f} s on {summary['layout']}; written to {output_dir}", highlight=False)
+    console.print("Held-out results after each stage")
+    console.print(_results(summary["stages"], console), soft_wrap=False)
+    # Plain text on lines of its own, in one piece however narrow the terminal is: it is there to be copied.
+    lines = [f"{summary['seconds']:.0f} s on {summary['layout']}", f"Written to {output_dir}"]
+    if next_commands:
+        lines += [
+            "",
+            "What you can do next:",
+            *(line for text, do in next_commands for line in (f"  {text}", f"    {do}")),
+        ]
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
-def _results(stages: dict[str, dict[str, float]]) -> Table:
-    """Return a table with a row for each stage and a column for each of its evaluation metrics."""
+def _results(stages: dict[str, dict[str, float]], console: Console) -> Table:
+    """Return a table of each stage's evaluation metrics, with a column for each metric.
+
+    If that is too wide for the console, metrics are rows and stages are columns.
+    """
     names = sorted({name for result in stages.values() for name in result})
-    table = Table(title="Held-out results after each stage")
-    table.add_column("stage")
+    columns = [["stage", *stages]]
     for name in names:
-        table.add_column(name, justify="right")
-    for stage, result in stages.items():
-        table.add_row(stage, *(f"{result[name]:.4f}" if name in result else "" for name in names))
+        values = [result[name] for result in stages.values() if name in result]
+        columns.append([shown_name(name, values), *(_number(result.get(name)) for result in stages.values())])
+    table = _table(list(zip(*columns, strict=True)))
+    unlimited = console.options.update(max_width=_UNLIMITED)
+    if Measurement.get(console, unlimited, table).maximum <= console.width:
+        return table
+    return _table([("metric", *stages), *columns[1:]])
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _table(cells: Sequence[Sequence[str]]) -> Table:
+    """Return a table whose first row is its header. No cell is cut or wrapped."""
+    table = Table()
+    for index, name in enumerate(cells[0]):
+        table.add_column(name, justify="right" if index else "left", no_wrap=True)
+    for row in cells[1:]:
+        table.add_row(*row)
     return table
 
 
@@ -50,6 +89,8 @@ def plot_curves(metrics: Path, picture: Path) -> None:
         _plot(axes[0][column], of_stage, "train", ("loss",), f"{stage}: loss")
         _plot(axes[1][column], of_stage, "train", ("reward",), f"{stage}: reward, held-out")
         _plot(axes[1][column], of_stage, "eval", HELDOUT, None)
+        if _are_shares(axes[1][column]):
+            axes[1][column].set_ylim(0, 1)
     figure.tight_layout()
     figure.savefig(picture, dpi=110)
     pyplot.close(figure)
@@ -59,10 +100,16 @@ def _plot(axis: Any, lines: list[dict[str, Any]], kind: str, names: tuple[str, .
     for name in names:
         points = [(line["step"], line[name]) for line in lines if line["kind"] == kind and name in line]
         if points:
-            axis.plot(*zip(*points, strict=True), label=name, marker="o" if kind == "eval" else None, linewidth=1)
+            label = shown_name(name, (value for _, value in points))
+            axis.plot(*zip(*points, strict=True), label=label, marker="o" if kind == "eval" else None, linewidth=1)
             axis.legend(fontsize=8)
-    if "accuracy" in axis.get_legend_handles_labels()[1]:
-        axis.set_ylim(0, 1)
     if title:
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("step", fontsize=8)
+
+
+def _are_shares(axis: Any) -> bool:
+    """Return whether everything on the axis is a share, such as an accuracy, and none is outside of [0, 1]."""
+    curves = axis.get_lines()
+    values = [value for curve in curves for value in curve.get_ydata()]
+    return bool(curves) and {curve.get_label() for curve in curves} <= _SHARES and all(0 <= v <= 1 for v in values)

@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.topology.cuda_on_cpu import is_redirected, redirect_cuda_to_cpu
 
@@ -32,6 +33,7 @@ def start_device(name: str = "auto", timeout_minutes: float = 10.0) -> torch.dev
         torch.cuda.set_device(device)
     else:
         redirect_cuda_to_cpu()
+        log.silence_gpu_advice()
     _define_transformer_engine_names()
     if not dist.is_initialized():
         backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(minutes=timeout_minutes)

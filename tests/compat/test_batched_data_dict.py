@@ -40,7 +40,7 @@ class TestSequences:
     def test_chunk(self):
         batch = batch_of([1, 2, 3, 4])
         assert batch.chunk(1, 2)["names"] == ["sequence 2", "sequence 3"]
-        with pytest.raises(AssertionError, match="ranks run from 0 to 1"):
+        with pytest.raises(AssertionError, match="rank must be between 0 and 1"):
             batch.chunk(2, 2)
         with pytest.raises(AssertionError, match=r"Batch size \(4\) is not a multiple of chunks \(3\)"):
             batch.chunk(0, 3)
@@ -168,7 +168,7 @@ class TestShards:
         shard = batch_of(LENGTHS).shard_by_batch_size(2, 6, dynamic_batching_args=DYNAMIC)[0][0]
         with pytest.raises(ValueError, match="get_batch"):
             shard.make_microbatch_iterator_with_dynamic_shapes()
-        with pytest.raises(IndexError, match="batch 2 of a shard with 2"):
+        with pytest.raises(IndexError, match="batch_idx=2 must be between 0 and 1"):
             shard.get_batch(2)
         with pytest.raises(ValueError, match="no microbatches are planned"):
             batch_of(LENGTHS).make_microbatch_iterator_for_packable_sequences()

@@ -151,7 +151,7 @@ def test_what_is_not_in_the_table_is_named_with_what_is(messages, statement):
     error, module, missing, nearest = MISTAKES[statement]
     kind, message = messages[statement]
     assert kind == error
-    assert message.startswith(f"rl_megatron answers for nemo_rl.{module}, but not for its {missing!r}")
+    assert message.startswith(f"rl_megatron provides nemo_rl.{module}, but not its {missing!r}")
     assert nearest in message.partition(repr(missing))[2]
 
 
@@ -194,7 +194,7 @@ def test_an_installed_nemo_rl_is_not_shadowed_unasked(real):
 
 def test_an_imported_nemo_rl_is_not_replaced_under_its_users(real):
     done = run("import nemo_rl, rl_megatron.compat.nemo_rl as compat\ncompat.install(replace=True)", real)
-    assert "ImportError: nemo_rl is imported already" in done.stderr.strip().splitlines()[-1]
+    assert "ImportError: nemo_rl is already imported" in done.stderr.strip().splitlines()[-1]
 
 
 # ---- settings
@@ -237,7 +237,7 @@ def test_another_preparation_of_packed_logits_is_refused():
 
 def test_a_loss_that_prepares_its_own_input_is_refused():
     loss_fn = SimpleNamespace(input_type=LossInputType.DRAFT)
-    with pytest.raises(ValueError, match="LossInputType.DRAFT is its own to prepare"):
+    with pytest.raises(ValueError, match="input_type=LossInputType.DRAFT, but a loss function"):
         prepare_loss_input(torch.zeros(1, 4, 3), {}, loss_fn)
 
 

@@ -40,6 +40,8 @@ def is_known(command: Command) -> bool:
     """Return whether a command starts `rl-megatron` or a file of its page, or tables.py says what becomes of it."""
     if command.arguments is not None or command.words[0] in tables.SHELL or script_of(command) is not None:
         return True
+    if test_that_runs(command.page) is not None:
+        return True
     return any(re.match(pattern, command.text) for pattern in tables.NOT_RUN)
 
 

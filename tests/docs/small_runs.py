@@ -12,7 +12,7 @@ from rl_megatron.config.schema import RunConfig, StageConfig
 LIMITS: dict[str, dict[str, Any]] = {
     "train": {"steps": 2, "global_batch_size": 16, "micro_batch_size": 4},
     "optimizer": {"warmup_steps": 1},
-    "data": {"num_documents": 300, "num_demonstrations": 64, "num_eval_rows": 4},
+    "data": {"num_documents": 300, "num_demonstrations": 64, "num_eval_examples": 4},
     "generation": {"max_new_tokens": 6},
     "algorithm": {
         "prompts_per_step": 4,

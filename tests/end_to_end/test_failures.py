@@ -112,13 +112,13 @@ def test_a_data_directory_without_its_files_is_refused(tmp_path, refused):
         ((*GRPO, "generation.max_new_tokens=60"), ["generation.max_new_tokens=60", "model.max_sequence_length=48"]),
         (
             (*GRPO, "generation.engine=transformers", "model.num_experts=4", "model.shared_expert_ffn_hidden_size=32"),
-            ["generation.engine=transformers", "LlamaForCausalLM", "generation.engine=megatron"],
+            ["generation.engine=transformers", "LlamaForCausalLM", "generation.engine=embedded"],
         ),
         ((*GRPO, "generation.stop_tokens=[abc]"), ["generation.stop_tokens", "'abc'"]),
         (("data.task.name=arithmatic",), ["'arithmatic'", "'arithmetic'"]),
         (("data.task.max_operant=3",), ["'max_operant'", "'max_operand'"]),
         (("data.task.max_operand=0",), ["max_operand", "at least 1"]),
-        (("data.num_eval_rows=100000",), ["100000", "held"]),
+        (("data.num_eval_examples=100000",), ["100000", "held"]),
         (("data.num_demonstrations=4",), ["train.global_batch_size", "4"]),
         (("model.max_sequence_length=6",), ["max_sequence_length", "6"]),
         (("tokenizer.vocab_size=100",), ["vocab_size", "258"]),
@@ -138,7 +138,7 @@ def test_settings_that_do_not_fit_are_refused(refused, overrides, words):
 def test_too_few_problems_for_a_step_are_refused(tmp_path, refused):
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text(jsonl(*[answer()] * 3))
-    task = ("data.task.name=gsm8k", "data.path=.", "data.num_eval_rows=2")
+    task = ("data.task.name=gsm8k", "data.path=.", "data.num_eval_examples=2")
     assert "algorithm.prompts_per_step=4" in refused(*GRPO, *task, "algorithm.prompts_per_step=4")
 
 

@@ -8,7 +8,7 @@ from tests.end_to_end.launch import TINY, checkpoints, metrics
 
 PAIRS = (
     *(override for override in TINY if not override.startswith(("data.", "algorithm", "train."))),
-    "data=gsm8k_pairs", "data.path=pairs.jsonl", "tokenizer.vocab_size=300", "data.num_eval_rows=16",
+    "data=gsm8k_pairs", "data.path=pairs.jsonl", "tokenizer.vocab_size=300", "data.num_eval_examples=16",
     "train.steps=6", "train.global_batch_size=16", "train.micro_batch_size=4", "optimizer.lr=0.01",
 )  # fmt: skip
 DPO = ("train", *PAIRS, "algorithm=dpo", "loss=dpo")
@@ -80,7 +80,7 @@ def test_a_reward_model_starts_from_a_policy(pairs, forks):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["train.global_batch_size=15"], ["train.global_batch_size=15 must be even", "two rows"]),
+        (["train.global_batch_size=15"], ["train.global_batch_size=15 must be even", "two sequences"]),
         (["train.micro_batch_size=3"], ["train.micro_batch_size=3 must be even"]),
         (["train.global_batch_size=200"], ["200 is 100 pairs of two sequences"]),
         (["loss=clipped_pg"], ["loss.name=clipped_pg does not use logprobs of pairs", "use dpo or ipo"]),

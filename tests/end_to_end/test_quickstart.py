@@ -9,7 +9,7 @@ from tests.end_to_end.launch import metrics
 
 SHORT = (
     "stages.pretrain.train.steps=3", "stages.sft.train.steps=2", "stages.grpo.train.steps=2",
-    "data.num_documents=500", "data.num_eval_rows=4", "stages.grpo.algorithm.prompts_per_step=4",
+    "data.num_documents=500", "data.num_eval_examples=4", "stages.grpo.algorithm.prompts_per_step=4",
     "stages.grpo.train.global_batch_size=32",
 )  # fmt: skip
 

@@ -45,7 +45,7 @@ STAGES = {
 CRITIC = "ppo.critic"  # the directory of its checkpoints, beside that of the policy's
 ARGUMENTS = (
     "train", "experiment=killed", "--config-dir", "configs", *(o for o in TINY if not o.startswith("train.")),
-    "data.task.max_operand=3", "data.task.heldout_fraction=0.2", "data.num_eval_rows=4", "train.keep_checkpoints=9",
+    "data.task.max_operand=3", "data.task.heldout_fraction=0.2", "data.num_eval_examples=4", "train.keep_checkpoints=9",
 )  # fmt: skip
 
 

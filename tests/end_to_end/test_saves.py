@@ -14,7 +14,7 @@ from tests.forkserver import REPOSITORY, environment
 KILLS = 20
 STEPS = 40
 ARGUMENTS = (
-    "train", "algorithm=sft", *(o for o in TINY if o != "train.steps=3"), "data.num_eval_rows=2",
+    "train", "algorithm=sft", *(o for o in TINY if o != "train.steps=3"), "data.num_eval_examples=2",
     f"train.steps={STEPS}", "train.save_every=1",
 )  # fmt: skip
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 REPO = Path(__file__).resolve().parents[2]
 NOT_SOURCES = shutil.ignore_patterns(".*", "build", "dist", "outputs", "__pycache__", "*.egg-info")
 SHORT = """stages.pretrain.train.steps=2 stages.sft.train.steps=1 stages.grpo.train.steps=1 data.num_documents=500
-    data.num_eval_rows=4 stages.grpo.algorithm.prompts_per_step=4 stages.grpo.train.global_batch_size=32"""
+    data.num_eval_examples=4 stages.grpo.algorithm.prompts_per_step=4 stages.grpo.train.global_batch_size=32"""
 
 
 def run(*command, cwd):

@@ -15,7 +15,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.generation.completion_batch import rollouts
 from rl_megatron.generation.completions import sequence_uniforms
-from rl_megatron.generation.megatron import MegatronEngine
+from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.transformers.model import build_model, checkpoint_tensors, complete
 from rl_megatron.model.families import family_of_config, family_of_model
 from tests.parallel.family_cases import architecture, hf_model
@@ -67,7 +67,7 @@ def compared_in_bf16(model: ModelConfig) -> tuple[float, float]:
     """Return `gate_mean` of the Hugging Face model, and of the embedded engine."""
     policy = build_policy({}, model, precision="bf16")
     check = dataclasses.replace(logprob_check(policy), limit=1e9)
-    engines = InThisProcess(policy), MegatronEngine(policy)
+    engines = InThisProcess(policy), EmbeddedEngine(policy)
     return tuple(check.run(engine, prompts())["gate_mean"] for engine in engines)
 
 
@@ -93,7 +93,7 @@ def model_of(case: str) -> ModelConfig:
 def both(model: ModelConfig) -> tuple[dict, dict]:
     """Return what the Hugging Face model draws, and what the embedded engine draws."""
     policy = build_policy({}, model)
-    return drawn(InThisProcess(policy)), drawn(MegatronEngine(policy))
+    return drawn(InThisProcess(policy)), drawn(EmbeddedEngine(policy))
 
 
 @pytest.mark.parametrize("variant", [name for name, model in VARIANTS.items() if has_a_family(model)])

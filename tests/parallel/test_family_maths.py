@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Gemma3TextConfi
 
 from rl_megatron.batching.config import Batching
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import Sampling
-from rl_megatron.generation.megatron import MegatronEngine
 from rl_megatron.losses import NLLLoss
 from rl_megatron.model.build import unwrap
 from rl_megatron.model.shards import pieces
@@ -106,7 +106,7 @@ def by_us(directory, parallel: dict, batching: Batching, recompute: str = "none"
     policy = policy_of(
         directory, parallel, {"recompute": recompute} if recompute != "none" else None, batching=batching
     )
-    rollouts = MegatronEngine(policy, batch_size=2).generate(
+    rollouts = EmbeddedEngine(policy, batch_size=2).generate(
         prompts(), Sampling(max_new_tokens=NEW_TOKENS, temperature=0.0), seed=0
     )
     lengths = rollouts["input_lengths"].tolist()

@@ -13,8 +13,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from rl_megatron import log
 from rl_megatron.certify.workload import SMALL_FUSED_HEAD, batch_of_all_kinds
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import Sampling
-from rl_megatron.generation.megatron import MegatronEngine
 from rl_megatron.losses import ClippedPGLossFn, NLLLoss, accepts_deferred_logits
 from rl_megatron.model.build import unwrap
 from rl_megatron.policy import optimizer as optimizer_module
@@ -42,7 +42,7 @@ def without_whole_logits(parallel):
     policy.get_logprobs(batch)
     head.__class__ = own_class
     assert "forward" not in vars(head)
-    rollouts = MegatronEngine(policy).generate([[1, 2, 3]], Sampling(4, 1.0, 0, 1.0, ()), seed=0)
+    rollouts = EmbeddedEngine(policy).generate([[1, 2, 3]], Sampling(4, 1.0, 0, 1.0, ()), seed=0)
     found = policy.get_logprobs(rollouts)["logprobs"]
     torch.testing.assert_close(found * rollouts["token_mask"], rollouts["generation_logprobs"], rtol=1e-5, atol=1e-5)
 

@@ -10,8 +10,8 @@ import torch
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.execution import NonFiniteLoss
+from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import Sampling
-from rl_megatron.generation.megatron import MegatronEngine
 from tests.parallel.layouts import EXPERTS, MODEL, VOCAB_SIZE, build_policy
 
 STOP = 7
@@ -45,7 +45,7 @@ def rollouts_and_logprobs(
 ) -> dict:
     """Return, by the name of the sampling, the rollouts and the trainer's logprobs of them."""
     policy = build_policy(parallel, model=model)
-    engine = MegatronEngine(policy, batch_size=batch_size)
+    engine = EmbeddedEngine(policy, batch_size=batch_size)
     found = {}
     for name, sampling in samplings.items():
         rollouts = engine.generate(prompts(), sampling, seed=3)
@@ -147,7 +147,7 @@ def on_policy_ratio(parallel: dict) -> tuple[float, float]:
     from rl_megatron.losses import build_loss
 
     policy = build_policy(parallel)
-    engine = MegatronEngine(policy)
+    engine = EmbeddedEngine(policy)
     rollouts = engine.generate(prompts(), dataclasses.replace(SAMPLINGS["temperature 0.7"]), seed=1)
     rollouts["prev_logprobs"] = rollouts["generation_logprobs"]
     rollouts["advantages"] = torch.randn(rollouts["token_mask"].shape, generator=torch.Generator().manual_seed(0))
@@ -171,7 +171,7 @@ def from_nan_weights(parallel: dict) -> str:
         for parameter in model_chunk.parameters():
             parameter.data.fill_(torch.nan)
     with pytest.raises(NonFiniteLoss) as error:
-        MegatronEngine(policy).generate(prompts(), SAMPLINGS["greedy"], seed=0)
+        EmbeddedEngine(policy).generate(prompts(), SAMPLINGS["greedy"], seed=0)
     return str(error.value)
 
 
@@ -190,7 +190,7 @@ def from_nan_weights_of_one_rank(parallel: dict, model: ModelConfig) -> str:
                 if "embedding" in name or "output_layer" in name:  # not experts, which other ranks use
                     parameter.data.fill_(torch.nan)
     with pytest.raises(NonFiniteLoss) as error:
-        MegatronEngine(policy, batch_size=4).generate(prompts(), SAMPLINGS["greedy"], seed=0)
+        EmbeddedEngine(policy, batch_size=4).generate(prompts(), SAMPLINGS["greedy"], seed=0)
     return str(error.value)
 
 
@@ -205,7 +205,7 @@ def test_nan_logits_of_one_rank_are_refused_on_every_rank(ranks, world_size, par
 
 
 def too_long() -> str:
-    engine = MegatronEngine(build_policy({}))
+    engine = EmbeddedEngine(build_policy({}))
     with pytest.raises(ConfigError) as error:
         engine.generate([[1] * 60], Sampling(max_new_tokens=MODEL.max_sequence_length), seed=0)
     return str(error.value)

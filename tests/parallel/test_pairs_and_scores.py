@@ -10,8 +10,8 @@ import torch
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import Sampling
-from rl_megatron.generation.megatron import MegatronEngine
 from rl_megatron.losses import DPOLossFn, MSEValueLoss, NLLLoss, PreferenceLoss
 from tests.parallel.layouts import (
     DISTRIBUTED_OPTIMIZER,
@@ -135,7 +135,7 @@ def calls_of_the_other_head() -> None:
     """Make each call on a model with the wrong head and check the error."""
     batch = random_batch(4, 12, 0)
     language, scorer = build_policy({}), build_policy({}, head="score")
-    engine = MegatronEngine(scorer)
+    engine = EmbeddedEngine(scorer)
     calls = {
         "get_values": lambda: language.get_values(batch),
         "score": lambda: language.score(batch),

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, LogprobCheck
 from rl_megatron.config.schema import GenerationConfig
 from rl_megatron.execution import NonFiniteLoss
+from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import EngineFailed, Sampling
-from rl_megatron.generation.megatron import MegatronEngine
 from rl_megatron.generation.transformers import engine as transformers_engine
 from rl_megatron.generation.transformers import process as worker_process
 from rl_megatron.generation.transformers.engine import TransformersEngine
@@ -85,13 +85,13 @@ def use_engine(parallel: dict, settings: dict) -> dict:
     with serving(parallel, **settings) as (policy, engine):
         found["again"] = engine.update_weights()
         found["engines"] = drawn(engine)
-        found["embedded"] = drawn(MegatronEngine(policy))
+        found["embedded"] = drawn(EmbeddedEngine(policy))
         found["gate"] = logprob_check(policy).run(engine, prompts())
         found["ratios"] = learn(policy, engine.generate(prompts(), SAMPLING, seed=1))
         found["stale"] = refusal(EngineFailed, engine.generate, prompts(), SAMPLING, 1)
         found["costs"] = engine.update_weights()
         found["engines after a step"] = drawn(engine)
-        found["embedded after a step"] = drawn(MegatronEngine(policy))
+        found["embedded after a step"] = drawn(EmbeddedEngine(policy))
 
         policy.model.version += 1
         with patched(WeightExporter, "fill", dropping("model.layers.2.mlp.up_proj.weight")):

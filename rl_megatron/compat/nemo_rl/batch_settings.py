@@ -17,12 +17,12 @@ class DynamicBatchingArgs(TypedDict, total=False):
     """Settings of microbatches of sequences of similar length, each cut to its longest sequence.
 
     Attributes:
-        max_tokens_per_microbatch: Sequences times padded length of one microbatch, at most.
-        sequence_length_round: A microbatch's length is a multiple of this, but never wider than the batch; default 1.
+        max_tokens_per_microbatch: The maximum of a microbatch's number of sequences times its padded length.
+        sequence_length_round: A microbatch's length is a multiple of this, but at most the batch's width; default 1.
         input_key: The key of the `[B, S]` token ids; default "input_ids".
         input_lengths_key: The key of the `[B]` lengths; default "input_lengths".
         group_size: Sequences that stay together, in order: 2 for preference pairs; default 1.
-        cost: The cost of a sequence, for the figures of the plan; default: its tokens.
+        cost: The cost of a sequence, for the plan's statistics; default: its tokens.
     """
 
     max_tokens_per_microbatch: Required[int]
@@ -37,13 +37,13 @@ class SequencePackingArgs(TypedDict, total=False):
     """Settings of microbatches whose sequences fit one packed row of the model.
 
     Attributes:
-        max_tokens_per_microbatch: Tokens of one pack, at most, each sequence rounded up to its multiple.
+        max_tokens_per_microbatch: The maximum number of tokens of a pack, with each sequence's length rounded up.
         input_key: The key of the `[B, S]` token ids; default "input_ids".
         input_lengths_key: The key of the `[B]` lengths; default "input_lengths".
         algorithm: "balanced", the default, or a key of `rl_megatron.batching.packing.ALGORITHMS`.
         sequence_length_pad_multiple: Each sequence's length in the pack is a multiple of this; default 1.
         group_size: Sequences that stay together, in order: 2 for preference pairs; default 1.
-        cost: The cost of a sequence, which "balanced" makes equal over packs and shards; default: its tokens.
+        cost: The cost of a sequence. "balanced" distributes it evenly over packs and shards. Default: its tokens.
     """
 
     max_tokens_per_microbatch: Required[int]
@@ -55,15 +55,13 @@ class SequencePackingArgs(TypedDict, total=False):
     cost: SequenceCost
 
 
-def plan_args(
-    settings: Mapping[str, Any], declared: type, arguments: type[_PlanArgs]
-) -> tuple[_PlanArgs, str, str]:
+def plan_args(settings: Mapping[str, Any], declared: type, arguments: type[_PlanArgs]) -> tuple[_PlanArgs, str, str]:
     """Return (arguments of the planner, key of the token ids, key of the lengths).
 
     Args:
-        settings: What the caller gave.
+        settings: The caller's settings.
         declared: The TypedDict whose keys `settings` may have.
-        arguments: What the planner takes.
+        arguments: The class of the planner's arguments.
 
     Raises:
         RuleError: A key is unknown or missing, or a value is out of range.
@@ -74,7 +72,9 @@ def plan_args(
             if key not in known:
                 raise unknown_name(f"key of {declared.__name__}", key, known)
         if "max_tokens_per_microbatch" not in settings:
-            raise RuleError(f"{declared.__name__} needs the key 'max_tokens_per_microbatch', got {sorted(settings)}.")
+            raise RuleError(
+                f"{declared.__name__} needs the key 'max_tokens_per_microbatch'; it has {sorted(settings)}."
+            )
         rest = dict(settings)
         keys = rest.pop("input_key", "input_ids"), rest.pop("input_lengths_key", "input_lengths")
         return arguments(**rest), *keys

@@ -1,16 +1,16 @@
-"""NeMo RL's `BatchedDataDict`: the core batch with sharding, microbatch iterators and methods that work in place.
+"""NeMo RL's `BatchedDataDict`: the core batch with sharding, microbatch iterators and in-place methods.
 
-What is different from `nemo_rl.distributed.batched_data_dict`, on purpose:
+The intended differences to `nemo_rl.distributed.batched_data_dict` are:
 
-- Settings are strict: an unknown key of `DynamicBatchingArgs` or `SequencePackingArgs` raises and names the nearest
-  one. Keys other than `max_tokens_per_microbatch` may be missing and then take defaults.
-- Microbatches are planned by `rl_megatron.batching`: every shard has the same number of them in every step batch, and
-  packing algorithms are "balanced" (the default) and the keys of `rl_megatron.batching.packing.ALGORITHMS`.
-- Two more settings keep sequences together (`group_size`) and say what is balanced (`cost`).
-- Rules that NeMo RL asserts raise `RuleError`, which is a ValueError as well as an AssertionError. Microbatch
-  iterators raise it when they are made, not when they are first read.
+- Settings are strict: an unknown key of `DynamicBatchingArgs` or `SequencePackingArgs` is an error that suggests the
+  nearest key. Keys other than `max_tokens_per_microbatch` may be missing and then take defaults.
+- `rl_megatron.batching` plans the microbatches: every shard has the same number of them in every step batch. Packing
+  algorithms are "balanced" (the default) and the keys of `rl_megatron.batching.packing.ALGORITHMS`.
+- There are two more settings: `group_size` keeps sequences together, and `cost` is the quantity to balance.
+- Rules that NeMo RL asserts raise `RuleError`, which is a ValueError and an AssertionError. Microbatch iterators raise
+  it when they are created, not when they are first read.
 - `get_batch` does not need a `batch_size` if microbatches were planned.
-- `reorder_data` and `truncate_tensors` return the batch. The latter leaves tensors shorter than the length as they are.
+- `reorder_data` and `truncate_tensors` return the batch. The latter does not change tensors that are short enough.
 - `SlicedDataDict` is `BatchedDataDict` itself.
 
 Source: NVIDIA NeMo RL 0.3 to 0.8, its documentation of this module.
@@ -44,8 +44,8 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         micro_batch_indices: `[step batch][microbatch] = [start, end]`, counted from the step batch's first sequence;
             None unless `shard_by_batch_size` planned microbatches. `get_batch` keeps the plan; other methods that
             select sequences drop it.
-        micro_batch_lengths: `[step batch][microbatch]`: the width to cut the microbatch to (dynamic batching), or its
-            tokens in all (sequence packing).
+        micro_batch_lengths: `[step batch][microbatch]`: the width to which the microbatch is cut (dynamic batching), or
+            the number of its tokens (sequence packing).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -61,7 +61,7 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         return self
 
     def reorder_data(self, order: Sequence[int]) -> Self:
-        """Undo `order` in place, moving sequence i to place `order[i]`, and return this batch.
+        """Undo `order` in place by moving sequence i to position `order[i]`, and return this batch.
 
         `from_batches(shards).reorder_data(order)` is the batch that `shard_by_batch_size` split.
 
@@ -70,7 +70,7 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         """
         size = self._equal_size()
         if sorted(order) != list(range(size)):
-            raise RuleError(f"order must hold each of 0 … {size - 1} once, got {list(order)[:16]} …")
+            raise RuleError(f"order must have each of 0 … {size - 1} once, but is {list(order)[:16]} …")
         inverse = sorted(range(len(order)), key=order.__getitem__)
         self.data = self.select_indices(inverse).data
         return self
@@ -92,9 +92,7 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         """
         size = self._equal_size()
         if not 0 <= start <= end <= size:
-            raise RangeError(
-                f"slice({start}, {end}) of a batch of size {size}: 0 ≤ start ≤ end ≤ size must hold."
-            )
+            raise RangeError(f"slice({start}, {end}) of a batch of size {size}: 0 ≤ start ≤ end ≤ size must hold.")
         return super().slice(start, end)
 
     def chunk(self, rank: int, chunks: int) -> Self:
@@ -102,11 +100,11 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
 
         Raises:
             RangeError: There is no such part.
-            RuleError: The parts would not be equal.
+            RuleError: The size is not a multiple of the number of parts.
         """
         size = self._equal_size()
         if not 0 <= rank < chunks:
-            raise RangeError(f"chunk {rank} of {chunks}: ranks run from 0 to {chunks - 1}.")
+            raise RangeError(f"chunk(rank={rank}, chunks={chunks}): the rank must be between 0 and {chunks - 1}.")
         _require_multiple(size, "Batch size", chunks, "chunks")
         share = size // chunks
         return self.select_indices(range(rank * share, (rank + 1) * share))
@@ -121,12 +119,16 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
     def all_gather(
         self, group: dist.ProcessGroup | None, pad_value_dict: Mapping[str, int | float] | None = None
     ) -> Self:
-        """Return the sequences of every rank of `group`, in rank order, the same on every rank.
+        """Gather the sequences of all ranks of `group`, and return them in rank order, the same on every rank.
 
-        The ranks' batches may differ in size and width.
+        It is a collective. The ranks' batches may differ in size and width.
+
+        Args:
+            group: The process group.
+            pad_value_dict: The value of each key's padding; see `from_batches`.
 
         Raises:
-            ValueError: Ranks have different keys, or `from_batches` raises; on every rank alike.
+            ValueError: Ranks have different keys, or `from_batches` raises. Every rank raises it.
         """
         self._equal_size()
         ours = {
@@ -137,13 +139,13 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         dist.all_gather_object(theirs, ours, group=group)
         kinds = [{key: isinstance(value, _TensorSpec) for key, value in rank.items()} for rank in theirs]
         for rank, kind in enumerate(kinds):
-            if kind != kinds[0]:  # checked before any tensor is exchanged, or the ranks would wait for each other
+            if kind != kinds[0]:  # checked before any tensor is exchanged, because ranks would wait for each other
                 raise RuleError(
-                    f"rank {rank} gathers {sorted(kind)} and rank 0 gathers {sorted(kinds[0])}: keys must agree, and "
-                    f"which of them are tensors."
+                    f"rank {rank} gathers {sorted(kind)}, but rank 0 gathers {sorted(kinds[0])}: all ranks must have "
+                    f"the same keys, and the same keys must be tensors."
                 )
         parts = [dict(rank) for rank in theirs]
-        for key in theirs[0]:  # rank 0's order of keys, so that every rank makes the same calls
+        for key in theirs[0]:  # in rank 0's order of keys, so that every rank makes the same calls
             if kinds[0][key]:
                 gathered = _gather_tensor(self.data[key], [rank[key] for rank in theirs], group)
                 for part, tensor in zip(parts, gathered, strict=True):
@@ -160,25 +162,25 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         dynamic_batching_args: DynamicBatchingArgs | None = None,
         sequence_packing_args: SequencePackingArgs | None = None,
     ) -> list[Self] | tuple[list[Self], list[int]]:
-        """Split each step batch of `batch_size` sequences over the shards; a shard is its parts of all, in order.
+        """Split each step batch of `batch_size` sequences over the shards. A shard has its parts of all step batches.
 
-        `[a a b b c c d d]` with `shards=2, batch_size=4` → `[a a c c]`, `[b b d d]`: every optimizer step (one step
-        batch) uses its own sequences, whatever the number of shards.
+        `[a a b b c c d d]` with `shards=2, batch_size=4` → `[a a c c]`, `[b b d d]`. Each optimizer step (one step
+        batch) therefore uses the same sequences for every number of shards.
 
         Args:
             shards: The number of data-parallel ranks.
-            batch_size: Sequences of a step batch over all shards; by default, all.
-            allow_uneven_shards: Let the last shards have fewer sequences (or none); only without `batch_size`.
+            batch_size: The number of sequences of a step batch over all shards; by default, all sequences.
+            allow_uneven_shards: Whether the last shards may have fewer sequences, or none; only without `batch_size`.
             dynamic_batching_args: Plan microbatches of sequences of similar length; see `DynamicBatchingArgs`.
             sequence_packing_args: Plan microbatches that fit one packed row; see `SequencePackingArgs`.
 
         Returns:
-            The shards. With one of the two plans also `order`: sequence i of the shards read one after the other is
-            sequence `order[i]` of this batch. Every shard has the same number of microbatches per step batch; read them
-            with `get_batch` and the iterator of that plan.
+            The shards. With one of the two plans, (shards, order): sequence i of all shards, one shard after the other,
+            is sequence `order[i]` of this batch. Every shard has the same number of microbatches per step batch; read
+            them with `get_batch` and the plan's iterator.
 
         Raises:
-            RuleError: Both plans are asked for, sizes do not divide, or a sequence exceeds the token budget.
+            RuleError: Both plans are requested, sizes do not divide, or a sequence exceeds the token budget.
         """
         if allow_uneven_shards and batch_size is not None:
             raise RuleError("batch_size must be None if allow_uneven_shards is True")
@@ -187,7 +189,7 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         size = self._equal_size()
         batch_size = size if batch_size is None else batch_size
         if batch_size < 1 or shards < 1:
-            raise RuleError(f"cannot split {size} sequences in batches of {batch_size} over {shards} shards.")
+            raise RuleError(f"batch_size={batch_size} and shards={shards} must both be at least 1.")
         _require_multiple(size, "Total batch size", batch_size, "batch_size")
         if not allow_uneven_shards:
             _require_multiple(batch_size, "Batch size", shards, "shards")
@@ -206,6 +208,7 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         ]
 
     def _plan_dynamic(self, settings: Mapping[str, Any], starts: range, shards: int) -> list[MicrobatchPlan]:
+        """Return the dynamic-batching plan of each step batch."""
         args, input_key, lengths_key = plan_args(settings, DynamicBatchingArgs, DynamicPlanArgs)
         lengths, width = self._lengths(lengths_key), self._sequence_width(input_key)
         try:
@@ -216,6 +219,7 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
     def _plan_packing(
         self, settings: Mapping[str, Any], starts: range, shards: int, allow_uneven: bool
     ) -> list[MicrobatchPlan]:
+        """Return the sequence-packing plan of each step batch."""
         args, _, lengths_key = plan_args(settings, SequencePackingArgs, PackingPlanArgs)
         lengths = self._lengths(lengths_key)
         try:
@@ -224,7 +228,7 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
             raise RuleError(str(error)) from error
 
     def _shards_of(self, plans: list[MicrobatchPlan], batch_size: int) -> tuple[list[Self], list[int]]:
-        """Return the shards that one plan per step batch describes, and the order of sequences over all of them."""
+        """Return (the shards, the order of sequences over all shards) from one plan per step batch."""
         shards: list[Self] = []
         order: list[int] = []
         for number in range(len(plans[0].sequences)):
@@ -245,13 +249,18 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         return shards, order
 
     def _lengths(self, key: str) -> list[int]:
+        """Return the length of each sequence from data[key]."""
         if key not in self.data:
-            raise RuleError(f"planning microbatches needs lengths under {key!r}; the batch has {sorted(self.data)}.")
+            raise RuleError(f"planning microbatches needs the lengths {key!r}; the batch has {sorted(self.data)}.")
         lengths = self.data[key]
         return [int(length) for length in (lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths)]
 
     def _sequence_width(self, key: str) -> int:
-        """Return S of `[B, S]`, if cutting dimension 1 of any tensor cuts a sequence and nothing else."""
+        """Return S of the token ids [B, S].
+
+        Raises:
+            RuleError: There are no such ids, or dimension 1 of another tensor is not the sequence.
+        """
         tokens = self.data.get(key)
         if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
             raise RuleError(f"dynamic batching needs {key!r} as a [B, S] tensor; the batch has {sorted(self.data)}.")
@@ -259,18 +268,18 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         for other, value in self.data.items():
             if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] not in (1, width):
                 raise RuleError(
-                    f"dynamic batching cuts dimension 1 to the longest sequence, and {other!r} {tuple(value.shape)} is "
-                    f"not as wide as {key!r} {tuple(tokens.shape)}: align it with the tokens, or carry it as a list."
+                    f"dynamic batching cuts dimension 1 to the longest sequence, but {other!r} {tuple(value.shape)} is "
+                    f"not as wide as {key!r} {tuple(tokens.shape)}: align it with the tokens, or make it a list."
                 )
         return width
 
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> Self:
-        """Return the `batch_idx`-th step batch of a shard, as `shard_by_batch_size` made it, with its microbatches.
+        """Return the `batch_idx`-th step batch of a shard of `shard_by_batch_size`, with its planned microbatches.
 
         Args:
             batch_idx: The number of the step batch.
-            batch_size: Sequences of a step batch on this shard. It is required, and read, only if no microbatches were
-                planned; a plan knows the sizes of its step batches.
+            batch_size: The number of sequences of a step batch on this shard. It is required, and used, only if no
+                microbatches were planned; a plan has the sizes of its step batches.
 
         Raises:
             RuleError: There is neither a plan nor a `batch_size`.
@@ -278,10 +287,10 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         """
         if self.micro_batch_indices is None or self.micro_batch_lengths is None:
             if batch_size is None:
-                raise RuleError("get_batch needs batch_size: this batch has no planned microbatches to read it from.")
+                raise RuleError("get_batch needs batch_size, because this batch does not have planned microbatches.")
             return self.slice(batch_idx * batch_size, (batch_idx + 1) * batch_size)
         if not 0 <= batch_idx < len(self.micro_batch_indices):
-            raise RangeError(f"batch {batch_idx} of a shard with {len(self.micro_batch_indices)} batches.")
+            raise RangeError(f"batch_idx={batch_idx} must be between 0 and {len(self.micro_batch_indices) - 1}.")
         ends = [bounds[-1][1] for bounds in self.micro_batch_indices]
         start = sum(ends[:batch_idx])
         batch = self.slice(start, start + ends[batch_idx])
@@ -295,7 +304,7 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         """Return an iterator over consecutive slices of `microbatch_size` sequences.
 
         Raises:
-            RuleError: The sizes do not divide; raised by the call itself.
+            RuleError: The size is not a multiple of `microbatch_size`. The call itself raises it, not the iterator.
         """
         size = self._equal_size()
         _require_multiple(size, "Data dict size", microbatch_size, "the provided microbatch size")
@@ -310,31 +319,32 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         )
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
-        """Return how many microbatches that iterator yields; it is the same number on every shard."""
+        """Return the number of microbatches of dynamic batching, which is the same on every shard."""
         return len(self._planned()[0])
 
     def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[Self]:
-        """Return an iterator over the microbatches of sequence packing: sequences that fit one pack, still padded."""
+        """Return an iterator over the microbatches of sequence packing, whose sequences fit one pack but are padded."""
         bounds, _ = self._planned()
         return (self.slice(start, end) for start, end in bounds)
 
     def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
-        """Return (how many microbatches that iterator yields, the tokens of the fullest one)."""
+        """Return (the number of microbatches of sequence packing, the tokens of the largest one)."""
         bounds, lengths = self._planned()
         return len(bounds), max(lengths)
 
     def _planned(self) -> tuple[list[list[int]], list[int]]:
+        """Return the indices and lengths of the microbatches of the only step batch, or raise `RuleError`."""
         if self.micro_batch_indices is None or self.micro_batch_lengths is None:
             raise RuleError(
-                "no microbatches are planned: call shard_by_batch_size with dynamic_batching_args or "
+                "no microbatches are planned; call shard_by_batch_size with dynamic_batching_args or "
                 "sequence_packing_args first."
             )
         if len(self.micro_batch_indices) != 1:
-            raise RuleError(f"the shard holds {len(self.micro_batch_indices)} batches: pick one with get_batch(i).")
+            raise RuleError(f"the shard has {len(self.micro_batch_indices)} batches; select one with get_batch(i).")
         return self.micro_batch_indices[0], self.micro_batch_lengths[0]
 
     def _equal_size(self) -> int:
-        """Return the size. Raises RuleError if keys disagree on it."""
+        """Return the number of sequences. If the keys have different numbers, raise `RuleError`."""
         try:
             return self.size
         except ValueError as error:
@@ -342,19 +352,21 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
 
 
 def _require_multiple(value: int, value_name: str, divisor: int, divisor_name: str) -> None:
+    """Raise `RuleError`, naming both values and the remedy, unless `value` is a multiple of `divisor`."""
     if divisor < 1 or value % divisor:
         remedy = f"; append padding sequences with `pad_to_multiple({divisor})`" if divisor > 1 else ""
         raise RuleError(f"{value_name} ({value}) is not a multiple of {divisor_name} ({divisor}){remedy}")
 
 
 class _TensorSpec(NamedTuple):
-    """What a rank must know of another rank's tensor to receive it."""
+    """The shape and dtype of another rank's tensor, which a rank needs to receive it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
+        """Return the size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -363,7 +375,8 @@ def _gather_tensor(
 ) -> list[torch.Tensor]:
     """Return every rank's tensor.
 
-    Shapes differ by rank and collectives need equal ones: tensors travel as bytes, padded to the largest.
+    The shapes differ by rank, but collectives need equal ones. Tensors are therefore sent as bytes, padded to the
+    largest tensor.
     """
     ours = tensor.detach().contiguous().flatten().view(torch.uint8)
     buffer = ours.new_zeros(max(spec.num_bytes for spec in specs))
@@ -371,6 +384,5 @@ def _gather_tensor(
     received = [torch.empty_like(buffer) for _ in specs]
     dist.all_gather(received, buffer, group=group)
     return [
-        theirs[: spec.num_bytes].view(spec.dtype).view(spec.shape)
-        for theirs, spec in zip(received, specs, strict=True)
+        theirs[: spec.num_bytes].view(spec.dtype).view(spec.shape) for theirs, spec in zip(received, specs, strict=True)
     ]

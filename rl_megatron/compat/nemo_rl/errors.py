@@ -1,4 +1,4 @@
-"""Errors that handlers written for NeMo RL catch: its rules are `assert` statements, ours are ValueErrors."""
+"""Errors that handlers written for NeMo RL catch too. NeMo RL's rules are `assert` statements; ours are ValueErrors."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from contextlib import contextmanager
 
 
 class RuleError(ValueError, AssertionError):
-    """A rule of NeMo RL's is broken; the message states the rule."""
+    """The error of a broken rule of NeMo RL. The message states the rule."""
 
 
 class RangeError(RuleError, IndexError):
-    """Sequences are asked for that a batch does not have."""
+    """The error of a request for sequences that a batch does not have."""
 
 
 def require(holds: bool, rule: str) -> None:
-    """Raise `RuleError` with `rule` unless it holds."""
+    """Raise `RuleError` with the message `rule` unless `holds` is true."""
     if not holds:
         raise RuleError(rule)
 
 
 @contextmanager
 def rule_errors() -> Iterator[None]:
-    """Raise every ValueError of the block as a `RuleError` with the same message."""
+    """Convert every ValueError of a `with` block to a `RuleError` with the same message."""
     try:
         yield
     except RuleError:

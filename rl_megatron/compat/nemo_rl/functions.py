@@ -1,4 +1,4 @@
-"""NeMo RL's names for the core's functions."""
+"""Functions of this package under NeMo RL's names."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def calculate_kl(
     output_clamp_value: float | None = 10.0,
     importance_sampling_weights: Tensor | None = None,
 ) -> Tensor:
-    """Return `rl_megatron.losses.kl_penalty` of arguments under NeMo RL's names."""
+    """Return `rl_megatron.losses.kl_penalty`, with NeMo RL's argument names."""
     return kl_penalty(
         logprobs, logprobs_reference, kl_type, input_clamp_value, output_clamp_value, importance_sampling_weights
     )
 
 
 def calculate_kl_penalty_joschu2020(logprobs_policy: Tensor, logprobs_reference: Tensor) -> Tensor:
-    """Return the k3 estimate without clamps."""
+    """Return the k3 estimate of the KL, without clamps."""
     return kl_penalty(logprobs_policy, logprobs_reference, "k3", input_clamp=None, output_clamp=None)

@@ -1,4 +1,4 @@
-"""NeMo RL's second generation: from a model's logits to what a loss takes, padded and packed."""
+"""Functions and wrappers of NeMo RL's second generation that compute a loss's inputs from padded or packed logits."""
 
 from __future__ import annotations
 
@@ -22,15 +22,21 @@ def prepare_loss_input(
     vocab_parallel_group: dist.ProcessGroup | None = None,
     context_parallel_group: dist.ProcessGroup | None = None,
 ) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-    """Return (keywords that `loss_fn` takes from a model's output, data).
-
-    `loss_fn` may be one of ours, or any object with an `input_type` of LOGPROB or LOGIT.
+    """Return (the keywords that `loss_fn` takes from a model's output, data).
 
     Shapes: logits as in `next_token_stats`; next_token_logprobs [B, S-1].
 
+    Args:
+        logits: The model's output.
+        data: The batch.
+        loss_fn: A `Loss`, or any object with the `input_type` LOGPROB or LOGIT.
+        vocab_parallel_rank: This process's rank in vocab_parallel_group.
+        vocab_parallel_group: The tensor-parallel group, or None.
+        context_parallel_group: The context-parallel group, or None.
+
     Raises:
-        RuleError: vocab_parallel_group comes without vocab_parallel_rank.
-        ValueError: the object has another input type.
+        RuleError: vocab_parallel_group is given without vocab_parallel_rank.
+        ValueError: The object has another input type.
     """
     _require_rank(vocab_parallel_rank, vocab_parallel_group)
     return _read_output(logits, data, loss_fn, Sharding(vocab_parallel_group, context_parallel_group)), data
@@ -46,7 +52,18 @@ def prepare_packed_loss_input(
     vocab_parallel_group: dist.ProcessGroup | None = None,
     context_parallel_group: dist.ProcessGroup | None = None,
 ) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-    """Return what `prepare_loss_input` does for packed logits, which are [1, T/cp, V/tp]; data stays [B, S]."""
+    """Return the same as `prepare_loss_input`, for packed logits [1, T/cp, V/tp]. data stays [B, S].
+
+    Args:
+        logits: The model's packed output.
+        data: The batch.
+        loss_fn: See `prepare_loss_input`.
+        cu_seqlens_q: The cumulative lengths of the sequences, [B+1].
+        cu_seqlens_q_padded: The cumulative padded lengths; None: sequences are not padded.
+        vocab_parallel_rank: This process's rank in vocab_parallel_group.
+        vocab_parallel_group: The tensor-parallel group, or None.
+        context_parallel_group: The context-parallel group, or None.
+    """
     _require_rank(vocab_parallel_rank, vocab_parallel_group)
     sharding = Sharding(
         vocab_parallel_group, context_parallel_group, None, *_offsets(cu_seqlens_q, cu_seqlens_q_padded)
@@ -55,6 +72,7 @@ def prepare_packed_loss_input(
 
 
 def _require_rank(rank: int | None, group: dist.ProcessGroup | None) -> None:
+    """Raise `RuleError` if a group is given without a rank."""
     require(
         group is None or rank is not None, "vocab_parallel_rank must be provided when vocab_parallel_group is provided"
     )
@@ -63,13 +81,17 @@ def _require_rank(rank: int | None, group: dist.ProcessGroup | None) -> None:
 def _read_output(
     logits: Tensor, data: Mapping[str, Any], loss_fn: losses.LossFunction, sharding: Sharding
 ) -> dict[str, Tensor]:
+    """Return the keywords that a loss takes from logits."""
     if isinstance(loss_fn, losses.Loss):
         return loss_fn.read_output(logits, data, sharding)
     if loss_fn.input_type is losses.LossInputType.LOGPROB:
         return {"next_token_logprobs": next_token_stats(logits, data["input_ids"], sharding).logprobs}
     if loss_fn.input_type is losses.LossInputType.LOGIT:
         return {"logits": logits}
-    raise ValueError(f"{type(loss_fn).__name__}: the input of a loss with {loss_fn.input_type} is its own to prepare")
+    raise ValueError(
+        f"{type(loss_fn).__name__} has input_type={loss_fn.input_type}, but a loss function that is not an "
+        "rl_megatron.losses.Loss must have LOGPROB or LOGIT"
+    )
 
 
 def wrap_loss_fn_with_input_preparation(
@@ -83,7 +105,7 @@ def wrap_loss_fn_with_input_preparation(
     vocab_parallel_group: dist.ProcessGroup | None = None,
     context_parallel_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Return `loss_fn` of what `prepare_fn` makes of the logits."""
+    """Prepare the loss's inputs with `prepare_fn`, and return what `loss_fn` returns for them."""
     inputs, data = prepare_fn(
         logits=next_token_logits,
         data=data,
@@ -92,16 +114,16 @@ def wrap_loss_fn_with_input_preparation(
         vocab_parallel_group=vocab_parallel_group,
         context_parallel_group=context_parallel_group,
     )
-    # Which counts may be None is the loss's to say.
+    # The loss itself checks which counts may be None.
     counts: dict[str, Any] = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
     return loss_fn(data=data, **counts, **inputs)
 
 
 class PackedLossWrapper(losses.SequencePackingLossWrapper):
-    """`rl_megatron.losses.SequencePackingLossWrapper` as `nemo_rl.algorithms.loss` constructs it.
+    """`rl_megatron.losses.SequencePackingLossWrapper` with the constructor of `nemo_rl.algorithms.loss`.
 
-    It takes the groups, and a `prepare_fn`, which must be one of the two above. It reads the packed logits in one pass
-    whichever it is.
+    The constructor takes the groups and a `prepare_fn`, which must be one of the two functions above. With either
+    function, the packed logits are read in one pass.
     """
 
     def __init__(
@@ -116,8 +138,8 @@ class PackedLossWrapper(losses.SequencePackingLossWrapper):
     ) -> None:
         if prepare_fn not in (prepare_loss_input, prepare_packed_loss_input):
             raise TypeError(
-                f"prepare_fn={prepare_fn!r}: packed logits are read by prepare_loss_input or prepare_packed_loss_input "
-                "of nemo_rl.algorithms.loss"
+                f"prepare_fn={prepare_fn!r} must be prepare_loss_input or prepare_packed_loss_input of "
+                "nemo_rl.algorithms.loss"
             )
         super().__init__(loss_fn, *_offsets(cu_seqlens_q, cu_seqlens_q_padded))
         self._groups = (vocab_parallel_rank, vocab_parallel_group, context_parallel_group)
@@ -129,10 +151,12 @@ class PackedLossWrapper(losses.SequencePackingLossWrapper):
         global_valid_seqs: Tensor | None,
         global_valid_toks: Tensor | None,
     ) -> tuple[Tensor, dict[str, Any]]:
+        """Return the loss and its metrics for a packed output and unpacked data."""
         return super().__call__(next_token_logits, data, global_valid_seqs, global_valid_toks, *self._groups)
 
 
 def _offsets(
     cu_seqlens: Tensor | tuple[int, ...], padded: Tensor | tuple[int, ...] | None
 ) -> tuple[Tensor, Tensor | None]:
+    """Return both offsets as tensors."""
     return torch.as_tensor(cu_seqlens), None if padded is None else torch.as_tensor(padded)

@@ -31,9 +31,10 @@ _DPO_TRAINER_KEYS = frozenset(
 
 
 class NeedsRank(losses.Loss):
-    """A loss that wants vocab_parallel_rank beside vocab_parallel_group, as NeMo RL's losses over logits do."""
+    """A loss that requires vocab_parallel_rank with vocab_parallel_group, like NeMo RL's losses over logits."""
 
     def prepare(self, call: Call) -> Call:
+        """Check the rank, and return the call."""
         require(
             call.sharding.tp_group is None or call.vocab_parallel_rank is not None,
             "vocab_parallel_rank must be provided when vocab_parallel_group is provided",
@@ -42,14 +43,14 @@ class NeedsRank(losses.Loss):
 
 
 class _PenaltyInLoss(Setting):
-    """The KL penalty that the loss adds: 0 if the reward carries it."""
+    """The setting for the KL penalty. Reading it gives the penalty in the loss: 0 if the reward includes the KL."""
 
     def __get__(self, loss: Any, owner: type | None = None) -> Any:
         return self if loss is None else loss.cfg.kl_coefficient
 
 
 class _TokenLevel(Setting):
-    """What the loss averages over, which `loss_type` tells too."""
+    """The setting for what the loss averages over. Assigning it also sets `loss_type`."""
 
     def __set__(self, loss: Any, value: Any) -> None:
         super().__set__(loss, value)
@@ -70,7 +71,7 @@ class NLLLoss(NeedsRank, losses.NLLLoss):
 
 @settings_as_attributes(DPOLossConfig)
 class DPOLossFn(NeedsRank, losses.DPOLossFn):
-    """`rl_megatron.losses.DPOLossFn`, which may be given a recipe's whole `dpo` section."""
+    """`rl_megatron.losses.DPOLossFn`, which also takes a recipe's whole `dpo` section as its settings."""
 
     def __init__(self, cfg: Any = None) -> None:
         if isinstance(cfg, Mapping):
@@ -78,6 +79,7 @@ class DPOLossFn(NeedsRank, losses.DPOLossFn):
         super().__init__(parse_settings(DPOLossConfig, cfg))
 
     def prepare(self, call: Call) -> Call:
+        """Check that the SFT loss has global_valid_toks, and return the call."""
         require(
             self.cfg.sft_loss_weight == 0 or call.global_valid_toks is not None,
             "global_valid_toks must be provided for SFT loss",
@@ -85,12 +87,12 @@ class DPOLossFn(NeedsRank, losses.DPOLossFn):
         return super().prepare(call)
 
     def _dpo_loss(self, *args: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return (preference loss, accuracy, mean reward of chosen, of rejected sequences).
+        """Return (preference loss, accuracy, mean reward of chosen sequences, mean reward of rejected sequences).
 
         Args:
-            args: next-token logits, or next-token logprobs [B, S-1]; data; global_valid_seqs; vocab_parallel_rank;
+            *args: next-token logits, or next-token logprobs [B, S-1]; data; global_valid_seqs; vocab_parallel_rank;
                 vocab_parallel_group; context_parallel_group.
-            named: the same by name.
+            **named: The same arguments by name.
         """
         groups = ("vocab_parallel_rank", "vocab_parallel_group", "context_parallel_group")
         named |= dict(zip(groups, args[3:], strict=False))
@@ -109,7 +111,7 @@ class DPOLossFn(NeedsRank, losses.DPOLossFn):
     def _preference_loss(
         self, rewards: Tensor, sample_mask: Any, global_valid_seqs: Any, *further: Any, **named: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return what `PreferenceLoss._preference_loss` does, or for (logits, data, …), as in 0.1, `_dpo_loss`."""
+        """Return the result of `PreferenceLoss._preference_loss`, or of `_dpo_loss` for (logits, data, …) as in 0.1."""
         if isinstance(sample_mask, Mapping):
             return self._dpo_loss(rewards, sample_mask, global_valid_seqs, *further, **named)
         return super()._preference_loss(rewards, sample_mask, global_valid_seqs, *further, **named)
@@ -132,13 +134,14 @@ class DistillationLossFn(NeedsRank, losses.DistillationLossFn):
 
 @settings_as_attributes(MseValueLossConfig)
 class MseValueLossFn(losses.MSEValueLoss):
-    """`rl_megatron.losses.MSEValueLoss` on values that are aligned with `returns` already.
+    """`rl_megatron.losses.MSEValueLoss` on values that are already aligned with `returns`.
 
-    NeMo RL's workers shift what the value head says before the loss sees it: entry t is the value before token t.
+    NeMo RL's workers shift the value head's output before they call the loss: entry t is the value before token t.
     """
 
     def __init__(self, cfg: Any = None) -> None:
         super().__init__(parse_settings(MseValueLossConfig, cfg))
 
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
+        """Return the values of the whole batch without the first column."""
         return {"next_token_values": token_scores(output, data, sharding, self)[:, 1:]}

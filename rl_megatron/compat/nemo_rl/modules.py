@@ -1,4 +1,4 @@
-"""The table of NeMo RL's modules and their contents, for both of its generations."""
+"""The table of NeMo RL's modules and their members, for both generations of NeMo RL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NeMo RL's settings of losses: its defaults and rules, and settings as attributes of the loss that has them."""
+"""NeMo RL's settings of losses: its defaults, its rules, and settings as attributes of a loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LossClass = TypeVar("LossClass", bound=type)
 
 
 class Setting:
-    """A setting as an attribute of a loss. Reading it reads `loss.cfg`; assigning it replaces `loss.cfg`, checked."""
+    """A setting as an attribute of a loss. Reading it reads `loss.cfg`; assigning it replaces and checks `loss.cfg`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -46,7 +46,7 @@ def settings_as_attributes(config: type, **kinds: type[Setting]) -> Callable[[Lo
 
 @dataclass(frozen=True)
 class ClippedPGLossConfig(losses.ClippedPGLossConfig):
-    """The core's settings with NeMo RL's rules; a truncation ratio without a type is the plain upper clamp."""
+    """The core's settings with NeMo RL's rules. A truncation ratio without a type is an upper clamp."""
 
     def __post_init__(self) -> None:
         with rule_errors():
@@ -56,11 +56,12 @@ class ClippedPGLossConfig(losses.ClippedPGLossConfig):
 
     @property
     def truncation_type(self) -> str | None:
+        """Return how importance weights are truncated: "tis" if only a ratio is set."""
         kind, bound = self.truncated_importance_sampling_type, self.truncated_importance_sampling_ratio
         return "tis" if kind is None and bound is not None else kind
 
     def _check_rules(self) -> None:
-        """Raise `RuleError` in NeMo RL's words for what NeMo RL asserts."""
+        """Raise `RuleError`, with NeMo RL's messages, for the rules that NeMo RL asserts."""
         gspo, kind = self.sequence_level_importance_ratios, self.truncated_importance_sampling_type
         high, low = self.truncated_importance_sampling_ratio, self.truncated_importance_sampling_ratio_min
         require(
@@ -107,7 +108,7 @@ class ClippedPGLossConfig(losses.ClippedPGLossConfig):
 
 @dataclass(frozen=True)
 class DPOLossConfig(losses.DPOLossConfig):
-    """The core's settings; an error about a value is an AssertionError too."""
+    """The core's settings. An error about a value is also an AssertionError."""
 
     def __post_init__(self) -> None:
         with rule_errors():
@@ -129,7 +130,7 @@ class DistillationLossConfig(losses.DistillationLossConfig):
 
 @dataclass(frozen=True)
 class MseValueLossConfig(losses.MSEValueLossConfig):
-    """The core's settings; an error about a value is an AssertionError too."""
+    """The core's settings. An error about a value is also an AssertionError."""
 
     def __post_init__(self) -> None:
         with rule_errors():

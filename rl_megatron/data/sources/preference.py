@@ -35,7 +35,7 @@ class PreferenceSource(DataSource[PreferenceConfig]):
     def heldout(self, tokenizer: Tokenizer) -> HeldoutBatch:
         """Return the first held-out pairs in the order of the data, two sequences each."""
         pairs = self._dataset(heldout_part(self._parts(), self.data), tokenizer)
-        return HeldoutBatch(pairs.batch(range(min(len(pairs), self.data.num_eval_rows // 2))))
+        return HeldoutBatch(pairs.batch(range(min(len(pairs), self.data.num_eval_examples // 2))))
 
     def _parts(self) -> tuple[list[Record], list[Record]]:
         data = self.data

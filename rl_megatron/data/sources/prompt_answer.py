@@ -32,7 +32,7 @@ class PromptAnswerSource(DataSource[PromptAnswerConfig]):
     def heldout(self, tokenizer: Tokenizer) -> HeldoutBatch:
         """Return the first held-out records."""
         records = self._dataset(heldout_part(self._parts(), self.data), tokenizer)
-        return HeldoutBatch(records.batch(range(min(len(records), self.data.num_eval_rows))))
+        return HeldoutBatch(records.batch(range(min(len(records), self.data.num_eval_examples))))
 
     def _parts(self) -> tuple[list[Record], list[Record]]:
         return load_records(required_path(self.data), self.data.heldout_fraction)

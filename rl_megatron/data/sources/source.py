@@ -88,7 +88,7 @@ class DataSource(Generic[ConfigT]):
         raise ConfigError(f"data.source={self.data.source} has no problems with rewards")
 
     def heldout(self, tokenizer: Tokenizer) -> HeldoutBatch | HeldoutProblemSet:
-        """Return the held-out data, of the kind `data.heldout_kind`: at most `data.num_eval_rows` items.
+        """Return the held-out data, of the kind `data.heldout_kind`: at most `data.num_eval_examples` items.
 
         Raises:
             ConfigError: No data is held out.

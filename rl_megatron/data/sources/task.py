@@ -50,7 +50,7 @@ class TaskSource(DataSource[TaskConfig]):
     def heldout(self, tokenizer: Tokenizer) -> HeldoutProblemSet:
         """Return held-out problems."""
         task = self.task()
-        return HeldoutProblemSet(task, task.heldout_problems(self.data.num_eval_rows))
+        return HeldoutProblemSet(task, task.heldout_problems(self.data.num_eval_examples))
 
     def _documents(self, tokenizer: Tokenizer) -> TextDataset:
         task, data = self.task(), self.data

@@ -27,7 +27,7 @@ class TextSource(DataSource[TextConfig]):
     def heldout(self, tokenizer: Tokenizer) -> HeldoutBatch:
         """Return the first windows of the held-out text."""
         windows = TextDataset([heldout_part(self._parts(), self.data)], tokenizer, self.data.sequence_length)
-        batch = windows.batch(range(min(len(windows), self.data.num_eval_rows)))
+        batch = windows.batch(range(min(len(windows), self.data.num_eval_examples)))
         return HeldoutBatch(batch, windows.num_predicted_tokens / windows.num_characters)
 
     def _parts(self) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rl_megatron.generation.completions import Completions, left_padded
+from rl_megatron.generation.decoding_progress import DecodingProgress
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.sampling import sample
 from rl_megatron.weight_sync.plan import RefitPlan
@@ -76,7 +77,12 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def complete(
-    model: PreTrainedModel, prompts: list[list[int]], uniforms: Tensor, sampling: Sampling, vocab_size: int
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    uniforms: Tensor,
+    sampling: Sampling,
+    vocab_size: int,
+    progress: DecodingProgress | None = None,
 ) -> Completions:
     """Complete a batch of prompts, until all sequences have ended or the logits of one are NaN.
 
@@ -86,6 +92,7 @@ def complete(
         uniforms: The random numbers of `sequence_uniforms`, [b, max_new_tokens].
         sampling: How tokens are sampled.
         vocab_size: Tokens of the tokenizer.
+        progress: Reports how far the decoding is, if given.
     """
     tokens, first = left_padded(prompts, model.device)
     completions = Completions(len(prompts), sampling, model.device)
@@ -107,6 +114,10 @@ def complete(
         filled, cache = end, output.past_key_values
         chosen, logprobs = sample(output.logits[:, -1], uniforms[:, step], sampling, None, vocab_size)
         tokens = completions.add(step, chosen, logprobs)
+        if progress is not None:
+            progress.token_added(step + 1, sampling.max_new_tokens, completions.running)
         if completions.nan_at.any() or not completions.running.any():
             break
+    if progress is not None:
+        progress.batch_ended(len(prompts))
     return completions

@@ -22,6 +22,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from rl_megatron import log
+
 WORKER_MODULE = "rl_megatron.generation.transformers.worker"
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SECONDS_TO_LEAVE = 5.0
@@ -119,6 +121,7 @@ class EngineWorkers:
         self._waiting: dict[int, _Worker] = {}
         self._values: dict[int, Any] = {}
         self._answers = Answers()
+        self._progress: dict[int, tuple[int, int]] = {}
 
     def ask(self, method: str, *arguments_of_each: tuple[Any, ...]) -> None:
         """Send each of the first engines a request; `answers` returns the outcome.
@@ -129,7 +132,7 @@ class EngineWorkers:
         """
         self._deadline = time.monotonic() + self._patience
         self._allowed = f"{self._patience / 60:.3g} minutes"
-        self._waiting, self._values, self._answers = {}, {}, Answers()
+        self._waiting, self._values, self._answers, self._progress = {}, {}, Answers(), {}
         for worker, arguments in zip(self._workers, arguments_of_each, strict=False):
             try:
                 worker.connection.send((method, arguments))
@@ -174,11 +177,20 @@ class EngineWorkers:
         except (EOFError, OSError):
             self._note_death(worker)
             return
+        if kind == "progress":
+            self._report(worker, *value)
+            return
         del self._waiting[worker.index]
         if kind == "answer":
             self._values[worker.index] = value
         else:
             self._note(**{kind: f"{worker.name}: {value}"})
+
+    def _report(self, worker: _Worker, done: int, total: int, unit: str, detail: str) -> None:
+        """Report how far all engines are that have said so."""
+        self._progress[worker.index] = done, total
+        all_done, all_total = map(sum, zip(*self._progress.values(), strict=True))
+        log.report_progress(all_done, all_total, unit, detail)
 
     def _note_death(self, worker: _Worker) -> None:
         self._note(died=f"{worker.name} {worker.end()}")

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from rl_megatron import log
 from rl_megatron.generation.completions import sequence_uniforms
+from rl_megatron.generation.decoding_progress import DecodingProgress
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.transformers.model import build_model, checkpoint_tensors, complete
 from rl_megatron.generation.transformers.process import die_with
@@ -80,8 +82,9 @@ class TransformersWorker:
         """
         uniforms = sequence_uniforms(num_sequences, sampling, seed)[first_sequence : first_sequence + len(prompts)]
         batches = [slice(start, start + self._batch_size) for start in range(0, len(prompts), self._batch_size)]
+        progress = DecodingProgress(len(prompts))
         drawn = [
-            complete(self.model, prompts[indices], uniforms[indices], sampling, self._plan.vocab_size).parts()
+            complete(self.model, prompts[indices], uniforms[indices], sampling, self._plan.vocab_size, progress).parts()
             for indices in batches
         ]
         return self.receiver.version, tuple(torch.cat(part).cpu().numpy() for part in zip(*drawn, strict=True))
@@ -111,7 +114,9 @@ def main(arguments: list[str], worker: TransformersWorker) -> None:
     """Serve the parent process. The arguments are the socket's descriptor and the parent's process id."""
     descriptor, parent = map(int, arguments)
     die_with(parent)
-    serve(Connection(descriptor), worker)
+    connection = Connection(descriptor)
+    log.watch_progress(lambda *progress: connection.send(("progress", progress)))
+    serve(connection, worker)
 
 
 if __name__ == "__main__":

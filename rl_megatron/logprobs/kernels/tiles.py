@@ -68,8 +68,8 @@ def scratch_tiles(
     tallest = max((rows.stop - rows.start for rows, skip in blocks if not skip), default=0)
     width = num_columns
     if device.type == "cpu":
-        multiple = _VECTOR * torch.get_num_threads()
-        width = -(-num_columns // multiple) * multiple
+        alignment = _VECTOR * torch.get_num_threads()
+        width = -(-num_columns // alignment) * alignment
     height = max(2, tallest, _rows_for_all_threads(width, device))
     return torch.empty(count, height, width, dtype=dtype, device=device)[:, :, :num_columns]
 

@@ -180,15 +180,15 @@ class ClippedPGLossConfig:
                     f"set the type to one of {TRUNCATION_TYPES} ('tis' clamps the weights) or the bounds to null"
                 )
             return
-        where = f"truncated_importance_sampling_type={kind!r}"
+        setting = f"truncated_importance_sampling_type={kind!r}"
         if not self.use_importance_sampling_correction:
             raise ValueError(
-                f"{where} needs the correction that it truncates; set use_importance_sampling_correction=True"
+                f"{setting} needs the correction that it truncates; set use_importance_sampling_correction=True"
             )
         if high is None:
-            raise ValueError(f"{where} needs truncated_importance_sampling_ratio, the upper bound")
+            raise ValueError(f"{setting} needs truncated_importance_sampling_ratio, the upper bound")
         if low is None and kind != "tis":
-            raise ValueError(f"{where} needs truncated_importance_sampling_ratio_min, the lower bound")
+            raise ValueError(f"{setting} needs truncated_importance_sampling_ratio_min, the lower bound")
         if low is not None and not 0 <= low <= high:
             raise ValueError(
                 f"truncated_importance_sampling_ratio_min={low} must lie between 0 and "
@@ -196,6 +196,6 @@ class ClippedPGLossConfig:
             )
         if kind == "seq-mask-tis" and self.sequence_level_importance_ratios:
             raise ValueError(
-                f"{where} needs one weight per token, which excludes sequence_level_importance_ratios=True; use 'tis' "
-                "or 'icepop' with GSPO"
+                f"{setting} needs one weight per token, which excludes sequence_level_importance_ratios=True; use "
+                "'tis' or 'icepop' with GSPO"
             )

@@ -1,4 +1,4 @@
-"""Stand-ins for what an algorithm works with: a tokenizer of characters, a task, an engine, a policy."""
+"""Fakes of the objects that an algorithm works with: a tokenizer of characters, a task, an engine, a policy."""
 
 from dataclasses import dataclass, field
 
@@ -27,7 +27,7 @@ class Characters:
 
 @dataclass
 class Echo:
-    """The reward of a completion is the number it spells."""
+    """A task whose reward for a completion is the number that it spells."""
 
     name = "echo"
     prompts: tuple[str, ...] = ("a", "b", "c", "d")
@@ -54,7 +54,7 @@ class Problems:
 
 @dataclass
 class Scripted:
-    """An engine that answers a prompt with the next of the texts laid ready for it, and remembers what it was asked."""
+    """An engine that answers a prompt with its next scripted text, and records the calls."""
 
     answers: dict[str, list[str]]
     calls: list[tuple[list[str], int]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Advantages against their closed forms."""
+"""Advantages compared with their closed forms."""
 
 import math
 
@@ -84,7 +84,7 @@ def test_shifts_and_with_the_deviation_scales_do_not_matter():
     torch.testing.assert_close(group_relative(rewards * 4 - 2, 4), group_relative(rewards, 4), rtol=1e-4, atol=1e-5)
 
 
-def test_rewards_that_make_no_groups_are_refused():
+def test_rewards_that_do_not_form_groups_are_refused():
     with pytest.raises(ValueError, match="7 rewards do not form groups of 4"):
         group_relative(torch.zeros(7), 4)
 
@@ -121,7 +121,7 @@ def spread(kept, mask):
 
 
 def slow_advantages(rewards, values, discount, gae_lambda):
-    """A_t = Σ_l (γλ)^l δ_{t+l}, term by term, of one row without gaps."""
+    """A_t = Σ_l (γλ)^l δ_{t+l}, term by term, of one sequence without gaps."""
     ahead = [*values, 0.0][1:]
     deltas = [r + discount * n - v for r, n, v in zip(rewards, ahead, values, strict=True)]
     return [
@@ -133,7 +133,7 @@ def slow_advantages(rewards, values, discount, gae_lambda):
 @pytest.mark.parametrize("discount", [1.0, 0.9])
 @pytest.mark.parametrize("gae_lambda", [0.0, 0.95, 1.0])
 @pytest.mark.parametrize("elsewhere", [0.0, 7.0, math.nan, math.inf])
-def test_generalized_advantages_are_the_discounted_sum_of_surprises(discount, gae_lambda, elsewhere):
+def test_generalized_advantages_are_the_discounted_sum_of_td_errors(discount, gae_lambda, elsewhere):
     rewards, values = (torch.where(MASK != 0, drawn(seed), elsewhere) for seed in (0, 1))
     advantages, returns = generalized_advantages(rewards, values, MASK, discount=discount, gae_lambda=gae_lambda)
     for b, mask in enumerate(MASK.tolist()):
@@ -158,7 +158,7 @@ def test_with_lambda_1_the_returns_do_not_depend_on_the_critic():
     torch.testing.assert_close(*found)
 
 
-def test_a_critic_that_knows_leaves_no_advantage():
+def test_a_perfect_critic_leaves_no_advantage():
     """V_t = Σ of the rewards to come: nothing surprises, whatever λ is."""
     rewards = torch.where(MASK != 0, drawn(5), 0.0)
     values = rewards.flip(1).cumsum(1).flip(1)
@@ -174,7 +174,7 @@ def test_advantages_of_other_shapes_are_refused():
 
 
 @pytest.mark.parametrize("elsewhere", [0.0, math.nan, 1e9])
-def test_whitening_is_over_the_tokens_of_all_rows(elsewhere):
+def test_whitening_is_over_the_tokens_of_all_sequences(elsewhere):
     advantages = torch.where(MASK != 0, 3 + 5 * drawn(6), elsewhere)
     kept = [value for row, mask in zip(advantages, MASK.tolist(), strict=True) for value in kept_of(row, mask)]
     mean = sum(kept) / len(kept)
@@ -205,10 +205,10 @@ def test_the_score_comes_with_the_last_token_and_the_penalty_with_each(elsewhere
         assert found[b].tolist() == pytest.approx(spread(wanted, mask))
 
 
-def test_without_a_penalty_the_score_is_all():
+def test_without_a_penalty_only_the_score_remains():
     found = token_rewards(torch.tensor([1.0, 2.0, 3.0, 4.0, math.nan]), MASK, None, 0.5)
     assert found.nonzero().tolist() == [[0, 6], [1, 6], [2, 4], [3, 6]]
-    assert found.sum(1).tolist() == [1, 2, 3, 4, 0], "a row without a token gets nothing"
+    assert found.sum(1).tolist() == [1, 2, 3, 4, 0], "a sequence without a token has no reward"
 
 
 def test_rewards_of_other_shapes_are_refused():
@@ -231,8 +231,8 @@ def test_reinforce_plus_plus_whitens_the_returns_to_go(discount):
         assert torch.equal(reinforce_plus_plus(rewards, MASK), found)
 
 
-def test_one_score_per_row_is_spread_over_its_tokens():
-    """Without discount and penalty every token of a row has the row's score as its return."""
+def test_the_score_of_a_sequence_is_the_return_of_each_of_its_tokens():
+    """Without discount and penalty every token of a sequence has the sequence's score as its return."""
     mask = torch.ones(2, 3)
     found = reinforce_plus_plus(token_rewards(torch.tensor([1.0, 0.0]), mask, None, 0.0), mask)
     assert found.tolist() == [pytest.approx([math.sqrt(5 / 6)] * 3), pytest.approx([-math.sqrt(5 / 6)] * 3)]

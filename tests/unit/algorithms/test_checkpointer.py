@@ -1,4 +1,4 @@
-"""Policy and critic are saved together or not at all, one step at a time; a save that fails ends no training."""
+"""Policy and critic are saved together, one step at a time; a failed save does not end training."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -72,7 +72,7 @@ def test_a_save_is_completed_when_both_have_been_written(make):
     assert log[2:] == [("critic", "finish", 1), ("policy", "finish", 1), ("delete older", "ppo")]
 
 
-def test_one_save_at_a_time_and_the_last_is_waited_for(make):
+def test_saves_run_one_at_a_time_and_the_last_is_completed(make):
     log = []
     checkpointer, _ = make(log)
     checkpointer.save(1, last=False)
@@ -83,7 +83,7 @@ def test_one_save_at_a_time_and_the_last_is_waited_for(make):
     assert log.index(("policy", "finish", 1)) < log.index(("critic", "begin", 2))
 
 
-def test_without_async_save_nothing_is_left_under_way(make):
+def test_without_async_save_no_save_is_left_in_progress(make):
     log = []
     checkpointer, _ = make(log, async_save=False)
     checkpointer.save(1, last=False)
@@ -101,7 +101,7 @@ def test_without_async_save_nothing_is_left_under_way(make):
         ({"policy_fails": {("finish", 1)}}, [("critic", "finish", 1), ("delete older", "ppo")]),
     ],
 )
-def test_what_fails_for_one_is_not_kept_of_the_other_and_training_goes_on(make, logged, fails, expected):
+def test_if_one_save_fails_the_other_is_deleted_and_training_goes_on(make, logged, fails, expected):
     """A critic's checkpoint without the policy's is deleted; a warning names the failure."""
     log = []
     checkpointer, _ = make(log, **fails)

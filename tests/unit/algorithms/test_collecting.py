@@ -1,4 +1,4 @@
-"""GRPO's collecting of rollouts, step by step, on an engine whose answers are laid ready."""
+"""GRPO's collection of rollouts, step by step, with an engine that gives scripted answers."""
 
 from types import SimpleNamespace
 
@@ -88,7 +88,7 @@ def test_dynamic_sampling_stops_as_soon_as_the_step_is_full(collecting):
     assert outcome["informative_groups"] == 1.0
 
 
-def test_dynamic_sampling_gives_up_after_its_rounds_with_what_there_is(collecting):
+def test_dynamic_sampling_stops_after_its_rounds_with_the_groups_it_has(collecting):
     answers = always(EQUAL) | {"a": DIFFER * 40}
     collect, engine = collecting(answers, "algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling_max_rounds=2")
     rollouts, outcome = collect(1)
@@ -106,8 +106,8 @@ def test_a_step_without_any_informative_group_still_has_rollouts_and_no_gradient
     assert _advantages(rollouts, GRPOConfig(samples_per_prompt=SIZE), None).count_nonzero() == 0
 
 
-def test_steps_share_no_rounds(collecting):
-    """A step's rounds use prompts and seeds of their own, however many rounds the steps before took."""
+def test_steps_do_not_share_rounds(collecting):
+    """The prompts and seeds of a step's rounds do not depend on how many rounds the steps before took."""
     options = "algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling_max_rounds=3"
     eager, engine = collecting(always(DIFFER), *options)
     eager(1), eager(2)

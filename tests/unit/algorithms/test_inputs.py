@@ -1,4 +1,4 @@
-"""Preference pairs from a configuration: what is trained on, what is held out, and what is refused beforehand."""
+"""Preference pairs from a configuration: training data, held-out data, and errors before the first step."""
 
 import json
 
@@ -39,7 +39,7 @@ def decoded(tokenizer, batch):
     return [tokenizer.decode(row).rstrip() for row in batch["input_ids"].tolist()]
 
 
-def test_pairs_are_shared_out_by_question(configured):
+def test_pairs_are_split_by_question(configured):
     stage = configured().first
     tokenizer = build_tokenizer(stage)
     train, heldout = training_dataset(stage, tokenizer), build_evaluation(stage, tokenizer).batch
@@ -50,8 +50,8 @@ def test_pairs_are_shared_out_by_question(configured):
 
 
 @pytest.mark.parametrize(("limit", "rows"), [(2, 2), (6, 6), (100, 16)])
-def test_the_same_heldout_pairs_are_measured_every_time(configured, limit, rows):
-    stage = configured(f"data.num_eval_rows={limit}").first
+def test_every_evaluation_uses_the_same_heldout_pairs(configured, limit, rows):
+    stage = configured(f"data.num_eval_examples={limit}").first
     tokenizer = build_tokenizer(stage)
     batch, again = (build_evaluation(stage, tokenizer).batch for _ in range(2))
     assert batch.size == rows
@@ -78,7 +78,7 @@ def test_the_tokenizer_learns_prompts_and_both_answers_of_the_training_questions
         (["model.max_sequence_length=8"], ["every pair exceeds max_sequence_length = 8"]),
     ],
 )
-def test_what_is_wrong_is_found_before_the_first_step(configured, tmp_path, overrides, words):
+def test_errors_are_found_before_the_first_step(configured, tmp_path, overrides, words):
     with pytest.raises(ConfigError) as error:
         check(configured(*overrides), tmp_path / "out")
     assert all(word in str(error.value) for word in words), error.value

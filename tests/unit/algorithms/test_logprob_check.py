@@ -71,7 +71,7 @@ def test_prompts_and_padding_are_not_compared():
 
 
 @pytest.mark.parametrize("by", [0.06, -0.06, float("nan"), float("-inf")])
-def test_past_the_limit_the_worst_are_named(by):
+def test_above_the_limit_the_worst_tokens_are_named(by):
     with pytest.raises(EngineMismatch) as mismatch:
         check(Trainer({(1, 2): by, (0, 1): 0.001}))
     message = str(mismatch.value)

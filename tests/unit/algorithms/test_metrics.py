@@ -30,7 +30,7 @@ def test_the_statistics_of_rollouts_are_declared():
     assert reported.keys() | {"sampling_rounds"} == names(metrics.ROLLOUT)
 
 
-def test_what_a_weight_sync_reports_is_declared():
+def test_the_metrics_of_a_weight_sync_are_declared():
     of_policy = SyncTimings(bytes=8).metrics().keys()
     of_engines = {f"refit_{phase}_{unit}" for phase in ("verify", "copy") for unit in ("seconds", "gb_per_s")}
     assert of_policy | of_engines == names(metrics.WEIGHT_SYNC)
@@ -52,12 +52,12 @@ def test_the_critics_metrics_are_those_of_its_loss_and_optimizer():
     ],
     ids=lambda overrides: overrides[0],
 )
-def test_what_an_evaluation_reports_is_declared(overrides):
+def test_the_metrics_of_an_evaluation_are_declared(overrides):
     given = metric_names(load_config(overrides).first)
     assert given and set(given) <= EVAL_METRICS.keys()
 
 
-def test_the_same_name_may_mean_another_thing_in_an_evaluation_alone():
+def test_only_eval_metrics_may_reuse_a_name():
     shared = EVAL_METRICS.keys() & METRICS.keys()
     assert shared == {"accuracy"}
     assert EVAL_METRICS["accuracy"].meaning != METRICS["accuracy"].meaning

@@ -1,4 +1,4 @@
-"""PPO's training loop on stand-ins: who learns what, when, and what is kept of the critic."""
+"""PPO's training loop with fakes: which model learns when, and which checkpoints of the critic are kept."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ OVERRIDES = ("algorithm=ppo", "algorithm.samples_per_prompt=2", "loss.reference_
 
 
 class Model:
-    """Remembers what it is trained on, and under which name it is saved."""
+    """A policy that records its training batches and the names of its saves."""
 
     def __init__(self, name, log):
         self.name, self.log = name, log
@@ -86,6 +86,7 @@ def run(monkeypatch):
         config = replace(config, train=replace(config.train, **train))
         metrics_logger = SimpleNamespace(
             begin_stage=lambda *_: None,
+            show_phase=lambda phase: None,
             end_stage=lambda: None,
             record=lambda step, report, kind="train": records.setdefault(kind, {}).setdefault(step, report),
         )
@@ -112,7 +113,7 @@ def trained(log):
     return [entry[0] for entry in log if entry[0] in ("policy", "critic")]
 
 
-def test_the_critic_learns_first_and_alone_while_it_warms_up(run):
+def test_only_the_critic_learns_during_its_warmup(run):
     log, records = run("algorithm.critic_warmup_steps=2", steps=3)
     assert trained(log) == ["critic", "critic", "critic", "policy"]
     assert "loss" not in records[2] and {"loss", "critic_loss", "critic_grad_norm", "reward"} <= records[3].keys()
@@ -169,13 +170,13 @@ def retention(directory):
     return [sorted(path.name for path in where.iterdir()) for where in (policy, critic)]
 
 
-def test_the_policys_checkpoints_decide_which_of_the_critics_stay(ranks, tmp_path):
+def test_the_critics_checkpoints_are_kept_with_the_policys(ranks, tmp_path):
     """The critic's step 6 is of a run that was killed before it saved its policy, and resumed from step 3."""
     (kept,) = ranks.run(1, retention, str(tmp_path))
     assert kept == [["step-000003", "step-000004"]] * 2
 
 
-def test_a_resumed_stage_has_the_critic_of_its_step(run):
+def test_a_resumed_stage_loads_the_critic_of_the_same_step(run):
     log, _ = run(steps=2, saved=[Path("checkpoints/ppo/step-000001")])
     assert log[:2] == [
         ("load", "policy", "checkpoints/ppo/step-000001"), ("load", "critic", "checkpoints/ppo.critic/step-000001"),
@@ -191,8 +192,8 @@ def test_the_schedule_counts_the_optimizer_steps_of_a_rollout():
     assert algorithm.optimizer_steps(train) == CRITIC.optimizer_steps(algorithm, train) == 5 * 3 * 2
 
 
-def test_the_policys_schedule_leaves_the_critics_warmup_out():
-    """It would otherwise never come to its end."""
+def test_the_policys_schedule_does_not_count_the_critics_warmup():
+    """Otherwise the decay would never reach its end."""
     overrides = [*OVERRIDES, "algorithm.critic_warmup_steps=2", "train.steps=5", "train.global_batch_size=32"]
     config = load_config(overrides).first
     assert config.algorithm.optimizer_steps(config.train) == (5 - 2) * 2

@@ -1,4 +1,4 @@
-"""What is refused before the first step: losses that an algorithm cannot serve, runs that would go on as others."""
+"""Errors before the first step: losses that do not suit an algorithm, and resumed runs with another configuration."""
 
 import json
 from contextlib import nullcontext
@@ -54,7 +54,7 @@ def stage_of(algorithm, loss):
         ("reward_model", {"name": "mse_value"}, "not use scores of pairs.*use preference"),
     ],
 )
-def test_a_loss_that_the_algorithm_cannot_serve(algorithm, loss, words):
+def test_a_loss_that_does_not_suit_the_algorithm_is_refused(algorithm, loss, words):
     with pytest.raises(ConfigError, match=words):
         check_loss(stage_of(algorithm, loss))
 
@@ -71,11 +71,11 @@ def test_a_loss_that_the_algorithm_cannot_serve(algorithm, loss, words):
         ("reward_model", {"name": "preference"}),
     ],
 )
-def test_losses_that_it_can(algorithm, loss):
+def test_losses_that_suit_the_algorithm_are_accepted(algorithm, loss):
     check_loss(stage_of(algorithm, loss))
 
 
-def test_a_loss_that_needs_what_rollouts_do_not_carry(monkeypatch):
+def test_a_loss_that_needs_keys_that_rollouts_do_not_have_is_refused(monkeypatch):
     class Judged(ClippedPGLossFn):
         required_keys = ("advantages", "verdicts")
 
@@ -85,7 +85,7 @@ def test_a_loss_that_needs_what_rollouts_do_not_carry(monkeypatch):
 
 
 class Protocol:
-    """It follows `LossFunction` and no more."""
+    """A loss that implements only `LossFunction`."""
 
     loss_type, input_type = LossType.TOKEN_LEVEL, LossInputType.LOGPROB
 
@@ -115,7 +115,7 @@ class Judging(Protocol):
         ("grpo", Judging, r"loss.name=own needs \['verdicts'\]"),
     ],
 )
-def test_losses_that_follow_the_protocol_alone(monkeypatch, algorithm, loss, words):
+def test_losses_that_implement_only_the_protocol(monkeypatch, algorithm, loss, words):
     monkeypatch.setitem(LOSSES._entries, "own", loss)
     assert isinstance(loss(None), LossFunction) and not needs_reference(loss(None))
     with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
@@ -141,7 +141,7 @@ def save(directory, step, model, **manifest):
 TOKENIZER = SimpleNamespace(digest="t")
 
 
-def test_a_critic_is_checked_beside_its_policy(tmp_path):
+def test_a_critic_is_checked_with_its_policy(tmp_path):
     stage = load_config(["algorithm=ppo", "train.steps=5"]).first
     newest = save(tmp_path / "ppo", 3, stage.model)
     with pytest.raises(ConfigError, match=r"ppo\.critic/step-000003 does not exist"):
@@ -164,7 +164,7 @@ def test_a_critic_is_checked_beside_its_policy(tmp_path):
         ("reward_model", {"name": "preference"}, False),
     ],
 )
-def test_a_stage_keeps_the_reference_it_began_with(tmp_path, algorithm, loss, compares):
+def test_a_resumed_stage_must_keep_its_reference(tmp_path, algorithm, loss, compares):
     stage = stage_of(algorithm, loss)
     newest = save(tmp_path, 3, stage.model, weights_from="init_from=a")
     _check_saved(newest, stage, TOKENIZER, "init_from=a")
@@ -177,7 +177,7 @@ def test_a_stage_keeps_the_reference_it_began_with(tmp_path, algorithm, loss, co
         _check_saved(newest, stage, TOKENIZER, "init_from=b")
 
 
-def test_where_a_stage_begins(tmp_path, monkeypatch):
+def test_the_weights_that_a_stage_starts_from(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     alone = load_config(["init_from=runs/a/", "train.seed=4"])
     given = f"init_from={tmp_path.resolve()}/runs/a"
@@ -194,7 +194,7 @@ def test_where_a_stage_begins(tmp_path, monkeypatch):
     assert found == [f"step {step} of stage 'sft' (stages.sft.train.steps)" for step in (60, 60, 80)]
 
 
-def test_either_optimizer_may_change_and_the_algorithm_may_not(tmp_path):
+def test_a_resumed_run_may_change_optimizers_but_not_the_algorithm(tmp_path):
     before = load_config(["algorithm=ppo", "precision=fp32"])
     (tmp_path / "config.yaml").write_text(to_yaml(before))
     save(tmp_path / "checkpoints" / "ppo", 3, before.first.model)
@@ -223,7 +223,7 @@ def missing_on(rank: int) -> str:
     [(1, "data.path: missing (on rank 1)"), (-1, "data.path: missing"), (9, "5")],
     ids=["one rank", "all ranks", "none"],
 )
-def test_what_one_rank_finds_ends_all(ranks, rank, message):
+def test_an_error_on_one_rank_ends_all_ranks(ranks, rank, message):
     assert ranks.run(2, missing_on, rank) == [message, message]
 
 
@@ -251,7 +251,7 @@ def test_the_largest_item_must_fit_a_microbatch_of_tokens(batching, overrides, i
     _check_budget(replace(stage, train=replace(stage.train, batching="padded")), items)
 
 
-def test_a_run_from_before_a_key_was_there_goes_on(tmp_path):
+def test_a_run_can_be_resumed_after_a_key_was_added(tmp_path):
     config = load_config([])
     (tmp_path / "checkpoints" / "sft" / "step-000001").mkdir(parents=True)
     (tmp_path / "checkpoints" / "sft" / "step-000001" / "manifest.json").write_text("{}")
@@ -282,7 +282,7 @@ def test_a_run_from_before_a_key_was_there_goes_on(tmp_path):
         ),
     ],
 )
-def test_the_best_is_known_where_every_checkpoint_is_measured(overrides, words):
+def test_keep_best_needs_an_evaluation_of_every_checkpoint(overrides, words):
     with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
         _check_keep_best(load_config(["algorithm=grpo", *overrides]).first)
 
@@ -296,7 +296,7 @@ def test_the_best_is_known_where_every_checkpoint_is_measured(overrides, words):
         (["engine_device=auto"], 0, None),
     ],
 )
-def test_engines_have_devices_before_anything_begins(monkeypatch, overrides, gpus, words):
+def test_engine_devices_are_checked_before_the_first_step(monkeypatch, overrides, gpus, words):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     given = ["generation.engine=transformers", *(f"generation.{override}" for override in overrides)]
     stage = load_config(["algorithm=grpo", "device=cpu", *given]).first
@@ -304,7 +304,7 @@ def test_engines_have_devices_before_anything_begins(monkeypatch, overrides, gpu
         check_engine(stage, 50)
 
 
-def test_an_engine_on_the_cpu_needs_shared_memory_beside_gpus():
+def test_an_engine_on_the_cpu_needs_shared_memory_if_the_policy_is_on_gpus():
     settings = load_config(
         ["algorithm=grpo", "generation.engine=transformers", "generation.engine_device=cpu"]
     ).first.generation
@@ -312,7 +312,7 @@ def test_an_engine_on_the_cpu_needs_shared_memory_beside_gpus():
         engine_devices(settings, torch.device("cuda", 0))
 
 
-def test_an_unknown_measure_is_refused_with_the_known_ones():
+def test_an_unknown_eval_metric_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match="train.keep_best='acuracy'.*'accuracy', 'nll_per_token'"):
         load_config(["train.keep_best=acuracy"])
 

@@ -1,4 +1,4 @@
-"""From prompts to scored rollouts, with an engine whose answers are laid ready."""
+"""From prompts to scored rollouts, with an engine that gives scripted answers."""
 
 from types import SimpleNamespace
 
@@ -95,7 +95,7 @@ def test_reinforce_plus_plus_weighs_tokens_against_the_whole_batch(rollouts_of):
     assert (found[~sampled] == 0).all()
 
 
-def test_ppo_rewards_carry_the_kl_where_the_loss_leaves_it_to_them(rollouts_of):
+def test_ppo_rewards_include_the_kl_if_the_loss_does_not(rollouts_of):
     rollouts = with_policies(rollouts_of({"a": ["1", "5"]})[0])
     rollouts["values"] = 0.5 * rollouts["token_mask"]
     config = PPOConfig(gae_lambda=1.0, whiten_advantages=False)
@@ -105,7 +105,7 @@ def test_ppo_rewards_carry_the_kl_where_the_loss_leaves_it_to_them(rollouts_of):
         assert found["advantages"][1].tolist() == [0.0, 4.5 - 2 * penalty, 4.5 - penalty]
 
 
-def test_the_clamps_of_the_kl_hold_in_the_reward_too(rollouts_of):
+def test_the_clamps_of_the_kl_apply_in_the_reward_too(rollouts_of):
     rollouts = with_policies(rollouts_of({"a": ["1", "5"]})[0])
     clamped = build_loss("clipped_pg", KL_IN_REWARD | {"kl_output_clamp_value": 0.125})
     assert rewards_per_token(rollouts, clamped)[0].tolist() == [0.0, -0.5 * 0.125, 1 - 0.5 * 0.125]
@@ -120,14 +120,14 @@ def test_the_kl_in_the_reward_is_reported_over_sampled_tokens(rollouts_of):
     assert reward_kl(rollouts, build_loss("clipped_pg", KL_IN_REWARD | {"use_kl_in_reward": False})) == {}
 
 
-def test_the_reference_is_asked_for_where_loss_or_reward_need_it():
+def test_the_reference_is_used_if_the_loss_or_the_reward_needs_it():
     assert needs_reference(build_loss("clipped_pg", KL_IN_REWARD))
     assert needs_reference(build_loss("clipped_pg", {"reference_policy_kl_penalty": 0.1}))
     assert not needs_reference(build_loss("clipped_pg", {"reference_policy_kl_penalty": 0.0}))
     assert not needs_reference(build_loss("clipped_pg", {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.0}))
 
 
-def test_completions_are_the_sampled_text_alone(rollouts_of):
+def test_completions_are_only_the_sampled_text(rollouts_of):
     rollouts, _ = rollouts_of({"a": ["1", "234"], "bcd": ["5", "6"]})
     assert completions(rollouts, Characters()) == ["1", "234", "5", "6"]
 
@@ -158,7 +158,7 @@ def test_only_informative_groups_are_kept(rollouts_of):
     assert keep_informative(none, 2).size == 0
 
 
-def test_rounds_join_in_order_up_to_the_rows_wanted(rollouts_of):
+def test_rounds_are_joined_in_order_up_to_the_limit(rollouts_of):
     narrow, _ = rollouts_of({"a": ["1", "2"]})
     wide, _ = rollouts_of({"bcdefg": ["3", "44"], "h": ["5", "6"]})
     joined = join([narrow, wide], 4)

@@ -1,4 +1,4 @@
-"""The steps of a stage: when it evaluates, saves and where it starts again; held-out measurements."""
+"""The steps of a stage: when it evaluates and saves, where it resumes, and the evaluations on held-out data."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from tests.unit.algorithms.fakes import Characters, Echo, Scripted
 
 
 class Policy:
-    """Remembers what is saved as step numbers in files of its own; a NaN loss where it is told to."""
+    """A policy whose checkpoints are step numbers, with a NaN loss at a chosen step."""
 
     def __init__(self, log, nan_at=None):
         self.log, self.nan_at, self.trained = log, nan_at, 0
@@ -45,7 +45,7 @@ class Policy:
 
 
 class Written:
-    """A save that is done before anyone asks."""
+    """A save that is complete at once."""
 
     def is_written(self):
         return True
@@ -60,8 +60,11 @@ class Silent:
     def __init__(self, log):
         self.log = log
 
-    def begin_stage(self, stage, start, steps):
+    def begin_stage(self, stage, start, steps, metric):
         self.log.append(("begin", start))
+
+    def show_phase(self, phase):
+        pass
 
     def end_stage(self):
         self.log.append(("end",))
@@ -122,7 +125,7 @@ def test_evaluations_and_checkpoints_come_when_due(make):
     assert log.index(("eval", 6)) < log.index(("save", 6, {"measures": {"accuracy": 0.75}, "samples": ["sample"]}))
 
 
-def test_a_resumed_stage_goes_on_behind_the_newest_checkpoint(make):
+def test_a_resumed_stage_continues_after_the_newest_checkpoint(make):
     log = []
     stage = make(log, saved=["2", "4"], steps=6)
     walk(stage, log)
@@ -145,7 +148,7 @@ def test_without_resume_a_stage_starts_at_the_beginning(make):
     assert log[:2] == [("begin", 0), ("eval", 0)]
 
 
-def test_the_display_ends_when_a_story_fails(make):
+def test_the_display_ends_when_a_training_loop_fails(make):
     log = []
     steps = make(log, steps=3).steps()
     next(steps)
@@ -184,7 +187,7 @@ def test_a_finished_stage_is_known_by_its_last_step(monkeypatch, tmp_path):
     ],
 )
 def test_the_schedule_counts_optimizer_steps(overrides, steps):
-    """32 prompts with 8 samples are 256 rows, `global_batch_size` of them in an optimizer step."""
+    """32 prompts with 8 samples are 256 sequences, `global_batch_size` of them in an optimizer step."""
     stage = load_config(overrides).first
     assert stage.algorithm.optimizer_steps(stage.train) == steps
 
@@ -199,7 +202,7 @@ def test_heldout_problems_are_answered_and_scored():
     assert [sample["prompt"] for sample in samples] == list("abcdef"), "a few of them"
 
 
-def test_heldout_text_is_measured_whole_without_training():
+def test_heldout_text_is_evaluated_in_one_batch_without_training():
     class Measuring:
         def train(self, batch, loss_fn, **options):
             assert isinstance(loss_fn, NLLLoss)
@@ -212,7 +215,7 @@ def test_heldout_text_is_measured_whole_without_training():
 
 
 class Pairs:
-    """Ten pairs that remember which of them were asked for."""
+    """A dataset of ten pairs whose batches are the numbers of the pairs."""
 
     group_size = 2
 
@@ -224,7 +227,7 @@ class Pairs:
 
 
 def test_batches_are_those_of_the_step_in_whole_pairs(make):
-    """A batch of 8 rows is 4 pairs; five batches are two epochs."""
+    """A batch of 8 sequences is 4 pairs; five batches are two epochs."""
     order = BatchSchedule(10, 4, load_config([]).first.train.seed)
     drawn = list(make([], steps=5, global_batch_size=8).batches(Pairs()))
     assert drawn == [(step, order.items_at(step - 1)) for step in range(1, 6)]
@@ -232,7 +235,7 @@ def test_batches_are_those_of_the_step_in_whole_pairs(make):
     assert resumed == drawn[3:]
 
 
-def test_distinct_batches_are_what_the_steps_read_each_item_once(make):
+def test_distinct_batches_have_every_item_of_the_steps_once(make):
     order = BatchSchedule(10, 4, load_config([]).first.train.seed)
     drawn = list(make([], steps=5, global_batch_size=8).distinct_batches(Pairs()))
     first, second, third = (order.items_at(step) for step in range(3))
@@ -243,7 +246,7 @@ def test_distinct_batches_are_what_the_steps_read_each_item_once(make):
 
 
 class Judge:
-    """A model whose logprobs and scores are laid ready."""
+    """A model with scripted logprobs and scores."""
 
     def __init__(self, head, **answers):
         self.model, self.answers = SimpleNamespace(head=head), answers
@@ -269,7 +272,7 @@ def test_preference_is_by_sum_or_per_token():
     }  # fmt: skip
 
 
-def test_rewards_are_against_the_reference_and_ties_count_half():
+def test_rewards_are_relative_to_the_reference_and_ties_count_half():
     logprobs, reference = -PAIR_MASK, -PAIR_MASK.clone()
     reference[0, 1] = -3.0
     measured, _ = HeldoutPairs(BatchedDataDict(token_mask=PAIR_MASK)).evaluate(
@@ -278,7 +281,7 @@ def test_rewards_are_against_the_reference_and_ties_count_half():
     assert measured["reward_accuracy"] == 0.75 and measured["reward_margin"] == 1.0
 
 
-def test_a_reward_model_is_measured_by_its_scores():
+def test_a_reward_model_is_evaluated_by_its_scores():
     measured, _ = HeldoutPairs(BatchedDataDict(token_mask=PAIR_MASK)).evaluate(
         Judge("score", scores=torch.tensor([2.0, 1.0, 0.0, 4.0]))
     )

@@ -1,4 +1,4 @@
-"""Which checkpoints a run would read, and what is said when one of them is damaged."""
+"""Which checkpoints a run reads, and the error if one of them is damaged."""
 
 from dataclasses import asdict, replace
 
@@ -26,7 +26,7 @@ def config():
     return replace(load_config([]), stages={"sft": sft, "ppo": ppo})
 
 
-def test_only_what_a_run_goes_on_from_is_read(tmp_path, config):
+def test_only_checkpoints_that_a_run_loads_are_read(tmp_path, config):
     def read(config=config):
         return [f"{path.parent.name}/{path.name}" for path in _to_be_read(config, tmp_path)]
 
@@ -45,7 +45,7 @@ def test_only_what_a_run_goes_on_from_is_read(tmp_path, config):
     assert read(replace(config, resume=False)) == []
 
 
-def test_the_newest_that_is_whole_is_named(tmp_path, config):
+def test_the_newest_undamaged_checkpoint_is_named(tmp_path, config):
     stage = tmp_path / "ppo"
     for step in (1, 2, 3, 4):
         save(stage, step, config.first.model)

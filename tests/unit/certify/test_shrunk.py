@@ -1,4 +1,4 @@
-"""What certification measures in the place of a model keeps its family, and fits the degrees."""
+"""The small model of a certification keeps the model's family and fits the parallel degrees."""
 
 from __future__ import annotations
 

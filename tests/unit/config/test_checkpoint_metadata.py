@@ -45,7 +45,7 @@ def test_the_model_is_the_checkpoints_and_recomputation_the_runs(tmp_path):
     assert shown["rope_scaling"]["factor"] == 8.0 and shown["num_layers"] == 3
 
 
-def test_keys_added_since_have_their_default(tmp_path):
+def test_keys_that_were_added_later_have_their_default(tmp_path):
     old = {key: value for key, value in asdict(MODEL).items() if key != "sliding_window"}
     model = load_config(["model=init_from", f"init_from={checkpoint(tmp_path / 'old', old)}"]).first.model
     assert model == replace(MODEL, recompute="none")
@@ -82,7 +82,7 @@ def test_a_carried_tokenizer_is_used_unless_another_is_named(tmp_path):
     assert load_config([f"init_from={bare}"]).first.tokenizer.path is None
 
 
-def test_what_a_run_began_with_is_found_from_its_checkpoints(tmp_path):
+def test_the_files_that_a_run_began_with_are_found_from_its_checkpoints(tmp_path):
     step = checkpoint(tmp_path / "run" / "checkpoints" / "sft" / "step-000003")
     assert hugging_face_files(step) is carried_tokenizer(step) is run_tokenizer(step) is None
     checkpoint(tmp_path / "run" / "hugging_face", None, "config.json", "tokenizer.json")

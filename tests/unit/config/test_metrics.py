@@ -1,4 +1,4 @@
-"""Declarations of metrics: what they may say, and that a name has one meaning."""
+"""Declarations of metrics: which are complete, and that a name has one meaning."""
 
 import pytest
 
@@ -34,12 +34,12 @@ def test_a_name_has_one_meaning(registry):
         ({"meaning": ""}, "meaning"),
     ],
 )
-def test_a_declaration_that_says_too_little_is_refused(wrong, named):
+def test_an_incomplete_declaration_is_refused(wrong, named):
     with pytest.raises(ValueError, match=f"metric 'tokens'.*{named}"):
         Metric(**{"name": "tokens", "unit": "tokens", "meaning": "Tokens.", "reduction": "sum"} | wrong)
 
 
-def test_which_evaluation_metrics_are_better_when_higher_follows_from_their_declarations():
+def test_the_direction_of_eval_metrics_follows_from_their_declarations():
     assert HIGHER_IS_BETTER == {
         "accuracy": True, "nll_per_token": False, "nll_per_character": False, "preference_accuracy": True,
         "preference_margin": True, "reward_accuracy": True, "reward_margin": True,

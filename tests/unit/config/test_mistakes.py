@@ -86,7 +86,7 @@ def test_a_mistyped_override_names_the_nearest_key(refused, override, mistyped, 
     assert f"did you mean {nearest!r}?" in message
 
 
-def test_a_mistyped_algorithm_key_is_held_against_the_keys_of_that_algorithm(refused):
+def test_a_mistyped_algorithm_key_is_compared_with_the_keys_of_that_algorithm(refused):
     assert "unknown key 'algorithm.promts_per_step'; did you mean 'algorithm.prompts_per_step'?" in refused(
         "algorithm=grpo", "algorithm.promts_per_step=3"
     )
@@ -127,7 +127,11 @@ def test_a_stage_of_a_run_without_stages_is_refused(refused):
         ({"train": {"stpes": 3}}, "train.stpes", "train.steps"),
         ({"stages": {"one": {"algorithm": {"name": "sft"}, "trian": {"steps": 1}}}}, "stages.one.trian", "train"),
         ({"stages": {"one": {"train": {"stpes": 1}}}}, "stages.one.train.stpes", "train.steps"),
-        ({"stages": {"one": {"data": {"numeval_rows": 1}}}}, "stages.one.data.numeval_rows", "data.num_eval_rows"),
+        (
+            {"stages": {"one": {"data": {"numeval_examples": 1}}}},
+            "stages.one.data.numeval_examples",
+            "data.num_eval_examples",
+        ),
         (
             {"stages": {"one": {"algorithm": {"name": "grpo", "leave_one_uot": True}}}},
             "stages.one.algorithm.leave_one_uot",
@@ -162,7 +166,7 @@ def test_an_own_experiment_loads(experiment):
         (["--config-dir", "nowhere"], ["--config-dir nowhere"]),
     ],
 )
-def test_what_hydra_refuses_is_one_line_as_well(refused, arguments, words):
+def test_errors_of_hydra_are_one_line(refused, arguments, words):
     message = refused(*arguments)
     assert all(word in message for word in words), message
 
@@ -211,7 +215,7 @@ def test_the_values_of_an_algorithm_are_checked_under_its_key(refused):
     assert message.startswith("algorithm.samples_per_prompt=0: ") and "greater than or equal to 1" in message
 
 
-def test_a_group_has_at_least_two_samples_where_they_are_compared(refused):
+def test_a_group_needs_at_least_two_samples_if_they_are_compared(refused):
     alone = ["algorithm=grpo", "algorithm.samples_per_prompt=1"]
     assert "algorithm.samples_per_prompt=1" in refused(*alone)
     alone.append("algorithm.advantage_estimator=reinforce_plus_plus")
@@ -223,19 +227,19 @@ REINFORCE = ("algorithm=grpo", "algorithm.advantage_estimator=reinforce_plus_plu
 
 
 @pytest.mark.parametrize(("setting", "remedy"), [("leave_one_out=true", "false"), ("normalize_std=false", "true")])
-def test_what_is_of_groups_alone_is_refused_beside_reinforce_plus_plus(refused, setting, remedy):
+def test_keys_of_group_relative_advantages_are_refused_with_reinforce_plus_plus(refused, setting, remedy):
     message = refused(*REINFORCE, f"algorithm.{setting}")
     assert message.startswith(f"algorithm.{setting} has no effect: it is for advantages relative to a group")
     assert f"set it to {remedy}, or algorithm.advantage_estimator=group_relative" in message
     load_config(["algorithm=grpo", f"algorithm.{setting}"])
 
 
-def test_dynamic_sampling_has_its_effect_beside_reinforce_plus_plus():
-    """It chooses the groups that are kept, whatever their advantages are made of."""
+def test_dynamic_sampling_works_with_reinforce_plus_plus():
+    """It chooses the groups that are kept, and does not depend on the advantage estimator."""
     assert load_config([*REINFORCE, "algorithm.dynamic_sampling=true"]).first.algorithm.dynamic_sampling
 
 
-def test_a_reward_model_hands_no_weights_on(refused, tmp_path):
+def test_a_reward_model_must_be_the_last_stage(refused, tmp_path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(
         "# @package _global_\ndefaults:\n  - override /data: gsm8k_pairs\ndata: {path: x}\nstages:\n"
@@ -272,7 +276,7 @@ def test_a_mistyped_key_of_the_critic_names_the_nearest(refused):
 
 @pytest.mark.parametrize("algorithm", ["ppo", "dpo", "reward_model"])
 def test_the_bounds_of_ppo_and_the_pairs_load(algorithm):
-    """What the rules below must let pass."""
+    """The rules must accept these values."""
     if algorithm == "ppo":
         values = ["discount=1", "gae_lambda=0", "value_clip=null", "critic_warmup_steps=99", "samples_per_prompt=1"]
         stage = load_config(["algorithm=ppo", *(f"algorithm.{value}" for value in values)]).first
@@ -392,7 +396,7 @@ def test_a_scalar_that_a_stage_sets_shadows_the_override(refused, experiment):
                 [f"{key}=3", "even", "a pair is two sequences", "set it to 4"],
             )
             for algorithm in ("dpo", "reward_model")
-            for key in ("train.global_batch_size", "train.micro_batch_size", "data.num_eval_rows")
+            for key in ("train.global_batch_size", "train.micro_batch_size", "data.num_eval_examples")
         ),
     ],
 )
@@ -429,7 +433,7 @@ def test_rules_hold_in_every_stage(refused, three, override, words):
         (["train.micro_batch_tokens=0"], "train.micro_batch_tokens=0"),
     ],
 )
-def test_experts_and_batching_that_contradict_themselves(overrides, said):
+def test_contradicting_keys_of_experts_and_batching(overrides, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
         load_config(overrides)
 
@@ -443,16 +447,16 @@ def test_experts_and_batching_that_contradict_themselves(overrides, said):
         ("generation.max_engine_restarts=0", ["generation.max_engine_restarts=0 does nothing"]),
         ("generation.refit_bucket_mb=1", ["generation.refit_bucket_mb=1.0 does nothing"]),
         ("generation.engine_timeout_minutes=1", ["generation.engine_timeout_minutes=1.0 does nothing"]),
-        ("generation.engine=vllm", ["generation.engine='vllm'", "no rollout engine", "megatron, transformers"]),
+        ("generation.engine=vllm", ["generation.engine='vllm'", "no rollout engine", "embedded, transformers"]),
         ("generation.engine_device=gpu", ["generation.engine_device='gpu'", "cuda"]),
         ("generation.gate_limit=0", ["generation.gate_limit=0", "greater than 0"]),
     ],
 )
-def test_keys_of_rollout_engines(refused, override, words):
+def test_wrong_keys_of_rollout_engines_are_refused(refused, override, words):
     message = refused("algorithm=grpo", override)
     assert all(word in message for word in words), message
 
 
-def test_a_limit_of_a_gate_that_is_off(refused):
+def test_gate_limit_is_refused_if_the_logprob_check_is_off(refused):
     message = refused("algorithm=grpo", "generation.gate_prompts=0", "generation.gate_limit=1")
     assert "generation.gate_limit=1.0 does nothing" in message and "generation.gate_prompts=0" in message

@@ -1,4 +1,4 @@
-"""Keys of a model that contradict each other, or would do nothing, are refused by name; nested RoPE keys are strict."""
+"""Keys of a model that contradict each other or have no effect are refused by name; nested RoPE keys are strict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sizes that config/model_shape.py reads off a model's configuration."""
+"""The sizes that config/model_shape.py computes from a model's configuration."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def test_a_head_without_latents_has_one_size():
     assert [head_size(own), query_size(own), rotary_size(own)] == [24, 24, 24]
 
 
-def test_a_head_with_latents_has_queries_of_two_parts_and_rope_turns_one():
+def test_queries_with_latents_have_two_parts_and_rope_rotates_one():
     model = ModelConfig(**LATENT)
     shape = LatentShape.of(model)
     assert (shape.latent, shape.query, shape.key_and_value, shape.value) == (16, 8 + 4, 8 + 6, 6)

@@ -1,4 +1,4 @@
-"""Importing plugins: where they are found, what is refused, and that it names the plugin."""
+"""Importing plugins: where they are found, and errors that name the plugin."""
 
 import sys
 from importlib.metadata import EntryPoint

@@ -1,4 +1,4 @@
-"""The YAML files and the dataclasses say the same, and everything that ships loads."""
+"""The YAML files agree with the dataclasses, and all shipped configurations load."""
 
 from dataclasses import MISSING, asdict, fields, is_dataclass
 

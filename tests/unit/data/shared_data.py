@@ -1,4 +1,4 @@
-"""The real data beside the checkout, `../shared/data`; a test that needs it skips, saying so, where it is absent."""
+"""Real data in `../shared/data`, next to the checkout; a test that needs it skips with a message if it is absent."""
 
 from pathlib import Path
 

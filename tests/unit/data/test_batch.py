@@ -50,7 +50,7 @@ class TestSequences:
         assert batch.select_indices(torch.tensor([2, 1]))["names"] == ["sequence 2", "sequence 1"]
         assert batch.select_indices(batch["input_lengths"] > 2)["names"] == ["sequence 2", "sequence 3"]
 
-    def test_sequences_that_are_not_there(self):
+    def test_sequences_that_do_not_exist_are_refused(self):
         with pytest.raises(IndexError, match="sequences 2 to 4 of a batch with 3"):
             batch_of([1, 2, 3]).slice(2, 4)
 
@@ -100,7 +100,7 @@ class TestSequences:
         here["extra"] = [1, 2]
         assert "extra" not in batch
 
-    def test_it_is_a_dict_that_travels(self):
+    def test_a_batch_is_a_dict_that_can_be_pickled(self):
         batch = batch_of([1, 2])
         assert set(batch.get_dict()) == set(batch) and type(batch.get_dict()) is dict
         assert_same(pickle.loads(pickle.dumps(batch)), batch)

@@ -27,7 +27,7 @@ RECORDS = [
 
 
 def predicted(batch):
-    """The tokens that a loss would be taken on, in order of rows."""
+    """Return the text of the predicted tokens, in the order of the sequences."""
     return batch["input_ids"][batch["token_mask"].bool()].tolist()
 
 
@@ -89,7 +89,7 @@ class TestPromptAnswer:
         assert tokenizer.decode(predicted(batch), skip_special_tokens=False) == "200<eos>2<eos>"
         assert batch["sample_mask"].tolist() == [1, 1]
 
-    def test_width_is_the_longest_row_rounded_up(self, tokenizer):
+    def test_the_width_is_the_longest_sequence_rounded_up(self, tokenizer):
         dataset = PromptAnswerDataset(RECORDS, tokenizer, 32, pad_to_multiple_of=8)
         assert dataset.batch([0])["input_ids"].shape == (1, 8)
         assert dataset.batch([0, 2])["token_mask"].shape == (2, 16)
@@ -100,7 +100,7 @@ class TestPromptAnswer:
         batch = PromptAnswerDataset(RECORDS, tokenizer, 32, prompt_template="").batch([1])
         assert batch["token_mask"].tolist() == [[0, 1, 1]]
 
-    def test_too_long_a_row_names_its_line_and_the_remedy(self, tokenizer):
+    def test_a_sequence_that_is_too_long_names_its_line_and_the_remedy(self, tokenizer):
         with pytest.raises(
             ValueError,
             match=r"sums.jsonl:2: .*has 9 tokens, .* is 8 \(2 of 3 .* longest has 12\).*too_long=truncate",
@@ -116,7 +116,7 @@ class TestPromptAnswer:
             "2 of 3 sequences exceed max_sequence_length = 8 (the longest has 12 tokens): dropped 2, truncated 0",
             "2 of 3 sequences exceed max_sequence_length = 8 (the longest has 12 tokens): dropped 1, truncated 1",
         ]
-        assert len(dropped) == 1 and len(truncated) == 2, "the third prompt leaves no room for its answer"
+        assert len(dropped) == 1 and len(truncated) == 2, "the third prompt leaves no tokens for its answer"
         batch = truncated.batch([0, 1])
         assert batch["input_lengths"].tolist() == [6, 8]
         assert tokenizer.decode(predicted(batch), skip_special_tokens=False) == "2<eos>20"

@@ -28,7 +28,7 @@ def test_a_record_knows_its_line(tmp_path):
         (b"\n\n", "has no records"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, content, message):
+def test_errors_in_a_file_name_the_line(tmp_path, content, message):
     file = tmp_path / "data.jsonl"
     file.write_bytes(content)
     with pytest.raises(ValueError, match=message):
@@ -54,7 +54,7 @@ def test_a_directory_has_its_own_split(tmp_path):
     assert [record.values["n"] for record in train + heldout] == [1, 2, 3] and len(heldout) == 1
 
 
-def test_of_a_single_file_a_fixed_fraction_is_held_out(tmp_path):
+def test_a_fixed_fraction_of_a_single_file_is_held_out(tmp_path):
     file = write_jsonl(tmp_path / "all.jsonl", [{"n": n} for n in range(40)])
     train, heldout = load_records(file, heldout_fraction=0.25)
     numbers = [record.values["n"] for record in heldout]
@@ -93,7 +93,7 @@ def test_text_is_cut_at_a_line_and_keeps_every_character(tmp_path):
         ("ab\ncd\nef\ngh\n", 0.6, "ef\ngh\n"),
     ],
 )
-def test_text_is_cut_at_the_line_start_at_or_behind_the_fraction(tmp_path, text, fraction, heldout):
+def test_text_is_cut_at_the_first_line_that_starts_at_or_after_the_fraction(tmp_path, text, fraction, heldout):
     (tmp_path / "t.txt").write_text(text)
     assert load_text(tmp_path / "t.txt", fraction) == (text.removesuffix(heldout), heldout)
 

@@ -5,7 +5,7 @@ from rl_megatron.data import BatchSchedule, epoch_order
 PINNED = [5, 6, 7, 3, 9, 2, 4, 8, 1, 0]
 
 
-def test_an_order_is_a_permutation_of_its_own():
+def test_every_epoch_has_a_different_permutation():
     orders = {(seed, epoch): epoch_order(50, seed, epoch).tolist() for seed in range(3) for epoch in range(3)}
     assert all(sorted(order) == list(range(50)) for order in orders.values())
     assert len({tuple(order) for order in orders.values()}) == 9

@@ -35,13 +35,13 @@ def texts(tokenizer, batch):
 
 
 def learned(tokenizer, batch):
-    """What a loss would be taken on, row by row."""
+    """Return the text of the predicted tokens of each sequence."""
     rows = zip(batch["input_ids"], batch["token_mask"].bool(), strict=True)
     return [tokenizer.decode(ids[mask].tolist(), skip_special_tokens=False) for ids, mask in rows]
 
 
 class TestDataset:
-    def test_rows_interleave_and_only_the_answers_are_learned(self, tokenizer):
+    def test_chosen_and_rejected_sequences_alternate_and_only_answers_are_learned(self, tokenizer):
         pairs = dataset(PAIRS, tokenizer)
         assert len(pairs) == 3
         batch = pairs.batch([1, 0])
@@ -60,19 +60,19 @@ class TestDataset:
         batch = PreferenceDataset(PAIRS, tokenizer, 32, prompt_template="").batch([1])
         assert batch["token_mask"].tolist() == [[0, 1, 1], [0, 1, 0]]
 
-    def test_prompt_and_answers_are_encoded_apart(self):
+    def test_prompt_and_answers_are_encoded_separately(self):
         merging = train_bpe(["ab ab ab ab"], 300)
         assert len(merging.encode("ab")) == 1, "or the test shows nothing"
         chosen, rejected = dataset([pair("a", "b", "c")], merging).batch([0])["input_ids"].tolist()
         assert chosen == [*merging.encode("a"), *merging.encode("b"), merging.eos_id]
         assert chosen[0] == rejected[0]
 
-    def test_the_answer_template_dresses_both_answers(self, tokenizer):
+    def test_the_answer_template_applies_to_both_answers(self, tokenizer):
         records = [Record({**PAIRS[0].values, "answer": "not this", "by": "Al"}, "pairs.jsonl:1")]
         batch = dataset(records, tokenizer, answer_template="{by}: {answer}<eos>").batch([0])
         assert learned(tokenizer, batch) == ["Al: 2<eos><eos>", "Al: three<eos><eos>"]
 
-    def test_a_longer_row_of_either_side_names_its_line(self, tokenizer):
+    def test_a_sequence_that_is_too_long_names_its_line(self, tokenizer):
         with pytest.raises(
             ValueError,
             match=r"pairs.jsonl:1: .*has 10 tokens, .* is 8 \(2 of 3 pairs are longer.*too_long=truncate",
@@ -88,7 +88,7 @@ class TestDataset:
         with pytest.raises(ValueError, match="every pair exceeds max_sequence_length = 5"):
             dataset(PAIRS, tokenizer, 5, too_long="drop")
 
-    def test_truncating_cuts_the_longer_rows_alone(self, tokenizer):
+    def test_truncating_cuts_only_the_longer_sequences(self, tokenizer):
         batch = dataset(PAIRS, tokenizer, 8, too_long="truncate").batch([0, 1])
         assert learned(tokenizer, batch) == ["2<eos>", "thre", "20", "1<eos>"]
 
@@ -102,7 +102,7 @@ class TestDataset:
         kept = dataset(PAIRS, tokenizer, 6, too_long="truncate")
         assert len(kept) == 1, "of 10 and 100 remains 10 and 10"
 
-    def test_without_a_prompt_a_single_token_is_no_answer(self, tokenizer):
+    def test_without_a_prompt_a_single_token_is_not_an_answer(self, tokenizer):
         with pytest.raises(ValueError, match="every pair exceeds"):
             PreferenceDataset(PAIRS[:1], tokenizer, 1, prompt_template="", too_long="truncate")
 
@@ -183,13 +183,13 @@ class TestPairs:
             ),
         ],
     )
-    def test_what_is_wrong_is_said_with_its_line(self, tmp_path, changes, message):
+    def test_errors_name_the_line(self, tmp_path, changes, message):
         changed = {key: value for key, value in (self.ROWS[1] | changes).items() if value is not ...}
         file = write_jsonl(tmp_path / "pairs.jsonl", [self.ROWS[0], changed, *self.ROWS[2:]])
         with pytest.raises(ValueError, match=message):
             load_preferences(file, 0.25)
 
-    def test_a_first_record_that_is_no_pair_is_named_as_one(self, tmp_path):
+    def test_a_first_record_that_is_not_a_pair_is_named(self, tmp_path):
         file = write_jsonl(tmp_path / "pairs.jsonl", [{"question": "1+1"}, *self.ROWS])
         with pytest.raises(ValueError, match="pairs.jsonl:1: the pair has no 'chosen'"):
             load_preferences(file)
@@ -259,7 +259,7 @@ class TestGradedSolutions:
             ),
         ],
     )
-    def test_what_is_wrong_is_said_with_its_line(self, tmp_path, row, message):
+    def test_errors_name_the_line(self, tmp_path, row, message):
         file = write_jsonl(tmp_path / "s.jsonl", [graded("1", ("2", True), ("3", False)), row])
         with pytest.raises(ValueError, match=message):
             load_preferences(file)
@@ -285,7 +285,7 @@ class TestDirectory:
     @pytest.mark.parametrize(
         "rows", [{}, {"train": PAIR}, {"train": {"question": "1", "answer": "2"}, "test": {"question": "1"}}]
     )
-    def test_a_directory_without_preferences_says_what_it_has(self, tmp_path, rows):
+    def test_the_error_for_a_directory_without_preferences_lists_its_files(self, tmp_path, rows):
         for name, row in rows.items():
             write_jsonl(tmp_path / f"{name}.jsonl", [row])
         found = ", ".join(sorted(f"{name}.jsonl" for name in rows)) or "nothing"

@@ -1,4 +1,4 @@
-"""A data source that leaves something out says so in the words of the configuration."""
+"""Errors for data that a source does not provide name the configuration keys."""
 
 from types import SimpleNamespace
 

@@ -127,7 +127,7 @@ class TestGsm8k:
             ("#### --4", None),
         ],
     )
-    def test_the_number_behind_the_last_marker(self, text, answer):
+    def test_the_number_after_the_last_marker(self, text, answer):
         assert extract_answer(text) == (None if answer is None else Decimal(answer))
 
     def test_reward_compares_numbers(self):

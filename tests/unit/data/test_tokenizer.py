@@ -45,7 +45,7 @@ class TestTrainedBpe:
         assert (bpe.pad_id, bpe.eos_id) == (0, 1)
         assert max(id for text in TEXTS for id in bpe.encode(text)) < bpe.vocab_size
 
-    def test_digits_stand_alone(self, bpe):
+    def test_every_digit_is_one_token(self, bpe):
         corpus = ["1234 1234 1234 1234"] * 9
         assert len(train_bpe(corpus, 300).encode("1234")) == 4
         assert len(train_bpe(corpus, 300, digits=False).encode("1234")) == 1
@@ -55,7 +55,7 @@ class TestTrainedBpe:
         with pytest.raises(ValueError, match="vocab_size = 257.*258"):
             train_bpe(CORPUS, 257)
 
-    def test_eos_ends_what_is_decoded(self, bpe):
+    def test_eos_is_decoded_at_the_end(self, bpe):
         ids = [*bpe.encode("19"), bpe.eos_id]
         assert bpe.decode(ids) == "19"
         assert bpe.decode(ids, skip_special_tokens=False) == "19<eos>"

@@ -19,6 +19,9 @@ def answer(method: str, arguments: tuple) -> tuple[str, object]:
         time.sleep(arguments[0])
     if method in ("refused", "failed", "broken"):
         return method, "because"
+    if method == "work":
+        for done in range(arguments[0]):
+            connection.send(("progress", (done + 1, arguments[0], "sequences", f"token {done}")))
     return "answer", arguments
 
 

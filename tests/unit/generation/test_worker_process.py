@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_megatron import log
 from rl_megatron.generation.transformers import process
 from rl_megatron.generation.transformers.process import Answers, EngineWorkers
 
@@ -41,6 +42,24 @@ def test_answers_come_in_the_order_of_the_engines(start):
     assert workers.answers(SOON) == Answers(values=((0.2, "slow"), (0.0, "quick")))
     workers.ask("echo", ("for one alone",))
     assert workers.answers(SOON) == Answers(values=(("for one alone",),))
+
+
+def test_progress_is_added_up_over_engines_and_is_no_answer(start):
+    reports = []
+    log.watch_progress(lambda *report: reports.append(report))
+    try:
+        workers = start(2)
+        workers.ask("work", (3,), (2,))
+        assert workers.answers(SOON) == Answers(values=((3,), (2,)))
+        assert reports[-1][:3] == (5, 5, "sequences") and len(reports) == 5
+        assert all(done <= total for done, total, *_ in reports)
+        workers.ask("work", (1,))
+        workers.answers(SOON)
+        assert reports[-1] == (1, 1, "sequences", "token 0"), "an answer later nothing is left of it"
+    finally:
+        log.watch_progress(None)
+    workers.ask("work", (3,))
+    assert workers.answers(SOON) == Answers(values=((3,),)), "nobody needs to watch"
 
 
 @pytest.mark.parametrize(("method", "how"), [("die", "was killed by SIGKILL"), ("leave", "exited with status 3")])

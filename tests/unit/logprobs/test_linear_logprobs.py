@@ -51,7 +51,7 @@ def test_equals_the_product_and_its_logprobs(backend, block_tokens, temperature,
     assert_alike(results(fused, (hidden, weight), upstream), results(plain, (hidden, weight), upstream))
 
 
-def test_each_backend_serves_the_chunks(backend):
+def test_each_backend_computes_the_token_blocks(backend):
     hidden, weight, targets, ids, upstream = random_case()
     options = {"entropy": True, "gather_ids": ids, "temperature": 0.6}
     fused = linear_logprobs(hidden, weight, targets, block_tokens=7, backend=backend, **options)
@@ -75,13 +75,13 @@ def test_16_bits_are_rounded_where_the_plain_products_round_and_dw_is_summed_in_
     hidden, weight, targets, ids, upstream = random_case(dtype, rows=600, ignored=10**6)
     options = {"entropy": True, "gather_ids": ids}
     fused = results(linear_logprobs(hidden, weight, targets, block_tokens=16, **options), (hidden, weight), upstream)
-    logits = (hidden @ weight.T).detach().requires_grad_()  # rounded to 16 bits, as every chunk's are
+    logits = (hidden @ weight.T).detach().requires_grad_()  # rounded to 16 bits, like the logits of every token block
     plain = vocab_parallel_logprobs(logits, targets, **options)
     dz = results(plain, (logits,), upstream)[-1].double()
     assert_alike(fused[:3], [plain.logprobs, plain.entropy, plain.gathered])
     half_ulp = torch.finfo(dtype).eps / 2
     for found, want in zip(fused[3:], (dz @ weight.double(), dz.T @ hidden.double()), strict=True):
-        # Rounded once: 38 sums of chunks in 16 bits would be several units off.
+        # Rounded once: 38 sums of token blocks in 16 bits would be several units off.
         assert found.dtype == dtype
         assert ((found.double() - want).abs() <= 1.01 * half_ulp * want.abs() + 1e-4 * want.abs().max()).all()
 

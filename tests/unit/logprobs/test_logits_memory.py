@@ -97,7 +97,7 @@ class TestTheBufferBecomesTheGradient:
     def test_two_calls_on_one_buffer_raise_rather_than_corrupt(self, logprobs_of):
         _, z, targets = self.make()
         loss = logprobs_of(z, targets).logprobs.sum() + logprobs_of(z, targets).logprobs.sum()
-        with pytest.raises(RuntimeError, match="second consumer"):
+        with pytest.raises(RuntimeError, match="second operator"):
             loss.backward()
 
     def test_another_consumer_that_saved_the_logits_raises_rather_than_reads_gradients(self, logprobs_of):

@@ -67,7 +67,7 @@ def test_the_running_maximum(kernels, small_blocks):
 
 
 @pytest.mark.parametrize("temperature", [None, torch.tensor([0.5, 1.0, 1.7, 0.9, 1.1])], ids=["1", "per row"])
-def test_a_threshold_speaks_of_the_raw_logits(kernels, small_blocks, temperature):
+def test_a_threshold_applies_to_the_raw_logits(kernels, small_blocks, temperature):
     logits, columns, _, _ = random_case(5, 60)
     threshold = logits.sort(dim=1, descending=True).values[:, 9].clone()  # ten columns stay, the tenth itself included
     threshold[3], threshold[4] = -torch.inf, 1e9  # all stay, none stays

@@ -82,7 +82,7 @@ class TestCallingForms:
             torch.testing.assert_close(got[0], want)
             assert got[1]["num_valid_samples"] == 2.0
 
-    def test_logprobs_by_position_are_told_from_logits(self):
+    def test_logprobs_by_position_are_distinguished_from_logits(self):
         want = NLLLoss()(LOGITS, BATCH, 2, 3)[0]
         torch.testing.assert_close(NLLLoss()(LOGPROBS, BATCH, 2, 3)[0], want)
         with pytest.raises(TypeError, match="both by position and by name"):
@@ -93,7 +93,7 @@ class TestCallingForms:
         torch.testing.assert_close(NLLLoss()(LOGITS, BATCH, 2, 3, None, None, None, True, True)[0], want)
 
     @pytest.mark.parametrize("name", LOSSES)
-    def test_a_loss_travels_between_processes(self, name):
+    def test_a_loss_can_be_pickled(self, name):
         loss_fn = build_loss(name)
         assert pickle.loads(pickle.dumps(loss_fn)).cfg == loss_fn.cfg
 
@@ -103,7 +103,7 @@ class TestCallingForms:
         torch.testing.assert_close(NLLLoss()(LOGITS, {**BATCH, "input_ids": ids}, 2, 3)[0],
                                    NLLLoss()(LOGITS, BATCH, 2, 3)[0])  # fmt: skip
         ids[0, 2] = -100
-        with pytest.raises(ValueError, match="input_ids has -100 at a token with mask 1"):
+        with pytest.raises(ValueError, match="input_ids has -100 at a token that is not masked"):
             NLLLoss()(LOGITS, {**BATCH, "input_ids": ids}, 2, 3)
 
     def test_padded_vocabulary(self):

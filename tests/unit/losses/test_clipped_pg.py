@@ -174,7 +174,7 @@ def test_loss_and_every_metric_token_by_token(case, seed):
     assert metrics.keys() == ClippedPGLossFn(case.cfg).metric_reductions.keys()
 
 
-def test_the_cases_make_every_branch_bite():
+def test_the_cases_reach_every_branch():
     """A truncation or clip that never happens would pass any comparison."""
     batch, logprobs, entropy, num_seqs, num_toks = make()
     for case in CLIPPED_PG_CASES:
@@ -195,7 +195,7 @@ class TestGradientsThatAreNotDerivatives:
         streams = {key: value[:, 1:] for key, value in batch.items() if value.dim() == 2}
         return gradient, streams, logprobs.detach(), mask / num_toks
 
-    def test_cispo_weighs_the_score_by_the_clipped_ratio(self):
+    def test_cispo_weights_the_score_by_the_clipped_ratio(self):
         gradient, s, lp, weight = self.gradients(use_cispo=True)
         ratio = (lp - s["prev_logprobs"]).exp().clamp(0.8, 1.2)
         torch.testing.assert_close(gradient, -weight * s["advantages"] * ratio)
@@ -301,7 +301,7 @@ def test_generation_logprobs_without_a_representable_weight_count_as_zero():
         assert math.isfinite(loss) and gradient[row, column - 1] == 0 and torch.isfinite(gradient).all()
 
 
-def test_sequences_of_one_token_have_nothing_to_learn_from():
+def test_the_loss_of_sequences_of_one_token_is_0():
     batch, *_ = make()
     short = {key: value[:, :1] if value.dim() == 2 else value for key, value in batch.items()}
     logprobs = torch.zeros(len(short["rewards"]), 0, requires_grad=True)

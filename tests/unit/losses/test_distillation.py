@@ -119,7 +119,7 @@ def test_a_student_like_its_teacher_has_nothing_to_learn(cfg):
     assert abs(value.item()) < 1e-14 and torch.autograd.grad(value, student)[0].abs().max() < 1e-14
 
 
-def test_entry_t_of_the_teacher_speaks_of_token_t_plus_1():
+def test_entry_t_of_the_teacher_corresponds_to_token_t_plus_1():
     student, batch = make()
     loss = DistillationLossFn()
     value, _ = loss(student, batch, 2, 7)

@@ -81,7 +81,7 @@ def test_a_foreign_loss_is_wrapped_once(loss_fn):
 
 
 @pytest.mark.parametrize("loss_fn", [OwnCall(), ScaledNLL()], ids=lambda loss: type(loss).__name__)
-def test_a_call_of_its_own_is_called_wherever_it_is_inherited_from(loss_fn):
+def test_an_overridden_call_is_used_even_if_it_is_inherited(loss_fn):
     plain, _ = run(NLLLoss())
     loss, metrics = run(loss_fn)
     torch.testing.assert_close(loss, 10 * plain)
@@ -118,6 +118,15 @@ def test_a_foreign_loss_that_does_not_take_logprobs_is_refused(input_type):
         as_loss(Other())
 
 
+def test_messages_name_a_function_that_is_a_loss():
+    def mine(data, global_valid_seqs, global_valid_toks, next_token_logprobs): ...
+
+    with pytest.raises(TypeError, match=r"mine takes None, .* derive it from Loss"):
+        as_loss(mine)
+    mine.input_type = LossInputType.LOGPROB
+    assert as_loss(mine).display_name == "mine"
+
+
 @pytest.mark.parametrize("loss_fn", [NLLLoss(), OwnCall()], ids=["formula", "own call"])
 def test_a_nan_is_returned_so_that_other_ranks_can_be_told(loss_fn):
     logits = LOGITS.clone()
@@ -126,7 +135,7 @@ def test_a_nan_is_returned_so_that_other_ranks_can_be_told(loss_fn):
     assert math.isnan(loss) and math.isnan(float(metrics["loss"]))
 
 
-def test_wrapped_losses_travel_between_processes():
+def test_wrapped_losses_can_be_pickled():
     for loss_fn in (Protocol(), OwnCall()):
         again = pickle.loads(pickle.dumps(as_loss(loss_fn)))
         assert run(again)[0] == run(loss_fn)[0]
@@ -154,7 +163,7 @@ class Mixed(FromAMixin, NLLLoss):
     pass
 
 
-def test_a_loss_that_reads_the_output_otherwise_is_given_whole_logits_until_it_says_that_it_takes_both():
+def test_a_loss_with_its_own_read_output_is_given_whole_logits_until_it_is_marked():
     reads = {loss: as_loss(loss()).reads_deferred_logits for loss in (NLLLoss, OwnReading, Mixed, OwnReadingOfBoth)}
     assert reads == {NLLLoss: True, OwnReading: False, Mixed: False, OwnReadingOfBoth: True}
     assert as_loss(Protocol()).reads_deferred_logits and not as_loss(OwnCall()).reads_deferred_logits
@@ -190,6 +199,6 @@ class WrappedReading(NLLLoss):
         return super().read_output(output * 1, data, sharding)
 
 
-def test_what_functools_wraps_copies_is_no_promise():
+def test_marks_that_functools_wraps_copies_do_not_count():
     torch.testing.assert_close(run(WrappedCall())[0], 10 * run(NLLLoss())[0])
     assert not WrappedReading().reads_deferred_logits

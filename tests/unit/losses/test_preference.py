@@ -1,4 +1,4 @@
-"""The pairwise losses against their formulas in scalar Python: rewards of rows and tokens, DPO, IPO."""
+"""The pairwise losses against their formulas in scalar Python: rewards per sequence and per token, DPO, IPO."""
 
 import math
 from types import SimpleNamespace
@@ -57,14 +57,14 @@ class TestPreference:
         assert loss_fn.group_size == 2
 
     @pytest.mark.parametrize("shape", [(6,), (6, 1)])
-    def test_one_reward_a_row(self, shape):
+    def test_one_reward_per_sequence(self, shape):
         want = run(PreferenceLoss(), REWARDS)
         loss, metrics, gradient = run(PreferenceLoss(), REWARDS.view(shape))
         assert (loss, metrics) == want[:2] and torch.equal(gradient.flatten(), want[2])
         assert PreferenceLoss()(BATCH, 6, 13, rewards=REWARDS.view(shape))[0] == loss
 
     @pytest.mark.parametrize("trailing", [False, True])
-    def test_one_score_a_token_means_the_last_token_that_counts(self, trailing):
+    def test_with_one_score_per_token_the_last_token_counts(self, trailing):
         scores = torch.full((6, 5), math.nan, dtype=torch.float64)
         last = [2, 4, 3, 1, 3, 2]
         scores[range(6), last] = REWARDS
@@ -79,8 +79,8 @@ class TestPreference:
         ("hide", "row"),
         [("sample_mask", 2), ("sample_mask", 3), ("token_mask", 2), ("token_mask", 3)],
     )
-    def test_a_pair_counts_where_both_rows_do(self, hide, row):
-        """Row 3's partner keeps its mask; NaN in either must not matter."""
+    def test_a_pair_counts_only_if_both_sequences_do(self, hide, row):
+        """The partner of sequence 3 keeps its mask. A NaN in either has no effect."""
         batch = BATCH | {hide: BATCH[hide].clone()}
         batch[hide][row] = 0
         scores = REWARDS[:, None].repeat(1, 5)
@@ -100,7 +100,7 @@ class TestPreference:
         loss, metrics, gradient = run(PreferenceLoss(), torch.tensor([-3e4, 3e4] * 3).bfloat16())
         assert loss == pytest.approx(6e4, rel=1e-2) and torch.isfinite(gradient).all() and metrics["accuracy"] == 0
 
-    def test_an_odd_number_of_rows_is_named(self):
+    def test_an_odd_number_of_sequences_is_refused(self):
         batch = {key: value[:5] for key, value in BATCH.items()}
         with pytest.raises(ValueError, match="PreferenceLoss: 5 sequences are not pairs"):
             PreferenceLoss()(REWARDS[:5], batch, 5, 13)
@@ -117,7 +117,7 @@ class TestPreference:
         with pytest.raises(ValueError, match=message):
             PreferenceLoss()(output, BATCH, 6, 13)
 
-    def test_rewards_of_rows_cannot_be_cut_over_ranks(self):
+    def test_rewards_per_sequence_cannot_be_cut_over_ranks(self):
         two_ranks = Sharding(cp_group=SimpleNamespace(size=lambda: 2))
         with pytest.raises(
             ValueError, match=r"rewards \(6,\) are one per sequence, which cannot be cut over 2 context"
@@ -194,7 +194,7 @@ class TestDPO:
         assert loss == metrics["loss"] and 0 < metrics["accuracy"] < 1
 
     def test_the_gradient_pushes_pairs_apart(self):
-        """∂L/∂log π(y_t) = ∓β·σ(−β·margin)/3 at every token of a chosen (rejected) row."""
+        """∂L/∂log π(y_t) = ∓β·σ(−β·margin)/3 at every token of a chosen (rejected) sequence."""
         logprobs = torch.log(torch.rand(6, 4, generator=GENERATOR, dtype=torch.float64)).requires_grad_()
         loss, _ = DPOLossFn({"reference_policy_kl_penalty": 0.2})(PAIRS, 6, 13, next_token_logprobs=logprobs)
         (gradient,) = torch.autograd.grad(loss, logprobs)
@@ -208,14 +208,14 @@ class TestDPO:
         loss, metrics = DPOLossFn()(PAIRS, 6, 13, next_token_logprobs=logprobs)
         assert loss.item() == pytest.approx(math.log(2)) and metrics["rewards_chosen_mean"] == metrics["accuracy"] == 0
 
-    def test_the_sft_loss_is_the_nll_of_chosen_rows_and_not_computed_without_weight(self):
+    def test_the_sft_loss_is_the_nll_of_chosen_sequences_and_skipped_at_weight_0(self):
         _, metrics, _ = run(DPOLossFn({"sft_loss_weight": 1.0}), LOGITS, PAIRS)
         per_row, _ = NLLLoss()(LOGITS, PAIRS, None, 13, dpo_loss=True)
         assert metrics["sft_loss"] == pytest.approx(per_row[::2].sum().item() / 3)
         assert run(DPOLossFn(), LOGITS, PAIRS)[1]["sft_loss"] == 0
 
     @pytest.mark.parametrize(("masked", "chosen_rows"), [(0, [2, 4]), (1, [0, 2, 4])])
-    def test_the_sft_loss_asks_for_the_chosen_row_only(self, masked, chosen_rows):
+    def test_the_sft_loss_reads_only_the_mask_of_the_chosen_sequence(self, masked, chosen_rows):
         batch = PAIRS | {"sample_mask": BATCH["sample_mask"].clone()}
         batch["sample_mask"][masked] = 0
         _, metrics, _ = run(DPOLossFn({"sft_loss_weight": 1.0}), LOGITS, batch, num_seqs=5.0)
@@ -244,7 +244,7 @@ class TestDPO:
         assert loss_fn.input_type is LossInputType.LOGPROB and loss_fn.group_size == 2
         assert loss_fn.output_name == "next_token_logits"
 
-    def test_an_odd_number_of_rows_is_named(self):
+    def test_an_odd_number_of_sequences_is_refused(self):
         batch = {key: value[:3] for key, value in PAIRS.items()}
         with pytest.raises(ValueError, match="DPOLossFn: 3 sequences are not pairs"):
             DPOLossFn()(LOGITS[:3], batch, 3, 7)
@@ -274,7 +274,7 @@ class TestIPO:
         assert metrics["accuracy"] == sum(margin > 0 for margin in margins) / 3 and metrics["loss"] == loss
 
     def test_a_margin_at_its_goal_is_at_rest(self):
-        """Two tokens chosen and one rejected (rows 0 and 3), margins 1/(2τ) = 5."""
+        """Two tokens chosen and one rejected (sequences 0 and 3); the margins are 1/(2τ) = 5."""
         rows = torch.tensor([0, 3])
         batch = {key: value[rows] for key, value in PAIRS.items()}
         logprobs = (REFERENCE[rows, 1:] + torch.tensor([[2.5], [0.0]])).requires_grad_()

@@ -1,11 +1,13 @@
 """What a run writes and shows: lines of metrics, progress, and the final report."""
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 
 from rl_megatron.observability.metrics_logger import MetricsLogger
-from rl_megatron.observability.report import plot_curves
+from rl_megatron.observability.report import plot_curves, write_report
 from rl_megatron.observability.sinks import SINKS, MetricLine, register_sink
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -146,6 +148,74 @@ def test_progress_without_a_terminal_is_logged_in_a_few_lines(logger, capsys):
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == 20
     assert "sft step 200/200: loss 1" in shown[-1]
+
+
+PAIRS = {"preference_accuracy": 0.5, "preference_margin": -1.25, "reward_accuracy": 0.5, "reward_margin": 0.0}
+LONG = "outputs/a_name_that_is_long/and_another_that_is_longer/checkpoints/dpo/step-000300"
+
+
+@pytest.fixture
+def report(tmp_path):
+    """`report(stages, commands, width)`: what the end of a run prints to a console of this width."""
+    (tmp_path / "metrics.jsonl").write_text('{"stage": "sft", "step": 1, "kind": "train", "loss": 2.0}\n')
+
+    def printed(stages, commands=(), width=80):
+        file = io.StringIO()
+        summary = SUMMARY | {"stages": stages}
+        write_report(tmp_path, summary, Console(file=file, width=width, soft_wrap=True), commands)
+        return file.getvalue()
+
+    return printed
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_no_header_of_the_result_table_is_cut(report, width):
+    shown = report({"sft": {"nll_per_token": 2.5}, "dpo": PAIRS}, width=width)
+    assert "…" not in shown
+    for word in ("sft", "dpo", "nll_per_token", "2.5000", "-1.2500", *PAIRS):
+        assert word in shown
+    assert max(len(line) for line in shown.splitlines() if line and line[0] in "┏┃│└") <= width
+    assert ("stage" in shown) == (width == 200) or "metric" in shown, "a narrow table has stages as columns"
+
+
+def test_commands_and_paths_stay_in_one_piece(report):
+    command = f"rl-megatron convert export {LONG} exported[bold]"
+    shown = report({"sft": {"accuracy": 0.5}}, [("Export it:", command)]).splitlines()
+    assert shown[-3:] == ["What you can do next:", "  Export it:", f"    {command}"]
+
+
+def test_a_negative_mean_reward_is_not_called_accuracy(report):
+    shown = report({"sft": {"accuracy": 0.25}, "grpo": {"accuracy": -0.975}})
+    assert "mean reward" in shown and "-0.9750" in shown and "accuracy" not in shown
+    assert "accuracy" in report({"sft": {"accuracy": 0.25}, "grpo": {"accuracy": 1.0}})
+
+
+@pytest.mark.parametrize(
+    ("train", "evaluation", "is_share"),
+    [
+        ({"reward": 0.5}, {"accuracy": 0.25}, True),
+        ({"loss": 1.0}, {"preference_accuracy": 0.25, "reward_accuracy": 1.0}, True),
+        ({"reward": -3.0}, {"accuracy": 0.25}, False),
+        ({"reward": 0.5}, {"accuracy": -0.25}, False),
+        ({"loss": 1.0}, {"accuracy": 0.5, "nll_per_token": 0.5}, False),
+        ({"reward": 5.0}, {}, False),
+    ],
+)
+def test_the_curves_go_from_zero_to_one_only_for_shares(tmp_path, monkeypatch, train, evaluation, is_share):
+    from matplotlib import pyplot
+
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    lines = [
+        {"stage": "s", "step": step, "kind": kind, **values}
+        for step in (1, 2)
+        for kind, values in (("train", train), ("eval", evaluation))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
+    monkeypatch.undo()
+    assert (figures[0].axes[1].get_ylim() == (0.0, 1.0)) == is_share
+    pyplot.close(figures[0])
 
 
 @pytest.fixture

@@ -84,3 +84,14 @@ def test_the_default_clock_runs_forward():
         pass
     (time,) = timer.collect().values()
     assert time.seconds >= 0 and time.count == 1
+
+
+def test_an_observer_hears_of_the_innermost_phase():
+    heard = []
+    timer = PhaseTimer(observer=heard.append)
+    with timer.phase("rollout"):
+        with timer.phase("score"), timer.phase("rollout"):
+            pass
+    with timer.phase("train"):
+        pass
+    assert heard == ["rollout", "score", "rollout", None, "train", None]

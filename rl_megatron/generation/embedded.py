@@ -13,6 +13,7 @@ from torch import Tensor
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.generation.completion_batch import check_prompts, rollouts
 from rl_megatron.generation.completions import Completions, left_padded, sequence_uniforms
+from rl_megatron.generation.decoding_progress import DecodingProgress
 from rl_megatron.generation.interfaces import Sampling, Served
 from rl_megatron.generation.kv_cache import Columns, caching
 from rl_megatron.generation.sampling import sample
@@ -20,7 +21,7 @@ from rl_megatron.model.build import unwrap
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 
 
-class MegatronEngine:
+class EmbeddedEngine:
     """A `RolloutEngine` on a policy's own model chunks, under tensor and pipeline parallelism.
 
     Prompts are spread over data- and context-parallel ranks: generation needs no context parallelism, because a column
@@ -57,14 +58,18 @@ class MegatronEngine:
         mine = [min(i, len(prompts) - 1) for i in range(group.rank() * per_rank, (group.rank() + 1) * per_rank)]
         self.policy.finish_training()
         batches = [mine[start : start + self.batch_size] for start in range(0, per_rank, self.batch_size)]
+        progress = DecodingProgress(len(prompts), share=group.size())
         decoded = [
-            self._decode([prompts[i] for i in indices], uniforms[indices], sampling).parts() for indices in batches
+            self._decode([prompts[i] for i in indices], uniforms[indices], sampling, progress).parts()
+            for indices in batches
         ]
         # Gather before any check: an error on one rank alone would leave the others waiting for its sequences.
         parts = tuple(_gather_sequences(torch.cat(part), group)[: len(prompts)] for part in zip(*decoded, strict=True))
         return rollouts(prompts, parts, sampling, self.policy.weight_version)
 
-    def _decode(self, prompts: list[list[int]], uniforms: Tensor, sampling: Sampling) -> Completions:
+    def _decode(
+        self, prompts: list[list[int]], uniforms: Tensor, sampling: Sampling, progress: DecodingProgress
+    ) -> Completions:
         """Return the completions of a batch of prompts, on every rank of the model. Decoding ends at a NaN."""
         topology = self.policy.topology
         device, num_sequences = topology.device, len(prompts)
@@ -85,8 +90,10 @@ class MegatronEngine:
                 if topology.pipeline > 1:
                     dist.broadcast(drawn, src=topology.last_stage_rank, group=topology.groups.pp)
                 tokens = completions.add(step, drawn[0].long(), drawn[1])
+                progress.token_added(step + 1, sampling.max_new_tokens, completions.running)
                 if not self._goes_on(completions.running, completions.nan_at > 0):
                     break
+        progress.batch_ended(num_sequences)
         return completions
 
     def _goes_on(self, running: Tensor, nan: Tensor) -> bool:
@@ -137,3 +144,6 @@ def _gather_sequences(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(parts, x, group=group)
     return torch.cat(parts)
+
+
+MegatronEngine = EmbeddedEngine  # the older name, which scripts import

@@ -1,0 +1,41 @@
+"""Say what can be done with the result of a run, as commands to copy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rl_megatron.algorithms.registry import algorithm_of
+from rl_megatron.algorithms.tokenizer import TOKENIZER
+from rl_megatron.config.checkpoint_metadata import carried_tokenizer
+from rl_megatron.config.commands import command, override
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import RunConfig
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.model.families import family_of_model
+
+
+def next_commands(config: RunConfig, tokenizer: Tokenizer, checkpoint: Path) -> list[tuple[str, str]]:
+    """Return what can be done with the last checkpoint of a finished run: in words, and the command."""
+    *_, (name, stage) = config.stages.items()
+    output_dir = Path(config.output_dir)
+    after = Path(f"{output_dir}-next")
+    commands = [("Inspect the checkpoint:", command("inspect", str(checkpoint)))]
+    if algorithm_of(stage).head == "lm" and _has_family(config, tokenizer):
+        exported = str(output_dir / "exported" / name)
+        commands.append(("Export it for Hugging Face:", command("convert", "export", str(checkpoint), exported)))
+    if stage.algorithm.leaves_language_model:
+        start = [override("init_from", str(checkpoint)), override("output_dir", str(after))]
+        if carried_tokenizer(checkpoint) is None:  # otherwise init_from brings it
+            start.append(override("tokenizer.path", str(output_dir / TOKENIZER)))
+        words = "Start a next stage from it, with algorithm=… and data=… of your choice:"
+        commands.append((words, command("train", "model=init_from", *start)))
+    return commands
+
+
+def _has_family(config: RunConfig, tokenizer: Tokenizer) -> bool:
+    model = config.first.model
+    try:
+        family_of_model(model, model.vocab_size or tokenizer.vocab_size)
+    except ConfigError:
+        return False
+    return True

@@ -1,0 +1,146 @@
+"""The tutorials: the commands of each page run in their order, and do what the page says."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import pytest
+
+from tests.end_to_end.launch import checkpoints, metrics
+from tests.end_to_end.page_commands import commands, repository_in, run
+from tests.forkserver import REPOSITORY
+from tests.parallel.family_cases import assert_same_tensors, tensors
+
+EXAMPLES = REPOSITORY / "examples"
+
+
+@pytest.fixture
+def follow(tmp_path, forks):
+    """`follow(page)`: run the page's commands one after the other; yields each command with its output."""
+    directory = repository_in(tmp_path)
+
+    def commands_of(page):
+        for command in commands((REPOSITORY / "docs" / "tutorials" / f"{page}.md").read_text()):
+            done = run(command, directory, forks)
+            assert done.status == 0, (command, done)
+            yield command, done.out
+
+    return commands_of
+
+
+def training(output_dir, stage):
+    return [line for line in metrics(output_dir) if (line["stage"], line["kind"]) == (stage, "train")]
+
+
+def mean(lines, name):
+    return sum(line[name] for line in lines) / len(lines)
+
+
+def close(run, other, names):
+    """The metrics of two runs' training steps agree within rounding."""
+    pairs = zip(run, other, strict=True)
+    return all(one[name] == pytest.approx(two[name], rel=1e-4) for one, two in pairs for name in names)
+
+
+def test_a_loss_of_ones_own(tmp_path, follow):
+    outputs = dict(follow("own_loss"))
+    steps = training(tmp_path / "outputs" / "own_loss", "grpo")
+    assert mean(steps[-5:], "reward") > mean(steps[:5], "reward") + 0.1
+    assert all(0 < step["weight"] <= step["weight_max"] <= 20 for step in steps)
+
+    one, two = (training(tmp_path / "outputs" / f"own_loss_{ranks}", "grpo") for ranks in (1, 2))
+    assert len(one) == 3 and close(one, two, ("loss", "weight", "weight_max", "weight_limited", "reward"))
+    (printed,) = (out for command, out in outputs.items() if "compare_metrics" in command)
+    assert 0 < float(printed.split()[-1]) < 1e-4
+
+    (printed,) = (out for command, out in outputs.items() if "plain_function" in command)
+    of_class, of_function, learned = printed.splitlines()
+    assert of_class.removeprefix("class:") == of_function.removeprefix("function:")
+    first, tenth = map(float, re.findall(r"\d+\.\d+", learned))
+    assert tenth < first - 0.3
+
+
+def test_an_algorithm_of_ones_own(tmp_path, follow):
+    output_dir = tmp_path / "outputs" / "own_algorithm"
+    followed = follow("own_algorithm")
+    next(followed)
+    before = metrics(output_dir)
+    steps = training(output_dir, "improve")
+    assert mean(steps[-5:], "reward") > mean(steps[:5], "reward") + 0.1
+    assert all(0 < step["kept"] < 1 for step in steps)
+    next(followed)
+    assert checkpoints(output_dir, "improve") == ["step-000020"]
+    _, printed = next(followed)
+    assert "improve step 21/30" in printed and "improve step 20/30" not in printed
+    assert metrics(output_dir) == before, "the resumed run takes the same steps"
+
+
+def test_the_settings_of_an_algorithm_of_ones_own_are_checked(tmp_path, forks):
+    given = ("train", "--config-dir", str(EXAMPLES / "own_algorithm"), "experiment=own_algorithm")
+    for override, said in (
+        ("stages.improve.algorithm.min_reward=2", "algorithm.min_reward=2.0 must be above 0"),
+        ("stages.improve.algorithm.min_rewrad=1", "did you mean 'algorithm.min_reward'?"),
+    ):
+        refused = forks.run(tmp_path, *given, override)
+        assert refused.status == 2 and said in refused.err, refused.err
+
+
+def test_a_model_family_of_ones_own(tmp_path, follow):
+    outputs = dict(follow("own_model_family"))
+    compared = [out.splitlines() for command, out in outputs.items() if "compare.py" in command]
+    assert [lines[0].split()[0] for lines in compared] == ["1", "2"]
+    assert all(float(lines[0].split()[-1]) < 1e-4 for lines in compared)
+    directory = tmp_path / "outputs" / "own_model_family"
+    given, exported, trained = (tensors(directory / name) for name in ("phi3", "exported", "trained"))
+    assert_same_tensors(given, exported)
+    assert compared[0][1] == f"{len(given)} tensors, {len(given)} exported: the same"
+    assert trained.keys() == given.keys() and any((trained[name] != given[name]).any() for name in given)
+    steps = training(directory / "run", "sft")
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert (directory / "phi3" / "config.json").read_bytes() == (directory / "exported" / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("rope", [{"partial_rotary_factor": 0.75}, {"rope_type": "longrope", "factor": 4.0}])
+def test_what_the_family_cannot_compute_is_refused(tmp_path, forks, rope):
+    """As the page says, by name."""
+    shutil.copy(EXAMPLES / "own_model_family" / "phi3.py", tmp_path)
+    config = {
+        "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "hidden_size": 64, "intermediate_size": 64,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 32,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 1e4} | rope,
+    }  # fmt: skip
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    refused = forks.run(tmp_path, "convert", "import", "hf", "there", "--config-dir", ".", "--plugin", "phi3")
+    assert refused.status == 2 and next(iter(rope)) in refused.err, refused.err
+
+
+def test_sft_of_a_hugging_face_model(tmp_path, follow):
+    *_, (_, answer) = follow("sft_hugging_face")
+    assert answer.strip() == "The capital of France is Paris."
+    directory = tmp_path / "outputs" / "sft_hugging_face"
+    steps = training(directory / "run", "sft")
+    assert steps[0]["loss"] > 6 and steps[-1]["loss"] < 0.2
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (directory / "exported" / name).read_bytes() == (directory / "qwen2" / name).read_bytes(), name
+    heldout = [line["nll_per_token"] for line in metrics(directory / "run") if line["kind"] == "eval"]
+    assert min(heldout) == heldout[1], "the page says that it is lowest at step 20"
+
+
+def test_one_process_four_ranks_and_two_nodes(tmp_path, follow):
+    outputs = dict(follow("scale_out"))
+    compared = [out.splitlines()[1:] for command, out in outputs.items() if "compare_metrics" in command]
+    assert [len(lines) for lines in compared] == [3, 2]
+    assert all(float(line.split()[-1]) < 1e-4 for lines in compared for line in lines)
+    layouts = {
+        name: json.loads((tmp_path / "outputs" / "scale_out" / name / "summary.json").read_text())["layout"]
+        for name in ("one", "tensor_data", "tensor_pipeline", "two_nodes")
+    }
+    assert layouts["one"].startswith("1 rank(s)")
+    assert layouts["tensor_data"].startswith("4 rank(s): tensor 2 × pipeline 1 × context 1 × data 2")
+    assert layouts["tensor_pipeline"].startswith("4 rank(s): tensor 2 × pipeline 2")
+    assert layouts["two_nodes"].startswith("2 rank(s): tensor 2")
+    (job,) = (out for command, out in outputs.items() if command.startswith("sbatch"))
+    assert "2 node(s)" in job
