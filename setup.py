@@ -1,4 +1,4 @@
-"""Package metadata. The version is the one line in rl_megatron/__init__.py; tool settings are in pyproject.toml."""
+"""Package metadata. The version is in rl_megatron/__init__.py, and settings of tools are in pyproject.toml."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ HERE = Path(__file__).parent
 README = HERE / "README.md"
 VERSION = re.search(r'^__version__ = "([^"]+)"', (HERE / "rl_megatron" / "__init__.py").read_text(), re.MULTILINE)[1]
 
-# The documentation site (mkdocs.yml). Lower bounds: the oldest releases that it was built with.
+# The documentation site (mkdocs.yml). The lower bounds are the oldest releases that it was built with.
 DOCS = [
     "latex2mathml>=3.81,<4",
     "mkdocs>=1.6,<2",
@@ -25,13 +25,13 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=[*find_packages(include=["rl_megatron", "rl_megatron.*"]), "rl_megatron.configs"],
-    package_dir={"rl_megatron.configs": "configs"},  # the repository's configs/ travels inside the package
+    package_dir={"rl_megatron.configs": "configs"},  # the package contains the repository's configs/
     package_data={"rl_megatron": ["py.typed", "*.pyi"], "rl_megatron.configs": ["**/*.yaml"]},
     python_requires=">=3.11",
-    # Lower bounds: the oldest releases that the unit, contract and parallel tests were run with, together.
-    # constraints.txt pins the newest ones tried.
+    # The lower bounds are the oldest releases with which the unit, contract and parallel tests were run, all together.
+    # constraints.txt pins the newest releases that were tried.
     install_requires=[
-        "einops>=0.8",  # megatron-core uses it and psutil without declaring them
+        "einops>=0.8",  # megatron-core needs it and psutil, but does not declare them
         "hydra-core>=1.3.2,<1.4",
         "jaxtyping>=0.3",  # shapes in annotations
         "matplotlib>=3.8",
@@ -46,20 +46,20 @@ setup(
         "safetensors>=0.4.5",
         "tensorboard>=2.16",
         "tokenizers>=0.20",
-        # With 2.6, gloo process groups can hang when they are taken down. 2.15 adds strides to a checkpoint's metadata,
-        # and megatron-core up to 0.19.2 hands them to torch.empty, which has no such argument.
+        # With 2.6, gloo process groups can hang when they are destroyed. 2.15 adds strides to a checkpoint's metadata,
+        # and megatron-core up to 0.19.2 passes them to torch.empty, which has no such argument.
         "torch>=2.10,<2.15",
-        "transformers>=5",  # rollout engines: config.json as 5 writes it, experts in a stack
+        "transformers>=5",  # rollout engines need config.json in the format of 5, and stacked experts
     ],
     extras_require={
-        # Best taken from NVIDIA's PyTorch container image (see Dockerfile), which carries builds that match its torch.
-        # NVIDIA Apex comes with that image too and is not on PyPI: the `apex` there is an unrelated package.
+        # NVIDIA's PyTorch container image (see Dockerfile) has a build that matches its torch, which is the better
+        # choice. It also has NVIDIA Apex, which is not on PyPI: the `apex` there is an unrelated package.
         "te": ["transformer-engine[pytorch]>=2.0"],
-        "triton": ["triton>=3.2; platform_system == 'Linux'"],  # CUDA builds of torch bring the one they need
+        "triton": ["triton>=3.2; platform_system == 'Linux'"],  # CUDA builds of torch install the one they need
         "docs": DOCS,
         # trl: tests/contract/test_trl_oracle.py calls methods of its trainers that may change with any release.
-        # triton: without a GPU its interpreter runs the kernels (before 3.7 it needs numpy < 2.4).
-        # beartype: checks the shapes that annotations give, in tests alone.
+        # triton: its interpreter runs the kernels if there is no GPU; before 3.7 it needs numpy < 2.4.
+        # beartype: the tests, and only the tests, check the shapes in annotations with it.
         "dev": [
             *DOCS,
             "beartype>=0.20",

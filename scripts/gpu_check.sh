@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one command and a few minutes: on a machine with one GPU, a CUDA build of torch and
-# Triton. Transformer Engine is not needed. Installs nothing: it takes the Python it is given, with what is there.
-#   scripts/gpu_check.sh [DIRECTORY]     default: outputs/gpu_check, of this repository
-# PYTHON          the interpreter (default python3); rl_megatron's dependencies and pytest are installed for it
-# KERNEL_SECONDS  after which the kernels' benchmark begins no further case (default 180)
-# Each step leaves NAME.log in the directory; summary.txt says how each went. The benchmarks leave JSON and a picture.
-# Status: 0 all steps passed, 1 one failed, 3 there is no GPU to use.
+# Run everything that needs a GPU. It needs a machine with one GPU, a CUDA build of torch, and Triton, but not
+# Transformer Engine. It installs nothing and uses the packages of the given Python.
+#   scripts/gpu_check.sh [DIRECTORY]     default: outputs/gpu_check of this repository
+# PYTHON          the interpreter (default python3), which must have rl_megatron's dependencies and pytest
+# KERNEL_SECONDS  the kernels' benchmark starts no new case after this time (default 180)
+# Each step writes NAME.log to the directory, and its result to summary.txt. The benchmarks also write JSON and a
+# picture. Exit status: 0 if all steps passed, 1 if one failed, 3 if there is no usable GPU.
 set -uo pipefail
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
@@ -27,7 +27,7 @@ mkdir -p "$out" && out=$(cd "$out" && pwd) && cd "$repo" || exit 1
 : >"$out/summary.txt"
 status=0
 
-step() { # step NAME COMMAND…: runs it, shows and keeps its output, notes how it went
+step() { # step NAME COMMAND…: run the command, show and save its output, and record whether it passed
   local name=$1 started=$SECONDS result=passed
   shift
   printf '\n== %s\n' "$name"
@@ -57,7 +57,7 @@ print(f"torch for CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.
 PYTHON
 }
 
-grpo() { # the quickstart's three stages, cut short, in bf16; then every metric is a finite number
+grpo() { # run the quickstart's three stages with fewer steps, in bf16; check that every metric is finite
   rm -rf "$out/grpo_run"
   "$python" -m rl_megatron train experiment=quickstart precision=bf16 device=cuda "output_dir=$out/grpo_run" \
     stages.pretrain.train.steps=100 stages.pretrain.train.eval_every=0 stages.pretrain.train.save_every=0 \

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The project's virtual environment with the pinned dependencies, made or brought up to date.
+# Make or update the project's virtual environment, with the pinned dependencies.
 #   scripts/install.sh [EXTRA]     EXTRA: one of setup.py's extras (dev, docs, te, triton)
-# PYTHON   the interpreter to make it with (default python3; 3.11 or newer)
-# VENV     its directory (default: .venv; .venv-3.12 and so on where .venv has another version than the PYTHON you name)
-# Sourced by the other scripts, it defines `install_package`, which sets VENV.
+# PYTHON   the interpreter of the environment (default python3; 3.11 or newer)
+# VENV     its directory (default: .venv, or for example .venv-3.12 if .venv has another version than the given PYTHON)
+# Other scripts source this one for `install_package`, which sets VENV.
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -56,11 +56,11 @@ install_package() {
     echo "error: the installation failed; all of pip's output is in $VENV/install.log" >&2
     return 1
   fi
-  echo "$wanted" | tee "$stamp" >"$VENV/.installed" # what an extra needs includes what none needs
+  echo "$wanted" | tee "$stamp" >"$VENV/.installed" # an environment with an extra also has the package itself
   echo "installed in $((SECONDS - started)) s"
 }
 
-# Of pip's output: the large downloads, and the last step.
+# Show the large downloads and the last step of pip's output.
 show_progress() {
   awk '/^ *Downloading .*[0-9] GB\)|^ *Downloading .*[0-9][0-9](\.[0-9]+)? MB\)/ { print "  " $1, $2, $3, $4; fflush() }
        /^Installing collected packages/ { print "  unpacking", NF - 3, "packages"; fflush() }'

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# From nothing to a model that GRPO has taught arithmetic: installs, then runs configs/experiment/quickstart.yaml on two
-# ranks, tensor parallel. Results: outputs/quickstart (summary.json, curves.png, metrics.jsonl).
+# Install the package, then train a model of arithmetic from scratch: configs/experiment/quickstart.yaml on two
+# tensor-parallel ranks. The results are in outputs/quickstart (summary.json, curves.png, metrics.jsonl).
 #   scripts/quickstart.sh [Hydra overrides]
-# NPROC    how many ranks (default 2)
+# NPROC    the number of ranks (default 2)
 # PYTHON, VENV    as in scripts/install.sh
 set -euo pipefail
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Installs what the tests need, then runs them.
-#   scripts/test.sh                      the fast tier: all tests but those marked slow
+# Install what the tests need, then run them.
+#   scripts/test.sh                      the fast tier: all tests except those marked slow
 #   scripts/test.sh --all [ARGUMENTS]    every test
-#   scripts/test.sh ARGUMENTS            pytest with these arguments; paths from the repository's root
+#   scripts/test.sh ARGUMENTS            pytest with these arguments; paths are relative to the repository's root
 # PYTHON, VENV    as in scripts/install.sh: PYTHON=python3.12 scripts/test.sh
 set -euo pipefail
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -10,15 +10,15 @@ source "$repo/scripts/install.sh"
 install_package dev
 cd "$repo"
 
-# Two workers that share out the tests: half of the tests use one core, the others are ranks that wait for each other.
+# Two workers share the tests: half of the tests use one core, and the others are ranks that wait for each other.
 workers=(-n 2 --dist worksteal)
 case ${1:-} in
   "") set -- "${workers[@]}" -m "not slow" ;;
   --all) shift; set -- "${workers[@]}" "$@" ;;
 esac
 
-# Tests start dozens of processes that import torch. Reading its bytecode takes a third of the time that compiling it
-# takes, so it is kept, even where Python is told to write none; and apart from the sources.
+# Tests start dozens of processes that import torch, and reading its bytecode takes a third of the time of compiling it.
+# So the bytecode is kept, in a directory apart from the sources, even if the environment tells Python not to write it.
 unset PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX=${PYTHONPYCACHEPREFIX:-$VENV/bytecode}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# rl_megatron under torchrun, on one node or on many (run it once per node, at about the same time).
+# Run rl_megatron under torchrun, on one node or on several (start it on each node, at about the same time).
 #   scripts/train.sh train experiment=quickstart parallel.tensor=2
-#   NNODES=2 MASTER_ADDR=first-node scripts/train.sh train experiment=quickstart     the same line on each node
+#   NNODES=2 MASTER_ADDR=first-node scripts/train.sh train experiment=quickstart     the same command on each node
 # All arguments go to `python -m rl_megatron`.
 #   NPROC_PER_NODE  ranks per node (default: the number of GPUs, or 1)
-#   NNODES          default 1; 2 and more meet at MASTER_ADDR:MASTER_PORT (c10d rendezvous)
-#   MASTER_ADDR     a node's name or address that all can reach; MASTER_PORT: a free port there (default 29500)
+#   NNODES          number of nodes (default 1); several nodes meet at MASTER_ADDR:MASTER_PORT (c10d rendezvous)
+#   MASTER_ADDR     name or address of a node that all nodes can reach
+#   MASTER_PORT     a free port on that node (default 29500)
 #   NODE_RANK       optional: 0 on the node MASTER_ADDR, and so on, to fix the order of the nodes (static rendezvous)
-#   NODE_ADDR       optional: how the others reach this node, where its host name does not resolve for them
-#   JOB_ID          tells jobs that meet at the same address apart (default rl_megatron)
-#   MAX_RESTARTS    how often torchrun starts the ranks again after a failure (default 0); a run resumes from its
-#                   newest checkpoint
-#   VENV            the virtual environment (default: .venv of this repository, or else python3 as found)
+#   NODE_ADDR       optional: the address at which other nodes reach this node, if they cannot resolve its host name
+#   JOB_ID          distinguishes jobs that meet at the same address (default rl_megatron)
+#   MAX_RESTARTS    how often torchrun restarts the ranks after a failure (default 0); a run resumes from its newest
+#                   checkpoint
+#   VENV            the virtual environment (default: .venv of this repository if it exists, otherwise python3)
 # NCCL and gloo choose a network interface by themselves; NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME override it.
 set -euo pipefail
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

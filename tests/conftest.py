@@ -17,20 +17,20 @@ from tests.worker_pool import WorkerPool
 
 shape_checks.install()  # before anything imports the modules that it checks
 
-# Most tests here take several processes: all are slow, except the few that are marked `quick`.
+# Most tests in these directories need several processes. All are slow, except those that are marked `quick`.
 SLOW_DIRECTORIES = [Path(__file__).parent / name for name in ("parallel", "end_to_end")]
 
 
 @pytest.fixture(scope="session")
 def ranks():
-    """`ranks.run(world_size, function, *args)`: the function on that many gloo ranks, results in rank order."""
+    """Yield the pool of ranks: `ranks.run(world_size, function, *args)` returns the results in rank order."""
     pool = WorkerPool()
     yield pool
     pool.close()
 
 
 class Messages(logging.Handler):
-    """A log handler that keeps the messages it is given."""
+    """A log handler that keeps the messages it gets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Messages(logging.Handler):
 
 @pytest.fixture
 def logged(monkeypatch):
-    """Collect the messages that rl_megatron logs during the test, from INFO up.
+    """Yield the list of the messages that rl_megatron logs during the test, from INFO up.
 
     pytest's caplog sees a message twice, or never, depending on whether an earlier test called `log.setup`.
     """
@@ -58,7 +58,7 @@ def logged(monkeypatch):
 
 @pytest.fixture(params=["torch", "triton"])
 def backend(request):
-    """The logprobs' backends on a CPU, Triton in its interpreter; tests/gpu holds what the compiler makes of it."""
+    """Return a backend of the logprobs on a CPU, with Triton's interpreter; tests/gpu tests the compiled kernels."""
     if request.param == "triton":
         pytest.importorskip("triton")
         if torch.cuda.is_available():
@@ -67,11 +67,11 @@ def backend(request):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--whole-grid", action="store_true", help="hold every layout of the grid against one process")
+    parser.addoption("--whole-grid", action="store_true", help="compare every layout of the grid with one process")
 
 
 def pytest_collection_finish():
-    gc.freeze()  # Garbage collections then skip the modules and tests, a million objects that nothing ever frees.
+    gc.freeze()  # Garbage collections then skip the modules and tests, a million objects that are never freed.
 
 
 def pytest_itemcollected(item):

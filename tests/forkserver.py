@@ -1,7 +1,7 @@
-"""One process per test session that has imported torch and megatron-core, of which every rank and run is a fork.
+"""A server process, one per test session, that has imported torch and megatron-core; every rank and run is its fork.
 
-The imports take seconds and are the same everywhere. A fork has its own memory, exit status and death, but starts with
-the imports done. The server itself never joins a process group and never starts a thread.
+The imports take seconds and are the same for all. A fork has its own memory and exit status, but starts after the
+imports. The server itself never joins a process group and never starts a thread.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment without ranks, with the repository importable from any directory."""
+    """Return this process's environment without the variables of a rank, and with the repository on PYTHONPATH."""
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
 
 
 def fork_context() -> ForkServerContext:
-    """Return the multiprocessing context whose processes are forks of the server, which the first call starts."""
+    """Return the multiprocessing context whose processes are forks of the server; the first call starts the server."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preloaded"])
     with _in_environment(environment()):

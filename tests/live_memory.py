@@ -1,4 +1,4 @@
-"""Bytes of the tensors that are alive, while a piece of code runs."""
+"""The peak memory of the tensors that a block of code makes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """`peak`: the most bytes that tensors made within held at once, those that lived before not counted."""
+    """A mode that records the memory of the tensors made within its block.
+
+    Attributes:
+        peak: The largest number of bytes that these tensors held at once.
+    """
 
     def __init__(self, *before: torch.Tensor) -> None:
+        """Initialize the mode; the memory of the tensors `before` does not count."""
         super().__init__()
         self.peak = 0
         self._known = {tensor.untyped_storage().data_ptr() for tensor in before}

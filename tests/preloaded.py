@@ -1,4 +1,4 @@
-"""What the server of `tests.forkserver` imports before the first fork."""
+"""The modules that the server of `tests.forkserver` imports before the first fork."""
 
 import gc
 
@@ -9,9 +9,9 @@ import torch.utils.tensorboard  # noqa: F401
 
 from tests import shape_checks
 
-shape_checks.install()  # before the imports below, whose modules it checks; every fork inherits it
+shape_checks.install()  # before the imports below, because it checks their modules; every fork inherits it
 
 import rl_megatron.algorithms.run  # noqa: E402
 import rl_megatron.certify.command  # noqa: E402, F401
 
-gc.freeze()  # A collection in a fork then skips a million objects that nothing ever frees.
+gc.freeze()  # A collection in a fork then skips a million objects that are never freed.

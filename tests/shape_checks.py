@@ -1,7 +1,7 @@
-"""Compares tensors with the shapes that annotations give, such as `Float[Tensor, "*tokens vocab_local"]`.
+"""Checks of tensors against the shapes in annotations, such as `Float[Tensor, "*tokens vocab_local"]`.
 
-The modules below are decorated when they are imported, in tests alone: without `install` an annotation costs nothing.
-Only shapes and dtypes are compared. What else annotations say is pyright's to check, so that tests may pass stand-ins.
+Only tests check them: `install` decorates the modules below when they are imported, and without it an annotation costs
+nothing. Only shapes and dtypes are compared. Pyright checks the rest, so that tests may pass stand-ins.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ CHECKED = ("rl_megatron.logprobs", "rl_megatron.losses", "rl_megatron.algorithms
 
 @cache
 def install() -> None:
-    """Check every call of the functions in `CHECKED`, and every dataclass made there, from now on in this process.
+    """Check all later calls of functions of the modules `CHECKED`, and all of their dataclasses, in this process.
 
     Raises:
-        RuntimeError: One of them has been imported already, so that its calls would go unchecked.
+        RuntimeError: One of the modules is already imported, so that its calls would not be checked.
     """
     imported = [name for name in sys.modules if name.startswith(CHECKED)]
     if imported:
@@ -35,7 +35,7 @@ def install() -> None:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Compare nothing within the block: comparing takes longer than a loss of a few tokens."""
+    """Compare nothing within the block, because comparing takes longer than the loss of a few tokens."""
     config.update("jaxtyping_disable", True)
     try:
         yield
@@ -44,10 +44,11 @@ def paused() -> Iterator[None]:
 
 
 def compare_after_call(function: Callable) -> Callable:
-    """Return what jaxtyping calls to compare a call's arguments, and its result, with the annotations.
+    """Return the function that jaxtyping calls to compare a call's arguments and its result with the annotations.
 
-    jaxtyping calls it before the function, with the arguments alone and any return annotation replaced by Any, and once
-    more with the result. Only the second is checked: a call that the function refuses is left to its own message.
+    jaxtyping calls it twice: before the call with the arguments only and Any as the return annotation, and after the
+    call with the result. Only the second call compares, so that a function that refuses its arguments raises its own
+    error.
     """
     annotations = function.__annotations__
     if annotations.get("return", Any) is Any:
@@ -59,7 +60,7 @@ def compare_after_call(function: Callable) -> Callable:
 def shapes_of(hint: Any) -> Any:
     """Return the part of a type hint that gives shapes, or None if it gives none.
 
-    A named tuple counts as a tuple of its fields, whose dimensions are then the function's.
+    A named tuple counts as a tuple of its fields, so that its dimensions have to agree with those of the arguments.
     """
     if isinstance(hint, type) and issubclass(hint, AbstractArray):
         return hint

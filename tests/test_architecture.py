@@ -1,4 +1,4 @@
-"""The architecture, read off the imports: data flows right, imports point left, torch comes late."""
+"""The architecture, as the imports show it: subpackages import only those to their left, and torch is imported late."""
 
 import ast
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "rl_megatron"
-# A subpackage may import those before it, and itself. `rewards`, `rollouts` and `plan` are still to come.
+# A subpackage may import itself and those before it.
 PACKAGES = (
     "config", "topology", "data", "batching", "logprobs", "losses", "model", "execution", "checkpoint", "weight_sync",
     "policy", "generation", "observability", "algorithms", "certify", "compat", "cli",
@@ -28,16 +28,16 @@ def module_name(path: Path) -> str:
 
 
 def package_of(module: str) -> str:
-    """rl_megatron.losses.nll → losses; the package root → rl_megatron."""
+    """Return a module's subpackage: losses for rl_megatron.losses.nll, and rl_megatron for the package's root."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else parts[0]
 
 
 def imports_of(source: str, module: str, is_package: bool) -> list[tuple[int, str]]:
-    """(Line, absolute dotted name) of everything imported anywhere in `source`, functions and type checking included.
+    """Return (line, absolute dotted name) of all imports in `source`, also in functions and for type checking.
 
-    `from package import name` counts as `package.name`: whether that is a module or a member, its package is the same,
-    and where the package is the root or a namespace such as `megatron.core`, only the name tells the module.
+    `from package import name` counts as `package.name`. That is the right package if `name` is a module and if it is a
+    member; if the package is the root or a namespace such as `megatron.core`, only the name says which module it is.
     """
     found = []
     for node in ast.walk(ast.parse(source)):
@@ -52,8 +52,8 @@ def imports_of(source: str, module: str, is_package: bool) -> list[tuple[int, st
     return found
 
 
-def offences(source: str, module: str, is_package: bool = False) -> list[str]:
-    """What the imports of one module break, as "line: rule"."""
+def violations(source: str, module: str, is_package: bool = False) -> list[str]:
+    """Return the rules that the imports of a module break, as "line: rule"."""
     package, broken = package_of(module), []
     for line, name in imports_of(source, module, is_package):
         if name.split(".")[0] == "rl_megatron":
@@ -78,8 +78,8 @@ def test_imports_point_left():
     found = {}
     for path in MODULES:
         module = module_name(path)
-        assert package_of(module) in KNOWN, f"{module}: a package that the architecture does not know"
-        found[module] = offences(path.read_text(), module, path.name == "__init__.py")
+        assert package_of(module) in KNOWN, f"{module}: its subpackage is not in PACKAGES"
+        found[module] = violations(path.read_text(), module, path.name == "__init__.py")
     assert {module: broken for module, broken in found.items() if broken} == {}
 
 
@@ -106,8 +106,8 @@ def test_imports_point_left():
         ("import megatron.core.parallel_state as mpu", "rl_megatron.execution", "only topology/topology.py may"),
     ],
 )
-def test_an_offence_is_found(source, module, message):
-    assert any(message in offence for offence in offences(source, module, is_package=module == "rl_megatron"))
+def test_a_violation_is_found(source, module, message):
+    assert any(message in violation for violation in violations(source, module, is_package=module == "rl_megatron"))
 
 
 @pytest.mark.parametrize(
@@ -120,17 +120,20 @@ def test_an_offence_is_found(source, module, message):
         ("from megatron.core import parallel_state", "rl_megatron.topology.topology"),
     ],
 )
-def test_what_is_allowed_is_no_offence(source, module):
-    assert offences(source, module) == []
+def test_allowed_imports_are_not_violations(source, module):
+    assert violations(source, module) == []
 
 
 # --- cycles ---
 
 
 def module_graph(sources: dict[str, tuple[str, bool]]) -> dict[str, set[str]]:
-    """Return which of our modules each module imports, by (source, is it a package's __init__) of each module.
+    """Return the modules of `sources` that each of them imports.
 
-    `from package import name` leads to `package.name` if that is a module, and to the package's own `__init__` if not.
+    `from package import name` imports `package.name` if that is a module, and the package's own `__init__` if not.
+
+    Args:
+        sources: For each module, its source and whether it is a package's `__init__`.
     """
     graph = {}
     for module, (source, is_package) in sources.items():
@@ -144,7 +147,7 @@ def module_graph(sources: dict[str, tuple[str, bool]]) -> dict[str, set[str]]:
 
 
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Return the strongly connected components of several modules: those that import each other, however indirectly."""
+    """Return the groups of modules that import each other, directly or not: the strongly connected components."""
     reached: dict[str, set[str]] = {}
     for module in graph:
         waiting = list(graph[module])
@@ -182,11 +185,11 @@ def test_a_cycle_is_found(sources, found):
     assert cycles(graph) == found
 
 
-# --- the policy has its parts; it inherits no behaviour ---
+# --- the policy is composed of parts and inherits no behaviour ---
 
 
 def inherited_behaviour(sources: dict[str, str]) -> list[str]:
-    """Return "Class(Ancestor): methods" for every ancestor of ours that has methods which are not abstract."""
+    """Return "Class(Ancestor): methods" for every ancestor in `sources` that has methods which are not abstract."""
     classes = {
         node.name: node
         for source in sources.values()
@@ -195,7 +198,7 @@ def inherited_behaviour(sources: dict[str, str]) -> list[str]:
     }
 
     def ancestors(node: ast.ClassDef) -> set[str]:
-        """Of ours; a base is known by its last name, without type arguments."""
+        """Return the ancestors of a class in `sources`; a base is found by its last name, without type arguments."""
         bases = {ast.unparse(base).split("[")[0].rpartition(".")[2] for base in node.bases} & classes.keys() - {
             node.name
         }
@@ -220,9 +223,9 @@ def concrete_methods(node: ast.ClassDef) -> list[str]:
 
 def test_no_class_of_the_policy_inherits_behaviour():
     sources = {module_name(path): path.read_text() for path in MODULES}
-    inside = {name for module in sources if package_of(module) == "policy" for name in classes_in(sources[module])}
-    offenders = [line for line in inherited_behaviour(sources) if line.partition("(")[0] in inside]
-    assert inside and offenders == []
+    classes = {name for module in sources if package_of(module) == "policy" for name in classes_in(sources[module])}
+    wrong = [line for line in inherited_behaviour(sources) if line.partition("(")[0] in classes]
+    assert classes and wrong == []
 
 
 def classes_in(source: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""The benchmarks run, and reach what they are there to show."""
+"""The benchmarks run, and their results have the properties that docs/performance.md claims."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.unit.data.shared_data import shared
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
-def test_packing_wastes_little_and_shares_out_evenly():
-    """All of GSM8K in one global batch; a smaller one can waste more, as the benchmark's docstring says."""
+def test_packing_wastes_little_and_balances_the_ranks():
+    """One global batch holds all of GSM8K. A smaller one can waste more, as the benchmark's docstring says."""
     lengths, cost = packing.read_lengths(str(shared("gsm8k")), pack_size=4096)
     whole = len(lengths) - len(lengths) % 8
     measured = {
@@ -75,7 +75,7 @@ def broken_peer(logits, targets):
 
 @pytest.fixture(scope="module")
 def quick_run(tmp_path_factory):
-    """Every mode on tiny shapes, one rank and two, with a peer: what was printed, and the JSON."""
+    """Run every mode on tiny shapes, on one rank and on two, with peers; return the output and the JSON."""
     directory = tmp_path_factory.mktemp("logprobs")
     command = [sys.executable, "-m", "benchmarks.logprobs", "--quick", "--device", "cpu", "--threads", "2"]
     command += ["--repetitions", "1", "--markdown", "--output", directory, "--dtypes", "bf16", "fp32"]
@@ -87,16 +87,16 @@ def quick_run(tmp_path_factory):
 
 
 def results_of(content, **wanted):
-    """Variant → its result, of the one case that is `wanted`."""
+    """Return variant → result of the one case that has the values `wanted`."""
     (case,) = (case for case in content["cases"] if wanted.items() <= case["case"].items())
     return {result["variant"]: result for result in case["results"]}
 
 
 @pytest.mark.slow
-def test_every_mode_of_the_logprob_race_runs(quick_run):
+def test_every_mode_of_the_logprobs_benchmark_runs(quick_run):
     _, content = quick_run
-    raced = {(c["case"]["mode"], c["case"]["dtype"], c["case"]["tensor"]) for c in content["cases"]}
-    assert raced == set(product(MODES, ("bf16", "fp32"), (1, 2)))
+    cases = {(c["case"]["mode"], c["case"]["dtype"], c["case"]["tensor"]) for c in content["cases"]}
+    assert cases == set(product(MODES, ("bf16", "fp32"), (1, 2)))
     failed = [result for case in content["cases"] for result in case["results"] if result["failed"]]
     assert failed == []
     for case in content["cases"]:
@@ -106,7 +106,7 @@ def test_every_mode_of_the_logprob_race_runs(quick_run):
 
 
 @pytest.mark.slow
-def test_ours_is_exact_in_place_and_talks_once(quick_run):
+def test_our_logprobs_are_exact_and_need_one_collective(quick_run):
     _, content = quick_run
     for mode, tensor in product(("logprob", "entropy", "gather"), (1, 2)):
         results = results_of(content, mode=mode, dtype="bf16", tensor=tensor)
@@ -115,12 +115,12 @@ def test_ours_is_exact_in_place_and_talks_once(quick_run):
         assert ours["collectives_backward"] == 0
         assert ours["collectives_forward"] == (0 if tensor == 1 else 2 if mode == "gather" else 1)
     results = results_of(content, mode="logprob", dtype="bf16", tensor=1)
-    assert results["torch log_softmax"]["logprob_error"] > 1e-3  # which is why the other form is there
+    assert results["torch log_softmax"]["logprob_error"] > 1e-3  # the reason for the next variant
     assert results["torch float().log_softmax"]["logprob_error"] < 1e-5
 
 
 @pytest.mark.slow
-def test_megatron_core_takes_part_on_several_ranks(quick_run):
+def test_several_ranks_are_compared_with_megatron_core(quick_run):
     _, content = quick_run
     results = results_of(content, mode="logprob", dtype="fp32", tensor=2)
     assert results["megatron-core cross entropy"]["collectives_forward"] == 3
@@ -128,7 +128,7 @@ def test_megatron_core_takes_part_on_several_ranks(quick_run):
 
 
 @pytest.mark.slow
-def test_a_peer_is_raced_in_the_modes_that_it_answers(quick_run):
+def test_a_peer_is_timed_in_the_modes_that_it_supports(quick_run):
     printed, content = quick_run
     both, one = "tests.test_benchmarks:exact_peer", "tests.test_benchmarks:plain_peer"
     entropy = results_of(content, mode="entropy", dtype="fp32", tensor=1)
@@ -184,7 +184,7 @@ def test_bytes_are_counted_as_read_and_written_once():
         assert counted(run).bytes_moved == moved
 
 
-def test_the_peak_is_what_was_alive_at_once():
+def test_the_peak_counts_the_tensors_alive_at_once():
     x = torch.zeros(1000)
 
     def run():
@@ -218,16 +218,18 @@ def test_a_grpo_step_has_the_gradient_of_the_bare_step(options, tmp_path):
 
 
 @pytest.mark.slow
-def test_conversions_hold_a_part_of_a_file(tmp_path):
-    """Of three files: a conversion that held the whole model would have a peak of three times the largest. Smaller
-    ones would drown in what a process takes to start at all."""
+def test_conversions_do_not_hold_the_whole_model_in_memory(tmp_path):
+    """The model has three files; a conversion that held all of it would have a peak of three times the largest file.
+
+    Smaller files would take little memory beside that of a process that has just started.
+    """
     measured = convert_memory.measure(tmp_path, num_bytes=250_000_000, num_files=3, with_whole_parts=False)
     assert {row.name: row.ratio <= convert_memory.LIMIT for row in measured} == {"import": True, "export": True}
-    assert all(row.peak > 2**20 for row in measured), "measured nothing"
+    assert all(row.peak > 2**20 for row in measured), "the peak is too small to be real"
 
 
 @pytest.mark.slow
-def test_saves_are_raced(tmp_path):
+def test_background_saves_are_compared_with_foreground_saves(tmp_path):
     small = ["--hidden", "32", "--layers", "1", "--repetitions", "1", "--directory", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "benchmarks/checkpoint.py", *small],
@@ -238,7 +240,7 @@ def test_saves_are_raced(tmp_path):
     assert lines_of(done.stdout, "background") and lines_of(done.stdout, "foreground")
     (ratio,) = re.findall(r"pause, background / foreground: (\d+\.\d+)", done.stdout)
     assert float(ratio) > 0
-    assert not list(tmp_path.iterdir()), "it cleans up"
+    assert not list(tmp_path.iterdir()), "it left files behind"
 
 
 PAGE = (REPOSITORY / "docs" / "performance.md").read_text()
@@ -246,7 +248,7 @@ COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) 
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_of_the_page_is_right(command):
+def test_a_command_of_the_page_is_valid(command):
     words = shlex.split(command)
     if "benchmarks.logprobs" in words:
         assert logprobs_command.parser().parse_args(words[words.index("benchmarks.logprobs") + 1 :])
@@ -259,12 +261,12 @@ def test_a_command_of_the_page_is_right(command):
         assert (REPOSITORY / script).is_file()
 
 
-def test_links_of_the_page_lead_somewhere():
+def test_links_of_the_page_are_valid():
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", PAGE):
         assert (REPOSITORY / "docs" / target).exists(), target
 
 
-def test_the_peer_of_the_page_is_a_peer():
+def test_the_peer_of_the_page_computes_logprobs():
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     names: dict = {}
     exec(compile(code, "performance.md", "exec"), names)
@@ -273,7 +275,7 @@ def test_the_peer_of_the_page_is_a_peer():
 
 
 @pytest.mark.slow
-def test_refit_takes_one_collective_a_bucket_and_less_than_one_by_one(capsys):
+def test_refit_needs_one_collective_per_bucket_instead_of_one_per_tensor(capsys):
     tiny = [
         "--layers",
         "2",
@@ -292,6 +294,7 @@ def test_refit_takes_one_collective_a_bucket_and_less_than_one_by_one(capsys):
     (bucketed,), (plain,) = lines_of(printed, "| bucketed"), lines_of(printed, "| one by one")
     of_bucketed, of_plain = ([int(cell) for cell in re.findall(r"\| +(\d+) ", line)] for line in (bucketed, plain))
     assert of_bucketed == [1, 0]
-    tensors = 9 * 2 + 3  # of a layer: seven projections and two norms; embedding, last norm and head
-    assert of_plain == [5 * 2 + 2, tensors]  # qkv, output, gate, up and down are sharded; embedding and head
+    tensors = 9 * 2 + 3  # 2 layers of 7 projections and 2 norms; embedding, last norm and head
+    # The sharded tensors are qkv, output, gate, up and down of each layer, the embedding and the head.
+    assert of_plain == [5 * 2 + 2, tensors]
     assert all(float(line.split("|")[3]) > 0 for line in (bucketed, plain))

@@ -1,4 +1,4 @@
-"""docs/data.md: its examples are read as it says, and it leaves out no source, preset, task, option or key."""
+"""docs/data.md: its examples can be read, and it has every source, preset, task, option and key."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ TOKENIZER = train_bpe([PAGE], 300)
 
 @pytest.fixture
 def example(tmp_path):
+    """Return a function that writes an example of the page to a file and returns the path."""
+
     def write(name: str) -> Path:
         path = tmp_path / f"{name}.jsonl"
         path.write_text(EXAMPLES[name])
@@ -69,7 +71,7 @@ def test_every_task_and_option_is_on_the_page(task):
 
 
 @pytest.mark.parametrize("key", [field.name for field in fields(DataConfig)])
-def test_every_key_of_the_section_is_on_the_page(key):
+def test_every_key_of_data_is_on_the_page(key):
     assert f"data.{key}" in PAGE
 
 

@@ -1,5 +1,7 @@
-"""docs/losses.md and its plot are what their generator writes, leave nothing out, and name configurations that load; so
-do the commands of docs/rollout_engines.md."""
+"""docs/losses.md and docs/rollout_engines.md.
+
+The first page and its plot are up to date and complete. The commands of both pages are valid.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,14 @@ def test_the_page_is_up_to_date():
 def test_every_loss_and_every_key_is_on_the_page(name):
     text, cfg = section(name), build_loss(name).cfg
     assert f"| [`{name}`](#{name}) |" in PAGE and "```math\n" in text
-    rows = dict(re.findall(r"^\| `(\w+)` \| `.*?` \| (.*) \|$", text, re.MULTILINE))
-    assert list(rows) == [field.name for field in dataclasses.fields(cfg)]
-    assert all(rows.values())
+    meanings = dict(re.findall(r"^\| `(\w+)` \| `.*?` \| (.*) \|$", text, re.MULTILINE))
+    assert list(meanings) == [field.name for field in dataclasses.fields(cfg)]
+    assert all(meanings.values())
 
 
 def test_the_arguments_of_ppo_loss_are_on_the_page():
-    rows = dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", section("PPOLoss"), re.MULTILINE))
-    assert rows == {"epsilon": "0.1", "value_clip_range": "0.2", "value_coeff": "0.1"}
+    defaults = dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", section("PPOLoss"), re.MULTILINE))
+    assert defaults == {"epsilon": "0.1", "value_clip_range": "0.2", "value_coeff": "0.1"}
 
 
 def test_a_loss_without_a_formula_is_refused(monkeypatch):
@@ -84,7 +86,7 @@ def test_a_key_without_a_meaning_is_refused():
 
 
 def curves_of(svg):
-    """Curve id → its points in the picture, [N, 2]."""
+    """Return curve id → its points in the picture, [N, 2]."""
     groups = ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}g")
     paths = {group.get("id"): group.find("{http://www.w3.org/2000/svg}path") for group in groups}
     return {
@@ -95,7 +97,7 @@ def curves_of(svg):
 
 
 def test_the_plot_is_up_to_date():
-    """In its numbers: what else is in the file depends on matplotlib's version."""
+    """Only the numbers are compared; the rest of the file depends on matplotlib's version."""
     committed, written = curves_of(generate_losses.PLOT.read_text()), curves_of(generate_losses.plot())
     names = [surrogate.name.replace(" ", "-") for surrogate in generate_losses.SURROGATES]
     assert committed.keys() == {
@@ -117,8 +119,8 @@ def test_the_plot_is_up_to_date():
         ("REINFORCE", (0, 4), (0, 4)),
     ],
 )
-def test_a_surrogate_pulls_where_its_paper_says(name, upwards, downwards):
-    """The ratios between which a token with A > 0 is made likelier, and one with A < 0 less likely."""
+def test_a_surrogate_has_a_gradient_at_the_ratios_of_its_paper(name, upwards, downwards):
+    """Parameters: the ranges of ratios in which A > 0 makes a token likelier, and A < 0 makes it less likely."""
     (surrogate,) = (surrogate for surrogate in generate_losses.SURROGATES if surrogate.name == name)
     for advantage, (low, high) in ((1.0, upwards), (-1.0, downwards)):
         pull = advantage * generate_losses.curves(surrogate, advantage)["gradient"]
@@ -156,7 +158,7 @@ def test_a_command_of_the_page_on_engines_loads_and_its_model_has_a_family(comma
     family_of_model(stage.model, vocab_size=260)
 
 
-def test_the_page_on_engines_has_every_key_and_its_links_lead_somewhere():
+def test_the_page_on_engines_has_every_key_and_its_links_are_valid():
     page = ENGINES.read_text()
     for key in ("engine", "num_engines", "engine_device", "engine_timeout_minutes", "max_engine_restarts", "refit",
                 "refit_bucket_mb", "gate_prompts", "gate_limit"):  # fmt: skip

@@ -1,4 +1,4 @@
-"""The names that `rl_megatron` offers: they exist, type checkers know them, and importing the package stays light."""
+"""The public names of `rl_megatron` exist and are declared for type checkers; importing it imports no torch."""
 
 import ast
 import subprocess
@@ -34,6 +34,6 @@ def test_importing_the_package_imports_no_torch():
     assert done.stdout.strip() == "False"
 
 
-def test_an_unknown_name_is_an_attribute_error():
+def test_an_unknown_name_raises_an_attribute_error():
     with pytest.raises(AttributeError, match="MegatronPolicies"):
         _ = rl_megatron.MegatronPolicies

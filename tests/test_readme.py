@@ -1,4 +1,4 @@
-"""The README begins with two commands, its links lead somewhere, and its Python example gives the right numbers."""
+"""The README: it begins with two commands, its links are valid, and its Python example gives the right numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMMANDS = [
 ]
 
 
-def test_it_is_short():
+def test_the_readme_is_short():
     assert len(README.splitlines()) <= 120
 
 
@@ -24,7 +24,7 @@ def test_the_two_commands_come_first():
     assert COMMANDS[:2] == ["bash scripts/quickstart.sh", "bash scripts/test.sh"]
 
 
-def test_links_lead_somewhere():
+def test_links_are_valid():
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
         assert (REPOSITORY / target).exists(), target
 
@@ -38,5 +38,5 @@ def run_example(code: str) -> float:
 def test_the_python_example_runs(ranks):
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     loss, gradient_norm = ranks.run(1, run_example, code)[0]
-    assert loss == pytest.approx(-1.0, abs=1e-4)  # ratio 1, advantage 1
+    assert loss == pytest.approx(-1.0, abs=1e-4)  # the ratio and the advantage are 1
     assert gradient_norm > 0

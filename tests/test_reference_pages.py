@@ -1,4 +1,4 @@
-"""The glossary, the sizing page and the guides for users of other projects name keys and commands that exist."""
+"""The keys and commands in the glossary, the guides for users of other projects and other pages exist."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GLOSSARY = (DOCS / "glossary.md").read_text()
 
 
 def key_paths(section: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the key paths of a dataclass, with those of the dataclasses within."""
+    """Yield the key paths of a dataclass and of the dataclasses in its fields."""
     hints = get_type_hints(section, include_extras=True)
     for field in fields(section):
         path = prefix + field.name
@@ -45,7 +45,7 @@ def dataclasses_of(hint: Any) -> Iterator[type]:
 
 
 def known_keys() -> set[str]:
-    """Return every key that a configuration can have: of the run, and of whatever a name in it chooses."""
+    """Return every key that a configuration can have, including those of algorithms, sources, losses and tasks."""
     keys = {*key_paths(StageConfig), *(field.name for field in fields(RunConfig)), "loss.name", "data.task.name"}
     for name in ALGORITHM_CONFIGS:
         keys |= set(key_paths(ALGORITHM_CONFIGS[name], "algorithm."))
@@ -63,7 +63,7 @@ SECTIONS = {key.partition(".")[0] for key in KEYS}
 
 
 def keys_in(text: str) -> list[str]:
-    """Return the keys that a text's code spans name: dotted names that begin with a section, but files."""
+    """Return the keys in a text's code spans: dotted names that begin with a section and are not files."""
     words = [word for span in re.findall(r"`([^`\n]+)`", text) for word in span.split()]
     names = [word.partition("=")[0] for word in words]
     dotted = [name for name in names if re.fullmatch(r"[a-z_0-9]+(\.[a-z_0-9]+)+", name)]
@@ -76,7 +76,7 @@ def settings_in(text: str) -> list[str]:
 
 
 def rows_of(page: Path) -> Iterator[tuple[str, str]]:
-    """Yield (theirs, ours) of every row of the page's tables."""
+    """Yield (their name, our name) of every row of the page's tables."""
     for line in page.read_text().splitlines():
         if line.startswith("|") and not line.startswith("|--"):
             cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -91,7 +91,7 @@ def test_every_key_in_our_column_exists(page):
 
 
 @pytest.mark.parametrize("page", COMING_FROM, ids=lambda page: page.stem)
-def test_every_row_says_what_there_is_here(page):
+def test_no_cell_of_a_table_is_empty(page):
     for theirs, ours in rows_of(page):
         assert theirs and ours, (theirs, ours)
 
@@ -104,8 +104,8 @@ def test_every_key_of_a_page_exists(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_to_files_of_the_repository_lead_somewhere(page):
-    """Links between pages are checked by the build of the site."""
+def test_links_to_files_of_the_repository_are_valid(page):
+    """The build of the site checks links between pages."""
     for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
         if not target.endswith(".md"):
             assert (page.parent / target).exists(), target
@@ -120,20 +120,20 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=lambda value: value.stem if isinstance(value, Path) else "")
-def test_every_command_composes(page, command, tmp_path, monkeypatch):
+def test_every_command_is_valid(page, command, tmp_path, monkeypatch):
     words = shlex.split(command)
     started = next((word for word in ("train", "certify") if word in words), None)
     if started is None:
         assert words[:2] == ["rl-megatron", "convert"], command
         return
     monkeypatch.chdir(tmp_path)
-    for begun in (word.removeprefix("init_from=") for word in words if word.startswith("init_from=")):
-        Path(begun).mkdir(parents=True)
-        (Path(begun) / MANIFEST).write_text(json.dumps({"model": asdict(ModelConfig())}))
+    for checkpoint in (word.removeprefix("init_from=") for word in words if word.startswith("init_from=")):
+        Path(checkpoint).mkdir(parents=True)
+        (Path(checkpoint) / MANIFEST).write_text(json.dumps({"model": asdict(ModelConfig())}))
     assert load_config([word for word in words[words.index(started) + 1 :] if not word.startswith("--")]).stages
 
 
-def test_the_page_on_nemo_rl_lists_the_modules_that_are_answered():
+def test_the_page_on_nemo_rl_lists_the_modules_that_we_replace():
     page = (DOCS / "coming_from" / "nemo_rl.md").read_text()
     for module in MODULES:
         package, _, name = module.rpartition(".")
@@ -147,14 +147,14 @@ ENTRIES = re.findall(r"^- \*\*(.+?)\*\*: (.*?)(?=^- |^#|\Z)", GLOSSARY, re.MULTI
 def test_an_entry_of_the_glossary_is_one_sentence_with_a_link(term, entry):
     entry = " ".join(entry.split())
     prose = re.sub(r"\(\[.*?\]\(.*?\)\)|`.*?`", "", entry)
-    assert re.search(r"\(\[.+?\]\(.+?\)\)\.$", entry), "ends with a link in brackets"
+    assert re.search(r"\(\[.+?\]\(.+?\)\)\.$", entry), "the entry does not end with a link in brackets"
     assert prose.count(". ") == 0 and entry[0].isupper()
 
 
 TERMS = [term.strip() for terms, _ in ENTRIES for term in terms.split(",")]
 
 
-def test_no_term_of_the_glossary_comes_twice():
+def test_no_term_is_twice_in_the_glossary():
     assert len(TERMS) == len(set(TERMS)) > 60
 
 

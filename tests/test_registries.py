@@ -1,4 +1,4 @@
-"""Algorithms and data sources are known by name in their own files alone: elsewhere the registered object is asked."""
+"""Only the files of an algorithm or a data source use its name; other files ask the registered object."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rl_megatron.data.sources import SOURCES
 PACKAGE = Path(__file__).resolve().parents[1] / "rl_megatron"
 CONFIG_CLASSES = {cls.__name__ for cls in (*ALGORITHM_CONFIGS.values(), *SOURCE_CONFIGS.values())}
 OWN_FILES = {
-    **{name: {each.config.__module__, each.run.__module__} for name, each in ALGORITHMS.items()},
-    **{name: {SOURCE_CONFIGS[name].__module__, each.__module__} for name, each in SOURCES.items()},
+    **{name: {algorithm.config.__module__, algorithm.run.__module__} for name, algorithm in ALGORITHMS.items()},
+    **{name: {SOURCE_CONFIGS[name].__module__, source.__module__} for name, source in SOURCES.items()},
 }
-# Where the word means another thing that is registered or printed by this name.
+# Modules in which the word is the name of another thing.
 OTHER_MEANINGS = {
     ("rl_megatron.losses.dpo", "dpo"): "the loss",
     ("rl_megatron.losses.preference", "preference"): "the loss",
@@ -39,7 +39,7 @@ def module_name(path: Path) -> str:
 
 
 def docstrings(tree: ast.AST) -> set[int]:
-    """The ids of the nodes that are docstrings."""
+    """Return the ids of the nodes that are docstrings."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     return {
         id(node.body[0].value)
@@ -49,16 +49,19 @@ def docstrings(tree: ast.AST) -> set[int]:
 
 
 def names_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(Line, name) of every algorithm or source that a string outside docstrings is, or tells the reader to choose."""
-    left_out = docstrings(tree)
+    """Yield (line, name) of every algorithm or source whose name is a string or whose choice is part of one.
+
+    Docstrings do not count.
+    """
+    excluded = docstrings(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in left_out:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in excluded:
             found = {node.value} & OWN_FILES.keys() | set(CHOICE.findall(node.value))
             yield from ((node.lineno, name) for name in sorted(found))
 
 
 def is_choice(node: ast.AST) -> bool:
-    """Whether an expression is `….algorithm.name` or `….data.source`."""
+    """Return whether an expression is `….algorithm.name` or `….data.source`."""
     if not isinstance(node, ast.Attribute):
         return False
     section = getattr(node.value, "attr", None) or getattr(node.value, "id", None)
@@ -66,7 +69,7 @@ def is_choice(node: ast.AST) -> bool:
 
 
 def classes_compared_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(Line, class) where a config class is compared by type: isinstance, issubclass, type() and match."""
+    """Yield (line, class) of every comparison with a config class: by isinstance, issubclass, type() or match."""
     for node in ast.walk(tree):
         compared: list[ast.AST] = []
         if isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("isinstance", "issubclass"):
@@ -75,14 +78,14 @@ def classes_compared_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
             compared = [node.left, *node.comparators]
         elif isinstance(node, ast.MatchClass):
             compared = [node.cls]
-        for each in (inner for part in compared for inner in ast.walk(part)):
-            name = getattr(each, "id", None) or getattr(each, "attr", None)
+        for part in (inner for expression in compared for inner in ast.walk(expression)):
+            name = getattr(part, "id", None) or getattr(part, "attr", None)
             if name in CONFIG_CLASSES:
                 yield node.lineno, name
 
 
-def offences(source: str, module: str) -> list[str]:
-    """What one module says of an algorithm or a source that is not its own, as "line: what"."""
+def violations(source: str, module: str) -> list[str]:
+    """Return the uses of an algorithm or a source in a module that is not its own, as "line: use"."""
     tree = ast.parse(source)
     found = [
         f"{line}: the name {name!r}"
@@ -99,8 +102,8 @@ def offences(source: str, module: str) -> list[str]:
     return found
 
 
-def test_no_other_file_knows_an_algorithm_or_a_data_source_by_name():
-    found = {module_name(path): offences(path.read_text(), module_name(path)) for path in PACKAGE.rglob("*.py")}
+def test_no_other_file_uses_the_name_of_an_algorithm_or_a_data_source():
+    found = {module_name(path): violations(path.read_text(), module_name(path)) for path in PACKAGE.rglob("*.py")}
     assert {module: broken for module, broken in found.items() if broken} == {}
 
 
@@ -118,8 +121,8 @@ def test_no_other_file_knows_an_algorithm_or_a_data_source_by_name():
         ("match settings:\n    case DPOConfig():\n        pass", "rl_megatron.algorithms.run"),
     ],
 )
-def test_an_offence_is_found(source, module):
-    assert len(offences(source, module)) >= 1
+def test_a_violation_is_found(source, module):
+    assert len(violations(source, module)) >= 1
 
 
 @pytest.mark.parametrize(
@@ -131,12 +134,12 @@ def test_an_offence_is_found(source, module):
         ("raise ValueError('the text of a task')", "rl_megatron.algorithms.run"),
     ],
 )
-def test_what_is_allowed_is_no_offence(source, module):
-    assert offences(source, module) == []
+def test_allowed_code_is_not_a_violation(source, module):
+    assert violations(source, module) == []
 
 
 def test_every_exception_is_needed():
-    """An entry of OTHER_MEANINGS that nothing needs any more would hide an offence."""
+    """An entry of OTHER_MEANINGS that is no longer needed would hide a violation."""
     trees = {module_name(path): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
-    said = {(module, name) for module, tree in trees.items() for _, name in names_in(tree)}
-    assert OTHER_MEANINGS.keys() <= said
+    used = {(module, name) for module, tree in trees.items() for _, name in names_in(tree)}
+    assert OTHER_MEANINGS.keys() <= used

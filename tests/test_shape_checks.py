@@ -1,4 +1,4 @@
-"""Shapes in annotations are compared with tensors here, and nowhere else."""
+"""The tests, and only the tests, compare tensors with the shapes in annotations."""
 
 import importlib
 import inspect
@@ -18,7 +18,7 @@ from rl_megatron.algorithms.advantages import whiten
 from rl_megatron.logprobs import DeferredLogits, LogprobStats, vocab_parallel_logprobs
 from tests import shape_checks
 
-# A call that the function itself does not refuse.
+# A call with wrong shapes that the function itself does not refuse.
 WRONG = "whiten(torch.ones(2, 3, 4), torch.ones(2, 3, 4))"
 
 
@@ -56,7 +56,7 @@ def test_installing_after_an_import_is_refused():
         shape_checks.install.__wrapped__()
 
 
-def test_at_run_time_nothing_is_checked():
+def test_nothing_is_checked_outside_the_tests():
     program = (
         "import sys, torch\n"
         "from rl_megatron.algorithms.advantages import whiten\n"
@@ -80,19 +80,19 @@ def refusal_on_a_rank():
         return str(error)
 
 
-def test_spawned_ranks_check_shapes_too(ranks):
+def test_ranks_check_shapes_too(ranks):
     [refusal] = ranks.run(1, refusal_on_a_rank)
     assert "batch sequence" in (refusal or "")
 
 
 def modules_of(package):
     names = [module.name for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
-    return [name for name in names if not name.endswith(".triton")]  # imported only if it is wanted
+    return [name for name in names if not name.endswith(".triton")]  # imported only on request
 
 
 @pytest.mark.parametrize("name", ["rl_megatron.algorithms.advantages", *modules_of(logprobs), *modules_of(losses)])
 def test_every_annotation_can_be_read(name):
-    """jaxtyping takes an annotation that it cannot read, with two dimensions `*name` for one, as no annotation."""
+    """jaxtyping ignores an annotation that it cannot read, for example one with two dimensions `*name`."""
     module = importlib.import_module(name)
     own = [x for x in vars(module).values() if getattr(x, "__module__", None) == name]
     for member in own:

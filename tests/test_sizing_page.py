@@ -1,4 +1,4 @@
-"""docs/sizing.md: its table is what its formulas give, and the formulas count what a built model holds."""
+"""docs/sizing.md: its table is up to date, and its formulas give the bytes that a built model holds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from tests.parallel.layouts import EXPERTS, MODEL, build_policy
 
-VOCAB_SIZE = 64  # nothing is padded
+VOCAB_SIZE = 64  # needs no padding
 UNTIED = replace(MODEL, tie_embeddings=False)
 
 
@@ -37,13 +37,13 @@ def test_the_table_is_up_to_date():
         (sizing.QWEN_MOE, 151_936, 30.5e9),
     ],
 )
-def test_presets_have_as_many_parameters_as_the_models_they_are_named_after(model, vocab_size, published):
+def test_presets_have_as_many_parameters_as_the_published_models(model, vocab_size, published):
     whole = sizing.Case("", model, vocab_size, 1, ParallelConfig())
     assert sizing.parameters(whole).total == pytest.approx(published, rel=2e-3)
 
 
 def held_bytes(model: ModelConfig, parallel: dict, precision: str, distributed: bool) -> dict[str, int]:
-    """Return the bytes of each kind on this rank, as the tensors of a policy say."""
+    """Return the bytes of a policy's parameters, gradients, optimizer state and reference on this rank."""
     policy = build_policy(parallel, model, OptimizerConfig(distributed=distributed), precision, vocab_size=VOCAB_SIZE)
     policy.freeze_reference()
     models = [parameter for model_chunk in policy.model.model_chunks for parameter in model_chunk.parameters()]
@@ -76,45 +76,46 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: str(layout[:2]))
 @pytest.mark.parametrize(("precision", "distributed"), [("bf16", True), ("fp32", True), ("bf16", False)])
-def test_a_built_policy_holds_the_bytes_of_the_formulas(ranks, layout, precision, distributed):
+def test_the_formulas_give_the_bytes_of_a_built_policy(ranks, layout, precision, distributed):
     world_size, parallel, model = layout
-    told = case(model, world_size, parallel, precision=precision, distributed=distributed)
-    parameters, gradients, optimizer = sizing.training_bytes(told)
+    sized = case(model, world_size, parallel, precision=precision, distributed=distributed)
+    parameters, gradients, optimizer = sizing.training_bytes(sized)
     held = ranks.run(world_size, held_bytes, model, parallel, precision, distributed)
     final_norm = model.hidden_size * (parallel.get("pipeline", 1) > 1)  # only the last stage has it
     fullest = max(held, key=lambda rank: rank["parameters"])
     assert fullest["parameters"] == parameters
     assert fullest["gradients"] == gradients
-    assert fullest["reference"] == sizing.reference_bytes(told) == parameters
+    assert fullest["reference"] == sizing.reference_bytes(sized) == parameters
     # Ranks that share a model split its state at the borders of buckets, so that only the sum is exact.
     per_stage = sum(rank["optimizer"] for rank in held) / len(held)
     assert per_stage == pytest.approx(optimizer, abs=12 * final_norm)
 
 
 def cached_bytes(batch_size: int) -> int:
+    """Return the bytes of the KV cache of a generation with this batch size."""
     policy = build_policy({}, MODEL, precision="bf16", vocab_size=VOCAB_SIZE)
-    caches, made = [], kv_cache.CachedAttention.__init__
+    caches, initialize = [], kv_cache.CachedAttention.__init__
 
     def keep(self, *args):
-        made(self, *args)
+        initialize(self, *args)
         caches.append(self)
 
     kv_cache.CachedAttention.__init__ = keep
     try:
         EmbeddedEngine(policy, batch_size).generate([[1, 2, 3]] * batch_size, Sampling(max_new_tokens=5), seed=0)
     finally:
-        kv_cache.CachedAttention.__init__ = made
+        kv_cache.CachedAttention.__init__ = initialize
     return sum(x.numel() * x.element_size() for cache in caches for x in (cache.keys, cache.values))
 
 
-def test_the_embedded_engine_caches_the_bytes_of_the_formula(ranks):
-    told = case(MODEL, 1, {}, sequences=4, columns=8)
+def test_the_formula_gives_the_bytes_of_the_kv_cache(ranks):
+    sized = case(MODEL, 1, {}, sequences=4, columns=8)
     one_layer_repeated = 2 * 8 * 4 * 2 * 4 * 8  # keys and values, dimensions, heads, bytes, sequences, columns
-    assert ranks.run(1, cached_bytes, 4) == [sizing.cache_bytes(told) - one_layer_repeated]
+    assert ranks.run(1, cached_bytes, 4) == [sizing.cache_bytes(sized) - one_layer_repeated]
 
 
 def saved_elements(model: ModelConfig, num_layers: int, num_tokens: int) -> float:
-    """Return what autograd keeps for backward, in elements of a token."""
+    """Return how many bf16 elements per token autograd keeps for the backward pass."""
     model = replace(model, num_layers=num_layers, max_sequence_length=num_tokens)
     policy: MegatronPolicy = build_policy({}, model, precision="bf16", vocab_size=VOCAB_SIZE)
     model_chunk = policy.model.model_chunks[0]
@@ -137,18 +138,18 @@ DENSE = ModelConfig(hidden_size=128, ffn_hidden_size=384, num_attention_heads=4,
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_activations_of_a_layer_are_those_of_the_formulas(ranks, qk_norm):
+def test_the_formula_gives_the_activations_of_a_layer(ranks, qk_norm):
     dense = replace(DENSE, qk_norm=qk_norm)
 
-    def of_a_layer(recompute: str) -> float:
+    def elements_of_a_layer(recompute: str) -> float:
         model = replace(dense, recompute=recompute)
         two, four = (ranks.run(1, saved_elements, model, layers, 64)[0] for layers in (2, 4))
         return (four - two) / 2
 
-    assert of_a_layer("full") == dense.hidden_size
+    assert elements_of_a_layer("full") == dense.hidden_size
     formula = sizing.activation_elements(dense)
-    assert 1.45 * formula <= of_a_layer("none") <= 1.75 * formula  # the page says 1.5 to 1.7
-    assert of_a_layer("selective") == pytest.approx(of_a_layer("none"), rel=0.1)
+    assert 1.45 * formula <= elements_of_a_layer("none") <= 1.75 * formula  # the page says 1.5 to 1.7
+    assert elements_of_a_layer("selective") == pytest.approx(elements_of_a_layer("none"), rel=0.1)
 
 
 def test_layers_of_an_uneven_pipeline():

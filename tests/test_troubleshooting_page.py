@@ -1,8 +1,8 @@
-"""Every message that docs/troubleshooting.md quotes is one that the package prints, and no kind of error is left out.
+"""docs/troubleshooting.md: the package has every message that it quotes, and it has every kind of error.
 
-A quote is a code span at the start of a list item, or one after another such span and a comma. "…" in it stands for
-anything, so a quote is a list of constant parts that a message has in this order. If a message was reworded, the
-failure shows the nearest messages of the package: copy the new words into the page.
+A quote is a code span at the start of a list item, or one that follows another quote and a comma. "…" stands for any
+text, so that a quote is a list of constant parts, which a message has in this order. If a message was reworded, the
+failure shows the most similar messages of the package: copy the new words into the page.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "rl_megatron"
 PAGE = (REPOSITORY / "docs" / "troubleshooting.md").read_text()
-OF_OTHERS = {"no viable alternative at input", "does not divide the world size 1"}  # Hydra's; an example
+NOT_OURS = {"no viable alternative at input", "does not divide the world size 1"}  # a message of Hydra; an example
 VALUE = "\0"
-FEWEST_CHARACTERS = 10  # of a quote's constant parts: shorter ones would match anything
+FEWEST_CHARACTERS = 10  # in a quote's constant parts; shorter quotes would match too much
 
 
 @dataclass(frozen=True)
 class Message:
-    """A string of the package, with `VALUE` for what an f-string fills in.
+    """A string of the package.
 
     Attributes:
-        text: The string.
+        text: The string, with `VALUE` in place of every value of an f-string.
         module: The file, relative to the package.
-        raised: The names that are called around it: of an exception's class if it is raised.
+        raised: The names of the calls around the string; the exception's class is among them if it is raised.
     """
 
     text: str
@@ -85,7 +85,7 @@ def quotes_of(page: str) -> list[str]:
         while span := re.compile(r"(?:, )?`([^`]+)`(?: \(`\w+`\))?").match(item, ends):
             quotes.append(span[1])
             ends = span.end()
-    return [quote for quote in quotes if quote not in OF_OTHERS]
+    return [quote for quote in quotes if quote not in NOT_OURS]
 
 
 def parts_of(quote: str) -> list[str]:
@@ -93,7 +93,7 @@ def parts_of(quote: str) -> list[str]:
 
 
 def says(message: str, quote: str) -> bool:
-    """Return whether the message has the constant parts of the quote in their order."""
+    """Return whether the message has the quote's constant parts in their order."""
     place = 0
     for part in parts_of(quote):
         found = message.find(part, place)
@@ -109,7 +109,7 @@ def sources_of(quote: str) -> list[Message]:
 
 
 def nearest_to(quote: str) -> str:
-    """Return the package's messages that are most like a quote, for whoever has to correct it."""
+    """Return the package's messages that are most similar to a quote, as a help to correct the quote."""
     wanted = " ".join(parts_of(quote))
     raised = {message.text.replace(VALUE, "…"): message.module for message in messages() if message.raised}
     score = {text: difflib.SequenceMatcher(None, wanted, text[:300]).quick_ratio() for text in raised}
@@ -129,14 +129,14 @@ def test_quotes_are_found():
 
 
 @pytest.mark.parametrize("quote", QUOTES)
-def test_a_quoted_message_is_one_of_the_package(quote):
+def test_the_package_has_the_quoted_message(quote):
     constant = sum(map(len, parts_of(quote)))
     assert constant >= FEWEST_CHARACTERS, "quote more of the message"
     assert sources_of(quote), f"no message of the package has the words of {quote!r}; nearest:\n{nearest_to(quote)}"
 
 
 def exceptions_of_the_package() -> dict[str, str]:
-    """Return the module of every class that derives from an exception."""
+    """Return class → module for every exception class of the package."""
     bases = {
         node.name: ({ast.unparse(base).rpartition(".")[2] for base in node.bases}, module)
         for module, tree in trees().items()

@@ -1,4 +1,4 @@
-"""The pool of ranks that the other tests borrow."""
+"""The pool of ranks that the other tests use."""
 
 from pathlib import Path
 
@@ -7,17 +7,17 @@ import pytest
 from tests.worker_pool import RankFailed
 
 
-def write_down(path: str, value: int) -> list[int]:
+def record_call(path: str, value: int) -> list[int]:
     with Path(path).open("a") as file:
         file.write(f"{value}\n")
     return [value]
 
 
-def test_a_reference_is_measured_once_and_every_caller_gets_a_copy(ranks, tmp_path):
+def test_a_reference_is_computed_once_and_every_caller_gets_a_copy(ranks, tmp_path):
     path = str(tmp_path / "calls")
-    ranks.reference(write_down, path, 1).append(5)
-    assert ranks.reference(write_down, path, 1) == [1]
-    assert ranks.reference(write_down, path, 2) == [2]
+    ranks.reference(record_call, path, 1).append(5)
+    assert ranks.reference(record_call, path, 1) == [1]
+    assert ranks.reference(record_call, path, 2) == [2]
     assert Path(path).read_text() == "1\n2\n"
 
 
@@ -25,7 +25,7 @@ def fail(message: str) -> None:
     raise ValueError(message)
 
 
-def test_a_rank_that_fails_is_named_and_the_next_job_has_new_ranks(ranks, tmp_path):
+def test_a_failed_rank_is_named_and_the_next_job_has_new_ranks(ranks, tmp_path):
     with pytest.raises(RankFailed, match=r"(?s)rank [01] of 2:.*ValueError: no such luck"):
         ranks.run(2, fail, "no such luck")
-    assert ranks.run(2, write_down, str(tmp_path / "calls"), 3) == [[3], [3]]
+    assert ranks.run(2, record_call, str(tmp_path / "calls"), 3) == [[3], [3]]

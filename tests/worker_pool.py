@@ -1,8 +1,8 @@
-"""Gloo ranks that outlive a test.
+"""A pool of gloo ranks that all tests of a session share.
 
-The ranks are forks of `tests.forkserver`, started once per session, and every test borrows as many as it needs: each
-call joins the first `world_size` of them in a fresh process group, runs one function on every rank, and takes the group
-down again. A function that fails on any rank fails the test with that rank's traceback.
+The ranks are forks of `tests.forkserver`, and every test uses as many as it needs. Each call forms a new process group
+of the first `world_size` ranks, runs one function on each of them, and destroys the group. If the function fails on a
+rank, the test fails with that rank's traceback.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 
 
 class RankFailed(AssertionError):
-    """One rank raised; the message carries the rank and its traceback."""
+    """The error if a rank raises; its message has the rank and the traceback."""
 
 
 def _serve(rank: int, connection: Connection) -> None:
-    """Take (function, arguments) on a rank and answer (ok, result or traceback), until told to stop."""
+    """Run jobs on a rank and answer each with (whether it succeeded, result or traceback), until a job is None."""
     import torch
     import torch.distributed as dist
 
@@ -39,7 +39,7 @@ def _serve(rank: int, connection: Connection) -> None:
         try:
             store = dist.FileStore(store_path, world_size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
-            dist.barrier()  # a rank that never communicates must not leave while others still connect
+            dist.barrier()  # a rank that never communicates must not leave while other ranks still connect
             answer = (True, function(*args))
         except BaseException:
             answer = (False, traceback.format_exc())
@@ -47,12 +47,12 @@ def _serve(rank: int, connection: Connection) -> None:
             if dist.is_initialized():
                 _leave_topology()
                 dist.destroy_process_group()
-            gc.collect()  # models and their groups refer to each other, and a group has threads that poll
+            gc.collect()  # models and their groups refer to each other, and a group has polling threads
         connection.send(answer)
 
 
 def _leave_topology() -> None:
-    """Take down megatron-core's groups, which are module globals: the next job must not find this one's."""
+    """Destroy megatron-core's groups. They are module globals, and the next job must not find those of this job."""
     import sys
 
     parallel_state = sys.modules.get("megatron.core.parallel_state")
@@ -61,7 +61,7 @@ def _leave_topology() -> None:
 
 
 class WorkerPool:
-    """Ranks 0 … n-1 as forked processes, grown on demand, and the results of `reference`."""
+    """Ranks 0 … n-1 as forked processes, more of which are started on demand, and the results of `reference`."""
 
     def __init__(self) -> None:
         self._context = fork_context()
@@ -91,17 +91,16 @@ class WorkerPool:
                     ok, result = connection.recv()
                 except EOFError:
                     ok, result = False, "the rank's process ended"
-                if not ok:  # the others may wait for this rank in a collective: start afresh next time
+                if not ok:  # other ranks may wait for this one in a collective, so the next job needs new ranks
                     self.close()
                     raise RankFailed(f"rank {rank} of {world_size}:\n{result}")
                 results[rank] = result
         return results
 
     def reference(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return what `function(*args)` gives on one rank, computed once per session for the same arguments.
+        """Return the result of `function(*args)` on one rank, computed once per session for the same arguments.
 
-        This is for functions whose result depends on nothing but their arguments, files included. Every caller gets a
-        copy of its own.
+        The result must depend on the arguments only, and not on files that change. Every caller gets its own copy.
         """
         key = pickle.dumps((function, args))
         if key not in self._references:
@@ -110,14 +109,14 @@ class WorkerPool:
 
     def _start(self, rank: int) -> None:
         ours, theirs = self._context.Pipe()
-        # Not a daemon: daemons may not have children, and saving a checkpoint starts writers.
+        # Not a daemon, because a daemon may not have children, and saving a checkpoint starts writer processes.
         process = self._context.Process(target=_serve, args=(rank, theirs))
         process.start()
         theirs.close()
         self._workers.append((process, ours))
 
     def close(self) -> None:
-        """End every rank; the next job starts new ones."""
+        """End every rank; the next job starts new ranks."""
         for process, connection in self._workers:
             process.terminate()
             process.join()

@@ -1,4 +1,4 @@
-"""A rank's part of a whole tensor under context parallelism, for tests that compare shards with one process."""
+"""A context-parallel rank's part of a whole tensor, for tests that compare shards with one process."""
 
 from __future__ import annotations
 

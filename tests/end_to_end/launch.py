@@ -1,7 +1,7 @@
-"""The command line as processes: the real command, torchrun, or forks of a process that has imported torch already.
+"""The command line in processes: the real command, torchrun, or forks of a process that has already imported torch.
 
-Most runs here are forks of `tests.forkserver`: processes of their own, with their own exit status, output and death,
-that start with the imports done.
+Most runs are forks of `tests.forkserver`. They start after the imports, but have their own exit status and output, and
+can be killed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any, Self
 
 from tests.forkserver import environment, fork_context
 
-TIMEOUT = 600  # seconds; far more than any run here takes, on a machine that does much else
+TIMEOUT = 600  # seconds; far longer than any run here takes, even on a busy machine
 
-# One layer, 200 rows: a step takes milliseconds.
+# With one layer and 200 documents, a step takes milliseconds.
 TINY = (
     "model.num_layers=1", "model.hidden_size=32", "model.ffn_hidden_size=64", "model.num_attention_heads=2",
     "model.num_query_groups=2", "model.max_sequence_length=48", "tokenizer.vocab_size=260", "data.num_documents=200",
@@ -43,7 +43,7 @@ class Finished:
 
 
 class Running(ABC):
-    """A running `rl-megatron` whose processes can be killed together."""
+    """A running `rl-megatron`, whose processes can be killed together; leaving its context kills them."""
 
     def __enter__(self) -> Self:
         return self
@@ -65,14 +65,14 @@ class Running(ABC):
 
     @abstractmethod
     def finish(self) -> Finished:
-        """Wait for the run's end and return it."""
+        """Wait until the run ends; return its exit status and its output."""
 
     @abstractmethod
     def _output(self) -> tuple[str, str]:
-        """Return what the run has written so far to its standard output and error."""
+        """Return what the run has written to its standard output and error so far."""
 
     def wait_until(self, condition: Callable[[], object], what: str) -> None:
-        """Poll `condition()` while the run goes on; fail with its output if it ends or takes too long."""
+        """Poll `condition()` while the run continues; fail with its output if it ends or takes too long."""
         deadline = time.monotonic() + TIMEOUT
         while not condition():
             assert self.is_running, f"the run ended before {what}:\n" + "\n".join(self._output())
@@ -113,7 +113,7 @@ class Command(Running):
         return Finished(self._process.returncode, *self._output())
 
     def kill(self) -> None:
-        # The launcher dies first, so that it cannot tidy up.
+        # Kill the launcher first, so that it cannot clean up.
         for pid in [self._process.pid, *_descendants(self._process.pid)] if self.is_running else []:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -126,16 +126,16 @@ class Command(Running):
 
 
 def command(directory: Path, *arguments: str, ranks: int = 1) -> Finished:
-    """Run the real command from start to end."""
+    """Run the real command until it ends."""
     with Command(directory, *arguments, ranks=ranks) as running:
         return running.finish()
 
 
 def _descendants(pid: int) -> list[int]:
-    """Return the processes below `pid`: torchrun starts ranks in sessions of their own, so a group lacks some."""
+    """Return the descendants of `pid`. (Its process group lacks some, since torchrun starts ranks in own sessions.)"""
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(FileNotFoundError):  # threads come and go while one looks
+        with suppress(FileNotFoundError):  # a thread may end meanwhile
             for child in map(int, (task / "children").read_text().split()):
                 found += [child, *_descendants(child)]
     return found
@@ -149,17 +149,17 @@ def rl_megatron(arguments: list[str]) -> int:
 
 
 class Forks:
-    """`run(directory, *arguments)`: `rl_megatron.cli.main` in forks of one process with the imports done."""
+    """Starts `rl_megatron.cli.main` in forks of a process that has done the imports."""
 
     def __init__(self) -> None:
         self.context = fork_context()
 
     def run(self, directory: Path, *arguments: str) -> Finished:
-        """Run the command alone and return its end."""
+        """Run the command in one process; return its exit status and its output."""
         return self.run_ranks(directory, *arguments, ranks=1)[0]
 
     def run_ranks(self, directory: Path, *arguments: str, ranks: int, **options: Any) -> list[Finished]:
-        """Return every rank's end, in order."""
+        """Run the command on several ranks; return the exit status and the output of each rank, in order."""
         with self.start(directory, *arguments, ranks=ranks, **options) as running:
             return running.finish_ranks()
 
@@ -175,9 +175,12 @@ class Forks:
         """Start the command on `ranks` ranks.
 
         Args:
+            directory: The working directory; every rank writes its output to files there.
+            arguments: The command's arguments.
+            ranks: The number of ranks.
+            largest_file: The size in bytes at which writing to a file fails, as on a full disk.
+            before: A function at module level that every rank calls before the command.
             program: A function at module level that every rank calls with the arguments; it returns the exit status.
-            largest_file: Bytes at which a file cannot grow any more, as on a full disk.
-            before: A function at module level that every rank calls before it enters the command.
         """
         port = _free_port()
         processes = [
@@ -190,7 +193,7 @@ class Forks:
 
 
 class Forked(Running):
-    """Forked ranks of one run, rank 0 first."""
+    """The forked ranks of one run, in order."""
 
     def __init__(self, directory: Path, processes: Sequence[BaseProcess]) -> None:
         self._directory, self._processes = directory, processes
@@ -212,12 +215,12 @@ class Forked(Running):
             process.join(TIMEOUT)
 
     def finish(self) -> Finished:
-        """Wait for every rank; return the end of the lowest one that failed, or of rank 0."""
-        ended = self.finish_ranks()
-        return next((rank for rank in ended if rank.status), ended[0])
+        """Wait for every rank; return the result of the lowest rank that failed, or of rank 0."""
+        finished = self.finish_ranks()
+        return next((rank for rank in finished if rank.status), finished[0])
 
     def finish_ranks(self) -> list[Finished]:
-        """Wait for every rank and return their ends in order."""
+        """Wait for every rank; return the exit status and the output of each, in order."""
         for process in self._processes:
             process.join(TIMEOUT)
             assert process.exitcode is not None, f"still running after {TIMEOUT} s in {self._directory}"
@@ -245,7 +248,7 @@ def _main(
     program: Callable[[list[str]], int],
 ) -> None:
     os.chdir(directory)
-    if largest_file is not None:  # Python ignores the signal, so that writing fails as it does on a full disk
+    if largest_file is not None:  # Python ignores the limit's signal, so that writing fails as on a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{name}{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
@@ -264,16 +267,21 @@ def _free_port() -> int:
 
 
 def metrics(directory: Path, timed: bool = False) -> list[dict[str, Any]]:
-    """The complete lines of metrics.jsonl; without `timed`, without what a clock measured, or what belongs to the start
-    of an engine: a run that goes on starts one anew."""
+    """Return the complete lines of metrics.jsonl.
+
+    Args:
+        directory: The run's output directory.
+        timed: Whether to keep the metrics that differ between equal runs: times, and those of weight syncs and logprob
+            checks, because a resumed run starts a new engine.
+    """
     path = directory / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     objects = [json.loads(line) for line in lines if line.endswith("\n")]
-    apart = ("seconds", "refit_", "gate_")
-    return [{key: value for key, value in line.items() if timed or not key.startswith(apart)} for line in objects]
+    excluded = ("seconds", "refit_", "gate_")
+    return [{key: value for key, value in line.items() if timed or not key.startswith(excluded)} for line in objects]
 
 
 def checkpoints(output_dir: Path, stage: str) -> list[str]:
-    """Names of what lies in a stage's checkpoint directory."""
+    """Return the sorted names of the files and directories in a stage's checkpoint directory."""
     directory = output_dir / "checkpoints" / stage
     return sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []

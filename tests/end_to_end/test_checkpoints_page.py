@@ -1,4 +1,4 @@
-"""docs/checkpoints.md: its commands do what it says, in its order, and its links lead somewhere."""
+"""docs/checkpoints.md: its commands run in its order and do what it says, and its links are valid."""
 
 import re
 import shlex
@@ -32,7 +32,7 @@ def test_the_commands_of_the_page_run(tmp_path, forks):
     )
 
 
-def test_links_and_eval_metrics():
+def test_the_links_and_the_eval_metric_of_the_page_exist():
     for target in re.findall(r"\]\((?!http)([^)#]+)(?:#\w+)?\)", PAGE):
         assert (REPOSITORY / "docs" / target).exists(), target
     assert "`nll_per_token`" in PAGE and "nll_per_token" in HIGHER_IS_BETTER

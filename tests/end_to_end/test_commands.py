@@ -1,4 +1,4 @@
-"""What the commands print, write and promise: help, the effective configuration, determinism, a second start."""
+"""What the commands print and write: help, the effective configuration, deterministic numbers, a second start."""
 
 import json
 import math
@@ -35,7 +35,7 @@ def test_an_unknown_command_or_option_is_refused_with_the_usage(tmp_path, forks)
         assert refused.status == 2 and "usage: rl-megatron" in refused.err
 
 
-def test_a_run_writes_what_it_promises_and_a_second_start_only_reads_it(tmp_path, forks):
+def test_a_run_writes_its_files_and_a_second_start_only_reads_them(tmp_path, forks):
     first = command(tmp_path, "train", *TINY)
     assert first.status == 0, first.err
     out = tmp_path / "out"
@@ -55,7 +55,7 @@ def test_a_run_writes_what_it_promises_and_a_second_start_only_reads_it(tmp_path
     files = {path: path.stat().st_mtime_ns for path in (out / "checkpoints").rglob("*")}
     second = forks.run(tmp_path, "train", *TINY)
     assert second.status == 0, second.err
-    assert metrics(out, timed=True) == before, "nothing was trained again"
+    assert metrics(out, timed=True) == before, "the second start trained again"
     assert {path: path.stat().st_mtime_ns for path in (out / "checkpoints").rglob("*")} == files
     again = json.loads((out / "summary.json").read_text())
     assert {**again, "seconds": 0} == {**summary, "seconds": 0}
@@ -64,7 +64,7 @@ def test_a_run_writes_what_it_promises_and_a_second_start_only_reads_it(tmp_path
     assert "stage sft: skipped, it is complete at step 3: out/checkpoints/sft/step-000003" in second.err
 
 
-def test_a_mistake_is_one_line(tmp_path, forks):
+def test_a_mistake_gives_one_line(tmp_path, forks):
     refused = forks.run(tmp_path, "train", "train.stpes=1")
     assert refused.status == 2
     assert refused.err.startswith("error: unknown key 'train.stpes' in override 'train.stpes=1'; did you mean 'train.")
@@ -98,15 +98,15 @@ def test_two_ranks_give_the_numbers_of_one(tmp_path, forks):
     assert forks.run(tmp_path, "train", *TINY, "output_dir=one").status == 0
     done = forks.run_ranks(tmp_path, "train", *TINY, "output_dir=two", ranks=2)
     assert [rank.status for rank in done] == [0, 0], done
-    assert done[1].out == "" and done[1].err == "", "rank 0 alone speaks"
+    assert done[1].out == "" and done[1].err == "", "another rank than rank 0 printed something"
     for one, two in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
         assert (two.pop("stage"), two.pop("kind")) == (one.pop("stage"), one.pop("kind"))
         assert two == pytest.approx(one, rel=1e-4, abs=1e-6)
 
 
 def test_the_fused_head_and_overlap_give_the_numbers_of_whole_logits(tmp_path, forks):
-    leaner = ("train.fused_head=true", "optimizer.overlap=true")
-    for name, settings in {"whole": (), "fused": leaner}.items():
+    options = ("train.fused_head=true", "optimizer.overlap=true")
+    for name, settings in {"whole": (), "fused": options}.items():
         given = ("parallel.tensor=2", "parallel.sequence=true", *settings, f"output_dir={name}")
         done = forks.run_ranks(tmp_path, "train", *GRPO, *given, ranks=4)
         assert [rank.status for rank in done] == [0] * 4, done
@@ -135,7 +135,7 @@ def test_packed_and_dynamic_microbatches_give_the_numbers_of_padded_ones(tmp_pat
     assert all(padded <= dynamic for padded, dynamic in zip(efficiency["padded"], efficiency["dynamic"], strict=True))
 
 
-def test_an_experiment_of_the_users_own_runs_from_its_directory(tmp_path, forks):
+def test_a_users_experiment_runs_from_its_own_directory(tmp_path, forks):
     (tmp_path / "mine" / "experiment").mkdir(parents=True)
     stages = {"read": {"algorithm": {"name": "pretrain"}}, "answer": {"algorithm": {"name": "sft"}}}
     own = {"train": {"steps": 2}, "stages": stages}

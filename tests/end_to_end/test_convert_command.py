@@ -1,4 +1,4 @@
-"""`rl-megatron convert`, and a run between an import and an export: the command line as people type it."""
+"""`rl-megatron convert` on the command line, and a run between an import and an export."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.end_to_end.launch import TINY, checkpoints
 from tests.forkserver import REPOSITORY, environment
 from tests.parallel.family_cases import hf_model, save, tensors
 
-# The keys of TINY that are not of the model: that one is imported.
+# The keys of TINY without those of the model, which is imported.
 TRAINING = tuple(
     override for override in TINY if not override.startswith(("model.", "tokenizer.", "train.steps", "output_dir"))
 )
@@ -24,7 +24,7 @@ TRAINING = tuple(
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
-    """A directory as the Hub has them: Qwen2, with the tokenizer that a run would train."""
+    """Return a directory like those on the Hub: a Qwen2 model, with a tokenizer like those that runs train."""
     from rl_megatron.data.tokenizer import train_bpe
 
     directory = save(hf_model("qwen2", vocab_size=270, max_position_embeddings=48), tmp_path_factory.mktemp("qwen"))
@@ -32,7 +32,7 @@ def qwen(tmp_path_factory):
     return directory
 
 
-def test_help_names_both_directions_at_once(tmp_path):
+def test_help_is_shown_without_importing_torch(tmp_path):
     began = time.perf_counter()
     shown = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "rl_megatron", "convert", "export", "--help"],
@@ -42,7 +42,7 @@ def test_help_names_both_directions_at_once(tmp_path):
     assert "| torch\n" not in shown.stderr and time.perf_counter() - began < 30
 
 
-def test_import_train_export(tmp_path, forks, qwen):
+def test_a_model_is_imported_trained_and_exported(tmp_path, forks, qwen):
     imported = forks.run(tmp_path, "convert", "import", str(qwen), "imported")
     assert imported.status == 0, imported.err
     assert "model=init_from init_from=imported" in imported.out
@@ -57,7 +57,7 @@ def test_import_train_export(tmp_path, forks, qwen):
     before, after = tensors(qwen), tensors(tmp_path / "exported")
     assert before.keys() == after.keys() and len(list((tmp_path / "exported").glob("*.safetensors"))) > 1
     moved = [name for name in before if not torch.equal(before[name], after[name])]
-    assert len(moved) == len(before), "two steps move every tensor"
+    assert len(moved) == len(before), "two steps did not change every tensor"
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "exported" / name).read_bytes() == (qwen / name).read_bytes()
 
@@ -65,13 +65,13 @@ def test_import_train_export(tmp_path, forks, qwen):
 PAGE = (REPOSITORY / "docs" / "hugging_face.md").read_text()
 
 
-def test_the_page_has_every_family_and_its_links_lead_somewhere():
+def test_the_page_has_every_family_and_its_links_are_valid():
     assert set(re.findall(r"\| `(\w+ForCausalLM)` \|", PAGE)) == set(FAMILIES)
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", PAGE):
         assert (REPOSITORY / "docs" / target).exists(), target
 
 
-def test_a_run_from_nothing_is_exported(tmp_path, forks):
+def test_a_model_that_was_not_imported_is_exported(tmp_path, forks):
     trained = forks.run(tmp_path, "train", *TINY, "train.steps=1", "precision=bf16")
     assert trained.status == 0, trained.err
     exported = forks.run(tmp_path, "convert", "export", "out/checkpoints/sft/step-000001", "exported")
@@ -93,15 +93,15 @@ def test_a_run_from_nothing_is_exported(tmp_path, forks):
         (("export", "absent", "there", "--max-shard-size", "0"), ["--max-shard-size 0"]),
     ],
 )
-def test_a_mistake_is_one_line(tmp_path, forks, arguments, words):
+def test_a_mistake_gives_one_line(tmp_path, forks, arguments, words):
     refused = forks.run(tmp_path, "convert", *arguments)
     assert refused.status == 2 and refused.err.count("\n") == 1, refused.err
     assert refused.err.startswith("error: ") and all(word in refused.err for word in words), refused.err
     assert not (tmp_path / "there").exists()
 
 
-def test_a_run_is_refused_where_the_tokenizer_is_not_the_models(tmp_path, forks, qwen):
-    """Before anything is written: another tokenizer, and one with more tokens than the embedding has rows."""
+def test_a_run_with_another_tokenizer_than_the_models_is_refused(tmp_path, forks, qwen):
+    """The run writes nothing. The second tokenizer has more tokens than the model's embedding has rows."""
     assert forks.run(tmp_path, "convert", "import", str(qwen), "imported").status == 0
     begun = ("train", "model=init_from", "init_from=imported", "output_dir=run", *TRAINING)
     from rl_megatron.data.tokenizer import train_bpe

@@ -1,4 +1,4 @@
-"""GRPO with a rollout engine in a process of its own: killed in mid-run, stopped by the logprob check."""
+"""GRPO with a rollout engine in a process of its own: the engine is killed, or the logprob check stops the run."""
 
 import io
 import os
@@ -14,15 +14,15 @@ from rl_megatron.config.eval_metrics import EVAL_METRICS
 from rl_megatron.config.metrics import METRICS
 from tests.end_to_end.launch import TINY, metrics
 
-STEPS = 10  # the first of which has to be seen, and the engine killed, before the last is over
+STEPS = 10  # enough that the engine can be killed after the first step and before the end of the last
 GRPO = (
     *TINY, "algorithm=grpo", "algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=4", f"train.steps={STEPS}",
 )  # fmt: skip
 ENGINE = ("generation.engine=transformers", "generation.refit_bucket_mb=0.05")
 
 
-def learnt(directory: Path) -> list[dict]:
-    """Return what every step saw and did, and what the logprob check found."""
+def results_of(directory: Path) -> list[dict]:
+    """Return the metrics of every step and of the logprob checks, without times and rates."""
     lines = metrics(directory, timed=True)
     return [
         {key: value for key, value in line.items() if "seconds" not in key and "per_s" not in key} for line in lines
@@ -33,7 +33,7 @@ WORKER = b"rl_megatron.generation.transformers.worker"
 
 
 def engines(directory: Path) -> list[int]:
-    """The processes of the engines of the run in `directory`, whoever their parent is by now."""
+    """Return the process ids of the engines of the run in `directory`, whichever process is their parent now."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -61,7 +61,7 @@ def undisturbed(tmp_path_factory, forks):
 
 def test_every_step_syncs_weights_and_passes_the_logprob_check(undisturbed):
     lines = metrics(undisturbed, timed=True)
-    # Weights change in every training step, and are asked for by what comes next: a step's prompts, or an evaluation.
+    # Every training step changes the weights; the next step or evaluation sends them to the engine.
     refits = [(line["kind"], line["step"]) for line in lines if "refit_bytes" in line]
     assert refits == [("eval", 0), *(("train", step) for step in range(2, STEPS + 1)), ("eval", STEPS)]
     for line in lines:
@@ -79,7 +79,7 @@ def test_every_metric_that_a_run_writes_is_declared(undisturbed):
         assert line.keys() - {"stage", "step", "kind", "seconds"} <= declared
 
 
-def test_an_engine_killed_in_mid_run_is_survived_bitwise(tmp_path, undisturbed, forks):
+def test_a_killed_engine_is_restarted_and_the_run_is_unchanged(tmp_path, undisturbed, forks):
     with forks.start(tmp_path, "train", *GRPO, *ENGINE) as running:
         running.wait_until(lambda: any(line["kind"] == "train" for line in metrics(tmp_path / "out")), "first step")
         (engine,) = engines(tmp_path)
@@ -87,11 +87,11 @@ def test_an_engine_killed_in_mid_run_is_survived_bitwise(tmp_path, undisturbed, 
         done = running.finish()
     assert done.status == 0, done.err
     assert done.err.count("was killed by SIGKILL; starting the engines again (1 of at most 3 times)") == 1, done.err
-    assert learnt(tmp_path / "out") == learnt(undisturbed)
+    assert results_of(tmp_path / "out") == results_of(undisturbed)
     assert engines(tmp_path) == []
 
 
-def test_an_engine_ends_with_a_run_that_is_killed(tmp_path, forks):
+def test_an_engine_ends_if_its_run_is_killed(tmp_path, forks):
     with forks.start(tmp_path, "train", *GRPO, *ENGINE, "train.steps=1000") as running:
         running.wait_until(lambda: len(metrics(tmp_path / "out")) > 1, "first step")
         assert engines(tmp_path)
@@ -99,7 +99,7 @@ def test_an_engine_ends_with_a_run_that_is_killed(tmp_path, forks):
         wait_until(lambda: engines(tmp_path) == [], seconds=10)
 
 
-def test_the_logprob_check_halts_the_run_before_it_learns(tmp_path, forks):
+def test_the_logprob_check_stops_the_run_before_the_first_update(tmp_path, forks):
     done = forks.run(tmp_path, "train", *GRPO, *ENGINE, "generation.gate_limit=1e-12")
     assert done.status == 1
     line = done.err.splitlines()[-1]
@@ -108,38 +108,41 @@ def test_the_logprob_check_halts_the_run_before_it_learns(tmp_path, forks):
     assert metrics(tmp_path / "out") == []
 
 
-def run_that_loses(tensor: str, directory: Path) -> tuple[int, str, int]:
-    """On a rank: (exit status, what it said, how often completions were asked for) of a run whose refits drop a tensor
-    between the model and the wire."""
+def run_with_a_dropped_tensor(tensor: str, directory: Path) -> tuple[int, str, int]:
+    """Run GRPO on a rank whose refits leave one tensor at zero in its bucket.
+
+    Returns:
+        The exit status, the standard error, and how often the engine was asked for completions.
+    """
     from rl_megatron.algorithms.run import run
     from rl_megatron.config.load import load_config
     from rl_megatron.generation.transformers.engine import TransformersEngine
     from rl_megatron.weight_sync.exporter import WeightExporter
 
-    fill, draw, asked, said = WeightExporter.fill, TransformersEngine.generate, [], io.StringIO()
+    fill, generate, calls, stderr = WeightExporter.fill, TransformersEngine.generate, [], io.StringIO()
 
-    def forgetful(self, bucket_index, buffer):
+    def fill_without(self, bucket_index, buffer):
         filled, bucket = fill(self, bucket_index, buffer), self.plan.buckets[bucket_index]
         for index, spec in enumerate(bucket.tensors):
             if spec.name == tensor:
                 bucket.tensor(filled, index).zero_()
         return filled
 
-    WeightExporter.fill = forgetful
-    TransformersEngine.generate = lambda *arguments: asked.append(arguments) or draw(*arguments)
+    WeightExporter.fill = fill_without
+    TransformersEngine.generate = lambda *arguments: calls.append(arguments) or generate(*arguments)
     try:
-        with redirect_stderr(said):
+        with redirect_stderr(stderr):
             status = run(load_config([*GRPO, *ENGINE, "parallel.tensor=2", f"output_dir={directory}"]))
     finally:
-        WeightExporter.fill, TransformersEngine.generate = fill, draw
-    return status, said.getvalue(), len(asked)
+        WeightExporter.fill, TransformersEngine.generate = fill, generate
+    return status, stderr.getvalue(), len(calls)
 
 
-def test_a_dropped_tensor_halts_the_run_before_anything_is_generated(tmp_path, ranks):
-    first, second = ranks.run(2, run_that_loses, "model.layers.0.mlp.down_proj.weight", tmp_path / "out")
-    for status, _, asked in (first, second):
-        assert (status, asked) == (1, 0)
-    (line,) = [line for line in first[1].splitlines() if line.startswith("error: ")]  # warnings of libraries aside
+def test_a_dropped_tensor_stops_the_run_before_anything_is_generated(tmp_path, ranks):
+    first, second = ranks.run(2, run_with_a_dropped_tensor, "model.layers.0.mlp.down_proj.weight", tmp_path / "out")
+    for status, _, calls in (first, second):
+        assert (status, calls) == (1, 0)
+    (line,) = [line for line in first[1].splitlines() if line.startswith("error: ")]  # libraries may write warnings
     assert "rollout engine 0" in line and "model.layers.0.mlp.down_proj.weight" in line
     assert "no checkpoint yet" in line and "error: " not in second[1]
     assert metrics(tmp_path / "out") == []

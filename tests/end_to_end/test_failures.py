@@ -1,4 +1,4 @@
-"""Bad input ends before the first step: status 2, one readable line, nothing written. A NaN ends every rank at once."""
+"""Bad input is refused before the first step: exit status 2, one line of error, no file. A NaN ends every rank."""
 
 import json
 import re
@@ -16,7 +16,10 @@ GRPO = ("algorithm=grpo", "algorithm.prompts_per_step=2", "algorithm.samples_per
 
 @pytest.fixture
 def refused(tmp_path, forks):
-    """`refused(*overrides)`: the line that a run with these overrides ends with, having written nothing."""
+    """Return a function that starts a run with overrides that must be refused, and returns its error line.
+
+    It also checks the exit status, and that the run wrote no file.
+    """
 
     def run(*overrides):
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -54,7 +57,7 @@ def answer(length=3):
         (b"abc\xff\xfedef", ["data.txt", "UTF-8"]),
     ],
 )
-def test_text_that_cannot_be_read(tmp_path, refused, content, words):
+def test_text_that_cannot_be_read_is_refused(tmp_path, refused, content, words):
     path = tmp_path / "data.txt"
     override = f"data.path={path.name}" if content is None else write(path, content)
     message = refused(*PRETRAIN, override)
@@ -80,7 +83,7 @@ def test_text_that_cannot_be_read(tmp_path, refused, content, words):
         (jsonl(*[answer()] * 6), ["train.global_batch_size", "8"]),
     ],
 )
-def test_records_that_cannot_be_read_name_file_and_line(tmp_path, refused, content, words):
+def test_the_error_of_an_unreadable_record_names_file_and_line(tmp_path, refused, content, words):
     path = tmp_path / "data.jsonl"
     override = f"data.path={path.name}" if content is None else write(path, content)
     message = refused(*ANSWERS, "data.too_long=error", override)
@@ -92,7 +95,7 @@ def test_a_run_without_held_out_data_is_refused(tmp_path, refused):
     assert "data.heldout_fraction=0" in message and "data.txt" in message
 
 
-def test_a_directory_without_its_files(tmp_path, refused):
+def test_a_data_directory_without_its_files_is_refused(tmp_path, refused):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text(jsonl(answer()))
     assert "test.jsonl" in refused(*ANSWERS, "data.path=data")
@@ -127,19 +130,19 @@ def test_a_directory_without_its_files(tmp_path, refused):
         (("init_from=.",), ["manifest.json", "checkpoint"]),
     ],
 )
-def test_settings_that_do_not_fit(refused, overrides, words):
+def test_settings_that_do_not_fit_are_refused(refused, overrides, words):
     message = refused(*overrides)
     assert all(word in message for word in words), message
 
 
-def test_too_few_problems_for_a_step(tmp_path, refused):
+def test_too_few_problems_for_a_step_are_refused(tmp_path, refused):
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text(jsonl(*[answer()] * 3))
     task = ("data.task.name=gsm8k", "data.path=.", "data.num_eval_examples=2")
     assert "algorithm.prompts_per_step=4" in refused(*GRPO, *task, "algorithm.prompts_per_step=4")
 
 
-def test_what_is_wrong_with_a_later_stage_is_found_before_the_first(tmp_path, refused):
+def test_a_mistake_in_a_later_stage_is_found_before_the_first_stage(tmp_path, refused):
     stages = {
         "good": {"algorithm": {"name": "sft"}},
         "bad": {"algorithm": {"name": "grpo", "prompts_per_step": 2}, "loss": {"ratio_clip_mx": 0.3}},
@@ -151,7 +154,7 @@ def test_what_is_wrong_with_a_later_stage_is_found_before_the_first(tmp_path, re
     assert "'ratio_clip_mx'" in message and "'ratio_clip_max'" in message
 
 
-def test_an_output_directory_that_is_a_file(tmp_path, refused):
+def test_an_output_directory_that_is_a_file_is_refused(tmp_path, refused):
     (tmp_path / "out").write_text("mine")
     assert "output_dir=out" in refused()
 
@@ -165,7 +168,7 @@ def test_an_output_directory_that_is_a_file(tmp_path, refused):
         (("data.task.name=arithmatic",), ["'arithmetic'"]),
     ],
 )
-def test_two_ranks_refuse_together_and_one_speaks(tmp_path, forks, overrides, words):
+def test_two_ranks_refuse_and_rank_0_prints_the_error(tmp_path, forks, overrides, words):
     done = forks.run_ranks(tmp_path, "train", *TINY, *overrides, ranks=2)
     assert [rank.status for rank in done] == [2, 2], done
     assert re.fullmatch(r"error: [^\n]+\n", done[0].err) and all(word in done[0].err for word in words), done[0].err
@@ -175,7 +178,7 @@ def test_two_ranks_refuse_together_and_one_speaks(tmp_path, forks, overrides, wo
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, forks):
-    """A finished run, its directory: to be copied, not changed."""
+    """Return the output directory of a finished run; tests must copy it, not change it."""
     directory = tmp_path_factory.mktemp("trained")
     done = forks.run(directory, "train", *TINY)
     assert done.status == 0, done.err
@@ -184,57 +187,57 @@ def trained(tmp_path_factory, forks):
 
 @pytest.fixture
 def saved(tmp_path, trained):
-    """A copy of a finished run in the directory `saved` of the test: its last checkpoint."""
+    """Copy a finished run to `saved` in the test's directory and return the copy's last checkpoint."""
     shutil.copytree(trained, tmp_path / "saved")
     return tmp_path / "saved" / "checkpoints" / "sft" / "step-000003"
 
 
-def cut_short(checkpoint):
-    """The largest file of `checkpoint`, which loses its last byte."""
-    victim = max((path for path in checkpoint.iterdir()), key=lambda path: path.stat().st_size)
-    victim.write_bytes(victim.read_bytes()[:-1])
-    return victim
+def truncate(checkpoint):
+    """Remove the last byte of the largest file of `checkpoint` and return the file."""
+    largest = max((path for path in checkpoint.iterdir()), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1])
+    return largest
 
 
-def test_a_truncated_checkpoint(saved, refused):
-    victim = cut_short(saved)
+def test_a_truncated_checkpoint_is_refused(saved, refused):
+    file = truncate(saved)
     message = refused(f"init_from=saved/checkpoints/sft/{saved.name}")
-    assert "damaged" in message and victim.name in message and f"instead of {victim.stat().st_size + 1}" in message
+    assert "damaged" in message and file.name in message and f"instead of {file.stat().st_size + 1}" in message
 
 
-def test_a_checkpoint_that_lost_a_file(saved, refused):
+def test_a_checkpoint_without_one_of_its_files_is_refused(saved, refused):
     (saved / ".metadata").unlink()
     assert ".metadata is missing" in refused(f"init_from=saved/checkpoints/sft/{saved.name}")
 
 
-def test_a_manifest_cut_short(saved, refused):
+def test_a_truncated_manifest_is_refused(saved, refused):
     manifest = saved / "manifest.json"
     manifest.write_text(manifest.read_text()[:100])
     assert "manifest.json is not valid JSON" in refused(f"init_from=saved/checkpoints/sft/{saved.name}")
 
 
-def test_a_checkpoint_of_another_model(saved, refused):
+def test_a_checkpoint_of_another_model_is_refused(saved, refused):
     message = refused(f"init_from=saved/checkpoints/sft/{saved.name}", "model.hidden_size=64", "model.qkv_bias=true")
     assert "model.hidden_size: checkpoint 32, run 64" in message
     assert "model.qkv_bias: checkpoint False, run True" in message
 
 
-def test_a_checkpoint_of_another_tokenizer(saved, refused):
+def test_a_checkpoint_of_another_tokenizer_is_refused(saved, refused):
     message = refused(f"init_from=saved/checkpoints/sft/{saved.name}", "tokenizer.vocab_size=258")
     assert "another tokenizer" in message and "tokenizer.path" in message
 
 
-def test_a_run_does_not_go_on_as_another_run(saved, refused):
+def test_a_run_does_not_resume_with_another_configuration(saved, refused):
     message = refused("output_dir=saved", "precision=bf16", "train.steps=5")
     assert "precision: fp32 → bf16" in message and "init_from" in message
 
 
-def test_a_checkpoint_that_does_not_exist_names_those_that_do(saved, refused):
+def test_the_error_of_a_missing_checkpoint_names_the_existing_ones(saved, refused):
     assert "existing: step-000003" in refused("init_from=saved/checkpoints/sft/step-000007")
 
 
 def test_a_run_does_not_resume_from_a_damaged_checkpoint(saved, refused):
-    cut_short(saved)
+    truncate(saved)
     assert "damaged" in refused("output_dir=saved")
 
 
@@ -242,12 +245,12 @@ def test_a_run_does_not_resume_with_another_model(saved, refused):
     assert "model.hidden_size: checkpoint 32, run 64" in refused("output_dir=saved", "model.hidden_size=64")
 
 
-def test_a_run_does_not_go_on_with_another_reference_policy(tmp_path, saved, forks, refused):
+def test_a_run_does_not_resume_with_another_reference_policy(tmp_path, saved, forks, refused):
     began_with = f"init_from=saved/checkpoints/sft/{saved.name}"
     begun = forks.run(tmp_path, "train", *TINY, *GRPO, began_with, "train.steps=1")
     assert begun.status == 0, begun.err
     message = refused(*GRPO, "train.steps=2")
-    # The same directory however it is written.
+    # The absolute path names the same directory.
     path = (tmp_path / began_with.removeprefix("init_from=")).resolve()
     assert f"reference policy was init_from={path}, and would now be init_from=null" in message
     assert forks.run(tmp_path, "train", *TINY, *GRPO, began_with, "train.steps=2").status == 0
@@ -259,7 +262,7 @@ def test_a_run_without_resume_does_not_overwrite(saved, refused):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_loss_that_turns_nan_ends_every_rank_and_keeps_the_checkpoints(tmp_path, forks, ranks):
+def test_a_nan_loss_ends_every_rank_and_keeps_the_checkpoints(tmp_path, forks, ranks):
     stages = {
         "calm": {"algorithm": {"name": "sft"}, "train": {"steps": 3}},
         "wild": {
@@ -280,7 +283,7 @@ def test_a_loss_that_turns_nan_ends_every_rank_and_keeps_the_checkpoints(tmp_pat
     assert re.search(r"microbatch \d of data-parallel rank \d", message)
     assert "metrics: " in message and "loss=nan" in message and "num_unmasked_tokens=" in message
     assert message.endswith(f"the newest checkpoint is out/checkpoints/wild/step-{len(taken):06d}")
-    assert all(rank.err == "" for rank in done[1:]), "rank 0 alone speaks"
+    assert all(rank.err == "" for rank in done[1:]), "another rank than rank 0 printed something"
     assert not (tmp_path / "out" / "summary.json").exists()
 
     assert checkpoints(tmp_path / "out", "calm") == ["step-000003"]
@@ -291,8 +294,8 @@ def test_a_loss_that_turns_nan_ends_every_rank_and_keeps_the_checkpoints(tmp_pat
     assert again.status == 0, again.err
 
 
-def test_a_gradient_that_is_not_finite_moves_no_weight_into_a_checkpoint(tmp_path, forks):
-    """lr = 1e30 with clipping on: whatever turns non-finite first, no checkpoint is written behind it."""
+def test_after_a_gradient_that_is_not_finite_no_checkpoint_is_written(tmp_path, forks):
+    """With lr = 1e30 and clipping, a loss or a gradient soon is not finite; the newest checkpoint is from before it."""
     done = forks.run(tmp_path, "train", *TINY, "optimizer.lr=1e30", "train.steps=20", "train.save_every=1")
     assert done.status == 1
     assert "newest checkpoint is out/checkpoints/sft/step-" in done.err

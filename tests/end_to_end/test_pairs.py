@@ -1,4 +1,4 @@
-"""DPO and reward modelling from a file of pairs: what they measure, hand on and refuse."""
+"""DPO and reward models from a file of pairs: their eval metrics, the checkpoints they start from, and bad input."""
 
 import json
 
@@ -17,7 +17,7 @@ REWARD_MODEL = ("train", *PAIRS, "algorithm=reward_model", "loss=preference")
 
 @pytest.fixture
 def pairs(tmp_path):
-    """The chosen answer is the one that says yes: a rule that a few steps learn."""
+    """Write pairs whose chosen answer says yes, a rule that a few steps learn, and return the directory."""
     records = [
         {"question": f"Is {n} a number?", "chosen": f"yes, {n}.", "rejected": f"no, {n}."} for n in range(10, 60)
     ]
@@ -30,20 +30,20 @@ def evaluations(directory):
 
 
 @pytest.mark.parametrize("loss", ["dpo", "ipo"])
-def test_dpo_prefers_what_was_chosen(pairs, forks, loss):
+def test_dpo_learns_to_prefer_the_chosen_answers(pairs, forks, loss):
     done = forks.run_ranks(pairs, *DPO[:-1], f"loss={loss}", "parallel.tensor=2", ranks=2)
     assert [rank.status for rank in done] == [0, 0], done
     first = next(line for line in metrics(pairs / "out") if line["kind"] == "train")
-    assert abs(first["rewards_chosen_mean"]) < 1e-5 > abs(first["rewards_rejected_mean"]), "each token meets itself"
+    assert abs(first["rewards_chosen_mean"]) < 1e-5 > abs(first["rewards_rejected_mean"]), "reference ≠ first policy"
     before, after = evaluations(pairs)
-    assert before["reward_accuracy"] == 0.5 and before["reward_margin"] == 0.0, "it is its own reference"
+    assert before["reward_accuracy"] == 0.5 and before["reward_margin"] == 0.0, "reference ≠ first policy"
     assert after["preference_accuracy"] > 0.9 and after["reward_accuracy"] > 0.9
     assert after["preference_margin"] > before["preference_margin"]
     assert after["reward_margin"] == pytest.approx(after["preference_margin"] - before["preference_margin"], rel=1e-3)
 
 
-def test_a_precomputed_reference_changes_nothing_and_is_kept(pairs, forks):
-    """Ten steps read every pair and begin a second epoch; the run is resumed after six."""
+def test_a_precomputed_reference_is_kept_and_changes_no_number(pairs, forks):
+    """Ten steps read every pair and start a second epoch; the run is resumed after six steps."""
     plain = forks.run(pairs, *DPO, "train.steps=10", "output_dir=plain")
     assert plain.status == 0, plain.err
     recorded = pairs / "out" / "reference_logprobs" / "dpo.safetensors"
@@ -58,7 +58,7 @@ def test_a_precomputed_reference_changes_nothing_and_is_kept(pairs, forks):
         assert {key: again[key] for key in line} == pytest.approx(line, rel=1e-5, abs=1e-6)
 
 
-def test_a_reward_model_scores_what_was_chosen_higher_and_is_no_language_model(pairs, forks):
+def test_a_reward_model_scores_chosen_answers_higher_and_cannot_start_dpo(pairs, forks):
     done = forks.run(pairs, *REWARD_MODEL)
     assert done.status == 0, done.err
     before, after = evaluations(pairs)
@@ -93,13 +93,13 @@ def test_a_reward_model_starts_from_a_policy(pairs, forks):
         ),
     ],
 )
-def test_bad_input_is_named_before_the_first_step(pairs, forks, overrides, words):
+def test_bad_input_is_refused_before_the_first_step(pairs, forks, overrides, words):
     refused = forks.run(pairs, *DPO, *overrides)
     assert refused.status == 2 and all(word in refused.err for word in words), refused.err
     assert not (pairs / "out").exists()
 
 
-def test_half_a_pair_is_named_with_its_line(pairs, forks):
+def test_the_error_of_half_a_pair_names_its_line(pairs, forks):
     path = pairs / "pairs.jsonl"
     path.write_text(path.read_text() + json.dumps({"question": "Is it?", "chosen": "yes"}) + "\n")
     refused = forks.run(pairs, *DPO)

@@ -122,7 +122,7 @@ TRAIN = ("train", *TINY, "experiment=mine", "--config-dir", "mine", "train.steps
 
 @pytest.fixture
 def mine(tmp_path):
-    """A directory of the user's own in `tmp_path`: the plugin, and an experiment that uses what it registers."""
+    """Write a plugin, and an experiment that uses all its parts, to a user's directory below `tmp_path`."""
     (tmp_path / "mine" / "experiment").mkdir(parents=True)
     (tmp_path / "mine" / "my_plugin.py").write_text(PLUGIN)
     text = "# @package _global_\n" + yaml.safe_dump(EXPERIMENT, sort_keys=False)
@@ -138,21 +138,21 @@ def test_a_plugins_loss_task_source_and_algorithm_train_on_two_ranks_and_resume(
     copied = [line for line in before if (line["stage"], line["kind"]) == ("copy", "train")]
     assert [line["passes"] for line in copied] == [3.0, 3.0]
     heldout = [line["nll_per_token"] for line in before if (line["stage"], line["kind"]) == ("copy", "eval")]
-    assert copied[0]["loss"] < 0.6 * heldout[0], "the plugin's loss is half of the NLL"
+    assert copied[0]["loss"] < 0.6 * heldout[0], "the loss is not the plugin's, which is half of the NLL"
     assert [line["step"] for line in before if (line["stage"], line["kind"]) == ("rl", "train")] == [1, 2]
     saved = yaml.safe_load((out / "config.yaml").read_text())
     assert saved["plugins"] == ["my_plugin"] and saved["stages"]["copy"]["data"]["repeats"] == 8
-    assert "words" not in saved["stages"]["rl"]["data"], "a key of another source"
+    assert "words" not in saved["stages"]["rl"]["data"], "a key of another source was kept"
 
     shutil.rmtree(out / "checkpoints" / "rl" / "step-000002")
     again = forks.run_ranks(mine, *TRAIN, ranks=2)
     assert [rank.status for rank in again] == [0, 0], again
     assert checkpoints(out, "rl") == ["step-000001", "step-000002"]
-    assert metrics(out) == before, "step 2 was taken again, and its numbers are the same"
+    assert metrics(out) == before, "the repeated step 2 gave other numbers"
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "words"),
     [
         ("stages.copy.algorithm.passse=2", "unknown key 'stages.copy.algorithm.passse'; did you mean 'algorithm.pass"),
         ("stages.copy.algorithm.passes=0", "stages.copy.algorithm.passes=0: "),
@@ -163,8 +163,8 @@ def test_a_plugins_loss_task_source_and_algorithm_train_on_two_ranks_and_resume(
         ("plugins=[my_plugn]", "there is no module 'my_plugn'"),
     ],
 )
-def test_a_typo_in_a_plugins_key_is_refused_by_name(mine, forks, override, said):
+def test_a_typo_in_a_plugins_key_is_refused_by_name(mine, forks, override, words):
     refused = forks.run(mine, *TRAIN, override)
     assert refused.status == 2
-    assert said in refused.err and refused.err.count("\n") == 1, refused.err
+    assert words in refused.err and refused.err.count("\n") == 1, refused.err
     assert not (mine / "out").exists()

@@ -1,4 +1,4 @@
-"""The quickstart, cut to a few steps: its three stages hand on to each other on two ranks."""
+"""The quickstart, shortened to a few steps: its three stages run one after the other on two ranks."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""A run killed at any moment, and started again with the same command, ends bitwise as if nothing had happened."""
+"""A run that is killed and started again with the same command ends with the same bits as an undisturbed run."""
 
 import math
 import shutil
@@ -12,7 +12,7 @@ from tests.end_to_end.launch import TINY, Command, checkpoints, metrics
 
 STEPS = 8
 SAVE_EVERY = 3
-# Sums of numbers up to 3, learned fast enough that GRPO sees rewards that differ.
+# SFT learns sums of numbers up to 3 fast enough that GRPO gets different rewards.
 STAGES = {
     "sft": {
         "algorithm": {"name": "sft"},
@@ -42,7 +42,7 @@ STAGES = {
         "train": {"steps": STEPS, "save_every": SAVE_EVERY, "global_batch_size": 32, "micro_batch_size": 16},
     },
 }
-CRITIC = "ppo.critic"  # its checkpoints stand beside the policy's
+CRITIC = "ppo.critic"  # the directory of its checkpoints, beside that of the policy's
 ARGUMENTS = (
     "train", "experiment=killed", "--config-dir", "configs", *(o for o in TINY if not o.startswith("train.")),
     "data.task.max_operand=3", "data.task.heldout_fraction=0.2", "data.num_eval_examples=4", "train.keep_checkpoints=9",
@@ -60,18 +60,18 @@ def reached(out, stage, step):
     return any(line["stage"] == stage and line["step"] >= step and line["kind"] == "train" for line in metrics(out))
 
 
-def kill_behind_a_checkpoint(directory, stage, running):
-    """Kill the run when `stage` has its first checkpoint and has recorded a step behind it."""
+def kill_after_a_checkpoint(directory, stage, running):
+    """Kill the run when `stage` has its first checkpoint and has recorded a step after it."""
     out, first = directory / "out", f"step-{SAVE_EVERY:06d}"
 
-    def is_behind():
+    def is_after():
         return first in checkpoints(out, stage) and reached(out, stage, SAVE_EVERY + 1)
 
     with running:
-        running.wait_until(is_behind, f"step {SAVE_EVERY + 1} of {stage} and {first}")
+        running.wait_until(is_after, f"step {SAVE_EVERY + 1} of {stage} and {first}")
         running.kill()
     assert first in checkpoints(out, stage)
-    assert f"step-{STEPS:06d}" not in checkpoints(out, stage), "killed too late to tell anything"
+    assert f"step-{STEPS:06d}" not in checkpoints(out, stage), "the kill came too late for this test"
 
 
 def cosine(taken, steps):
@@ -79,26 +79,26 @@ def cosine(taken, steps):
 
 
 def weights(checkpoint, scratch):
-    """Every tensor of a checkpoint, moments included, by name."""
+    """Return every tensor of a checkpoint by name, moments included."""
     dcp_to_torch_save(checkpoint, scratch)
     return {name: value for name, value in torch.load(scratch, weights_only=False).items() if torch.is_tensor(value)}
 
 
 @pytest.mark.parametrize("ranks", [1, 2], ids=["alone", "torchrun"])
-def test_a_killed_run_goes_on_bitwise(tmp_path, forks, ranks):
-    """The first kill is of the real command, under torchrun if there are two ranks; the others are of forks."""
+def test_a_killed_run_resumes_and_ends_with_the_same_bits(tmp_path, forks, ranks):
+    """The first kill hits the real command, under torchrun if there are two ranks; the other kills hit forks."""
     whole, cut = prepare(tmp_path / "whole"), prepare(tmp_path / "cut")
     done = forks.run_ranks(whole, *ARGUMENTS, ranks=ranks)
     assert [rank.status for rank in done] == [0] * ranks, done
 
-    kill_behind_a_checkpoint(cut, "sft", Command(cut, *ARGUMENTS, ranks=ranks))
-    assert not checkpoints(cut / "out", "grpo"), "killed too late to tell anything"
+    kill_after_a_checkpoint(cut, "sft", Command(cut, *ARGUMENTS, ranks=ranks))
+    assert not checkpoints(cut / "out", "grpo"), "the kill came too late for this test"
     saved = cut / "out" / "checkpoints" / "sft"
-    # a save that was under way, at a step that the run started again does not save at
+    # The resumed run does not save at this step, so that nothing but its clean-up removes the incomplete save.
     shutil.copytree(saved / f"step-{SAVE_EVERY:06d}", saved / f"step-{SAVE_EVERY + 1:06d}.incomplete")
-    kill_behind_a_checkpoint(cut, "grpo", forks.start(cut, *ARGUMENTS, ranks=ranks))
+    kill_after_a_checkpoint(cut, "grpo", forks.start(cut, *ARGUMENTS, ranks=ranks))
     assert not [name for name in checkpoints(cut / "out", "sft") if name.endswith(".incomplete")]
-    kill_behind_a_checkpoint(cut, "ppo", forks.start(cut, *ARGUMENTS, ranks=ranks))
+    kill_after_a_checkpoint(cut, "ppo", forks.start(cut, *ARGUMENTS, ranks=ranks))
     finished = forks.run_ranks(cut, *ARGUMENTS, ranks=ranks)
     assert [rank.status for rank in finished] == [0] * ranks, finished
 
@@ -107,14 +107,14 @@ def test_a_killed_run_goes_on_bitwise(tmp_path, forks, ranks):
     assert [line["step"] for line in found if (line["stage"], line["kind"]) == ("grpo", "train")] == [
         *range(1, STEPS + 1)
     ]
-    moving = [line["step"] for line in found if line["stage"] == "grpo" and line.get("informative_groups", 0) > 0]
-    assert min(moving, default=STEPS) <= SAVE_EVERY < max(moving, default=0), "without rewards GRPO would test nothing"
+    informative = [line["step"] for line in found if line["stage"] == "grpo" and line.get("informative_groups", 0) > 0]
+    assert min(informative, default=STEPS) <= SAVE_EVERY < max(informative, default=0), "GRPO got no different rewards"
     ppo = [line for line in found if line["stage"] == "ppo" and line["kind"] == "train"]
     assert ppo[0]["critic_lr"] == pytest.approx(0.01)
     assert ppo[-1]["critic_lr"] == pytest.approx(0.01 * cosine(STEPS - 1, STEPS))
-    assert ppo[-1]["lr"] == pytest.approx(1e-3 * cosine(STEPS - 2, STEPS - 1)), "one step fewer, of one fewer"
+    assert ppo[-1]["lr"] == pytest.approx(1e-3 * cosine(STEPS - 2, STEPS - 1)), "the critic's warm-up step counts"
     values = [line["critic_values_mean"] for line in ppo]
-    assert len(set(values)) == STEPS, "a critic that stands still would test nothing"
+    assert len(set(values)) == STEPS, "the critic does not change in every step"
     for stage in (*STAGES, CRITIC):
         names = checkpoints(whole / "out", stage)
         assert checkpoints(cut / "out", stage) == names == ["step-000003", "step-000006", "step-000008"]
@@ -127,8 +127,8 @@ def test_a_killed_run_goes_on_bitwise(tmp_path, forks, ranks):
 
 
 @pytest.mark.quick
-def test_a_run_killed_while_saving_keeps_the_checkpoint_before(tmp_path, forks):
-    """Killed as soon as the directory of the second save appears."""
+def test_a_run_killed_while_saving_keeps_the_previous_checkpoint(tmp_path, forks):
+    """The kill comes as soon as the directory of the second save appears."""
     directory = prepare(tmp_path)
     stage = directory / "out" / "checkpoints" / "sft"
     with forks.start(directory, *ARGUMENTS) as running:
@@ -144,7 +144,7 @@ def test_a_run_killed_while_saving_keeps_the_checkpoint_before(tmp_path, forks):
     assert [line["step"] for line in lines if line["kind"] == "train"] == [*range(1, STEPS + 1)]
 
 
-def test_a_run_killed_between_two_stages_starts_the_next(tmp_path, forks):
+def test_a_run_killed_between_two_stages_starts_the_next_one(tmp_path, forks):
     directory = prepare(tmp_path)
     done = forks.run(directory, *ARGUMENTS)
     assert done.status == 0, done.err

@@ -1,4 +1,4 @@
-"""Checkpoints as a run writes them: killed while it does, on a disk that fills, damaged afterwards."""
+"""Checkpoints of a run that is killed while it saves, of one whose disk is full, and checkpoints that are damaged."""
 
 import json
 import random
@@ -20,8 +20,13 @@ ARGUMENTS = (
 
 
 def kill_in_a_save(running, stage, saves, delay):
-    """Kills `delay` seconds after the directory of the run's save number `saves` has appeared; whether the save was
-    still being written. Saves come one at a time: their names tell them apart."""
+    """Kill the run `delay` seconds after the directory of its save number `saves` appears.
+
+    Saves are counted by their names, because only one is written at a time.
+
+    Returns:
+        Whether the save was still being written.
+    """
     seen = set()
     deadline = time.monotonic() + 120
     while len(seen) < saves:
@@ -33,25 +38,25 @@ def kill_in_a_save(running, stage, saves, delay):
     return any(stage.glob("*.incomplete"))
 
 
-def test_killed_twenty_times_in_its_saves_a_run_ends_bitwise_as_if_nothing_had_happened(tmp_path, forks):
+def test_a_run_killed_twenty_times_while_saving_ends_with_the_same_bits(tmp_path, forks):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for directory in (whole, cut):
         directory.mkdir()
     done = forks.run_ranks(whole, *ARGUMENTS, ranks=2)
     assert [rank.status for rank in done] == [0, 0], done
 
-    moments = random.Random(0)
+    generator = random.Random(0)
     stage = cut / "out" / "checkpoints" / "sft"
     hits, newest = 0, []
     for _ in range(KILLS):
         with forks.start(cut, *ARGUMENTS, ranks=2) as running:
             for path in stage.glob("*.incomplete"):
-                shutil.rmtree(path, ignore_errors=True)  # of the kill before, so as not to be taken for a new one
-            hits += kill_in_a_save(running, stage, moments.choice((1, 1, 2)), moments.uniform(0, 0.03))
+                shutil.rmtree(path, ignore_errors=True)  # of the last kill, not a new save
+            hits += kill_in_a_save(running, stage, generator.choice((1, 1, 2)), generator.uniform(0, 0.03))
         complete = [name for name in checkpoints(cut / "out", "sft") if name.count(".") == 0]
         newest.append(max(complete, default="step-000000"))
-    assert newest == sorted(newest), "a checkpoint that was complete is gone"
-    assert newest[-1] < f"step-{STEPS:06d}", "killed too late to tell anything"
+    assert newest == sorted(newest), "a complete checkpoint disappeared"
+    assert newest[-1] < f"step-{STEPS:06d}", "the kills came too late for this test"
     assert hits >= KILLS // 4, f"{hits} of {KILLS} kills came while a save was being written"
     done = forks.run_ranks(cut, *ARGUMENTS, ranks=2)
     assert [rank.status for rank in done] == [0, 0], done
@@ -77,8 +82,9 @@ def flip_a_bit(path):
     path.write_bytes(content)
 
 
-def test_a_disk_that_fills_and_a_byte_that_changes(tmp_path, forks):
-    """One run: it ends well; goes on until no file can grow; is told which file changed, and goes on from before."""
+def test_a_full_disk_keeps_the_last_checkpoint_and_a_changed_byte_is_found(tmp_path, forks):
+    """One run ends, continues on a full disk, is refused after a checkpoint's file changed, and resumes from an older
+    checkpoint."""
     stage = tmp_path / "out" / "checkpoints" / "sft"
     done = forks.run_ranks(tmp_path, *SHORT, "train.steps=4", ranks=2)
     assert [rank.status for rank in done] == [0, 0], done
@@ -113,16 +119,16 @@ def test_a_disk_that_fills_and_a_byte_that_changes(tmp_path, forks):
     again = forks.run_ranks(tmp_path, *SHORT, "train.steps=8", ranks=2)
     assert [rank.status for rank in again] == [0, 0], again
     assert checkpoints(tmp_path / "out", "sft") == ["step-000006", "step-000008"]
-    look_into(tmp_path, forks)
+    check_inspect(tmp_path, forks)
 
 
-def look_into(directory, forks):
-    """`inspect` on what the run above left."""
+def check_inspect(directory, forks):
+    """Run `inspect` on the checkpoints of the test above and check its output."""
     stage = directory / "out" / "checkpoints" / "sft"
     shown = forks.run(directory, "inspect", str(stage / "step-000008"))
     assert shown.status == 0, shown.err
-    for told in ("8 of stage sft", "language model", "20,576 parameters", "exp_avg", "verified", "accuracy"):
-        assert told in shown.out, shown.out
+    for words in ("8 of stage sft", "language model", "20,576 parameters", "exp_avg", "verified", "accuracy"):
+        assert words in shown.out, shown.out
     listed = forks.run(directory, "inspect", "out")
     assert "step-000006" in listed.out and "newest" in listed.out and "best accuracy" in listed.out
     found = json.loads(forks.run(directory, "inspect", str(stage / "step-000008"), "--json", "--no-verify").out)

@@ -1,4 +1,4 @@
-"""On a GPU: the fused head against products in fp64, dW added to an fp32 `main_grad`, and its memory."""
+"""The fused head on a GPU: its gradients against fp64, also when dW is added to an fp32 `main_grad`; its memory."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def case(dtype, rows=ROWS, vocab=VOCAB):
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("in_main_grad", [False, True])
-def test_gradients_against_fp64(dtype, backend, in_main_grad):
+def test_logprobs_and_gradients_are_close_to_fp64(dtype, backend, in_main_grad):
     if backend == "triton":
         pytest.importorskip("triton")
     hidden, weight, targets = case(dtype)
@@ -30,7 +30,7 @@ def test_gradients_against_fp64(dtype, backend, in_main_grad):
     stats = linear_logprobs(hidden, weight, targets, entropy=True, backend=backend, block_tokens=512)
     (stats.logprobs.sum() + stats.entropy.sum()).backward()
 
-    logits = (hidden @ weight.T).detach().double().requires_grad_()  # rounded as every chunk's are
+    logits = (hidden @ weight.T).detach().double().requires_grad_()  # rounded like those of each token block
     log_p = logits.log_softmax(-1)
     counts = targets != -100
     logprobs = log_p.gather(1, targets.clamp(min=0)[:, None])[:, 0][counts]

@@ -1,4 +1,4 @@
-"""On a GPU: what the compiler makes of the Triton kernels, and torch's, against fp64; memory, streams, offsets."""
+"""Logprobs on a GPU: the compiled Triton kernels and the torch backend against fp64; memory, streams, large offsets."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def test_minus_infinity_padding_and_ignored_rows(backend):
     logits, targets, ids, upstream = case_on_gpu(12, 20_000, dtype=torch.bfloat16)
     targets, ids = targets.clamp(min=8000), ids.clamp(min=8000)
     padded = torch.nn.functional.pad(logits, (0, 480), value=torch.nan)
-    padded[:6, :7000] = -torch.inf  # the first blocks
+    padded[:6, :7000] = -torch.inf  # the kernels' first blocks
     padded[6] = -torch.inf
     padded[7], targets[7] = torch.nan, -100
     kept = [row for row in range(12) if row not in (6, 7)]
@@ -76,7 +76,7 @@ def test_minus_infinity_padding_and_ignored_rows(backend):
     assert (results[0][6] == -torch.inf) and results[1][6] == 0 and (results[0][7], results[1][7]) == (0, 0)
     assert (results[-1][[6, 7]] == 0).all() and (results[-1][:, 20_000:] == 0).all()
     assert (results[-1][:6, :7000] == 0).all()
-    finite = padded[kept, :20_000].clamp(min=-1e5)  # far enough below the rest to have probability 0
+    finite = padded[kept, :20_000].clamp(min=-1e5)  # small enough to have probability 0
     results = [result[kept][..., :20_000] if result.dim() == 2 else result[kept] for result in results]
     check(results, finite, targets[kept], ids[kept], [g[kept] for g in upstream])
 
@@ -88,19 +88,19 @@ def test_temperature_per_token(backend):
 
 
 def test_rows_that_are_not_aligned(backend):
-    logits, targets, ids, upstream = case_on_gpu(16, 5001, dtype=torch.bfloat16)  # rows start anywhere
+    logits, targets, ids, upstream = case_on_gpu(16, 5001, dtype=torch.bfloat16)  # odd rows are not aligned
     wide = torch.full((16, 5120), torch.nan, dtype=torch.bfloat16, device=DEVICE)
     wide[:, 3:5004] = logits
     case = (wide[:, 3:5004], targets, ids, upstream)
     check(run(*case, backend=backend), *case)
 
 
-def test_bits_depend_on_the_row_alone(backend):
+def test_the_bits_of_a_row_do_not_depend_on_other_rows(backend):
     logits, targets, ids, upstream = case_on_gpu(300, 32_000, dtype=torch.bfloat16)
     whole = run(logits, targets, ids, upstream, backend=backend)
     again = run(logits, targets, ids, upstream, backend=backend)
     assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
-    if backend == "torch":  # the order of its sums is torch's affair on a GPU
+    if backend == "torch":  # torch chooses the order of its sums
         return
     for rows in (slice(100, 117), slice(299, 300)):
         part = run(logits[rows], targets[rows], ids[rows], [g[rows] for g in upstream], backend=backend)
@@ -108,7 +108,7 @@ def test_bits_depend_on_the_row_alone(backend):
 
 
 @pytest.mark.parametrize("num_ids", [0, 1, 16])
-def test_nothing_of_the_logits_size_is_allocated(num_ids):
+def test_no_tensor_of_the_logits_size_is_allocated(num_ids):
     pytest.importorskip("triton")
     logits = torch.randn(4096, 32_000, dtype=torch.bfloat16, device=DEVICE, requires_grad=True) * 1
     targets = torch.randint(32_000, (4096,), device=DEVICE)
@@ -122,7 +122,7 @@ def test_nothing_of_the_logits_size_is_allocated(num_ids):
     assert torch.cuda.max_memory_allocated() - before <= 4096 * (400 + 64 * num_ids)
 
 
-def test_offsets_past_31_bits(backend):
+def test_offsets_of_more_than_31_bits(backend):
     vocab, rows = 131_072, 17_000
     if torch.cuda.mem_get_info()[0] < 4 * rows * vocab:
         pytest.skip("needs 9 GB of free memory")

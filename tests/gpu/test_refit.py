@@ -1,4 +1,4 @@
-"""On a GPU: weights by CUDA IPC into another process, and everything but them moved to the host and back."""
+"""Refit on a GPU: weights are sent to another process by CUDA IPC, and training memory is offloaded to the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 def in_a_fresh_process(function, *args):
-    """A test's own process may have been given to the CPU."""
+    """Run a function in a new process, because other tests may have set up the test's own process for the CPU."""
     ours, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=_answer, args=(theirs, function, args))
     process.start()
@@ -61,6 +61,7 @@ def weights(policy) -> dict:
 
 
 def engine(connection) -> None:
+    """Receive a refit by CUDA IPC in a process of its own, and report the digests of the weights."""
     plan = connection.recv()
     parameters = {
         s.name: torch.zeros(s.shape, dtype=s.torch_dtype, device="cuda") for b in plan.buckets for s in b.tensors
@@ -77,6 +78,7 @@ def engine(connection) -> None:
 
 
 def send_weights() -> tuple[dict, dict, int]:
+    """Send weights by CUDA IPC; return the engine's digests, the policy's, and the bytes that stay allocated."""
     policy = build_policy("bf16", distributed=True)
     groups = policy.prepare_weights_for_ipc(20_000)
     ours, theirs = SPAWN.Pipe()
@@ -96,13 +98,18 @@ def send_weights() -> tuple[dict, dict, int]:
     return taken, weights(policy), torch.cuda.memory_allocated() - before
 
 
-def test_an_engine_reads_the_weights_where_they_lie_and_the_memory_comes_back():
+def test_an_engine_gets_the_weights_by_ipc_and_the_memory_is_released():
     taken, wanted, kept = in_a_fresh_process(send_weights)
     assert taken == wanted
     assert kept <= 0
 
 
 def cycles(precision: str, distributed: bool, offload: bool) -> tuple[dict, list[int], list[str]]:
+    """Take twenty steps, each followed by offloading if `offload`.
+
+    Returns:
+        Digests of the weights, the allocated bytes after each step, and the devices of the moments while offloaded.
+    """
     policy, allocated, moments = build_policy(precision, distributed), [], set()
     for _ in range(20):
         train(policy)
@@ -117,7 +124,7 @@ def cycles(precision: str, distributed: bool, offload: bool) -> tuple[dict, list
 
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_twenty_offloads_change_nothing_and_keep_nothing(precision, distributed):
+def test_twenty_offloads_change_no_weight_and_leak_no_memory(precision, distributed):
     wanted, resident, _ = in_a_fresh_process(cycles, precision, distributed, False)
     found, offloaded, moments = in_a_fresh_process(cycles, precision, distributed, True)
     assert found == wanted
@@ -125,7 +132,8 @@ def test_twenty_offloads_change_nothing_and_keep_nothing(precision, distributed)
     assert offloaded[2] == offloaded[-1] < resident[-1]
 
 
-def reference_on_the_host() -> tuple[torch.Tensor, torch.Tensor, int]:
+def offloaded_reference() -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return the logprobs before a step, those of the offloaded reference after it, and its bytes on the device."""
     from tests.parallel.test_layouts import random_batch
 
     policy, batch = build_policy("bf16", True, reference_placement="offload"), random_batch(4, 12, 0)
@@ -137,7 +145,7 @@ def reference_on_the_host() -> tuple[torch.Tensor, torch.Tensor, int]:
     return start, policy.get_reference_policy_logprobs(batch)["reference_logprobs"], held
 
 
-def test_a_reference_on_the_host_takes_next_to_nothing_of_the_device():
-    start, reference, held = in_a_fresh_process(reference_on_the_host)
+def test_an_offloaded_reference_takes_almost_no_device_memory():
+    start, reference, held = in_a_fresh_process(offloaded_reference)
     assert torch.equal(start, reference)
-    assert held < 20_000  # RoPE's tables; the weights are ten times that
+    assert held < 20_000  # RoPE's tables are this large; the weights are ten times as large

@@ -1,4 +1,4 @@
-"""The shell scripts, run for real: two ranks on one node, and on two nodes that meet over the loopback address."""
+"""The shell scripts: two ranks on one node, two nodes on the loopback address, and runs with a fake Python."""
 
 import json
 import os
@@ -23,7 +23,7 @@ TIMEOUT_SECONDS = 240
 
 
 def launch(output_dir, *overrides, **variables):
-    """scripts/train.sh started on a tiny pretraining run, with this environment's Python."""
+    """Start scripts/train.sh on a tiny pretraining run, with this environment's Python."""
     environment = os.environ | {"VENV": sys.prefix} | variables
     command = [REPO / "scripts" / "train.sh", *TINY.split(), f"output_dir={output_dir}", *overrides]
     return subprocess.Popen(
@@ -32,6 +32,7 @@ def launch(output_dir, *overrides, **variables):
 
 
 def finish(*nodes):
+    """Wait for the processes of all nodes and check that they succeed."""
     try:
         outputs = [node.communicate(timeout=TIMEOUT_SECONDS)[0] for node in nodes]
     finally:
@@ -59,12 +60,12 @@ def free_port():
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_a_script_parses_and_is_executable(script):
     subprocess.run(["bash", "-n", script], check=True)
-    assert os.access(script, os.X_OK) or script.suffix == ".slurm"  # sbatch reads those
+    assert os.access(script, os.X_OK) or script.suffix == ".slurm"  # sbatch reads it
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_shellcheck_finds_nothing(script):
+def test_shellcheck_accepts_the_script(script):
     command = ["shellcheck", "--external-sources", "--exclude=SC1091", script]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout
@@ -114,7 +115,11 @@ def test_install_sh_refuses_an_old_python(tmp_path):
 
 @pytest.fixture
 def quickstart(tmp_path):
-    """quickstart.sh in a tree of its own, with a Python that only notes its calls: (tree, run it, count calls)."""
+    """Copy quickstart.sh to a tree of its own, with a Python that only records its calls.
+
+    Returns:
+        The tree, a function that runs the script, and a function that counts the calls that contain some words.
+    """
     shutil.copytree(REPO / "scripts", tmp_path / "scripts")
     for name in ("constraints.txt", "setup.py", "pyproject.toml"):
         shutil.copy(REPO / name, tmp_path)
@@ -139,8 +144,8 @@ def quickstart(tmp_path):
         command = [tmp_path / "scripts" / "quickstart.sh", *overrides]
         return subprocess.run(command, cwd="/", env=environment | variables, capture_output=True, text=True)
 
-    def count(what):
-        return sum(what in line for line in calls.read_text().splitlines())
+    def count(words):
+        return sum(words in line for line in calls.read_text().splitlines())
 
     return tmp_path, run, count
 
@@ -156,7 +161,7 @@ def test_quickstart_installs_once_per_set_of_constraints(quickstart):
     assert count("-m pip install") == 2
 
 
-def test_quickstart_is_a_fresh_run_and_keeps_the_one_before(quickstart):
+def test_quickstart_starts_a_new_run_and_keeps_the_previous_one(quickstart):
     tree, run, _ = quickstart
     for seed in range(3):
         finished = run(f"train.seed={seed}")
@@ -176,7 +181,7 @@ def test_quickstart_runs_as_many_ranks_as_asked(quickstart):
     assert "--nproc-per-node 1 " in called and "parallel.tensor=1" in called
 
 
-def test_a_failed_installation_is_reported_and_tried_again(quickstart):
+def test_a_failed_installation_is_reported_and_retried(quickstart):
     tree, run, count = quickstart
     failed = run(PIP_STATUS="1")
     assert failed.returncode != 0 and "the installation failed" in failed.stderr
@@ -191,9 +196,9 @@ def test_a_failed_installation_is_reported_and_tried_again(quickstart):
         (["--all", "-x"], "-n 2 --dist worksteal -x"),
         (["tests/unit", "-k", "dual_clip"], "tests/unit -k dual_clip"),
     ],
-    ids=["fast tests", "every test", "what is named"],
+    ids=["fast tests", "every test", "given arguments"],
 )
-def test_test_sh_runs_the_fast_tests_every_test_or_what_is_named(quickstart, arguments, expected):
+def test_test_sh_runs_the_fast_tests_all_tests_or_passes_arguments_to_pytest(quickstart, arguments, expected):
     tree, _, _ = quickstart
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "VENV")}
     command = [tree / "scripts" / "test.sh", *arguments]
@@ -204,7 +209,11 @@ def test_test_sh_runs_the_fast_tests_every_test_or_what_is_named(quickstart, arg
 
 @pytest.fixture
 def gpu_check(tmp_path):
-    """gpu_check.sh with a Python that only notes its calls and sees so many GPUs: run(gpus, …) → (finished, calls)."""
+    """Return a function that runs gpu_check.sh with a Python that only records its calls.
+
+    The function takes the number of GPUs and a word of the calls that fail; it returns the finished process and the
+    calls.
+    """
     calls, python = tmp_path / "calls", tmp_path / "python"
     python.write_text(
         f"""#!/bin/sh
@@ -224,13 +233,13 @@ def gpu_check(tmp_path):
     return run
 
 
-def test_gpu_check_without_a_gpu_says_so_and_checks_nothing(gpu_check, tmp_path):
+def test_gpu_check_without_a_gpu_prints_an_error_and_checks_nothing(gpu_check, tmp_path):
     finished, calls = gpu_check(gpus=0)
     assert finished.returncode == 3 and "no GPU" in finished.stderr
     assert calls == "" and not (tmp_path / "out").exists()
 
 
-def test_gpu_check_runs_every_step_and_sums_up(gpu_check, tmp_path):
+def test_gpu_check_runs_every_step_and_writes_a_summary(gpu_check, tmp_path):
     finished, calls = gpu_check(gpus=1)
     assert finished.returncode == 0, finished.stderr
     assert "benchmarks.logprobs --device cuda" in calls and "benchmarks/train_step.py" in calls
@@ -241,14 +250,14 @@ def test_gpu_check_runs_every_step_and_sums_up(gpu_check, tmp_path):
     assert "FAILED" not in summary
 
 
-def test_gpu_check_goes_on_after_a_failure_and_reports_it(gpu_check, tmp_path):
+def test_gpu_check_continues_after_a_failure_and_reports_it(gpu_check, tmp_path):
     finished, calls = gpu_check(gpus=1, failing="benchmarks.logprobs")
     assert finished.returncode == 1 and "-m rl_megatron train" in calls
     lines = (tmp_path / "out" / "summary.txt").read_text().splitlines()
     assert [line.split()[0] for line in lines if "FAILED" in line] == ["kernels"]
 
 
-def test_the_short_run_of_gpu_check_composes():
+def test_the_configuration_of_gpu_checks_run_is_valid():
     script = (REPO / "scripts" / "gpu_check.sh").read_text()
     (command,) = re.findall(r"-m rl_megatron train (.*?) &&\n", script, re.DOTALL)
     overrides = shlex.split(command.replace("\\\n", " ").replace("$out", "out"))

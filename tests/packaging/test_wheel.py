@@ -1,4 +1,4 @@
-"""What a user gets from `pip install`: a wheel that holds every configuration and runs from anywhere."""
+"""The wheel that `pip install` installs: it holds every configuration and runs from any directory."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def run(*command, cwd):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from a copy of the tree, so that neither leftovers of earlier builds enter it nor new ones stay."""
+    """Build the wheel from a copy of the tree, without the files of earlier builds, and return its path."""
     directory = tmp_path_factory.mktemp("wheel")
     shutil.copytree(REPO, directory / "tree", ignore=NOT_SOURCES)
     offline = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check")
@@ -38,7 +38,11 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """The bin directory of an environment with the wheel and, by a path file, the running environment's packages."""
+    """Install the wheel in a new environment, which a path file gives the running environment's packages.
+
+    Returns:
+        The environment's bin directory.
+    """
     directory = tmp_path_factory.mktemp("installed")
     venv.create(directory, with_pip=False)
     python = directory / "bin" / "python"
@@ -50,7 +54,7 @@ def installed(wheel, tmp_path_factory):
     return python.parent
 
 
-def test_the_wheel_holds_the_package_and_every_configuration_and_nothing_else(wheel):
+def test_the_wheel_holds_only_the_package_and_every_configuration(wheel):
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {path.relative_to(REPO).as_posix() for path in (REPO / "rl_megatron").rglob("*.py")}
     configs = {f"rl_megatron/{path.relative_to(REPO).as_posix()}" for path in (REPO / "configs").rglob("*.yaml")}

@@ -10,7 +10,7 @@ from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.families import family_of_model
 
 
-def test_by_hand():
+def test_the_cost_of_a_few_lengths():
     cost = SequenceCost(per_token=3.0, per_pair=0.5)
     assert [cost(length) for length in (0, 1, 10)] == [0, 3.5, 80]
     assert SequenceCost()(7) == 7
@@ -22,8 +22,8 @@ def test_a_cost_that_ranks_nothing_is_refused(numbers):
         SequenceCost(*numbers)
 
 
-def test_of_a_known_model():
-    """Qwen2.5-0.5B has 494,032,768 parameters, its output head being its embedding: all but biases and norms."""
+def test_the_cost_of_a_known_model():
+    """Qwen2.5-0.5B has 494,032,768 parameters, and its embedding is its output head; biases and norms do not count."""
     model = load_config(["experiment=gsm8k_sft", "model=qwen2_5_0_5b", "data.path=unread"]).first.model
     cost = SequenceCost.of_model(model, vocab_size=151_936)
     biases, norms = 24 * (896 + 2 * 128), (2 * 24 + 1) * 896
@@ -31,8 +31,11 @@ def test_of_a_known_model():
     assert cost.per_pair == 6 * 24 * 14 * 64
 
 
-def test_of_a_model_is_what_its_matmuls_count():
-    """A decoder's matmuls, forward and backward. Attention is full here; a causal kernel computes half of its pairs."""
+def test_the_cost_of_a_model_counts_its_matmuls():
+    """The matmuls of a decoder are counted, forward and backward.
+
+    Attention is full here; a causal kernel computes half of the pairs of tokens.
+    """
     model = ModelConfig(num_layers=3, hidden_size=24, ffn_hidden_size=40, num_attention_heads=4, num_query_groups=2)
     length, vocab_size, head_dim = 10, 50, 6
     shapes = [(24, 24), (24, 12), (24, 12), (24, 24), (24, 40), (24, 40), (40, 24)]
@@ -56,16 +59,18 @@ def test_of_a_model_is_what_its_matmuls_count():
 
 
 @pytest.mark.parametrize(("preset", "heads"), [("gemma3_1b", 4 * 256), ("deepseek_v3", 128 * (192 + 128) / 2)])
-def test_of_a_model_is_what_its_weight_table_says(preset, heads):
-    """Six FLOPs for each element of the matrices that a token meets: of experts as many as it visits, of the embedding
-    none, of the head all."""
+def test_the_cost_of_a_model_counts_its_weight_matrices(preset, heads):
+    """A token costs six FLOPs for each element of the matrices that it is multiplied with.
+
+    These are the matrices of the experts that it visits and the output head, but not the embedding.
+    """
     model = load_config([f"model={preset}"]).first.model
     table = family_of_model(model, vocab_size=1000).table(model, 1000)
-    met = model.hidden_size * 1000 if model.tie_embeddings else 0
+    elements = model.hidden_size * 1000 if model.tie_embeddings else 0
     for name, shape in table.shapes.items():
         if len(shape) == 2 and not name.startswith("embedding."):
             visited = model.experts_per_token / model.num_experts if ".mlp.experts." in name else 1
-            met += math.prod(shape) * visited
+            elements += math.prod(shape) * visited
     cost = SequenceCost.of_model(model, vocab_size=1000)
-    assert cost.per_token == pytest.approx(6 * met, rel=1e-12)
+    assert cost.per_token == pytest.approx(6 * elements, rel=1e-12)
     assert cost.per_pair == 6 * model.num_layers * heads

@@ -11,7 +11,7 @@ def load(pack, lengths):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("seed", range(5))
-def test_every_sequence_once_and_no_pack_too_full(algorithm, seed):
+def test_every_sequence_is_packed_once_within_the_capacity(algorithm, seed):
     source = random.Random(seed)
     lengths = [source.randint(1, 100) for _ in range(200)]
     packs = pack_sequences(lengths, 100, algorithm)
@@ -20,7 +20,7 @@ def test_every_sequence_once_and_no_pack_too_full(algorithm, seed):
     assert packs == pack_sequences(lengths, 100, algorithm)
     least = -(-sum(lengths) // 100)
     bound = {"concatenative": 2, "first_fit_decreasing": 11 / 9, "modified_first_fit_decreasing": 71 / 60}[algorithm]
-    # the least number of packs is at least the count of sequences over half, since no two of those share one
+    # Two sequences of more than half of the capacity do not fit together, so each of them needs its own package.
     assert len(packs) <= bound * max(least, sum(length > 50 for length in lengths)) + 10
 
 
@@ -32,8 +32,8 @@ def test_first_fit_decreasing_by_hand():
     assert pack_sequences([2, 5, 4, 7, 1, 3, 8], 10, "first_fit_decreasing") == [[0, 6], [3, 5], [1, 2, 4]]
 
 
-def test_modified_first_fit_decreasing_needs_fewer_packs_where_it_was_made_to():
-    """51 + 26 + 23 fills a pack, six times over; plain first fit gives each 51 a 27 and wastes the rest."""
+def test_modified_first_fit_decreasing_needs_fewer_packages_in_its_best_case():
+    """Six packages are filled by 51 + 26 + 23; plain first fit puts a 27 with each 51 and wastes the rest."""
     lengths = [51] * 6 + [27] * 6 + [26] * 6 + [23] * 12
     plain = pack_sequences(lengths, 100, "first_fit_decreasing")
     modified = pack_sequences(lengths, 100, "modified_first_fit_decreasing")
@@ -42,7 +42,7 @@ def test_modified_first_fit_decreasing_needs_fewer_packs_where_it_was_made_to():
 
 
 def test_modified_first_fit_decreasing_by_hand():
-    """Of capacity 60: the longest medium that fits joins each long one before two small ones can take its room."""
+    """With capacity 60, each long sequence first gets the longest medium one that fits, and then small ones."""
     long, medium, small, tiny = [35, 32], [26, 24], [12, 11], [5, 4]
     packs = pack_sequences(long + medium + small + tiny, 60, "modified_first_fit_decreasing")
     assert packs == [[0, 3], [1, 2], [4, 5, 6, 7]]

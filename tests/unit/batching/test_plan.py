@@ -23,7 +23,7 @@ def flat(table):
 
 @st.composite
 def problems(draw):
-    """(Lengths, shards, capacity, args): groups that fit alone, in any number that divides over the shards."""
+    """Draw (lengths, shards, capacity, args); every group fits alone, and the shards divide the number of groups."""
     num_shards, group_size = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     multiple = draw(st.sampled_from([1, 4]))
     num_sequences = num_shards * group_size * draw(st.integers(1, 12))
@@ -41,7 +41,11 @@ def problems(draw):
 
 
 def check_promises(plan, lengths, num_shards, capacity, args):
-    """Every sequence once, groups whole and in order, packs within capacity, none empty, as many for every shard."""
+    """Check what every plan must satisfy.
+
+    Every sequence is in one package, groups are whole and in order, packages are within the capacity and not empty, and
+    every shard has the same number of packages.
+    """
     group_size, multiple = args["group_size"], args["sequence_length_pad_multiple"]
     assert sorted(flat(flat(plan.sequences))) == list(range(len(lengths)))
     for members in flat(plan.sequences):
@@ -57,7 +61,7 @@ def check_promises(plan, lengths, num_shards, capacity, args):
     costs = [[sum(args["cost"](padded[member]) for member in members) for members in shard] for shard in plan.sequences]
     assert flat(plan.costs) == pytest.approx(flat(costs))
     for shard in plan.costs:
-        assert all(later <= earlier + 1e-9 * shard[0] for earlier, later in pairwise(shard)), "the costliest first"
+        assert all(later <= earlier + 1e-9 * shard[0] for earlier, later in pairwise(shard)), "a later one costs more"
 
 
 class TestPacking:
@@ -71,7 +75,7 @@ class TestPacking:
 
     @settings(max_examples=300, deadline=None)
     @given(problems())
-    def test_balanced_beats_filling_packs_and_dealing_them(self, problem):
+    def test_balanced_is_not_worse_than_full_packages_dealt_to_shards(self, problem):
         lengths, num_shards, capacity, args = problem
         balanced = pack(lengths, num_shards, capacity, **args)
         filled = pack(lengths, num_shards, capacity, algorithm="modified_first_fit_decreasing", **args)
@@ -96,11 +100,14 @@ class TestPacking:
         assert len(pack(lengths, 2, 1000).sequences[0]) == 7
 
     def test_a_tight_packing_is_found_where_spreading_evenly_fails(self):
-        """5 + 4 + 1 and 4 + 3 + 3; the cheapest pack first makes 5 + 3 + 1 and 4 + 4, with no room for the last 3."""
+        """The packages are 5 + 4 + 1 and 4 + 3 + 3.
+
+        Filling the cheapest package first gives 5 + 3 + 1 and 4 + 4, which have no space for the last 3.
+        """
         assert pack([5, 4, 4, 3, 3, 1], 2, 10).lengths == [[10], [10]]
 
-    def test_long_sequences_are_made_up_for(self):
-        """Packs of equal cost are no help where a few long sequences cost more than any pack of short ones can."""
+    def test_long_sequences_are_balanced_by_cheaper_packages(self):
+        """A few long sequences cost more than any package of short ones, so that equal costs are impossible."""
         source = random.Random(0)
         lengths = [min(32768, int(source.lognormvariate(7.5, 1.2)) + 1) for _ in range(512)]
         args = {"cost": SequenceCost(1.0, 4.4e-5)}
@@ -109,7 +116,7 @@ class TestPacking:
         assert pack(lengths, 8, 32768, **args).shard_imbalance < 0.001
 
     def test_the_cost_decides(self):
-        """By its tokens a sequence of 8 weighs as much as two of 4, by its pairs of tokens as much as four."""
+        """By tokens, a sequence of 8 costs as much as two of 4; by pairs of tokens, as much as four."""
         lengths = [8, 4, 4, 4, 4]
         by_tokens, by_pairs = (
             plan_sequence_packing(lengths, 2, PackingPlanArgs(16, cost=cost), allow_uneven=True)
@@ -139,7 +146,7 @@ class TestDegenerate:
         plan = pack([0] * 8, 4, 10)
         assert [len(members) for members in flat(plan.sequences)] == [2] * 4
         assert plan.efficiency == 1 and plan.shard_imbalance == 0
-        assert all(flat(pack([9, 0, 0, 0], 4, 10).sequences)), "no pack is empty"
+        assert all(flat(pack([9, 0, 0, 0], 4, 10).sequences)), "a package is empty"
 
     def test_many_tiny(self):
         plan = pack([1] * 10_000, 8, 4096)
@@ -158,21 +165,21 @@ class TestDegenerate:
 
 
 class TestFigures:
-    def test_of_packing_by_hand(self):
-        """Padded to 4, 8, 4, 8: two packs of 12 hold 16 tokens."""
+    def test_the_figures_of_packing(self):
+        """The sequences are padded to 4, 8, 4 and 8, so that two packages of 12 hold 16 tokens."""
         plan = pack([3, 5, 2, 6], 2, 12, sequence_length_pad_multiple=4, cost=SequenceCost(1.0, 0.5))
         assert plan.lengths == [[12], [12]] and plan.costs == [[52], [52]]
         assert plan.efficiency == 16 / 24 and plan.shard_imbalance == 0
 
-    def test_imbalance_by_hand(self):
-        """Of each shard one sequence of 9 and 8, and the shard that had the 8 gets the 4 after it."""
+    def test_the_imbalance_of_packing(self):
+        """The first sequences are 9 and 8, one for each shard; the shard with the 8 gets the 4 next."""
         plan = pack([9, 8, 4, 1], 2, 9, algorithm="concatenative")
         assert plan.costs == [[9, 1], [8, 4]]
         assert plan.shard_imbalance == pytest.approx(12 / 11 - 1)
         assert plan.microbatch_imbalance == pytest.approx(4 / 2.5 - 1)
 
-    def test_of_dynamic_batching_by_hand(self):
-        """Places of 1 and 2, then 5 and 6 tokens: a microbatch of one sequence 2 wide, and one 8 wide."""
+    def test_the_figures_of_dynamic_batching(self):
+        """The shards get 1 and 2 tokens, then 5 and 6: each has a microbatch of width 2 and one of width 6."""
         args = DynamicPlanArgs(8, sequence_length_round=2, cost=SequenceCost(1.0, 1.0))
         plan = plan_dynamic_batching([1, 6, 2, 5], 8, 2, args)
         assert plan.slots == [[2, 6]] * 2 and plan.costs == [[6, 42]] * 2

@@ -1,4 +1,8 @@
-"""This rank's microbatches: every sequence once, as many on every rank, groups whole, padding with zero loss weight."""
+"""The microbatches of a rank.
+
+Every sequence is in one microbatch, all ranks have as many microbatches, groups stay whole, and padding sequences have
+zero loss weight.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +29,11 @@ def topology(data_rank: int = 0, data: int = 1, context: int = 1, tensor: int = 
 
 
 def batch(lengths=LENGTHS) -> BatchedDataDict:
-    rows = torch.arange(len(lengths))
+    sequences = torch.arange(len(lengths))
     mask = (torch.arange(WIDTH) < torch.tensor(lengths)[:, None]).float()
     return BatchedDataDict(
-        input_ids=rows[:, None] * 100 + torch.arange(WIDTH), input_lengths=torch.tensor(lengths), token_mask=mask,
-        sample_mask=torch.ones(len(lengths)),
+        input_ids=sequences[:, None] * 100 + torch.arange(WIDTH), input_lengths=torch.tensor(lengths),
+        token_mask=mask, sample_mask=torch.ones(len(lengths)),
     )  # fmt: skip
 
 
@@ -49,47 +53,47 @@ KINDS = [Batching("padded", sequences=2), Batching("dynamic", tokens=16), Batchi
 def test_every_sequence_is_in_one_microbatch_and_every_rank_has_as_many(batching, data):
     found = plans(batching, data)
     assert len({len(planned.microbatches) for planned in found}) == 1
-    rows = sorted(row for planned in found for row in planned.sequences)
-    assert rows == list(range(found[0].num_padded)) and found[0].num_sequences == len(LENGTHS)
-    weighing = 0
+    sequences = sorted(sequence for planned in found for sequence in planned.sequences)
+    assert sequences == list(range(found[0].num_padded)) and found[0].num_sequences == len(LENGTHS)
+    total_weight = 0
     for planned in found:
         start = 0
         for microbatch in planned.microbatches:
             size = microbatch.batch.size
-            for place, row in enumerate(planned.sequences[start : start + size]):
+            for place, sequence in enumerate(planned.sequences[start : start + size]):
                 weight = microbatch.batch["sample_mask"][place].item()
-                assert weight == (row < len(LENGTHS))
-                weighing += weight
+                assert weight == (sequence < len(LENGTHS))
+                total_weight += weight
                 if weight:
-                    length = LENGTHS[row]
+                    length = LENGTHS[sequence]
                     assert (
                         microbatch.batch["input_ids"][place, :length].tolist()
-                        == batch()["input_ids"][row, :length].tolist()
+                        == batch()["input_ids"][sequence, :length].tolist()
                     )
                     assert microbatch.lengths is None or microbatch.lengths[place] == length
             start += size
-    assert weighing == len(LENGTHS)
+    assert total_weight == len(LENGTHS)
 
 
 @pytest.mark.parametrize("degrees", [{}, {"context": 2}, {"tensor": 3}, {"context": 2, "tensor": 2}], ids=str)
 @pytest.mark.parametrize("kind", ["dynamic", "packed"])
-def test_no_microbatch_exceeds_the_budget_as_the_layout_pads_it(kind, degrees):
+def test_no_microbatch_with_its_padding_exceeds_the_budget(kind, degrees):
     for tokens in (25, 31, 98):
         for planned in plans(Batching(kind, tokens=tokens), data=2, **degrees):
             for microbatch in planned.microbatches:
-                rows, length = microbatch.shape(topology(**degrees))
-                assert rows * length <= tokens
+                size, length = microbatch.shape(topology(**degrees))
+                assert size * length <= tokens
 
 
 @pytest.mark.parametrize("batching", KINDS, ids=lambda b: b.kind)
 @pytest.mark.parametrize("degrees", [{}, {"context": 2, "tensor": 2}], ids=str)
-def test_efficiency_is_tokens_per_slot_over_all_ranks_padding_included(batching, degrees):
+def test_efficiency_is_the_fraction_of_slots_with_tokens_on_all_ranks(batching, degrees):
     batching = replace(batching, tokens=40)
     found = plans(batching, data=4, **degrees)
     slots = sum(
-        rows * length
+        size * length
         for planned in found
-        for rows, length in (microbatch.shape(topology(**degrees)) for microbatch in planned.microbatches)
+        for size, length in (microbatch.shape(topology(**degrees)) for microbatch in planned.microbatches)
     )
     assert {planned.efficiency for planned in found} == {sum(LENGTHS) / slots}
 
@@ -110,34 +114,34 @@ OF_PAIRS = [Batching("padded", sequences=2), Batching("dynamic", tokens=48), Bat
 def test_pairs_stay_together_in_order(batching, data):
     lengths = LENGTHS + [5]
     for planned in plans(batching, data, group_size=2, lengths=lengths):
-        assert all(row % 2 == place % 2 for place, row in enumerate(planned.sequences))
+        assert all(sequence % 2 == place % 2 for place, sequence in enumerate(planned.sequences))
         assert all(planned.sequences[i] + 1 == planned.sequences[i + 1] for i in range(0, len(planned.sequences), 2))
         assert all(microbatch.batch.size % 2 == 0 for microbatch in planned.microbatches)
 
 
 @pytest.mark.parametrize("batching", KINDS[1:], ids=lambda b: b.kind)
-def test_only_streams_of_tokens_are_cut(batching):
-    wide = batch() | {"per_row": torch.arange(7 * 30).view(7, 30), "once": torch.ones(7, 1), "names": list("abcdefg")}
+def test_only_tensors_with_one_value_per_token_are_cut(batching):
+    wide = batch() | {"features": torch.arange(7 * 30).view(7, 30), "once": torch.ones(7, 1), "names": list("abcdefg")}
     for microbatch in plan_microbatches(BatchedDataDict(wide), LENGTHS, batching, topology()).microbatches:
         found = microbatch.batch
-        assert found["per_row"].size(1) == 30 and found["once"].size(1) == 1
+        assert found["features"].size(1) == 30 and found["once"].size(1) == 1
         assert found["token_mask"].shape == found["input_ids"].shape == (found.size, found["input_ids"].size(1))
 
 
-def test_sequences_of_a_pack_are_padded_only_if_a_degree_asks_for_it():
+def test_packed_sequences_are_padded_only_if_a_degree_requires_it():
     (plain,) = plans(Batching("packed", tokens=100))
     (microbatch,) = plain.microbatches
     assert microbatch.shape(topology()) == (1, sum(LENGTHS)) and plain.efficiency == 1.0
     (cut,) = plans(Batching("packed", tokens=100), context=2)
     (microbatch,) = cut.microbatches
     assert microbatch.shape(topology(context=2)) == (1, 12 + 4 + 12 + 4 + 8 + 8 + 4)
-    # Sequence parallelism divides the pack, not each sequence: only the last padded length grows.
+    # Sequence parallelism divides the package, not each sequence, so that only the last padded length grows.
     (both,) = plans(Batching("packed", tokens=100), context=2, tensor=2)
     assert both.microbatches[0].shape(topology(context=2, tensor=2)) == (1, 56)
 
 
 @pytest.mark.parametrize(
-    ("batching", "group_size", "said"),
+    ("batching", "group_size", "message"),
     [
         (Batching("packed", tokens=11), 1, r"train.batching=packed, train.micro_batch_tokens=11: .* has 12 tokens"),
         (Batching("dynamic", tokens=11), 1, r"train.micro_batch_tokens=11: sequence \d needs 1 x 12"),
@@ -145,12 +149,12 @@ def test_sequences_of_a_pack_are_padded_only_if_a_degree_asks_for_it():
         (Batching("dynamic", tokens=12), 2, r"train.micro_batch_tokens=12: sequence \d needs 2 x 7 tokens"),
     ],
 )  # fmt: skip
-def test_a_sequence_or_pair_over_the_budget_is_refused(batching, group_size, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_sequence_or_pair_over_the_budget_is_refused(batching, group_size, message):
+    with pytest.raises(ConfigError, match=message):
         plans(batching, group_size=group_size, lengths=LENGTHS + [5])
 
 
-def test_lengths_must_fit_the_width_and_hold_all_that_counts():
+def test_lengths_must_fit_the_width_and_include_all_unmasked_tokens():
     assert sequence_lengths(batch()) == LENGTHS
     assert sequence_lengths({"input_ids": torch.zeros(2, 5)}) == [5, 5]
     with pytest.raises(ValueError, match=r"input_lengths\[2\]=13 does not fit sequences of 12 tokens"):

@@ -1,4 +1,4 @@
-"""Sampling from sharded logits equals a plain fp64 computation on the whole vocabulary, at every degree."""
+"""Sampling from sharded logits equals a plain fp64 computation on the whole vocabulary, for every tensor degree."""
 
 import math
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.sampling import sample
 
-PADDED = 48  # divides by 1, 2 and 3; ids from VALID on are padding
+PADDED = 48  # is divisible by 1, 2 and 3; ids from VALID on are padding
 VALID = 41
 ROWS = 64
 SAMPLINGS = {
@@ -27,7 +27,7 @@ SAMPLINGS = {
 
 
 def logits_of(scale=3.0, rows=ROWS, seed=0):
-    """[rows, PADDED]; the padding would win every draw if it took part."""
+    """Return logits [rows, PADDED]; if the padding took part, it would win every draw."""
     logits = torch.randn(rows, PADDED, generator=torch.Generator().manual_seed(seed)) * scale
     logits[:, VALID:] = 50.0
     return logits
@@ -38,7 +38,11 @@ def uniforms_of(rows=ROWS, seed=1):
 
 
 def reference(logits, uniforms, sampling):
-    """(Tokens, logprobs, the probabilities drawn from), on whole logits in fp64: sort, filter, invert the CDF."""
+    """Sample from whole logits in fp64: sort, filter, invert the CDF.
+
+    Returns:
+        The tokens, their logprobs, and the filtered probabilities (None if greedy).
+    """
     logprobs = (logits[:, :VALID].double() / (sampling.temperature or 1.0)).log_softmax(-1)
     if sampling.temperature == 0:
         tokens = logits[:, :VALID].argmax(-1)
@@ -49,7 +53,7 @@ def reference(logits, uniforms, sampling):
         kept = kept.scatter(1, order[:, sampling.top_k :], 0.0)
     if sampling.top_p < 1:
         ranked, order = (kept / kept.sum(-1, keepdim=True)).sort(-1, descending=True)
-        before = ranked.cumsum(-1) - ranked  # mass of better tokens: a token stays while that is short of top_p
+        before = ranked.cumsum(-1) - ranked  # a token is kept if the mass of better tokens is below top_p
         kept = kept.masked_fill(
             torch.zeros_like(kept, dtype=torch.bool).scatter(1, order, before >= sampling.top_p), 0.0
         )
@@ -59,7 +63,7 @@ def reference(logits, uniforms, sampling):
 
 
 def draw(logits, uniforms, samplings):
-    """Runs on a rank: (tokens, logprobs) of every sampling from this rank's shard of `logits`."""
+    """Return (tokens, logprobs) of every sampling from this rank's shard of `logits`."""
     shard = logits.chunk(dist.get_world_size(), dim=-1)[dist.get_rank()].contiguous()
     return [sample(shard, uniforms, sampling, dist.group.WORLD, VALID) for sampling in samplings]
 
@@ -90,7 +94,7 @@ def test_every_degree_draws_the_same(ranks):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_frequencies_are_the_probabilities(ranks, world_size):
-    """Pearson's χ² over many draws from one row; its mean is the degrees of freedom k, its deviation √(2k)."""
+    """Pearson's χ² of many draws from one row; χ² has mean k and deviation √(2k) with k degrees of freedom."""
     samplings = [SAMPLINGS["plain"], SAMPLINGS["top-k and top-p"]]
     draws = 20_000
     logits = logits_of(scale=1.0, rows=1, seed=7).expand(draws, -1).contiguous()
@@ -108,20 +112,20 @@ def test_frequencies_are_the_probabilities(ranks, world_size):
         assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
 
 
-def forbidding(shape_of_row):
-    """Rows whose only possible tokens are given; all other logits are -inf."""
-    logits = torch.full((len(shape_of_row), PADDED), -torch.inf)
-    for row, allowed in enumerate(shape_of_row):
-        logits[row, allowed] = torch.tensor([float(i) for i in range(len(allowed))])
+def logits_allowing(allowed):
+    """Return logits [rows, PADDED] that are -inf except for the allowed tokens of each row, and for the padding."""
+    logits = torch.full((len(allowed), PADDED), -torch.inf)
+    for row, ids in enumerate(allowed):
+        logits[row, ids] = torch.tensor([float(i) for i in range(len(ids))])
     logits[:, VALID:] = 3.0
     return logits
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_ends_of_the_unit_interval_draw_possible_tokens(ranks, world_size):
-    """u = 0 is the first possible token, u → 1 (and 1, rounded up) the last, also where whole shards are impossible."""
+    """u = 0 draws the first possible token, and u → 1 (or 1 after rounding) the last, also if whole shards are -inf."""
     allowed = [[0], [40], [3, 17, 39], [16, 17], [31, 32], [20], [0, 40]]
-    logits = forbidding(allowed)
+    logits = logits_allowing(allowed)
     samplings = [sampling for name, sampling in SAMPLINGS.items() if name in ("plain", "top-k", "hot")]
     below_one = math.nextafter(1.0, 0.0)
     for uniform, wanted in ((0.0, min), (below_one, max), (1.0, max)):
@@ -136,7 +140,7 @@ def test_the_ends_of_the_unit_interval_draw_possible_tokens(ranks, world_size):
 def test_impossible_tokens_are_never_drawn(ranks, world_size):
     allowed = [[5, 6, 7, 30], [1], [38, 39, 40], [15, 16, 31, 32]]
     rows = [row for row in range(len(allowed)) for _ in range(200)]
-    logits, uniforms = forbidding(allowed)[rows], uniforms_of(rows=len(rows))
+    logits, uniforms = logits_allowing(allowed)[rows], uniforms_of(rows=len(rows))
     for results in ranks.run(world_size, draw, logits, uniforms, list(SAMPLINGS.values())):
         for (tokens, logprobs), sampling in zip(results, SAMPLINGS.values(), strict=True):
             assert all(token in allowed[row] for row, token in zip(rows, tokens.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""A model made from a refit plan: its memory under its checkpoint's names, in the dtypes that were announced."""
+"""A model that is built from a refit plan: its tensors have the names of its checkpoint and the dtypes of the plan."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def plan_of(kind, *specs):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_names_and_places_are_those_of_a_checkpoint(tmp_path, kind):
-    """Filled by those names, the model saves, under transformers' own rules, what it was filled with."""
+def test_tensors_have_the_names_that_a_checkpoint_saves(tmp_path, kind):
+    """If the model is filled by these names, transformers saves each value under its name."""
     model = build_model(plan_of(kind), CPU)
     memory, written = checkpoint_tensors(model), {}
     with torch.no_grad():
@@ -54,7 +54,7 @@ def test_names_and_places_are_those_of_a_checkpoint(tmp_path, kind):
         assert torch.equal(tensor, written["lm_head.weight" if tied else name]), name
 
 
-def test_a_tensor_may_be_announced_in_fp32_among_others():
+def test_a_tensor_in_fp32_can_be_among_tensors_in_bf16():
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     plan = plan_of("deepseek_v3", TensorSpec(name, (4,), "float32"))
     plan.hf_config["dtype"] = "bfloat16"

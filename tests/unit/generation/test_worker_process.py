@@ -1,4 +1,4 @@
-"""Asking processes: who answered, who died, who took too long; and none is left over."""
+"""Requests to worker processes: answers, deaths and timeouts are reported, and no process is left over."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ SOON = 20.0  # seconds; the echo worker answers in milliseconds
 
 @pytest.fixture
 def start(monkeypatch):
-    """`start(count, patience)`: echo workers, gone after the test."""
+    """Yield a function that starts echo workers, which end after the test."""
     monkeypatch.setattr(process, "WORKER_MODULE", "tests.unit.generation.echo_worker")
     started = []
 
@@ -38,7 +38,7 @@ def pids(workers):
 def test_answers_come_in_the_order_of_the_engines(start):
     workers = start(2)
     workers.ask("sleep", (0.2, "slow"), (0.0, "quick"))
-    assert workers.answers(0.01) is None, "not yet"
+    assert workers.answers(0.01) is None, "an answer came too early"
     assert workers.answers(SOON) == Answers(values=((0.2, "slow"), (0.0, "quick")))
     workers.ask("echo", ("for one alone",))
     assert workers.answers(SOON) == Answers(values=(("for one alone",),))
@@ -63,15 +63,15 @@ def test_progress_is_added_up_over_engines_and_is_no_answer(start):
 
 
 @pytest.mark.parametrize(("method", "how"), [("die", "was killed by SIGKILL"), ("leave", "exited with status 3")])
-def test_a_death_is_told_with_its_cause(start, method, how):
+def test_a_death_is_reported_with_its_cause(start, method, how):
     workers = start(2)
     (_, second) = pids(workers)
     workers._workers.reverse()
-    workers.ask(method, ())  # the second alone
+    workers.ask(method, ())  # only the second engine dies
     assert workers.answers(SOON).died == f"rollout engine 1 (process {second}) {how}"
 
 
-def test_a_death_at_idle_is_found_by_the_next_question(start):
+def test_a_death_while_idle_is_found_by_the_next_request(start):
     workers = start()
     workers.ask("echo", ())
     workers.answers(SOON)
@@ -81,7 +81,7 @@ def test_a_death_at_idle_is_found_by_the_next_question(start):
     assert "was killed by SIGKILL" in workers.answers(SOON).died
 
 
-def test_one_that_does_not_answer_counts_as_dead(start):
+def test_an_engine_that_does_not_answer_counts_as_dead(start):
     workers = start(patience=1.0)
     began = time.monotonic()
     workers.ask("sleep", (60.0,))
@@ -89,15 +89,15 @@ def test_one_that_does_not_answer_counts_as_dead(start):
     assert time.monotonic() - began < 5
 
 
-def test_hurried_engines_have_less_time_and_what_one_raised_tells_more_than_another_silence(start):
+def test_hurried_engines_have_less_time_and_an_error_has_priority_over_a_timeout(start):
     workers = start()
     began = time.monotonic()
     workers.ask("sleep", (60.0,))
     workers.hurry(0.2, "a collective failed")
-    workers.hurry(50.0, "that")  # not longer again
+    workers.hurry(50.0, "that")  # does not extend the deadline
     assert "did not answer within 0.2 seconds after a collective failed" in workers.answers(SOON).died
     two = start(2)
-    two._workers[0].connection.send(("failed", ()))  # it raised; the other is busy
+    two._workers[0].connection.send(("failed", ()))  # this engine raises, the other is busy
     two.ask("sleep", (0.0,), (60.0,))
     two.hurry(1.0, "a collective failed")
     answers = two.answers(SOON)
@@ -105,15 +105,15 @@ def test_hurried_engines_have_less_time_and_what_one_raised_tells_more_than_anot
     assert time.monotonic() - began < 15
 
 
-def test_one_that_does_not_even_read_counts_as_dead(start):
+def test_an_engine_that_does_not_read_counts_as_dead(start):
     workers = start(patience=1.0)
     os.kill(pids(workers)[0], signal.SIGSTOP)
-    workers.ask("echo", ("x" * 10_000_000,))  # more than the line holds
+    workers.ask("echo", ("x" * 10_000_000,))  # more than the connection buffers
     assert "stopped answering" in workers.answers(SOON).died
 
 
 @pytest.mark.parametrize("kind", ["refused", "failed", "broken"])
-def test_what_an_engine_objects_to_is_told_with_its_name(start, kind):
+def test_an_engines_refusal_is_reported_with_its_name(start, kind):
     workers = start()
     workers.ask(kind, ())
     assert getattr(workers.answers(SOON), kind) == f"rollout engine 0 (process {pids(workers)[0]}): because"
@@ -121,7 +121,7 @@ def test_what_an_engine_objects_to_is_told_with_its_name(start, kind):
 
 def test_shutdown_leaves_no_process(start):
     workers = start(2)
-    workers.ask("sleep", (0.0,), (60.0,))  # one has to be killed
+    workers.ask("sleep", (0.0,), (60.0,))  # the second has to be killed
     started = pids(workers)
     workers.shutdown(at_once=True)
     assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
@@ -145,11 +145,11 @@ def test_a_busy_process_ends_with_its_parent():
         time.sleep(0.02)
 
 
-def test_an_engines_process_imports_no_megatron_and_ends_without_a_parent():
+def test_a_worker_imports_no_megatron_and_ends_without_a_parent():
     program = (
         "import sys, rl_megatron.generation.transformers.worker as worker\n"
         "assert not [name for name in sys.modules if name.startswith('megatron')]\n"
-        "worker.main(['0', '1'], None)\n"  # a parent that this process does not have
+        "worker.main(['0', '1'], None)\n"  # process 1 is not its parent
         "sys.exit('still here')"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

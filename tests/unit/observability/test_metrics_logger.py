@@ -1,4 +1,4 @@
-"""What a run writes and shows: lines of metrics, progress, and the report at its end."""
+"""What a run writes and shows: lines of metrics, progress, and the final report."""
 
 import io
 import json
@@ -54,7 +54,7 @@ def test_every_line_is_one_object_with_stage_step_and_kind(logger, tmp_path):
     ]
 
 
-def test_what_was_noted_goes_with_the_next_line_and_no_other(logger, tmp_path):
+def test_noted_metrics_are_added_to_the_next_line_only(logger, tmp_path):
     logger.begin_stage("sft", 0, 2)
     logger.note({"refit_bytes": 8.0})
     logger.note({"gate_max": 0.5})
@@ -72,26 +72,26 @@ def test_numbers_are_written_with_every_digit(logger, tmp_path):
     assert lines_of(tmp_path)[0]["lr"] == 1e-300
 
 
-def test_steps_after_the_checkpoint_are_forgotten_when_a_stage_resumes(logger, tmp_path):
+def test_steps_after_the_checkpoint_are_removed_when_a_stage_resumes(logger, tmp_path):
     fill(logger, "pretrain")
     fill(logger)
     again = MetricsLogger(tmp_path, enabled=True)
     again.begin_stage("sft", 2, 4)
     kept = [("sft", 0, "eval"), ("sft", 1, "train"), ("sft", 2, "train"), ("sft", 2, "eval")]
     assert steps_of(tmp_path)[-4:] == kept
-    assert ("pretrain", 4, "train") in steps_of(tmp_path), "other stages are not touched"
+    assert ("pretrain", 4, "train") in steps_of(tmp_path), "the lines of another stage changed"
     again.record(3, {"loss": 0.0})
     assert steps_of(tmp_path)[-1] == ("sft", 3, "train")
 
 
-def test_a_stage_that_starts_anew_forgets_all_its_steps(logger, tmp_path):
+def test_a_stage_that_starts_again_removes_all_its_steps(logger, tmp_path):
     fill(logger, "pretrain", steps=1)
     fill(logger)
     MetricsLogger(tmp_path, enabled=True).begin_stage("sft", 0, 4)
     assert steps_of(tmp_path) == [("pretrain", 0, "eval"), ("pretrain", 1, "train")]
 
 
-def test_half_a_line_of_a_killed_run_is_dropped(logger, tmp_path):
+def test_an_incomplete_last_line_is_removed(logger, tmp_path):
     fill(logger, steps=2)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"stage": "sft", "step": 3, "kind": "tr')
@@ -101,13 +101,13 @@ def test_half_a_line_of_a_killed_run_is_dropped(logger, tmp_path):
     assert steps_of(tmp_path)[-2:] == [("sft", 2, "eval"), ("sft", 3, "train")]
 
 
-def test_forgetting_leaves_no_file_behind(logger, tmp_path):
+def test_removing_steps_leaves_no_temporary_file(logger, tmp_path):
     fill(logger)
     logger.begin_stage("sft", 1, 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "tensorboard"]
 
 
-def test_the_end_leaves_a_summary_and_a_picture(logger, tmp_path, capsys):
+def test_the_end_writes_a_summary_and_a_picture(logger, tmp_path, capsys):
     fill(logger)
     logger.finish(SUMMARY)
     assert json.loads((tmp_path / "summary.json").read_text()) == SUMMARY
@@ -130,7 +130,7 @@ def test_curves_of_several_stages(tmp_path):
     from matplotlib.image import imread
 
     height, width, _ = imread(tmp_path / "curves.png").shape
-    assert width > height, "one column a stage"
+    assert width > height, "the picture does not have one column per stage"
 
 
 def test_ranks_that_are_not_enabled_write_and_show_nothing(tmp_path, capsys):
@@ -141,7 +141,7 @@ def test_ranks_that_are_not_enabled_write_and_show_nothing(tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_progress_without_a_terminal_is_a_few_lines(logger, capsys):
+def test_progress_without_a_terminal_is_logged_in_a_few_lines(logger, capsys):
     logger.begin_stage("sft", 0, 200)
     for step in range(1, 201):
         logger.record(step, {"loss": 1.0})
@@ -220,7 +220,7 @@ def test_the_curves_go_from_zero_to_one_only_for_shares(tmp_path, monkeypatch, t
 
 @pytest.fixture
 def kept():
-    """A registered sink that keeps what it is given in a list, gone after the test."""
+    """Register a sink that keeps all calls in a list, and yield the list; the sink is removed after the test."""
     calls = []
 
     @register_sink("kept")
@@ -252,7 +252,7 @@ def test_a_registered_sink_gets_every_line(kept, tmp_path):
     assert all(isinstance(line, MetricLine) and line.seconds >= 0 for line in lines)
     assert [call for call in kept if call[0] != "write"] == [("open", tmp_path), ("begin", "sft", 0), ("close",)]
     assert steps_of(tmp_path) == [("sft", 0, "eval"), ("sft", 1, "train")]
-    assert not (tmp_path / "tensorboard").exists(), "a sink that was not asked for"
+    assert not (tmp_path / "tensorboard").exists(), "a sink that was not chosen got a line"
 
 
 def test_only_the_rank_that_writes_opens_sinks(kept, tmp_path):
@@ -265,7 +265,7 @@ def test_an_unknown_sink_is_refused_by_name(tmp_path):
         MetricsLogger(tmp_path, enabled=True, sinks=("jsonlines",))
 
 
-def test_tensorboard_has_one_point_for_each_metric_under_stage_and_kind(logger, tmp_path):
+def test_tensorboard_has_one_point_for_each_metric_of_a_stage_and_kind(logger, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     fill(logger, steps=2)

@@ -1,4 +1,4 @@
-"""The time of the phases of a training loop."""
+"""The timer of the phases of a training loop."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_seconds_and_counts_add_up_by_phase(clock, timer):
     assert timer.collect() == {"train": PhaseTime(3.0, 2), "save": PhaseTime(4.0, 1)}
 
 
-def test_collecting_starts_anew(clock, timer):
+def test_collecting_resets_the_timer(clock, timer):
     with timer.phase("train"):
         clock.pass_by(1.0)
     timer.collect()
@@ -62,7 +62,7 @@ def test_a_phase_within_itself_is_not_counted_twice(clock, timer):
     assert timer.collect() == {"train": PhaseTime(7.0, 1)}
 
 
-def test_a_phase_that_raises_is_timed_and_ends(clock, timer):
+def test_a_phase_that_raises_ends_and_is_timed(clock, timer):
     for _ in range(2):
         with pytest.raises(KeyError), timer.phase("train"):
             clock.pass_by(1.0)

@@ -1,4 +1,4 @@
-"""The zigzag cut: every token once, put together again in order, gradients to their owners."""
+"""The zigzag cut: each token is on one rank, gathering restores the order, and gradients reach their owners."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_ranks_share_the_tokens_and_the_causal_work(cp_size):
     length = 12 * cp_size
     positions = [zigzag_positions(length, rank, cp_size) for rank in range(cp_size)]
     assert sorted(torch.cat(positions).tolist()) == list(range(length))
-    assert len({int((rank_positions + 1).sum()) for rank_positions in positions}) == 1, "equal numbers of visible keys"
+    assert len({int((rank_positions + 1).sum()) for rank_positions in positions}) == 1, "visible keys differ"
 
 
 def test_a_length_that_does_not_divide_is_refused():
@@ -37,16 +37,21 @@ def _whole():
 
 
 def _shard_gather_backward(dim):
-    """(Gathered equals whole, gradient of this rank's slice, weights of its own part of the loss)."""
+    """Shard, gather and run backward on a rank.
+
+    Returns:
+        Whether the gathered tensor equals the whole one, the gradient of this rank's slice, and the weights of its part
+        of the loss.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     whole = _whole().transpose(1, dim).contiguous()
     own_weight = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1 + rank), dtype=torch.float64)
 
-    mine = zigzag_shard(whole, rank, size, dim).clone().requires_grad_()
-    gathered = zigzag_gather_and_reduce(mine, dist.group.WORLD, dim)
-    together = torch.equal(gathered, whole)
+    shard = zigzag_shard(whole, rank, size, dim).clone().requires_grad_()
+    gathered = zigzag_gather_and_reduce(shard, dist.group.WORLD, dim)
+    is_whole = torch.equal(gathered, whole)
     (own_weight * gathered**2).sum().backward()
-    return together, mine.grad, own_weight
+    return is_whole, shard.grad, own_weight
 
 
 @pytest.mark.parametrize(("world_size", "dim"), [(2, 1), (4, 1), (2, 0), (4, 2)])
@@ -54,7 +59,7 @@ def test_gather_undoes_shard_and_backward_reaches_the_owner(ranks, world_size, d
     results = ranks.run(world_size, _shard_gather_backward, dim)
     whole = _whole().transpose(1, dim).contiguous()
     weight_of_all = sum(own for *_, own in results)
-    for rank, (together, own_losses, _) in enumerate(results):
-        assert together
-        # every rank computed its own part of the loss: the parts' gradients add up
-        torch.testing.assert_close(own_losses, zigzag_shard(2 * weight_of_all * whole, rank, world_size, dim))
+    for rank, (is_whole, gradient, _) in enumerate(results):
+        assert is_whole
+        # Every rank computed its own part of the loss, so the gradients of the parts add up.
+        torch.testing.assert_close(gradient, zigzag_shard(2 * weight_of_all * whole, rank, world_size, dim))

@@ -1,4 +1,4 @@
-"""The redirection to the CPU leaves torch as other libraries need it."""
+"""The redirection of CUDA calls to the CPU does not break what other libraries need of torch."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ print({tensor.device.type for tensor in made})
 
 
 def test_a_device_context_still_says_where_tensors_are_made():
-    """transformers loads models through one; it matters that nothing has used one before."""
+    """transformers loads models in such a context. The test needs a new process, in which nothing has used one."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
     assert done.stdout == "{'meta'}\n", done.stderr

@@ -1,4 +1,4 @@
-"""Degrees against the world size and the model: what fits, and what the refusal says."""
+"""Degrees that fit the world size and the model are accepted; the error for others proposes degrees that fit."""
 
 import itertools
 import re
@@ -23,7 +23,7 @@ from rl_megatron.topology.topology import padded_vocab_size, validate, validate_
         ({"tensor": 2, "expert": 4}, 4, 2),
     ],
 )
-def test_data_parallel_is_what_the_world_size_leaves(degrees, world_size, data):
+def test_data_parallelism_uses_the_remaining_ranks(degrees, world_size, data):
     assert validate(ParallelConfig(**degrees), world_size) == data
 
 
@@ -64,7 +64,7 @@ def test_data_parallel_is_what_the_world_size_leaves(degrees, world_size, data):
         ({"context": -1}, 2, ["parallel.context=-1", "at least 1"]),
     ],
 )
-def test_degrees_that_do_not_fit_are_refused_with_those_that_do(degrees, world_size, words):
+def test_degrees_that_do_not_fit_are_refused_with_a_proposal(degrees, world_size, words):
     with pytest.raises(ConfigError) as refused:
         validate(ParallelConfig(**degrees), world_size)
     assert all(word in str(refused.value) for word in words), str(refused.value)
@@ -142,15 +142,16 @@ def test_degrees_that_do_not_divide_the_model_are_refused(degrees, shape, words)
 
 
 def test_every_pipeline_that_a_refusal_proposes_fits():
-    for num_layers, stages, chunks in itertools.product(range(1, 13), range(2, 7), range(1, 5)):
-        model, degrees = ModelConfig(num_layers=num_layers), {"pipeline": stages, "virtual_pipeline": chunks}
+    for num_layers, stages, model_chunks in itertools.product(range(1, 13), range(2, 7), range(1, 5)):
+        model, degrees = ModelConfig(num_layers=num_layers), {"pipeline": stages, "virtual_pipeline": model_chunks}
         try:
             validate_model(model, ParallelConfig(**degrees))
         except ConfigError as error:
             proposed = str(error).partition("; set ")[2]
             ways = [dict(re.findall(r"parallel\.(\w+)(?: in |=)(\[.*?\]|\d+)", way)) for way in proposed.split(" or ")]
             assert all(ways), proposed
-            assert ("last_stage_layers" in proposed) == (num_layers % chunks == 0 and num_layers >= stages * chunks)
+            divides = num_layers % model_chunks == 0 and num_layers >= stages * model_chunks
+            assert ("last_stage_layers" in proposed) == divides
             for way in ways:
                 values = [[int(value) for value in re.findall(r"\d+", text)] for text in way.values()]
                 assert all(values), proposed
@@ -160,7 +161,7 @@ def test_every_pipeline_that_a_refusal_proposes_fits():
                     validate_model(model, changed)
 
 
-def test_experts_of_any_width_lie_whole_beside_tensor_parallelism():
+def test_experts_of_any_width_are_whole_with_tensor_parallelism():
     width = {"ffn_hidden_size": 5, "expert_ffn_hidden_size": 7}
     validate_model(ModelConfig(num_experts=2, **width), ParallelConfig(tensor=2, sequence=True))
 
@@ -174,7 +175,7 @@ def test_a_model_that_fits_is_accepted():
 
 @pytest.mark.parametrize("vocab_size", [1, 63, 64, 65, 259, 260, 32000, 50257])
 @pytest.mark.parametrize("tensor", [1, 2, 3, 4, 6, 8])
-def test_the_padded_vocabulary_divides_holds_all_and_wastes_little(vocab_size, tensor):
+def test_the_padded_vocabulary_is_divisible_and_little_larger(vocab_size, tensor):
     padded = padded_vocab_size(vocab_size, tensor)
     assert padded >= vocab_size
     assert padded % tensor == 0 and padded % 64 == 0
