@@ -11,7 +11,7 @@ from rl_megatron.checkpoint.retention import delete_older
 from rl_megatron.checkpoint.save import Save, SaveFailed
 from rl_megatron.config.schema import TrainConfig
 from rl_megatron.policy.megatron_policy import MegatronPolicy
-from rl_megatron.topology.collective_errors import on_main_rank
+from rl_megatron.topology.collective_errors import run_on_rank0
 
 
 def critic_checkpoints(checkpoints: Path) -> Path:
@@ -94,7 +94,7 @@ class Checkpointer:
 
     def _delete_older(self) -> None:
         keep, best = self._train.keep_checkpoints, self._train.keep_best
-        failure = on_main_rank(lambda: delete_older(self._directory, keep, self._companions, best))
+        failure = run_on_rank0(lambda: delete_older(self._directory, keep, self._companions, best))
         if failure is not None:
             log.LOGGER.warning("older checkpoints in %s could not be deleted: %s", self._directory, failure)
 

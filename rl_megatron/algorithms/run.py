@@ -37,7 +37,7 @@ from rl_megatron.model.build import Head
 from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology import topology
-from rl_megatron.topology.collective_errors import agreed_failure, on_main_rank
+from rl_megatron.topology.collective_errors import first_failure, run_on_rank0
 from rl_megatron.topology.device import start_device
 from rl_megatron.topology.topology import Topology
 from rl_megatron.weight_sync.plan import WeightsRefused
@@ -72,13 +72,13 @@ def _run(config: RunConfig) -> None:
     layout = topology.build(first.parallel, device, first.train.seed)
     topology.validate_model(first.model, first.parallel)
     output_dir = Path(config.output_dir)
-    _refuse_failure(on_main_rank(lambda: _put_back_checkpoints(output_dir)))
+    _refuse_failure(run_on_rank0(lambda: _put_back_checkpoints(output_dir)))
     tokenizer = _on_all_or_none(lambda: preflight.check(config, output_dir))
     verify.refuse_damage(config, output_dir)
     if dist.get_rank() == 0:
         log.LOGGER.info("%s, %s, vocabulary of %d", layout.describe(), device.type, tokenizer.vocab_size)
     run_yaml = recorded_config(config, output_dir)
-    _refuse_failure(on_main_rank(lambda: _begin_output(config, run_yaml, output_dir, tokenizer)))
+    _refuse_failure(run_on_rank0(lambda: _begin_output(config, run_yaml, output_dir, tokenizer)))
     metrics_logger = _on_all_or_none(lambda: _open_metrics(config, output_dir))
     results: dict[str, Any] = {}
     weights = Path(config.init_from) if config.init_from else None
@@ -150,8 +150,8 @@ def _on_all_or_none(check: Callable[[], _T]) -> _T:
     try:
         result = check()
     except ConfigError as error:
-        raise ConfigError(agreed_failure(str(error))) from None
-    failure = agreed_failure(None)
+        raise ConfigError(first_failure(str(error))) from None
+    failure = first_failure(None)
     if failure is not None:
         raise ConfigError(failure)
     return result

@@ -38,7 +38,7 @@ from rl_megatron import __version__
 from rl_megatron.checkpoint.directory import CONFIG, file_entry, name_of, publish, system_error
 from rl_megatron.checkpoint.rng_state import random_state, random_state_file
 from rl_megatron.checkpoint.training_state import TrainingState
-from rl_megatron.topology.collective_errors import agreed_failure, on_main_rank
+from rl_megatron.topology.collective_errors import first_failure, run_on_rank0
 
 _PAUSE_SECONDS = 0.005  # the time between two checks whether all ranks have finished writing
 COMMON = "common.pt"  # megatron-core's file for state that is not a tensor
@@ -119,11 +119,11 @@ class Save:
             SaveFailed: A rank could not write. It is raised on every rank, and the written files are deleted.
         """
         self._wait()
-        failure = agreed_failure(self._failure)
+        failure = first_failure(self._failure)
         if failure is None:
             gathered: list = [None] * dist.get_world_size()
             dist.gather_object(self._written, gathered if dist.get_rank() == 0 else None)
-            failure = on_main_rank(lambda: self._publish(gathered), lambda error: _failure(error, self.path))
+            failure = run_on_rank0(lambda: self._publish(gathered), lambda error: _failure(error, self.path))
         if failure is not None:
             self.abandon()
             raise SaveFailed(f"checkpoint {self.path} could not be saved: {failure}")
@@ -132,7 +132,7 @@ class Save:
     def abandon(self) -> None:
         """Wait until all ranks have stopped writing, and delete the written files. Collective."""
         self._wait()
-        on_main_rank(lambda: shutil.rmtree(_partial(self.path), ignore_errors=True))
+        run_on_rank0(lambda: shutil.rmtree(_partial(self.path), ignore_errors=True))
 
     def _wait(self) -> None:
         while not self.is_written():  # one collective that waits for the disk could exceed its timeout
@@ -173,7 +173,7 @@ def _begin_save(
     """Start to write every rank's sharded `state` and this rank's `files` (name → content)."""
     final = directory / name_of(step)
     partial = _partial(final)
-    failure = on_main_rank(lambda: _make_empty(partial), lambda error: _failure(error, final))
+    failure = run_on_rank0(lambda: _make_empty(partial), lambda error: _failure(error, final))
     if failure is not None:
         raise SaveFailed(f"checkpoint {final} could not be saved: {failure}")
     tensors, common = save_preprocess(state)

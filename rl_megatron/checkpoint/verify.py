@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rl_megatron.checkpoint.directory import Damaged, damaged, file_entry, read_manifest, size_of
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.topology.collective_errors import agreed_failure
+from rl_megatron.topology.collective_errors import first_failure
 
 
 def verify_checkpoint(path: Path) -> None:
@@ -25,7 +25,7 @@ def verify_checkpoint(path: Path) -> None:
         check_digests(path, manifest, dist.get_rank(), dist.get_world_size())
     except ConfigError as error:
         failure = str(error)
-    failure = agreed_failure(failure)
+    failure = first_failure(failure)
     if failure is not None:
         raise Damaged(failure)
 

@@ -21,7 +21,7 @@ from rl_megatron import log
 from rl_megatron.batching.config import Batching
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.topology.collective_errors import on_main_rank
+from rl_megatron.topology.collective_errors import run_on_rank0
 
 _DIGEST_BYTES = 16
 _TENSORS = ("digests", "lengths", "logprobs")  # in the file: [N, bytes] uint8, [N] int64, all logprobs concatenated
@@ -69,7 +69,7 @@ class RecordedReference:
                 for index, values in zip(fresh, found, strict=True):
                     self._sequences[digests[index]] = values[: int(batch["input_lengths"][index])].clone()
         if len(self._sequences) > known:
-            failure = on_main_rank(self._write)
+            failure = run_on_rank0(self._write)
             if failure is not None:
                 raise ConfigError(f"{self._path} cannot be written: {failure}; free some disk space for output_dir")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 
-def agreed_failure(failure: str | None) -> str | None:
+def first_failure(failure: str | None) -> str | None:
     """Return the failure of the lowest rank that reports one, or None.
 
     The call is collective. Without a process group, it returns this process's own failure.
@@ -27,7 +27,7 @@ def in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def on_main_rank(action: Callable[[], object], describe: Callable[[Exception], str] = in_words) -> str | None:
+def run_on_rank0(action: Callable[[], object], describe: Callable[[Exception], str] = in_words) -> str | None:
     """Run `action` on rank 0, and return its error message, or None, on every rank.
 
     The call is collective. Without a process group, this process runs the action.
