@@ -54,7 +54,7 @@ class Evaluation(ABC):
         """Return the eval metrics of the policy, and samples for people to read."""
 
     def item_lengths(self) -> list[list[int]]:
-        """Return for every item that the model reads in microbatches the tokens of its sequences; by default, none."""
+        """Return, for each item that goes through the model, the number of tokens of each of its sequences."""
         return []
 
 
@@ -231,7 +231,7 @@ class HeldoutProblems(Evaluation):
         return ("accuracy",)
 
     def evaluate(self, policy: MegatronPolicy | None, engine: RolloutEngine) -> EvalResult:
-        """Return `accuracy`, the mean reward in [0, 1], and a few samples for people to read."""
+        """Return `accuracy`, which is the mean reward, and a few samples for people to read."""
         prompts = [self.tokenizer.encode(problem.prompt) for problem in self.problems]
         rollouts = engine.generate(prompts, self.sampling, seed=0)
         texts = completions(rollouts, self.tokenizer)

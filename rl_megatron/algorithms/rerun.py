@@ -1,4 +1,4 @@
-"""Say what a run that is started again does with what its output_dir has, and keep the record of finished stages."""
+"""Report which stages of an output directory are skipped or resumed, and keep the settings of finished stages."""
 
 from __future__ import annotations
 

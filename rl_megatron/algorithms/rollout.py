@@ -71,8 +71,8 @@ def check_problems(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, 
 class Sampler:
     """The sampler of scored completions for the prompts of a step.
 
-    The prompts and random numbers of a step and round depend only on their numbers. A resumed run therefore samples
-    the same as an uninterrupted run.
+    The prompts and random numbers depend only on `train.seed` and on the numbers of the step and the round. A resumed
+    run therefore samples the same as an uninterrupted run.
     """
 
     def __init__(self, stage: Stage, algorithm: RolloutConfig):

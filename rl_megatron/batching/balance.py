@@ -142,8 +142,8 @@ def _even_packs(groups: Groups, packs: Packs) -> Packs:
 def deal(groups: Groups, packs: Packs, num_shards: int) -> list[Packs]:
     """Return packs over shards, as many for each: `[shard][k]`.
 
-    The k-th packs of all shards are neighbours in order of cost, so that shards which work in lockstep wait little. Of
-    these the costliest goes to the shard with the least so far, so that the sums are alike too.
+    Each round deals one pack to every shard, all of similar cost, so that shards that work in lockstep wait little. The
+    costliest pack of a round goes to the shard whose sum is smallest so far, so that the sums are similar too.
     """
     order = sorted(packs, key=groups.cost, reverse=True)
     shards: list[Packs] = [[] for _ in range(num_shards)]

@@ -76,7 +76,7 @@ class RankPlan:
 
     Attributes:
         microbatches: In the order in which they run.
-        sequences: Where their sequences, one microbatch after the other, lie in the global batch of `num_sequences`.
+        sequences: The index in the global batch of each of their sequences, in the order of the microbatches.
             Numbers from `num_sequences` to `num_padded` are padding sequences with zero loss weight.
         num_sequences: Sequences of the global batch.
         num_padded: Sequences of the global batch with its padding sequences.
@@ -91,7 +91,7 @@ class RankPlan:
     efficiency: float
 
     def spread(self, streams: list[Tensor], width: int, first_column: int, entry: Tensor) -> Tensor:
-        """Return the microbatches' streams at their places in the global batch, and `entry` everywhere else.
+        """Put the microbatches' results back into the order of the global batch; other positions get `entry`.
 
         Args:
             streams: `[b, ·, …]` of each microbatch, whose first column is column `first_column` of the batch. The list
@@ -237,9 +237,10 @@ def plan_padded(
 def plan_dynamic_batching(lengths: Sequence[int], width: int, num_shards: int, args: DynamicPlanArgs) -> MicrobatchPlan:
     """Plan microbatches of sequences of similar length, of the same shapes on all shards.
 
-    The groups are sorted by length and dealt out, there and back, so that place k holds groups of similar length on
-    every shard and the shards have about as many tokens. Then all shards are cut at the same places: before every group
-    that would exceed the budget. As all shards compute the same shapes, the imbalance is 0, whatever the cost.
+    The groups are sorted by length and dealt to the shards in turn, in the opposite direction in every second round. So
+    the k-th groups of all shards have similar lengths, and the shards have about as many tokens. Then all shards are cut
+    at the same places: before every group that would exceed the budget. As all shards compute the same shapes, the
+    imbalance is 0, whatever the cost.
 
     Args:
         lengths: Tokens of each sequence.

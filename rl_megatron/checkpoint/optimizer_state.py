@@ -1,10 +1,10 @@
 """The optimizer's part of a checkpoint. It loads under any tensor, pipeline and data parallel layout.
 
 It holds each parameter's fp32 weight and Adam moments in the parameter's own shape. megatron-core's distributed
-optimizer keeps these states flat and split over data-parallel ranks. Its own layout-independent format reads unpadded
-buckets at the offsets of padded ones. This corrupts every bucket that follows a bucket whose size is not a multiple of
-128 (tied embeddings under pipeline parallelism have such a bucket). This module therefore assembles the states
-parameter by parameter.
+optimizer keeps these states flat, in buckets, and split over data-parallel ranks. megatron-core can save them
+independently of the layout, but it stores the buckets without padding and reads them at offsets computed with padding.
+This corrupts every bucket that follows a bucket whose size is not a multiple of 128 (tied embeddings under pipeline
+parallelism have such a bucket). This module therefore assembles the states parameter by parameter.
 """
 
 from __future__ import annotations

@@ -7,7 +7,10 @@ from collections.abc import Iterable
 
 
 class ConfigError(ValueError):
-    """Bad input, found before the first step. The message names the key or file, the value, the rule and the remedy."""
+    """Bad input. The message names the key or file, the value, the rule and the remedy.
+
+    Nearly all such errors are found before the first step; a reward that is not finite is found when it is given.
+    """
 
 
 _SHORT_LIST = 8  # a longer list of names would hide the hint

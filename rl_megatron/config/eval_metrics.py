@@ -12,7 +12,11 @@ EVAL_METRICS: Registry[Metric] = Registry("evaluation metric")
 
 declare_metrics(
     Metric(
-        "accuracy", "reward", "The mean reward of greedy answers to held-out problems, in [0, 1].", "mean", "higher"
+        "accuracy",
+        "reward",
+        "The mean reward of greedy answers to held-out problems, usually in [0, 1].",
+        "mean",
+        "higher",
     ),
     Metric("nll_per_token", "nats", "−log p of held-out text, per predicted token.", "mean", "lower"),
     Metric("nll_per_character", "nats", "−log p of held-out text, per character of plain text.", "mean", "lower"),

@@ -1,7 +1,8 @@
 """The configuration, one frozen dataclass per YAML section. Field comments are the documentation of the keys.
 
 Values are checked on construction, and messages name the key that is unknown, of a wrong type or out of range. Checks
-that need two sections are in `load.py`; checks that need the world size are in `topology`.
+that need two sections are in `load.py` and in the `check` methods of algorithms and data sources. Checks that need the
+world size are in `topology`.
 """
 
 from __future__ import annotations
@@ -177,10 +178,10 @@ class ParallelConfig:
 
 @section
 class OptimizerConfig:
-    """Adam with decoupled weight decay, linear warmup, then decay to `min_lr`."""
+    """Adam with decoupled weight decay, and a learning rate with linear warmup and then a decay."""
 
     lr: PositiveFloat = 1e-3  # peak learning rate
-    min_lr: NonNegativeFloat = 0.0  # learning rate at the end of the decay
+    min_lr: NonNegativeFloat = 0.0  # learning rate that a decay ends at
     warmup_steps: NonNegative = 0  # optimizer steps of linear warmup; 0: none
     # Optimizer step at which the decay ends; grpo and ppo may take several per rollout step. null: the stage's last.
     decay_steps: Positive | None = None
@@ -318,7 +319,7 @@ class GenerationConfig:
     engine_device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     engine_timeout_minutes: PositiveFloat = 30.0  # an engine that takes longer over an answer counts as dead
     max_engine_restarts: NonNegative = 3  # engine deaths that a stage survives by a restart; one more ends the run
-    # How weights reach the engines. collective: broadcast over a process group; shared_memory: on one machine only.
+    # How weights reach the engines. collective: one all-reduce per bucket; shared_memory: on one machine only.
     refit: Literal["collective", "shared_memory"] = "collective"
     refit_bucket_mb: PositiveFloat = 256.0  # MiB of weights sent together; each side holds two such buckets
     # The logprob check: once for each copy of the weights that an engine serves, it completes this many of the step's

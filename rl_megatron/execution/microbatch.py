@@ -61,7 +61,8 @@ class ModelInput:
     def padding_of(self, model_chunk: torch.nn.Module, topology: Topology) -> Tensor | None:
         """Return `padding` as megatron-core expects it for this model chunk.
 
-        A model chunk with the embedding cuts it over sequence-parallel ranks itself; the others expect it cut.
+        Under sequence parallelism, the model chunk with the embedding takes the whole mask and splits it itself; other
+        model chunks get this rank's part.
         """
         if self.padding is not None and topology.sequence and not unwrap(model_chunk).pre_process:
             return self.padding.chunk(topology.tensor, dim=1)[topology.tensor_rank]

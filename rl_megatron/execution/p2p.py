@@ -20,9 +20,9 @@ Shape = tuple[int, int]
 class PlannedCommunicator(P2PCommunicator):
     """megatron-core's communicator, which takes the shapes of what it receives from the plan.
 
-    A group of microbatches has as many as there are stages, or all of them without interleaving. For each group,
-    activations arrive model chunk by model chunk, and gradients likewise. The first stage receives no activations for
-    its first model chunk, and the last stage no gradients for its last.
+    With interleaving, microbatches run in groups of as many as there are stages; without, all are one group. For each
+    group, activations arrive model chunk by model chunk, and gradients likewise. The first stage receives no activations
+    for its first model chunk, and the last stage no gradients for its last.
 
     Args:
         topology: The layout.

@@ -78,8 +78,8 @@ class Runner:
             forward_only: Compute the loss and its metrics, but no gradient.
 
         Returns:
-            Every metric, reduced as it is declared, the same on all ranks. "loss" is the loss whose gradient was taken.
-            A mixture of experts may add the gradient of "router_aux_loss" to it.
+            Every metric, reduced as it is declared, the same on all ranks. "loss" is the value of `loss_fn` alone. With
+            `model.router_aux_loss` above 0, the gradient also has the balancing loss, reported as "router_aux_loss".
 
         Raises:
             NonFiniteLoss: On every rank, if the loss is NaN or infinite. The message names the microbatch and metrics.

@@ -29,12 +29,11 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Served:
-    """Which copy of the policy's weights an engine serves. Equal values are the same copy in the same processes.
+    """The identity of the copy of the policy's weights that an engine serves. Equal values are the same copy.
 
     Attributes:
-        version: The policy's `weight_version` when the copy was made. None for an engine that has no copy, and
-            generates with the policy's own weights.
-        start: The number of times that the engine's processes were started, up to those that hold the copy.
+        version: The policy's `weight_version` when it was copied; None if the engine uses the policy's own weights.
+        start: How often the engine's processes have been started, so that restarted processes differ from those before.
     """
 
     version: int | None
@@ -54,7 +53,7 @@ class RolloutEngine(Protocol):
 
     @property
     def served(self) -> Served | None:
-        """Return the copy of the weights that the engine serves now, or None if it serves none."""
+        """Return the copy of the weights that the engine serves now, or None if it has no weights yet."""
         ...
 
     def update_weights(self) -> dict[str, float]:

@@ -17,8 +17,8 @@ class FilteredStats(torch.autograd.Function):
     """(logprobs [N], entropy [N] or None, gathered [N, K] or None) of the tokens that the filter keeps, renormalised.
 
     The kernels leave out tokens below the thresholds, which are constants in the gradient. The rank that has a target
-    below its threshold handles it here: it sets the target's logit to −inf in its statistics, or adds the target to
-    them.
+    below its threshold handles it here: with outside="keep" it adds the target to its statistics, and otherwise it sets
+    the target's logit to −inf in them.
     """
 
     @staticmethod

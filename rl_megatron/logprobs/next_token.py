@@ -72,8 +72,8 @@ def next_token_stats(
 
         logprobs[b, t] = log softmax(logits[b, t] / T)[input_ids[b, t+1]]
 
-    Labels are shifted on the whole sequence before it is cut or packed. Every rank therefore has the label of its last
-    position, and a sequence's last label is not the first token of the next sequence. There is one pass over the
+    Labels are shifted on the whole sequence before it is cut or packed. So each rank has the label at the end of
+    its slice, and the first token of the next sequence in a pack never becomes a label. There is one pass over the
     logits, whatever the layout.
 
     Every rank returns the whole [B, S-1]. Backward takes this rank's part of the gradient, so every rank of the

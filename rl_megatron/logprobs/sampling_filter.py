@@ -130,7 +130,7 @@ def _top_p_thresholds(
         dist.all_reduce(row_max, op=dist.ReduceOp.MAX, group=shard.group)
 
     def weigh(x: Float[Tensor, "rows columns"], block: slice) -> Int[Tensor, "rows columns"]:
-        """Return the mass of each token in units of `_MASS_UNIT`, or 0 below `lowest`."""
+        """Return the mass of each token in multiples of `_MASS_SCALE`, or 0 below `lowest`."""
         shifted = x.to(lowest.dtype) - row_max[block, None]
         if temperature is not None:
             shifted /= temperature[block, None]

@@ -21,8 +21,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 def accepts_deferred_logits(read_output: Method) -> Method:
     """Mark a `Loss.read_output` that takes `DeferredLogits` as well as logits, and return it.
 
-    The mark belongs to the method. A subclass that overrides `read_output` is therefore given whole logits until it
-    marks its own method. Whole logits are always correct, only slower.
+    A subclass that overrides `read_output` has to mark its own method too. Without the mark it gets whole logits, which
+    are always correct but need more memory.
     """
     read_output.__dict__["accepts_deferred_logits"] = read_output
     return read_output

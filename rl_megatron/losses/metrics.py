@@ -11,7 +11,7 @@ COMMON = declare_metrics(
     Metric(
         "loss", "of the loss", "The value that the optimizer minimises, without the experts' balancing loss.", "sum"
     ),
-    Metric("num_valid_samples", "samples", "Samples that count; for a preference loss, pairs that count.", "sum"),
+    Metric("num_valid_samples", "samples", "Σ sample_mask; for a preference loss, half of it.", "sum"),
 )
 
 NLL = declare_metrics(Metric("num_unmasked_tokens", "tokens", "Predicted tokens that count.", "sum"))

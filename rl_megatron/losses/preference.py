@@ -58,8 +58,7 @@ class PreferenceLoss(Loss):
     token_mask ≠ 0.
 
     Metrics: loss; accuracy, the share of pairs with r_chosen > r_rejected; rewards_chosen_mean and
-    rewards_rejected_mean. All are means over the global batch's pairs. num_valid_samples is the number of these pairs,
-    Σ sample_mask / 2.
+    rewards_rejected_mean. All are means over the global batch's pairs. num_valid_samples is Σ sample_mask / 2.
 
     TRL's RewardTrainer computes the same, without its margins and center_rewards_coefficient.
 

@@ -102,10 +102,11 @@ def build_optimizer(
 
 
 def build_scheduler(optimizer: MegatronOptimizer, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:
-    """Return a schedule with a linear warmup, followed by `decay_style` to `min_lr` at `decay_steps`.
+    """Return a schedule with a linear warmup, followed by a decay of the style `decay_style`.
 
-    The warmup starts at lr/(warmup_steps + 1) and takes `warmup_steps` steps. If `decay_steps` is not set, it is
-    `total_steps`, or the warmup plus one step if that is longer.
+    The warmup starts at lr/(warmup_steps + 1) and takes `warmup_steps` steps. "linear" and "cosine" reach `min_lr` at
+    `decay_steps`. "inverse-square-root" is lr·√(warmup_steps/step), and `min_lr` after `decay_steps`. "constant" does
+    not decay. If `decay_steps` is not set, it is `total_steps`, or the warmup plus one step if that is longer.
 
     Raises:
         ConfigError: The warmup is longer than the decay, or `min_lr` exceeds `lr`.

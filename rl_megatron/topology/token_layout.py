@@ -82,8 +82,8 @@ class TokenLayout:
     def gather(self, x: Tensor) -> Tensor:
         """Gather every rank's [R, L, …] into the whole [B, S, …], with 0 for tokens that the model does not get.
 
-        Every rank then computes the *same* loss from it. Backward returns each rank's own part of the gradient, without
-        a collective, because a sum of the ranks' equal gradients would count each token cp times.
+        Every rank then computes the *same* loss from it, so each already has the full gradient of its own tokens.
+        Backward returns that part without a collective: a sum over the ranks would multiply it by cp.
         """
         everywhere = _AllRanks.apply(x.flatten(0, 1), self.cp_group) if _size(self.cp_group) > 1 else x.flatten(0, 1)
         picked = everywhere[self.place.clamp(min=0)]

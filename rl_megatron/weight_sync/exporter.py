@@ -15,7 +15,7 @@ from rl_megatron.model.families import family_of_model
 from rl_megatron.model.families.table import WeightTable
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.model.shards import Piece, pieces
-from rl_megatron.weight_sync.plan import RefitPlan, TensorSpec, fingerprint, places, plan_buckets
+from rl_megatron.weight_sync.plan import RefitPlan, TensorSpec, fingerprint, fingerprint_of_ones, plan_buckets
 
 DEFAULT_BUCKET_BYTES = 64 << 20
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")  # Megatron's have rows beyond the vocabulary
@@ -121,11 +121,13 @@ class WeightExporter:
     def _check_coverage(self, specs: Sequence[TensorSpec], unknown: list[str]) -> None:
         """Check that every element of every tensor is held by exactly one block, and that the table knows every tensor.
 
-        If only elements were counted, an overlap could hide a gap. So fingerprints of their places are summed as well.
+        A count of elements is not enough: if one element is held twice and another by no rank, the count is still
+        right. So each element also adds a hash of its position.
         """
 
         def counted(shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-            return torch.stack([torch.tensor(math.prod(shape)), places(shape, offset, torch.device("cpu"))])
+            positions = fingerprint_of_ones(shape, offset, torch.device("cpu"))
+            return torch.stack([torch.tensor(math.prod(shape)), positions])
 
         held = torch.zeros(len(specs) + 1, 2, dtype=torch.int64)
         held[-1, 0] = len(unknown)

@@ -1,8 +1,9 @@
 """The format in which weights are sent to a rollout engine: buckets of whole tensors with their fingerprints.
 
 A bucket is a buffer of 64-bit words. It holds the bytes of its tensors, each starting at a word, and then one
-fingerprint per tensor. Every rank of the model writes the rows that it holds and leaves zeros elsewhere. The integer
-sum over ranks is then exactly the bucket, so one all-reduce gathers the shards and delivers them.
+fingerprint per tensor. Every rank of the model writes the rows that it holds and leaves zeros elsewhere. A row
+is non-zero on one rank only, so the integer sum of all ranks' buffers is the complete bucket. The engines take part in
+that all-reduce, which therefore also delivers the bucket to them.
 
 A tensor is read as a matrix of 16-bit integers x_ij (an fp32 element is two of them side by side). Its fingerprint is
 
@@ -169,7 +170,7 @@ def fingerprint(block: Tensor, offset: Sequence[int] = (0, 0)) -> Tensor:
     return total
 
 
-def places(shape: Sequence[int], offset: Sequence[int], device: torch.device) -> Tensor:
+def fingerprint_of_ones(shape: Sequence[int], offset: Sequence[int], device: torch.device) -> Tensor:
     """Return the fingerprint of a block of ones, a scalar int64.
 
     If blocks cover each element of a tensor once, their numbers add up to the number of the whole tensor.

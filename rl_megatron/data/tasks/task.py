@@ -31,7 +31,7 @@ class Demonstration(NamedTuple):
 
 @runtime_checkable
 class Task(Protocol):
-    """A source of verifiable problems. Every method is deterministic: the same arguments give the same result.
+    """A source of verifiable problems. Apart from `reward`, the same arguments give the same result.
 
     `count=None` asks for all problems; a task that generates its training problems raises ValueError for it.
     `register_task` sets `name`.
@@ -52,7 +52,7 @@ class Task(Protocol):
         ...
 
     def reward(self, problem: Problem, completion: str) -> float:
-        """Return how good `completion` is, in [0, 1]."""
+        """Return how good `completion` is: a finite number, usually in [0, 1]."""
         ...
 
 

@@ -262,8 +262,8 @@ class TransformersEngine:
     def _answers(self) -> Answers:
         """Return the engines' answers, on every rank.
 
-        The other ranks wait in broadcasts. An engine may need longer than a collective's timeout, so rank 0 completes a
-        broadcast in time and starts another.
+        The other ranks wait in a broadcast. An engine may need longer than a collective's timeout, so rank 0 broadcasts
+        before that time that there is no answer yet, and all wait again.
         """
         answers = None
         while answers is None:

@@ -1,7 +1,7 @@
 """Blocks of rows and the fp32 scratch memory in which they are processed. A row's bits do not depend on other rows.
 
 On a CPU, torch vectorises an operation except for the last few numbers of each thread's part, which it computes one by
-one. If both ways round differently, a number's bits depend on its position. The functions here avoid this.
+one. The two ways may round differently, so that a number's bits depend on its position. The functions here avoid this.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def scratch_tiles(
 
 
 def _rows_for_all_threads(width: int, device: torch.device) -> int:
-    """Return how many rows of `width` numbers keep every thread busy. Torch splits fewer rows at other positions."""
+    """Return how many rows of `width` numbers keep every thread busy. With fewer, torch splits the work elsewhere."""
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     return 1 if threads == 1 else -(-threads * _GRAIN // width)
 

@@ -72,7 +72,8 @@ class ClippedPGLossConfig:
         kl_input_clamp_value: The log-ratio is clamped to ± this value before the KL is estimated. null disables it.
         kl_output_clamp_value: The KL estimate is clamped to ± this value. null disables it.
         use_kl_in_reward: The reward includes the KL, so the loss does not.
-        use_on_policy_kl_approximation: Weight the KL by π/π_generation instead of 1.
+        use_on_policy_kl_approximation: Weight each token's KL by π/π_generation instead of 1, because the tokens were
+            sampled from π_generation and not from π.
 
     Keys of the correction for the generation engine's probabilities:
         use_importance_sampling_correction: Weight each token by π_prev/π_generation. NaN and ∞ count as 0.

@@ -46,9 +46,9 @@ class ReplicatedLinear(torch.nn.Linear):
 class LatentAttention(MegatronModule):
     """Multi-head latent attention that replaces megatron-core's self-attention and is built from its linears.
 
-    Its modules have the names of megatron-core's MLASelfAttention. That class is not used for three reasons: it refuses
-    RoPE angles as an argument, it supports packs only with Transformer Engine, and each tensor-parallel rank gets only
-    its own heads' part of the gradient of the key that all heads share.
+    Its modules have the names of megatron-core's MLASelfAttention. That class is not used for three reasons. It refuses
+    RoPE angles as an argument. It supports packs only with Transformer Engine. And it does not sum the gradient of the
+    key that all heads share over tensor-parallel ranks, so each rank has only its own heads' part.
 
         c_q = norm(W_dq·h)          q = W_uq·c_q       [nope + rope] per head; without `q_lora_rank`, q = W_q·h
         c_kv, k_r = W_dkv·h         k, v = W_ukv·norm(c_kv)   [nope + v] per head

@@ -23,9 +23,9 @@ class BalancedRouter(TopKRouter):
     data-parallel rank is balanced separately, so L_aux depends on which sequences share a microbatch, but on no other
     part of the layout.
 
-    megatron-core's own balancing loss is not used for three reasons: it is scaled by token counts by which
-    megatron-core's optimizer step divides and ours does not, it counts padding, and it is NaN for a microbatch without
-    tokens (NVIDIA/Megatron-LM issues 1652 and 1984).
+    megatron-core's own balancing loss is not used for three reasons. It is multiplied by the number of tokens, by which
+    megatron-core divides in its optimizer step and this package does not. It counts padding. And it is NaN for a
+    microbatch without tokens (NVIDIA/Megatron-LM issues 1652 and 1984).
 
     Source: Fedus et al. 2021 (arXiv:2101.03961), eq. 4–6.
 

@@ -12,7 +12,7 @@ from rl_megatron.weight_sync.plan import (
     _column_hashes,
     _row_hashes,
     fingerprint,
-    places,
+    fingerprint_of_ones,
     plan_buckets,
 )
 
@@ -50,7 +50,7 @@ def test_sums_over_columns_are_exact_at_the_limit_of_fp64(monkeypatch):
     monkeypatch.setattr("rl_megatron.weight_sync.plan._COLUMNS_AT_ONCE", 97)
     monkeypatch.setattr("rl_megatron.weight_sync.plan._ELEMENTS_AT_ONCE", 97)
     assert torch.equal(fingerprint(tensor), whole)
-    assert whole == -(2**15) * places(tensor.shape, (0, 0), CPU)
+    assert whole == -(2**15) * fingerprint_of_ones(tensor.shape, (0, 0), CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -58,9 +58,8 @@ def test_fingerprints_of_blocks_add_up_to_that_of_the_tensor(dtype):
     tensor = random_bits(12, 10, dtype=dtype)
     blocks = {(0, 0): tensor[:5], (5, 0): tensor[5:, :3], (5, 3): tensor[5:, 3:]}
     assert sum(fingerprint(block, location) for location, block in blocks.items()) == fingerprint(tensor)
-    assert sum(places(block.shape, location, CPU) for location, block in blocks.items()) == places(
-        (12, 10), (0, 0), CPU
-    )
+    ones = sum(fingerprint_of_ones(block.shape, location, CPU) for location, block in blocks.items())
+    assert ones == fingerprint_of_ones((12, 10), (0, 0), CPU)
     vector = random_bits(11, dtype=dtype)
     assert fingerprint(vector[:4]) + fingerprint(vector[4:], (4, 0)) == fingerprint(vector)
 
