@@ -238,8 +238,8 @@ def plan_dynamic_batching(lengths: Sequence[int], width: int, num_shards: int, a
     """Plan microbatches of sequences of similar length, of the same shapes on all shards.
 
     The groups are sorted by length and dealt to the shards in turn, in the opposite direction in every second round. So
-    the k-th groups of all shards have similar lengths, and the shards have about as many tokens. Then all shards are cut
-    at the same places: before every group that would exceed the budget. As all shards compute the same shapes, the
+    the k-th groups of all shards have similar lengths, and the shards have about as many tokens. Then all shards are
+    cut at the same places: before every group that would exceed the budget. As all shards compute the same shapes, the
     imbalance is 0, whatever the cost.
 
     Args:

@@ -21,8 +21,8 @@ class PlannedCommunicator(P2PCommunicator):
     """megatron-core's communicator, which takes the shapes of what it receives from the plan.
 
     With interleaving, microbatches run in groups of as many as there are stages; without, all are one group. For each
-    group, activations arrive model chunk by model chunk, and gradients likewise. The first stage receives no activations
-    for its first model chunk, and the last stage no gradients for its last.
+    group, activations arrive model chunk by model chunk, and gradients likewise. The first stage receives no
+    activations for its first model chunk, and the last stage no gradients for its last.
 
     Args:
         topology: The layout.
