@@ -39,9 +39,10 @@ _HEAD = """\
 on that many ranks (CPU, gloo), with one process that has all sequences in one padded microbatch. Both start from the
 same weights, in fp32.
 
-A layout is one value of each of {num_factors} factors:
+A parallel layout is a choice of parallel degrees. A line of the table is a layout with further settings, one value of
+each of {num_factors} factors:
 
-- the degrees: tensor (tp), sequence (sp), pipeline (pp), interleaved pipeline (vpp), context (cp), expert (moe-ep) and
+- the layout: tensor (tp), sequence (sp), pipeline (pp), interleaved pipeline (vpp), context (cp), expert (moe-ep) and
   data parallelism (dp);
 - how sequences form microbatches (packed, padded, dynamic), and how many: the number is sequences, or as many tokens as
   that many of the longest sequences have;
@@ -50,7 +51,7 @@ A layout is one value of each of {num_factors} factors:
 
 Every pair of values of two factors that eight ranks allow, {num_pairs} in all, is in at least one line.
 
-Each layout runs {objectives} on {num_rows} sequences of 1 to
+Each line runs {objectives} on {num_rows} sequences of 1 to
 {width} tokens. They have unequal lengths, and among them are a sequence of one token, one of two, one that is wholly
 masked, and sequences with zero loss weight. Every entry that may not be read is NaN. The columns are the largest errors
 over these losses:

@@ -58,6 +58,11 @@ class Case:
         return validate(self.parallel, self.world_size)
 
     @property
+    def device_gib(self) -> int:
+        """The memory of one device, which the name states as "devices × GiB"."""
+        return int(self.name.partition(" × ")[2].split()[0])
+
+    @property
     def weight_bytes(self) -> int:
         return 2 if self.precision == "bf16" else 4
 
@@ -198,7 +203,10 @@ CASES = [
 
 
 def table() -> str:
-    """Return the worked examples as a Markdown table, in GiB on the fullest rank."""
+    """Return the worked examples as a Markdown table, in GiB on the fullest rank.
+
+    Peaks that exceed the memory of one device are bold.
+    """
     lines = [
         "| run | parameters, total | parameters | gradients | optimizer | reference | activations | logits | train "
         "| KV cache | generate |",
@@ -208,9 +216,16 @@ def table() -> str:
         whole = parameters(replace(case, parallel=ParallelConfig(), world_size=1)).total
         kept = [*training_bytes(case), reference_bytes(case)]
         working, cache = [activation_bytes(case), logits_bytes(case)], cache_bytes(case)
-        cells = [*kept, *working, sum(kept + working), cache, sum(kept) + cache]
-        lines.append(f"| {case.name} | {whole / 1e9:.2f} B | " + " | ".join(f"{x / GIB:.1f}" for x in cells) + " |")
+        train, generate = (_peak(size, case) for size in (sum(kept + working), sum(kept) + cache))
+        cells = [*(f"{size / GIB:.1f}" for size in kept + working), train, f"{cache / GIB:.1f}", generate]
+        lines.append(f"| {case.name} | {whole / 1e9:.2f} B | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _peak(size: float, case: Case) -> str:
+    """Return a peak in GiB, bold if it exceeds the memory of one device."""
+    shown = f"{size / GIB:.1f}"
+    return f"**{shown}**" if size / GIB > case.device_gib else shown
 
 
 def page(text: str) -> str:
