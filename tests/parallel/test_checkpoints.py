@@ -86,6 +86,7 @@ def test_a_checkpoint_before_the_first_step_continues(ranks, tmp_path, distribut
         ((1, {}), INTERLEAVED),
         (INTERLEAVED, DATA),
         (DATA, TENSOR),
+        (TENSOR, (2, {"context": 2})),
     ],
     ids=lambda layout: f"{layout[0]} {layout[1]}",
 )
