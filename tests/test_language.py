@@ -23,22 +23,17 @@ TEXTS = sorted(
     if path.is_file() and path.suffix != ".pyc" and path not in (Path(__file__), ROOT / "CHANGELOG.md")
 )  # fmt: skip
 
+# A new verb is added here. Words that are usually nouns ("Step", "Shape") are left out.
 VERBS = frozenset(
     """
-    Accept Accumulate Add Align Allocate Annotate Answer Append Apply Ask Assemble Attend Attribute Average Balance
-    Begin Block Bound Bring Broadcast Build Cache Call Cast Change Check Choose Claim Clear Clip Close Collect Combine
-    Compare Complete Compose Compute Configure Continue Convert Copy Count Create Cut Deal Declare Decode Define
-    Delete Derive Describe Discard Divide Do Draw Drop Encode End Enter Estimate Evaluate Exchange Execute Exit Expand
-    Export Extend Fail Fill Filter Find Finish Flatten Forget Form Format Forward Free Gather Generate Get Give Group
-    Guard Halt Hash Hold Ignore Import Initialise Initialize Insert Inspect Interleave Iterate Join Keep Kill Launch
-    Leave Let Limit List Load Log Look Lower Make Map Mark Mask Match Mean Measure Merge Move Multiply Name Normalise
-    Normalize Note Notice Offload Open Order Override Pack Pad Parse Pass Permute Pick Place Plan Plot Poll Prefer
-    Prepare Print Probe Process Produce Propagate Put Raise Read Rebuild Receive Recompute Record Redirect Reduce
-    Refuse Register Reject Release Remove Rename Render Reorder Repeat Replace Report Request Require Reserve Reset
-    Resolve Restart Restore Resume Return Reuse Round Route Run Sample Save Scale Scatter Score Select Send Separate
-    Serve Set Shard Shift Shorten Show Shuffle Shut Silence Skip Sort Split Spread Start State Step Stop Store Stream
-    Strip Subtract Sum Swap Switch Sync Take Tell Test Tie Time Tokenize Trade Train Transform Translate Transpose
-    Truncate Try Turn Undo Unpack Unwrap Update Use Validate Verify Wait Walk Warn Weigh Wrap Write Yield
+    Accept Add Allocate Answer Append Apply Ask Attend Begin Broadcast Build Call Check Choose Clear Close Collect
+    Combine Compare Complete Compute Convert Copy Count Create Cut Decode Define Delete Describe Do Draw Drop End
+    Estimate Evaluate Fill Find Finish Free Gather Generate Give Ignore Import Initialise Initialize Insert Join Keep
+    Kill Launch Leave Let List Load Log Make Map Mark Mask Merge Move Normalise Open Pack Parse Plan Plot Prepare
+    Print Propagate Provide Put Raise Read Rebuild Receive Record Redirect Reduce Refuse Register Release Remove
+    Rename Render Replace Report Request Require Reset Resolve Restart Restore Return Round Run Sample Save Scale
+    Scatter Select Send Serve Set Shorten Show Shut Skip Sort Split Spread Start Stop Store Stream Subtract Sum Sync
+    Take Time Train Truncate Turn Undo Unwrap Update Use Validate Verify Wait Warn Wrap Write Yield
     """.split()
 )
 
@@ -111,7 +106,7 @@ def words(identifier: str) -> set[str]:
 def test_docstrings_of_functions_open_with_an_imperative_verb():
     found = list(functions())
     others = [place for place, first in found if first.rstrip(".,:;") not in VERBS]
-    assert len(others) <= 0.02 * len(found), "\n".join(others)
+    assert not others, "\n".join(others)
 
 
 @pytest.mark.parametrize("word", AMBIGUOUS)

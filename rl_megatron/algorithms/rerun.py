@@ -13,7 +13,7 @@ from rl_megatron import log
 from rl_megatron.algorithms.verify import manifest_at_the_end
 from rl_megatron.checkpoint.directory import complete_checkpoints
 from rl_megatron.config.load import from_yaml, to_yaml
-from rl_megatron.config.schema import RunConfig
+from rl_megatron.config.schema import RunConfig, StageConfig
 
 CONFIG = "config.yaml"
 _SHOWN = 6  # settings that differ
@@ -26,23 +26,35 @@ def recorded_config(config: RunConfig, output_dir: Path) -> str:
     the settings that a stage began with.
     """
     path = output_dir / CONFIG
-    before = from_yaml(path.read_text(), str(path)).stages if path.is_file() else {}
     stages = dict(config.stages)
     for name, stage in config.stages.items():
         saved = complete_checkpoints(output_dir / "checkpoints" / name) if config.resume else []
         if not saved:
             continue
         finished = manifest_at_the_end(saved[-1].parent, stage)
-        changed = _changed(config, replace(config, stages={name: before[name]}), name) if name in before else []
+        before = _settings_of(name, saved[-1] / CONFIG, path)
+        changed = [] if before is None else _changed(config, replace(config, stages={name: before}), name)
         if finished is not None:
             log.LOGGER.info("stage %s: skipped, it is complete at step %d: %s", name, finished["step"], saved[-1])
-            if changed:
-                stages[name] = before[name]
+            if changed and before is not None:
+                stages[name] = before
         if changed:
             effect = "have no effect on this finished stage" if finished is not None else "apply from here on"
             remedy = f"; set another output_dir to train with them ({path} is kept)" if finished is not None else ""
             log.LOGGER.warning("stage %s: settings that changed %s: %s%s", name, effect, _listed(changed), remedy)
     return to_yaml(replace(config, stages=stages))
+
+
+def _settings_of(name: str, *files: Path) -> StageConfig | None:
+    """Return the settings of a stage from the first file that exists and has them, or None.
+
+    A checkpoint has the settings that it was trained with. The run's config.yaml may have those of an attempt that
+    failed before it saved.
+    """
+    for file in files:
+        if file.is_file() and (found := from_yaml(file.read_text(), str(file)).stages.get(name)) is not None:
+            return found
+    return None
 
 
 def _changed(config: RunConfig, before: RunConfig, name: str) -> list[str]:

@@ -78,7 +78,7 @@ def _run(config: RunConfig) -> None:
     verify.refuse_damage(config, output_dir)
     if dist.get_rank() == 0:
         log.LOGGER.info("%s, %s, vocabulary of %d", layout.describe(), device.type, tokenizer.vocab_size)
-    run_yaml = recorded_config(config, output_dir)
+    run_yaml = _on_all_or_none(lambda: recorded_config(config, output_dir))  # every rank has read before rank 0 writes
     _refuse_failure(run_on_rank0(lambda: _begin_output(config, run_yaml, output_dir, tokenizer)))
     metrics_logger = _on_all_or_none(lambda: _open_metrics(config, output_dir))
     results: dict[str, Any] = {}
@@ -126,7 +126,9 @@ def _begin_output(config: RunConfig, run_yaml: str, output_dir: Path, tokenizer:
     checkpoints.
     """
     save_tokenizer(tokenizer, output_dir)
-    (output_dir / CONFIG).write_text(run_yaml)
+    partial = output_dir / f"{CONFIG}.incomplete"
+    partial.write_text(run_yaml)
+    partial.replace(output_dir / CONFIG)
     carried = hugging_face_files(Path(config.init_from)) if config.init_from else None
     kept = output_dir / HUGGING_FACE
     if carried is not None and carried.resolve() != kept.resolve():

@@ -232,9 +232,10 @@ def check_keys(name: str, loss_fn: LossFunction, batch: BatchedDataDict) -> None
     """
     missing = sorted(set(getattr(loss_fn, "required_keys", ())) - batch.keys())
     if missing:
+        title = getattr(loss_fn, "display_name", type(loss_fn).__name__)
         raise ConfigError(
-            f"{name}: {type(loss_fn).__name__} reads {missing}, which the synthetic batch does not have; this loss "
-            "cannot be certified: leave its stage out"
+            f"{name}: {title} reads {missing}, which the synthetic batch does not have; this loss cannot be certified: "
+            "leave its stage out"
         )
 
 

@@ -40,13 +40,15 @@ def rename_overrides(overrides: Iterable[str]) -> list[str]:
     return renamed
 
 
-def rename_tree(tree: Mapping[str, Any], prefix: str = "", where: str = "") -> dict[str, Any]:
+def rename_tree(tree: Mapping[str, Any], prefix: str = "", where: str = "", older_wins: bool = False) -> dict[str, Any]:
     """Return a configuration, or a section of one, with today's keys and values.
 
     Args:
         tree: The mappings, which stay as they are.
         prefix: The path of the section in the configuration, such as "data".
         where: The beginning of an error message, which names the file.
+        older_wins: Whether a key that is there under both names takes the value of the older one. In a composed
+            configuration the other value is a default, since files and overrides that set both are refused before.
 
     Raises:
         ConfigError: A section has a key under both its older name and its name.
@@ -56,9 +58,14 @@ def rename_tree(tree: Mapping[str, Any], prefix: str = "", where: str = "") -> d
         path = f"{prefix}.{key}" if prefix else str(key)
         now = _renamed_path(path)
         new_key = key if now == path else now.rpartition(".")[2]
-        if new_key != key and new_key in tree:
+        if new_key != key and new_key in tree and not older_wins:
             raise _both(path, now, where)
-        renamed[new_key] = rename_tree(value, path, where) if isinstance(value, Mapping) else _renamed_value(now, value)
+        if new_key == key and new_key in renamed:
+            continue  # its older name came first, and wins
+        if isinstance(value, Mapping):
+            renamed[new_key] = rename_tree(value, path, where, older_wins)
+        else:
+            renamed[new_key] = _renamed_value(now, value)
     return renamed
 
 
@@ -75,7 +82,7 @@ class UserFiles(FileConfigSource):
         result = super().load_config(config_path)
         package = result.header.get("package")
         group = config_path.rpartition("/")[0].replace("/", ".")
-        prefix = {"_global_": "", None: group}.get(package, str(package))
+        prefix = group if package is None else str(package).removeprefix("_global_").removeprefix(".")
         if isinstance(result.config, DictConfig):
             tree: Any = OmegaConf.to_container(result.config, resolve=False)
             result.config = OmegaConf.create(rename_tree(tree, prefix, f"{self.path}/{config_path}.yaml: "))

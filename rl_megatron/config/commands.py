@@ -6,7 +6,8 @@ import json
 import re
 import shlex
 
-_UNQUOTED = r"[\w./:@%+-]+"  # what a value in Hydra's syntax may have without quotes
+_UNQUOTED = r"[\w./:@%+-]+"  # characters that a value in Hydra's syntax may have without quotes
+_NOT_TEXT = r"(?i)null|true|false|[+-]?(nan|inf|[\d_.]+(e[+-]?\d+)?)"  # Hydra reads these as other types
 
 
 def command(*words: str) -> str:
@@ -16,5 +17,5 @@ def command(*words: str) -> str:
 
 def override(key: str, value: str) -> str:
     """Return `key=value` in Hydra's syntax."""
-    plain = re.fullmatch(_UNQUOTED, value, re.ASCII)
+    plain = re.fullmatch(_UNQUOTED, value, re.ASCII) and not re.fullmatch(_NOT_TEXT, value)
     return f"{key}={value if plain else json.dumps(value, ensure_ascii=False)}"

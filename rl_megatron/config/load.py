@@ -52,7 +52,7 @@ def load_config(overrides: list[str], config_dir: str | None = None) -> schema.R
             the nearest one.
     """
     overrides = rename_overrides(overrides)
-    tree = rename_tree(_compose(overrides, config_dir))
+    tree = rename_tree(_compose(overrides, config_dir), older_wins=True)
     tree.pop("experiment", None)
     import_plugins(listed_plugins(tree.get("plugins")), None if config_dir is None else Path(config_dir))
     _take_tokenizer(tree)
@@ -111,7 +111,10 @@ def from_yaml(text: str, where: str) -> schema.RunConfig:
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     except (ValidationError, yaml.YAMLError) as error:
-        raise ConfigError(f"{where} is not a configuration that this version can read: {error}") from error
+        raise ConfigError(
+            f"{where} is not a configuration that this version can read: {error}; restore it, for example from the "
+            "config.yaml of a checkpoint, or set another output_dir"
+        ) from error
 
 
 def _compose(overrides: list[str], config_dir: str | None) -> dict[str, Any]:

@@ -251,7 +251,7 @@ def _check_text(record: Record, key: str, text: Any) -> None:
     if not isinstance(text, str):
         raise ValueError(f"{record.location}: {key!r} is a {type(text).__name__}; it must be a string.")
     if not text.strip():
-        raise ValueError(f"{record.location}: {key!r} is empty: fill it in, or remove the record.")
+        raise ValueError(f"{record.location}: {key!r} is empty: fill it in, or remove it.")
 
 
 def _pairs_of_solutions(record: Record) -> Iterator[Record]:

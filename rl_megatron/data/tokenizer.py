@@ -85,7 +85,7 @@ class Tokenizer:
 
     @property
     def digest(self) -> str:
-        """Return a fingerprint of the tokenizer: it is equal for tokenizers that give every text the same ids."""
+        """Return a fingerprint of the tokenizer's definition. Equal definitions give every text the same ids."""
         return hashlib.blake2b(self._backend.to_str().encode(), digest_size=16).hexdigest()
 
     def _id_of(self, token: str, role: str) -> int:

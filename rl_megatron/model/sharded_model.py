@@ -53,7 +53,7 @@ class ShardedModel:
 
     @property
     def wrapped_model_chunks(self) -> list[DistributedDataParallel]:
-        """Return the chunks wrapped in megatron-core's DDP: all of them if the model is trained, otherwise none."""
+        """Return the model chunks in megatron-core's DDP: all of them if the model is trained, otherwise none."""
         return [model_chunk for model_chunk in self.model_chunks if isinstance(model_chunk, DistributedDataParallel)]
 
     def gather_parameters(self) -> None:

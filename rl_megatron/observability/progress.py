@@ -37,7 +37,7 @@ class ConsoleProgress:
     """The display of the stage that runs. It owns the line on the terminal, if there is one."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic):
-        """`clock` returns seconds, and never goes back."""
+        """Initialise the display. `clock` returns seconds that never decrease."""
         self._console, self._clock = console, clock
         self._on_terminal = console.is_terminal and not console.is_dumb_terminal
         self._live: Live | None = None
@@ -121,8 +121,8 @@ class ConsoleProgress:
         short = f" {done}/{total}"
         long = f"{short} {noun}"
         self._counts = (f"{long}, {detail}" if detail else long, long, short) if total > 1 else ()
-        if self._live is None and self._is_time():
-            self._print_line(self._activity()[0])
+        if self._live is None and self._is_time() and (activity := self._activity()[0]):
+            self._print_line(activity)
 
     def _activity(self) -> tuple[str, ...]:
         """Return what the training loop does now, the longest wording first; nothing if it has just begun."""

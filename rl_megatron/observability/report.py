@@ -46,7 +46,8 @@ def write_report(
 def _results(stages: dict[str, dict[str, float]], console: Console) -> Table:
     """Return a table of each stage's evaluation metrics, with a column for each metric.
 
-    If that is too wide for the console, metrics are rows and stages are columns.
+    If that is too wide for the console, metrics are rows and stages are columns. If that is too wide as well, rich cuts
+    cells.
     """
     names = sorted({name for result in stages.values() for name in result})
     columns = [["stage", *stages]]
@@ -65,7 +66,7 @@ def _number(value: float | None) -> str:
 
 
 def _table(cells: Sequence[Sequence[str]]) -> Table:
-    """Return a table whose first row is its header. No cell is cut or wrapped."""
+    """Return a table whose first row is its header, and whose cells are not wrapped."""
     table = Table()
     for index, name in enumerate(cells[0]):
         table.add_column(name, justify="right" if index else "left", no_wrap=True)

@@ -25,7 +25,7 @@ _NUMBER = torch.zeros(())  # the value of one token if it is a single number
 
 
 def build_runner(model: ShardedModel, fused_head: FusedHead | None) -> Runner:
-    """Return a runner of the model's chunks. It shares their list, so `model.release` drops them here too."""
+    """Return a runner of the model. It shares the list of model chunks, so `model.release` drops them here too."""
     backend = choose_backend(model.config, model.topology.device)
     # A score head does not compute logits, so it has nothing to fuse.
     return Runner(

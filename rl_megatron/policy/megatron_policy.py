@@ -326,7 +326,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         self.memory.free_gradients()
 
     def offload_after_refit(self) -> None:
-        """Also free the shared memory and, on a GPU, move optimizer state to the host until `prepare_for_training`."""
+        """Free gradients and shared memory, and on a GPU move optimizer state to the host until training goes on."""
         self.offload_before_refit()
         self.weights.release()
         self.memory.offload_optimizer()

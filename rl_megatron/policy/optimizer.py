@@ -78,7 +78,7 @@ def main_gradient(parameter: torch.nn.Parameter) -> Tensor:
 def build_optimizer(
     model_chunks: list[DistributedDataParallel], config: OptimizerConfig, precision: str
 ) -> MegatronOptimizer:
-    """Return Adam with decoupled weight decay for all chunks. Under bf16, master weights and moments are fp32."""
+    """Return Adam with decoupled weight decay for all model chunks. Under bf16, master weights and moments are fp32."""
     bf16 = precision == "bf16"
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(

@@ -30,7 +30,7 @@ def runs_in_order(page: str) -> bool:
     return any(fnmatch(page, pattern) for pattern in tables.RUN_IN_ORDER)
 
 
-def test_that_runs(page: str) -> Path | None:
+def covering_test(page: str) -> Path | None:
     """Return the test that runs the page's commands instead of these, or None."""
     found = (test for pattern, test in tables.RUN_BY_OTHER_TESTS.items() if fnmatch(page, pattern))
     return next((REPOSITORY / test for test in found), None)
@@ -40,7 +40,7 @@ def is_known(command: Command) -> bool:
     """Return whether a command starts `rl-megatron` or a file of its page, or tables.py says what becomes of it."""
     if command.arguments is not None or command.words[0] in tables.SHELL or script_of(command) is not None:
         return True
-    if test_that_runs(command.page) is not None:
+    if covering_test(command.page) is not None:
         return True
     return any(re.match(pattern, command.text) for pattern in tables.NOT_RUN)
 
@@ -148,7 +148,7 @@ def run_page(page: str, directory: Path, forks: Forks) -> None:
 
 def is_run(block: Block) -> bool:
     """Return whether a block is Python to be run as it stands."""
-    if block.language != "python" or block.title is not None or test_that_runs(block.page):
+    if block.language != "python" or block.title is not None or covering_test(block.page):
         return False
     return not_run_key(block) not in tables.PYTHON_NOT_RUN
 

@@ -24,7 +24,7 @@ def unique(found):
     return list({command.words: command for command in reversed(found)}.values())[::-1]
 
 
-HERE = [command for command in ALL_COMMANDS if checks.test_that_runs(command.page) is None]
+HERE = [command for command in ALL_COMMANDS if checks.covering_test(command.page) is None]
 OURS = [command for command in unique(HERE) if command.arguments is not None]
 FAST = ("README.md", "docs/quickstart.md")  # what a newcomer types first; the other pages are checked in the full tier
 
@@ -71,10 +71,10 @@ def test_the_python_blocks_of_a_page_run(page, tmp_path, forks):
                 fork.call(run_block, block)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if checks.test_that_runs(page)])
+@pytest.mark.parametrize("page", [page for page in PAGES if checks.covering_test(page)])
 def test_the_other_test_names_the_page(page):
     stem = page.rpartition("/")[2].removesuffix(".md")
-    assert re.search(rf"\b{stem}\b", checks.test_that_runs(page).read_text()), f"it does not run {page}"
+    assert re.search(rf"\b{stem}\b", checks.covering_test(page).read_text()), f"it does not run {page}"
 
 
 def test_the_tables_name_what_the_pages_have():

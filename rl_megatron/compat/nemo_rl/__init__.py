@@ -27,8 +27,8 @@ The intended differences to NeMo RL are:
 - The KL's gradient is that of NeMo RL's newer generation in both (see `functional.score_function_weight`), and
   `positive_example_nll_weight` divides by a global count, not by the microbatch's own (see `ClippedPGLossFn`).
 - If a batch has `temperature`, the logits are divided by it.
-- Backward overwrites the logits with their gradient. Call only one loss on them, and run its backward after the
-  backward of other operations that saved them. Clone logits that are needed afterwards or by a second loss.
+- Backward overwrites the logits with their gradient. Call only one loss on them, and call it before any other
+  operation that saves them for its own backward. Clone logits that are needed afterwards or by a second loss.
 - Under context parallelism the gradient needs no correction: remove a `loss / cp_size` that compensates for NeMo RL's
   gather, whose backward adds up the ranks' equal losses.
 - Either wrapper reads packed logits in one pass; a `prepare_fn` other than NeMo RL's own two is refused. A token that

@@ -8,6 +8,7 @@ import yaml
 from rl_megatron import log
 from rl_megatron.algorithms import rerun
 from rl_megatron.algorithms.rerun import recorded_config
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config, to_yaml
 
 BASE = ("experiment=quickstart", "stages.sft.train.steps=8")
@@ -60,6 +61,25 @@ def test_a_finished_stage_keeps_its_settings_and_says_what_has_no_effect(output_
         f"output_dir to train with them ({output_dir}/config.yaml is kept)",
         f"stage sft: settings that changed apply from here on: {changed}",
     ]
+
+
+def test_a_stage_keeps_the_settings_of_its_checkpoint_and_not_those_of_a_failed_attempt(output_dir, said):
+    """The run's config.yaml is written before the first step, so it may have settings that no step was taken with."""
+    trained, failed = load_config([*BASE]), load_config([*BASE, "train.seed=7"])
+    checkpoint = output_dir / "checkpoints" / "pretrain" / "step-000650"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.yaml").write_text(to_yaml(trained))
+    (output_dir / "config.yaml").write_text(to_yaml(failed))
+    recorded = yaml.safe_load(recorded_config(trained, output_dir))["stages"]["pretrain"]
+    assert recorded["train"]["seed"] == 0
+    assert not [message for message in said if "pretrain: settings" in message]
+    assert yaml.safe_load(recorded_config(failed, output_dir))["stages"]["pretrain"] == recorded
+
+
+def test_an_unreadable_record_names_the_remedy(output_dir):
+    (output_dir / "config.yaml").write_text("")
+    with pytest.raises(ConfigError, match="(?s)config.yaml is not a configuration .*restore it"):
+        recorded_config(load_config([*BASE]), output_dir)
 
 
 def test_many_settings_are_cut_short(output_dir, said):

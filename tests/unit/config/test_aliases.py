@@ -79,6 +79,11 @@ def test_an_older_value_is_the_value(notes):
         (f"# @package _global_\ndata: {{num_eval_rows: 7}}\n{STAGES}", "experiment/mine.yaml", "experiment=mine"),
         ("# @package _global_\nstages: {one: {data: {num_eval_rows: 7}}}", "experiment/mine.yaml", "experiment=mine"),
         ("source: task\ntask: {name: arithmetic}\nnum_eval_rows: 7", "data/mine.yaml", "data=mine"),
+        (
+            "# @package _global_.data\nsource: task\ntask: {name: arithmetic}\nnum_eval_rows: 7",
+            "data/mine.yaml",
+            "data=mine",
+        ),
         ("# @package data\nsource: task\ntask: {name: arithmetic}\nnum_eval_rows: 7", "data/mine.yaml", "data=mine"),
     ],
 )
@@ -91,7 +96,7 @@ def test_an_older_key_in_a_file_is_the_key_and_comes_before_what_was_set_below_i
 
 
 def test_both_names_on_the_command_line_are_refused():
-    message = f"{OLD} and {NEW} are both set, and are one setting; keep {NEW}"
+    message = f"{OLD} and {NEW} are both set, but they are the same setting; keep {NEW}"
     for overrides in ([f"{OLD}=7", f"{NEW}=7"], [f"{NEW}=7", f"++{OLD}=8"]):
         with pytest.raises(ConfigError, match=message):
             load_config(overrides)

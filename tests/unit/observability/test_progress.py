@@ -213,6 +213,18 @@ def test_a_file_hears_of_slow_steps_and_of_what_happens_within_one(shown, clock)
     assert file.getvalue().splitlines()[1].startswith("grpo step 1/1000: reward 0.4123")
 
 
+def test_a_phase_that_has_just_begun_does_not_take_the_line_of_the_metrics(shown, clock):
+    display, file = shown(terminal=False)
+    display.begin_stage("sft", 0, 1000)
+    display.show_phase("save")
+    clock.seconds += 90
+    display.show_phase("train")
+    log.report_progress(1, 4, "microbatches")
+    assert file.getvalue() == ""
+    display.show(1, METRICS_OF["loss"], "train")
+    assert "loss 1.811" in file.getvalue()
+
+
 def test_a_negative_mean_reward_is_not_an_accuracy(shown):
     display, file = shown(terminal=False)
     display.begin_stage("grpo", 0, 3, "reward")

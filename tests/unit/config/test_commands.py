@@ -1,0 +1,19 @@
+"""Commands that a user can copy: Hydra reads each override's value as the same text."""
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from rl_megatron.config.commands import command, override
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["outputs/run", "a b", "a=b", "{x}", "null", "True", "123", "1e3", "1_000", "nan", "-inf", "0.5", "step-0004"],
+)
+def test_an_override_is_read_as_the_same_text(value):
+    (parsed,) = OverridesParser.create().parse_overrides([override("init_from", value)])
+    assert parsed.value() == value and isinstance(parsed.value(), str)
+
+
+def test_a_command_is_quoted_for_a_shell():
+    assert command("train", override("init_from", "a b")) == "rl-megatron train 'init_from=\"a b\"'"
