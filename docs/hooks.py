@@ -26,6 +26,8 @@ DOCS = REPOSITORY / "docs"
 PAGES_FROM_THE_REPOSITORY = {"changelog.md": "CHANGELOG.md"}
 LOG = logging.getLogger("mkdocs.hooks")  # a warning here fails `mkdocs build --strict`
 
+_CELL = re.compile(r"<td[^>]*>.*?</td>", re.DOTALL)
+_CODE = re.compile(r"(?<=<code>)[^<]+")
 _FENCE = re.compile(r"^(?P<indent>[ ]*)(?P<marks>`{3,}|~{3,}).*?^(?P=indent)(?P=marks)[ ]*$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]\[]*)\]\((?P<target>[^)\s]+)\)")
 _INLINE_FORMULA = r"(?<![\\$\w])\$(?![\s$])([^$\n]*(?:\n[^$\n]+)?[^$\s\\])\$(?![\w$])"
@@ -60,6 +62,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     place = (REPOSITORY / PAGES_FROM_THE_REPOSITORY.get(address, f"docs/{address}")).parent
     source_url = f"{config.repo_url.rstrip('/')}/blob/main/" if config.repo_url else None
     return outside_fences(markdown, lambda text: rewrite_links(text, address, place, source_url))
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let long names in tables break after a dot, an underscore and the like, so that no column is too wide."""
+
+    def breakable(code: re.Match[str]) -> str:
+        return re.sub(r"(?<=\w)([._=/])(?=\w)", r"\1<wbr>", code[0])
+
+    return _CELL.sub(lambda cell: _CODE.sub(breakable, cell[0]), html)
 
 
 def outside_fences(markdown: str, change: Callable[[str], str]) -> str:

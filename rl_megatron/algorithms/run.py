@@ -52,9 +52,9 @@ def run(config: RunConfig) -> int:
     """Run every stage and write `output_dir`. If the run fails, rank 0 prints one line that says why.
 
     Returns:
-        The exit status, the same on all ranks. 0: the run succeeded. 2: the input is bad, which is nearly always found
-        before the first step. 1: a loss became NaN, a rollout engine failed, or the last checkpoint of a stage could
-        not be saved.
+        The exit status, the same on all ranks. It is 0 if the run succeeded, and 2 if the input is bad, which is nearly
+        always found before the first step. It is 1 if a loss became NaN, a rollout engine failed, or the last
+        checkpoint of a stage could not be saved.
     """
     try:
         _run(config)

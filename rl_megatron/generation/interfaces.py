@@ -62,9 +62,9 @@ class RolloutEngine(Protocol):
         It does nothing if the engine serves them already.
 
         Returns:
-            The metrics of the last weight sync, if there was one since the last call (`generate` may need one as well):
-            `refit_bytes`, `refit_seconds`, `refit_gb_per_s` and the seconds of each phase. They are for reports only:
-            `served` says what the engine serves.
+            The metrics of the last weight sync, if there was one since the last call. `generate` may need one as well.
+            They are `refit_bytes`, `refit_seconds`, `refit_gb_per_s` and the seconds of each phase, for reports only,
+            while `served` says what the engine serves.
 
         Raises:
             WeightsRefused: The weights that arrived are not those that were sent. The engine then serves nothing.
