@@ -233,7 +233,7 @@ def test_a_run_does_not_resume_with_another_configuration(saved, refused):
 
 
 def test_the_error_of_a_missing_checkpoint_names_the_existing_ones(saved, refused):
-    assert "existing: step-000003" in refused("init_from=saved/checkpoints/sft/step-000007")
+    assert "existing checkpoints: step-000003" in refused("init_from=saved/checkpoints/sft/step-000007")
 
 
 def test_a_run_does_not_resume_from_a_damaged_checkpoint(saved, refused):
