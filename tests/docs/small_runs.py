@@ -8,7 +8,7 @@ from typing import Any
 from rl_megatron.config import load
 from rl_megatron.config.schema import RunConfig, StageConfig
 
-# The largest value of a key, by section. What is not named stays as it is.
+# The largest value of a key, by section. Other keys keep their values.
 LIMITS: dict[str, dict[str, Any]] = {
     "train": {"steps": 2, "global_batch_size": 16, "micro_batch_size": 4},
     "optimizer": {"warmup_steps": 1},

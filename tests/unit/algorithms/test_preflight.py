@@ -93,7 +93,7 @@ class Protocol:
         pass
 
     def __call__(self, data, global_valid_seqs, global_valid_toks, **inputs):
-        raise NotImplementedError
+        raise AssertionError("preflight does not call a loss")
 
 
 class OfPairs(Protocol):

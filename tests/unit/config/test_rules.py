@@ -1,0 +1,248 @@
+"""Values out of range, and keys that contradict each other: the message names key, value and rule."""
+
+import re
+
+import pytest
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.load import load_config
+
+
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        ("train.steps=0", "greater than or equal to 1"),
+        ("train.steps=1.5", "integer"),
+        ("train.steps=many", "integer"),
+        ("train.steps=True", "number, not true or false"),
+        ("train.seed=-1", "greater than or equal to 0"),
+        ("train.keep_checkpoints=0", "greater than or equal to 1"),
+        ("optimizer.lr=0", "greater than 0"),
+        ("optimizer.lr=nan", "finite"),
+        ("optimizer.lr=inf", "finite"),
+        ("optimizer.lr=True", "number, not true or false"),
+        ("optimizer.beta1=1.0", "less than 1"),
+        ("optimizer.clip_grad=-1", "greater than or equal to 0"),
+        ("optimizer.decay_style=sine", "cosine"),
+        ("model.num_layers=0", "greater than or equal to 1"),
+        ("model.recompute=some", "selective"),
+        ("generation.top_p=0", "greater than 0"),
+        ("generation.top_p=1.1", "less than or equal to 1"),
+        ("generation.temperature=-1", "greater than or equal to 0"),
+        ("data.heldout_fraction=1", "less than 1"),
+        ("data.source=web", "prompt_answer"),
+        ("algorithm.name=gpro", "did you mean 'grpo'?"),
+        ("data.too_long=ignore", "truncate"),
+        ("precision=fp8", "bf16"),
+        ("device=tpu", "cuda"),
+        ("resume=maybe", "boolean"),
+        ("output_dir=null", "string"),
+    ],
+)
+def test_a_value_out_of_range_names_key_value_and_rule(refused, override, rule):
+    key, value = override.split("=")
+    message = refused(override)
+    assert message.startswith(f"{key}="), message
+    assert value.strip("0").lower() in message.lower().replace("none", "null")
+    assert rule in message
+
+
+def test_the_values_of_an_algorithm_are_checked_under_its_key(refused):
+    message = refused("algorithm=grpo", "algorithm.samples_per_prompt=0")
+    assert message.startswith("algorithm.samples_per_prompt=0: ") and "greater than or equal to 1" in message
+
+
+def test_a_group_needs_at_least_two_samples_if_they_are_compared(refused):
+    alone = ["algorithm=grpo", "algorithm.samples_per_prompt=1"]
+    assert "algorithm.samples_per_prompt=1" in refused(*alone)
+    alone.append("algorithm.advantage_estimator=reinforce_plus_plus")
+    assert load_config(alone).first.algorithm.samples_per_prompt == 1
+    assert "without dynamic_sampling" in refused(*alone, "algorithm.dynamic_sampling=true")
+
+
+REINFORCE = ("algorithm=grpo", "algorithm.advantage_estimator=reinforce_plus_plus")
+
+
+@pytest.mark.parametrize(("setting", "remedy"), [("leave_one_out=true", "false"), ("normalize_std=false", "true")])
+def test_keys_of_group_relative_advantages_are_refused_with_reinforce_plus_plus(refused, setting, remedy):
+    message = refused(*REINFORCE, f"algorithm.{setting}")
+    assert message.startswith(f"algorithm.{setting} has no effect: it is for advantages relative to a group")
+    assert f"set it to {remedy}, or algorithm.advantage_estimator=group_relative" in message
+    load_config(["algorithm=grpo", f"algorithm.{setting}"])
+
+
+def test_dynamic_sampling_works_with_reinforce_plus_plus():
+    """It chooses the groups that are kept, and does not depend on the advantage estimator."""
+    assert load_config([*REINFORCE, "algorithm.dynamic_sampling=true"]).first.algorithm.dynamic_sampling
+
+
+def test_a_reward_model_must_be_the_last_stage(refused, tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /data: gsm8k_pairs\ndata: {path: x}\nstages:\n"
+        "  scorer: {algorithm: {name: reward_model}}\n  after: {algorithm: {name: dpo}}\n"
+    )
+    with pytest.raises(ConfigError, match="stages.scorer is a reward_model.*put it last"):
+        load_config(["experiment=mine"], str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        ("algorithm.discount=0", "greater than 0"),
+        ("algorithm.discount=1.1", "less than or equal to 1"),
+        ("algorithm.gae_lambda=-0.1", "greater than or equal to 0"),
+        ("algorithm.gae_lambda=1.1", "less than or equal to 1"),
+        ("algorithm.value_clip=0", "greater than 0"),
+        ("algorithm.critic_warmup_steps=-1", "greater than or equal to 0"),
+        ("algorithm.samples_per_prompt=0", "greater than or equal to 1"),
+        ("algorithm.whiten_advantages=maybe", "boolean"),
+        ("algorithm.critic_optimizer.lr=0", "greater than 0"),
+    ],
+)
+def test_the_values_of_ppo(refused, override, rule):
+    message = refused("algorithm=ppo", override)
+    assert message.startswith(override.split("=")[0] + "=") and rule in message
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "dpo", "reward_model"])
+def test_the_bounds_of_ppo_and_the_pairs_load(algorithm):
+    """The rules must accept these values."""
+    if algorithm == "ppo":
+        values = ["discount=1", "gae_lambda=0", "value_clip=null", "critic_warmup_steps=99", "samples_per_prompt=1"]
+        stage = load_config(["algorithm=ppo", *(f"algorithm.{value}" for value in values)]).first
+        assert (stage.algorithm.gae_lambda, stage.algorithm.value_clip) == (0.0, None)
+    else:
+        pairs = ["data=gsm8k_pairs", "data.path=x", "train.global_batch_size=2", "train.micro_batch_size=2"]
+        assert load_config([f"algorithm={algorithm}", *pairs]).first.algorithm.name == algorithm
+
+
+def test_a_value_in_a_stage_is_named_with_its_stage(refused, three):
+    message = refused(*three, "stages.grpo.train.steps=0")
+    assert message.startswith("stages.grpo.train.steps=0: ")
+
+
+def test_all_values_out_of_range_are_named_at_once(refused):
+    message = refused("train.steps=0", "optimizer.lr=0")
+    assert "train.steps=0" in message and "optimizer.lr=0" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.num_query_groups=3"], ["model.num_query_groups=3", "model.num_attention_heads=4", "divide"]),
+        (["model.hidden_size=30"], ["model.hidden_size=30", "model.num_attention_heads=4", "model.head_dim"]),
+        (["data=gsm8k"], ["data.path"]),
+        (["data=text", "algorithm=pretrain"], ["data.path"]),
+        (["data=text", "data.path=x"], ["algorithm=sft", "data.source"]),
+        (["data=gsm8k", "data.path=x", "algorithm=grpo"], ["algorithm=grpo", "rewards", "data.source=task"]),
+        (["data=gsm8k", "data.path=x", "algorithm=pretrain"], ["algorithm=pretrain", "data.source=text"]),
+        (["data.task={}", "data.task.max_operand=9", "~data.task.name"], ["data.task.name", "arithmetic"]),
+        (
+            ["algorithm=pretrain", "data.sequence_length=500"],
+            ["data.sequence_length=500", "model.max_sequence_length=128"],
+        ),
+        (
+            ["optimizer.warmup_steps=5", "optimizer.decay_steps=5"],
+            ["optimizer.warmup_steps=5", "optimizer.decay_steps=5", "less than"],
+        ),
+        (["optimizer.min_lr=1"], ["optimizer.min_lr=1.0", "optimizer.lr=0.001", "exceed"]),
+        (["algorithm=grpo", "generation.temperature=0"], ["generation.temperature=0", "grpo", "above 0"]),
+        (["algorithm=ppo", "generation.temperature=0"], ["generation.temperature=0", "ppo", "above 0"]),
+        (
+            ["algorithm=grpo", "loss.use_kl_in_reward=true"],
+            ["loss.use_kl_in_reward=true", "algorithm.advantage_estimator=reinforce_plus_plus"],
+        ),
+        (["data=gsm8k", "data.path=x", "algorithm=ppo"], ["algorithm=ppo", "rewards", "data.source=task"]),
+        (
+            ["algorithm=ppo", "algorithm.critic_warmup_steps=100"],
+            ["algorithm.critic_warmup_steps=100", "train.steps=100", "less than"],
+        ),
+        (
+            ["algorithm=ppo", "algorithm.critic_optimizer.min_lr=1"],
+            ["algorithm.critic_optimizer.min_lr=1.0", "algorithm.critic_optimizer.lr=0.001", "exceed"],
+        ),
+        (
+            [
+                "algorithm=ppo",
+                "algorithm.critic_optimizer.warmup_steps=5",
+                "algorithm.critic_optimizer.decay_steps=5",
+            ],
+            ["algorithm.critic_optimizer.warmup_steps=5", "algorithm.critic_optimizer.decay_steps=5", "less than"],
+        ),
+        (["data=gsm8k_pairs", "algorithm=dpo"], ["data.path", "data.source=preference"]),
+        (["algorithm=dpo"], ["algorithm=dpo", "pairs", "data.source=task", "use data.source=preference"]),
+        (["data=gsm8k", "data.path=x", "algorithm=reward_model"], ["algorithm=reward_model", "data.source=preference"]),
+        (["data=gsm8k_pairs", "data.path=x", "algorithm=sft"], ["algorithm=sft", "prompt_answer or task"]),
+        (["data=gsm8k_pairs", "data.path=x", "algorithm=pretrain"], ["algorithm=pretrain", "text or task"]),
+        (["data=gsm8k_pairs", "data.path=x", "algorithm=grpo"], ["algorithm=grpo", "data.source=task"]),
+        *(
+            (
+                [f"algorithm={algorithm}", "data=gsm8k_pairs", "data.path=x", f"{key}=3"],
+                [f"{key}=3", "even", "a pair is two sequences", "set it to 4"],
+            )
+            for algorithm in ("dpo", "reward_model")
+            for key in ("train.global_batch_size", "train.micro_batch_size", "data.num_eval_examples")
+        ),
+    ],
+)
+def test_rules_that_span_sections(refused, overrides, words):
+    message = refused(*overrides)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("stages.sft.model.num_layers=2", ["stages.sft.model", "share"]),
+        ("stages.grpo.parallel.tensor=2", ["stages.grpo.parallel", "share"]),
+        ("stages.grpo.optimizer.min_lr=1", ["optimizer.min_lr=1", "optimizer.lr=0.0005"]),
+    ],
+)
+def test_rules_hold_in_every_stage(refused, three, override, words):
+    message = refused(*three, override)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["model.expert_ffn_hidden_size=64"], "model.expert_ffn_hidden_size=64 does nothing: model.num_experts=null"),
+        (["model.router_aux_loss=0.01"], "model.router_aux_loss=0.01 does nothing"),
+        (["model.experts_per_token=4"], "set model.num_experts, or leave model.experts_per_token out"),
+        (["model.normalize_expert_weights=false"], "model.normalize_expert_weights=false does nothing"),
+        (["model.shared_expert_gate=true"], "set model.num_experts, or leave model.shared_expert_gate out"),
+        (["model.num_experts=2", "model.experts_per_token=3"], "experts_per_token=3 exceeds model.num_experts=2"),
+        (["model.num_experts=2", "model.experts_per_token=1"], "set normalize_expert_weights=false"),
+        (["model.num_experts=2", "model.shared_expert_gate=true"], "set model.shared_expert_ffn_hidden_size"),
+        (["train.batching=packd"], "train.batching='packd'"),
+        (["train.micro_batch_tokens=0"], "train.micro_batch_tokens=0"),
+    ],
+)
+def test_contradicting_keys_of_experts_and_batching(overrides, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_config(overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("generation.num_engines=2", ["generation.num_engines=2 does nothing", "generation.engine=transformers"]),
+        ("generation.refit=shared_memory", ["generation.refit=shared_memory does nothing"]),
+        ("generation.engine_device=cpu", ["generation.engine_device=cpu does nothing"]),
+        ("generation.max_engine_restarts=0", ["generation.max_engine_restarts=0 does nothing"]),
+        ("generation.refit_bucket_mb=1", ["generation.refit_bucket_mb=1.0 does nothing"]),
+        ("generation.engine_timeout_minutes=1", ["generation.engine_timeout_minutes=1.0 does nothing"]),
+        ("generation.engine=vllm", ["generation.engine='vllm'", "no rollout engine", "embedded, transformers"]),
+        ("generation.engine_device=gpu", ["generation.engine_device='gpu'", "cuda"]),
+        ("generation.gate_limit=0", ["generation.gate_limit=0", "greater than 0"]),
+    ],
+)
+def test_wrong_keys_of_rollout_engines_are_refused(refused, override, words):
+    message = refused("algorithm=grpo", override)
+    assert all(word in message for word in words), message
+
+
+def test_gate_limit_is_refused_if_the_logprob_check_is_off(refused):
+    message = refused("algorithm=grpo", "generation.gate_prompts=0", "generation.gate_limit=1")
+    assert "generation.gate_limit=1.0 does nothing" in message and "generation.gate_prompts=0" in message
