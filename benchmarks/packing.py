@@ -46,7 +46,7 @@ from rl_megatron.batching.config import DynamicPlanArgs, PackingPlanArgs
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.plan import MicrobatchPlan, plan_dynamic_batching, plan_sequence_packing
 from rl_megatron.config.load import load_config
-from rl_megatron.data import epoch_order
+from rl_megatron.data.order import epoch_order
 
 _REPETITIONS = 5
 Planner = Callable[[Sequence[int], int, int, SequenceCost], MicrobatchPlan]

@@ -6,8 +6,10 @@ Resuming therefore needs no saved state.
 from __future__ import annotations
 
 import hashlib
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 def epoch_order(num_items: int, seed: int, epoch: int) -> torch.Tensor:
@@ -15,6 +17,8 @@ def epoch_order(num_items: int, seed: int, epoch: int) -> torch.Tensor:
 
     It depends on the arguments alone, and differs from epoch to epoch.
     """
+    import torch  # here, because it takes seconds, and readers of files and tasks do without it
+
     digest = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()  # nearby seeds must give unrelated orders
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     return torch.randperm(num_items, generator=generator)

@@ -10,7 +10,7 @@ from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.compat import nemo_rl
 from rl_megatron.compat.nemo_rl.batched_data_dict import BatchedDataDict
 from rl_megatron.compat.nemo_rl.errors import RuleError
-from rl_megatron.data import BatchedDataDict as CoreBatch
+from rl_megatron.data.batch import BatchedDataDict as CoreBatch
 from tests.unit.data.test_batch import assert_same
 from tests.unit.data.test_batch import batch_of as core_batch_of
 

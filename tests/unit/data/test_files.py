@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from rl_megatron.data import Record, load_records, load_text, read_jsonl, split_heldout
+from rl_megatron.data.files import Record, load_records, load_text, read_jsonl, split_heldout
 from rl_megatron.data.templates import require_fields, template_fields
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from rl_megatron.data import BatchSchedule, epoch_order
+from rl_megatron.data.order import BatchSchedule, epoch_order
 
 PINNED = [5, 6, 7, 3, 9, 2, 4, 8, 1, 0]
 

@@ -3,7 +3,9 @@ import json
 import pytest
 import torch
 
-from rl_megatron.data import PreferenceDataset, Record, load_preferences, train_bpe
+from rl_megatron.data.files import Record
+from rl_megatron.data.preferences import PreferenceDataset, load_preferences
+from rl_megatron.data.tokenizer import train_bpe
 from tests.unit.data.shared_data import shared
 
 

@@ -4,7 +4,7 @@ from decimal import Decimal
 
 import pytest
 
-from rl_megatron.data import TASKS, GeneratedTask, Problem, Task, build_task
+from rl_megatron.data.tasks import TASKS, GeneratedTask, Problem, Task, build_task
 from rl_megatron.data.tasks.arithmetic import MAX_HELDOUT_PAIRS, Arithmetic
 from rl_megatron.data.tasks.gsm8k import GSM8K, extract_answer
 from tests.unit.data.shared_data import shared
