@@ -1,0 +1,153 @@
+"""Import strings: `file.py:name` or `package.module:name` stands for a user's class or function.
+
+A configuration may use one where it selects a loss, a task, an advantage estimator or a reward function, so that users
+need no plugin module. A file is imported once, under a name that follows from its absolute path; its directory is added
+at the end of `sys.path`, so that the file can import its neighbours and none of them hides an installed module.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rl_megatron.config.errors import ConfigError, nearest
+from rl_megatron.config.importing import imported, refuse_another
+
+_FORM = "write file.py:name or package.module:name"
+
+
+def is_import_string(text: object) -> bool:
+    """Return whether `text` is meant as an import string and not as a registered name."""
+    return isinstance(text, str) and (":" in text or text.endswith(".py"))
+
+
+def load_object(text: str, where: str, config_dir: str | os.PathLike[str] | None = None) -> Any:
+    """Return the class or function that an import string names.
+
+    Args:
+        text: "file.py:name" or "package.module:name". The name may have dots, as in "file.py:Rewards.length". A file is
+            relative to the working directory or, if it is not there, to `config_dir`.
+        where: The configuration key, for messages.
+        config_dir: The user's config directory, whose modules can be imported too.
+
+    Raises:
+        ConfigError: The string has another form, the file, the module or the name does not exist, importing it raises,
+            or the object cannot be called. The message names `where`.
+    """
+    place, name = _split(text, where)
+    if place.endswith(".py"):
+        module = _module_of_file(find_file(place, where, config_dir), where)
+    else:
+        module = _module_of_name(place, where, config_dir)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            known = [each for each in vars(found) if not each.startswith("_")] if hasattr(found, "__dict__") else []
+            raise ConfigError(f"{where}={text!r}: {place} has no {part!r}{nearest(part, known)}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(f"{where}={text!r} is the {type(found).__name__} {found!r}; name a function or a class")
+    return found
+
+
+def absolute(text: str, where: str, config_dir: str | os.PathLike[str] | None = None) -> str:
+    """Return an import string that means the same in any working directory: its file has an absolute path.
+
+    Raises:
+        ConfigError: The string has another form, or there is no such file.
+    """
+    place, name = _split(text, where)
+    return f"{find_file(place, where, config_dir)}:{name}" if place.endswith(".py") else text
+
+
+def find_file(place: str, where: str, config_dir: str | os.PathLike[str] | None = None) -> Path:
+    """Return the absolute path of a user's file, which is relative to the working directory or to `config_dir`.
+
+    Raises:
+        ConfigError: The file does not exist.
+    """
+    given = Path(place).expanduser()
+    directories = [Path.cwd(), *([] if config_dir is None else [Path(config_dir)])]
+    candidates = [Path(os.path.abspath(directory / given)) for directory in directories]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    looked = " nor ".join(dict.fromkeys(str(candidate) for candidate in candidates))
+    raise ConfigError(
+        f"{where}: there is no file {looked}; a file is relative to the working directory or --config-dir"
+    )
+
+
+def _split(text: str, where: str) -> tuple[str, str]:
+    """Return (file or module, name)."""
+    place, colon, name = text.rpartition(":") if isinstance(text, str) else ("", "", "")
+    if not colon and text.endswith(".py"):
+        raise ConfigError(f"{where}={text!r} has no name; write {text}:NAME, a class or function of the file")
+    if not place or not all(part.isidentifier() for part in name.split(".")):
+        raise ConfigError(f"{where}={text!r} is not an import string; {_FORM}")
+    if not place.endswith(".py") and not all(part.isidentifier() for part in place.split(".")):
+        raise ConfigError(f"{where}={text!r}: {place!r} is neither a .py file nor a module path; {_FORM}")
+    return place, name
+
+
+def _module_of_name(name: str, where: str, config_dir: str | os.PathLike[str] | None) -> ModuleType:
+    if config_dir is not None:
+        _add_to_path(Path(config_dir).resolve())
+    file = Path(f"{name.replace('.', '/')}.py")
+    missing = f"a module is installed, or in the directory of --config-dir; a file is written as in {file}:NAME"
+    module = imported(where, name, lambda: importlib.import_module(name), missing)
+    if config_dir is not None:
+        refuse_another(where, module, Path(config_dir).resolve())
+    return module
+
+
+def _module_of_file(file: Path, where: str) -> ModuleType:
+    """Import a file, unless it has been imported."""
+    file = file.resolve()
+    digest = hashlib.sha256(str(file).encode()).hexdigest()[:12]
+    name = f"{re.sub(r'[^0-9A-Za-z_]', '_', file.stem)}_{digest}"  # no installed module has such a name
+    if name in sys.modules:
+        return sys.modules[name]
+    _add_to_path(file.parent)
+    module = imported(where, str(file), lambda: _execute(name, file), "")
+    for sibling in _imports(file):
+        if sibling in sys.modules:
+            refuse_another(f"{where}: {file}", sys.modules[sibling], file.parent)
+    return module
+
+
+def _execute(name: str, file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None  # the name ends in .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up here
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _imports(file: Path) -> Iterator[str]:
+    """Yield the top-level names that a file imports."""
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+
+
+def _add_to_path(directory: Path) -> None:
+    if str(directory) not in sys.path:
+        sys.path.append(str(directory))
+        importlib.invalidate_caches()
