@@ -19,7 +19,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from rl_megatron.config.model_shape import head_size  # noqa: E402
 from rl_megatron.config.schema import ModelConfig, ParallelConfig  # noqa: E402
-from rl_megatron.topology.topology import padded_vocab_size, validate, validate_model  # noqa: E402
+from rl_megatron.topology.degrees import padded_vocab_size, validate, validate_model  # noqa: E402
 
 PAGE = REPOSITORY / "docs" / "sizing.md"
 GIB = 2**30

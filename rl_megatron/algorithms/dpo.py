@@ -10,10 +10,10 @@ from itertools import chain
 from rl_megatron.algorithms.pairs import pair_loss
 from rl_megatron.algorithms.registry import register_algorithm
 from rl_megatron.algorithms.stage import Stage
-from rl_megatron.algorithms.training_data import training_dataset
 from rl_megatron.config.algorithms import DPOConfig
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.sources import HeldoutBatch, build_source
+from rl_megatron.data.training_data import training_dataset
 from rl_megatron.losses.contract import LossInputType
 from rl_megatron.losses.registry import configured_loss
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from rl_megatron.algorithms.registry import algorithm_of
 from rl_megatron.algorithms.rewards import completions, score
-from rl_megatron.algorithms.sampling import check_completions_fit, stage_sampling
 from rl_megatron.config.data_kinds import ANSWERS, DOCUMENTS, PAIRS, PROBLEMS
 from rl_megatron.config.registry import Registry
 from rl_megatron.config.schema import StageConfig
@@ -24,6 +23,7 @@ from rl_megatron.data.sources import build_source
 from rl_megatron.data.tasks import Problem, Task
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
+from rl_megatron.generation.stage_sampling import check_completions_fit, stage_sampling
 from rl_megatron.losses import NLLLoss
 from rl_megatron.losses.functional import masked_mean, masked_sum
 from rl_megatron.policy.megatron_policy import MegatronPolicy

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from rl_megatron.algorithms.registry import algorithm_of
-from rl_megatron.algorithms.tokenizer import TOKENIZER
 from rl_megatron.config.checkpoint_metadata import carried_tokenizer
 from rl_megatron.config.commands import command, override
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import RunConfig
+from rl_megatron.data.run_tokenizer import TOKENIZER
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.model.families import family_of_model
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
@@ -12,25 +12,23 @@ from rl_megatron.algorithms import verify
 from rl_megatron.algorithms.checkpointer import critic_checkpoints
 from rl_megatron.algorithms.evaluate import build_evaluation, metric_names
 from rl_megatron.algorithms.registry import algorithm_of
-from rl_megatron.algorithms.sampling import stage_sampling
-from rl_megatron.algorithms.tokenizer import run_tokenizer
 from rl_megatron.batching.packing import round_up
 from rl_megatron.checkpoint.directory import Damaged, check_head, complete_checkpoints, read_manifest
-from rl_megatron.config.errors import ConfigError, nearest
+from rl_megatron.config.errors import ConfigError, bad_input_named, nearest
 from rl_megatron.config.load import from_yaml, to_yaml
 from rl_megatron.config.schema import RunConfig, StageConfig
+from rl_megatron.data.run_tokenizer import run_tokenizer
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.engines import check_engine
+from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.losses.foreign import as_loss
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.model.build import check_vocabulary
 from rl_megatron.observability.sinks import SINKS
-from rl_megatron.topology.context_parallel import zigzag_slices
-from rl_megatron.topology.topology import sequence_multiple
+from rl_megatron.topology.degrees import sequence_multiple, zigzag_slices
 
 # Sections that may not change when a run is resumed. Others may: the layout, the number of steps, the learning rate, …
 _OF_THE_TRAINED = ("algorithm", "model", "tokenizer", "loss", "precision")
-_T = TypeVar("_T")
 
 
 def check(config: RunConfig, output_dir: Path) -> Tokenizer:
@@ -45,12 +43,10 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
     if output_dir.exists() and not output_dir.is_dir():
         raise ConfigError(f"output_dir={output_dir} is a file; choose a directory")
     _check_sinks(config)
-    tokenizer = _bad_input_named(lambda: run_tokenizer(config.first, output_dir))
-    if config.first.model.vocab_size is not None:
-        tokenizer.leave_out_special_tokens_from(config.first.model.vocab_size)
+    tokenizer = bad_input_named(lambda: run_tokenizer(config.first, output_dir))
     check_vocabulary(config.first.model, tokenizer.vocab_size)
     for name, stage in config.stages.items():
-        _bad_input_named(lambda stage=stage: _check_data_and_tokenizer(stage, tokenizer))
+        bad_input_named(lambda stage=stage: _check_data_and_tokenizer(stage, tokenizer))
         saved = complete_checkpoints(output_dir / "checkpoints" / name)
         if saved and not config.resume:
             raise ConfigError(
@@ -230,13 +226,3 @@ def _of_the_trained(stage: Mapping[str, Any], may_change: Set[str]) -> dict[str,
     sections = {section: stage.get(section) for section in _OF_THE_TRAINED}
     sections["algorithm"] = {k: v for k, v in (sections["algorithm"] or {}).items() if k not in may_change}
     return sections
-
-
-def _bad_input_named(build: Callable[[], _T]) -> _T:
-    """Return `build()`; turn errors of the data package, and files that cannot be read, into a ConfigError."""
-    try:
-        return build()
-    except ConfigError:
-        raise
-    except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from error

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from rl_megatron.algorithms.stage import Stage
-from rl_megatron.algorithms.training_data import check_dataset
 from rl_megatron.config.algorithms import register_algorithm_config
 from rl_megatron.config.registry import Registry
 from rl_megatron.config.schema import AlgorithmConfig, OptimizerConfig, StageConfig, TrainConfig
 from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.data.training_data import check_dataset
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.model.build import Head
 

@@ -10,16 +10,15 @@ from torch import Tensor
 from rl_megatron.algorithms.advantages import informative_groups, token_rewards
 from rl_megatron.algorithms.registry import LossNeeds
 from rl_megatron.algorithms.rewards import completions, score
-from rl_megatron.algorithms.sampling import check_completions_fit, stage_sampling
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.config.algorithms import RolloutConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.data.order import BatchSchedule
 from rl_megatron.data.sources import build_source
-from rl_megatron.data.tasks import Problem
 from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.data.training_data import RolloutPrompts, training_problems
+from rl_megatron.generation.stage_sampling import check_completions_fit, stage_sampling
 from rl_megatron.losses.clipped_pg.config import ClippedPGLossConfig
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.functional import kl_penalty, masked_mean
@@ -44,11 +43,6 @@ ROLLOUT_LOSS = LossNeeds("advantages", _uses_advantages, ROLLOUT_KEYS, "clipped_
 def uses_reference(stage: StageConfig) -> bool:
     """Return whether the stage's loss, or its reward, uses the reference policy."""
     return needs_reference(configured_loss(stage.loss))
-
-
-def training_problems(stage: StageConfig, algorithm: RolloutConfig) -> list[Problem]:
-    """Return the training problems: generated ones for all steps of the stage, or all that the source has."""
-    return build_source(stage).problems(algorithm.prompts_of_all_steps(stage.train))
 
 
 def check_problems(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
@@ -78,10 +72,9 @@ class Sampler:
     def __init__(self, stage: Stage, algorithm: RolloutConfig):
         config = stage.config
         self._engine, self._tokenizer, self._seed = stage.engine, stage.tokenizer, config.train.seed
-        self._per_prompt, self._rounds = algorithm.samples_per_prompt, algorithm.rounds_per_step
+        self._per_prompt = algorithm.samples_per_prompt
         self._task = build_source(config).task()
-        self._problems = training_problems(config, algorithm)
-        self._order = BatchSchedule(len(self._problems), algorithm.prompts_per_step, config.train.seed)
+        self._prompts = RolloutPrompts(config, algorithm, stage.tokenizer)
         self._sampling = stage_sampling(config, stage.tokenizer)
 
     def draw(self, step: int, round_: int = 0) -> BatchedDataDict:
@@ -90,9 +83,9 @@ class Sampler:
         The batch is the one that `RolloutEngine.generate` returns, with `rewards` [B]. Samples of a prompt are
         contiguous.
         """
-        chosen = [self._problems[index] for index in self._order.items_at((step - 1) * self._rounds + round_)]
+        chosen = self._prompts.problems_at(step, round_)
         repeated = [problem for problem in chosen for _ in range(self._per_prompt)]
-        prompts = {problem.prompt: self._tokenizer.encode(problem.prompt) for problem in chosen}
+        prompts = {problem.prompt: self._prompts.ids(problem) for problem in chosen}
         seed = (self._seed * 1_000_003 + step) * _ROUNDS_PER_SEED + round_
         rollouts = self._engine.generate([prompts[problem.prompt] for problem in repeated], self._sampling, seed)
         rollouts["rewards"] = score(self._task, repeated, completions(rollouts, self._tokenizer))

@@ -19,24 +19,24 @@ from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, Logprob
 from rl_megatron.algorithms.next_commands import next_commands
 from rl_megatron.algorithms.registry import algorithm_of
 from rl_megatron.algorithms.rerun import CONFIG, recorded_config
-from rl_megatron.algorithms.sampling import stage_sampling
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.algorithms.synced_engine import SyncedEngine
-from rl_megatron.algorithms.tokenizer import save_tokenizer
 from rl_megatron.batching.config import Batching
 from rl_megatron.checkpoint.directory import complete_checkpoints, put_back
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.checkpoint_metadata import HUGGING_FACE, hugging_face_files
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import OptimizerConfig, RunConfig, StageConfig
+from rl_megatron.data.run_tokenizer import save_tokenizer
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.execution import FusedHead, NonFiniteLoss
 from rl_megatron.generation.engines import build_engine
 from rl_megatron.generation.interfaces import EngineFailed
+from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.model.build import Head
 from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.policy.megatron_policy import MegatronPolicy
-from rl_megatron.topology import topology
+from rl_megatron.topology import degrees, topology
 from rl_megatron.topology.collective_errors import first_failure, run_on_rank0
 from rl_megatron.topology.device import start_device
 from rl_megatron.topology.topology import Topology
@@ -71,7 +71,7 @@ def _run(config: RunConfig) -> None:
     first = config.first
     device = start_device(first.device, first.train.collective_timeout_minutes)
     layout = topology.build(first.parallel, device, first.train.seed)
-    topology.validate_model(first.model, first.parallel)
+    degrees.validate_model(first.model, first.parallel)
     output_dir = Path(config.output_dir)
     _refuse_failure(run_on_rank0(lambda: _put_back_checkpoints(output_dir)))
     tokenizer = _on_all_or_none(lambda: preflight.check(config, output_dir))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rl_megatron.algorithms.registry import register_algorithm
 from rl_megatron.algorithms.stage import Stage
-from rl_megatron.algorithms.training_data import training_dataset
 from rl_megatron.config.algorithms import SFTConfig
+from rl_megatron.data.training_data import training_dataset
 from rl_megatron.losses import NLLLoss
 
 

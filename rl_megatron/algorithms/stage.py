@@ -13,8 +13,8 @@ from rl_megatron.checkpoint.directory import complete_checkpoints
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.datasets import Dataset
-from rl_megatron.data.order import BatchSchedule
 from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.data.training_data import batch_order
 from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.generation.interfaces import RolloutEngine
 from rl_megatron.losses.contract import LossFunction
@@ -96,13 +96,13 @@ class Stage:
 
         A resumed stage gets the same batches as an uninterrupted one.
         """
-        order = self._order(dataset)
+        order = batch_order(dataset, self.config.train)
         for step in self.steps():
             yield step, dataset.batch(order.items_at(step - 1))
 
     def distinct_batches(self, dataset: Dataset) -> Iterator[BatchedDataDict]:
         """Yield every item that the stage's steps read exactly once, in batches, in the order of its first use."""
-        order, seen = self._order(dataset), set()
+        order, seen = batch_order(dataset, self.config.train), set()
         for step in range(self.config.train.steps):
             fresh = [item for item in dict.fromkeys(order.items_at(step)) if item not in seen]
             if fresh:
@@ -110,10 +110,6 @@ class Stage:
             seen.update(fresh)
             if len(seen) == len(dataset):
                 return
-
-    def _order(self, dataset: Dataset) -> BatchSchedule:
-        train = self.config.train
-        return BatchSchedule(len(dataset), train.global_batch_size // dataset.group_size, train.seed)
 
     @property
     def reference_logprobs(self) -> Path:

@@ -9,8 +9,7 @@ import torch
 
 from rl_megatron.batching.packing import round_up
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.topology.context_parallel import zigzag_slices
-from rl_megatron.topology.topology import Topology
+from rl_megatron.topology.degrees import SequenceLayout, zigzag_slices
 
 
 @dataclass(frozen=True)
@@ -26,12 +25,12 @@ class Microbatch:
     batch: BatchedDataDict
     lengths: tuple[int, ...] | None = None
 
-    def shape(self, topology: Topology) -> tuple[int, int]:
+    def shape(self, layout: SequenceLayout) -> tuple[int, int]:
         """Return (sequences, padded tokens of each over all ranks) that the model gets; a pack is one sequence."""
         if self.lengths is not None:
-            return 1, sum(padded_lengths(self.lengths, topology))
+            return 1, sum(padded_lengths(self.lengths, layout))
         num_sequences, width = self.batch["input_ids"].shape
-        return num_sequences, round_up(width, topology.sequence_multiple)
+        return num_sequences, round_up(width, layout.sequence_multiple)
 
     def with_zero_weight(self) -> Microbatch:
         """Return the same sequences with zero loss weight: they run like any other and add nothing."""
@@ -42,14 +41,14 @@ class Microbatch:
         return replace(self, batch=batch)
 
 
-def padded_lengths(lengths: Sequence[int], topology: Topology) -> list[int]:
+def padded_lengths(lengths: Sequence[int], layout: SequenceLayout) -> list[int]:
     """Return the tokens that each sequence of a pack occupies, padding included.
 
     Each is a multiple of 2·cp if context parallelism cuts it into that many slices. The last one is longer if that is
     needed to divide the whole pack over the sequence-parallel ranks too.
     """
-    multiple = zigzag_slices(topology.context)
+    multiple = zigzag_slices(layout.context)
     padded = [round_up(max(length, 1), multiple) for length in lengths]
     total = sum(padded)
-    padded[-1] += round_up(total, topology.sequence_multiple) - total
+    padded[-1] += round_up(total, layout.sequence_multiple) - total
     return padded

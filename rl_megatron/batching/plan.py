@@ -22,8 +22,7 @@ from rl_megatron.batching.microbatch import Microbatch
 from rl_megatron.batching.packing import Packs, pack_sequences, round_up, split_packs
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.topology.context_parallel import zigzag_slices
-from rl_megatron.topology.topology import Topology
+from rl_megatron.topology.degrees import RankLayout, SequenceLayout, zigzag_slices
 
 _Number = TypeVar("_Number", int, float)
 
@@ -116,7 +115,7 @@ def plan_microbatches(
     batch: BatchedDataDict,
     lengths: list[int],
     batching: Batching,
-    topology: Topology,
+    topology: RankLayout,
     group_size: int = 1,
     cost: SequenceCost = SequenceCost(),
 ) -> RankPlan:
@@ -133,7 +132,50 @@ def plan_microbatches(
     Raises:
         ConfigError: A group alone exceeds `batching.tokens`.
     """
-    num_sequences, num_shards = batch.size, topology.data
+    whole = plan_global_batch(batch, lengths, batching, topology, group_size, cost)
+    ours = whole.plan.sequences[topology.data_rank]
+    microbatches, sequences = whole.microbatches(topology.data_rank), tuple(chain.from_iterable(ours))
+    return RankPlan(microbatches, sequences, batch.size, whole.batch.size, whole.efficiency)
+
+
+@dataclass(frozen=True)
+class GlobalPlan:
+    """The microbatches of a global batch on all data-parallel ranks.
+
+    Attributes:
+        kind: How sequences form microbatches.
+        batch: The global batch with its padding sequences.
+        lengths: Tokens of each of its sequences, at least 1.
+        plan: Which sequences form which microbatch.
+        efficiency: Tokens of the global batch per token slot that the model computes, over all ranks.
+    """
+
+    kind: BatchingKind
+    batch: BatchedDataDict
+    lengths: list[int]
+    plan: MicrobatchPlan
+    efficiency: float
+
+    def microbatches(self, shard: int) -> list[Microbatch]:
+        """Return the microbatches of a data-parallel rank, in the order in which they run."""
+        planned = zip(self.plan.sequences[shard], self.plan.lengths[shard], strict=True)
+        return [_microbatch(self.kind, self.batch, chosen, self.lengths, width) for chosen, width in planned]
+
+
+def plan_global_batch(
+    batch: BatchedDataDict,
+    lengths: list[int],
+    batching: Batching,
+    layout: SequenceLayout,
+    group_size: int = 1,
+    cost: SequenceCost = SequenceCost(),
+) -> GlobalPlan:
+    """Return the microbatches of all data-parallel ranks; the arguments are those of `plan_microbatches`.
+
+    Raises:
+        ConfigError: A group alone exceeds `batching.tokens`.
+    """
+    num_sequences, num_shards = batch.size, layout.data
     per_rank = -(-num_sequences // (num_shards * group_size)) * group_size
     padded_batching = min(batching.sequences, per_rank)
     batch = batch.pad_to_multiple(num_shards * (padded_batching if batching.kind == "padded" else group_size))
@@ -143,31 +185,27 @@ def plan_microbatches(
     lengths = [max(length, 1) for length in lengths] + [1] * (batch.size - num_sequences)
     try:
         plan = _plan_for_layout(
-            batching, lengths, batch["input_ids"].size(1), topology, padded_batching, group_size, cost
+            batching, lengths, batch["input_ids"].size(1), layout, padded_batching, group_size, cost
         )
     except ValueError as error:
         raise ConfigError(
             f"train.batching={batching.kind}, train.micro_batch_tokens={batching.tokens}: {error}"
         ) from error
-    ours, widths = plan.sequences[topology.data_rank], plan.lengths[topology.data_rank]
-    microbatches = [
-        _microbatch(batching.kind, batch, chosen, lengths, width) for chosen, width in zip(ours, widths, strict=True)
-    ]
-    slots = sum(round_up(slots, topology.sequence_multiple) for slots in chain.from_iterable(plan.slots))
-    return RankPlan(microbatches, tuple(chain.from_iterable(ours)), num_sequences, batch.size, num_tokens / slots)
+    slots = sum(round_up(slots, layout.sequence_multiple) for slots in chain.from_iterable(plan.slots))
+    return GlobalPlan(batching.kind, batch, lengths, plan, num_tokens / slots)
 
 
 def _plan_for_layout(
     batching: Batching,
     lengths: list[int],
     width: int,
-    topology: Topology,
+    layout: SequenceLayout,
     sequences_per_microbatch: int,
     group_size: int,
     cost: SequenceCost,
 ) -> MicrobatchPlan:
     """Return the plan for all ranks, within the budget even after the layout has padded the microbatches."""
-    multiple, num_shards = topology.sequence_multiple, topology.data
+    multiple, num_shards = layout.sequence_multiple, layout.data
     width = round_up(width, multiple)
     budget = batching.tokens // multiple * multiple
     if batching.kind == "padded":
@@ -175,7 +213,7 @@ def _plan_for_layout(
     if batching.kind == "dynamic":
         dynamic = DynamicPlanArgs(budget, group_size=group_size, cost=cost, sequence_length_round=multiple)
         return plan_dynamic_batching(lengths, width, num_shards, dynamic)
-    slices = zigzag_slices(topology.context)
+    slices = zigzag_slices(layout.context)
     packing = PackingPlanArgs(budget, group_size=group_size, cost=cost, sequence_length_pad_multiple=slices)
     return plan_sequence_packing(lengths, num_shards, packing)
 

@@ -31,7 +31,7 @@ from rl_megatron.certify.workload import (
 )
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import RunConfig
-from rl_megatron.topology import topology
+from rl_megatron.topology import degrees, topology
 from rl_megatron.topology.device import start_device
 
 _WIDTH_IN_FILES = 120  # wide enough for a parameter's name on one line
@@ -62,8 +62,8 @@ def _certify(config: RunConfig) -> int:
     device = start_device(first.device, first.train.collective_timeout_minutes)
     for stage in config.stages.values():
         check_loss(stage)
-    topology.validate(first.parallel, dist.get_world_size())
-    topology.validate_model(first.model, first.parallel)  # the user's own model, before the small model is made from it
+    degrees.validate(first.parallel, dist.get_world_size())
+    degrees.validate_model(first.model, first.parallel)  # the user's own model, before the small model is made from it
     model, parallel = shrunk(first.model, first.parallel)
     layout = topology.build(parallel, device, first.train.seed)
     objectives, batching = _objectives(config)

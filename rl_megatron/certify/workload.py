@@ -18,7 +18,7 @@ from rl_megatron.execution import FusedHead
 from rl_megatron.losses import as_loss, build_loss
 from rl_megatron.losses.contract import LossFunction, LossInputType
 from rl_megatron.model.build import Head
-from rl_megatron.topology.topology import sequence_multiple
+from rl_megatron.topology.degrees import sequence_multiple
 
 SMALL_FUSED_HEAD = FusedHead(block_tokens=10)  # several token blocks per microbatch
 WIDTH = 24  # tokens of the longest sequence

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 
 class ConfigError(ValueError):
@@ -29,3 +32,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> ValueError:
     """Return the error for an unknown name: `unknown task 'gsm8'; did you mean 'gsm8k'?`."""
     return ValueError(f"unknown {kind} {name!r}{nearest(name, known)}")
+
+
+def bad_input_named(build: Callable[[], _T]) -> _T:
+    """Return `build()`; turn errors of the data package, and files that cannot be read, into a ConfigError."""
+    try:
+        return build()
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error

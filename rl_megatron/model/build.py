@@ -21,7 +21,8 @@ from rl_megatron.model.heads.score import ScoreHead
 from rl_megatron.model.layers.attention import PortableRotaryEmbedding
 from rl_megatron.model.layers.rope import frequencies, rotary_scale, yarn_mscale
 from rl_megatron.model.shards import initialise_parameters
-from rl_megatron.topology.topology import Topology, padded_vocab_size, validate_model
+from rl_megatron.topology.degrees import padded_vocab_size, validate_model
+from rl_megatron.topology.topology import Topology
 
 Head = Literal["lm", "score"]
 _ACTIVATIONS = {"silu": silu, "gelu_tanh": partial(gelu, approximate="tanh")}

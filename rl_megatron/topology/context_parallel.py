@@ -12,11 +12,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def zigzag_slices(cp_size: int) -> int:
-    """Return the number of equal slices of a sequence. The sequence's padded length is a multiple of it."""
-    return 1 if cp_size == 1 else 2 * cp_size
-
-
 def zigzag_positions(sequence_length: int, cp_rank: int, cp_size: int, device: torch.device | None = None) -> Tensor:
     """Return the positions `[S/cp]` in the whole sequence of the tokens that `cp_rank` holds.
 

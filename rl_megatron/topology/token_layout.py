@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_megatron.topology.context_parallel import zigzag_slices
+from rl_megatron.topology.degrees import zigzag_slices
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def _check(command: Command) -> None:
     from rl_megatron.algorithms import preflight
     from rl_megatron.cli import _parser
     from rl_megatron.config.load import load_config
-    from rl_megatron.topology import topology
+    from rl_megatron.topology import degrees
 
     assert command.arguments is not None
     try:
@@ -104,8 +104,8 @@ def _check(command: Command) -> None:
     for checkpoint in begun:
         inputs.checkpoint_without_weights(checkpoint, config.first.model)
     if command.ranks is not None:
-        topology.validate(config.first.parallel, command.ranks)
-    topology.validate_model(config.first.model, config.first.parallel)
+        degrees.validate(config.first.parallel, command.ranks)
+    degrees.validate_model(config.first.model, config.first.parallel)
     if parsed.command == "certify":
         for stage in config.stages.values():
             preflight.check_loss(stage)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from rl_megatron.algorithms.registry import LossNeeds, register_algorithm
-from rl_megatron.algorithms.training_data import training_dataset
+from rl_megatron.data.training_data import training_dataset
 from rl_megatron.config.data_kinds import ANSWERS
 from rl_megatron.config.schema import AlgorithmConfig, DataConfig, Positive, section
 from rl_megatron.data.datasets import PromptAnswerDataset

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_megatron.algorithms.tokenizer import build_tokenizer
-from rl_megatron.algorithms.training_data import training_dataset
 from rl_megatron.config.load import load_config
 from rl_megatron.config.schema import OptimizerConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.order import BatchSchedule
+from rl_megatron.data.run_tokenizer import build_tokenizer
+from rl_megatron.data.training_data import training_dataset
 from rl_megatron.losses import NLLLoss, build_loss
 from tests.parallel.layouts import (
     DISTRIBUTED_OPTIMIZER,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_megatron.topology.context_parallel import zigzag_slices
+from rl_megatron.topology.degrees import zigzag_slices
 from rl_megatron.topology.token_layout import zigzag_places
 
 

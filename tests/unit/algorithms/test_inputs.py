@@ -6,10 +6,10 @@ import pytest
 
 from rl_megatron.algorithms.evaluate import build_evaluation
 from rl_megatron.algorithms.preflight import check
-from rl_megatron.algorithms.tokenizer import build_tokenizer
-from rl_megatron.algorithms.training_data import training_dataset
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
+from rl_megatron.data.run_tokenizer import build_tokenizer
+from rl_megatron.data.training_data import training_dataset
 
 
 @pytest.fixture

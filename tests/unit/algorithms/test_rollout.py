@@ -23,6 +23,7 @@ from rl_megatron.algorithms.rollout import (
 from rl_megatron.config.algorithms import GRPOConfig, PPOConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
+from rl_megatron.data import training_data
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.order import BatchSchedule
 from rl_megatron.data.tasks import Problem
@@ -38,7 +39,8 @@ def rollouts_of(monkeypatch):
         config = load_config(
             ["algorithm=grpo", f"algorithm.prompts_per_step={len(answers)}", f"algorithm.samples_per_prompt={size}"]
         ).first
-        monkeypatch.setattr(rollout, "build_source", lambda stage: Problems(Echo(tuple(answers))))
+        for module in (rollout, training_data):
+            monkeypatch.setattr(module, "build_source", lambda stage: Problems(Echo(tuple(answers))))
         monkeypatch.setattr(BatchSchedule, "items_at", lambda self, step: list(range(len(answers))))
         engine = Scripted({prompt: list(texts) for prompt, texts in answers.items()})
         stage = SimpleNamespace(config=config, tokenizer=Characters(), engine=engine)

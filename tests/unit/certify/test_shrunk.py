@@ -10,7 +10,7 @@ from rl_megatron.certify.workload import shrunk
 from rl_megatron.config.load import config_directory, load_config
 from rl_megatron.config.model_rules import check_model
 from rl_megatron.config.schema import ModelConfig, ParallelConfig
-from rl_megatron.topology.topology import validate_model
+from rl_megatron.topology.degrees import validate_model
 
 PRESETS = sorted(path.stem for path in (config_directory() / "model").glob("*.yaml") if path.stem != "init_from")
 DEGREES = [

@@ -8,8 +8,8 @@ import pytest
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig, ParallelConfig
 from rl_megatron.topology import topology
+from rl_megatron.topology.degrees import padded_vocab_size, validate, validate_model
 from rl_megatron.topology.device import start_device
-from rl_megatron.topology.topology import padded_vocab_size, validate, validate_model
 
 
 @pytest.mark.parametrize(

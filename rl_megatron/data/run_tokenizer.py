@@ -21,10 +21,14 @@ def build_tokenizer(stage: StageConfig) -> Tokenizer:
 def run_tokenizer(stage: StageConfig, output_dir: Path) -> Tokenizer:
     """Return the tokenizer that the run in `output_dir` saved or, for a new run, the one that `stage` configures.
 
-    It is the same on every rank, because training a BPE is deterministic.
+    It is the same on every rank, because training a BPE is deterministic. Special tokens that the model has no
+    embedding for are left out.
     """
     saved = output_dir / TOKENIZER
-    return load_tokenizer(saved) if saved.is_dir() else build_tokenizer(stage)
+    tokenizer = load_tokenizer(saved) if saved.is_dir() else build_tokenizer(stage)
+    if stage.model.vocab_size is not None:
+        tokenizer.leave_out_special_tokens_from(stage.model.vocab_size)
+    return tokenizer
 
 
 def save_tokenizer(tokenizer: Tokenizer, output_dir: Path) -> None:
