@@ -11,7 +11,8 @@ import pytest
 from rl_megatron.config.schema import DataConfig
 from rl_megatron.data.datasets import PromptAnswerDataset
 from rl_megatron.data.files import load_records
-from rl_megatron.data.preferences import PreferenceDataset, load_preferences
+from rl_megatron.data.preference_files import load_preferences
+from rl_megatron.data.preferences import PreferenceDataset
 from rl_megatron.data.sources import SOURCES
 from rl_megatron.data.tasks.registry import TASKS, build_task
 from rl_megatron.data.tokenizer import train_bpe

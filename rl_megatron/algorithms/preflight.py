@@ -13,8 +13,15 @@ from rl_megatron.algorithms.checkpointer import critic_checkpoints
 from rl_megatron.algorithms.evaluate import build_evaluation, metric_names
 from rl_megatron.algorithms.registry import algorithm_of
 from rl_megatron.batching.packing import round_up
-from rl_megatron.checkpoint.directory import Damaged, check_head, complete_checkpoints, read_manifest
-from rl_megatron.config.errors import ConfigError, bad_input_named, nearest
+from rl_megatron.checkpoint.directory import (
+    Damaged,
+    check_checkpoint,
+    check_head,
+    check_output_dir,
+    complete_checkpoints,
+    read_manifest,
+)
+from rl_megatron.config.errors import ConfigError, bad_input_named
 from rl_megatron.config.load import from_yaml, to_yaml
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.data.run_tokenizer import run_tokenizer
@@ -24,7 +31,7 @@ from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.losses.foreign import as_loss
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.model.build import check_vocabulary
-from rl_megatron.observability.sinks import SINKS
+from rl_megatron.observability.sinks import check_sinks
 from rl_megatron.topology.degrees import sequence_multiple, zigzag_slices
 
 # Sections that may not change when a run is resumed. Others may: the layout, the number of steps, the learning rate, …
@@ -40,9 +47,8 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
         ConfigError: The input of a stage is wrong. The message names the key or file, the value, the rule and the
             remedy.
     """
-    if output_dir.exists() and not output_dir.is_dir():
-        raise ConfigError(f"output_dir={output_dir} is a file; choose a directory")
-    _check_sinks(config)
+    check_output_dir(output_dir)
+    check_sinks(config.metric_sinks)
     tokenizer = bad_input_named(lambda: run_tokenizer(config.first, output_dir))
     check_vocabulary(config.first.model, tokenizer.vocab_size)
     for name, stage in config.stages.items():
@@ -61,9 +67,8 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
     _check_unchanged(config, output_dir)
     if config.init_from:
         path = Path(config.init_from)
-        _check_checkpoint(path, config.first, tokenizer)
-        head = algorithm_of(config.first).head
-        check_head(path, read_manifest(path), head, weights_only=True)
+        manifest = check_checkpoint(path, config.first.model, tokenizer.digest)
+        check_head(path, manifest, algorithm_of(config.first).head, weights_only=True)
     return tokenizer
 
 
@@ -83,11 +88,11 @@ def weights_source(config: RunConfig, output_dir: Path, name: str) -> str:
 
 def _check_saved(newest: Path, stage: StageConfig, tokenizer: Tokenizer, weights_from: str) -> None:
     """Check a stage's newest checkpoint and, if steps are left, its critic's checkpoint and its reference policy."""
-    manifest = _check_checkpoint(newest, stage, tokenizer)
+    manifest = check_checkpoint(newest, stage.model, tokenizer.digest)
     if manifest["step"] >= stage.train.steps:
         return
     if algorithm_of(stage).critic is not None:
-        _check_checkpoint(critic_checkpoints(newest.parent) / newest.name, stage, tokenizer)
+        check_checkpoint(critic_checkpoints(newest.parent) / newest.name, stage.model, tokenizer.digest)
     began_with = manifest.get("weights_from", weights_from)
     if began_with != weights_from and algorithm_of(stage).uses_reference(stage):
         raise ConfigError(
@@ -95,17 +100,6 @@ def _check_saved(newest: Path, stage: StageConfig, tokenizer: Tokenizer, weights
             f"{weights_from}: the reference policy must not change during a stage; set it back, or choose another "
             "output_dir and start from this checkpoint with init_from"
         )
-
-
-def _check_checkpoint(path: Path, stage: StageConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Check that the stage can read a checkpoint, and return its manifest."""
-    manifest = read_manifest(path, stage.model)
-    if manifest.get("tokenizer", tokenizer.digest) != tokenizer.digest:
-        raise ConfigError(
-            f"checkpoint {path} was trained with another tokenizer than this run's, which gives the same text other "
-            "tokens; set tokenizer.path to the tokenizer directory of the run that made the checkpoint"
-        )
-    return manifest
 
 
 def _check_data_and_tokenizer(stage: StageConfig, tokenizer: Tokenizer) -> None:
@@ -192,15 +186,6 @@ def check_loss(stage: StageConfig) -> None:
         raise ConfigError(
             f"loss.name={name} needs {missing}, which {algorithm}'s batches do not have; use {needs.choices}"
         )
-
-
-def _check_sinks(config: RunConfig) -> None:
-    """Refuse unknown metric sinks, and a run without metrics.jsonl, which curves.png and a resumed run read."""
-    for name in config.metric_sinks:
-        if name not in SINKS:
-            raise ConfigError(f"metric_sinks: there is no metric sink {name!r}{nearest(name, SINKS)}")
-    if "jsonl" not in config.metric_sinks:
-        raise ConfigError(f"metric_sinks={list(config.metric_sinks)}: curves.png is drawn from jsonl's file; add jsonl")
 
 
 def _check_unchanged(config: RunConfig, output_dir: Path) -> None:

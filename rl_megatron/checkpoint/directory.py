@@ -130,6 +130,36 @@ def complete_checkpoints(directory: Path) -> list[Path]:
     return sorted(steps, key=lambda path: steps[path])
 
 
+def check_output_dir(output_dir: Path) -> None:
+    """Check that the output directory of a run is a directory or does not exist.
+
+    Raises:
+        ConfigError: It is a file.
+    """
+    if output_dir.exists() and not output_dir.is_dir():
+        raise ConfigError(f"output_dir={output_dir} is a file; choose a directory")
+
+
+def check_checkpoint(checkpoint: Path, model: ModelConfig, tokenizer_digest: str | None) -> dict[str, Any]:
+    """Check that a run can read a checkpoint, and return its manifest.
+
+    Args:
+        checkpoint: The checkpoint's directory.
+        model: The run's model.
+        tokenizer_digest: The digest of the run's tokenizer, or None to accept any.
+
+    Raises:
+        ConfigError: It is not a whole checkpoint of this model that was trained with this tokenizer.
+    """
+    manifest = read_manifest(checkpoint, model)
+    if tokenizer_digest is not None and manifest.get("tokenizer", tokenizer_digest) != tokenizer_digest:
+        raise ConfigError(
+            f"checkpoint {checkpoint} was trained with another tokenizer than this run's, which gives the same text "
+            "other tokens; set tokenizer.path to the tokenizer directory of the run that made the checkpoint"
+        )
+    return manifest
+
+
 def read_manifest(checkpoint: Path, model: ModelConfig | None = None) -> dict[str, Any]:
     """Return the manifest of a checkpoint, after checking that every file exists and has its full size.
 

@@ -121,6 +121,10 @@ def main(arguments: list[str] | None = None) -> int:
             if log.is_main_rank():
                 print(to_yaml(config), end="")
             return 0
+        if log.is_main_rank():  # it answers for all ranks; what is wrong on another node alone, the preflight finds
+            from rl_megatron.cli.early_checks import check_early
+
+            check_early(config)
         if parsed.command == "certify":
             from rl_megatron.certify.command import certify
 

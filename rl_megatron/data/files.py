@@ -142,7 +142,9 @@ def split_heldout(items: Sequence[ItemT], heldout_fraction: float) -> tuple[list
         ValueError: The fraction is outside [0, 1), or it leaves nothing to train on.
     """
     check_fraction(heldout_fraction)
-    num_heldout = max(1, round(len(items) * heldout_fraction)) if heldout_fraction > 0 else 0
+    if heldout_fraction == 0:
+        return list(items), []
+    num_heldout = max(1, round(len(items) * heldout_fraction))
     if num_heldout >= len(items):
         raise ValueError(
             f"holding {num_heldout} of {len(items)} items out (fraction {heldout_fraction}) leaves nothing to train "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rl_megatron.config.checkpoint_metadata import has_tokenizer
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.sources import build_source
 from rl_megatron.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
@@ -29,6 +30,22 @@ def run_tokenizer(stage: StageConfig, output_dir: Path) -> Tokenizer:
     if stage.model.vocab_size is not None:
         tokenizer.leave_out_special_tokens_from(stage.model.vocab_size)
     return tokenizer
+
+
+def known_tokenizer(stage: StageConfig, output_dir: Path) -> Tokenizer | None:
+    """Return `run_tokenizer`, or None if it would have to be trained, or converted by transformers, which takes time.
+
+    Raises:
+        FileNotFoundError: There is nothing at `tokenizer.path`.
+        ValueError: There is no tokenizer there, or it cannot be read.
+    """
+    if not (output_dir / TOKENIZER).is_dir():
+        if stage.tokenizer.path is None:
+            return None
+        path = Path(stage.tokenizer.path)
+        if path.is_dir() and has_tokenizer(path) and not (path / "tokenizer.json").is_file():
+            return None
+    return run_tokenizer(stage, output_dir)
 
 
 def save_tokenizer(tokenizer: Tokenizer, output_dir: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.registry import Registry
 
 METRICS_FILE = "metrics.jsonl"
@@ -54,6 +55,19 @@ class MetricSink(Protocol):
 # What makes a sink, from the run's output directory.
 SINKS: Registry[Callable[[Path], MetricSink]] = Registry("metric sink")
 register_sink = SINKS.register
+
+
+def check_sinks(names: Sequence[str]) -> None:
+    """Refuse unknown metric sinks, and a run without metrics.jsonl, which curves.png and a resumed run read.
+
+    Raises:
+        ConfigError: A sink is unknown, or jsonl is missing.
+    """
+    for name in names:
+        if name not in SINKS:
+            raise ConfigError(f"metric_sinks: there is no metric sink {name!r}{nearest(name, SINKS)}")
+    if "jsonl" not in names:
+        raise ConfigError(f"metric_sinks={list(names)}: curves.png is drawn from jsonl's file; add jsonl")
 
 
 @register_sink("jsonl")

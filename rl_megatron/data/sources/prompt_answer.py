@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rl_megatron.config.data_sources import PromptAnswerConfig
-from rl_megatron.data.datasets import Dataset, PromptAnswerDataset
 from rl_megatron.data.files import Record, load_records
 from rl_megatron.data.sources.registry import register_source
 from rl_megatron.data.sources.source import DataSource, HeldoutBatch, heldout_part, required_path
 from rl_megatron.data.templates import require_fields
 from rl_megatron.data.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from rl_megatron.data.datasets import Dataset, PromptAnswerDataset
+
 
 @register_source(PromptAnswerConfig)
 class PromptAnswerSource(DataSource[PromptAnswerConfig]):
     """The source of prompts with answers, in one JSONL file or a directory with `train.jsonl` and `test.jsonl`."""
+
+    def check_files(self, tokenizer: Tokenizer | None) -> None:
+        """Check the records, and that both templates find their fields in them."""
+        for records in load_records(required_path(self.data), heldout_fraction=0.0):  # a split would need torch
+            require_fields(records, self.data.prompt_template)
+            require_fields(records, self.data.answer_template)
 
     def texts(self) -> Iterator[str]:
         """Yield the prompt with its answer of every training record."""
@@ -38,6 +47,8 @@ class PromptAnswerSource(DataSource[PromptAnswerConfig]):
         return load_records(required_path(self.data), self.data.heldout_fraction)
 
     def _dataset(self, records: list[Record], tokenizer: Tokenizer) -> PromptAnswerDataset:
+        from rl_megatron.data.datasets import PromptAnswerDataset
+
         return PromptAnswerDataset(
             records,
             tokenizer,

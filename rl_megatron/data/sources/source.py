@@ -1,17 +1,23 @@
-"""`DataSource`: the interface of data sources, which read a stage's training and held-out data."""
+"""`DataSource`: the interface of data sources, which read a stage's training and held-out data.
+
+The modules of data sources do not import torch: a mistake in a path, a file or a template is found before it is
+imported. Datasets, which make tensors, are therefore imported in the methods that return them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import DataConfig, StageConfig
-from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.data.datasets import Dataset
 from rl_megatron.data.tasks.task import Problem, Task
 from rl_megatron.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from rl_megatron.data.batch import BatchedDataDict
+    from rl_megatron.data.datasets import Dataset
 
 ConfigT = TypeVar("ConfigT", bound=DataConfig)
 PartT = TypeVar("PartT")
@@ -50,6 +56,21 @@ class DataSource(Generic[ConfigT]):
 
     def __init__(self, stage: StageConfig, data: ConfigT):
         self.stage, self.data = stage, data
+
+    def check_files(self, tokenizer: Tokenizer | None) -> None:
+        """Check everything that needs no torch: paths, records, the fields of templates, and a task's options.
+
+        The command line calls it before torch is imported, so it must not import it. What needs the whole data in
+        tokens is checked later, by `dataset` and `heldout`.
+
+        Args:
+            tokenizer: The run's tokenizer, or None if it has yet to be trained.
+
+        Raises:
+            ConfigError: A setting is wrong.
+            ValueError: A file is wrong; the message names it.
+            OSError: A file cannot be read.
+        """
 
     def texts(self) -> Iterator[str]:
         """Yield the training text that a tokenizer can be trained on.

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rl_megatron.config.data_kinds import ANSWERS, DOCUMENTS
 from rl_megatron.config.data_sources import TaskConfig, sources_providing
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.data.datasets import Dataset, PromptAnswerDataset, TextDataset
 from rl_megatron.data.sources.registry import register_source
 from rl_megatron.data.sources.source import DataSource, HeldoutProblemSet
-from rl_megatron.data.tasks.registry import build_task, reads_path
+from rl_megatron.data.tasks.registry import build_task, check_task_files, reads_path
 from rl_megatron.data.tasks.task import GeneratedTask, Problem, Task
 from rl_megatron.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from rl_megatron.data.datasets import Dataset, PromptAnswerDataset, TextDataset
 
 
 @register_source(TaskConfig)
 class TaskSource(DataSource[TaskConfig]):
     """The source of the task that `data.task` names. `data.path` sets the task's option `path`, if it has one."""
+
+    def check_files(self, tokenizer: Tokenizer | None) -> None:
+        """Check the task's options and files."""
+        check_task_files(self.task())
 
     def texts(self) -> Iterator[str]:
         """Yield the documents of a task that generates its data, or the demonstrations of another task."""
@@ -59,10 +66,14 @@ class TaskSource(DataSource[TaskConfig]):
             raise ConfigError(
                 f"data.task.name={task.name} has no text to pretrain on; use data.source={' or '.join(others)}"
             )
+        from rl_megatron.data.datasets import TextDataset
+
         documents = task.pretraining_documents(data.num_documents, seed=self.stage.train.seed)
         return TextDataset(documents, tokenizer, data.sequence_length)
 
     def _demonstrations(self, tokenizer: Tokenizer) -> PromptAnswerDataset:
+        from rl_megatron.data.datasets import PromptAnswerDataset
+
         return PromptAnswerDataset.from_demonstrations(
             self.task().demonstrations(self.data.num_demonstrations, seed=self.stage.train.seed),
             tokenizer,

@@ -61,6 +61,10 @@ class GSM8K:
     prompt_template: str = "{question}\n"
     heldout_fraction: float = 0.05
 
+    def check_files(self) -> None:
+        """Read the files and check every record, without torch, which the split into two parts needs."""
+        self._check(load_records(self.path, heldout_fraction=0.0))
+
     def train_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
         """Return all training problems in the file's order, or `count` of them chosen by `seed`."""
         return [self._problem(record) for record in _choose(self._splits[0], count, seed)]
@@ -81,6 +85,10 @@ class GSM8K:
     @cached_property
     def _splits(self) -> tuple[list[Record], list[Record]]:
         splits = load_records(self.path, self.heldout_fraction)
+        self._check(splits)
+        return splits
+
+    def _check(self, splits: tuple[list[Record], list[Record]]) -> None:
         for records in splits:
             require_fields(records, self.prompt_template)
             require_fields(records, "{answer}")
@@ -88,7 +96,6 @@ class GSM8K:
                 answer = record.values["answer"]
                 if not isinstance(answer, str) or extract_answer(answer) is None:
                     raise ValueError(f"{record.location}: the answer does not end in '#### N': {answer!r}.")
-        return splits
 
     def _problem(self, record: Record) -> Problem:
         prompt = self.prompt_template.format_map(record.values)

@@ -52,6 +52,13 @@ def build_task(name: str, **options: Any) -> Task:
     return TASKS[name](**options)
 
 
+def check_task_files(task: Task) -> None:
+    """Check the files of a task, if it has a method `check_files`, which must not import torch."""
+    check = getattr(task, "check_files", None)
+    if check is not None:
+        check()
+
+
 def reads_path(name: str) -> bool:
     """Return whether the task `name` has the option `path`, which `data.path` can set."""
     return name in TASKS and "path" in {field.name for field in fields(TASKS[name])}

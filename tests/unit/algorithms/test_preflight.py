@@ -13,7 +13,6 @@ from rl_megatron.algorithms.preflight import (
     _check_budget,
     _check_keep_best,
     _check_saved,
-    _check_sinks,
     _check_unchanged,
     check_loss,
     weights_source,
@@ -25,6 +24,7 @@ from rl_megatron.config.load import load_config, to_yaml
 from rl_megatron.generation.engines import check_engine
 from rl_megatron.generation.transformers.engine import engine_devices
 from rl_megatron.losses import LOSSES, ClippedPGLossFn, LossFunction, LossInputType, LossType
+from rl_megatron.observability.sinks import check_sinks
 
 PAIRS = ["data=gsm8k_pairs", "data.path=x"]
 OVERRIDES = {
@@ -323,4 +323,4 @@ def test_an_unknown_eval_metric_is_refused_with_the_known_ones():
 )
 def test_metric_sinks_that_cannot_be_used(sinks, words):
     with pytest.raises(ConfigError, match=words):
-        _check_sinks(load_config([f"metric_sinks={sinks}"]))
+        check_sinks(load_config([f"metric_sinks={sinks}"]).metric_sinks)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from rl_megatron.data.files import Record
-from rl_megatron.data.preferences import PreferenceDataset, load_preferences
+from rl_megatron.data.preference_files import load_preferences
+from rl_megatron.data.preferences import PreferenceDataset
 from rl_megatron.data.tokenizer import train_bpe
 from tests.unit.data.shared_data import shared
 

@@ -1,0 +1,33 @@
+"""Check what needs neither torch nor megatron-core, so that mistakes in paths and files are answered at once.
+
+The checks themselves lie in the packages that use what is checked, and the preflight makes them again on every rank.
+Each section of the configuration that names files has one here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rl_megatron.checkpoint.directory import check_checkpoint, check_output_dir
+from rl_megatron.config.errors import bad_input_named
+from rl_megatron.config.schema import RunConfig
+from rl_megatron.data.run_tokenizer import known_tokenizer
+from rl_megatron.data.sources import build_source
+from rl_megatron.observability.sinks import check_sinks
+
+
+def check_early(config: RunConfig) -> None:
+    """Check the paths and files that a configuration names.
+
+    Raises:
+        ConfigError: One of them is wrong. The message is the one that the preflight would give.
+    """
+    output_dir = Path(config.output_dir)
+    check_output_dir(output_dir)
+    check_sinks(config.metric_sinks)
+    tokenizer = bad_input_named(lambda: known_tokenizer(config.first, output_dir))
+    for stage in config.stages.values():
+        bad_input_named(lambda stage=stage: build_source(stage).check_files(tokenizer))
+    if config.init_from:
+        digest = None if tokenizer is None else tokenizer.digest
+        check_checkpoint(Path(config.init_from), config.first.model, digest)

@@ -1,0 +1,70 @@
+"""Commands with a mistake in a path or a file, and what is answered: {name: (arguments, pattern of the line)}.
+
+`python -m tests.unit.cli.early_cases DIRECTORY` runs them all in one process, and prints for each its exit status, its
+line, and whether torch, megatron-core or transformers has been imported by then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+from pathlib import Path
+
+from rl_megatron.cli import main
+
+_SFT = ("train", "algorithm=sft", "data=gsm8k")
+_GRPO = ("train", "algorithm=grpo")
+
+CASES: dict[str, tuple[tuple[str, ...], str]] = {
+    "data.path is missing": ((*_SFT, "data.path=absent"), "data.path: there is nothing at .*absent"),
+    "a line is not JSON": ((*_SFT, "data.path=bad.jsonl"), r"bad.jsonl:2 is not JSON"),
+    "a field is missing": ((*_SFT, "data.path=short.jsonl"), r"short.jsonl:\d+: .*'answer'"),
+    "a text file is a directory": (
+        ("train", "algorithm=pretrain", "data.source=text", "data.path=."),
+        "data.path: .* is a directory",
+    ),
+    "a pair lacks a side": (
+        ("train", "algorithm=dpo", "loss=dpo", "data=gsm8k_pairs", "data.path=pairs.jsonl"),
+        r"pairs.jsonl:1: the pair has no 'rejected'",
+    ),
+    "the task's file is missing": ((*_GRPO, "data.source=task", "data.task={name: gsm8k, path: absent}"), "nothing at"),
+    "the task has no such option": ((*_GRPO, "data.task.max_opernad=3"), "did you mean 'max_operand'"),
+    "tokenizer.path is missing": (("train", "algorithm=sft", "tokenizer.path=absent"), "there is no tokenizer at abs"),
+    "tokenizer.json is broken": (("train", "algorithm=sft", "tokenizer.path=tokenizer"), "cannot be read as a tokeni"),
+    "output_dir is a file": (("train", "algorithm=sft", "output_dir=bad.jsonl"), "output_dir=bad.jsonl is a file"),
+    "init_from is missing": (("train", "algorithm=sft", "init_from=absent"), "checkpoint absent does not exist"),
+    "init_from is no checkpoint": (("train", "algorithm=sft", "init_from=tokenizer"), "tokenizer has no manifest.json"),
+    "the metric sink is unknown": (("train", "algorithm=sft", "metric_sinks=[jsnl]"), "did you mean 'jsonl'"),
+    "certify checks the same": (("certify", *_SFT[1:], "data.path=absent"), "data.path: there is nothing at"),
+}
+
+
+def write_files(directory: Path) -> None:
+    """Write the files that the cases read."""
+    good = json.dumps({"question": "1+1=", "answer": "2 #### 2"})
+    (directory / "bad.jsonl").write_text(f"{good}\n{{oops\n")
+    (directory / "short.jsonl").write_text(f'{good}\n{{"question": "1+1="}}\n' * 8)
+    (directory / "pairs.jsonl").write_text('{"question": "1+1=", "chosen": "2"}\n')
+    (directory / "tokenizer").mkdir()
+    (directory / "tokenizer" / "tokenizer.json").write_text("{}")
+    (directory / "tokenizer" / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+
+
+def run_all(directory: Path) -> dict[str, list]:
+    """Return for each case [exit status, line, heavy modules that are imported]."""
+    write_files(directory)
+    os.chdir(directory)
+    answers = {}
+    for name, (arguments, _) in CASES.items():
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            status = main(list(arguments))
+        heavy = [module for module in ("torch", "megatron", "transformers") if module in sys.modules]
+        answers[name] = [status, said.getvalue(), heavy]
+    return answers
+
+
+if __name__ == "__main__":
+    print(json.dumps(run_all(Path(sys.argv[1]))))
