@@ -24,8 +24,9 @@ sys.path.insert(0, str(REPOSITORY))
 from docs.declarations import DEFAULTS_OF_KEYS, Key, argument_meanings, as_yaml, default, in_words, keys  # noqa: E402
 from rl_megatron.algorithms import ALGORITHMS  # noqa: E402
 from rl_megatron.config import schema  # noqa: E402
+from rl_megatron.config.compose import config_directory  # noqa: E402
 from rl_megatron.config.engines import ENGINE_DECLARATIONS  # noqa: E402
-from rl_megatron.config.load import config_directory, load_config, to_yaml  # noqa: E402
+from rl_megatron.config.load import load_config, to_yaml  # noqa: E402
 from rl_megatron.data.tasks.registry import TASKS  # noqa: E402
 from rl_megatron.observability.sinks import SINKS  # noqa: E402
 

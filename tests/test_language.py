@@ -63,7 +63,7 @@ AMBIGUOUS = {
     "platform": (("checkpoint/save.py", r"platform", "Python's module"), ("generation/", r"platform", "sys.platform")),
     "inputs": (("compat/", r".*", "NeMo RL's names"),),
     "contents": (),
-    "origin": (("config/load.py", r"get_origin", "typing's function"), ("compat/", r"origin", "importlib's attribute")),
+    "origin": (("config/hints.py", r"get_origin", "typing's"), ("compat/", r"origin", "importlib's attribute")),
 }  # fmt: skip
 
 PHRASES = (

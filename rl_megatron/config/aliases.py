@@ -84,6 +84,11 @@ class UserFiles(FileConfigSource):
         group = config_path.rpartition("/")[0].replace("/", ".")
         prefix = group if package is None else str(package).removeprefix("_global_").removeprefix(".")
         if isinstance(result.config, DictConfig):
+            if not prefix and "hydra" in result.config:
+                raise ConfigError(
+                    f"{self.path}/{config_path}.yaml: the section hydra has no effect: a run does not use Hydra's own "
+                    "settings; delete it, and set output_dir instead of hydra.run.dir"
+                )
             tree: Any = OmegaConf.to_container(result.config, resolve=False)
             result.config = OmegaConf.create(rename_tree(tree, prefix, f"{self.path}/{config_path}.yaml: "))
         return result

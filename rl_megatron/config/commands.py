@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 
@@ -16,6 +15,11 @@ def command(*words: str) -> str:
 
 
 def override(key: str, value: str) -> str:
-    """Return `key=value` in Hydra's syntax."""
+    """Return `key=value` in Hydra's syntax, where `value` is a text."""
     plain = re.fullmatch(_UNQUOTED, value, re.ASCII) and not re.fullmatch(_NOT_TEXT, value)
-    return f"{key}={value if plain else json.dumps(value, ensure_ascii=False)}"
+    return f"{key}={value if plain else _quoted(value)}"
+
+
+def _quoted(value: str) -> str:
+    """Return a text in double quotes. Hydra reads a backslash as itself, unless a quote comes after it."""
+    return '"' + re.sub(r'(\\*)(?="|$)', r"\1\1", value).replace('"', '\\"') + '"'

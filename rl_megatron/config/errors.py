@@ -19,17 +19,20 @@ class ConfigError(ValueError):
 _SHORT_LIST = 8  # a longer list of names would hide the hint
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: the nearest known name, and all of them if they are few."""
+def nearest(name: object, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the nearest known name, and all of them if they are few.
+
+    A name that a user gives may be of any type, such as the number 7.
+    """
     known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
     names = ", ".join(known) or "none"
     if not close:
         return f"; known: {names}"
     return f"; did you mean {close[0]!r}?" + (f" Known: {names}" if len(known) <= _SHORT_LIST else "")
 
 
-def unknown_name(kind: str, name: str, known: Iterable[str]) -> ValueError:
+def unknown_name(kind: str, name: object, known: Iterable[str]) -> ValueError:
     """Return the error for an unknown name: `unknown task 'gsm8'; did you mean 'gsm8k'?`."""
     return ValueError(f"unknown {kind} {name!r}{nearest(name, known)}")
 

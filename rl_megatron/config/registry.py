@@ -39,12 +39,12 @@ class Registry(Mapping[str, T], Generic[T]):
         Raises:
             UnknownName: No entry has this name; the message gives the nearest one.
         """
-        if name not in self._entries:
+        if name not in self:
             raise UnknownName(f"there is no {self.kind} {name!r}{nearest(name, self._entries)}")
         return self._entries[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries
+        return isinstance(name, str) and name in self._entries  # a user may give a list, which no dict accepts
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

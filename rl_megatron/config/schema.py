@@ -1,8 +1,8 @@
 """The configuration, one frozen dataclass per YAML section. Field comments are the documentation of the keys.
 
 Values are checked on construction, and messages name the key that is unknown, of a wrong type or out of range. Checks
-that need two sections are in `load.py` and in the `check` methods of algorithms and data sources. Checks that need the
-world size are in `topology`.
+that need two sections are in `stages.py`, and in the `check` methods of algorithms and data sources. Checks that need
+the world size are in `topology`.
 """
 
 from __future__ import annotations
@@ -381,7 +381,9 @@ class RunConfig:
     """A run: stages in order, each starting from the weights that the stage before it left."""
 
     stages: dict[str, StageConfig]  # stages by name, in order
-    output_dir: str  # directory of metrics, checkpoints, the tokenizer and the effective configuration
+    # Directory of metrics, checkpoints, the tokenizer and the effective configuration. null: outputs/ and the name of
+    # the experiment or, without one, of the algorithm.
+    output_dir: str
     plugins: tuple[str, ...] = ()  # the user's own modules that register losses, tasks, algorithms, …
     metric_sinks: tuple[str, ...] = ("jsonl", "tensorboard")  # where metrics are written; jsonl must be listed
     init_from: str | None = None  # a checkpoint directory whose weights start the first stage; null: new weights

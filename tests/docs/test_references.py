@@ -14,7 +14,7 @@ import rl_megatron
 from docs import declarations, generate_configuration, generate_metrics
 from rl_megatron.config import schema
 from rl_megatron.config.eval_metrics import EVAL_METRICS
-from rl_megatron.config.load import _schema_paths
+from rl_megatron.config.hints import schema_paths
 from rl_megatron.config.metrics import METRICS, Metric
 from rl_megatron.data.tasks.registry import TASKS
 from tests.docs.forked import Fork
@@ -51,7 +51,7 @@ def test_the_page_on_metrics_is_up_to_date(fresh):
 
 def configuration_keys():
     """Return every key path that a configuration can have."""
-    paths = {*_schema_paths(schema.RunConfig), *_schema_paths(schema.StageConfig)} - SECTION_NAMES
+    paths = {*schema_paths(schema.RunConfig), *schema_paths(schema.StageConfig)} - SECTION_NAMES
     for section, registry in (("algorithm", schema.ALGORITHM_CONFIGS), ("data", schema.SOURCE_CONFIGS)):
         paths |= {f"{section}.{field.name}" for config in registry.values() for field in dataclasses.fields(config)}
     paths |= {f"data.task.{field.name}" for task in TASKS.values() for field in dataclasses.fields(task)}

@@ -7,7 +7,8 @@ from dataclasses import fields
 import pytest
 
 from rl_megatron.certify.workload import shrunk
-from rl_megatron.config.load import config_directory, load_config
+from rl_megatron.config.compose import config_directory
+from rl_megatron.config.load import load_config
 from rl_megatron.config.model_rules import check_model
 from rl_megatron.config.schema import ModelConfig, ParallelConfig
 from rl_megatron.topology.degrees import validate_model

@@ -8,8 +8,11 @@ from rl_megatron.config.commands import command, override
 
 @pytest.mark.parametrize(
     "value",
-    ["outputs/run", "a b", "a=b", "{x}", "null", "True", "123", "1e3", "1_000", "nan", "-inf", "0.5", "step-0004"],
-)
+    [
+        "outputs/run", "a b", "a=b", "{x}", "null", "True", "123", "1e3", "1_000", "nan", "-inf", "0.5", "step-0004",
+        "a,b", "[x", r"{q}\n", "a\nb", 'say "x"', "it's", "back\\", 'x\\"y', 'x\\\\"', "",
+    ],
+)  # fmt: skip
 def test_an_override_is_read_as_the_same_text(value):
     (parsed,) = OverridesParser.create().parse_overrides([override("init_from", value)])
     assert parsed.value() == value and isinstance(parsed.value(), str)

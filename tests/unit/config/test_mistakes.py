@@ -1,5 +1,7 @@
 """Mistyped keys, and overrides without effect: the message names the nearest key, or the key that works."""
 
+import shlex
+
 import pytest
 
 from rl_megatron.config.load import load_config
@@ -163,3 +165,107 @@ def test_the_paths_that_the_refusal_proposes_work(three):
 def test_a_scalar_that_a_stage_sets_shadows_the_override(refused, experiment):
     arguments = experiment({"stages": {"one": {"algorithm": {"name": "sft"}, "precision": "bf16"}}})
     assert "write stages.one.precision=…" in refused(*arguments, "precision=fp32")
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("train.lr=1", "'optimizer.lr'"),
+        ("lr=1", "'optimizer.lr'"),
+        ("seed=1", "'train.seed'"),
+        ("+train.lr=1", "'optimizer.lr'"),
+        ("~train.lr", "'optimizer.lr'"),
+        ("train.temperature=1", "'generation.temperature'"),
+        ("train.micro_batch=4", "'train.micro_batch_size'"),
+        ("train.batch_size=4", "'generation.batch_size' or 'train.micro_batch_size'"),
+    ],
+)
+def test_a_key_of_another_section_is_found_by_its_name(refused, override, meant):
+    assert refused(override).endswith(f"; did you mean {meant}?")
+
+
+def test_an_unknown_key_like_no_other_lists_the_keys_of_its_section(refused):
+    message = refused("+train.foo=1")
+    assert message.startswith("unknown key 'train.foo'; train has the keys async_save, ")
+    assert "steps" in message and "optimizer" not in message
+
+
+def test_a_key_of_another_algorithm_names_the_algorithms_that_have_it(refused):
+    assert refused("algorithm=sft", "algorithm.prompts_per_step=3").endswith("; only algorithm=grpo or ppo has it")
+
+
+@pytest.mark.parametrize(
+    ("value", "quoted"),
+    [
+        ("{prompt}", "'data.prompt_template=\"{prompt}\"'"),
+        (r"Q: {question}\nA: ", "'data.prompt_template=\"Q: {question}\\nA: \"'"),
+    ],
+)
+def test_an_unquoted_template_is_refused_with_the_right_quoting(refused, value, quoted):
+    message = refused(f"data.prompt_template={value}")
+    assert message.startswith(f"override {f'data.prompt_template={value}'!r}: Hydra cannot read the value")
+    assert message.endswith(f": {quoted}") and "viable" not in message
+    (words,) = shlex.split(quoted)
+    assert load_config([words]).first.data.prompt_template.replace("\n", r"\n") == value
+
+
+def test_a_mapping_in_place_of_a_template_names_the_quoting(refused):
+    assert "as in 'data.prompt_template=\"{x}\"'" in refused("data.prompt_template={a: b}")
+
+
+def test_several_values_without_multirun_name_the_ways_on(refused):
+    message = refused("train.seed=0,1")
+    assert message.startswith("override 'train.seed=0,1' has several values; add --multirun")
+    assert "'train.seed=[0,1]'" in message and "'train.seed=\"0,1\"'" in message
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["experiment=[quickstart,quickstart_ppo]"],
+        ["experiment=[quickstart]"],
+        ["experiment=quickstart", "experiment=quickstart_ppo"],
+    ],
+)
+def test_a_run_has_one_experiment(refused, arguments):
+    message = refused(*arguments)
+    assert "a run has one experiment" in message and "--multirun experiment=quickstart" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "instead"),
+    [
+        ("hydra.run.dir=elsewhere", "write output_dir=elsewhere"),
+        ("++hydra.sweep.dir=elsewhere", "write output_dir=elsewhere"),
+        ("hydra.searchpath=[file://x]", "--config-dir"),
+        ("hydra/launcher=joblib", "leave it out"),
+    ],
+)
+def test_settings_of_hydra_are_refused_with_the_key_to_use(refused, override, instead):
+    message = refused(override)
+    assert message.startswith(f"override {override!r} has no effect") and instead in message
+
+
+def test_a_section_hydra_of_an_own_file_is_refused(refused, experiment):
+    message = refused(*experiment({"hydra": {"run": {"dir": "elsewhere"}}}))
+    assert "own.yaml: the section hydra has no effect" in message and "output_dir" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("stages.grpo.optimizer.min_lr=1", ["stages.grpo.optimizer.min_lr=1.0", "stages.grpo.optimizer.lr=0.0005"]),
+        ("stages.grpo.generation.temperature=0", ["stages.grpo: generation.temperature=0"]),
+        ("stages.sft.generation.engine=vllm", ["stages.sft: generation.engine='vllm'"]),
+    ],
+)
+def test_a_rule_that_a_stage_breaks_is_named_with_the_stage(refused, three, override, words):
+    message = refused(*three, override)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("name", ["7", "nan", "true", "[a]", "1.5"])
+@pytest.mark.parametrize("key", ["data.task.name", "loss.name", "generation.engine", "algorithm.name", "data.source"])
+def test_a_name_that_is_not_a_text_gives_no_traceback(refused, key, name):
+    message = refused("algorithm=grpo", f"{key}={name}")
+    assert name.strip("[]").lower() in message.lower()

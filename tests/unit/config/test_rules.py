@@ -36,7 +36,7 @@ from rl_megatron.config.load import load_config
         ("precision=fp8", "bf16"),
         ("device=tpu", "cuda"),
         ("resume=maybe", "boolean"),
-        ("output_dir=null", "string"),
+        ("output_dir=7", "string"),
     ],
 )
 def test_a_value_out_of_range_names_key_value_and_rule(refused, override, rule):

@@ -7,7 +7,8 @@ import yaml
 from pydantic import TypeAdapter
 
 from rl_megatron.config import algorithms, schema
-from rl_megatron.config.load import config_directory, load_config, to_yaml
+from rl_megatron.config.compose import config_directory
+from rl_megatron.config.load import load_config, to_yaml
 
 CONFIGS = config_directory()
 GROUPS = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name != "experiment")
@@ -65,7 +66,16 @@ def needs_a_path(name):
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_loads(name):
     config = load_config([f"experiment={name}", *(["data.path=somewhere"] if needs_a_path(name) else [])])
-    assert config.stages and config.output_dir != "outputs/run", "an experiment writes to a directory of its own"
+    assert config.stages and config.output_dir == f"outputs/{name}"
+
+
+def test_the_default_output_directory_carries_a_name(tmp_path):
+    assert load_config([]).output_dir == "outputs/sft"
+    assert load_config(["algorithm=grpo", "output_dir=null"]).output_dir == "outputs/grpo"
+    assert load_config(["output_dir=mine"]).output_dir == "mine"
+    (tmp_path / "own.yaml").write_text("defaults: [config, _self_]\ntrain: {steps: 7}\n")
+    config = load_config(["train.seed=3"], str(tmp_path), "own")
+    assert (config.output_dir, config.first.train.steps, config.first.train.seed) == ("outputs/own", 7, 3)
 
 
 # model=init_from has its values from a checkpoint: tests/unit/config/test_checkpoint_metadata.py

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from rl_megatron.config.compose import config_directory
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import config_directory, load_config
+from rl_megatron.config.load import load_config
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.families import FAMILIES, family_of_model, read_model, same_weights
 

@@ -1,0 +1,155 @@
+"""Compose a configuration with Hydra, from the shipped YAML files, the user's own, and overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from hydra import compose
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from rl_megatron.config import checkpoint_metadata
+from rl_megatron.config.aliases import UserFiles
+from rl_megatron.config.errors import ConfigError, nearest
+from rl_megatron.config.hints import OPEN_SECTIONS, explain, key_of
+
+PRIMARY = "config"  # the name of the shipped primary configuration
+# Overrides of Hydra's own settings → what to write instead.
+_OF_HYDRA = {
+    "hydra.run.dir": "write output_dir={value}",
+    "hydra.sweep.dir": "write output_dir={value}; every job of a sweep gets a directory in it",
+    "hydra.sweep.subdir": "the directory of a job is named after its overrides; leave it out",
+    "hydra.searchpath": "write --config-dir DIR",
+    "hydra.mode": "write --multirun",
+}
+
+
+@dataclass(frozen=True)
+class Composed:
+    """What Hydra composed.
+
+    Attributes:
+        tree: The configuration as plain mappings and lists, with interpolations resolved.
+        experiment: The name of the chosen experiment, or None.
+    """
+
+    tree: dict[str, Any]
+    experiment: str | None
+
+
+@contextmanager
+def hydra_session(config_dir: str | None) -> Iterator[Hydra]:
+    """Yield Hydra with the shipped YAML files on its search path, and after them those of `config_dir`.
+
+    Raises:
+        ConfigError: `config_dir` is not a directory.
+    """
+    if config_dir is not None and not Path(config_dir).is_dir():
+        raise ConfigError(f"--config-dir {config_dir} is not a directory")
+    # For configs/model/init_from.yaml.
+    OmegaConf.register_new_resolver("of_checkpoint", checkpoint_metadata.model_key, replace=True)
+    search_path = create_config_search_path(str(config_directory()))
+    if config_dir is not None:
+        before_schema = SearchPathQuery(provider="schema")  # Hydra needs the schema to come last
+        address = f"{UserFiles.scheme()}://{Path(config_dir).resolve()}"
+        search_path.prepend("command-line", address, anchor=before_schema)
+    GlobalHydra.instance().clear()
+    try:
+        yield Hydra.create_main_hydra2("rl-megatron", search_path)
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def config_directory() -> Path:
+    """Return the directory of the shipped YAML files: in the installed package, or `configs/` of a source tree."""
+    installed = Path(__file__).resolve().parents[1] / "configs"
+    return installed if installed.is_dir() else Path(__file__).resolve().parents[2] / "configs"
+
+
+def composed(overrides: list[str], config_dir: str | None, config_name: str = PRIMARY) -> Composed:
+    """Return Hydra's composition of the primary configuration `config_name` with `overrides`.
+
+    Raises:
+        ConfigError: An override or a file is wrong; the message names it.
+    """
+    for override in overrides:
+        _refuse_settings_of_hydra(override)
+    _refuse_several_experiments(overrides)
+    with hydra_session(config_dir):
+        try:
+            _refuse_unknown_stages(overrides, config_name)
+            found = compose(config_name, overrides=as_additions(overrides), return_hydra_config=True)
+            experiment = found.hydra.runtime.choices.get("experiment")
+            with open_dict(found):
+                del found["hydra"]
+            return Composed(_plain(found), experiment)
+        except ConfigError:
+            raise
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            groups = [override for override in overrides if "." not in key_of(override)]
+            raise ConfigError(_of_resolver(error) or explain(error, overrides, _tree(groups, config_name))) from error
+
+
+def as_additions(overrides: list[str]) -> list[str]:
+    """Return overrides in the form that may add a key: in open sections the schema checks keys, not Hydra."""
+    return [f"++{override}" if override.startswith(OPEN_SECTIONS) else override for override in overrides]
+
+
+def _tree(overrides: list[str], config_name: str) -> Mapping[str, Any]:
+    """Return the composition of some overrides, or an empty one if Hydra refuses them."""
+    try:
+        return cast(dict[str, Any], OmegaConf.to_container(compose(config_name, overrides=overrides)))
+    except (HydraException, OmegaConfBaseException, ValueError):
+        return {}  # a choice of a preset is wrong itself: Hydra's message lists the choices
+
+
+def _plain(found: DictConfig) -> dict[str, Any]:
+    return cast(dict[str, Any], OmegaConf.to_container(found, resolve=True, throw_on_missing=False))
+
+
+def _of_resolver(error: BaseException | None) -> str | None:
+    """Return the message of a resolver's ConfigError, which OmegaConf may have wrapped more than once, or None."""
+    while error is not None and not isinstance(error, ConfigError):
+        error = error.__cause__ or error.__context__
+    return None if error is None else str(error)
+
+
+def _refuse_settings_of_hydra(override: str) -> None:
+    key, value = key_of(override), override.partition("=")[2]
+    if key == "hydra" or key.startswith(("hydra.", "hydra/")):
+        remedy = _OF_HYDRA.get(key, "leave it out").format(value=value)
+        raise ConfigError(f"override {override!r} has no effect: a run does not use Hydra's own settings; {remedy}")
+
+
+def _refuse_several_experiments(overrides: list[str]) -> None:
+    chosen = [override for override in overrides if key_of(override) == "experiment"]
+    names = [name.strip("[] ") for override in chosen for name in override.partition("=")[2].split(",")]
+    is_list = any(override.partition("=")[2].lstrip().startswith("[") for override in chosen)
+    if is_list or len(chosen) > 1:
+        raise ConfigError(
+            f"experiment={','.join(names)}: a run has one experiment; choose one, or run each of them with --multirun "
+            f"experiment={','.join(names)}"
+        )
+
+
+def _refuse_unknown_stages(overrides: list[str], config_name: str) -> None:
+    """Refuse an override of a stage that the experiment does not have, which would otherwise add a stage."""
+    named = [override for override in overrides if key_of(override).startswith("stages.")]
+    if not named:
+        return
+    others = [override for override in overrides if override not in named]
+    stages = compose(config_name, overrides=as_additions(others)).get("stages") or {}
+    for override in named:
+        name = key_of(override).split(".")[1]
+        if name not in stages:
+            hint = nearest(name, stages) if stages else "; it has no stages: leave stages.NAME out"
+            raise ConfigError(f"override {override!r}: the experiment has no stage {name!r}{hint}")

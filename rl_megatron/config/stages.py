@@ -1,0 +1,141 @@
+"""Build the stages of a run from the sections of the run and the changes of each stage, and check their rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rl_megatron.config import data_sources, schema
+from rl_megatron.config.engines import check_generation
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.hints import key_of
+from rl_megatron.config.model_rules import check_model
+from rl_megatron.config.sections import chosen_class, refuse_unknown, validated
+
+STAGE_KEYS = {field.name for field in fields(schema.StageConfig)}
+
+
+def build_stage(name: str, base: Mapping[str, Any], changes: Mapping[str, Any]) -> schema.StageConfig:
+    """Return the stage `name`: the run's sections with the stage's own `changes`.
+
+    Raises:
+        ConfigError: A key is unknown or a value is wrong; the message names it with its stage.
+    """
+    where = f"stages.{name}."
+    refuse_unknown(changes, STAGE_KEYS, where)
+    merged = dict(base)
+    for key, value in changes.items():
+        if isinstance(value, Mapping) and not _replaces(key, value):
+            below = _without_keys_of_another(key, merged.get(key) or {}, value)
+            merged[key] = OmegaConf.to_container(OmegaConf.merge(below, value))
+        else:
+            merged[key] = value
+    return validated(schema.StageConfig, merged, where if changes else "")
+
+
+def refuse_shadowed(overrides: list[str], stages: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse an override of a key that stages set themselves, and name the key under which it takes effect.
+
+    Raises:
+        ConfigError: There is such an override.
+    """
+    for override in overrides:
+        key = key_of(override)
+        setting = [name for name, changes in stages.items() if _shadows(changes, key.split("."))]
+        if setting:
+            key = "algorithm.name" if key == "algorithm" else key
+            instead = " ".join(f"stages.{name}.{key}=…" for name in setting if _has_key(stages[name], key))
+            remedy = f"write {instead}" if instead else "none of them has this key"
+            raise ConfigError(f"override {override!r} has no effect in stage(s) {setting}, which set it; {remedy}")
+
+
+def check_stages(stages: Mapping[str, schema.StageConfig], is_named: bool) -> None:
+    """Check the rules that span the sections of a stage, and those that span stages.
+
+    Args:
+        stages: The stages by name.
+        is_named: Whether the configuration has names of stages, which then are in the messages.
+
+    Raises:
+        ConfigError: A stage breaks a rule.
+    """
+    first = next(iter(stages.values()))
+    for name, stage in stages.items():
+        try:
+            _check_stage(name, stage, first, f"stages.{name}." if is_named else "")
+        except ConfigError as error:
+            said = str(error)
+            raise ConfigError(
+                said if not is_named or said.startswith("stages.") else f"stages.{name}: {said}"
+            ) from error
+    for name, stage in list(stages.items())[:-1]:
+        if not stage.algorithm.leaves_language_model:
+            raise ConfigError(
+                f"stages.{name} is a {stage.algorithm.name}, which leaves no language model for the next stage; put it "
+                "last, or in a run of its own"
+            )
+
+
+def _check_stage(name: str, stage: schema.StageConfig, first: schema.StageConfig, where: str) -> None:
+    for section in ("model", "parallel", "tokenizer", "precision", "device"):
+        if getattr(stage, section) != getattr(first, section):
+            raise ConfigError(f"stages.{name}.{section} differs from the first stage's; stages share one {section}")
+    check_model(stage.model)
+    stage.data.check(stage)
+    stage.optimizer.check(f"{where}optimizer")
+    check_generation(stage.generation)
+    _check_kind_of_data(stage)
+    stage.algorithm.check(stage)
+
+
+def _check_kind_of_data(stage: schema.StageConfig) -> None:
+    needed, source = stage.algorithm.learns_from, stage.data.source
+    if needed in stage.data.provides:
+        return
+    others = data_sources.sources_providing(needed)
+    raise ConfigError(
+        f"algorithm={stage.algorithm.name} needs {needed}: data.source={source} does not have them; use "
+        + (f"data.source={' or '.join(others)}" if others else "a plugin that registers a data source with them")
+    )
+
+
+def _shadows(changes: Mapping[str, Any], path: list[str]) -> bool:
+    """Return whether a stage's `changes` replace the run's value at `path`."""
+    if path[0] not in changes:
+        return False
+    value = changes[path[0]]
+    if not isinstance(value, Mapping) or _replaces(path[0], value):
+        return True
+    return len(path) > 1 and _has(value, path[1:])
+
+
+def _has_key(changes: Mapping[str, Any], key: str) -> bool:
+    """Return whether the stage has the key: the keys of `algorithm` and `data` depend on a name in them."""
+    section, _, name = key.partition(".")
+    chosen = chosen_class(section, changes[section])
+    return chosen is None or name.partition(".")[0] in {field.name for field in fields(chosen)}
+
+
+def _replaces(section: str, value: Mapping[str, Any]) -> bool:
+    """Return whether a stage's section replaces the run's section instead of changing some of its keys."""
+    return section == "algorithm" or (section == "loss" and "name" in value)
+
+
+def _has(tree: Any, path: list[str]) -> bool:
+    for key in path:
+        if not isinstance(tree, Mapping) or key not in tree:
+            return False
+        tree = tree[key]
+    return True
+
+
+def _without_keys_of_another(section: str, below: Mapping[str, Any], changes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the run's section without the keys that the stage's own choice of name does not have."""
+    before, after = chosen_class(section, below), chosen_class(section, changes)
+    if before is None or after is None:
+        return below
+    only_before = {field.name for field in fields(before)} - {field.name for field in fields(after)}
+    return {key: value for key, value in below.items() if key not in only_before}
