@@ -22,6 +22,7 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.sources import build_source
 from rl_megatron.data.tasks import Problem, Task
 from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.data.training_data import prompt_ids
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
 from rl_megatron.generation.stage_sampling import check_completions_fit, stage_sampling
 from rl_megatron.losses import NLLLoss
@@ -232,7 +233,7 @@ class HeldoutProblems(Evaluation):
 
     def evaluate(self, policy: MegatronPolicy | None, engine: RolloutEngine) -> EvalResult:
         """Return `accuracy`, which is the mean reward, and a few samples for people to read."""
-        prompts = [self.tokenizer.encode(problem.prompt) for problem in self.problems]
+        prompts = [prompt_ids(problem, self.tokenizer) for problem in self.problems]
         rollouts = engine.generate(prompts, self.sampling, seed=0)
         texts = completions(rollouts, self.tokenizer)
         rewards = score(self.task, self.problems, texts).tolist()

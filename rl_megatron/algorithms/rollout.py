@@ -17,7 +17,7 @@ from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.sources import build_source
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.data.training_data import RolloutPrompts, training_problems
+from rl_megatron.data.training_data import RolloutPrompts, prompt_ids, training_problems
 from rl_megatron.generation.stage_sampling import check_completions_fit, stage_sampling
 from rl_megatron.losses.clipped_pg.config import ClippedPGLossConfig
 from rl_megatron.losses.contract import LossFunction
@@ -74,7 +74,7 @@ class Sampler:
         self._engine, self._tokenizer, self._seed = stage.engine, stage.tokenizer, config.train.seed
         self._per_prompt = algorithm.samples_per_prompt
         self._task = build_source(config).task()
-        self._prompts = RolloutPrompts(config, algorithm, stage.tokenizer)
+        self._prompts = RolloutPrompts(config, algorithm)
         self._sampling = stage_sampling(config, stage.tokenizer)
 
     def draw(self, step: int, round_: int = 0) -> BatchedDataDict:
@@ -85,7 +85,7 @@ class Sampler:
         """
         chosen = self._prompts.problems_at(step, round_)
         repeated = [problem for problem in chosen for _ in range(self._per_prompt)]
-        prompts = {problem.prompt: self._prompts.ids(problem) for problem in chosen}
+        prompts = {problem.prompt: prompt_ids(problem, self._tokenizer) for problem in chosen}
         seed = (self._seed * 1_000_003 + step) * _ROUNDS_PER_SEED + round_
         rollouts = self._engine.generate([prompts[problem.prompt] for problem in repeated], self._sampling, seed)
         rollouts["rewards"] = score(self._task, repeated, completions(rollouts, self._tokenizer))

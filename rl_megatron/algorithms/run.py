@@ -233,7 +233,7 @@ def _model(
         optimizer=optimizer,
         total_steps=total_steps,
         global_batch_size=config.train.global_batch_size,
-        batching=Batching(config.train.batching, config.train.micro_batch_size, config.train.micro_batch_tokens),
+        batching=Batching.of(config.train),
         head=head,
         fused_head=FusedHead() if config.train.fused_head else None,
         reference_placement=config.train.reference,

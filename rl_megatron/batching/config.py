@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, Self
 
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.packing import ALGORITHMS
 from rl_megatron.config.errors import unknown_name
+from rl_megatron.config.schema import TrainConfig
 
 BatchingKind = Literal["padded", "dynamic", "packed"]
 
@@ -29,6 +30,11 @@ class Batching:
     kind: BatchingKind = "padded"
     sequences: int = 8
     tokens: int = 4096
+
+    @classmethod
+    def of(cls, train: TrainConfig) -> Self:
+        """Return the batching that a train section asks for."""
+        return cls(train.batching, train.micro_batch_size, train.micro_batch_tokens)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from rl_megatron.config.errors import ConfigError
 _COMMANDS = {
     "train": "run the stages of an experiment (alone or under torchrun)",
     "certify": "compare the layout of these ranks with one process: loss, every gradient, logprobs, metrics",
+    "show-batch": "show every token that the model sees in a step, with its loss mask, or the prompts of a step",
 }
 _CONVERSIONS = {
     "import": ("HF_DIR", "CHECKPOINT", "make a checkpoint, which any layout can load, from a Hugging Face directory"),
@@ -27,6 +28,7 @@ _EXAMPLES = """examples:
   torchrun --nproc-per-node 4 -m rl_megatron certify experiment=quickstart parallel.tensor=2 parallel.context=2
   rl-megatron convert import path/to/Qwen2.5-0.5B checkpoints/qwen
   rl-megatron convert export outputs/run/checkpoints/sft/step-000100 exported
+  rl-megatron show-batch experiment=gsm8k_sft data.path=path/to/gsm8k --html batch.html
   rl-megatron inspect outputs/run/checkpoints/sft/step-000100
   rl-megatron train experiment=gsm8k_sft data.path=path/to/gsm8k train.seed=1 output_dir=outputs/mine
 """
@@ -54,6 +56,8 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("overrides", nargs="*", help="Hydra overrides, key=value; experiment=NAME picks one")
         command.add_argument("--config-dir", help="a directory with your own configs and plugins")
         command.add_argument("--print-config", action="store_true", help="print the effective configuration and stop")
+        if name == "show-batch":
+            _add_show_batch(command)
     inspect = commands.add_parser("inspect", help="show the content of a checkpoint, or list the checkpoints of a run")
     where = "a checkpoint, the directory of a stage's checkpoints, or the output_dir of a run"
     inspect.add_argument("path", type=Path, help=where)
@@ -63,6 +67,18 @@ def _parser() -> argparse.ArgumentParser:
     _add_plugins(inspect)
     _add_convert(commands)
     return parser
+
+
+def _add_show_batch(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--stage", metavar="NAME", help="the stage; by default the first")
+    step = command.add_mutually_exclusive_group()
+    step.add_argument("--step", type=int, default=1, metavar="N", help="the training step; by default 1")
+    step.add_argument("--heldout", action="store_true", help="show the held-out data instead of a step")
+    command.add_argument("--sequences", type=int, metavar="N", help="show N sequences; by default 4, and all in HTML")
+    ranks = "plan the microbatches for N ranks; by default for one data-parallel rank"
+    command.add_argument("--ranks", type=int, metavar="N", help=ranks)
+    command.add_argument("--ids", action="store_true", help="list the token ids of each sequence too")
+    command.add_argument("--html", metavar="FILE", help="write a self-contained HTML page, and print no sequences")
 
 
 def _add_convert(commands: argparse._SubParsersAction) -> None:
@@ -100,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
     if any(argument.startswith("-") for argument in rest) or (rest and parsed.command in ("inspect", "convert")):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     log.setup()
-    if parsed.command in ("convert", "inspect") and not log.is_main_rank():
+    if parsed.command in ("convert", "inspect", "show-batch") and not log.is_main_rank():
         return 0  # rank 0 alone does the work
     try:
         if parsed.command in ("convert", "inspect"):
@@ -129,6 +145,10 @@ def main(arguments: list[str] | None = None) -> int:
             from rl_megatron.certify.command import certify
 
             return certify(config)
+        if parsed.command == "show-batch":
+            from rl_megatron.cli.show_batch import show_batch
+
+            return show_batch(config, parsed)
         from rl_megatron.algorithms.run import run
 
         return run(config)

@@ -20,6 +20,12 @@ EOS_TOKEN = "<eos>"
 MIN_BPE_VOCAB_SIZE = 258  # every byte, pad and eos
 
 # Further tokenizer files of a Hugging Face directory. `save` writes them back, so that an export loses nothing.
+_VISIBLE_BYTES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHER_BYTES = (byte for byte in range(0x100) if byte not in _VISIBLE_BYTES)
+# The byte that each character of a byte-level vocabulary stands for.
+_BYTE_OF = {chr(byte): byte for byte in _VISIBLE_BYTES} | {chr(0x100 + n): b for n, b in enumerate(_OTHER_BYTES)}
+_MOST_BYTES = 4  # of a character in UTF-8
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character are decoded to
 _SIDE_FILES = ("special_tokens_map.json", "chat_template.jinja")
 
 
@@ -126,6 +132,43 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`, without special tokens unless `skip_special_tokens` is false."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token, as it reads behind another token."""
+        alone = self.decode([token_id], skip_special_tokens=False)
+        return self.decode([token_id, token_id], skip_special_tokens=False)[len(alone) :]  # keeps a leading space
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Return the text of each token. Together they are the text of `ids`, with special tokens.
+
+        If several tokens are one character, the first of them has it, and the others have no text. The bytes of a
+        token that belongs to no character are written as in `<0xE2>`.
+        """
+        texts = [self.token_text(token_id) for token_id in ids]
+        first = 0
+        while first < len(texts):
+            if _REPLACEMENT in texts[first]:
+                last = self._end_of_character(ids, texts, first)
+                whole = self.decode(ids[first:last], skip_special_tokens=False)
+                broken = _REPLACEMENT in whole
+                texts[first:last] = [self._bytes(ids[first])] if broken else [whole] + [""] * (last - first - 1)
+            first += 1
+        return texts
+
+    def _end_of_character(self, ids: Sequence[int], texts: Sequence[str], first: int) -> int:
+        """Return the index behind the tokens that are a character together; behind `first` if they are none."""
+        for last in range(first + 1, min(first + _MOST_BYTES, len(texts)) + 1):
+            if _REPLACEMENT not in texts[last - 1]:
+                break
+            if _REPLACEMENT not in self.decode(ids[first:last], skip_special_tokens=False):
+                return last
+        return first + 1
+
+    def _bytes(self, token_id: int) -> str:
+        """Return the bytes of a token of a byte-level vocabulary, or its name in another vocabulary."""
+        name = self._backend.id_to_token(token_id) or ""
+        known = all(character in _BYTE_OF for character in name)
+        return "".join(f"<0x{_BYTE_OF[character]:02X}>" for character in name) if known else name
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write a Hugging Face tokenizer directory, which `load_tokenizer` and `transformers.AutoTokenizer` read."""

@@ -42,6 +42,11 @@ def check_dataset(stage: StageConfig, tokenizer: Tokenizer) -> Sequence[tuple[in
     return dataset.item_lengths()
 
 
+def prompt_ids(problem: Problem, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of a problem's prompt, as a rollout engine gets them for rollouts and for evaluations."""
+    return tokenizer.encode(problem.prompt)
+
+
 def training_problems(stage: StageConfig, algorithm: RolloutConfig) -> list[Problem]:
     """Return the training problems: generated ones for all steps of the stage, or all that the source has."""
     return build_source(stage).problems(algorithm.prompts_of_all_steps(stage.train))
@@ -54,15 +59,11 @@ class RolloutPrompts:
     same as an uninterrupted run.
     """
 
-    def __init__(self, stage: StageConfig, algorithm: RolloutConfig, tokenizer: Tokenizer):
-        self._tokenizer, self._rounds = tokenizer, algorithm.rounds_per_step
+    def __init__(self, stage: StageConfig, algorithm: RolloutConfig):
+        self._rounds = algorithm.rounds_per_step
         self._problems = training_problems(stage, algorithm)
         self._order = BatchSchedule(len(self._problems), algorithm.prompts_per_step, stage.train.seed)
 
     def problems_at(self, step: int, round_: int = 0) -> list[Problem]:
         """Return the different problems of a round of step `step` ≥ 1."""
         return [self._problems[index] for index in self._order.items_at((step - 1) * self._rounds + round_)]
-
-    def ids(self, problem: Problem) -> list[int]:
-        """Return the tokens of the problem's prompt, as the rollout engine gets them."""
-        return self._tokenizer.encode(problem.prompt)

@@ -8,6 +8,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.tasks import Problem
 from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.data.training_data import prompt_ids
 from rl_megatron.generation.interfaces import Sampling
 
 
@@ -46,7 +47,8 @@ def check_completions_fit(stage: StageConfig, problems: Sequence[Problem], token
     Raises:
         ConfigError: A prompt with its completion may exceed the model's longest sequence.
     """
-    longest = max((len(tokenizer.encode(prompt)) for prompt in {problem.prompt for problem in problems}), default=0)
+    different = {problem.prompt: problem for problem in problems}.values()
+    longest = max((len(prompt_ids(problem, tokenizer)) for problem in different), default=0)
     wanted, limit = stage.generation.max_new_tokens, stage.model.max_sequence_length
     if longest + wanted > limit:
         raise ConfigError(

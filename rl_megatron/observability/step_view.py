@@ -1,0 +1,213 @@
+"""What the model sees in a step: every token of its batch with its loss mask, or the prompts that it answers.
+
+Batches, prompts and microbatches come from the functions that training calls. Neither a model nor a process group is
+needed, and megatron-core is not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from rl_megatron.batching.config import Batching
+from rl_megatron.batching.cost import SequenceCost
+from rl_megatron.batching.microbatch import padded_lengths
+from rl_megatron.batching.plan import GlobalPlan, plan_global_batch, sequence_lengths
+from rl_megatron.config.algorithms import RolloutConfig
+from rl_megatron.config.data_kinds import PROBLEMS
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import StageConfig
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.sources import HeldoutBatch, build_source
+from rl_megatron.data.tasks import Problem
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.data.training_data import RolloutPrompts, batch_order, prompt_ids, training_dataset
+from rl_megatron.generation.stage_sampling import stage_sampling
+from rl_megatron.observability.batch_view import BatchView, ShownGroup, ShownSequence, Token
+from rl_megatron.topology.degrees import ConfiguredLayout
+
+_SIDES = ("chosen", "rejected")
+
+
+def view_step(name: str, stage: StageConfig, tokenizer: Tokenizer, step: int, ranks: int) -> BatchView:
+    """Return what a stage's model sees in step `step`, counted from 1, on `ranks` ranks.
+
+    Raises:
+        ConfigError: The stage has no such step, the ranks do not fit the parallel degrees, or its algorithm's data
+            cannot be shown.
+        ValueError: The data cannot be used.
+    """
+    if not 1 <= step <= stage.train.steps:
+        raise ConfigError(f"--step {step}: stage {name!r} has the steps 1 to {stage.train.steps} (train.steps)")
+    title = f"stage {name} ({stage.algorithm.name}), step {step} of {stage.train.steps}"
+    if isinstance(stage.algorithm, RolloutConfig):
+        prompts = RolloutPrompts(stage, stage.algorithm)
+        return _prompts_view(title, stage, tokenizer, prompts.problems_at(step))
+    if stage.algorithm.learns_from == PROBLEMS:
+        raise ConfigError(
+            f"algorithm={stage.algorithm.name} chooses its prompts itself, because its settings are not a "
+            "RolloutConfig; --heldout shows its held-out problems"
+        )
+    dataset = training_dataset(stage, tokenizer)
+    batch = dataset.batch(batch_order(dataset, stage.train).items_at(step - 1))
+    return _batch_view(title, stage, tokenizer, batch, dataset.group_size, ranks)
+
+
+def view_heldout(name: str, stage: StageConfig, tokenizer: Tokenizer, ranks: int) -> BatchView:
+    """Return what a stage's evaluations see.
+
+    Raises:
+        ConfigError: No data is held out, or the ranks do not fit the parallel degrees.
+        ValueError: The data cannot be used.
+    """
+    title = f"stage {name} ({stage.algorithm.name}), held-out data"
+    heldout = build_source(stage).heldout(tokenizer)
+    if isinstance(heldout, HeldoutBatch):
+        size = training_dataset(stage, tokenizer).group_size
+        return _batch_view(title, stage, tokenizer, heldout.batch, size, ranks)
+    return _prompts_view(title, stage, tokenizer, heldout.problems, greedy=True)
+
+
+# --- sequences with a loss mask ---
+
+
+def _batch_view(
+    title: str, stage: StageConfig, tokenizer: Tokenizer, batch: BatchedDataDict, group_size: int, ranks: int
+) -> BatchView:
+    layout = ConfiguredLayout.of(stage.parallel, ranks)
+    cost = SequenceCost.of_model(stage.model, tokenizer.vocab_size)
+    batching = Batching.of(stage.train)
+    planned = plan_global_batch(batch, sequence_lengths(batch), batching, layout, group_size, cost)
+    shown = _Shown(tokenizer)
+    groups = [
+        _microbatch_view(planned, layout, shard, number, batch.size, group_size, shown)
+        for shard in range(layout.data)
+        for number in range(len(planned.plan.sequences[shard]))
+    ]
+    sequences = list(chain.from_iterable(group.sequences for group in groups))
+    tokens, trained = (sum(map(count, sequences)) for count in (lambda s: len(s.tokens), lambda s: s.num_trained))
+    padding = sum(sequence.padding for sequence in sequences)
+    share = trained / max(tokens, 1)
+    per_rank = len(planned.plan.sequences[0])
+    on = f" on each of {layout.data} data-parallel ranks" if layout.data > 1 else ""
+    facts = [
+        ("data", _data(stage)),
+        ("sequences", f"{batch.size}" + (f" ({batch.size // 2} pairs)" if group_size == 2 else "")),
+        ("tokens", f"{tokens:,}, of which {trained:,} are trained ({share:.1%}); {padding:,} padding"),
+        ("microbatches", f"{per_rank}{on}: train.batching={batching.kind}, {_limit(batching)}"),
+        ("efficiency", f"{planned.efficiency:.1%} of the token positions that the model computes are tokens"),
+    ]
+    return BatchView(title, facts, groups)
+
+
+def _microbatch_view(
+    planned: GlobalPlan,
+    layout: ConfiguredLayout,
+    shard: int,
+    number: int,
+    num_sequences: int,
+    group_size: int,
+    shown: _Shown,
+) -> ShownGroup:
+    chosen, microbatch = planned.plan.sequences[shard][number], planned.microbatches(shard)[number]
+    if microbatch.lengths is None:
+        widths = [microbatch.shape(layout)[1]] * len(chosen)
+    else:
+        widths = padded_lengths(microbatch.lengths, layout)
+    sequences = []
+    for position, width, ids, mask, weight in zip(
+        chosen,
+        widths,
+        microbatch.batch["input_ids"].tolist(),
+        microbatch.batch["token_mask"].tolist(),
+        microbatch.batch["sample_mask"].tolist(),
+        strict=True,
+    ):
+        if position >= num_sequences:
+            sequences.append(ShownSequence("padding sequence, zero loss weight", [], padding=width))
+            continue
+        length = planned.lengths[position]
+        tokens = shown.tokens(ids[:length], [bool(entry) and weight != 0 for entry in mask[:length]])
+        title = f"sequence {position}" + (f", {_SIDES[position % 2]}" if group_size == 2 else "")
+        sequences.append(ShownSequence(title, tokens, padding=width - length))
+    pack = tuple((sequence.title, len(sequence.tokens), sequence.padding) for sequence in sequences)
+    rank = f" of data-parallel rank {shard}" if layout.data > 1 else ""
+    return ShownGroup(
+        f"microbatch {number + 1}{rank}: {_counted(len(chosen), 'sequence')}, {sum(widths):,} token positions",
+        sequences,
+        pack if microbatch.lengths is not None else (),
+    )
+
+
+def _limit(batching: Batching) -> str:
+    if batching.kind == "padded":
+        return f"at most {_counted(batching.sequences, 'sequence')} each"
+    return f"at most {batching.tokens:,} tokens each"
+
+
+# --- prompts ---
+
+
+def _prompts_view(
+    title: str,
+    stage: StageConfig,
+    tokenizer: Tokenizer,
+    problems: Sequence[Problem],
+    greedy: bool = False,
+) -> BatchView:
+    shown, sampling = _Shown(tokenizer), stage_sampling(stage, tokenizer, greedy)
+    sequences = [
+        ShownSequence(f"prompt {number}", shown.tokens(prompt_ids(problem, tokenizer)), note=_answer(problem))
+        for number, problem in enumerate(problems)
+    ]
+    algorithm, num_tokens = stage.algorithm, sum(len(sequence.tokens) for sequence in sequences)
+    samples = 1 if greedy else getattr(algorithm, "samples_per_prompt", 1)
+    rounds = 1 if greedy else getattr(algorithm, "rounds_per_step", 1)
+    each = f"{_counted(samples, 'completion')} each, {samples * len(problems)} in all"
+    filters = [f"top_k {sampling.top_k}"] * (sampling.top_k > 0) + [f"top_p {sampling.top_p}"] * (sampling.top_p < 1)
+    stops = ", ".join(f"{tokenizer.token_text(id_)!r} ({id_})" for id_ in dict.fromkeys(sampling.stop_ids))
+    facts = [
+        ("data", _data(stage)),
+        ("prompts", f"{len(problems)}, {num_tokens:,} tokens; {'answered greedily' if greedy else each}"),
+        ("completions", f"at most {sampling.max_new_tokens} tokens; " + _listed(sampling.temperature, filters)),
+        ("stop tokens", stops),
+    ]
+    if rounds > 1:
+        facts.append(("rounds", f"these are the prompts of the first round; a step has at most {rounds}"))
+    return BatchView(title, facts, [ShownGroup("prompts", sequences)], has_mask=False)
+
+
+def _listed(temperature: float, filters: list[str]) -> str:
+    return ", ".join([f"temperature {temperature:g}" if temperature else "greedy", *filters])
+
+
+def _answer(problem: Problem) -> str:
+    return f"reference answer: {problem.answer}" if problem.answer else ""
+
+
+# --- both ---
+
+
+class _Shown:
+    """Makes tokens as they are shown."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._special = {*tokenizer.special_tokens.values(), tokenizer.eos_id, tokenizer.pad_id}
+
+    def tokens(self, ids: Sequence[int], trained: Sequence[bool] | None = None) -> list[Token]:
+        """Return the tokens of a sequence, and which are trained; None if it has no loss mask."""
+        texts = self._tokenizer.token_texts(ids)
+        flags = [False] * len(ids) if trained is None else trained
+        values = zip(ids, texts, flags, strict=True)
+        return [Token(token_id, text, flag, token_id in self._special) for token_id, text, flag in values]
+
+
+def _data(stage: StageConfig) -> str:
+    data = stage.data
+    task = f", task {data.task['name']}" if data.source == "task" and "name" in data.task else ""
+    return f"{data.source}{task}" + (f", {data.path}" if data.path else "")
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")
