@@ -1,4 +1,4 @@
-"""What is shown of a batch: tokens with their loss mask, in sequences, in microbatches. The renderers read only this."""
+"""What is shown of a batch: tokens with their loss mask, in sequences, in microbatches. Renderers read only this."""
 
 from __future__ import annotations
 
