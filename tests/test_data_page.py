@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from rl_megatron.config.data_sources import PreferenceConfig
 from rl_megatron.config.schema import DataConfig
 from rl_megatron.data.datasets import PromptAnswerDataset
 from rl_megatron.data.files import load_records
-from rl_megatron.data.preference_files import load_preferences
 from rl_megatron.data.preferences import PreferenceDataset
-from rl_megatron.data.sources import SOURCES
+from rl_megatron.data.sources import SOURCES, PreferenceSource
 from rl_megatron.data.tasks.registry import TASKS, build_task
 from rl_megatron.data.tokenizer import train_bpe
 
@@ -43,7 +43,8 @@ def test_the_example_of_prompts_and_answers_is_read(example):
 
 @pytest.mark.parametrize("name", ["preference", "graded"])
 def test_the_examples_of_pairs_are_read(example, name):
-    train, heldout = load_preferences(example(name), heldout_fraction=0.5)
+    data = PreferenceConfig(path=str(example(name)), heldout_fraction=0.5)
+    train, heldout = PreferenceSource(None, data).parts()
     assert [record.values["chosen"] for record in train + heldout] in (
         ["It is 5.", "It is 8."],
         ["It is 8.", "It is 5."],

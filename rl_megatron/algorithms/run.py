@@ -25,6 +25,7 @@ from rl_megatron.batching.config import Batching
 from rl_megatron.checkpoint.directory import complete_checkpoints, put_back
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.checkpoint_metadata import HUGGING_FACE, hugging_face_files
+from rl_megatron.config.data_sources import describe_source
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import OptimizerConfig, RunConfig, StageConfig
 from rl_megatron.data.run_tokenizer import save_tokenizer
@@ -78,6 +79,8 @@ def _run(config: RunConfig) -> None:
     verify.refuse_damage(config, output_dir)
     if dist.get_rank() == 0:
         log.LOGGER.info("%s, %s, vocabulary of %d", layout.describe(), device.type, tokenizer.vocab_size)
+        for name, stage in config.stages.items():
+            log.LOGGER.info("stage %s: %s", name, describe_source(stage))
     run_yaml = _on_all_or_none(lambda: recorded_config(config, output_dir))  # every rank has read before rank 0 writes
     _refuse_failure(run_on_rank0(lambda: _begin_output(config, run_yaml, output_dir, tokenizer)))
     metrics_logger = _on_all_or_none(lambda: _open_metrics(config, output_dir))

@@ -25,6 +25,8 @@ def check_early(config: RunConfig) -> None:
     output_dir = Path(config.output_dir)
     check_output_dir(output_dir)
     check_sinks(config.metric_sinks)
+    for stage in config.stages.values():
+        stage.data.require_place()
     tokenizer = bad_input_named(lambda: known_tokenizer(config.first, output_dir))
     for stage in config.stages.values():
         bad_input_named(lambda stage=stage: build_source(stage).check_files(tokenizer))

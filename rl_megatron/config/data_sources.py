@@ -5,12 +5,13 @@ All sources of the package share the keys of `DataConfig`. A plugin's source may
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from rl_megatron.config.data_kinds import ANSWERS, DOCUMENTS, PAIRS, PROBLEMS
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.named_class import register_class
-from rl_megatron.config.schema import SOURCE_CONFIGS, DataConfig, StageConfig, section
+from rl_megatron.config.schema import ALGORITHM_CONFIGS, SOURCE_CONFIGS, DataConfig, StageConfig, section
 
 register_source_config = register_class("source", SOURCE_CONFIGS, declared="heldout_kind")
 
@@ -20,13 +21,46 @@ def sources_providing(kind: str) -> list[str]:
     return [name for name, config in SOURCE_CONFIGS.items() if kind in config.provides]
 
 
+def choose_source(data: Mapping[str, Any], algorithm: str) -> str:
+    """Return the data source for a section that does not name one.
+
+    Args:
+        data: The section.
+        algorithm: The name of the stage's algorithm.
+
+    Raises:
+        ConfigError: No source has what the algorithm learns from.
+    """
+    needed = ALGORITHM_CONFIGS[algorithm].learns_from
+    task = data.get("task") or {}
+    if isinstance(task, Mapping) and "name" in task and needed in TaskConfig.provides:
+        return "task"
+    providing = [name for name in sources_providing(needed) if name != "task"]
+    if not providing:
+        raise ConfigError(
+            f"algorithm={algorithm} needs {needed}, and no data source has them; use a plugin that registers one"
+        )
+    return providing[0]
+
+
+def describe_source(stage: StageConfig) -> str:
+    """Return what a stage reads and why, for the log."""
+    data, learns_from = stage.data, stage.algorithm.learns_from
+    place = {"path": data.path, "dataset_name": data.dataset_name, "task.name": data.task.get("name")}
+    reads = [f"data.{key}={value}" for key, value in place.items() if value is not None]
+    return f"algorithm={stage.algorithm.name} learns from {learns_from}, which data.source={data.source} has" + (
+        f" ({', '.join(reads)})" if reads else ""
+    )
+
+
 @register_source_config
 @section
 class TextConfig(DataConfig):
-    """A text file, read as one stream of tokens, for pretraining."""
+    """Text files, or records with a text, read as one stream of tokens, for pretraining."""
 
     provides: ClassVar[tuple[str, ...]] = (DOCUMENTS,)
     heldout_kind: ClassVar[str] = DOCUMENTS
+    reads_records: ClassVar[bool] = True
 
     source: Literal["text"] = "text"  # the data source
 
@@ -34,10 +68,11 @@ class TextConfig(DataConfig):
 @register_source_config
 @section
 class PromptAnswerConfig(DataConfig):
-    """JSONL records with a prompt and its answer, for SFT."""
+    """Records with a prompt and its answer, for SFT."""
 
     provides: ClassVar[tuple[str, ...]] = (ANSWERS,)
     heldout_kind: ClassVar[str] = ANSWERS
+    reads_records: ClassVar[bool] = True
 
     source: Literal["prompt_answer"] = "prompt_answer"  # the data source
 
@@ -45,12 +80,25 @@ class PromptAnswerConfig(DataConfig):
 @register_source_config
 @section
 class PreferenceConfig(DataConfig):
-    """JSONL of preference pairs, or of graded solutions that are combined into pairs, for DPO and reward models."""
+    """Preference pairs, or graded solutions that are combined into pairs, for DPO and reward models."""
 
     provides: ClassVar[tuple[str, ...]] = (PAIRS,)
     heldout_kind: ClassVar[str] = PAIRS
+    reads_records: ClassVar[bool] = True
 
     source: Literal["preference"] = "preference"  # the data source
+
+
+@register_source_config
+@section
+class PromptsConfig(DataConfig):
+    """Records with a prompt, and an answer if the rewards need one, for GRPO and PPO with your own rewards."""
+
+    provides: ClassVar[tuple[str, ...]] = (PROBLEMS,)
+    heldout_kind: ClassVar[str] = PROBLEMS
+    reads_records: ClassVar[bool] = True
+
+    source: Literal["prompts"] = "prompts"  # the data source
 
 
 @register_source_config

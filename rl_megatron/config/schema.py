@@ -262,18 +262,34 @@ class DataConfig:
     Attributes:
         provides: The kinds of training data that the source has, of config/data_kinds.py or its own.
         heldout_kind: The kind of its held-out data, which decides how a stage is evaluated.
-        reads_path: Whether the source needs `path`.
+        reads_path: Whether the source needs `path` or `dataset_name`.
+        reads_records: Whether it reads files with the package's readers, as the keys from `dataset_name` to `columns`
+            say.
     """
 
     provides: ClassVar[tuple[str, ...]] = ()
     heldout_kind: ClassVar[str]
     reads_path: ClassVar[bool] = True
+    reads_records: ClassVar[bool] = False
 
-    source: str  # name of a registered data source: text, prompt_answer, preference, task, or a plugin's
-    # A file. For prompt_answer and preference also a directory: with train.jsonl and test.jsonl or, for preference,
-    # with preferences.jsonl or model_solutions.jsonl. For task, the option path of the task.
-    path: str | None = None
-    heldout_fraction: Fraction = 0.05  # share of a single file that is held out for evaluation; unused by task
+    # Name of a registered data source: text, prompt_answer, preference, prompts, task, or a plugin's. null: task if
+    # data.task.name is set, otherwise the one that reads what the algorithm learns from.
+    source: str
+    # A file (.jsonl, .parquet or text; .gz too), a directory, a pattern such as part-*.parquet, or a list of them. A
+    # directory is a Hugging Face data set, or has files named for their splits, such as train.jsonl and test.jsonl, or
+    # is read as a whole. For task, the option path of the task.
+    path: str | tuple[str, ...] | None = None
+    dataset_name: str | None = None  # a data set of the Hugging Face Hub, instead of path
+    subset: str | None = None  # the subset of dataset_name, which the Hub calls its configuration
+    # The split to train on, of dataset_name or of a directory. null: train.
+    split: str | None = None
+    eval_path: str | tuple[str, ...] | None = None  # held-out data, in the forms of path
+    # The held-out split, of dataset_name or of a directory. null: test or validation if there is one.
+    eval_split: str | None = None
+    # Our name of a field -> its name in the records, as in question: problem or answer: reward_model.ground_truth.
+    columns: dict[str, str] = field(default_factory=dict)
+    # Share of the data that is held out for evaluation if it has no held-out split; unused by task.
+    heldout_fraction: Fraction = 0.05
     sequence_length: Positive = 128  # tokens of a pretraining window
     # The prompt, a Python format string over a record's fields. For prompt_answer and preference.
     prompt_template: str = "{question}\n"
@@ -291,10 +307,33 @@ class DataConfig:
         """Check the requirements of the source on the other sections of its stage.
 
         Raises:
-            ConfigError: A key contradicts another or is missing; the message names it.
+            ConfigError: A key contradicts another or has no effect; the message names it.
         """
-        if self.reads_path and self.path is None:
-            raise ConfigError(f"data.path is not set and data.source={self.source} reads it; add data.path=…")
+        if self.path is not None and self.dataset_name is not None:
+            raise ConfigError(
+                f"data.path={self.path} and data.dataset_name={self.dataset_name} are both set; remove one"
+            )
+        if self.subset is not None and self.dataset_name is None:
+            raise ConfigError(f"data.subset={self.subset} has no effect without data.dataset_name; remove it")
+        for key in () if self.reads_records else ("dataset_name", "split", "eval_path", "eval_split", "columns"):
+            if getattr(self, key):
+                raise ConfigError(
+                    f"data.{key}={getattr(self, key)} has no effect: data.source={self.source} does not read it; "
+                    "remove it"
+                )
+
+    def require_place(self) -> None:
+        """Check that the section says where its data is. It is checked before a run, but not to print a configuration.
+
+        Raises:
+            ConfigError: It does not, and the source reads files.
+        """
+        if self.reads_path and self.path is None and self.dataset_name is None:
+            records = ", data.dataset_name to a data set of the Hub" if self.reads_records else ""
+            raise ConfigError(
+                f"data.path is not set and data.source={self.source} reads it; set data.path to a file or directory"
+                f"{records}, or data=arithmetic to try without files"
+            )
 
 
 @section

@@ -33,6 +33,7 @@ def build_stage(name: str, base: Mapping[str, Any], changes: Mapping[str, Any]) 
             merged[key] = OmegaConf.to_container(OmegaConf.merge(below, value))
         else:
             merged[key] = value
+    merged["data"] = _with_source(merged["data"], merged["algorithm"])
     return validated(schema.StageConfig, merged, where if changes else "")
 
 
@@ -130,6 +131,13 @@ def _has(tree: Any, path: list[str]) -> bool:
             return False
         tree = tree[key]
     return True
+
+
+def _with_source(data: Any, algorithm: Any) -> Any:
+    """Return a stage's data section with the source that is chosen for it if it names none."""
+    if not isinstance(data, Mapping) or data.get("source") is not None or chosen_class("algorithm", algorithm) is None:
+        return data
+    return {**data, "source": data_sources.choose_source(data, algorithm["name"])}
 
 
 def _without_keys_of_another(section: str, below: Mapping[str, Any], changes: Mapping[str, Any]) -> Mapping[str, Any]:

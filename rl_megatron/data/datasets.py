@@ -25,7 +25,7 @@ from rl_megatron.data.encoding import (
     encode_prompts,
     within_limit,
 )
-from rl_megatron.data.files import Record
+from rl_megatron.data.records import Record
 from rl_megatron.data.tasks.task import Demonstration
 from rl_megatron.data.templates import require_fields
 from rl_megatron.data.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ import torch
 from rl_megatron.config.errors import unknown_name
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.collate import Padding, span_mask
-from rl_megatron.data.files import Record
+from rl_megatron.data.records import Record
 from rl_megatron.data.templates import require_fields
 from rl_megatron.data.tokenizer import Tokenizer
 

@@ -1,6 +1,6 @@
-"""Read preference pairs: one prompt with a chosen and a rejected answer. `preferences.py` makes batches of them.
+"""Make preference pairs of records: one prompt with a chosen and a rejected answer. `preferences.py` batches them.
 
-`load_preferences` reads pairs from JSONL in one of two forms:
+The records of files have one of two forms:
 
 - Pairs: every record has the prompt's fields and the strings `chosen` and `rejected`.
 - Graded solutions: a record has the prompt's fields and any number of graded solutions. A graded solution is a value
@@ -10,19 +10,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rl_megatron import log
 from rl_megatron.config.errors import nearest
-from rl_megatron.data.files import Record, existing_path, read_jsonl, split_heldout
+from rl_megatron.data.files import split_heldout
+from rl_megatron.data.records import Record
 from rl_megatron.data.templates import require_fields
 
 _SIDES = ("chosen", "rejected")
-_SINGLE_FILES = ("preferences.jsonl", "model_solutions.jsonl")  # a directory's first file with one of these names
-_SPLIT_FILES = ("train.jsonl", "test.jsonl")
-_NUM_NAMES_SHOWN = 10
+SINGLE_FILES = ("preferences.jsonl", "model_solutions.jsonl")  # a directory's first file with one of these names
 _PAIR, _GRADED = "a pair", "graded solutions"  # the forms of a record
 
 
@@ -32,45 +30,17 @@ def answer_records(record: Record) -> tuple[Record, Record]:
     return chosen, rejected
 
 
-def load_preferences(
-    path: str | os.PathLike[str], heldout_fraction: float = 0.05, prompt_template: str = "{question}\n"
-) -> tuple[list[Record], list[Record]]:
-    """Return the (training, held-out) pairs of `data.path`.
-
-    A pair is a record with the fields of the prompt, `chosen` and `rejected`. In a directory, `preferences.jsonl` is
-    read, or else `model_solutions.jsonl`, or else `train.jsonl` and `test.jsonl`. Of a single file, `heldout_fraction`
-    of the prompts is held out, each with all its pairs: always the same prompts of the same file, independent of the
-    run's seed. Graded records without a right or without a wrong solution are left out, and their number is logged.
-
-    Raises:
-        FileNotFoundError: There is nothing at `path`, or a directory has no preferences.
-        ValueError: `read_jsonl` or `split_heldout` raises it; or, named as file:line, a record has neither form or
-            another form than those before it, `chosen` or `rejected` is missing, empty or not a string, the two are
-            equal, a graded solution is malformed, empty or graded both right and wrong, or a record lacks a field of
-            `prompt_template`.
-    """
-    source = existing_path(path)
-    if not source.is_dir():
-        return _split_by_prompt(_pairs(read_jsonl(source)), heldout_fraction, prompt_template)
-    names = sorted(entry.name for entry in source.iterdir())
-    for name in _SINGLE_FILES:
-        if name in names:
-            return _split_by_prompt(_pairs(read_jsonl(source / name)), heldout_fraction, prompt_template)
-    if set(_SPLIT_FILES) <= set(names):
-        train, heldout = (read_jsonl(source / name) for name in _SPLIT_FILES)
-        if any(map(_form, train)):
-            return _pairs(train), _pairs(heldout)
-    raise FileNotFoundError(
-        f"data.path: {source} has no {', no '.join(_SINGLE_FILES)}, and no {' with '.join(_SPLIT_FILES)} whose records "
-        f"have 'chosen' and 'rejected' (found: {', '.join(names[:_NUM_NAMES_SHOWN]) or 'nothing'}); add one of them, "
-        f"or set data.path to a .jsonl file."
-    )
-
-
-def _split_by_prompt(
+def split_by_prompt(
     pairs: Sequence[Record], heldout_fraction: float, prompt_template: str
 ) -> tuple[list[Record], list[Record]]:
-    """Split the pairs so that all pairs of a prompt are on the same side: a held-out prompt is never trained on."""
+    """Return the (training, held-out) pairs. All pairs of a prompt are on the same side.
+
+    `heldout_fraction` of the prompts is held out: always the same prompts of the same pairs, independent of the run's
+    seed.
+
+    Raises:
+        ValueError: A pair lacks a field of `prompt_template`, or `split_heldout` raises it.
+    """
     require_fields(pairs, prompt_template)
     by_prompt: dict[str, list[Record]] = {}
     for pair in pairs:
@@ -79,8 +49,16 @@ def _split_by_prompt(
     return [pair for group in train for pair in group], [pair for group in heldout for pair in group]
 
 
-def _pairs(records: Sequence[Record]) -> list[Record]:
-    """Return the pairs of one file. The first record with a form decides the form of the file."""
+def pairs_of(records: Sequence[Record]) -> list[Record]:
+    """Return the pairs of the records of a file. The first record with a form decides the form of the file.
+
+    Graded records without a right or without a wrong solution are left out, and their number is logged.
+
+    Raises:
+        ValueError: Named as file:line, a record has neither form or another form than those before it, `chosen` or
+            `rejected` is missing, empty or not a string, the two are equal, or a graded solution is malformed, empty or
+            graded both right and wrong.
+    """
     first = next(filter(_form, records), records[0])
     form = _form(first)
     if form is None:

@@ -15,8 +15,8 @@ from rl_megatron.data.encoding import (
     encode_prompts,
     within_limit,
 )
-from rl_megatron.data.files import Record
 from rl_megatron.data.preference_files import answer_records, check_pair
+from rl_megatron.data.records import Record
 from rl_megatron.data.templates import require_fields, template_fields
 from rl_megatron.data.tokenizer import Tokenizer
 
@@ -48,7 +48,7 @@ class PreferenceDataset:
     `token_mask` is 1 on the answer and its `<eos>`, and 0 on the prompt, which is encoded separately from the answers.
 
     Args:
-        records: Records from `load_preferences`, with the fields of the prompt, `chosen` and `rejected`.
+        records: Records from `pairs_of`, with the fields of the prompt, `chosen` and `rejected`.
         tokenizer: As for `PromptAnswerDataset`.
         max_sequence_length: The most tokens of prompt, answer and `<eos>` together, in each of the two sequences.
         prompt_template: As for `PromptAnswerDataset`.

@@ -6,7 +6,7 @@ import string
 from collections.abc import Sequence
 
 from rl_megatron.config.errors import unknown_name
-from rl_megatron.data.files import Record
+from rl_megatron.data.records import Record
 
 
 def template_fields(template: str) -> list[str]:

@@ -2,6 +2,8 @@
 
 from rl_megatron.data.sources.preference import PreferenceSource
 from rl_megatron.data.sources.prompt_answer import PromptAnswerSource
+from rl_megatron.data.sources.prompts import PromptsSource
+from rl_megatron.data.sources.record_source import RecordSource
 from rl_megatron.data.sources.registry import SOURCES, build_source, register_source
 from rl_megatron.data.sources.source import DataSource, HeldoutBatch, HeldoutProblemSet
 from rl_megatron.data.sources.task import TaskSource
@@ -14,6 +16,8 @@ __all__ = [
     "HeldoutProblemSet",
     "PreferenceSource",
     "PromptAnswerSource",
+    "PromptsSource",
+    "RecordSource",
     "TaskSource",
     "TextSource",
     "build_source",

@@ -1,15 +1,16 @@
-"""The data source for JSONL of preference pairs. A held-out prompt is held out with all its pairs."""
+"""The data source for preference pairs. A held-out prompt is held out with all its pairs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rl_megatron.config.data_sources import PreferenceConfig
-from rl_megatron.data.files import Record
-from rl_megatron.data.preference_files import answer_records, load_preferences
+from rl_megatron.data.preference_files import SINGLE_FILES, answer_records, pairs_of, split_by_prompt
+from rl_megatron.data.records import Record
+from rl_megatron.data.sources.record_source import RecordSource
 from rl_megatron.data.sources.registry import register_source
-from rl_megatron.data.sources.source import DataSource, HeldoutBatch, heldout_part, required_path
+from rl_megatron.data.sources.source import HeldoutBatch, heldout_part
 from rl_megatron.data.templates import require_fields
 from rl_megatron.data.tokenizer import Tokenizer
 
@@ -19,20 +20,21 @@ if TYPE_CHECKING:
 
 
 @register_source(PreferenceConfig)
-class PreferenceSource(DataSource[PreferenceConfig]):
+class PreferenceSource(RecordSource[PreferenceConfig]):
     """The source of preference pairs, which are given as pairs or formed from graded solutions."""
 
-    def check_files(self, tokenizer: Tokenizer | None) -> None:
-        """Check the records, and that both templates find their fields in them."""
-        data = self.data
-        for records in load_preferences(required_path(data), 0.0, data.prompt_template):  # a split would need torch
-            require_fields(records, data.prompt_template)
-            for record in records:
-                require_fields(answer_records(record), data.answer_template)
+    alone = SINGLE_FILES
+
+    def check_records(self, records: Sequence[Record]) -> None:
+        """Check the pairs of records, and that both templates find their fields in them."""
+        pairs = pairs_of(records)
+        require_fields(pairs, self.data.prompt_template)
+        for pair in pairs:
+            require_fields(answer_records(pair), self.data.answer_template)
 
     def texts(self) -> Iterator[str]:
         """Yield the prompt and both answers of every training pair."""
-        data, records = self.data, self._parts()[0]
+        data, records = self.data, self.parts()[0]
         require_fields(records, data.prompt_template)
         for record in records:
             sides = answer_records(record)
@@ -42,16 +44,18 @@ class PreferenceSource(DataSource[PreferenceConfig]):
 
     def dataset(self, kind: str, tokenizer: Tokenizer) -> Dataset:
         """Return the training pairs."""
-        return self._dataset(self._parts()[0], tokenizer)
+        return self._dataset(self.parts()[0], tokenizer)
 
     def heldout(self, tokenizer: Tokenizer) -> HeldoutBatch:
         """Return the first held-out pairs in the order of the data, two sequences each."""
-        pairs = self._dataset(heldout_part(self._parts(), self.data), tokenizer)
+        pairs = self._dataset(heldout_part(self.parts(), self.data), tokenizer)
         return HeldoutBatch(pairs.batch(range(min(len(pairs), self.data.num_eval_examples // 2))))
 
-    def _parts(self) -> tuple[list[Record], list[Record]]:
-        data = self.data
-        return load_preferences(required_path(data), data.heldout_fraction, data.prompt_template)
+    def split(self, train: list[Record], heldout: list[Record] | None) -> tuple[list[Record], list[Record]]:
+        """Return the (training, held-out) pairs. All pairs of a prompt are on the same side."""
+        if heldout is not None:
+            return pairs_of(train), pairs_of(heldout)
+        return split_by_prompt(pairs_of(train), self.data.heldout_fraction, self.data.prompt_template)
 
     def _dataset(self, records: list[Record], tokenizer: Tokenizer) -> PreferenceDataset:
         from rl_megatron.data.preferences import PreferenceDataset

@@ -1,14 +1,15 @@
-"""The data source for JSONL of prompts and answers."""
+"""The data source for records of prompts and answers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rl_megatron.config.data_sources import PromptAnswerConfig
-from rl_megatron.data.files import Record, load_records
+from rl_megatron.data.records import Record
+from rl_megatron.data.sources.record_source import RecordSource
 from rl_megatron.data.sources.registry import register_source
-from rl_megatron.data.sources.source import DataSource, HeldoutBatch, heldout_part, required_path
+from rl_megatron.data.sources.source import HeldoutBatch, heldout_part
 from rl_megatron.data.templates import require_fields
 from rl_megatron.data.tokenizer import Tokenizer
 
@@ -17,18 +18,17 @@ if TYPE_CHECKING:
 
 
 @register_source(PromptAnswerConfig)
-class PromptAnswerSource(DataSource[PromptAnswerConfig]):
-    """The source of prompts with answers, in one JSONL file or a directory with `train.jsonl` and `test.jsonl`."""
+class PromptAnswerSource(RecordSource[PromptAnswerConfig]):
+    """The source of prompts with answers."""
 
-    def check_files(self, tokenizer: Tokenizer | None) -> None:
-        """Check the records, and that both templates find their fields in them."""
-        for records in load_records(required_path(self.data), heldout_fraction=0.0):  # a split would need torch
-            require_fields(records, self.data.prompt_template)
-            require_fields(records, self.data.answer_template)
+    def check_records(self, records: Sequence[Record]) -> None:
+        """Check that both templates find their fields in the records."""
+        require_fields(records, self.data.prompt_template)
+        require_fields(records, self.data.answer_template)
 
     def texts(self) -> Iterator[str]:
         """Yield the prompt with its answer of every training record."""
-        data, records = self.data, self._parts()[0]
+        data, records = self.data, self.parts()[0]
         require_fields(records, data.prompt_template)
         require_fields(records, data.answer_template)
         for record in records:
@@ -36,15 +36,12 @@ class PromptAnswerSource(DataSource[PromptAnswerConfig]):
 
     def dataset(self, kind: str, tokenizer: Tokenizer) -> Dataset:
         """Return the training records."""
-        return self._dataset(self._parts()[0], tokenizer)
+        return self._dataset(self.parts()[0], tokenizer)
 
     def heldout(self, tokenizer: Tokenizer) -> HeldoutBatch:
         """Return the first held-out records."""
-        records = self._dataset(heldout_part(self._parts(), self.data), tokenizer)
+        records = self._dataset(heldout_part(self.parts(), self.data), tokenizer)
         return HeldoutBatch(records.batch(range(min(len(records), self.data.num_eval_examples))))
-
-    def _parts(self) -> tuple[list[Record], list[Record]]:
-        return load_records(required_path(self.data), self.data.heldout_fraction)
 
     def _dataset(self, records: list[Record], tokenizer: Tokenizer) -> PromptAnswerDataset:
         from rl_megatron.data.datasets import PromptAnswerDataset

@@ -129,14 +129,3 @@ def heldout_part(parts: tuple[PartT, PartT], data: DataConfig) -> PartT:
             "set it above 0"
         )
     return parts[1]
-
-
-def required_path(data: DataConfig) -> str:
-    """Return `data.path`.
-
-    Raises:
-        ConfigError: It is not set.
-    """
-    if data.path is None:
-        raise ConfigError(f"data.path is not set and data.source={data.source} reads it; add data.path=…")
-    return data.path

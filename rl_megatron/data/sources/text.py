@@ -1,14 +1,20 @@
-"""The data source for a text file, whose end is held out."""
+"""The data source for text: text files, of which the ends are held out, or records with a text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rl_megatron.config.data_sources import TextConfig
 from rl_megatron.data.files import load_text
+from rl_megatron.data.readers.lines import TextLine, TextLines
+from rl_megatron.data.readers.places import find_files, is_plain_text, required_path
+from rl_megatron.data.records import Record
+from rl_megatron.data.sources.record_source import RecordSource
 from rl_megatron.data.sources.registry import register_source
-from rl_megatron.data.sources.source import DataSource, HeldoutBatch, heldout_part, required_path
+from rl_megatron.data.sources.source import HeldoutBatch, heldout_part
+from rl_megatron.data.templates import require_fields
 from rl_megatron.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -16,31 +22,69 @@ if TYPE_CHECKING:
 
 
 @register_source(TextConfig)
-class TextSource(DataSource[TextConfig]):
-    """The source of one file of plain text, read as a stream of tokens in windows of `data.sequence_length`."""
+class TextSource(RecordSource[TextConfig]):
+    """The source of documents, read as one stream of tokens in windows of `data.sequence_length`.
 
-    def check_files(self, tokenizer: Tokenizer | None) -> None:
-        """Check the file."""
-        self._parts()
+    A text file is one document, and so is the field `text` of a record.
+    """
+
+    plain = TextLines
+
+    def check_records(self, records: Sequence[Record]) -> None:
+        """Check that the records have a text."""
+        documents_of(records)
 
     def texts(self) -> Iterator[str]:
         """Yield the lines of the training text."""
-        yield from self._parts()[0].splitlines(keepends=True)
+        for document in self._documents()[0]:
+            yield from document.splitlines(keepends=True)
 
     def dataset(self, kind: str, tokenizer: Tokenizer) -> Dataset:
         """Return the windows of the training text."""
-        return self._dataset(self._parts()[0], tokenizer)
+        return self._windows(self._documents()[0], tokenizer)
 
     def heldout(self, tokenizer: Tokenizer) -> HeldoutBatch:
         """Return the first windows of the held-out text."""
-        windows = self._dataset(heldout_part(self._parts(), self.data), tokenizer)
+        windows = self._windows(heldout_part(self._documents(), self.data), tokenizer)
         batch = windows.batch(range(min(len(windows), self.data.num_eval_examples)))
         return HeldoutBatch(batch, windows.num_predicted_tokens / windows.num_characters)
 
-    def _parts(self) -> tuple[str, str]:
-        return load_text(required_path(self.data), self.data.heldout_fraction)
-
-    def _dataset(self, text: str, tokenizer: Tokenizer) -> TextDataset:
+    def _windows(self, documents: list[str], tokenizer: Tokenizer) -> TextDataset:
         from rl_megatron.data.datasets import TextDataset
 
-        return TextDataset([text], tokenizer, self.data.sequence_length)
+        return TextDataset(documents, tokenizer, self.data.sequence_length)
+
+    def _documents(self) -> tuple[list[str], list[str]]:
+        """Return the (training, held-out) documents."""
+        data = self.data
+        if data.dataset_name is None:
+            files = find_files(required_path(data), data.split, data.eval_path, data.eval_split)
+            if all(map(is_plain_text, files.train + files.heldout)):
+                fraction = 0.0 if files.heldout else data.heldout_fraction
+                train = [load_text(file, fraction) for file in files.train]
+                ends = [text for _, text in train if text]
+                return [text for text, _ in train], ends + [load_text(file, 0.0)[0] for file in files.heldout]
+        train, heldout = self.parts()
+        return documents_of(train), documents_of(heldout)
+
+
+def documents_of(records: Sequence[Record]) -> list[str]:
+    """Return the documents of records: the field `text` of each, but consecutive lines of a text file as one document.
+
+    Raises:
+        ValueError: A record has no text; the message names its place.
+    """
+    require_fields([record for record in records if not isinstance(record, TextLine)], "{text}")
+    return ["".join(map(_text, of_document)) for _, of_document in itertools.groupby(records, _document)]
+
+
+def _document(record: Record) -> str:
+    """Return the name of a record's document: its file, or its own place if it is not a line of a text file."""
+    return record.location.rpartition(":")[0] if isinstance(record, TextLine) else record.location
+
+
+def _text(record: Record) -> str:
+    text = record.values["text"]
+    if not isinstance(text, str):
+        raise ValueError(f"{record.location}: 'text' is a {type(text).__name__}; it must be a string.")
+    return text

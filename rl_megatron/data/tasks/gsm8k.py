@@ -9,8 +9,9 @@ from decimal import Decimal
 from functools import cached_property
 from typing import ClassVar
 
-from rl_megatron.data.files import Record, load_records
+from rl_megatron.data.files import load_records
 from rl_megatron.data.order import epoch_order
+from rl_megatron.data.records import Record
 from rl_megatron.data.tasks.registry import register_task
 from rl_megatron.data.tasks.task import Demonstration, Problem
 from rl_megatron.data.templates import require_fields

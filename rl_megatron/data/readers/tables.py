@@ -1,0 +1,201 @@
+"""Read Parquet files, Hugging Face data sets in a directory, and data sets of the Hugging Face Hub.
+
+A null in a table means that the record does not have the field: columns have a value in every row.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.data.records import Position, Reader, Record
+
+_ROWS = 1024  # that are converted to Python objects together
+
+
+class Parquet(Reader):
+    """A Parquet file, read by row groups. A position is the number of rows before it."""
+
+    def __init__(self, file: Path):
+        self.file, self.name = file, str(file)
+        arrow = _library("pyarrow", str(file))
+        try:
+            self._metadata = _parquet().read_metadata(file)
+        except (OSError, arrow.ArrowException) as error:
+            raise ValueError(f"{file} cannot be read as Parquet: {_line(error)}") from error
+
+    @property
+    def columns(self) -> list[str]:
+        """Return the names of the columns."""
+        return self._metadata.schema.to_arrow_schema().names
+
+    def read(self, start: Position = ()) -> Iterator[tuple[Record, Position]]:
+        """Yield each row from `start` on, with the position after it."""
+        (skipped,), row = start or (0,), 0
+        arrow = _library("pyarrow", str(self.file))
+        try:
+            with _parquet().ParquetFile(self.file) as table:
+                for group in range(table.num_row_groups):
+                    rows_of_group = table.metadata.row_group(group).num_rows
+                    if row + rows_of_group <= skipped:
+                        row += rows_of_group
+                        continue
+                    for batch in table.iter_batches(batch_size=_ROWS, row_groups=[group]):
+                        wanted = batch.slice(min(max(0, skipped - row), batch.num_rows))
+                        row += batch.num_rows - wanted.num_rows
+                        for values in wanted.to_pylist():
+                            row += 1
+                            yield Record(without_nulls(values), f"{self.file}:{row}"), (row,)
+        except (OSError, arrow.ArrowException) as error:
+            raise ValueError(f"{self.file} cannot be read behind row {row}: {_line(error)}") from error
+
+
+class HuggingFaceDirectory(Reader):
+    """A directory that `Dataset.save_to_disk` wrote. A position is the number of rows before it."""
+
+    def __init__(self, directory: Path):
+        self.name = str(directory)
+        try:
+            self._rows = _library("datasets", str(directory)).load_from_disk(str(directory))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{directory} cannot be read as a Hugging Face data set: {_line(error)}") from error
+
+    @property
+    def columns(self) -> list[str]:
+        """Return the names of the columns."""
+        return self._rows.column_names
+
+    def read(self, start: Position = ()) -> Iterator[tuple[Record, Position]]:
+        """Yield each row from `start` on, with the position after it."""
+        (skipped,) = start or (0,)
+        yield from _rows(_behind(self._rows, skipped), self.name, skipped)
+
+
+class HubDataset(Reader):
+    """A split of a data set of the Hugging Face Hub, or of a directory that `datasets.load_dataset` reads.
+
+    A position is the number of rows before it.
+
+    Args:
+        name: Its name, such as `openai/gsm8k`.
+        subset: Its subset, which the Hub calls configuration; None if it has only one.
+        split: Its split, such as `train` or `train[:1000]`.
+        streaming: Whether rows are read while they are needed, instead of being downloaded first.
+
+    Raises:
+        ConfigError: The data set, the subset or the split cannot be loaded.
+    """
+
+    def __init__(self, name: str, subset: str | None, split: str, streaming: bool = False):
+        self.name = f"{name} ({split})" if subset is None else f"{name} ({subset}, {split})"
+        library = _library("datasets", name)
+        try:
+            with _without_retry_messages():
+                self._rows = library.load_dataset(name, subset, split=split, streaming=streaming)
+        except Exception as error:  # the library raises errors of its own, of the network and of its readers
+            raise ConfigError(f"{_named(name, subset, split)} cannot be loaded: {_line(error)}") from error
+        self._streaming = streaming
+
+    @property
+    def columns(self) -> list[str] | None:
+        """Return the names of the columns, if they are known."""
+        return self._rows.column_names
+
+    def read(self, start: Position = ()) -> Iterator[tuple[Record, Position]]:
+        """Yield each row from `start` on, with the position after it."""
+        (skipped,) = start or (0,)
+        rest = self._rows.skip(skipped) if self._streaming else _behind(self._rows, skipped)
+        yield from _rows(rest, self.name, skipped)
+
+
+def hub_splits(name: str, subset: str | None) -> list[str]:
+    """Return the names of the splits of a data set.
+
+    Raises:
+        ConfigError: It cannot be found.
+    """
+    library = _library("datasets", name)
+    try:
+        with _without_retry_messages():
+            return library.get_dataset_split_names(name, subset)
+    except Exception as error:  # as above
+        offline = "; without a network, set data.path to local files" if _is_of_network(error) else ""
+        raise ConfigError(f"{_named(name, subset)} cannot be found: {_line(error)}{offline}") from error
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value of a table without the fields that are null, in itself and in what it contains."""
+    if isinstance(value, dict):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _behind(rows: Any, skipped: int) -> Any:
+    """Return the rows of a data set behind the first `skipped` ones."""
+    return rows.select(range(skipped, len(rows))) if skipped < len(rows) else ()
+
+
+def _rows(rows: Any, name: str, skipped: int) -> Iterator[tuple[Record, Position]]:
+    for row, values in enumerate(rows, skipped + 1):
+        yield Record(without_nulls(values), f"{name}:{row}"), (row,)
+
+
+def _library(name: str, needed_by: str) -> ModuleType:
+    """Return the imported library.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{needed_by} needs the Python package {name}, which is not installed; pip install 'rl_megatron[data]'"
+        ) from error
+
+
+@contextmanager
+def _without_retry_messages() -> Iterator[None]:
+    """Silence the lines that the Hub's library logs before each retry; the error at the end says the same."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _parquet() -> Any:
+    import pyarrow.parquet
+
+    return pyarrow.parquet
+
+
+def _named(name: str, subset: str | None, split: str | None = None) -> str:
+    keys = {"dataset_name": name, "subset": subset, "split": split}
+    return " ".join(f"data.{key}={value}" for key, value in keys.items() if value is not None)
+
+
+def _is_of_network(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, ConnectionError) or re.search(
+            "offline|connect|reach", f"{type(error).__name__} {error}", re.I
+        ):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _line(error: BaseException) -> str:
+    """Return the first sentence-like line of an error of a library."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,138 @@
+"""`Record`, one object of a data file with its place, and `Reader`, the interface of everything that yields records."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Position = tuple[int, ...]  # where reading continues; its numbers mean something to its reader only
+
+
+@dataclass(frozen=True)
+class Record:
+    """The fields of one record, and the place where it was read: `file:line`, or `file:row` of a table."""
+
+    values: Mapping[str, Any]
+    location: str
+
+
+class Reader(ABC):
+    """Records in a fixed order, which can be read from any position.
+
+    Attributes:
+        name: What messages call it: its file, or its name on the Hub.
+    """
+
+    name: str
+
+    @abstractmethod
+    def read(self, start: Position = ()) -> Iterator[tuple[Record, Position]]:
+        """Yield each record from `start` on, with the position after it. `()` is the beginning.
+
+        Raises:
+            ValueError: A record cannot be read; the message names its place.
+        """
+
+    @property
+    def columns(self) -> list[str] | None:
+        """Return the names of the fields of every record if they are known without reading, otherwise None."""
+        return None
+
+    def all(self) -> list[Record]:
+        """Return all records.
+
+        Raises:
+            ValueError: There is no record, or one cannot be read.
+        """
+        records = [record for record, _ in self.read()]
+        if not records:
+            raise ValueError(f"{self.name} has no records; it needs at least one.")
+        return records
+
+
+class Joined(Reader):
+    """Several readers, one after the other. The first number of a position is the index of the reader.
+
+    Raises:
+        ValueError: Two tables have different columns.
+    """
+
+    def __init__(self, readers: Sequence[Reader]):
+        self.readers = list(readers)
+        self.name = readers[0].name if len(readers) == 1 else f"{readers[0].name} and {len(readers) - 1} more"
+        tables = [(reader.name, sorted(reader.columns)) for reader in readers if reader.columns is not None]
+        for name, columns in tables[1:]:
+            if columns != tables[0][1]:
+                raise ValueError(
+                    f"{name} has the columns {', '.join(columns)}, and {tables[0][0]} has {', '.join(tables[0][1])}: "
+                    "files that are read as one need the same columns; list them under data.mix, each with its columns."
+                )
+
+    def read(self, start: Position = ()) -> Iterator[tuple[Record, Position]]:
+        """Yield each record from `start` on, with the position after it."""
+        first, inner = (start[0], start[1:]) if start else (0, ())
+        for number in range(first, len(self.readers)):
+            for record, position in self.readers[number].read(inner if number == first else ()):
+                yield record, (number, *position)
+
+    @property
+    def columns(self) -> list[str] | None:
+        """Return the columns if all readers are tables."""
+        return None if any(reader.columns is None for reader in self.readers) else self.readers[0].columns
+
+
+class Renamed(Reader):
+    """Another reader's records with fields under new names.
+
+    Args:
+        reader: The reader.
+        names: New name → name in the records. A name with dots, as in `reward_model.ground_truth`, is a field in a
+            mapping, which stays as it is.
+    """
+
+    def __init__(self, reader: Reader, names: Mapping[str, str]):
+        self._reader, self._names = reader, dict(names)
+        self.name = reader.name
+
+    def read(self, start: Position = ()) -> Iterator[tuple[Record, Position]]:
+        """Yield each record from `start` on, with the position after it."""
+        for record, position in self._reader.read(start):
+            yield Record(self._renamed(record), record.location), position
+
+    def _renamed(self, record: Record) -> dict[str, Any]:
+        taken = {name: self._field(record, name, theirs) for name, theirs in self._names.items()}
+        kept = {name: value for name, value in record.values.items() if name not in self._names.values()}
+        return kept | taken
+
+    def _field(self, record: Record, name: str, theirs: str) -> Any:
+        if theirs in record.values:
+            return record.values[theirs]
+        value: Any = record.values
+        for part in theirs.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                known = ", ".join(record.values)
+                raise ValueError(
+                    f"{record.location}: data.columns.{name}={theirs} names a field that the record does not have; its "
+                    f"fields: {known}."
+                )
+            value = value[part]
+        return value
+
+
+class Part(Reader):
+    """The records of a reader behind its first `skipped` ones, or only its first `limit` ones."""
+
+    def __init__(self, reader: Reader, *, skipped: int = 0, limit: int | None = None):
+        self._reader, self._skipped, self._limit = reader, skipped, limit
+        self.name = reader.name
+
+    def read(self, start: Position = ()) -> Iterator[tuple[Record, Position]]:
+        """Yield each record from `start` on, with the position after it."""
+        if start:
+            yield from self._reader.read(start)  # a position is never before the skipped records
+            return
+        stop = None if self._limit is None else self._skipped + self._limit
+        yield from itertools.islice(self._reader.read(), self._skipped, stop)

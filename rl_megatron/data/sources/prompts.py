@@ -1,0 +1,101 @@
+"""The data source for records of prompts, whose completions are scored by `reward.functions`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from rl_megatron.config.data_sources import PromptsConfig
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.data.records import Record
+from rl_megatron.data.sources.record_source import RecordSource
+from rl_megatron.data.sources.registry import register_source
+from rl_megatron.data.sources.source import HeldoutProblemSet, heldout_part
+from rl_megatron.data.tasks.task import Demonstration, Problem
+from rl_megatron.data.templates import require_fields, template_fields
+
+_PROMPT = "prompt"
+
+
+class PromptsTask:
+    """The task of problems that come with no reward of their own, because `reward.functions` score them."""
+
+    name: ClassVar[str] = "prompts"
+
+    def __init__(self, train: list[Problem], heldout: list[Problem]):
+        self._train, self._heldout = train, heldout
+
+    def train_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
+        """Return the training problems, in the order of the data."""
+        return self._train[:count]
+
+    def heldout_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
+        """Return the held-out problems, in the order of the data."""
+        return self._heldout[:count]
+
+    def demonstrations(self, count: int | None = None, seed: int = 0) -> list[Demonstration]:
+        """Return the training problems with their answers."""
+        return [Demonstration(problem.prompt, problem.answer) for problem in self.train_problems(count, seed)]
+
+    def reward(self, problem: Problem, completion: str) -> float:
+        """Refuse to score a completion.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError("data.source=prompts has no reward of its own; set reward.functions")
+
+
+@register_source(PromptsConfig)
+class PromptsSource(RecordSource[PromptsConfig]):
+    """The source of prompts from files.
+
+    A record has the fields of `data.prompt_template`, or a `prompt`. Its answer is the field `answer` or, as in files
+    for verl, `reward_model.ground_truth`. Rewards get all its fields.
+    """
+
+    def check_records(self, records: Sequence[Record]) -> None:
+        """Check that every record has a prompt."""
+        for record in records:
+            self.problem(record)
+
+    def texts(self) -> Iterator[str]:
+        """Yield the prompt with its answer of every training record."""
+        yield from (problem.prompt + problem.answer for problem in self.problems(0))
+
+    def task(self) -> PromptsTask:
+        """Return the problems as a task."""
+        train, heldout = self.parts()
+        return PromptsTask(*([self.problem(record) for record in part] for part in (train, heldout)))
+
+    def problems(self, wanted: int) -> list[Problem]:
+        """Return all training problems."""
+        return [self.problem(record) for record in self.parts()[0]]
+
+    def heldout(self, tokenizer: Any) -> HeldoutProblemSet:
+        """Return the first held-out problems."""
+        records = heldout_part(self.parts(), self.data)[: self.data.num_eval_examples]
+        problems = [self.problem(record) for record in records]
+        return HeldoutProblemSet(PromptsTask([], problems), problems)
+
+    def problem(self, record: Record) -> Problem:
+        """Return the problem of a record.
+
+        Raises:
+            ValueError: The record has no prompt; the message names its place.
+        """
+        return Problem(self._prompt(record), reference_answer(record), record.values)
+
+    def _prompt(self, record: Record) -> str:
+        template = self.data.prompt_template
+        if isinstance(record.values.get(_PROMPT), str) and not set(template_fields(template)) <= record.values.keys():
+            return record.values[_PROMPT]
+        require_fields([record], template)
+        return template.format_map(record.values)
+
+
+def reference_answer(record: Record) -> str:
+    """Return the answer of a record as text: `answer`, or `reward_model.ground_truth`, or nothing."""
+    graded = record.values.get("reward_model")
+    answer = record.values.get("answer", graded.get("ground_truth") if isinstance(graded, Mapping) else None)
+    return "" if answer is None else str(answer)

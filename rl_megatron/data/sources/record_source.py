@@ -1,0 +1,56 @@
+"""`RecordSource`: a data source that reads records from files or from the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from rl_megatron.data.files import split_heldout
+from rl_megatron.data.readers.lines import JsonLines
+from rl_megatron.data.readers.places import find_parts
+from rl_megatron.data.records import Part, Reader, Record
+from rl_megatron.data.sources.source import ConfigT, DataSource
+from rl_megatron.data.tokenizer import Tokenizer
+
+_CHECKED_EARLY = 10_000  # records of a part that are read before torch is imported; the preflight reads all
+
+
+class RecordSource(DataSource[ConfigT]):
+    """A data source whose training and held-out records come from the package's readers.
+
+    Attributes:
+        plain: The reader of files whose names do not say what they are.
+        alone: Names of files that are read instead of all others if a directory has one.
+    """
+
+    plain: ClassVar[Callable[[Path], Reader]] = JsonLines
+    alone: ClassVar[tuple[str, ...]] = ()
+
+    def check_files(self, tokenizer: Tokenizer | None) -> None:
+        """Check the files, and the first records of each part."""
+        found = find_parts(self.data, self.plain, self.alone)
+        for part in (found.train, found.heldout):
+            if part is not None:
+                self.check_records(Part(part, limit=_CHECKED_EARLY).all())
+
+    def check_records(self, records: Sequence[Record]) -> None:
+        """Check that the templates and the source find what they need in records, without torch.
+
+        Raises:
+            ValueError: A record lacks it; the message names its place.
+        """
+
+    def parts(self) -> tuple[list[Record], list[Record]]:
+        """Return the (training, held-out) records.
+
+        Raises:
+            ValueError: There is nothing to read, or a record cannot be read; the message names the place.
+        """
+        found = find_parts(self.data, self.plain, self.alone)
+        train = found.train.all()
+        return self.split(train, None if found.heldout is None else found.heldout.all())
+
+    def split(self, train: list[Record], heldout: list[Record] | None) -> tuple[list[Record], list[Record]]:
+        """Return the (training, held-out) records; if `heldout` is None, a fixed part of `train` is held out."""
+        return split_heldout(train, self.data.heldout_fraction) if heldout is None else (train, heldout)
