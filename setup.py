@@ -17,6 +17,9 @@ DOCS = [
     "mkdocstrings[python]>=1.0,<2",
 ]
 
+# Parquet files, and data sets of Hugging Face, in directories and on the Hub.
+DATA = ["datasets>=3,<6", "pyarrow>=15"]
+
 setup(
     name="rl_megatron",
     version=VERSION,
@@ -55,6 +58,7 @@ setup(
         # NVIDIA's PyTorch container image (see Dockerfile) has a build that matches its torch, which is the better
         # choice. It also has NVIDIA Apex, which is not on PyPI: the `apex` there is an unrelated package.
         "te": ["transformer-engine[pytorch]>=2.0"],
+        "data": DATA,
         "triton": ["triton>=3.2; platform_system == 'Linux'"],  # CUDA builds of torch install the one they need
         "docs": DOCS,
         # trl: tests/contract/test_trl_oracle.py calls methods of its trainers that may change with any release.
@@ -62,6 +66,7 @@ setup(
         # beartype: the tests, and only the tests, check the shapes in annotations with it.
         "dev": [
             *DOCS,
+            *DATA,
             "beartype>=0.20",
             "hypothesis",
             "pyright[nodejs]>=1.1.400",

@@ -89,53 +89,53 @@ _NO_KL = "loss.reference_policy_kl_penalty=0"
 RECIPES = (
     Recipe(
         "GRPO",
-        "algorithm=grpo loss.token_level_loss=false loss.reference_policy_kl_penalty=0.04",
+        "algorithm=grpo data=arithmetic loss.token_level_loss=false loss.reference_policy_kl_penalty=0.04",
         "[2402.03300](https://arxiv.org/abs/2402.03300). The advantage is the difference from the group's mean, "
         "divided by its standard deviation. Every answer has the same weight. The KL penalty is in the loss.",
     ),
     Recipe(
         "Dr. GRPO",
-        "algorithm=grpo algorithm.normalize_std=false loss.fixed_sequence_length=32 generation.max_new_tokens=32 "
+        "algorithm=grpo data=arithmetic algorithm.normalize_std=false loss.fixed_sequence_length=32 generation.max_new_tokens=32 "
         f"{_NO_KL}",
         "[2503.20783](https://arxiv.org/abs/2503.20783). The advantage is not divided by the standard deviation, and "
         "the sum over tokens is divided by a constant (the longest allowed answer) instead of the answer's length.",
     ),
     Recipe(
         "DAPO",
-        f"algorithm=grpo algorithm.dynamic_sampling=true loss.ratio_clip_max=0.28 {_NO_KL}",
+        f"algorithm=grpo data=arithmetic algorithm.dynamic_sampling=true loss.ratio_clip_max=0.28 {_NO_KL}",
         "[2503.14476](https://arxiv.org/abs/2503.14476). A higher upper clip bound, a mean over tokens, and other "
         "prompts in place of groups with equal rewards. Its penalty on overlong answers belongs in the task's reward.",
     ),
     Recipe(
         "GSPO",
-        "algorithm=grpo loss.sequence_level_importance_ratios=true loss.token_level_loss=false "
+        "algorithm=grpo data=arithmetic loss.sequence_level_importance_ratios=true loss.token_level_loss=false "
         f"loss.ratio_clip_min=3e-4 loss.ratio_clip_max=4e-4 {_NO_KL}",
         "[2507.18071](https://arxiv.org/abs/2507.18071). One ratio for each sequence, the geometric mean of its "
         "tokens' ratios. The clip range is therefore much narrower.",
     ),
     Recipe(
         "CISPO",
-        f"algorithm=grpo loss.use_cispo=true loss.ratio_clip_min=1.0 loss.ratio_clip_max=4.0 {_NO_KL}",
+        f"algorithm=grpo data=arithmetic loss.use_cispo=true loss.ratio_clip_min=1.0 loss.ratio_clip_max=4.0 {_NO_KL}",
         "[2506.13585](https://arxiv.org/abs/2506.13585). The ratio is clipped from above only and is a constant "
         "weight, so every token has a gradient. The upper bound of 5 is from [ScaleRL](https://arxiv.org/abs/2510.13786).",
     ),
     Recipe(
         "RLOO",
-        "algorithm=grpo algorithm.leave_one_out=true algorithm.normalize_std=false loss.disable_ppo_ratio=true "
+        "algorithm=grpo data=arithmetic algorithm.leave_one_out=true algorithm.normalize_std=false loss.disable_ppo_ratio=true "
         f"loss.fixed_sequence_length=1 {_NO_KL}",
         "[2402.14740](https://arxiv.org/abs/2402.14740). REINFORCE with the mean reward of the group's other answers "
         "as the baseline. The loss is summed over an answer's tokens.",
     ),
     Recipe(
         "REINFORCE++",
-        "algorithm=grpo algorithm.advantage_estimator=reinforce_plus_plus loss.use_kl_in_reward=true "
+        "algorithm=grpo data=arithmetic algorithm.advantage_estimator=reinforce_plus_plus loss.use_kl_in_reward=true "
         "loss.reference_policy_kl_type=k1",
         "[2501.03262](https://arxiv.org/abs/2501.03262). The KL is subtracted from each token's reward, and returns "
         "are whitened over the whole batch.",
     ),
     Recipe(
         "PPO",
-        "algorithm=ppo loss.use_kl_in_reward=true loss.reference_policy_kl_type=k1",
+        "algorithm=ppo data=arithmetic loss.use_kl_in_reward=true loss.reference_policy_kl_type=k1",
         "[1707.06347](https://arxiv.org/abs/1707.06347), with the KL in the reward as in "
         "[InstructGPT](https://arxiv.org/abs/2203.02155). A critic with the policy's shape, and GAE.",
     ),

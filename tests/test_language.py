@@ -32,8 +32,8 @@ VERBS = frozenset(
     Kill Launch Leave Let List Load Log Make Map Mark Mask Merge Move Normalise Open Pack Parse Plan Plot Prepare
     Print Propagate Provide Put Raise Read Rebuild Receive Record Redirect Reduce Refuse Register Release Remove
     Rename Render Replace Report Request Require Reset Resolve Restart Restore Return Round Run Sample Save Scale
-    Scatter Select Send Serve Set Shorten Show Shut Skip Sort Split Spread Start Stop Store Stream Subtract Sum Sync
-    Take Time Train Truncate Turn Undo Unwrap Update Use Validate Verify Wait Warn Wrap Write Yield
+    Scatter Select Send Serve Set Shorten Show Shut Silence Skip Sort Split Spread Start Stop Store Stream Subtract Sum
+    Sync Take Time Train Truncate Turn Undo Unwrap Update Use Validate Verify Wait Warn Wrap Write Yield
     """.split()
 )
 
@@ -42,6 +42,7 @@ _ROWS = (
     ("logprobs/", r".*", "rows of a matrix of logits or hidden states"),
     ("weight_sync/", r".*", "rows of a weight matrix"),
     ("model/families/", r".*", "rows of a weight matrix"),
+    ("data/readers/tables.py", r".*", "rows of a table"),
     ("model/shards.py", r"rows|_INIT_ROWS", "rows of a weight matrix"),
     ("checkpoint/", r"(hf_|embedding_|read_)?rows?|row_bytes|Rows", "rows of a weight matrix"),
     ("", r"add_row", "rich's method"),

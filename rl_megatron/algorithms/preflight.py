@@ -49,6 +49,8 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
     """
     check_output_dir(output_dir)
     check_sinks(config.metric_sinks)
+    for stage in config.stages.values():
+        stage.data.require_place()
     tokenizer = bad_input_named(lambda: run_tokenizer(config.first, output_dir))
     check_vocabulary(config.first.model, tokenizer.vocab_size)
     for name, stage in config.stages.items():

@@ -16,8 +16,8 @@ from rl_megatron.config.load import load_config
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted([*(REPO / "scripts").glob("*.sh"), *(REPO / "scripts").glob("*.slurm"), REPO / ".ci" / "run"])
-TINY = """train algorithm=pretrain model.num_layers=2 model.hidden_size=32 model.ffn_hidden_size=64 device=cpu
-    data.sequence_length=64 data.num_documents=200 data.num_eval_examples=4 tokenizer.vocab_size=260
+TINY = """train algorithm=pretrain data=arithmetic model.num_layers=2 model.hidden_size=32 model.ffn_hidden_size=64
+    device=cpu data.sequence_length=64 data.num_documents=200 data.num_eval_examples=4 tokenizer.vocab_size=260
     train.steps=3 train.global_batch_size=8 train.micro_batch_size=4"""
 TIMEOUT_SECONDS = 240
 

@@ -36,16 +36,16 @@ class TextSource(RecordSource[TextConfig]):
 
     def texts(self) -> Iterator[str]:
         """Yield the lines of the training text."""
-        for document in self._documents()[0]:
+        for document in self.documents()[0]:
             yield from document.splitlines(keepends=True)
 
     def dataset(self, kind: str, tokenizer: Tokenizer) -> Dataset:
         """Return the windows of the training text."""
-        return self._windows(self._documents()[0], tokenizer)
+        return self._windows(self.documents()[0], tokenizer)
 
     def heldout(self, tokenizer: Tokenizer) -> HeldoutBatch:
         """Return the first windows of the held-out text."""
-        windows = self._windows(heldout_part(self._documents(), self.data), tokenizer)
+        windows = self._windows(heldout_part(self.documents(), self.data), tokenizer)
         batch = windows.batch(range(min(len(windows), self.data.num_eval_examples)))
         return HeldoutBatch(batch, windows.num_predicted_tokens / windows.num_characters)
 
@@ -54,7 +54,7 @@ class TextSource(RecordSource[TextConfig]):
 
         return TextDataset(documents, tokenizer, self.data.sequence_length)
 
-    def _documents(self) -> tuple[list[str], list[str]]:
+    def documents(self) -> tuple[list[str], list[str]]:
         """Return the (training, held-out) documents."""
         data = self.data
         if data.dataset_name is None:

@@ -270,7 +270,7 @@ def test_a_run_can_be_resumed_after_a_key_was_added(tmp_path):
         (["train.keep_best=accuracy", "train.save_every=4", "train.eval_every=2"], None),
         (
             ["train.keep_best=nll_per_token"],
-            "is not an eval metric of grpo on data.source=task; .* accuracy, or",
+            "is not an eval metric of grpo on data.source=prompts; .* accuracy, or",
         ),
         (
             ["train.keep_best=accuracy", "train.save_every=4"],

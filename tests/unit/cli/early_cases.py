@@ -22,21 +22,28 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "data.path is missing": ((*_SFT, "data.path=absent"), "data.path: there is nothing at .*absent"),
     "a line is not JSON": ((*_SFT, "data.path=bad.jsonl"), r"bad.jsonl:2 is not JSON"),
     "a field is missing": ((*_SFT, "data.path=short.jsonl"), r"short.jsonl:\d+: .*'answer'"),
-    "a text file is a directory": (
-        ("train", "algorithm=pretrain", "data.source=text", "data.path=."),
-        "data.path: .* is a directory",
+    "a directory has no training data": (
+        ("train", "algorithm=pretrain", "data.source=text", "data.path=tokenizer", "data.split=train"),
+        "data.split=train: tokenizer has no such split",
     ),
+    "data.path is not set": (_GRPO, "data.path is not set .*data.dataset_name.*data=arithmetic"),
     "a pair lacks a side": (
         ("train", "algorithm=dpo", "loss=dpo", "data=gsm8k_pairs", "data.path=pairs.jsonl"),
         r"pairs.jsonl:1: the pair has no 'rejected'",
     ),
     "the task's file is missing": ((*_GRPO, "data.source=task", "data.task={name: gsm8k, path: absent}"), "nothing at"),
-    "the task has no such option": ((*_GRPO, "data.task.max_opernad=3"), "did you mean 'max_operand'"),
+    "the task has no such option": (
+        (*_GRPO, "data=arithmetic", "data.task.max_opernad=3"),
+        "did you mean 'max_operand'",
+    ),
     "tokenizer.path is missing": (("train", "algorithm=sft", "tokenizer.path=absent"), "there is no tokenizer at abs"),
     "tokenizer.json is broken": (("train", "algorithm=sft", "tokenizer.path=tokenizer"), "cannot be read as a tokeni"),
     "output_dir is a file": (("train", "algorithm=sft", "output_dir=bad.jsonl"), "output_dir=bad.jsonl is a file"),
-    "init_from is missing": (("train", "algorithm=sft", "init_from=absent"), "checkpoint absent does not exist"),
-    "init_from is no checkpoint": (("train", "algorithm=sft", "init_from=tokenizer"), "tokenizer has no manifest.json"),
+    "init_from is missing": (("train", "data=arithmetic", "init_from=absent"), "checkpoint absent does not exist"),
+    "init_from is no checkpoint": (
+        ("train", "data=arithmetic", "init_from=tokenizer"),
+        "tokenizer has no manifest.json",
+    ),
     "the metric sink is unknown": (("train", "algorithm=sft", "metric_sinks=[jsnl]"), "did you mean 'jsonl'"),
     "certify checks the same": (("certify", *_SFT[1:], "data.path=absent"), "data.path: there is nothing at"),
 }

@@ -132,12 +132,12 @@ def test_all_values_out_of_range_are_named_at_once(refused):
     [
         (["model.num_query_groups=3"], ["model.num_query_groups=3", "model.num_attention_heads=4", "divide"]),
         (["model.hidden_size=30"], ["model.hidden_size=30", "model.num_attention_heads=4", "model.head_dim"]),
-        (["data=gsm8k"], ["data.path"]),
+        (["data=gsm8k"], ["data.path", "data.dataset_name", "data=arithmetic"]),
         (["data=text", "algorithm=pretrain"], ["data.path"]),
         (["data=text", "data.path=x"], ["algorithm=sft", "data.source"]),
-        (["data=gsm8k", "data.path=x", "algorithm=grpo"], ["algorithm=grpo", "rewards", "data.source=task"]),
+        (["data=gsm8k", "data.path=x", "algorithm=grpo"], ["algorithm=grpo", "rewards", "data.source=prompts or task"]),
         (["data=gsm8k", "data.path=x", "algorithm=pretrain"], ["algorithm=pretrain", "data.source=text"]),
-        (["data.task={}", "data.task.max_operand=9", "~data.task.name"], ["data.task.name", "arithmetic"]),
+        (["data.source=task", "data.task.max_operand=9"], ["data.task.name", "arithmetic"]),
         (
             ["algorithm=pretrain", "data.sequence_length=500"],
             ["data.sequence_length=500", "model.max_sequence_length=128"],
@@ -153,7 +153,7 @@ def test_all_values_out_of_range_are_named_at_once(refused):
             ["algorithm=grpo", "loss.use_kl_in_reward=true"],
             ["loss.use_kl_in_reward=true", "algorithm.advantage_estimator=reinforce_plus_plus"],
         ),
-        (["data=gsm8k", "data.path=x", "algorithm=ppo"], ["algorithm=ppo", "rewards", "data.source=task"]),
+        (["data=gsm8k", "data.path=x", "algorithm=ppo"], ["algorithm=ppo", "rewards", "data.source=prompts or task"]),
         (
             ["algorithm=ppo", "algorithm.critic_warmup_steps=100"],
             ["algorithm.critic_warmup_steps=100", "train.steps=100", "less than"],
@@ -171,11 +171,14 @@ def test_all_values_out_of_range_are_named_at_once(refused):
             ["algorithm.critic_optimizer.warmup_steps=5", "algorithm.critic_optimizer.decay_steps=5", "less than"],
         ),
         (["data=gsm8k_pairs", "algorithm=dpo"], ["data.path", "data.source=preference"]),
-        (["algorithm=dpo"], ["algorithm=dpo", "pairs", "data.source=task", "use data.source=preference"]),
+        (
+            ["algorithm=dpo", "data=arithmetic"],
+            ["algorithm=dpo", "pairs", "data.source=task", "use data.source=preference"],
+        ),
         (["data=gsm8k", "data.path=x", "algorithm=reward_model"], ["algorithm=reward_model", "data.source=preference"]),
         (["data=gsm8k_pairs", "data.path=x", "algorithm=sft"], ["algorithm=sft", "prompt_answer or task"]),
         (["data=gsm8k_pairs", "data.path=x", "algorithm=pretrain"], ["algorithm=pretrain", "text or task"]),
-        (["data=gsm8k_pairs", "data.path=x", "algorithm=grpo"], ["algorithm=grpo", "data.source=task"]),
+        (["data=gsm8k_pairs", "data.path=x", "algorithm=grpo"], ["algorithm=grpo", "data.source=prompts or task"]),
         *(
             (
                 [f"algorithm={algorithm}", "data=gsm8k_pairs", "data.path=x", f"{key}=3"],
