@@ -95,7 +95,8 @@ RECIPES = (
     ),
     Recipe(
         "Dr. GRPO",
-        "algorithm=grpo data=arithmetic algorithm.normalize_std=false loss.fixed_sequence_length=32 generation.max_new_tokens=32 "
+        "algorithm=grpo data=arithmetic "
+        "algorithm.normalize_std=false loss.fixed_sequence_length=32 generation.max_new_tokens=32 "
         f"{_NO_KL}",
         "[2503.20783](https://arxiv.org/abs/2503.20783). The advantage is not divided by the standard deviation, and "
         "the sum over tokens is divided by a constant (the longest allowed answer) instead of the answer's length.",
@@ -108,7 +109,8 @@ RECIPES = (
     ),
     Recipe(
         "GSPO",
-        "algorithm=grpo data=arithmetic loss.sequence_level_importance_ratios=true loss.token_level_loss=false "
+        "algorithm=grpo data=arithmetic "
+        "loss.sequence_level_importance_ratios=true loss.token_level_loss=false "
         f"loss.ratio_clip_min=3e-4 loss.ratio_clip_max=4e-4 {_NO_KL}",
         "[2507.18071](https://arxiv.org/abs/2507.18071). One ratio for each sequence, the geometric mean of its "
         "tokens' ratios. The clip range is therefore much narrower.",
@@ -121,14 +123,16 @@ RECIPES = (
     ),
     Recipe(
         "RLOO",
-        "algorithm=grpo data=arithmetic algorithm.leave_one_out=true algorithm.normalize_std=false loss.disable_ppo_ratio=true "
+        "algorithm=grpo data=arithmetic "
+        "algorithm.leave_one_out=true algorithm.normalize_std=false loss.disable_ppo_ratio=true "
         f"loss.fixed_sequence_length=1 {_NO_KL}",
         "[2402.14740](https://arxiv.org/abs/2402.14740). REINFORCE with the mean reward of the group's other answers "
         "as the baseline. The loss is summed over an answer's tokens.",
     ),
     Recipe(
         "REINFORCE++",
-        "algorithm=grpo data=arithmetic algorithm.advantage_estimator=reinforce_plus_plus loss.use_kl_in_reward=true "
+        "algorithm=grpo data=arithmetic "
+        "algorithm.advantage_estimator=reinforce_plus_plus loss.use_kl_in_reward=true "
         "loss.reference_policy_kl_type=k1",
         "[2501.03262](https://arxiv.org/abs/2501.03262). The KL is subtracted from each token's reward, and returns "
         "are whitened over the whole batch.",

@@ -27,6 +27,9 @@ OTHER_MEANINGS = {
     ("rl_megatron.certify.workload", "dpo"): "the loss",
     ("rl_megatron.certify.workload", "preference"): "the loss",
     ("rl_megatron.certify.workload", "reward_model"): "the objective that docs/layouts.md names",
+    ("rl_megatron.data.files", "text"): "the field of a record",
+    ("rl_megatron.data.readers.lines", "text"): "the field of a record",
+    ("rl_megatron.data.sources.prompts", "reward_model"): "the field of a record for verl",
     ("rl_megatron.data.tasks.registry", "task"): "what an error message calls a task",
     **{("rl_megatron.algorithms", name): "the module in __all__" for name in ALGORITHMS},
 }

@@ -33,7 +33,7 @@ def choose_source(data: Mapping[str, Any], algorithm: str) -> str:
     """
     needed = ALGORITHM_CONFIGS[algorithm].learns_from
     task = data.get("task") or {}
-    if isinstance(task, Mapping) and "name" in task and needed in TaskConfig.provides:
+    if isinstance(task, Mapping) and "name" in task and "task" in sources_providing(needed):
         return "task"
     providing = [name for name in sources_providing(needed) if name != "task"]
     if not providing:

@@ -30,7 +30,8 @@ TIMEOUT = 600  # seconds; far longer than any run here takes, even on a busy mac
 TINY = (
     "model.num_layers=1", "model.hidden_size=32", "model.ffn_hidden_size=64", "model.num_attention_heads=2",
     "model.num_query_groups=2", "model.max_sequence_length=48", "tokenizer.vocab_size=260", "data.num_documents=200",
-    "data.task.name=arithmetic", "data.num_demonstrations=64", "data.num_eval_examples=8", "data.sequence_length=16", "train.global_batch_size=8",
+    "data.task.name=arithmetic",
+    "data.num_demonstrations=64", "data.num_eval_examples=8", "data.sequence_length=16", "train.global_batch_size=8",
     "train.micro_batch_size=4", "train.steps=3", "generation.max_new_tokens=4", "output_dir=out",
 )  # fmt: skip
 

@@ -196,6 +196,8 @@ def _is_of_network(error: BaseException | None) -> bool:
 
 
 def _line(error: BaseException) -> str:
-    """Return the first sentence-like line of an error of a library."""
+    """Return the first line of an error of a library, or of the error behind it that names the cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

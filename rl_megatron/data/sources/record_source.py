@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import ClassVar
 
 from rl_megatron.data.files import split_heldout
-from rl_megatron.data.readers.lines import JsonLines
+from rl_megatron.data.readers.lines import JsonLines, Lines
 from rl_megatron.data.readers.places import find_parts
-from rl_megatron.data.records import Part, Reader, Record
+from rl_megatron.data.records import Part, Record
 from rl_megatron.data.sources.source import ConfigT, DataSource
 from rl_megatron.data.tokenizer import Tokenizer
 
@@ -24,7 +23,7 @@ class RecordSource(DataSource[ConfigT]):
         alone: Names of files that are read instead of all others if a directory has one.
     """
 
-    plain: ClassVar[Callable[[Path], Reader]] = JsonLines
+    plain: ClassVar[type[Lines]] = JsonLines
     alone: ClassVar[tuple[str, ...]] = ()
 
     def check_files(self, tokenizer: Tokenizer | None) -> None:

@@ -36,8 +36,14 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
         (*_GRPO, "data=arithmetic", "data.task.max_opernad=3"),
         "did you mean 'max_operand'",
     ),
-    "tokenizer.path is missing": (("train", "algorithm=sft", "tokenizer.path=absent"), "there is no tokenizer at abs"),
-    "tokenizer.json is broken": (("train", "algorithm=sft", "tokenizer.path=tokenizer"), "cannot be read as a tokeni"),
+    "tokenizer.path is missing": (
+        ("train", "data=arithmetic", "tokenizer.path=absent"),
+        "there is no tokenizer at abs",
+    ),
+    "tokenizer.json is broken": (
+        ("train", "data=arithmetic", "tokenizer.path=tokenizer"),
+        "cannot be read as a tokeni",
+    ),
     "output_dir is a file": (("train", "algorithm=sft", "output_dir=bad.jsonl"), "output_dir=bad.jsonl is a file"),
     "init_from is missing": (("train", "data=arithmetic", "init_from=absent"), "checkpoint absent does not exist"),
     "init_from is no checkpoint": (

@@ -52,7 +52,9 @@ def written(tmp_path_factory):
     keys = {name: {"path": str(base / place)} for name, place in places.items()}
     keys["pattern"] = {"path": str(base / "parts" / "train-*.parquet")}
     keys["list"] = {"path": sorted(map(str, (base / "parts").iterdir()))}
-    keys["hub"] = {"dataset_name": str(base / "parts")}
+    (base / "hub").mkdir()
+    (base / "hub" / "train.parquet").hardlink_to(base / "r.parquet")
+    keys["hub"] = {"dataset_name": str(base / "hub")}
     return keys
 
 
