@@ -76,6 +76,7 @@ def _check(command: Command) -> None:
     """Do what the command does up to the first step, but for the start of ranks and the reading of weights."""
     from rl_megatron.algorithms import preflight
     from rl_megatron.cli import _parser
+    from rl_megatron.cli.show_batch import show_batch
     from rl_megatron.config.load import load_config
     from rl_megatron.topology import degrees
 
@@ -87,7 +88,7 @@ def _check(command: Command) -> None:
             return
         raise
     assert not any(word.startswith("-") for word in rest), f"unknown options in {rest}"
-    if parsed.command not in ("train", "certify"):
+    if parsed.command not in ("train", "certify", "show-batch"):
         assert not rest, f"{parsed.command} takes no {rest}"
         return
     overrides = parsed.overrides + rest
@@ -109,6 +110,8 @@ def _check(command: Command) -> None:
     if parsed.command == "certify":
         for stage in config.stages.values():
             preflight.check_loss(stage)
+    elif parsed.command == "show-batch":
+        show_batch(small(config), parsed)
     else:
         preflight.check(small(config), Path(config.output_dir))
 

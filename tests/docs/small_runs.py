@@ -43,7 +43,7 @@ def load_small_configs() -> None:
     """Let `load_config` return small runs in this process, as `rl-megatron` and Python blocks call it."""
     load_config = load.load_config
 
-    def load_small(overrides: list[str], config_dir: str | None = None) -> RunConfig:
-        return small(load_config(overrides, config_dir))
+    def load_small(*arguments: Any, **options: Any) -> RunConfig:
+        return small(load_config(*arguments, **options))
 
     load.load_config = load_small
