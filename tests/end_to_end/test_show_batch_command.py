@@ -5,7 +5,13 @@ import sys
 
 from tests.forkserver import environment
 
-DATA = ("train.global_batch_size=4", "data.num_demonstrations=20", "tokenizer.vocab_size=260", "train.steps=3")
+DATA = (
+    "data=arithmetic",
+    "train.global_batch_size=4",
+    "data.num_demonstrations=20",
+    "tokenizer.vocab_size=260",
+    "train.steps=3",
+)
 
 
 def test_it_needs_neither_megatron_core_nor_an_output_directory(tmp_path):

@@ -47,7 +47,12 @@ def stages(tmp_path_factory):
     chosen = {
         "sft": ("data=gsm8k", f"data.path={directory}/sft.jsonl"),
         "dpo": ("data=gsm8k_pairs", f"data.path={directory}/dpo.jsonl", "loss=dpo"),
-        "grpo": ("algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=2", "data.task.max_operand=9"),
+        "grpo": (
+            "data=arithmetic",
+            "algorithm.prompts_per_step=4",
+            "algorithm.samples_per_prompt=2",
+            "data.task.max_operand=9",
+        ),
     }
     return {name: _stage(f"algorithm={name}", *overrides, *SMALL) for name, overrides in chosen.items()}
 
