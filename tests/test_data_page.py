@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from rl_megatron.config.data_sources import PreferenceConfig
+from rl_megatron.config.data_sources import PreferenceConfig, PromptAnswerConfig
 from rl_megatron.config.schema import DataConfig
 from rl_megatron.data.datasets import PromptAnswerDataset
 from rl_megatron.data.files import load_records
 from rl_megatron.data.preferences import PreferenceDataset
+from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.sources import SOURCES, PreferenceSource
 from rl_megatron.data.tasks.registry import TASKS, build_task
 from rl_megatron.data.tokenizer import train_bpe
@@ -38,7 +39,7 @@ def example(tmp_path):
 def test_the_example_of_prompts_and_answers_is_read(example):
     train, heldout = load_records(example("prompt_answer"))
     assert (len(train), len(heldout)) == (2, 1)
-    assert len(PromptAnswerDataset(train, TOKENIZER, 128)) == 2
+    assert len(PromptAnswerDataset(train, Renderer(PromptAnswerConfig(), TOKENIZER), 128)) == 2
 
 
 @pytest.mark.parametrize("name", ["preference", "graded"])
@@ -49,7 +50,7 @@ def test_the_examples_of_pairs_are_read(example, name):
         ["It is 5.", "It is 8."],
         ["It is 8.", "It is 5."],
     )
-    assert len(PreferenceDataset(train, TOKENIZER, 128)) == 1
+    assert len(PreferenceDataset(train, Renderer(data, TOKENIZER), 128)) == 1
 
 
 def test_the_example_of_gsm8k_is_read_and_rewarded(example):

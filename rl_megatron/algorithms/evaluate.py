@@ -19,12 +19,13 @@ from rl_megatron.config.data_kinds import ANSWERS, DOCUMENTS, PAIRS, PROBLEMS
 from rl_megatron.config.registry import Registry
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.sources import build_source
-from rl_megatron.data.tasks import Problem, Task
+from rl_megatron.data.tasks import Task
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.data.training_data import prompt_ids
+from rl_megatron.data.training_data import encoded_prompts
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
-from rl_megatron.generation.stage_sampling import check_completions_fit, stage_sampling
+from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.losses import NLLLoss
 from rl_megatron.losses.functional import masked_mean, masked_sum
 from rl_megatron.policy.megatron_policy import MegatronPolicy
@@ -212,7 +213,7 @@ class HeldoutProblems(Evaluation):
     """Held-out problems, which the policy answers greedily."""
 
     task: Task
-    problems: Sequence[Problem]
+    prompts: Sequence[EncodedPrompt]
     tokenizer: Tokenizer
     sampling: Sampling  # greedy
 
@@ -223,8 +224,9 @@ class HeldoutProblems(Evaluation):
         Raises:
             ConfigError: A completion may not fit after a prompt.
         """
-        check_completions_fit(stage, heldout.problems, tokenizer)
-        return cls(heldout.task, heldout.problems, tokenizer, stage_sampling(stage, tokenizer, greedy=True))
+        encoded = encoded_prompts(stage, heldout.problems, tokenizer)
+        sampling = stage_sampling(stage, tokenizer, greedy=True, end_of_turn_ids=encoded.end_of_turn_ids)
+        return cls(heldout.task, encoded.prompts, tokenizer, sampling)
 
     @classmethod
     def metric_names(cls, stage: StageConfig) -> tuple[str, ...]:
@@ -233,12 +235,15 @@ class HeldoutProblems(Evaluation):
 
     def evaluate(self, policy: MegatronPolicy | None, engine: RolloutEngine) -> EvalResult:
         """Return `accuracy`, which is the mean reward, and a few samples for people to read."""
-        prompts = [prompt_ids(problem, self.tokenizer) for problem in self.problems]
-        rollouts = engine.generate(prompts, self.sampling, seed=0)
-        texts = completions(rollouts, self.tokenizer)
-        rewards = score(self.task, self.problems, texts).tolist()
+        rollouts = engine.generate([prompt.ids for prompt in self.prompts], self.sampling, seed=0)
+        texts, problems = completions(rollouts, self.tokenizer), [prompt.problem for prompt in self.prompts]
+        rewards = score(self.task, problems, texts).tolist()
         samples = [
-            {"prompt": problem.prompt, "completion": text, "answer": problem.answer, "reward": reward}
-            for problem, text, reward in zip(self.problems, texts, rewards, strict=True)
+            {"prompt": self._text(prompt), "completion": text, "answer": prompt.problem.answer, "reward": reward}
+            for prompt, text, reward in zip(self.prompts, texts, rewards, strict=True)
         ]
         return {"accuracy": sum(rewards) / len(rewards)}, samples[:_NUM_SAMPLES_KEPT]
+
+    def _text(self, prompt: EncodedPrompt) -> str:
+        """Return the prompt as the model saw it, with special tokens."""
+        return self.tokenizer.decode(prompt.ids, skip_special_tokens=False)

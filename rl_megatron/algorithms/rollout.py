@@ -12,13 +12,12 @@ from rl_megatron.algorithms.registry import LossNeeds
 from rl_megatron.algorithms.rewards import completions, score
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.config.algorithms import RolloutConfig
-from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.sources import build_source
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.data.training_data import RolloutPrompts, prompt_ids, training_problems
-from rl_megatron.generation.stage_sampling import check_completions_fit, stage_sampling
+from rl_megatron.data.training_data import RolloutPrompts
+from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.losses.clipped_pg.config import ClippedPGLossConfig
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.functional import kl_penalty, masked_mean
@@ -52,14 +51,7 @@ def check_problems(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, 
         ConfigError: There are too few problems, or a completion may not fit after a prompt.
     """
     algorithm: RolloutConfig = stage.algorithm  # pyright: ignore[reportAssignmentType] registered only for this class
-    problems = training_problems(stage, algorithm)
-    longest = check_completions_fit(stage, problems, tokenizer)
-    if len(problems) < algorithm.prompts_per_step:
-        raise ConfigError(
-            f"algorithm.prompts_per_step={algorithm.prompts_per_step} exceeds the {len(problems)} training problems; "
-            "lower it, or provide more data"
-        )
-    return [(longest,)]
+    return [(RolloutPrompts(stage, algorithm, tokenizer).longest + stage.generation.max_new_tokens,)]
 
 
 class Sampler:
@@ -74,8 +66,8 @@ class Sampler:
         self._engine, self._tokenizer, self._seed = stage.engine, stage.tokenizer, config.train.seed
         self._per_prompt = algorithm.samples_per_prompt
         self._task = build_source(config).task()
-        self._prompts = RolloutPrompts(config, algorithm)
-        self._sampling = stage_sampling(config, stage.tokenizer)
+        self._prompts = RolloutPrompts(config, algorithm, stage.tokenizer)
+        self._sampling = stage_sampling(config, stage.tokenizer, end_of_turn_ids=self._prompts.end_of_turn_ids)
 
     def draw(self, step: int, round_: int = 0) -> BatchedDataDict:
         """Return `samples_per_prompt` scored completions for each of the round's prompts.
@@ -83,12 +75,11 @@ class Sampler:
         The batch is the one that `RolloutEngine.generate` returns, with `rewards` [B]. Samples of a prompt are
         contiguous.
         """
-        chosen = self._prompts.problems_at(step, round_)
-        repeated = [problem for problem in chosen for _ in range(self._per_prompt)]
-        prompts = {problem.prompt: prompt_ids(problem, self._tokenizer) for problem in chosen}
+        prompts = [prompt for prompt in self._prompts.at(step, round_) for _ in range(self._per_prompt)]
+        problems = [prompt.problem for prompt in prompts]
         seed = (self._seed * 1_000_003 + step) * _ROUNDS_PER_SEED + round_
-        rollouts = self._engine.generate([prompts[problem.prompt] for problem in repeated], self._sampling, seed)
-        rollouts["rewards"] = score(self._task, repeated, completions(rollouts, self._tokenizer))
+        rollouts = self._engine.generate([prompt.ids for prompt in prompts], self._sampling, seed)
+        rollouts["rewards"] = score(self._task, problems, completions(rollouts, self._tokenizer))
         return rollouts
 
 

@@ -18,7 +18,10 @@ from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
 
 # Older key -> key, as paths in a run without stages. Stages may set the same keys.
-KEY_ALIASES = {"data.num_eval_rows": "data.num_eval_examples"}
+KEY_ALIASES = {
+    "data.num_eval_rows": "data.num_eval_examples",
+    "data.task.prompt_template": "data.prompt_template",
+}
 # Key -> older value -> value.
 VALUE_ALIASES = {"generation.engine": {"megatron": "embedded"}}
 
@@ -54,6 +57,7 @@ def rename_tree(tree: Mapping[str, Any], prefix: str = "", where: str = "", olde
         ConfigError: A section has a key under both its older name and its name.
     """
     renamed: dict[str, Any] = {}
+    raised: dict[str, Any] = {}
     for key, value in tree.items():
         path = f"{prefix}.{key}" if prefix else str(key)
         now = _renamed_path(path)
@@ -63,9 +67,15 @@ def rename_tree(tree: Mapping[str, Any], prefix: str = "", where: str = "", olde
         if new_key == key and new_key in renamed:
             continue  # its older name came first, and wins
         if isinstance(value, Mapping):
-            renamed[new_key] = rename_tree(value, path, where, older_wins)
+            below, moved = _without_moved(value, path)
+            renamed[new_key] = rename_tree(below, path, where, older_wins)
+            raised |= moved
         else:
             renamed[new_key] = _renamed_value(now, value)
+    for key, (older, value) in raised.items():
+        if key in tree and not older_wins:
+            raise _both(older, f"{prefix}.{key}", where)
+        renamed[key] = value
     return renamed
 
 
@@ -113,6 +123,19 @@ def _renamed_value(path: str, value: Any) -> Any:
         return value
     log.once(f"{key}={value} is an older name of {key}={aliases[value]}; it works as before")
     return aliases[value]
+
+
+def _without_moved(section: Mapping[str, Any], path: str) -> tuple[dict[str, Any], dict[str, tuple[str, Any]]]:
+    """Return the section without keys that are now in the section around it, and those: key → (older path, value)."""
+    kept, moved = {}, {}
+    around = path.rpartition(".")[0]
+    for key, value in section.items():
+        now, _, new_key = _renamed_path(f"{path}.{key}").rpartition(".")
+        if now == around:
+            moved[new_key] = (f"{path}.{key}", value)
+        else:
+            kept[key] = value
+    return kept, moved
 
 
 def _without_stage(path: str) -> tuple[str, str]:

@@ -13,6 +13,11 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.named_class import register_class
 from rl_megatron.config.schema import ALGORITHM_CONFIGS, SOURCE_CONFIGS, DataConfig, StageConfig, section
 
+_OF_RECORDS = (
+    "format prompt_template answer_template system_prompt chat_template chat_template_kwargs trained_turns too_long"
+).split()
+_OF_TASKS = "task num_documents num_demonstrations".split()
+
 register_source_config = register_class("source", SOURCE_CONFIGS, declared="heldout_kind")
 
 
@@ -60,6 +65,7 @@ class TextConfig(DataConfig):
 
     provides: ClassVar[tuple[str, ...]] = (DOCUMENTS,)
     heldout_kind: ClassVar[str] = DOCUMENTS
+    ignores: ClassVar[tuple[str, ...]] = (*_OF_RECORDS, *_OF_TASKS)
     reads_records: ClassVar[bool] = True
 
     source: Literal["text"] = "text"  # the data source
@@ -72,6 +78,7 @@ class PromptAnswerConfig(DataConfig):
 
     provides: ClassVar[tuple[str, ...]] = (ANSWERS,)
     heldout_kind: ClassVar[str] = ANSWERS
+    ignores: ClassVar[tuple[str, ...]] = ("sequence_length", *_OF_TASKS)
     reads_records: ClassVar[bool] = True
 
     source: Literal["prompt_answer"] = "prompt_answer"  # the data source
@@ -84,6 +91,7 @@ class PreferenceConfig(DataConfig):
 
     provides: ClassVar[tuple[str, ...]] = (PAIRS,)
     heldout_kind: ClassVar[str] = PAIRS
+    ignores: ClassVar[tuple[str, ...]] = ("sequence_length", *_OF_TASKS)
     reads_records: ClassVar[bool] = True
 
     source: Literal["preference"] = "preference"  # the data source
@@ -97,6 +105,7 @@ class PromptsConfig(DataConfig):
     provides: ClassVar[tuple[str, ...]] = (PROBLEMS,)
     heldout_kind: ClassVar[str] = PROBLEMS
     reads_records: ClassVar[bool] = True
+    ignores: ClassVar[tuple[str, ...]] = ("answer_template", "trained_turns", "sequence_length", *_OF_TASKS)
 
     source: Literal["prompts"] = "prompts"  # the data source
 
@@ -109,6 +118,7 @@ class TaskConfig(DataConfig):
     provides: ClassVar[tuple[str, ...]] = (DOCUMENTS, ANSWERS, PROBLEMS)
     heldout_kind: ClassVar[str] = PROBLEMS
     reads_path: ClassVar[bool] = False
+    ignores: ClassVar[tuple[str, ...]] = ("heldout_fraction",)
 
     source: Literal["task"] = "task"  # the data source
 

@@ -14,6 +14,7 @@ from rl_megatron.config import checkpoint_metadata, schema
 from rl_megatron.config.aliases import rename_overrides, rename_tree
 from rl_megatron.config.compose import PRIMARY, composed
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.line_breaks import with_line_breaks
 from rl_megatron.config.plugins import import_plugins, listed_plugins
 from rl_megatron.config.sections import mapping, refuse_missing, refuse_unknown, validated
 from rl_megatron.config.stages import STAGE_KEYS, build_stage, check_stages, refuse_shadowed
@@ -34,7 +35,7 @@ def load_config(overrides: list[str], config_dir: str | None = None, config_name
         ConfigError: A key or value is wrong. The message names the key, the value, the rule and, for a mistyped key,
             the nearest one.
     """
-    overrides = rename_overrides(overrides)
+    overrides = with_line_breaks(rename_overrides(overrides))
     found = composed(overrides, config_dir, config_name)
     tree = rename_tree(found.tree, older_wins=True)
     tree.pop("experiment", None)

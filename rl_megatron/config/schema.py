@@ -253,11 +253,15 @@ class TokenizerConfig:
     vocab_size: Positive = 512  # tokens of the trained BPE, 258 or more; unused if path is set
 
 
+# The keys of DataConfig that apply to conversations only, with their defaults.
+_OF_CHAT = {"system_prompt": None, "chat_template": None, "chat_template_kwargs": {}, "trained_turns": "all"}
+
+
 @section
 class DataConfig:
     """The data to train and evaluate on. Each data source declares a subclass, as in config/data_sources.py.
 
-    Keys that a source does not use have no effect.
+    A key that a source does not use must keep its default.
 
     Attributes:
         provides: The kinds of training data that the source has, of config/data_kinds.py or its own.
@@ -265,12 +269,14 @@ class DataConfig:
         reads_path: Whether the source needs `path` or `dataset_name`.
         reads_records: Whether it reads files with the package's readers, as the keys from `dataset_name` to `columns`
             say.
+        ignores: Further keys that have no effect on the source.
     """
 
     provides: ClassVar[tuple[str, ...]] = ()
     heldout_kind: ClassVar[str]
     reads_path: ClassVar[bool] = True
     reads_records: ClassVar[bool] = False
+    ignores: ClassVar[tuple[str, ...]] = ()
 
     # Name of a registered data source: text, prompt_answer, preference, prompts, task, or a plugin's. null: task if
     # data.task.name is set, otherwise the one that reads what the algorithm learns from.
@@ -291,12 +297,25 @@ class DataConfig:
     # Share of the data that is held out for evaluation if it has no held-out split; unused by task.
     heldout_fraction: Fraction = 0.05
     sequence_length: Positive = 128  # tokens of a pretraining window
-    # The prompt, a Python format string over a record's fields. For prompt_answer and preference.
-    prompt_template: str = "{question}\n"
-    # The answer, a format string as well. For preference, {answer} is the chosen or the rejected text.
-    answer_template: str = "{answer}"
-    # What to do with a sequence longer than model.max_sequence_length. error: stop the run. truncate: cut the end of
-    # its answer. drop: leave it out, and a preference pair as a whole. For sft, dpo and reward_model.
+    # How records become text. chat: as a conversation, with the tokenizer's chat template. plain: with the two
+    # templates below alone. auto: chat if records are conversations (`messages`, or lists of messages as `prompt`,
+    # `chosen` or `rejected`), otherwise plain.
+    format: Literal["auto", "plain", "chat"] = "auto"
+    # The prompt, a Python format string over a record's fields; for a task, over those of its problem's record and
+    # {prompt}. With format=chat it is the user's message. null: a task's own prompt, or otherwise the field of the
+    # records that holds the prompt, such as `question`, which plain text ends with a line break.
+    prompt_template: str | None = None
+    # The answer, a format string as well. For preference, {answer} is the chosen or the rejected text. null: {answer},
+    # or another field of the records that holds the answer, such as `completion`.
+    answer_template: str | None = None
+    system_prompt: str | None = None  # with format=chat, the system message of conversations without one; null: none
+    chat_template: str | None = None  # a file with the Jinja template of format=chat; null: the tokenizer's template
+    # Further variables of the chat template, for example {enable_thinking: false}.
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    trained_turns: Literal["all", "last"] = "all"  # with format=chat, the assistant's turns that are learned
+    # What to do with a sequence longer than model.max_sequence_length, or a prompt that leaves too little of it for
+    # generation.max_new_tokens. error: stop the run. truncate: cut the end of a sequence, and the beginning of a prompt
+    # for generation. drop: leave it out, and a preference pair as a whole.
     too_long: Literal["error", "truncate", "drop"] = "error"
     num_eval_examples: Positive = 256  # held-out sequences, or problems, per evaluation; a pair is two sequences
     task: dict[str, Any] = field(default_factory=dict)  # name and options of a registered task, for source=task
@@ -320,6 +339,34 @@ class DataConfig:
                 raise ConfigError(
                     f"data.{key}={getattr(self, key)} has no effect: data.source={self.source} does not read it; "
                     "remove it"
+                )
+        self._check_effect()
+
+    def _check_effect(self) -> None:
+        """Refuse keys that would have no effect."""
+        chosen: Any = type(self)
+        defaults = chosen() if self.ignores else self
+        for key in self.ignores:
+            if getattr(self, key) != getattr(defaults, key):
+                raise ConfigError(
+                    f"data.{key}={getattr(self, key)!r} has no effect on data.source={self.source}; leave it out"
+                )
+        if self.format == "plain":
+            self.check_plain("data.format=plain")
+
+    def check_plain(self, why: str) -> None:
+        """Refuse keys of conversations for records that are plain text.
+
+        Args:
+            why: What makes the records plain text, for the message.
+
+        Raises:
+            ConfigError: Such a key is set.
+        """
+        for key, default in _OF_CHAT.items():
+            if getattr(self, key) != default:
+                raise ConfigError(
+                    f"data.{key}={getattr(self, key)!r} has no effect with {why}; set data.format=chat, or leave it out"
                 )
 
     def require_place(self) -> None:
@@ -347,7 +394,9 @@ class GenerationConfig:
     temperature: NonNegativeFloat = 1.0  # divides the logits before sampling; 0: greedy. Evaluation is always greedy
     top_k: NonNegative = 0  # sample from the k likeliest tokens; 0: off
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0  # sample from the likeliest tokens of this total mass; 1: off
-    stop_tokens: tuple[str, ...] = ()  # texts that end a completion, besides end-of-sequence; each must be one token
+    # Tokens that end a completion, besides end-of-sequence and the token that ends a turn in the chat template. Each is
+    # one token, and may be a special one such as <|im_end|>.
+    stop_tokens: tuple[str, ...] = ()
     batch_size: Positive = 256  # sequences decoded together on one data-parallel rank, or in one engine process
     # Name of a registered rollout engine. embedded: the sharded training model itself generates. transformers: a
     # Hugging Face model in its own processes, which get the policy's weights after each change.

@@ -146,4 +146,6 @@ def _without_keys_of_another(section: str, below: Mapping[str, Any], changes: Ma
     if before is None or after is None:
         return below
     only_before = {field.name for field in fields(before)} - {field.name for field in fields(after)}
+    if issubclass(after, schema.DataConfig):
+        only_before |= set(after.ignores)
     return {key: value for key, value in below.items() if key not in only_before}

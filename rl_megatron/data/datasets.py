@@ -1,8 +1,8 @@
 """Datasets for pretraining and SFT. The same items always give the same batch.
 
 `TextDataset` cuts a stream of tokens into windows (pretraining). `PromptAnswerDataset` has prompts and the answers to
-learn (SFT). Preference pairs are in `preferences`. Errors in the data are raised when a dataset is built, before the
-first step.
+learn, or conversations (SFT). Preference pairs are in `preferences`. Errors in the data are raised when a dataset is
+built, before the first step.
 
 Keys of a batch: `input_ids` `[B, S]` int64, padded on the right; `input_lengths` `[B]` int64; `token_mask` `[B, S]`
 fp32, entry t corresponds to token t; `sample_mask` `[B]` fp32.
@@ -11,23 +11,15 @@ fp32, entry t corresponds to token t; `sample_mask` `[B]` fp32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.collate import Padding, span_mask
-from rl_megatron.data.encoding import (
-    EncodedSequence,
-    TooLong,
-    answer_batch,
-    encode_answer,
-    encode_prompts,
-    within_limit,
-)
+from rl_megatron.data.encoding import EncodedSequence, Limit, TooLong, within_limit
 from rl_megatron.data.records import Record
-from rl_megatron.data.tasks.task import Demonstration
-from rl_megatron.data.templates import require_fields
+from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.tokenizer import Tokenizer
 
 
@@ -113,23 +105,18 @@ class TextDataset:
 
 
 class PromptAnswerDataset:
-    """Prompts with the answers to learn: `token_mask` is 1 on the answer and its `<eos>`, 0 on the prompt.
-
-    Prompt and answer are encoded separately, so that the prompt has the same tokens as during generation.
+    """Prompts with the answers to learn, or conversations with the turns to learn: `token_mask` is 1 on their tokens.
 
     Args:
-        records: Records from `load_records` or `read_jsonl`.
-        tokenizer: Encodes prompt and answer; the tokens that it puts before every text (BOS) are put before the prompt.
-        max_sequence_length: The most tokens of prompt, answer and `<eos>` together.
-        prompt_template: A `str.format` template over a record's fields. A special token that is spelled in the template
-            is special; one that is spelled in the data is text.
-        answer_template: The same for the answer.
+        records: Records from `load_records` or `read_jsonl`, or those of a task's demonstrations.
+        renderer: The renderer of the data section, which turns records into tokens.
+        max_sequence_length: The most tokens of a sequence.
         too_long: What to do with a longer sequence. "error" raises an error. "drop" leaves it out. "truncate" cuts its
-            end, and leaves it out if no token of the answer remains. The last two log the number of sequences.
+            end, and leaves it out if no token to learn remains. The last two log the number of sequences.
         pad_to_multiple_of: S of a batch is a multiple of this.
 
     Raises:
-        ValueError: There are no records, a record lacks a field of a template, a sequence is too long under "error",
+        ValueError: There are no records, a record lacks a field or is malformed, a sequence is too long under "error",
             the policy is unknown, or no sequence is left.
     """
 
@@ -138,51 +125,15 @@ class PromptAnswerDataset:
     def __init__(
         self,
         records: Sequence[Record],
-        tokenizer: Tokenizer,
+        renderer: Renderer,
         max_sequence_length: int,
         *,
-        prompt_template: str = "{question}\n",
-        answer_template: str = "{answer}",
         too_long: TooLong = "error",
         pad_to_multiple_of: int = 1,
     ) -> None:
-        require_fields(records, answer_template)
-        sequences = [
-            EncodedSequence(prompt_ids, encode_answer(record, tokenizer, answer_template), record)
-            for prompt_ids, record in encode_prompts(records, tokenizer, prompt_template)
-        ]
-        self._sequences = within_limit(sequences, max_sequence_length, too_long)
-        self._padding = Padding(tokenizer.pad_id, pad_to_multiple_of)
-
-    @classmethod
-    def from_demonstrations(
-        cls,
-        demonstrations: Sequence[Demonstration],
-        tokenizer: Tokenizer,
-        max_sequence_length: int,
-        *,
-        prompt_template: str = "{prompt}",
-        answer_template: str = "{answer}",
-        too_long: TooLong = "error",
-        pad_to_multiple_of: int = 1,
-    ) -> Self:
-        """Return the dataset of a task's demonstrations.
-
-        Prompt and answer are used as they are, unless the templates add text around `{prompt}` and `{answer}`, such as
-        chat markers. The other arguments are those of the class.
-        """
-        records = [
-            Record(example._asdict(), f"demonstration {number}") for number, example in enumerate(demonstrations)
-        ]
-        return cls(
-            records,
-            tokenizer,
-            max_sequence_length,
-            prompt_template=prompt_template,
-            answer_template=answer_template,
-            too_long=too_long,
-            pad_to_multiple_of=pad_to_multiple_of,
-        )
+        limit = Limit(max_sequence_length, too_long)
+        self._sequences = within_limit([renderer.example(record) for record in records], limit)
+        self._padding = Padding(renderer.tokenizer.pad_id, pad_to_multiple_of)
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -193,4 +144,13 @@ class PromptAnswerDataset:
 
     def batch(self, indices: Sequence[int]) -> BatchedDataDict:
         """Return the sequences with these indices: `input_ids`, `input_lengths`, `token_mask`, `sample_mask`."""
-        return answer_batch([self._sequences[index] for index in indices], self._padding)
+        return sequence_batch([self._sequences[index] for index in indices], self._padding)
+
+
+def sequence_batch(sequences: Sequence[EncodedSequence], padding: Padding) -> BatchedDataDict:
+    """Return the batch of `sequences`; `token_mask` is 1 on the tokens to learn."""
+    batch = padding.collate([sequence.ids for sequence in sequences])
+    width = batch["input_ids"].shape[1]
+    trained = bytearray().join(sequence.trained.ljust(width, b"\x00") for sequence in sequences)
+    batch["token_mask"] = torch.frombuffer(trained, dtype=torch.uint8).view(-1, width).float()
+    return batch

@@ -1,20 +1,15 @@
-"""Encode records as sequences of tokens: encode prompt and answer separately, enforce a length limit, and collate."""
+"""Encoded records: sequences, pairs and prompts as token ids, and the length limit that they are kept within."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, Self, TypeVar, get_args
 
-import torch
-
 from rl_megatron.config.errors import unknown_name
-from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.data.collate import Padding, span_mask
 from rl_megatron.data.records import Record
-from rl_megatron.data.templates import require_fields
-from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.data.tasks.task import Problem
 
 logger = logging.getLogger(__name__)
 
@@ -23,26 +18,92 @@ TooLong = Literal["error", "drop", "truncate"]
 
 @dataclass(frozen=True)
 class EncodedSequence:
-    """The tokens of one prompt and of its answer, which ends with `<eos>`."""
+    """The tokens of one sequence, and which of them are learned.
 
-    prompt_ids: list[int]
-    answer_ids: list[int]
+    Attributes:
+        ids: The token ids.
+        trained: One byte per token, 1 if the token is learned and 0 otherwise. The first token is never learned,
+            because nothing is before it to predict it from.
+        record: The record that the sequence was made from.
+    """
+
+    ids: list[int]
+    trained: bytes
     record: Record
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens of prompt and answer together."""
-        return len(self.prompt_ids) + len(self.answer_ids)
+        """Return the number of tokens."""
+        return len(self.ids)
+
+    @property
+    def trained_ids(self) -> list[int]:
+        """Return the tokens that are learned."""
+        return [id_ for id_, is_trained in zip(self.ids, self.trained, strict=True) if is_trained]
 
     def truncated(self, limit: int) -> EncodedSequence | None:
-        """Return the first `limit` tokens, or None if no token of the answer remains to learn."""
-        if max(1, len(self.prompt_ids)) >= limit:  # position 0 is never learned, even if the prompt is empty
+        """Return the first `limit` tokens, or None if none of them is learned."""
+        if 1 not in self.trained[:limit]:
             return None
-        return replace(self, answer_ids=self.answer_ids[: limit - len(self.prompt_ids)])
+        return replace(self, ids=self.ids[:limit], trained=self.trained[:limit])
+
+
+@dataclass(frozen=True)
+class EncodedPair:
+    """The sequences with the chosen and with the rejected answer to one prompt."""
+
+    chosen: EncodedSequence
+    rejected: EncodedSequence
+
+    @property
+    def record(self) -> Record:
+        """Return the record of the pair."""
+        return self.chosen.record
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens of the longer sequence."""
+        return max(self.chosen.num_tokens, self.rejected.num_tokens)
+
+    def truncated(self, limit: int) -> EncodedPair | None:
+        """Return both sequences within `limit`, or None if an answer is gone or the two answers are now the same."""
+        chosen, rejected = self.chosen.truncated(limit), self.rejected.truncated(limit)
+        if chosen is None or rejected is None or chosen.trained_ids == rejected.trained_ids:
+            return None
+        return EncodedPair(chosen, rejected)
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """The tokens of a problem's prompt.
+
+    Attributes:
+        ids: The token ids.
+        problem: The problem.
+        record: Its record.
+        num_prefix: How many tokens the tokenizer puts before every text (BOS). Truncation keeps them.
+    """
+
+    ids: list[int]
+    problem: Problem
+    record: Record
+    num_prefix: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens."""
+        return len(self.ids)
+
+    def truncated(self, limit: int) -> EncodedPrompt | None:
+        """Return the last tokens, after those that are before every text; None if no other token remains."""
+        num_last = limit - self.num_prefix
+        if num_last < 1:
+            return None
+        return replace(self, ids=self.ids[: self.num_prefix] + self.ids[-num_last:])
 
 
 class Limited(Protocol):
-    """An item that `within_limit` keeps or leaves out as a whole: one sequence, or a pair."""
+    """An item that `within_limit` keeps or leaves out as a whole: a sequence, a pair or a prompt."""
 
     @property
     def record(self) -> Record:
@@ -55,80 +116,69 @@ class Limited(Protocol):
         ...
 
     def truncated(self, limit: int) -> Self | None:
-        """Return the item with sequences of at most `limit` tokens, or None if nothing remains to learn."""
+        """Return the item with sequences of at most `limit` tokens, or None if nothing useful remains."""
         ...
 
 
 ItemT = TypeVar("ItemT", bound=Limited)
 
 
-def encode_prompts(
-    records: Sequence[Record], tokenizer: Tokenizer, template: str
-) -> Iterator[tuple[list[int], Record]]:
-    """Yield each record with the tokens of its prompt, which start with the tokenizer's prefix (BOS) exactly once."""
-    require_fields(records, template)
-    prefix = tokenizer.prefix_ids
-    for record in records:
-        ids = tokenizer.encode_template(template, record.values)
-        yield (ids if ids[: len(prefix)] == prefix else prefix + ids), record
+@dataclass(frozen=True)
+class Limit:
+    """The most tokens of an item, and how messages describe it.
 
-
-def encode_answer(record: Record, tokenizer: Tokenizer, template: str) -> list[int]:
-    """Return the tokens of the answer and `<eos>`."""
-    return [*tokenizer.encode_template(template, record.values), tokenizer.eos_id]
-
-
-def within_limit(items: list[ItemT], limit: int, policy: TooLong, noun: str = "sequence") -> list[ItemT]:
-    """Return the items, none longer than `limit` tokens.
-
-    Args:
-        items: Sequences or pairs.
-        limit: The max_sequence_length.
+    Attributes:
+        tokens: The number of tokens.
         policy: What to do with a longer item: raise an error, drop it, or truncate it.
         noun: What messages call an item.
+        name: What messages call the limit.
+        remedy: What to change for longer items.
+    """
+
+    tokens: int
+    policy: TooLong
+    noun: str = "sequence"
+    name: str = "max_sequence_length"
+    remedy: str = "raise model.max_sequence_length"
+
+    def __post_init__(self) -> None:
+        if self.policy not in get_args(TooLong):
+            raise unknown_name("too_long policy", self.policy, get_args(TooLong))
+
+
+def within_limit(items: Sequence[ItemT], limit: Limit) -> list[ItemT]:
+    """Return the items, none longer than the limit.
 
     Raises:
-        ValueError: There are no items, an item is longer under "error", the policy is unknown, or no item is left.
+        ValueError: There are no items, an item is longer under "error", or no item is left.
     """
-    if policy not in get_args(TooLong):
-        raise unknown_name("too_long policy", policy, get_args(TooLong))
     if not items:
         raise ValueError("the dataset has no records.")
-    longer = [item for item in items if item.num_tokens > limit]
+    longer = [item for item in items if item.num_tokens > limit.tokens]
     if not longer:
-        return items
-    longest = max(item.num_tokens for item in longer)
-    if policy == "error":
+        return list(items)
+    longest, noun = max(item.num_tokens for item in longer), limit.noun
+    if limit.policy == "error":
         raise ValueError(
-            f"{longer[0].record.location}: this {noun} has {longer[0].num_tokens} tokens, and max_sequence_length is "
-            f"{limit} ({len(longer)} of {len(items)} {noun}s are longer, the longest has {longest}): raise "
-            "model.max_sequence_length, or set data.too_long=drop or data.too_long=truncate."
+            f"{longer[0].record.location}: this {noun} has {longer[0].num_tokens} tokens, and {limit.name} is "
+            f"{limit.tokens} ({len(longer)} of {len(items)} {noun}s are longer, the longest has {longest}): "
+            f"{limit.remedy}, or set data.too_long=drop or data.too_long=truncate."
         )
-    kept = [fitting for item in items if (fitting := _fitting(item, limit, policy)) is not None]
+    kept = [fitting for item in items if (fitting := _fitting(item, limit)) is not None]
     num_dropped = len(items) - len(kept)
     logger.warning(
-        "%d of %d %ss exceed max_sequence_length = %d (the longest has %d tokens): dropped %d, truncated %d",
-        *(len(longer), len(items), noun, limit, longest, num_dropped, len(longer) - num_dropped),
+        "%d of %d %ss exceed %s = %d (the longest has %d tokens): dropped %d, truncated %d",
+        *(len(longer), len(items), noun, limit.name, limit.tokens, longest, num_dropped, len(longer) - num_dropped),
     )
     if not kept:
         raise ValueError(
-            f"every {noun} exceeds max_sequence_length = {limit} (the longest has {longest} tokens): raise "
-            "model.max_sequence_length."
+            f"every {noun} exceeds {limit.name} = {limit.tokens} (the longest has {longest} tokens): {limit.remedy}."
         )
     return kept
 
 
-def _fitting(item: ItemT, limit: int, policy: TooLong) -> ItemT | None:
-    """Return the item within `limit`, or None if it is dropped by the policy or would have nothing left to learn."""
-    if item.num_tokens <= limit:
+def _fitting(item: ItemT, limit: Limit) -> ItemT | None:
+    """Return the item within the limit, or None if it is dropped by the policy or nothing useful would remain."""
+    if item.num_tokens <= limit.tokens:
         return item
-    return None if policy == "drop" else item.truncated(limit)
-
-
-def answer_batch(sequences: Sequence[EncodedSequence], padding: Padding) -> BatchedDataDict:
-    """Return the batch of `sequences`; `token_mask` is 1 on the answer and its `<eos>`, but never at position 0."""
-    batch = padding.collate([sequence.prompt_ids + sequence.answer_ids for sequence in sequences])
-    starts = torch.tensor([len(sequence.prompt_ids) for sequence in sequences], dtype=torch.long)
-    # no token is before position 0 to predict it from, even if the prompt is empty
-    batch["token_mask"] = span_mask(starts.clamp(min=1), batch["input_lengths"], batch["input_ids"].shape[1])
-    return batch
+    return None if limit.policy == "drop" else item.truncated(limit.tokens)

@@ -2,7 +2,8 @@
 
 The records of files have one of two forms:
 
-- Pairs: every record has the prompt's fields and the strings `chosen` and `rejected`.
+- Pairs: every record has the prompt's fields and the strings `chosen` and `rejected`, or these are conversations, as
+  `conversations.py` describes.
 - Graded solutions: a record has the prompt's fields and any number of graded solutions. A graded solution is a value
   that is a mapping with `is_correct` (true or false) and `solution` (a string). Each right solution forms a pair with
   each wrong solution of the same record.
@@ -10,28 +11,23 @@ The records of files have one of two forms:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rl_megatron import log
 from rl_megatron.config.errors import nearest
+from rl_megatron.data.conversations import is_conversation, preference_conversations
 from rl_megatron.data.files import split_heldout
+from rl_megatron.data.plain_text import SIDES, PlainText
 from rl_megatron.data.records import Record
-from rl_megatron.data.templates import require_fields
 
-_SIDES = ("chosen", "rejected")
 SINGLE_FILES = ("preferences.jsonl", "model_solutions.jsonl")  # a directory's first file with one of these names
 _PAIR, _GRADED = "a pair", "graded solutions"  # the forms of a record
 
 
-def answer_records(record: Record) -> tuple[Record, Record]:
-    """Return the record twice, with the chosen and with the rejected text as its `answer`, for an answer template."""
-    chosen, rejected = (Record({**record.values, "answer": record.values[side]}, record.location) for side in _SIDES)
-    return chosen, rejected
-
-
 def split_by_prompt(
-    pairs: Sequence[Record], heldout_fraction: float, prompt_template: str
+    pairs: Sequence[Record], heldout_fraction: float, prompt_template: str | None
 ) -> tuple[list[Record], list[Record]]:
     """Return the (training, held-out) pairs. All pairs of a prompt are on the same side.
 
@@ -41,12 +37,20 @@ def split_by_prompt(
     Raises:
         ValueError: A pair lacks a field of `prompt_template`, or `split_heldout` raises it.
     """
-    require_fields(pairs, prompt_template)
+    texts = PlainText(prompt_template)
     by_prompt: dict[str, list[Record]] = {}
     for pair in pairs:
-        by_prompt.setdefault(prompt_template.format_map(pair.values), []).append(pair)
+        by_prompt.setdefault(_prompt_of(pair, texts), []).append(pair)
     train, heldout = split_heldout(list(by_prompt.values()), heldout_fraction)
     return [pair for group in train for pair in group], [pair for group in heldout for pair in group]
+
+
+def _prompt_of(pair: Record, texts: PlainText) -> str:
+    """Return a text that is the same for all pairs of a prompt."""
+    if not is_conversation(pair):
+        return texts.prompt(pair)
+    chosen = preference_conversations(pair)[0]
+    return json.dumps(chosen.messages[: chosen.num_context], sort_keys=True, default=str)
 
 
 def pairs_of(records: Sequence[Record]) -> list[Record]:
@@ -91,7 +95,7 @@ def pairs_of(records: Sequence[Record]) -> list[Record]:
 
 def _form(record: Record) -> str | None:
     """Return the form of one record, or None if it has no answer of either form, such as a question without answers."""
-    if any(side in record.values for side in _SIDES):
+    if any(side in record.values for side in SIDES):
         return _PAIR
     return _GRADED if any(map(_is_graded, record.values.values())) else None
 
@@ -101,15 +105,16 @@ def _is_graded(value: Any) -> bool:
 
 
 def check_pair(record: Record) -> None:
-    """Check that a record has `chosen` and `rejected`, two different texts.
+    """Check that a record has `chosen` and `rejected`, two different texts or lists of messages.
 
     Raises:
         ValueError: It has not; the message names file:line.
     """
-    for side in _SIDES:
+    for side in SIDES:
         if side not in record.values:
             raise ValueError(f"{record.location}: the pair has no {side!r}{nearest(side, record.values)}")
-        _check_text(record, side, record.values[side])
+        if isinstance(record.values[side], str) or not is_conversation(record):
+            _check_text(record, side, record.values[side])
     if record.values["chosen"] == record.values["rejected"]:
         raise ValueError(
             f"{record.location}: 'chosen' and 'rejected' are equal, so neither can be preferred: remove the pair."

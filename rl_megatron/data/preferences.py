@@ -3,65 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.collate import Padding
-from rl_megatron.data.encoding import (
-    EncodedSequence,
-    TooLong,
-    answer_batch,
-    encode_answer,
-    encode_prompts,
-    within_limit,
-)
-from rl_megatron.data.preference_files import answer_records, check_pair
+from rl_megatron.data.datasets import sequence_batch
+from rl_megatron.data.encoding import Limit, TooLong, within_limit
+from rl_megatron.data.preference_files import check_pair
 from rl_megatron.data.records import Record
-from rl_megatron.data.templates import require_fields, template_fields
-from rl_megatron.data.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True)
-class _Pair:
-    chosen: EncodedSequence
-    rejected: EncodedSequence
-
-    @property
-    def record(self) -> Record:
-        return self.chosen.record
-
-    @property
-    def num_tokens(self) -> int:
-        return max(self.chosen.num_tokens, self.rejected.num_tokens)
-
-    def truncated(self, limit: int) -> _Pair | None:
-        """Return both sequences within `limit`, or None if an answer is gone or the two answers are now the same."""
-        chosen, rejected = self.chosen.truncated(limit), self.rejected.truncated(limit)
-        if chosen is None or rejected is None or chosen.answer_ids == rejected.answer_ids:
-            return None
-        return _Pair(chosen, rejected)
+from rl_megatron.data.rendering import Renderer
 
 
 class PreferenceDataset:
     """Pairs of answers to one prompt. One item is one pair, which becomes two sequences of a batch.
 
-    `token_mask` is 1 on the answer and its `<eos>`, and 0 on the prompt, which is encoded separately from the answers.
+    `token_mask` is 1 on the tokens of the answers, with the token that ends them, and 0 on the prompt.
 
     Args:
-        records: Records from `pairs_of`, with the fields of the prompt, `chosen` and `rejected`.
-        tokenizer: As for `PromptAnswerDataset`.
-        max_sequence_length: The most tokens of prompt, answer and `<eos>` together, in each of the two sequences.
-        prompt_template: As for `PromptAnswerDataset`.
-        answer_template: A `str.format` template. `{answer}` is the text of `chosen` in one sequence and the text of
-            `rejected` in the other; other fields are those of the record.
+        records: Records from `load_preferences`.
+        renderer: The renderer of the data section, which turns records into tokens.
+        max_sequence_length: The most tokens of each of the two sequences.
         too_long: What to do with a pair with a longer sequence. "error" raises an error. "drop" leaves the pair out.
             "truncate" cuts the end of each longer sequence, and leaves the pair out if no token of an answer remains or
             the two sequences become the same. The last two log the number of pairs.
 
     Raises:
-        ValueError: There are no records; `chosen` or `rejected` is missing, empty or not a string, or both are the same
-            tokens; a record lacks a field of a template, or `answer_template` has no `{answer}`; a sequence is too long
-            under "error", the policy is unknown, or no pair is left.
+        ValueError: There are no records; `chosen` or `rejected` is missing, empty or malformed, or both are the same
+            tokens; a record lacks a field of a template, or the answer template has no `{answer}`; a sequence is too
+            long under "error", the policy is unknown, or no pair is left.
     """
 
     group_size = 2
@@ -69,40 +37,16 @@ class PreferenceDataset:
     def __init__(
         self,
         records: Sequence[Record],
-        tokenizer: Tokenizer,
+        renderer: Renderer,
         max_sequence_length: int,
         *,
-        prompt_template: str = "{question}\n",
-        answer_template: str = "{answer}",
         too_long: TooLong = "error",
     ) -> None:
-        if "answer" not in template_fields(answer_template):
-            raise ValueError(
-                f"answer_template {answer_template!r} has no {{answer}}, the place of the chosen or the rejected text: "
-                "add it."
-            )
         for record in records:
             check_pair(record)
-        answers = [answer_records(record) for record in records]
-        require_fields([chosen for chosen, _ in answers], answer_template)
-        pairs = [
-            _Pair(
-                *(
-                    EncodedSequence(prompt_ids, encode_answer(side, tokenizer, answer_template), record)
-                    for side in sides
-                )
-            )
-            for (prompt_ids, record), sides in zip(
-                encode_prompts(records, tokenizer, prompt_template), answers, strict=True
-            )
-        ]
-        for pair in pairs:
-            if pair.chosen.answer_ids == pair.rejected.answer_ids:
-                raise ValueError(
-                    f"{pair.record.location}: 'chosen' and 'rejected' are the same tokens: remove the pair."
-                )
-        self._pairs = within_limit(pairs, max_sequence_length, too_long, noun="pair")
-        self._padding = Padding(tokenizer.pad_id, multiple=1)
+        limit = Limit(max_sequence_length, too_long, noun="pair")
+        self._pairs = within_limit([renderer.pair(record) for record in records], limit)
+        self._padding = Padding(renderer.tokenizer.pad_id, multiple=1)
 
     def __len__(self) -> int:
         """Return the number of pairs."""
@@ -120,4 +64,4 @@ class PreferenceDataset:
         sequences = [
             sequence for number in pairs for sequence in (self._pairs[number].chosen, self._pairs[number].rejected)
         ]
-        return answer_batch(sequences, self._padding)
+        return sequence_batch(sequences, self._padding)

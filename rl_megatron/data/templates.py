@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rl_megatron.config.errors import unknown_name
 from rl_megatron.data.records import Record
+
+# The fields that are looked for, in this order, if no template is configured.
+PROMPT_FIELDS = ("question", "prompt", "problem", "instruction", "query", "input")
+ANSWER_FIELDS = ("answer", "completion", "response", "solution", "output")
 
 
 def template_fields(template: str) -> list[str]:
@@ -39,3 +43,23 @@ def require_fields(records: Sequence[Record], template: str) -> None:
                 raise ValueError(
                     f"{record.location}: template {template!r} needs a field that the record does not have: {problem}"
                 )
+
+
+def first_field(record: Record, candidates: Iterable[str], key: str) -> str:
+    """Return the first of the candidates that is a field of the record.
+
+    Args:
+        record: The record.
+        candidates: Names of fields.
+        key: The key that names the field instead, for the message.
+
+    Raises:
+        ValueError: The record has none of them.
+    """
+    for field in candidates:
+        if field in record.values:
+            return field
+    raise ValueError(
+        f"{record.location}: the record has none of {', '.join(candidates)} (its fields: "
+        f"{', '.join(record.values) or 'none'}): set {key}, for example to '{{{next(iter(record.values), 'text')}}}'."
+    )

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Encoding, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from rl_megatron.log import once
 
@@ -19,21 +19,24 @@ PAD_TOKEN = "<pad>"
 EOS_TOKEN = "<eos>"
 MIN_BPE_VOCAB_SIZE = 258  # every byte, pad and eos
 
-# Further tokenizer files of a Hugging Face directory. `save` writes them back, so that an export loses nothing.
 _VISIBLE_BYTES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHER_BYTES = (byte for byte in range(0x100) if byte not in _VISIBLE_BYTES)
 # The byte that each character of a byte-level vocabulary stands for.
 _BYTE_OF = {chr(byte): byte for byte in _VISIBLE_BYTES} | {chr(0x100 + n): b for n, b in enumerate(_OTHER_BYTES)}
 _MOST_BYTES = 4  # of a character in UTF-8
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character are decoded to
-_SIDE_FILES = ("special_tokens_map.json", "chat_template.jinja")
+# Further tokenizer files of a Hugging Face directory. `save` writes them back, so that an export loses nothing.
+_SIDE_FILES = ("special_tokens_map.json", "chat_template.jinja", "additional_chat_templates/*.jinja")
+# The special tokens that chat templates can name.
+_NAMED_TOKENS = tuple(f"{role}_token" for role in "bos eos unk sep pad cls mask".split())
 
 
 class Tokenizer:
     """A `tokenizers.Tokenizer` with its end-of-sequence and padding tokens.
 
     `encode` never makes a special token from text. So a document that contains the characters `<eos>` cannot end a
-    sequence, and `decode(encode(text))` returns the text. Special tokens are written with `encode_template`.
+    sequence, and `decode(encode(text))` returns the text. Special tokens are written with `encode_template` and
+    `encode_special`.
 
     Args:
         backend: A `tokenizers.Tokenizer`, or a Hugging Face fast tokenizer that has one. It is copied, not changed.
@@ -42,6 +45,9 @@ class Tokenizer:
             is safe because padding is recognised by masks and `input_lengths`, never by ids.
         config: The `tokenizer_config.json`, kept for `save`.
         side_files: Name → text of further files that `save` writes.
+
+    Attributes:
+        chat_templates: Name → Jinja text of the chat templates. The name of the usual one is "default".
 
     Raises:
         ValueError: A token is not in the vocabulary.
@@ -55,11 +61,11 @@ class Tokenizer:
         config: Mapping[str, Any] | None = None,
         side_files: Mapping[str, str] | None = None,
     ) -> None:
+        self._config = _declared_by(backend) | dict(config or {})
         backend = getattr(backend, "backend_tokenizer", backend)
         self._backend = Backend.from_str(backend.to_str())
         self._backend.no_padding()
         self._backend.no_truncation()
-        self._config = dict(config or {})
         self._side_files = dict(side_files or {})
         self.eos_token = eos_token
         self.pad_token = eos_token if pad_token is None else pad_token
@@ -71,7 +77,9 @@ class Tokenizer:
             for token_id, token in self._backend.get_added_tokens_decoder().items()
             if token.special
         }
+        self._added = frozenset(self._backend.get_added_tokens_decoder())
         self.prefix_ids = self._prefix_ids()
+        self.chat_templates = _chat_templates(self._config, self._side_files)
         self._backend.encode_special_tokens = True  # "<eos>" in a text is five characters
 
     def leave_out_special_tokens_from(self, num_ids: int) -> None:
@@ -129,6 +137,39 @@ class Tokenizer:
                 ids += self.encode(part.format_map(values))
         return ids
 
+    def encode_special(self, text: str) -> Encoding:
+        """Return the encoding of `text`, in which special tokens that the text spells are special.
+
+        Nothing is put before or after the text: a BOS token is there only if the text spells it.
+
+        Raises:
+            ValueError: The text spells a special token that the model cannot read.
+        """
+        self._backend.encode_special_tokens = False
+        try:
+            encoding = self._backend.encode(text, add_special_tokens=False)
+        finally:
+            self._backend.encode_special_tokens = True
+        beyond = next((id_ for id_ in encoding.ids if id_ >= self.vocab_size), None)
+        if beyond is not None:
+            raise ValueError(
+                f"{self._backend.id_to_token(beyond)!r} is a special token that the model has no embedding row for: "
+                "raise model.vocab_size, or use another chat template."
+            )
+        return encoding
+
+    def is_added(self, token_id: int) -> bool:
+        """Return whether a token was added to the vocabulary, as special tokens are, and is no result of merges."""
+        return token_id in self._added
+
+    @property
+    def named_tokens(self) -> dict[str, str]:
+        """Return the special tokens that chat templates can name, such as {"bos_token": "<s>"}."""
+        declared = _declared_tokens(self._config, self._side_files)
+        return {name: text for name in _NAMED_TOKENS if (text := declared.get(name)) is not None} | {
+            "eos_token": self.eos_token
+        }
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`, without special tokens unless `skip_special_tokens` is false."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -179,6 +220,7 @@ class Tokenizer:
         self._backend.save(str(target / "tokenizer.json"))
         (target / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
         for name, text in self._side_files.items():
+            (target / name).parent.mkdir(exist_ok=True)
             (target / name).write_text(text, "utf-8")
 
 
@@ -202,14 +244,16 @@ def load_tokenizer(
     if not source.exists():
         raise FileNotFoundError(f"there is no tokenizer at {source}: give a Hugging Face directory or tokenizer.json.")
     directory, file = (source, source / "tokenizer.json") if source.is_dir() else (source.parent, source)
-    side_files = {name: (directory / name).read_text("utf-8") for name in _SIDE_FILES if (directory / name).is_file()}
+    side_files = {
+        side_file.relative_to(directory).as_posix(): side_file.read_text("utf-8")
+        for pattern in _SIDE_FILES
+        for side_file in sorted(directory.glob(pattern))
+    }
     config_file = directory / "tokenizer_config.json"
     config = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
-    declared = json.loads(side_files.get("special_tokens_map.json", "{}")) | {
-        key: value for key, value in config.items() if value is not None
-    }
-    eos_token = eos_token or _token_text(declared.get("eos_token"))
-    pad_token = pad_token or _token_text(declared.get("pad_token"))
+    declared = _declared_tokens(config, side_files)
+    eos_token = eos_token or declared.get("eos_token")
+    pad_token = pad_token or declared.get("pad_token")
     if eos_token is None:
         raise ValueError(
             f"{directory} declares no eos_token, which ends documents and answers: add it to tokenizer_config.json, or "
@@ -226,9 +270,42 @@ def _read_backend(file: Path) -> Backend:
         raise ValueError(f"{file} cannot be read as a tokenizer: {error}") from error
 
 
+def _declared_tokens(config: Mapping[str, Any], side_files: Mapping[str, str]) -> dict[str, str]:
+    """Return the named special tokens that a tokenizer's files declare."""
+    declared = json.loads(side_files.get("special_tokens_map.json", "{}")) | {
+        key: value for key, value in config.items() if value is not None
+    }
+    texts = {name: _token_text(declared.get(name)) for name in _NAMED_TOKENS}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _declared_by(tokenizer: Any) -> dict[str, Any]:
+    """Return what a Hugging Face tokenizer object declares that its backend does not: named tokens, chat template."""
+    declared = dict(getattr(tokenizer, "special_tokens_map", {}))
+    template = getattr(tokenizer, "chat_template", None)
+    return declared if template is None else declared | {"chat_template": template}
+
+
 def _token_text(declared: str | Mapping[str, Any] | None) -> str | None:
     """Return the text of a special token, which Hugging Face writes as a string or as `{"content": …}`."""
     return declared["content"] if isinstance(declared, Mapping) else declared
+
+
+def _chat_templates(config: Mapping[str, Any], side_files: Mapping[str, str]) -> dict[str, str]:
+    """Return the chat templates of a tokenizer by name. Like transformers, prefer those in files of their own."""
+    from_files = {
+        "default" if name == "chat_template.jinja" else Path(name).stem: text
+        for name, text in side_files.items()
+        if name.endswith(".jinja")
+    }
+    declared = config.get("chat_template")
+    if from_files or declared is None:
+        return from_files
+    if isinstance(declared, str):
+        return {"default": declared}
+    if isinstance(declared, Mapping):
+        return dict(declared)
+    return {template["name"]: template["template"] for template in declared}
 
 
 def _converted_backend(directory: Path) -> Any:

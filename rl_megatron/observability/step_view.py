@@ -21,7 +21,13 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.sources import HeldoutBatch, build_source
 from rl_megatron.data.tasks import Problem
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.data.training_data import RolloutPrompts, batch_order, prompt_ids, training_dataset
+from rl_megatron.data.training_data import (
+    EncodedPrompts,
+    RolloutPrompts,
+    batch_order,
+    encoded_prompts,
+    training_dataset,
+)
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.observability.batch_view import BatchView, ShownGroup, ShownSequence, Token
 from rl_megatron.topology.degrees import ConfiguredLayout
@@ -41,8 +47,9 @@ def view_step(name: str, stage: StageConfig, tokenizer: Tokenizer, step: int, ra
         raise ConfigError(f"--step {step}: stage {name!r} has the steps 1 to {stage.train.steps} (train.steps)")
     title = f"stage {name} ({stage.algorithm.name}), step {step} of {stage.train.steps}"
     if isinstance(stage.algorithm, RolloutConfig):
-        prompts = RolloutPrompts(stage, stage.algorithm)
-        return _prompts_view(title, stage, tokenizer, prompts.problems_at(step))
+        prompts = RolloutPrompts(stage, stage.algorithm, tokenizer)
+        shown = EncodedPrompts(prompts.at(step), prompts.end_of_turn_ids)
+        return _prompts_view(title, stage, tokenizer, shown)
     if stage.algorithm.learns_from == PROBLEMS:
         raise ConfigError(
             f"algorithm={stage.algorithm.name} chooses its prompts itself, because its settings are not a "
@@ -65,7 +72,7 @@ def view_heldout(name: str, stage: StageConfig, tokenizer: Tokenizer, ranks: int
     if isinstance(heldout, HeldoutBatch):
         size = training_dataset(stage, tokenizer).group_size
         return _batch_view(title, stage, tokenizer, heldout.batch, size, ranks)
-    return _prompts_view(title, stage, tokenizer, heldout.problems, greedy=True)
+    return _prompts_view(title, stage, tokenizer, encoded_prompts(stage, heldout.problems, tokenizer), greedy=True)
 
 
 # --- sequences with a loss mask ---
@@ -152,23 +159,24 @@ def _prompts_view(
     title: str,
     stage: StageConfig,
     tokenizer: Tokenizer,
-    problems: Sequence[Problem],
+    encoded: EncodedPrompts,
     greedy: bool = False,
 ) -> BatchView:
-    shown, sampling = _Shown(tokenizer), stage_sampling(stage, tokenizer, greedy)
+    shown, prompts = _Shown(tokenizer), encoded.prompts
+    sampling = stage_sampling(stage, tokenizer, greedy, encoded.end_of_turn_ids)
     sequences = [
-        ShownSequence(f"prompt {number}", shown.tokens(prompt_ids(problem, tokenizer)), note=_answer(problem))
-        for number, problem in enumerate(problems)
+        ShownSequence(f"prompt {number}", shown.tokens(prompt.ids), note=_answer(prompt.problem))
+        for number, prompt in enumerate(prompts)
     ]
     algorithm, num_tokens = stage.algorithm, sum(len(sequence.tokens) for sequence in sequences)
     samples = 1 if greedy else getattr(algorithm, "samples_per_prompt", 1)
     rounds = 1 if greedy else getattr(algorithm, "rounds_per_step", 1)
-    each = f"{_counted(samples, 'completion')} each, {samples * len(problems)} in all"
+    each = f"{_counted(samples, 'completion')} each, {samples * len(prompts)} in all"
     filters = [f"top_k {sampling.top_k}"] * (sampling.top_k > 0) + [f"top_p {sampling.top_p}"] * (sampling.top_p < 1)
     stops = ", ".join(f"{tokenizer.token_text(id_)!r} ({id_})" for id_ in dict.fromkeys(sampling.stop_ids))
     facts = [
         ("data", _data(stage)),
-        ("prompts", f"{len(problems)}, {num_tokens:,} tokens; {'answered greedily' if greedy else each}"),
+        ("prompts", f"{len(prompts)}, {num_tokens:,} tokens; {'answered greedily' if greedy else each}"),
         ("completions", f"at most {sampling.max_new_tokens} tokens; " + _listed(sampling.temperature, filters)),
         ("stop tokens", stops),
     ]

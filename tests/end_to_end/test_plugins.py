@@ -77,8 +77,8 @@ class Words(DataSource[WordsConfig]):
         yield from self.data.words
 
     def dataset(self, kind, tokenizer):
-        shown = [Demonstration(word, word) for word in self.data.words] * self.data.repeats
-        return PromptAnswerDataset.from_demonstrations(shown, tokenizer, self.stage.model.max_sequence_length)
+        shown = [Demonstration(word, word).as_record() for word in self.data.words] * self.data.repeats
+        return PromptAnswerDataset(shown, self.renderer(tokenizer), self.stage.model.max_sequence_length)
 
     def heldout(self, tokenizer):
         return HeldoutBatch(self.dataset(ANSWERS, tokenizer).batch(range(2)))

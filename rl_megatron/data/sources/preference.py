@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rl_megatron.config.data_sources import PreferenceConfig
-from rl_megatron.data.preference_files import SINGLE_FILES, answer_records, pairs_of, split_by_prompt
+from rl_megatron.data.plain_text import plain_texts
+from rl_megatron.data.preference_files import SINGLE_FILES, pairs_of, split_by_prompt
 from rl_megatron.data.records import Record
+from rl_megatron.data.rendering import check_texts
 from rl_megatron.data.sources.record_source import RecordSource
 from rl_megatron.data.sources.registry import register_source
 from rl_megatron.data.sources.source import HeldoutBatch, heldout_part
-from rl_megatron.data.templates import require_fields
 from rl_megatron.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -25,22 +26,13 @@ class PreferenceSource(RecordSource[PreferenceConfig]):
 
     alone = SINGLE_FILES
 
-    def check_records(self, records: Sequence[Record]) -> None:
-        """Check the pairs of records, and that both templates find their fields in them."""
-        pairs = pairs_of(records)
-        require_fields(pairs, self.data.prompt_template)
-        for pair in pairs:
-            require_fields(answer_records(pair), self.data.answer_template)
+    def check_records(self, records: Sequence[Record], tokenizer: Tokenizer | None) -> None:
+        """Check the pairs of records, and that they can be turned into tokens."""
+        check_texts(pairs_of(records), self.data, tokenizer, pairs=True)
 
     def texts(self) -> Iterator[str]:
         """Yield the prompt and both answers of every training pair."""
-        data, records = self.data, self.parts()[0]
-        require_fields(records, data.prompt_template)
-        for record in records:
-            sides = answer_records(record)
-            require_fields(sides, data.answer_template)
-            yield data.prompt_template.format(**record.values)
-            yield from (data.answer_template.format(**side.values) for side in sides)
+        yield from plain_texts(self.parts()[0], self.data, pairs=True)
 
     def dataset(self, kind: str, tokenizer: Tokenizer) -> Dataset:
         """Return the training pairs."""
@@ -62,9 +54,7 @@ class PreferenceSource(RecordSource[PreferenceConfig]):
 
         return PreferenceDataset(
             records,
-            tokenizer,
+            self.renderer(tokenizer),
             self.stage.model.max_sequence_length,
-            prompt_template=self.data.prompt_template,
-            answer_template=self.data.answer_template,
             too_long=self.data.too_long,
         )

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rl_megatron.config.data_sources import PromptAnswerConfig
+from rl_megatron.data.plain_text import plain_texts
 from rl_megatron.data.records import Record
+from rl_megatron.data.rendering import check_texts
 from rl_megatron.data.sources.record_source import RecordSource
 from rl_megatron.data.sources.registry import register_source
 from rl_megatron.data.sources.source import HeldoutBatch, heldout_part
-from rl_megatron.data.templates import require_fields
 from rl_megatron.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -21,18 +22,13 @@ if TYPE_CHECKING:
 class PromptAnswerSource(RecordSource[PromptAnswerConfig]):
     """The source of prompts with answers."""
 
-    def check_records(self, records: Sequence[Record]) -> None:
-        """Check that both templates find their fields in the records."""
-        require_fields(records, self.data.prompt_template)
-        require_fields(records, self.data.answer_template)
+    def check_records(self, records: Sequence[Record], tokenizer: Tokenizer | None) -> None:
+        """Check that the records can be turned into tokens."""
+        check_texts(records, self.data, tokenizer)
 
     def texts(self) -> Iterator[str]:
         """Yield the prompt with its answer of every training record."""
-        data, records = self.data, self.parts()[0]
-        require_fields(records, data.prompt_template)
-        require_fields(records, data.answer_template)
-        for record in records:
-            yield data.prompt_template.format(**record.values) + data.answer_template.format(**record.values)
+        yield from plain_texts(self.parts()[0], self.data)
 
     def dataset(self, kind: str, tokenizer: Tokenizer) -> Dataset:
         """Return the training records."""
@@ -48,9 +44,7 @@ class PromptAnswerSource(RecordSource[PromptAnswerConfig]):
 
         return PromptAnswerDataset(
             records,
-            tokenizer,
+            self.renderer(tokenizer),
             self.stage.model.max_sequence_length,
-            prompt_template=self.data.prompt_template,
-            answer_template=self.data.answer_template,
             too_long=self.data.too_long,
         )

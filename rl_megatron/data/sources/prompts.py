@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 from rl_megatron.config.data_sources import PromptsConfig
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.data.conversations import is_conversation, last_answer, message_text, prompt_conversation
+from rl_megatron.data.plain_text import PlainText, refuse_conversation
 from rl_megatron.data.records import Record
 from rl_megatron.data.sources.record_source import RecordSource
 from rl_megatron.data.sources.registry import register_source
 from rl_megatron.data.sources.source import HeldoutProblemSet, heldout_part
 from rl_megatron.data.tasks.task import Demonstration, Problem
-from rl_megatron.data.templates import require_fields, template_fields
-
-_PROMPT = "prompt"
+from rl_megatron.data.tokenizer import Tokenizer
 
 
 class PromptsTask:
@@ -50,18 +51,26 @@ class PromptsTask:
 class PromptsSource(RecordSource[PromptsConfig]):
     """The source of prompts from files.
 
-    A record has the fields of `data.prompt_template`, or a `prompt`. Its answer is the field `answer` or, as in files
-    for verl, `reward_model.ground_truth`. Rewards get all its fields.
+    A record has the fields of `data.prompt_template`, a field such as `prompt`, or messages. Its answer is the field
+    `answer` or, as in files for verl, `reward_model.ground_truth`. Rewards get all its fields.
     """
 
-    def check_records(self, records: Sequence[Record]) -> None:
-        """Check that every record has a prompt."""
-        for record in records:
-            self.problem(record)
+    @cached_property
+    def _texts(self) -> PlainText:
+        return PlainText(self.data.prompt_template)
+
+    def check_records(self, records: Sequence[Record], tokenizer: Tokenizer | None) -> None:
+        """Check that every record has a prompt, and that the first one can be turned into tokens."""
+        for number, problem in enumerate(map(self.problem, records)):
+            if tokenizer is not None and number == 0:
+                self.renderer(tokenizer).prompt(problem)
 
     def texts(self) -> Iterator[str]:
         """Yield the prompt with its answer of every training record."""
-        yield from (problem.prompt + problem.answer for problem in self.problems(0))
+        for record in self.parts()[0]:
+            refuse_conversation(record, self.data)
+            problem = self.problem(record)
+            yield problem.prompt + problem.answer
 
     def task(self) -> PromptsTask:
         """Return the problems as a task."""
@@ -84,18 +93,22 @@ class PromptsSource(RecordSource[PromptsConfig]):
         Raises:
             ValueError: The record has no prompt; the message names its place.
         """
-        return Problem(self._prompt(record), reference_answer(record), record.values)
+        return Problem(self._prompt(record), reference_answer(record), record.values, record.location)
 
     def _prompt(self, record: Record) -> str:
-        template = self.data.prompt_template
-        if isinstance(record.values.get(_PROMPT), str) and not set(template_fields(template)) <= record.values.keys():
-            return record.values[_PROMPT]
-        require_fields([record], template)
-        return template.format_map(record.values)
+        """Return the prompt as text: what the template makes of the record, or the last message of a conversation."""
+        if self.data.format != "plain" and is_conversation(record):
+            return message_text(prompt_conversation(record).messages[-1])
+        return self._texts.prompt(record)
 
 
 def reference_answer(record: Record) -> str:
-    """Return the answer of a record as text: `answer`, or `reward_model.ground_truth`, or nothing."""
+    """Return the answer of a record as text: `answer`, or `reward_model.ground_truth`, or the assistant's last message.
+
+    It is empty if the record has none of them.
+    """
     graded = record.values.get("reward_model")
     answer = record.values.get("answer", graded.get("ground_truth") if isinstance(graded, Mapping) else None)
+    if answer is None:
+        answer = last_answer(record)
     return "" if answer is None else str(answer)

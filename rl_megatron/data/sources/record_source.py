@@ -31,10 +31,14 @@ class RecordSource(DataSource[ConfigT]):
         found = find_parts(self.data, self.plain, self.alone)
         for part in (found.train, found.heldout):
             if part is not None:
-                self.check_records(Part(part, limit=_CHECKED_EARLY).all())
+                self.check_records(Part(part, limit=_CHECKED_EARLY).all(), tokenizer)
 
-    def check_records(self, records: Sequence[Record]) -> None:
+    def check_records(self, records: Sequence[Record], tokenizer: Tokenizer | None) -> None:
         """Check that the templates and the source find what they need in records, without torch.
+
+        Args:
+            records: The records.
+            tokenizer: The run's tokenizer, or None if it has yet to be trained.
 
         Raises:
             ValueError: A record lacks it; the message names its place.
@@ -49,6 +53,10 @@ class RecordSource(DataSource[ConfigT]):
         found = find_parts(self.data, self.plain, self.alone)
         train = found.train.all()
         return self.split(train, None if found.heldout is None else found.heldout.all())
+
+    def first_record(self) -> Record:
+        """Return the first training record."""
+        return self.parts()[0][0]
 
     def split(self, train: list[Record], heldout: list[Record] | None) -> tuple[list[Record], list[Record]]:
         """Return the (training, held-out) records; if `heldout` is None, a fixed part of `train` is held out."""

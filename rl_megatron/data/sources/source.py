@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import DataConfig, StageConfig
+from rl_megatron.data.records import Record
+from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.tasks.task import Problem, Task
 from rl_megatron.data.tokenizer import Tokenizer
 
@@ -56,6 +58,14 @@ class DataSource(Generic[ConfigT]):
 
     def __init__(self, stage: StageConfig, data: ConfigT):
         self.stage, self.data = stage, data
+
+    def renderer(self, tokenizer: Tokenizer) -> Renderer:
+        """Return a renderer of the data section, which turns its records into tokens."""
+        return Renderer(self.data, tokenizer)
+
+    def first_record(self) -> Record | None:
+        """Return the first training record, with which stages are compared, or None if the source has no records."""
+        return None
 
     def check_files(self, tokenizer: Tokenizer | None) -> None:
         """Check everything that needs no torch: paths, records, the fields of templates, and a task's options.

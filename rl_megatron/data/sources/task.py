@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from rl_megatron.config.data_kinds import ANSWERS, DOCUMENTS
 from rl_megatron.config.data_sources import TaskConfig, sources_providing
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.data.plain_text import plain_texts
+from rl_megatron.data.records import Record
 from rl_megatron.data.sources.registry import register_source
 from rl_megatron.data.sources.source import DataSource, HeldoutProblemSet
 from rl_megatron.data.tasks.registry import build_task, check_task_files, reads_path
@@ -32,7 +34,7 @@ class TaskSource(DataSource[TaskConfig]):
         if isinstance(task, GeneratedTask):
             yield from task.pretraining_documents(self.data.num_documents, seed=self.stage.train.seed)
         else:
-            yield from (example.prompt + example.answer for example in task.demonstrations())
+            yield from plain_texts([example.as_record() for example in task.demonstrations()], self.data)
 
     def dataset(self, kind: str, tokenizer: Tokenizer) -> Dataset:
         """Return the task's documents or demonstrations."""
@@ -42,10 +44,23 @@ class TaskSource(DataSource[TaskConfig]):
             return self._demonstrations(tokenizer)
         return super().dataset(kind, tokenizer)
 
+    def first_record(self) -> Record:
+        """Return the first demonstration of the task."""
+        return self.task().demonstrations(1, seed=self.stage.train.seed)[0].as_record()
+
     def task(self) -> Task:
-        """Return the task with its options."""
+        """Return the task with its options.
+
+        Raises:
+            ConfigError: `data.path` is set, and the task reads no files.
+        """
         options = dict(self.data.task)
-        if self.data.path is not None and reads_path(options["name"]):
+        if self.data.path is not None:
+            if not reads_path(options["name"]):
+                raise ConfigError(
+                    f"data.path={self.data.path} has no effect on data.task.name={options['name']}, which reads no "
+                    "files; leave it out"
+                )
             options.setdefault("path", self.data.path)
         return build_task(**options)
 
@@ -74,9 +89,10 @@ class TaskSource(DataSource[TaskConfig]):
     def _demonstrations(self, tokenizer: Tokenizer) -> PromptAnswerDataset:
         from rl_megatron.data.datasets import PromptAnswerDataset
 
-        return PromptAnswerDataset.from_demonstrations(
-            self.task().demonstrations(self.data.num_demonstrations, seed=self.stage.train.seed),
-            tokenizer,
+        shown = self.task().demonstrations(self.data.num_demonstrations, seed=self.stage.train.seed)
+        return PromptAnswerDataset(
+            [demonstration.as_record() for demonstration in shown],
+            self.renderer(tokenizer),
             self.stage.model.max_sequence_length,
             too_long=self.data.too_long,
         )

@@ -30,7 +30,7 @@ class TextSource(RecordSource[TextConfig]):
 
     plain = TextLines
 
-    def check_records(self, records: Sequence[Record]) -> None:
+    def check_records(self, records: Sequence[Record], tokenizer: Tokenizer | None) -> None:
         """Check that the records have a text."""
         documents_of(records)
 

@@ -99,7 +99,8 @@ class Arithmetic:
 
     def demonstrations(self, count: int | None = None, seed: int = 0) -> list[Demonstration]:
         """Return the training problems for this `count` and `seed` with their answers."""
-        return [Demonstration(problem.prompt, problem.answer) for problem in self.train_problems(count, seed)]
+        problems = self.train_problems(count, seed)
+        return [Demonstration(each.prompt, each.answer, each.record) for each in problems]
 
     def pretraining_documents(self, count: int, seed: int = 0) -> list[str]:
         """Return `count` equations such as `12+7=19`, one per document, so that a model learns to stop after them."""

@@ -44,11 +44,12 @@ def extract_answer(text: str) -> Decimal | None:
 class GSM8K:
     """Problems from local JSONL, with the fields `question` and `answer`; the answer ends in `#### N`.
 
+    The prompt is the question and a line break.
+
     The files are read, and their errors are raised, at the first call of a method.
 
     Args:
         path: A directory with `train.jsonl` and `test.jsonl`, or one file of which `heldout_fraction` is held out.
-        prompt_template: A `str.format` template over the fields of a record.
         heldout_fraction: The share of problems that is held out, if `path` is a file.
 
     Raises:
@@ -59,7 +60,6 @@ class GSM8K:
     name: ClassVar[str]
 
     path: str
-    prompt_template: str = "{question}\n"
     heldout_fraction: float = 0.05
 
     def check_files(self) -> None:
@@ -76,7 +76,8 @@ class GSM8K:
 
     def demonstrations(self, count: int | None = None, seed: int = 0) -> list[Demonstration]:
         """Return the training problems for this `count` and `seed` with their whole solutions."""
-        return [Demonstration(problem.prompt, problem.record["answer"]) for problem in self.train_problems(count, seed)]
+        problems = self.train_problems(count, seed)
+        return [Demonstration(each.prompt, each.record["answer"], each.record, each.location) for each in problems]
 
     def reward(self, problem: Problem, completion: str) -> float:
         """Return 1.0 if the completion's final number equals the problem's (18 = 18.0 = 18.00), otherwise 0.0."""
@@ -91,16 +92,15 @@ class GSM8K:
 
     def _check(self, splits: tuple[list[Record], list[Record]]) -> None:
         for records in splits:
-            require_fields(records, self.prompt_template)
-            require_fields(records, "{answer}")
+            require_fields(records, "{question}{answer}")
             for record in records:
                 answer = record.values["answer"]
                 if not isinstance(answer, str) or extract_answer(answer) is None:
                     raise ValueError(f"{record.location}: the answer does not end in '#### N': {answer!r}.")
 
     def _problem(self, record: Record) -> Problem:
-        prompt = self.prompt_template.format_map(record.values)
-        return Problem(prompt, str(extract_answer(record.values["answer"])), record.values)
+        answer = str(extract_answer(record.values["answer"]))
+        return Problem(f"{record.values['question']}\n", answer, record.values, record.location)
 
 
 def _choose(records: Sequence[Record], count: int | None, seed: int) -> list[Record]:

@@ -4,7 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+
+from rl_megatron.data.records import Record
+
+
+@dataclass(frozen=True)
+class TaskRecord(Record):
+    """A record whose prompt and answer a task has written. They are used unless the data section has templates.
+
+    Attributes:
+        prompt: The task's own prompt.
+        answer: The task's own answer.
+    """
+
+    prompt: str
+    answer: str
 
 
 @dataclass(frozen=True)
@@ -14,19 +30,35 @@ class Problem:
     Attributes:
         prompt: The prompt.
         answer: The reference answer.
-        record: Further fields that the task may use for its reward.
+        record: Further fields that the task may use for its reward, and a prompt template for its text.
+        location: Where the problem was read, as file:line, for messages.
     """
 
     prompt: str
     answer: str
     record: Mapping[str, Any] = field(default_factory=dict)
+    location: str = ""
+
+    def as_record(self) -> TaskRecord:
+        """Return the fields that templates can use: those of the record, and `prompt` and `answer`."""
+        return _as_record(self.prompt, self.answer, self.record, self.location or f"problem {self.prompt[:60]!r}")
 
 
 class Demonstration(NamedTuple):
-    """A prompt and the text that answers it, for supervised fine-tuning."""
+    """A prompt and the text that answers it, for supervised fine-tuning; `record` and `location` as for `Problem`."""
 
     prompt: str
     answer: str
+    record: Mapping[str, Any] = MappingProxyType({})
+    location: str = ""
+
+    def as_record(self) -> TaskRecord:
+        """Return the fields that templates can use: those of the record, and `prompt` and `answer`."""
+        return _as_record(self.prompt, self.answer, self.record, self.location or f"demonstration {self.prompt[:60]!r}")
+
+
+def _as_record(prompt: str, answer: str, fields: Mapping[str, Any], location: str) -> TaskRecord:
+    return TaskRecord({"prompt": prompt, "answer": answer, **fields}, location, prompt, answer)
 
 
 @runtime_checkable

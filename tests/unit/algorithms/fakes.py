@@ -1,10 +1,12 @@
 """Fakes of the objects that an algorithm works with: a tokenizer of characters, a task, an engine, a policy."""
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tasks import Problem
 
 EOS = 0
@@ -21,7 +23,7 @@ class Characters:
     def encode(self, text):
         return [ord(character) for character in text]
 
-    def decode(self, ids):
+    def decode(self, ids, skip_special_tokens=True):
         return "".join(chr(i) for i in ids if i != EOS)
 
 
@@ -47,6 +49,12 @@ class Problems:
 
     def task(self):
         return self.of_task
+
+    def renderer(self, tokenizer):
+        def prompt(problem):
+            return EncodedPrompt(tokenizer.encode(problem.prompt), problem, problem.as_record())
+
+        return SimpleNamespace(prompt=prompt, end_of_turn_ids=())
 
     def problems(self, wanted):
         return self.of_task.train_problems(wanted)

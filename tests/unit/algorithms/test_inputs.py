@@ -74,7 +74,7 @@ def test_the_tokenizer_learns_prompts_and_both_answers_of_the_training_questions
         (["data.heldout_fraction=0"], ["data.heldout_fraction=0.0 leaves nothing"]),
         (["data.path=absent.jsonl"], ["data.path: there is nothing at"]),
         (["data.prompt_template='{qestion}'"], ["solutions.jsonl:1", "'qestion'; did you mean 'question'"]),
-        (["data.answer_template='{anwer}'"], ["'{anwer}'", "'anwer'; did you mean 'answer'"]),
+        (["data.answer_template='{anwer}'"], ["data.answer_template='{anwer}' has no {answer}"]),
         (["model.max_sequence_length=8"], ["every pair exceeds max_sequence_length = 8"]),
     ],
 )

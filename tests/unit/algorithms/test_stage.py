@@ -13,6 +13,7 @@ from rl_megatron.algorithms.run import _finished_results
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.config.load import load_config
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.order import BatchSchedule
 from rl_megatron.data.sources import HeldoutBatch
 from rl_megatron.data.tasks import Problem
@@ -194,8 +195,9 @@ def test_the_schedule_counts_optimizer_steps(overrides, steps):
 
 def test_heldout_problems_are_answered_and_scored():
     problems = [Problem(prompt, "1") for prompt in "abcdefgh"]
+    prompts = [EncodedPrompt([ord(each.prompt)], each, each.as_record()) for each in problems]
     engine = Scripted({prompt: ["1" if prompt < "c" else "0"] for prompt in "abcdefgh"})
-    evaluation = HeldoutProblems(Echo(), problems, Characters(), Sampling(4, temperature=0.0))
+    evaluation = HeldoutProblems(Echo(), prompts, Characters(), Sampling(4, temperature=0.0))
     measures, samples = evaluation.evaluate(None, engine)
     assert measures == {"accuracy": 0.25}
     assert samples[0] == {"prompt": "a", "completion": "1", "answer": "1", "reward": 1.0}

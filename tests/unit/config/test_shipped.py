@@ -102,6 +102,12 @@ def test_every_option_spells_out_every_key(group, option):
     assert set(read(group, f"{option}.yaml")) == {field.name for field in fields(section)}
 
 
+@pytest.mark.parametrize("option", ["gsm8k", "gsm8k_pairs", "text", "arithmetic"])
+def test_data_presets_have_no_key_without_effect(option):
+    given = read("data", f"{option}.yaml")
+    assert not set(given) & set(schema.SOURCE_CONFIGS[given["source"]].ignores)
+
+
 @pytest.mark.parametrize("name", sorted(SECTIONS))
 def test_the_yaml_defaults_are_those_of_the_schema(name):
     options = sorted((CONFIGS / name).glob("*.yaml")) if (CONFIGS / name).is_dir() else []

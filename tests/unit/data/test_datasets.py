@@ -1,9 +1,11 @@
 import pytest
 import torch
 
+from rl_megatron.config.data_sources import PromptAnswerConfig
 from rl_megatron.data.datasets import PromptAnswerDataset, TextDataset
 from rl_megatron.data.files import load_records, load_text
 from rl_megatron.data.records import Record
+from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.tasks import Demonstration
 from rl_megatron.data.tokenizer import train_bpe
 from tests.unit.data.shared_data import shared
@@ -20,6 +22,13 @@ RECORDS = [
     Record({"question": "10+10", "answer": 20}, "sums.jsonl:2"),
     Record({"question": "100+100", "answer": 200}, "sums.jsonl:3"),
 ]
+
+
+def answers(records, tokenizer, limit=32, too_long="error", pad_to_multiple_of=1, **keys):
+    """Return the dataset of records; `keys` are those of the data section."""
+    keys.setdefault("prompt_template", "{question}=")
+    renderer = Renderer(PromptAnswerConfig(**keys), tokenizer)
+    return PromptAnswerDataset(records, renderer, limit, too_long=too_long, pad_to_multiple_of=pad_to_multiple_of)
 
 
 def predicted(batch):
@@ -76,7 +85,7 @@ class TestText:
 
 class TestPromptAnswer:
     def test_only_the_answer_and_its_eos_are_learned(self, tokenizer):
-        dataset = PromptAnswerDataset(RECORDS, tokenizer, 32, prompt_template="{question}=")
+        dataset = answers(RECORDS, tokenizer)
         batch = dataset.batch([2, 0])
         assert batch["input_lengths"].tolist() == [12, 6]
         assert batch["input_ids"].shape == (2, 12)
@@ -86,14 +95,14 @@ class TestPromptAnswer:
         assert batch["sample_mask"].tolist() == [1, 1]
 
     def test_the_width_is_the_longest_sequence_rounded_up(self, tokenizer):
-        dataset = PromptAnswerDataset(RECORDS, tokenizer, 32, pad_to_multiple_of=8)
+        dataset = answers(RECORDS, tokenizer, 32, pad_to_multiple_of=8)
         assert dataset.batch([0])["input_ids"].shape == (1, 8)
         assert dataset.batch([0, 2])["token_mask"].shape == (2, 16)
         with pytest.raises(ValueError, match="pad_to_multiple_of"):
-            PromptAnswerDataset(RECORDS, tokenizer, 32, pad_to_multiple_of=0)
+            answers(RECORDS, tokenizer, 32, pad_to_multiple_of=0)
 
     def test_an_empty_prompt_leaves_its_first_token_out(self, tokenizer):
-        batch = PromptAnswerDataset(RECORDS, tokenizer, 32, prompt_template="").batch([1])
+        batch = answers(RECORDS, tokenizer, 32, prompt_template="").batch([1])
         assert batch["token_mask"].tolist() == [[0, 1, 1]]
 
     def test_a_sequence_that_is_too_long_names_its_line_and_the_remedy(self, tokenizer):
@@ -101,13 +110,13 @@ class TestPromptAnswer:
             ValueError,
             match=r"sums.jsonl:2: .*has 9 tokens, .* is 8 \(2 of 3 .* longest has 12\).*too_long=truncate",
         ):
-            PromptAnswerDataset(RECORDS, tokenizer, 8)
+            answers(RECORDS, tokenizer, 8)
         with pytest.raises(ValueError, match="did you mean 'truncate'"):
-            PromptAnswerDataset(RECORDS, tokenizer, 8, too_long="truncated")
+            answers(RECORDS, tokenizer, 8, too_long="truncated")
 
     def test_dropping_and_truncating_are_counted_once(self, tokenizer, logged):
-        dropped = PromptAnswerDataset(RECORDS, tokenizer, 8, too_long="drop")
-        truncated = PromptAnswerDataset(RECORDS, tokenizer, 8, too_long="truncate")
+        dropped = answers(RECORDS, tokenizer, 8, too_long="drop")
+        truncated = answers(RECORDS, tokenizer, 8, too_long="truncate")
         assert logged == [
             "2 of 3 sequences exceed max_sequence_length = 8 (the longest has 12 tokens): dropped 2, truncated 0",
             "2 of 3 sequences exceed max_sequence_length = 8 (the longest has 12 tokens): dropped 1, truncated 1",
@@ -117,27 +126,27 @@ class TestPromptAnswer:
         assert batch["input_lengths"].tolist() == [6, 8]
         assert tokenizer.decode(predicted(batch), skip_special_tokens=False) == "2<eos>20"
         with pytest.raises(ValueError, match="every sequence"):
-            PromptAnswerDataset(RECORDS, tokenizer, 3, too_long="drop")
+            answers(RECORDS, tokenizer, 3, too_long="drop")
 
     def test_errors_before_the_first_step(self, tokenizer):
         with pytest.raises(ValueError, match="sums.jsonl:1.*'qustion'.*did you mean 'question'"):
-            PromptAnswerDataset(RECORDS, tokenizer, 32, prompt_template="{qustion}")
+            answers(RECORDS, tokenizer, 32, prompt_template="{qustion}")
         with pytest.raises(ValueError, match="'solution'"):
-            PromptAnswerDataset(RECORDS, tokenizer, 32, answer_template="{solution}")
+            answers(RECORDS, tokenizer, 32, answer_template="{solution}")
         with pytest.raises(ValueError, match="no records"):
-            PromptAnswerDataset([], tokenizer, 32)
+            answers([], tokenizer)
 
     def test_demonstrations_word_for_word(self, tokenizer):
-        shown = [Demonstration("{2}+2=", "4{")]
-        ids = PromptAnswerDataset.from_demonstrations(shown, tokenizer, 32).batch([0])["input_ids"][0].tolist()
+        shown = [Demonstration("{2}+2=", "4{").as_record()]
+        ids = answers(shown, tokenizer, prompt_template=None).batch([0])["input_ids"][0].tolist()
         assert tokenizer.decode(ids, skip_special_tokens=False) == "{2}+2=4{<eos>"
-        dressed = PromptAnswerDataset.from_demonstrations(shown, tokenizer, 32, prompt_template="Q: {prompt} A: ")
+        dressed = answers(shown, tokenizer, prompt_template="Q: {prompt} A: ")
         assert tokenizer.decode(dressed.batch([0])["input_ids"][0].tolist()) == "Q: {2}+2= A: 4{"
 
     def test_what_the_tokenizer_puts_before_a_text_comes_once(self, tokenizer, monkeypatch):
         monkeypatch.setattr(tokenizer, "prefix_ids", [tokenizer.pad_id])
         for template in ("{question}", "<pad>{question}"):
-            batch = PromptAnswerDataset(RECORDS, tokenizer, 32, prompt_template=template).batch([0])
+            batch = answers(RECORDS, tokenizer, 32, prompt_template=template).batch([0])
             text = tokenizer.decode(batch["input_ids"][0].tolist(), skip_special_tokens=False)
             assert text == "<pad>1+12<eos>"
 
@@ -145,7 +154,7 @@ class TestPromptAnswer:
         train, heldout = load_records(shared("gsm8k"))
         assert (len(train), len(heldout)) == (7473, 1319)
         tokenizer = train_bpe((record.values["answer"] for record in heldout), 512)
-        dataset = PromptAnswerDataset(heldout, tokenizer, 4096)
+        dataset = answers(heldout, tokenizer, 4096, prompt_template=None)
         batch = dataset.batch([7, 11])
         for row, record in enumerate((heldout[7], heldout[11])):
             learned = batch["input_ids"][row][batch["token_mask"][row].bool()].tolist()

@@ -6,6 +6,7 @@ import torch
 from rl_megatron.config.data_sources import PreferenceConfig
 from rl_megatron.data.preferences import PreferenceDataset
 from rl_megatron.data.records import Record
+from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.sources import PreferenceSource
 from rl_megatron.data.tokenizer import train_bpe
 from tests.unit.data.shared_data import shared
@@ -28,8 +29,10 @@ PAIRS = [
 ]
 
 
-def dataset(records, tokenizer, limit=32, **options):
-    return PreferenceDataset(records, tokenizer, limit, prompt_template="{question}", **options)
+def dataset(records, tokenizer, limit=32, too_long="error", **keys):
+    """Return the dataset of pairs; `keys` are those of the data section."""
+    keys.setdefault("prompt_template", "{question}")
+    return PreferenceDataset(records, Renderer(PreferenceConfig(**keys), tokenizer), limit, too_long=too_long)
 
 
 def texts(tokenizer, batch):
@@ -61,7 +64,7 @@ class TestDataset:
         }
 
     def test_position_0_is_never_learned(self, tokenizer):
-        batch = PreferenceDataset(PAIRS, tokenizer, 32, prompt_template="").batch([1])
+        batch = dataset(PAIRS, tokenizer, 32, prompt_template="").batch([1])
         assert batch["token_mask"].tolist() == [[0, 1, 1], [0, 1, 0]]
 
     def test_prompt_and_answers_are_encoded_separately(self):
@@ -108,16 +111,16 @@ class TestDataset:
 
     def test_without_a_prompt_a_single_token_is_not_an_answer(self, tokenizer):
         with pytest.raises(ValueError, match="every pair exceeds"):
-            PreferenceDataset(PAIRS[:1], tokenizer, 1, prompt_template="", too_long="truncate")
+            dataset(PAIRS[:1], tokenizer, 1, prompt_template="", too_long="truncate")
 
     def test_errors_before_the_first_step(self, tokenizer, monkeypatch):
         with pytest.raises(ValueError, match="no records"):
             dataset([], tokenizer)
         with pytest.raises(ValueError, match="pairs.jsonl:1.*'qustion'.*did you mean 'question'"):
-            PreferenceDataset(PAIRS, tokenizer, 32, prompt_template="{qustion}")
+            dataset(PAIRS, tokenizer, 32, prompt_template="{qustion}")
         with pytest.raises(ValueError, match="pairs.jsonl:1.*'author'"):
             dataset(PAIRS, tokenizer, answer_template="{author}: {answer}")
-        with pytest.raises(ValueError, match=r"answer_template '\{chosen\}' has no \{answer\}"):
+        with pytest.raises(ValueError, match=r"answer_template='\{chosen\}' has no \{answer\}"):
             dataset(PAIRS, tokenizer, answer_template="{chosen}")
         with pytest.raises(ValueError, match="pairs.jsonl:1: the pair has no 'rejected'"):
             dataset([Record({"question": "1", "chosen": "2"}, "pairs.jsonl:1")], tokenizer)
@@ -139,7 +142,7 @@ def graded(question, *solutions, **fields):
     return {"question": question, **fields, **values}
 
 
-def load_preferences(path, heldout_fraction=0.05, prompt_template="{question}\n"):
+def load_preferences(path, heldout_fraction=0.05, prompt_template=None):
     data = PreferenceConfig(path=str(path), heldout_fraction=heldout_fraction, prompt_template=prompt_template)
     return PreferenceSource(None, data).parts()
 
@@ -172,7 +175,7 @@ class TestPairs:
         assert (
             len({record.values["tone"] for record in train}) == len({record.values["tone"] for record in heldout}) == 1
         )
-        with pytest.raises(ValueError, match="pairs.jsonl:1: .*'question'"):
+        with pytest.raises(ValueError, match="pairs.jsonl:1: .*none of question, prompt"):
             load_preferences(file, 0.5)
 
     @pytest.mark.parametrize(
@@ -180,7 +183,8 @@ class TestPairs:
         [
             ({"rejected": ...}, "pairs.jsonl:2: the pair has no 'rejected'; known: chosen, question"),
             ({"chosen": ..., "chsen": "yes"}, "pairs.jsonl:2: the pair has no 'chosen'; did you mean 'chsen'"),
-            ({"chosen": ["yes"]}, "pairs.jsonl:2: 'chosen' is a list; it must be a string"),
+            ({"chosen": ["yes"]}, "pairs.jsonl:2: 'chosen', message 1 is 'yes'; it must be a mapping"),
+            ({"chosen": 3}, "pairs.jsonl:2: 'chosen' is a int; it must be a string"),
             ({"rejected": None}, "pairs.jsonl:2: 'rejected' is a NoneType"),
             ({"rejected": ""}, "pairs.jsonl:2: 'rejected' is empty"),
             ({"rejected": " \n"}, "pairs.jsonl:2: 'rejected' is empty"),
@@ -235,7 +239,7 @@ class TestGradedSolutions:
         ]
         file = write_jsonl(tmp_path / "solutions.jsonl", rows)
         for _ in range(2):
-            assert [record.values["question"] for record in load_preferences(file, 0)[0]] == ["1"]
+            assert [record.values["question"] for record in load_preferences(file, 0, "{question}")[0]] == ["1"]
         (message,) = logged
         assert "3 of 4 questions are left out" in message and str(file) in message
 
@@ -309,7 +313,7 @@ class TestDirectory:
         questions = [{record.values["question"] for record in part} for part in (train, heldout)]
         assert not questions[0] & questions[1] and list(map(len, questions)) == [585, 146]
         tokenizer = train_bpe((record.values["chosen"] for record in heldout), 512)
-        pairs = PreferenceDataset(heldout, tokenizer, 4096)
+        pairs = dataset(heldout, tokenizer, 4096)
         for number in (0, len(pairs) - 1):
             answers = [text.removesuffix("<eos>") for text in learned(tokenizer, pairs.batch([number]))]
             assert answers == [heldout[number].values["chosen"], heldout[number].values["rejected"]]

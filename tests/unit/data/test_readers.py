@@ -81,9 +81,9 @@ def test_records_for_verl_and_prompts_with_answers_become_problems(written, tmp_
     source = PromptsSource(None, PromptsConfig(**written["parquet"], columns={"prompt": "data_source"}))
     problem = source.problem(source.parts()[0][0])
     assert (problem.prompt, problem.answer) == ("sums", problem.record["reward_model"]["ground_truth"])
-    (tmp_path / "p.jsonl").write_text(jsonl([{"prompt": "1+1=", "answer": 2}, {"question": "1+2=", "answer": "3"}]))
+    (tmp_path / "p.jsonl").write_text(jsonl([{"question": "1+1=", "answer": 2}, {"question": "1+2=", "answer": "3"}]))
     source = PromptsSource(None, PromptsConfig(path=str(tmp_path / "p.jsonl"), heldout_fraction=0.0))
-    assert [(each.prompt, each.answer) for each in source.problems(0)] == [("1+1=", "2"), ("1+2=\n", "3")]
+    assert [(each.prompt, each.answer) for each in source.problems(0)] == [("1+1=\n", "2"), ("1+2=\n", "3")]
 
 
 def test_columns_rename_fields_and_take_nested_ones(written):

@@ -139,11 +139,11 @@ class TestGsm8k:
         file = tmp_path / "problems.jsonl"
         rows = [{"question": f"{n}?", "answer": f"well\n#### {n}"} for n in range(20)]
         file.write_text("\n".join(map(json.dumps, rows)))
-        task = GSM8K(path=str(file), prompt_template="Q: {question}", heldout_fraction=0.2)
+        task = GSM8K(path=str(file), heldout_fraction=0.2)
         train, heldout = task.train_problems(), task.heldout_problems()
         assert (len(train), len(heldout)) == (16, 4)
         assert not {problem.prompt for problem in train} & {problem.prompt for problem in heldout}
-        assert train[0].prompt == f"Q: {train[0].answer}?" and train[0].record["answer"].startswith("well")
+        assert train[0].prompt == f"{train[0].answer}?\n" and train[0].record["answer"].startswith("well")
         assert task.train_problems(5, seed=1) == task.train_problems(5, seed=1) != task.train_problems(5, seed=2)
         assert task.demonstrations(5, seed=1)[0].answer == task.train_problems(5, seed=1)[0].record["answer"]
         with pytest.raises(ValueError, match="there are 4"):

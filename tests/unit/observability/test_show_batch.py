@@ -28,10 +28,8 @@ from rl_megatron.topology.degrees import ConfiguredLayout
 STEP = 3
 SMALL = (
     "tokenizer.vocab_size=260",
-    "data.num_documents=20",
     "train.global_batch_size=8",
     "train.steps=5",
-    "data.heldout_fraction=0.2",
     "data.num_eval_examples=2",
 )
 
@@ -45,13 +43,14 @@ def stages(tmp_path_factory):
     for name, content in (("sft", records), ("dpo", pairs)):
         (directory / f"{name}.jsonl").write_text("\n".join(map(json.dumps, content)))
     chosen = {
-        "sft": ("data=gsm8k", f"data.path={directory}/sft.jsonl"),
-        "dpo": ("data=gsm8k_pairs", f"data.path={directory}/dpo.jsonl", "loss=dpo"),
+        "sft": ("data=gsm8k", f"data.path={directory}/sft.jsonl", "data.heldout_fraction=0.2"),
+        "dpo": ("data=gsm8k_pairs", f"data.path={directory}/dpo.jsonl", "data.heldout_fraction=0.2", "loss=dpo"),
         "grpo": (
             "data=arithmetic",
             "algorithm.prompts_per_step=4",
             "algorithm.samples_per_prompt=2",
             "data.task.max_operand=9",
+            "data.num_documents=20",
         ),
     }
     return {name: _stage(f"algorithm={name}", *overrides, *SMALL) for name, overrides in chosen.items()}

@@ -1,0 +1,150 @@
+"""Render conversations with a Hugging Face chat template, and find the assistant's turns in the text.
+
+The turns are found by the template's `{% generation %}` markers if it has them. Otherwise they are found by comparison:
+a turn is what the template appends to the conversation before it, once that ends with the generation prompt.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl_megatron.data.conversations import Conversation
+
+_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+Span = tuple[int, int]
+
+
+class ChatTemplate:
+    """A chat template with its variables.
+
+    Rendering is that of transformers, so that the text is the one of `apply_chat_template`.
+
+    Args:
+        texts: Name → Jinja text. "default" is used, or "tool_use" for conversations with tools, if there is one.
+        variables: Further variables of the template: the tokenizer's named tokens, and the user's.
+        name: What messages call the template: its file, or the tokenizer's template.
+    """
+
+    def __init__(self, texts: Mapping[str, str], variables: Mapping[str, Any], name: str):
+        self._texts, self._variables, self._name = texts, dict(variables), name
+
+    def prompt(self, conversation: Conversation) -> str:
+        """Return the text that the assistant's next turn follows."""
+        return self._render(conversation, len(conversation.messages), generation_prompt=True)
+
+    def text(self, conversation: Conversation) -> str:
+        """Return the text of the whole conversation."""
+        return self._render(conversation, len(conversation.messages))
+
+    def text_and_turns(self, conversation: Conversation, last_only: bool) -> tuple[str, list[Span]]:
+        """Return the text of the conversation, and where the turns to learn begin and end in it.
+
+        Args:
+            conversation: The conversation. Turns in its context are not returned.
+            last_only: Whether to return the last turn alone.
+
+        Raises:
+            ValueError: There is no turn to learn, the template fails, or what it writes for a turn depends on later
+                messages; the message names file:line and the turn.
+        """
+        turns = [
+            number
+            for number, message in enumerate(conversation.messages)
+            if number >= conversation.num_context and message["role"] == "assistant"
+        ]
+        if not turns:
+            raise ValueError(f"{conversation.record.location}: the conversation has no assistant message to learn.")
+        turns = turns[-1:] if last_only else turns
+        if _MARKER.search(self._chosen(conversation)):
+            return self._marked_turns(conversation, turns[0])
+        text = self.text(conversation)
+        return text, [self._compared_turn(conversation, turn, text) for turn in turns]
+
+    def _marked_turns(self, conversation: Conversation, first: int) -> tuple[str, list[Span]]:
+        """Return the text, and its spans between generation markers from the message `first` on."""
+        spans: list[Span] = []
+        text = self._render(conversation, len(conversation.messages), spans=spans)
+        before: list[Span] = []
+        if any(message["role"] == "assistant" for message in conversation.messages[:first]):
+            self._render(conversation, first, spans=before)
+        spans = spans[len(before) :]
+        if not spans:
+            raise ValueError(
+                f"{conversation.record.location}: {self._name} marks no text of message {first + 1} (assistant) with "
+                "{% generation %}: mark it in the template."
+            )
+        return text, spans
+
+    def _compared_turn(self, conversation: Conversation, turn: int, text: str) -> Span:
+        """Return where the message with index `turn` begins and ends in the text of the whole conversation."""
+        before = self._render(conversation, turn, generation_prompt=True)
+        after = text if turn == len(conversation.messages) - 1 else self._render(conversation, turn + 1)
+        if text.startswith(after) and after.startswith(before):
+            return len(before), len(after)
+        reason = (
+            "the prompt for it is not the beginning of the conversation"
+            if not text.startswith(before)
+            else "its text changes with the messages after it"
+        )
+        raise ValueError(
+            f"{conversation.record.location}: message {turn + 1} (assistant) cannot be learned with {self._name}, "
+            f"because {reason}: set data.trained_turns=last if it is not the last one, or data.chat_template to a "
+            "template with {% generation %} markers around the assistant's turns."
+        )
+
+    def _chosen(self, conversation: Conversation) -> str:
+        if conversation.tools is not None and "tool_use" in self._texts:
+            return self._texts["tool_use"]
+        if "default" not in self._texts:
+            raise ValueError(
+                f"{self._name} has no default template, only {sorted(self._texts)}: set data.chat_template to a file."
+            )
+        return self._texts["default"]
+
+    def _render(
+        self,
+        conversation: Conversation,
+        num_messages: int,
+        generation_prompt: bool = False,
+        spans: list[Span] | None = None,
+    ) -> str:
+        """Return the text of the first messages, and add the spans between generation markers to `spans` if given."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        if num_messages == 0 and not generation_prompt:
+            return ""
+        tools: list[Any] | None = conversation.tools
+        try:
+            (text,), marked = render_jinja_template(
+                [conversation.messages[:num_messages]],
+                tools=tools,
+                chat_template=self._chosen(conversation),
+                return_assistant_tokens_mask=spans is not None,
+                add_generation_prompt=generation_prompt,
+                **self._variables,
+            )
+        except Exception as error:  # a template is a program of the user or of the model's authors
+            raise ValueError(
+                f"{conversation.record.location}: {self._name} fails{_line(error)}: {error or type(error).__name__}"
+                f"{_hint(conversation.messages[:num_messages])}."
+            ) from error
+        if spans is not None:
+            spans.extend(marked[0])  # pyright: ignore[reportArgumentType]  # the return type in transformers is wrong
+        return text
+
+
+def _line(error: Exception) -> str:
+    """Return " at line N" of the template, if the error has it (a syntax error) or its traceback does."""
+    trace, line = error.__traceback__, getattr(error, "lineno", None)
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == "<template>":
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return "" if line is None else f" at line {line}"
+
+
+def _hint(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return a remark on the roles, which most templates that refuse a conversation refuse it for."""
+    return f" (the roles of its messages: {', '.join(message['role'] for message in messages) or 'none'})"

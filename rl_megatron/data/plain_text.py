@@ -1,0 +1,136 @@
+"""`PlainText` writes prompts and answers from records with the templates of a data section."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rl_megatron import log
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import DataConfig
+from rl_megatron.data.conversations import is_conversation
+from rl_megatron.data.records import Record
+from rl_megatron.data.tasks.task import TaskRecord
+from rl_megatron.data.templates import ANSWER_FIELDS, PROMPT_FIELDS, first_field, require_fields, template_fields
+
+SIDES = ("chosen", "rejected")
+_WHOLE = "{text}"  # a template for a text that a task has written
+Parts = tuple[str, Mapping[str, Any]]
+
+
+class PlainText:
+    """The templates of a data section, or the texts and fields that stand in for them if they are null.
+
+    Args:
+        prompt_template: `data.prompt_template`.
+        answer_template: `data.answer_template`.
+
+    Raises:
+        ValueError: A template is malformed.
+    """
+
+    def __init__(self, prompt_template: str | None = None, answer_template: str | None = None):
+        self._prompt_template, self._answer_template = prompt_template, answer_template
+        self._found: dict[str, str] = {}  # templates that follow from the first record's fields
+        for template in (prompt_template, answer_template):
+            if template is not None:
+                template_fields(template)
+
+    def prompt(self, record: Record, of_message: bool = False) -> str:
+        """Return the text of the record's prompt.
+
+        Args:
+            record: The record.
+            of_message: Whether it is the content of a message. Then the line break that ends a prompt without a
+                template, so that the answer is on a line of its own, is left out.
+
+        Raises:
+            ValueError: The record lacks a field; the message names file:line. So do the other methods.
+        """
+        template, values = self.prompt_parts(record)
+        text = template.format_map(values)
+        return text.removesuffix("\n") if of_message and self._prompt_template is None else text
+
+    def answer(self, record: Record) -> str:
+        """Return the text of the record's answer."""
+        template, values = self.answer_parts(record)
+        return template.format_map(values)
+
+    def prompt_parts(self, record: Record) -> Parts:
+        """Return the template of the prompt, and the values that fill it."""
+        if self._prompt_template is None and isinstance(record, TaskRecord):
+            return _WHOLE, {"text": record.prompt}
+        template = self._prompt_template
+        if template is None:
+            template = self._from_fields("prompt_template", PROMPT_FIELDS, record)
+        require_fields([record], template)
+        return template, record.values
+
+    def answer_parts(self, record: Record) -> Parts:
+        """Return the template of the answer, and the values that fill it."""
+        if self._answer_template is None and isinstance(record, TaskRecord):
+            return _WHOLE, {"text": record.answer}
+        template = self._answer_template
+        if template is None:
+            template = self._from_fields("answer_template", ANSWER_FIELDS, record)
+        require_fields([record], template)
+        return template, record.values
+
+    def sides(self, record: Record) -> tuple[Record, Record]:
+        """Return the record twice, with the chosen and with the rejected text as its `answer`.
+
+        Raises:
+            ValueError: The answer template has no `{answer}`.
+        """
+        template = self._answer_template
+        if template is not None and "answer" not in template_fields(template):
+            raise ValueError(
+                f"data.answer_template={template!r} has no {{answer}}, the place of the chosen or the rejected text: "
+                "add it."
+            )
+        chosen, rejected = (Record({**record.values, "answer": record.values[side]}, record.location) for side in SIDES)
+        return chosen, rejected
+
+    def _from_fields(self, key: str, candidates: Sequence[str], record: Record) -> str:
+        """Return the template that the fields of the first record imply, and log it unless it is the usual {answer}."""
+        if key not in self._found:
+            field = first_field(record, candidates, f"data.{key}")
+            ends_line = key == "prompt_template" and field != "prompt"
+            self._found[key] = f"{{{field}}}\n" if ends_line else f"{{{field}}}"
+            if self._found[key] != "{answer}":
+                log.once(f"data.{key} is {self._found[key]!r}, because the records have the field {field!r}")
+        return self._found[key]
+
+
+def plain_texts(records: Iterable[Record], data: DataConfig, pairs: bool = False) -> Iterator[str]:
+    """Yield the texts of records, from which a tokenizer can be trained: prompts and answers, without a tokenizer.
+
+    Args:
+        records: The records.
+        data: Their data section.
+        pairs: Whether they are preference pairs.
+
+    Raises:
+        ConfigError: The records are conversations, whose chat template a tokenizer that is trained here does not have.
+    """
+    texts = PlainText(data.prompt_template, data.answer_template)
+    for record in records:
+        refuse_conversation(record, data)
+        prompt = texts.prompt(record)
+        if pairs:
+            yield from (prompt, *(texts.answer(side) for side in texts.sides(record)))
+        else:
+            yield prompt + texts.answer(record)
+
+
+def refuse_conversation(record: Record, data: DataConfig) -> None:
+    """Refuse to train a tokenizer on records that become conversations.
+
+    Raises:
+        ConfigError: The record does. A tokenizer that is trained here has no chat template.
+    """
+    if data.format == "chat" or (data.format == "auto" and is_conversation(record)):
+        raise ConfigError(
+            f"data.format={data.format}: {record.location} becomes a conversation, and a tokenizer that is trained on "
+            "the data has no chat template; set tokenizer.path to the tokenizer of a chat model"
+        )

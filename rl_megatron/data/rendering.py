@@ -1,0 +1,322 @@
+"""`Renderer` turns records into tokens. Training, sampling and evaluation all use it, so that they see the same tokens.
+
+There are two formats. `plain` fills the templates of the data section with a record's fields. `chat` makes a
+conversation, either from the messages of the record or from the texts of the two templates, and renders it with a chat
+template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Encoding
+
+from rl_megatron import log
+from rl_megatron.config.schema import DataConfig
+from rl_megatron.data.chat_template import ChatTemplate
+from rl_megatron.data.conversations import (
+    Conversation,
+    is_conversation,
+    preference_conversations,
+    prompt_conversation,
+    whole_conversation,
+)
+from rl_megatron.data.encoding import EncodedPair, EncodedPrompt, EncodedSequence
+from rl_megatron.data.plain_text import PlainText, plain_texts
+from rl_megatron.data.records import Record
+from rl_megatron.data.tasks.task import Problem, TaskRecord
+from rl_megatron.data.tokenizer import Tokenizer
+
+PLAIN, CHAT = "plain", "chat"
+
+
+class Renderer:
+    """The only way from the records of a data section to tokens.
+
+    All records of a renderer have one format. If it is to be chosen by the records (`data.format=auto`), the first
+    record decides.
+
+    Args:
+        data: The data section.
+        tokenizer: The run's tokenizer.
+
+    Raises:
+        ValueError: The chat template's file cannot be read, or `format=chat` and the tokenizer has no chat template.
+    """
+
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer):
+        self.data, self.tokenizer = data, tokenizer
+        self.plain = PlainText(data.prompt_template, data.answer_template)
+        self._template: ChatTemplate | None = None
+        self._are_conversations: bool | None = None
+        self._first = ""
+        self.format: str | None = None if data.format == "auto" else data.format
+        if self.format == CHAT:
+            self._template = _chat_template(data, tokenizer)
+
+    def prompt_ids(self, record: Record) -> list[int]:
+        """Return the tokens of the prompt that the policy completes, for rollouts and evaluation.
+
+        Raises:
+            ValueError: The record lacks a field or is malformed; the message names file:line. So do the other methods.
+        """
+        if self._format_of(record) == CHAT:
+            return self._chat_prompt(self._prompt_conversation(record))
+        return self._plain_prompt(record)
+
+    def prompt_text(self, record: Record) -> str:
+        """Return the prompt as text, in which special tokens of a chat template are spelled."""
+        if self._format_of(record) == CHAT:
+            return self._chat().prompt(self._prompt_conversation(record))
+        return self.plain.prompt(record)
+
+    def prompt(self, problem: Problem) -> EncodedPrompt:
+        """Return the prompt of a problem."""
+        record = problem.as_record()
+        ids, prefix = self.prompt_ids(record), self.tokenizer.prefix_ids
+        starts_with_prefix = ids[: len(prefix)] == prefix
+        return EncodedPrompt(ids, problem, record, len(prefix) if starts_with_prefix else 0)
+
+    def example(self, record: Record) -> EncodedSequence:
+        """Return the sequence of prompt and answer, or of a conversation, with the tokens to learn."""
+        if self._format_of(record) == PLAIN:
+            return self._plain_example(record, record)
+        if self._are_conversations:
+            return self._chat_example(self._with_system_prompt(whole_conversation(record)))
+        return self._chat_example(self._answered(record, record))
+
+    def pair(self, record: Record) -> EncodedPair:
+        """Return the sequences of the chosen and of the rejected answer.
+
+        Raises:
+            ValueError: The two are the same tokens.
+        """
+        if self._format_of(record) == PLAIN:
+            sides = [self._plain_example(record, side) for side in self.plain.sides(record)]
+        elif self._are_conversations:
+            pair = preference_conversations(record)
+            sides = [self._chat_example(self._with_system_prompt(side)) for side in pair]
+        else:
+            sides = [self._chat_example(self._answered(record, side)) for side in self.plain.sides(record)]
+        chosen, rejected = sides
+        if chosen.ids == rejected.ids:
+            raise ValueError(f"{record.location}: 'chosen' and 'rejected' are the same tokens: remove the pair.")
+        return EncodedPair(chosen, rejected)
+
+    def check(self, record: Record, is_pair: bool) -> None:
+        """Check that the record has the fields and messages that `pair`, or otherwise `example`, reads."""
+        if self._format_of(record) == CHAT and self._are_conversations:
+            preference_conversations(record) if is_pair else whole_conversation(record)
+            return
+        self.plain.prompt_parts(record)
+        for answered in self.plain.sides(record) if is_pair else [record]:
+            self.plain.answer_parts(answered)
+
+    @property
+    def end_of_turn_ids(self) -> tuple[int, ...]:
+        """Return the token with which the chat template ends the assistant's turns, or nothing for plain text."""
+        if self.format != CHAT:
+            return ()
+        turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
+        try:
+            text = self._chat().text(Conversation(turns, Record({}, "a conversation of two messages")))
+        except ValueError as error:
+            log.once(f"no token is known to end the turns of the chat template: {error}")
+            return ()
+        encoding = self.tokenizer.encode_special(text)
+        last = encoding.ids[_last_token(encoding, text)]
+        return (last,) if self.tokenizer.is_added(last) else ()
+
+    # --- format ---
+
+    def _format_of(self, record: Record) -> str:
+        """Return the format, after checking that the record is a conversation if the records before it were."""
+        conversation = is_conversation(record)
+        if self._are_conversations is None:
+            self._choose_format(record, conversation)
+        elif conversation != self._are_conversations:
+            kinds = ("is a conversation", "has no messages")
+            raise ValueError(
+                f"{record.location}: the record {kinds[not conversation]}, and {self._first} "
+                f"{kinds[not self._are_conversations]}: keep records of one kind in a data section."
+            )
+        assert self.format is not None
+        return self.format
+
+    def _choose_format(self, record: Record, conversation: bool) -> None:
+        data, self._first = self.data, record.location
+        if self.format is None:
+            self.format = CHAT if conversation else PLAIN
+            if conversation:
+                log.once("data.format: the records are conversations, which the chat template renders (format=chat)")
+                self._template = _chat_template(data, self.tokenizer)
+            else:
+                data.check_plain("data.format=auto and records without messages")
+                if self.tokenizer.chat_templates:
+                    log.once("the tokenizer's chat template is not used; data.format=chat uses it")
+        if self.format == CHAT and conversation:
+            for key in ("prompt_template", "answer_template"):
+                if getattr(data, key) is not None:
+                    raise ValueError(
+                        f"data.{key}={getattr(data, key)!r} has no effect on records that are conversations, such as "
+                        f"{record.location}: leave it out, or set data.format=plain to ignore the messages."
+                    )
+        self._are_conversations = conversation and self.format == CHAT
+
+    # --- plain text ---
+
+    def _plain_prompt(self, record: Record) -> list[int]:
+        """Return the tokens of the prompt, which start with the tokenizer's prefix (BOS) exactly once."""
+        template, values = self.plain.prompt_parts(record)
+        if isinstance(record, TaskRecord) and self.data.prompt_template is None:
+            self._warn_of_markers(record.prompt)
+        ids = self.tokenizer.encode_template(template, values)
+        prefix = self.tokenizer.prefix_ids
+        return ids if ids[: len(prefix)] == prefix else prefix + ids
+
+    def _plain_example(self, record: Record, answered: Record) -> EncodedSequence:
+        """Encode prompt and answer separately, so that the prompt has the same tokens as for generation."""
+        prompt = self._plain_prompt(record)
+        answer = [*self.tokenizer.encode_template(*self.plain.answer_parts(answered)), self.tokenizer.eos_id]
+        trained = bytearray(len(prompt)) + b"\x01" * len(answer)
+        trained[0] = 0
+        return EncodedSequence(prompt + answer, bytes(trained), record)
+
+    def _warn_of_markers(self, prompt: str) -> None:
+        """Warn if a task writes special tokens into its prompts, which are data and stay text."""
+        spelled = next((token for token in self.tokenizer.special_tokens if token in prompt), None)
+        if spelled is not None:
+            log.once(
+                f"the task's prompts spell {spelled!r}, which stays text, because special tokens of data are not "
+                "special; write it in data.prompt_template, or set data.format=chat"
+            )
+
+    # --- conversations ---
+
+    def _chat(self) -> ChatTemplate:
+        assert self._template is not None  # _format_of has chosen the format
+        return self._template
+
+    def _chat_prompt(self, conversation: Conversation) -> list[int]:
+        return self._encoding(self._chat().prompt(conversation), conversation.record).ids
+
+    def _prompt_conversation(self, record: Record) -> Conversation:
+        if self._are_conversations:
+            return self._with_system_prompt(prompt_conversation(record))
+        return self._with_system_prompt(Conversation([self._user_message(record)], record))
+
+    def _answered(self, record: Record, answered: Record) -> Conversation:
+        """Return the conversation of a prompt and an answer that the two templates write."""
+        answer = {"role": "assistant", "content": self.plain.answer(answered)}
+        return self._with_system_prompt(Conversation([self._user_message(record), answer], record, num_context=1))
+
+    def _user_message(self, record: Record) -> dict[str, Any]:
+        return {"role": "user", "content": self.plain.prompt(record, of_message=True)}
+
+    def _with_system_prompt(self, conversation: Conversation) -> Conversation:
+        """Return the conversation, which begins with `data.system_prompt` unless it has a system message itself."""
+        text = self.data.system_prompt
+        if text is None or conversation.messages[0]["role"] == "system":
+            return conversation
+        messages = [{"role": "system", "content": text}, *conversation.messages]
+        num_context = conversation.num_context + 1 if conversation.num_context else 0
+        return replace(conversation, messages=messages, num_context=num_context)
+
+    def _chat_example(self, conversation: Conversation) -> EncodedSequence:
+        """Encode the text of a conversation as a whole, and mark the tokens of the turns to learn."""
+        record = conversation.record
+        text, turns = self._chat().text_and_turns(conversation, self.data.trained_turns == "last")
+        encoding = self._encoding(text, record)
+        ids, trained = list(encoding.ids), bytearray(len(encoding.ids))
+        for begin, end in turns:
+            tokens = _tokens_of(encoding, begin, end)
+            if tokens and encoding.offsets[tokens[0]][0] < begin:
+                log.once(
+                    f"{record.location}: the first token of an assistant turn begins in the text before it, so that "
+                    "generation starts from other tokens; this happens if the message begins with white space"
+                )
+            trained[tokens.start : tokens.stop] = b"\x01" * len(tokens)
+        if conversation.messages[-1]["role"] == "assistant":
+            num_characters, last = len(text.rstrip()), _last_token(encoding, text)
+            if not self.tokenizer.is_added(ids[last]):
+                log.once("the chat template ends a conversation without a special token, so <eos> is appended to it")
+                ids.append(self.tokenizer.eos_id)
+                trained += b"\x01"
+            elif turns[-1][1] < num_characters:
+                log.once(
+                    "the generation markers of the chat template leave out the token that ends a turn, so the model "
+                    "does not learn to stop"
+                )
+        trained[0] = 0
+        if 1 not in trained:
+            raise ValueError(f"{record.location}: the assistant's turns have no token to learn.")
+        return EncodedSequence(ids, bytes(trained), record)
+
+    def _encoding(self, text: str, record: Record) -> Encoding:
+        try:
+            return self.tokenizer.encode_special(text)
+        except ValueError as error:
+            raise ValueError(f"{record.location}: {error}") from error
+
+
+def check_texts(records: Sequence[Record], data: DataConfig, tokenizer: Tokenizer | None, pairs: bool = False) -> None:
+    """Check that records can be turned into tokens, without doing so for all of them.
+
+    Args:
+        records: The records of one file.
+        data: Their data section.
+        tokenizer: The run's tokenizer, or None if it has yet to be trained on the records.
+        pairs: Whether they are preference pairs.
+
+    Raises:
+        ValueError: A record lacks a field or is malformed, or the chat template fails.
+    """
+    if tokenizer is None:
+        for _ in plain_texts(records, data, pairs):
+            pass
+        return
+    renderer = Renderer(data, tokenizer)
+    for number, record in enumerate(records):
+        renderer.check(record, pairs)
+        if number == 0:
+            renderer.pair(record) if pairs else renderer.example(record)
+
+
+def _tokens_of(encoding: Encoding, begin: int, end: int) -> range:
+    """Return the tokens of the characters from `begin` to `end`; none if the tokenizer drops all of them."""
+    if begin == end:
+        return range(0)
+    edges = encoding.char_to_token(begin), encoding.char_to_token(end - 1)
+    if None in edges:  # the tokenizer drops a character at an edge
+        edges = [token for i in range(begin, end) if (token := encoding.char_to_token(i)) is not None]
+    known = [token for token in edges if token is not None]
+    if not known:
+        return range(0)
+    last = known[-1]
+    while last + 1 < len(encoding.ids) and encoding.token_to_chars(last + 1) == encoding.token_to_chars(last):
+        last += 1  # the last character has several tokens
+    return range(known[0], last + 1)
+
+
+def _last_token(encoding: Encoding, text: str) -> int:
+    """Return the index of the token of the last character that is not white space."""
+    token = encoding.char_to_token(len(text.rstrip()) - 1)
+    return len(encoding.ids) - 1 if token is None else token
+
+
+def _chat_template(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
+    variables: Mapping[str, Any] = tokenizer.named_tokens | data.chat_template_kwargs
+    if data.chat_template is None:
+        if not tokenizer.chat_templates:
+            raise ValueError(
+                "data.format=chat needs a chat template, and the tokenizer has none: set data.chat_template to a Jinja "
+                "file, or tokenizer.path to the tokenizer of a chat model."
+            )
+        return ChatTemplate(tokenizer.chat_templates, variables, "the tokenizer's chat template")
+    file = Path(data.chat_template).expanduser()
+    if not file.is_file():
+        raise ValueError(f"data.chat_template: there is no file {file.absolute()}: set it to a Jinja file.")
+    return ChatTemplate({"default": file.read_text("utf-8")}, variables, f"data.chat_template={data.chat_template}")
