@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from rl_megatron.algorithms import verify
 from rl_megatron.algorithms.checkpointer import critic_checkpoints
@@ -21,8 +18,8 @@ from rl_megatron.checkpoint.directory import (
     complete_checkpoints,
     read_manifest,
 )
+from rl_megatron.checkpoint.rerun import refuse_changes
 from rl_megatron.config.errors import ConfigError, bad_input_named
-from rl_megatron.config.load import from_yaml, to_yaml
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.data.run_tokenizer import run_tokenizer
 from rl_megatron.data.tokenizer import Tokenizer
@@ -34,21 +31,23 @@ from rl_megatron.model.build import check_vocabulary
 from rl_megatron.observability.sinks import check_sinks
 from rl_megatron.topology.degrees import sequence_multiple, zigzag_slices
 
-# Sections that may not change when a run is resumed. Others may: the layout, the number of steps, the learning rate, …
-_OF_THE_TRAINED = ("algorithm", "model", "tokenizer", "loss", "precision")
-
 
 def check(config: RunConfig, output_dir: Path) -> Tokenizer:
     """Check the input of all stages, and return the run's tokenizer.
 
     It runs before anything is written. Every rank checks the same and gets the same result.
 
+    Args:
+        config: The run.
+        output_dir: The directory of the run that it goes on with, which need not exist (`rerun.earlier_run`).
+
     Raises:
         ConfigError: The input of a stage is wrong. The message names the key or file, the value, the rule and the
             remedy.
     """
-    check_output_dir(output_dir)
+    check_output_dir(Path(config.output_dir))
     check_sinks(config.metric_sinks)
+    refuse_changes(config)
     for stage in config.stages.values():
         stage.data.require_place()
     tokenizer = bad_input_named(lambda: run_tokenizer(config.first, output_dir))
@@ -56,17 +55,11 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
     for name, stage in config.stages.items():
         bad_input_named(lambda stage=stage: _check_data_and_tokenizer(stage, tokenizer))
         saved = complete_checkpoints(output_dir / "checkpoints" / name)
-        if saved and not config.resume:
-            raise ConfigError(
-                f"resume=false and output_dir={output_dir} holds checkpoints of stage {name!r}; "
-                "choose another output_dir, or resume=true to continue"
-            )
         if saved:
             try:
-                _check_saved(saved[-1], stage, tokenizer, weights_source(config, output_dir, name))
+                _check_saved(saved[-1], stage, tokenizer)
             except Damaged as error:
                 raise verify.with_remedy(error, saved[-1], config, read_manifest) from error
-    _check_unchanged(config, output_dir)
     if config.init_from:
         path = Path(config.init_from)
         manifest = check_checkpoint(path, config.first.model, tokenizer.digest)
@@ -74,34 +67,11 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
     return tokenizer
 
 
-def weights_source(config: RunConfig, output_dir: Path, name: str) -> str:
-    """Describe the weights that the stage `name` starts from: init_from, a step of the stage before, or new weights."""
-    names = list(config.stages)
-    if name != names[0]:
-        before = names[names.index(name) - 1]
-        saved = complete_checkpoints(output_dir / "checkpoints" / before)
-        newest = read_manifest(saved[-1])["step"] if saved else 0
-        step = max(newest, config.stages[before].train.steps)
-        return f"step {step} of stage {before!r} (stages.{before}.train.steps)"
-    if config.init_from:
-        return f"init_from={Path(config.init_from).resolve()}"  # the same text for every way to write a path
-    return f"init_from=null, new weights of train.seed={config.first.train.seed}"
-
-
-def _check_saved(newest: Path, stage: StageConfig, tokenizer: Tokenizer, weights_from: str) -> None:
-    """Check a stage's newest checkpoint and, if steps are left, its critic's checkpoint and its reference policy."""
+def _check_saved(newest: Path, stage: StageConfig, tokenizer: Tokenizer) -> None:
+    """Check a stage's newest checkpoint and, if steps are left, its critic's checkpoint."""
     manifest = check_checkpoint(newest, stage.model, tokenizer.digest)
-    if manifest["step"] >= stage.train.steps:
-        return
-    if algorithm_of(stage).critic is not None:
+    if manifest["step"] < stage.train.steps and algorithm_of(stage).critic is not None:
         check_checkpoint(critic_checkpoints(newest.parent) / newest.name, stage.model, tokenizer.digest)
-    began_with = manifest.get("weights_from", weights_from)
-    if began_with != weights_from and algorithm_of(stage).uses_reference(stage):
-        raise ConfigError(
-            f"checkpoint {newest} belongs to a stage whose reference policy was {began_with}, and would now be "
-            f"{weights_from}: the reference policy must not change during a stage; set it back, or choose another "
-            "output_dir and start from this checkpoint with init_from"
-        )
 
 
 def _check_data_and_tokenizer(stage: StageConfig, tokenizer: Tokenizer) -> None:
@@ -188,28 +158,3 @@ def check_loss(stage: StageConfig) -> None:
         raise ConfigError(
             f"loss.name={name} needs {missing}, which {algorithm}'s batches do not have; use {needs.choices}"
         )
-
-
-def _check_unchanged(config: RunConfig, output_dir: Path) -> None:
-    """Refuse to resume a run under a configuration that its checkpoints were not trained with."""
-    path = output_dir / "config.yaml"
-    if not path.is_file():
-        return
-    before, now = (yaml.safe_load(to_yaml(run)) for run in (from_yaml(path.read_text(), str(path)), config))
-    for name in now["stages"]:
-        if not complete_checkpoints(output_dir / "checkpoints" / name):
-            continue
-        may_change = config.stages[name].algorithm.may_change_on_resume
-        was, is_ = (_of_the_trained(stages.get(name, {}), may_change) for stages in (before["stages"], now["stages"]))
-        changed = [f"{section}: {was[section]} → {is_[section]}" for section in is_ if was[section] != is_[section]]
-        if changed:
-            raise ConfigError(
-                f"output_dir={output_dir} holds checkpoints of stage {name!r} under another configuration "
-                f"({'; '.join(changed)}); set it back, or choose another output_dir and start from them with init_from"
-            )
-
-
-def _of_the_trained(stage: Mapping[str, Any], may_change: Set[str]) -> dict[str, Any]:
-    sections = {section: stage.get(section) for section in _OF_THE_TRAINED}
-    sections["algorithm"] = {k: v for k, v in (sections["algorithm"] or {}).items() if k not in may_change}
-    return sections

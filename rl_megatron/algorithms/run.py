@@ -18,11 +18,11 @@ from rl_megatron.algorithms.evaluate import build_evaluation
 from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, LogprobCheck
 from rl_megatron.algorithms.next_commands import next_commands
 from rl_megatron.algorithms.registry import algorithm_of
-from rl_megatron.algorithms.rerun import CONFIG, recorded_config
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.algorithms.synced_engine import SyncedEngine
 from rl_megatron.batching.config import Batching
-from rl_megatron.checkpoint.directory import complete_checkpoints, put_back
+from rl_megatron.checkpoint.directory import CONFIG, complete_checkpoints, put_back
+from rl_megatron.checkpoint.rerun import earlier_run, move_aside, recorded_config, weights_source
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.checkpoint_metadata import HUGGING_FACE, hugging_face_files
 from rl_megatron.config.data_sources import describe_source
@@ -73,15 +73,15 @@ def _run(config: RunConfig) -> None:
     device = start_device(first.device, first.train.collective_timeout_minutes)
     layout = topology.build(first.parallel, device, first.train.seed)
     degrees.validate_model(first.model, first.parallel)
-    output_dir = Path(config.output_dir)
-    _refuse_failure(run_on_rank0(lambda: _put_back_checkpoints(output_dir)))
-    tokenizer = _on_all_or_none(lambda: preflight.check(config, output_dir))
-    verify.refuse_damage(config, output_dir)
+    output_dir, earlier = Path(config.output_dir), earlier_run(config)
+    _refuse_failure(run_on_rank0(lambda: _put_back_checkpoints(earlier)))
+    tokenizer = _on_all_or_none(lambda: preflight.check(config, earlier))
+    verify.refuse_damage(config, earlier)
     if dist.get_rank() == 0:
         log.LOGGER.info("%s, %s, vocabulary of %d", layout.describe(), device.type, tokenizer.vocab_size)
         for name, stage in config.stages.items():
             log.LOGGER.info("stage %s: %s", name, describe_source(stage))
-    run_yaml = _on_all_or_none(lambda: recorded_config(config, output_dir))  # every rank has read before rank 0 writes
+    run_yaml = _on_all_or_none(lambda: recorded_config(config, earlier))  # every rank has read before rank 0 writes
     _refuse_failure(run_on_rank0(lambda: _begin_output(config, run_yaml, output_dir, tokenizer)))
     metrics_logger = _on_all_or_none(lambda: _open_metrics(config, output_dir))
     results: dict[str, Any] = {}
@@ -89,9 +89,9 @@ def _run(config: RunConfig) -> None:
     try:
         for name, stage_config in config.stages.items():
             directory = output_dir / "checkpoints" / name
-            results[name] = _finished_results(directory, stage_config) if config.resume else None
+            results[name] = _finished_results(directory, stage_config)
             if results[name] is None:
-                weights_from = preflight.weights_source(config, output_dir, name)
+                weights_from = weights_source(config, output_dir, name)
                 results[name] = _run_stage(
                     config, name, layout, tokenizer, metrics_logger, directory, weights, weights_from, run_yaml
                 )
@@ -125,13 +125,16 @@ def _put_back_checkpoints(output_dir: Path) -> None:
 def _begin_output(config: RunConfig, run_yaml: str, output_dir: Path, tokenizer: Tokenizer) -> None:
     """Write the files that a run's directory has from the start: the tokenizer and the effective configuration.
 
-    If the model came from Hugging Face, its files except the weights are copied too, for an export of this run's
-    checkpoints.
+    An earlier run that this one does not go on with is moved aside first. If the model came from Hugging Face, its
+    files except the weights are copied too, for an export of this run's checkpoints.
     """
+    move_aside(config)
     save_tokenizer(tokenizer, output_dir)
-    partial = output_dir / f"{CONFIG}.incomplete"
-    partial.write_text(run_yaml)
-    partial.replace(output_dir / CONFIG)
+    path = output_dir / CONFIG
+    if not path.is_file() or path.read_text() != run_yaml:
+        partial = path.with_suffix(".yaml.incomplete")
+        partial.write_text(run_yaml)
+        partial.replace(path)
     carried = hugging_face_files(Path(config.init_from)) if config.init_from else None
     kept = output_dir / HUGGING_FACE
     if carried is not None and carried.resolve() != kept.resolve():
@@ -194,7 +197,7 @@ def _run_stage(
     engine = SyncedEngine(build_engine(policy, config), _logprob_check(config, policy, tokenizer), metrics_logger.note)
     evaluation = build_evaluation(config, tokenizer)
     stage = Stage(
-        name, config, policy, engine, tokenizer, metrics_logger, directory, run_config.resume,
+        name, config, policy, engine, tokenizer, metrics_logger, directory,
         lambda: evaluation.evaluate(policy, engine), weights_from, critic, run_yaml,
         algorithm.progress_metric,
     )  # fmt: skip

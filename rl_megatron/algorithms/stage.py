@@ -37,7 +37,6 @@ class Stage:
         tokenizer: The run's tokenizer.
         metrics_logger: The logger of the run's metrics.
         checkpoints: The directory of the stage's checkpoints.
-        resume: Whether to continue from the newest checkpoint.
         evaluate: Returns the eval metrics on held-out data, and samples for people to read.
         weights_from: A description of the initial weights, which checkpoints store: the reference policy has them.
         critic: The critic, for algorithms that have one. It is saved and resumed with the policy.
@@ -54,7 +53,6 @@ class Stage:
     tokenizer: Tokenizer
     metrics_logger: MetricsLogger
     checkpoints: Path
-    resume: bool
     evaluate: Evaluation
     weights_from: str
     critic: MegatronPolicy | None = None
@@ -141,7 +139,7 @@ class Stage:
         self.metrics_logger.record(step, report)
 
     def _resume_from_newest(self) -> int:
-        saved = complete_checkpoints(self.checkpoints) if self.resume else []
+        saved = complete_checkpoints(self.checkpoints)
         if not saved:
             return 0
         manifest = self.policy.load_checkpoint(saved[-1], verify=False)  # verified at the start of the run

@@ -46,7 +46,7 @@ def _to_be_read(config: RunConfig, output_dir: Path) -> Iterator[Path]:
     reads = False
     for name, stage in config.stages.items():
         directory = output_dir / "checkpoints" / name
-        saved = complete_checkpoints(directory) if config.resume else []
+        saved = complete_checkpoints(directory)
         finished = saved and manifest_at_the_end(directory, stage) is not None
         if not finished and not reads and begins_with is not None:
             yield begins_with

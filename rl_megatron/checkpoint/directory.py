@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from rl_megatron.config.checkpoint_metadata import MANIFEST
+from rl_megatron.config.checkpoint_metadata import MANIFEST, no_checkpoint
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.families import NOT_OF_THE_WEIGHTS
@@ -175,7 +175,7 @@ def read_manifest(checkpoint: Path, model: ModelConfig | None = None) -> dict[st
             f"checkpoint {checkpoint} does not exist; existing checkpoints: {_names_in(checkpoint.parent)}"
         )
     if not (checkpoint / MANIFEST).is_file():
-        raise ConfigError(f"checkpoint {checkpoint} has no {MANIFEST}: it is incomplete, or not a checkpoint directory")
+        raise ConfigError(f"checkpoint {checkpoint} {no_checkpoint(checkpoint)}")
     manifest = manifest_of(checkpoint)
     for name, entry in manifest["files"].items():
         path, size = checkpoint / name, size_of(entry)
@@ -190,7 +190,8 @@ def read_manifest(checkpoint: Path, model: ModelConfig | None = None) -> dict[st
         if differing:
             listed = ", ".join(f"model.{k}: checkpoint {saved[k]}, run {wanted[k]}" for k in differing)
             raise ConfigError(
-                f"checkpoint {checkpoint} holds another model ({listed}); give these keys the checkpoint's values"
+                f"checkpoint {checkpoint} holds another model ({listed}); set model=init_from to use the model of "
+                "init_from, or give these keys the checkpoint's values"
             )
     return manifest
 

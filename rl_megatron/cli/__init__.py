@@ -140,6 +140,10 @@ def main(arguments: list[str] | None = None) -> int:
         if log.is_main_rank():  # it answers for all ranks; what is wrong on another node alone, the preflight finds
             from rl_megatron.cli.early_checks import check_early
 
+            if parsed.command == "train":
+                from rl_megatron.checkpoint.rerun import refuse_changes
+
+                refuse_changes(config)
             check_early(config)
         if parsed.command == "certify":
             from rl_megatron.certify.command import certify

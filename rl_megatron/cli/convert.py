@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
 from rl_megatron.checkpoint import hf_convert
+from rl_megatron.config.checkpoint_metadata import MANIFEST, no_checkpoint
 from rl_megatron.config.commands import command, override
 from rl_megatron.config.errors import ConfigError
 
@@ -30,6 +31,9 @@ def convert(direction: str, source: str, target: str, max_shard_size: str | None
         ConfigError: The source cannot be converted, the target exists, or the size cannot be read.
     """
     console = Console(soft_wrap=True, highlight=False, markup=False)  # no line is wrapped, so that it can be copied
+    if direction == "export" and Path(source).is_dir() and not (Path(source) / MANIFEST).is_file():
+        again = no_checkpoint(Path(source), lambda checkpoint: command("convert", "export", checkpoint, target))
+        raise ConfigError(f"{source} {again}")
     limit = hf_convert.MAX_SHARD_BYTES if max_shard_size is None else num_bytes(max_shard_size)
     with _progress(console, f"{direction} {source}") as report:
         if direction == "import":

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rl_megatron.checkpoint.directory import check_checkpoint, check_output_dir
+from rl_megatron.checkpoint.rerun import earlier_run
 from rl_megatron.config.errors import bad_input_named
 from rl_megatron.config.schema import RunConfig
 from rl_megatron.data.run_tokenizer import known_tokenizer
@@ -22,12 +23,11 @@ def check_early(config: RunConfig) -> None:
     Raises:
         ConfigError: One of them is wrong. The message is the one that the preflight would give.
     """
-    output_dir = Path(config.output_dir)
-    check_output_dir(output_dir)
+    check_output_dir(Path(config.output_dir))
     check_sinks(config.metric_sinks)
     for stage in config.stages.values():
         stage.data.require_place()
-    tokenizer = bad_input_named(lambda: known_tokenizer(config.first, output_dir))
+    tokenizer = bad_input_named(lambda: known_tokenizer(config.first, earlier_run(config)))
     for stage in config.stages.values():
         bad_input_named(lambda stage=stage: build_source(stage).check_files(tokenizer))
     if config.init_from:

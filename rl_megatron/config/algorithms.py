@@ -217,8 +217,6 @@ class GRPOConfig(RolloutConfig):
 class PPOConfig(RolloutConfig):
     """Proximal policy optimisation against a verifiable reward, with a learned critic."""
 
-    may_change_on_resume: ClassVar[frozenset[str]] = frozenset({"critic_optimizer"})  # as the policy's optimizer may
-
     name: Literal["ppo"] = "ppo"  # the algorithm
     prompts_per_step: Positive = 32  # prompts per rollout step
     samples_per_prompt: Positive = 4  # completions per prompt

@@ -6,17 +6,20 @@ No torch is needed, so that a configuration can be made from a checkpoint.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from rl_megatron.config.commands import command, override
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
 
 MANIFEST = "manifest.json"
 # Directory with the Hugging Face files except the weights, in an imported checkpoint or in a run that began with one.
 HUGGING_FACE = "hugging_face"
+_LISTED = 6  # checkpoints that a message lists
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # a tokenizer's directory has one of these
 
 
@@ -37,7 +40,8 @@ def _model_section(checkpoint: Path) -> dict[str, Any]:
     try:
         section = dict(json.loads(path.read_text("utf-8"))["model"])
     except FileNotFoundError as error:
-        raise ConfigError(f"init_from={checkpoint} is not a checkpoint: it has no {MANIFEST}") from error
+        instead = no_checkpoint(checkpoint, lambda path: override("init_from", path))
+        raise ConfigError(f"init_from={checkpoint} {instead}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"init_from={checkpoint}: {MANIFEST} has no readable model section") from error
     known = asdict(ModelConfig())
@@ -45,6 +49,29 @@ def _model_section(checkpoint: Path) -> dict[str, Any]:
     if unknown:
         raise ConfigError(f"init_from={checkpoint}: {MANIFEST} has the unknown key model.{unknown[0]}")
     return known | section  # a key that the checkpoint does not have was added later; its model has the default
+
+
+def no_checkpoint(path: Path, as_written: Callable[[str], str] = str) -> str:
+    """Return what a path without a manifest is instead of a checkpoint, and what to write: the end of a message.
+
+    Args:
+        path: The path.
+        as_written: Returns what to write to use the checkpoint at a path.
+    """
+    if not path.exists():
+        return "does not exist"
+    if (path / "config.json").is_file():
+        converted = f"checkpoints/{path.resolve().name}"
+        conversion = command("convert", "import", str(path), converted)
+        return (
+            f"is a Hugging Face directory; make a checkpoint of it with {conversion}, and write {as_written(converted)}"
+        )
+    found = [each.parent for stage in (path, *path.glob("checkpoints/*")) for each in stage.glob(f"step-*/{MANIFEST}")]
+    if not found:
+        return f"has no {MANIFEST}: it is incomplete, or not a checkpoint directory"
+    found.sort(key=lambda checkpoint: (checkpoint / MANIFEST).stat().st_mtime)
+    listed = ", ".join(str(checkpoint.relative_to(path)) for checkpoint in found[-_LISTED:])
+    return f"is not a checkpoint, but has the checkpoints {listed}; write {as_written(str(found[-1]))}"
 
 
 def hugging_face_files(checkpoint: Path) -> Path | None:

@@ -7,6 +7,8 @@ from typing import Literal, get_args
 
 from rl_megatron.config.registry import Registry
 
+METRICS_FILE = "metrics.jsonl"  # in the output directory of a run
+
 # How a value is computed from its parts. sum: the parts of microbatches and ranks are added; for a mean over tokens,
 # each part was divided by the global count before. min, max, mean, quantile: over all tokens, samples or optimizer
 # steps that the meaning names. last: the newest value.

@@ -424,7 +424,7 @@ class AlgorithmConfig:
     Attributes:
         learns_from: The kind of training data, one of config/data_kinds.py or a data source's own.
         leaves_language_model: Whether a stage after this one can start from its weights.
-        may_change_on_resume: Keys that may have other values when a run is resumed.
+        may_change_on_resume: Keys that may have other values when a run is resumed (checkpoint/rerun.py).
     """
 
     learns_from: ClassVar[str]
@@ -475,7 +475,8 @@ class RunConfig:
     plugins: tuple[str, ...] = ()  # the user's own modules that register losses, tasks, algorithms, …
     metric_sinks: tuple[str, ...] = ("jsonl", "tensorboard")  # where metrics are written; jsonl must be listed
     init_from: str | None = None  # a checkpoint directory whose weights start the first stage; null: new weights
-    resume: bool = True  # continue from the newest checkpoint in output_dir; false: refuse an output_dir that has one
+    # Go on with the run in output_dir, if there is one. false: move it to output_dir.previous, and begin anew.
+    resume: bool = True
 
     @property
     def first(self) -> StageConfig:

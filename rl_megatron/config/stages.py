@@ -68,10 +68,9 @@ def check_stages(stages: Mapping[str, schema.StageConfig], is_named: bool) -> No
         try:
             _check_stage(name, stage, first, f"stages.{name}." if is_named else "")
         except ConfigError as error:
-            said = str(error)
-            raise ConfigError(
-                said if not is_named or said.startswith("stages.") else f"stages.{name}: {said}"
-            ) from error
+            if not is_named or str(error).startswith("stages."):
+                raise
+            raise ConfigError(f"stages.{name}: {error}") from error
     for name, stage in list(stages.items())[:-1]:
         if not stage.algorithm.leaves_language_model:
             raise ConfigError(

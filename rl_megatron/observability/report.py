@@ -12,7 +12,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from rl_megatron.config.eval_metrics import shown_name
-from rl_megatron.observability.sinks import METRICS_FILE
+from rl_megatron.config.metrics import METRICS_FILE
 
 # The evaluation metrics that the curves show.
 HELDOUT = ("accuracy", "nll_per_token", "nll_per_character", "preference_accuracy", "reward_accuracy")

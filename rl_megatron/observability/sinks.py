@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rl_megatron.config.errors import ConfigError, nearest
+from rl_megatron.config.metrics import METRICS_FILE
 from rl_megatron.config.registry import Registry
-
-METRICS_FILE = "metrics.jsonl"
 
 
 @dataclass(frozen=True)

@@ -219,7 +219,7 @@ def test_a_truncated_manifest_is_refused(saved, refused):
 def test_a_checkpoint_of_another_model_is_refused(saved, refused):
     message = refused(f"init_from=saved/checkpoints/sft/{saved.name}", "model.hidden_size=64", "model.qkv_bias=true")
     assert "model.hidden_size: checkpoint 32, run 64" in message
-    assert "model.qkv_bias: checkpoint False, run True" in message
+    assert "model.qkv_bias: checkpoint False, run True" in message and "set model=init_from" in message
 
 
 def test_a_checkpoint_of_another_tokenizer_is_refused(saved, refused):
@@ -229,7 +229,37 @@ def test_a_checkpoint_of_another_tokenizer_is_refused(saved, refused):
 
 def test_a_run_does_not_resume_with_another_configuration(saved, refused):
     message = refused("output_dir=saved", "precision=bf16", "train.steps=5")
-    assert "precision: fp32 → bf16" in message and "init_from" in message
+    assert "precision: fp32 → bf16" in message and "resume=false" in message
+
+
+def test_a_finished_run_met_with_other_settings_is_refused_and_its_record_stays(tmp_path, saved, forks, refused):
+    record = tmp_path / "saved" / "config.yaml"
+    before = record.stat().st_mtime_ns
+    message = refused("output_dir=saved", "train.seed=7", "optimizer.lr=0.5", "generation.temperature=0.2")
+    for change in ("train.seed: 0 → 7", "optimizer.lr: 0.001 → 0.5", "generation.temperature: 1.0 → 0.2"):
+        assert change in message
+    again = forks.run(tmp_path, "train", *TINY, "output_dir=saved", "train.keep_checkpoints=7", "train.steps=2")
+    assert again.status == 0, again.err
+    assert "have no effect on it: train.steps: 3 → 2, train.keep_checkpoints: 2 → 7" in again.err
+    assert record.stat().st_mtime_ns == before, "the record of finished work was written again"
+
+
+def test_a_finished_run_goes_on_with_more_steps(tmp_path, saved, forks):
+    longer = forks.run(tmp_path, "train", *TINY, "output_dir=saved", "train.steps=5")
+    assert longer.status == 0, longer.err
+    assert "settings that changed apply from here on: train.steps: 3 → 5" in longer.err
+    assert "stage sft: resuming after step 3 of 5, from saved/checkpoints/sft/step-000003" in longer.err
+    assert yaml.safe_load((tmp_path / "saved" / "config.yaml").read_text())["stages"]["sft"]["train"]["steps"] == 5
+
+
+def test_without_resume_the_run_begins_anew_and_the_earlier_one_is_kept(tmp_path, saved, forks):
+    before = metrics(tmp_path / "saved")
+    anew = forks.run(tmp_path, "train", *TINY, "output_dir=saved", "resume=false", "train.seed=7", "train.steps=2")
+    assert anew.status == 0, anew.err
+    assert "resume=false: the earlier run is now in saved.previous" in anew.err
+    assert metrics(tmp_path / "saved.previous") == before
+    assert checkpoints(tmp_path / "saved.previous", "sft") == ["step-000003"]
+    assert checkpoints(tmp_path / "saved", "sft") == ["step-000002"]
 
 
 def test_the_error_of_a_missing_checkpoint_names_the_existing_ones(saved, refused):
@@ -242,7 +272,7 @@ def test_a_run_does_not_resume_from_a_damaged_checkpoint(saved, refused):
 
 
 def test_a_run_does_not_resume_with_another_model(saved, refused):
-    assert "model.hidden_size: checkpoint 32, run 64" in refused("output_dir=saved", "model.hidden_size=64")
+    assert "model.hidden_size: 32 → 64" in refused("output_dir=saved", "model.hidden_size=64")
 
 
 def test_a_run_does_not_resume_with_another_reference_policy(tmp_path, saved, forks, refused):
@@ -252,13 +282,8 @@ def test_a_run_does_not_resume_with_another_reference_policy(tmp_path, saved, fo
     message = refused(*GRPO, "train.steps=2")
     # The absolute path names the same directory.
     path = (tmp_path / began_with.removeprefix("init_from=")).resolve()
-    assert f"reference policy was init_from={path}, and would now be init_from=null" in message
+    assert f"initial weights: init_from={path} → init_from=null" in message
     assert forks.run(tmp_path, "train", *TINY, *GRPO, began_with, "train.steps=2").status == 0
-
-
-def test_a_run_without_resume_does_not_overwrite(saved, refused):
-    message = refused("output_dir=saved", "resume=false")
-    assert "resume=false" in message and "output_dir=saved" in message and "'sft'" in message
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

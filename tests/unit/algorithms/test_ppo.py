@@ -100,7 +100,7 @@ def run(monkeypatch):
         tokenizer = SimpleNamespace(digest="t")
         where = Path("checkpoints/ppo")
         stage = Stage(
-            "ppo", config, Model("policy", log), None, tokenizer, metrics_logger, where, True, lambda: ({}, []),
+            "ppo", config, Model("policy", log), None, tokenizer, metrics_logger, where, lambda: ({}, []),
             "init_from=null", Model("critic", log),
         )  # fmt: skip
         training_loop.ppo(stage, config.algorithm)

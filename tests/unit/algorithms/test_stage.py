@@ -76,9 +76,9 @@ class Silent:
 
 @pytest.fixture
 def make(monkeypatch):
-    """`make(log, saved=…, resume=…, steps=…)`: a stage that logs what happens."""
+    """`make(log, saved=…, steps=…)`: a stage that logs what happens."""
 
-    def build(log, saved=(), resume=True, nan_at=None, **train):
+    def build(log, saved=(), nan_at=None, **train):
         monkeypatch.setattr(stage_module, "complete_checkpoints", lambda directory: list(saved))
         monkeypatch.setattr(
             checkpointer, "delete_older", lambda directory, keep, *_: log.append(("delete older", keep))
@@ -86,7 +86,7 @@ def make(monkeypatch):
         config = load_config([])
         config = replace(config.first, train=replace(config.first.train, **train))
         evaluate = lambda: ({"accuracy": 0.75}, ["sample"])  # noqa: E731
-        return Stage("sft", config, Policy(log, nan_at), None, Characters(), Silent(log), "here", resume, evaluate, "a")
+        return Stage("sft", config, Policy(log, nan_at), None, Characters(), Silent(log), "here", evaluate, "a")
 
     return build
 
@@ -141,12 +141,6 @@ def test_a_stage_resumed_at_its_end_takes_no_step_and_has_its_results(make):
     walk(stage, log)
     assert log == [("load", "6"), ("begin", 6), ("end",)]
     assert stage.results["measures"] == {"accuracy": 0.25}
-
-
-def test_without_resume_a_stage_starts_at_the_beginning(make):
-    log = []
-    walk(make(log, saved=["4"], resume=False, steps=1), log)
-    assert log[:2] == [("begin", 0), ("eval", 0)]
 
 
 def test_the_display_ends_when_a_training_loop_fails(make):

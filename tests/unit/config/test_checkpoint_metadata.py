@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import yaml
 
+from rl_megatron.checkpoint.directory import read_manifest
+from rl_megatron.cli.convert import convert
 from rl_megatron.config.checkpoint_metadata import carried_tokenizer, hugging_face_files, run_tokenizer
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config, to_yaml
@@ -91,3 +95,31 @@ def test_the_files_that_a_run_began_with_are_found_from_its_checkpoints(tmp_path
     assert run_tokenizer(step) == tmp_path / "run" / "tokenizer"
     checkpoint(step / "hugging_face", None, "config.json")
     assert hugging_face_files(step) == step / "hugging_face", "its own first"
+
+
+def test_a_hugging_face_directory_in_place_of_a_checkpoint_names_the_conversion(tmp_path):
+    (tmp_path / "Qwen").mkdir()
+    (tmp_path / "Qwen" / "config.json").write_text("{}")
+    conversion = f"rl-megatron convert import {tmp_path}/Qwen checkpoints/Qwen"
+    for chosen in (["model=init_from"], []):
+        with pytest.raises(ConfigError) as refused:
+            config = load_config([*chosen, f"init_from={tmp_path}/Qwen"])
+            read_manifest(Path(str(config.init_from)))
+        assert f"make a checkpoint of it with {conversion}, and write" in str(refused.value)
+
+
+def test_a_run_or_a_stage_in_place_of_a_checkpoint_lists_its_checkpoints(tmp_path):
+    run = tmp_path / "run"
+    for number, name in enumerate(("sft/step-000100", "grpo/step-000020")):
+        directory = checkpoint(run / "checkpoints" / name)
+        os.utime(directory / "manifest.json", (number, number))
+    newest = f"{run}/checkpoints/grpo/step-000020"
+    listed = "has the checkpoints checkpoints/sft/step-000100, checkpoints/grpo/step-000020; write"
+    with pytest.raises(ConfigError, match=f"init_from={run} .*{listed} init_from={newest}$"):
+        load_config(["model=init_from", f"init_from={run}"])
+    with pytest.raises(ConfigError, match=f"checkpoint {run} .*{listed} {newest}$"):
+        read_manifest(run)
+    with pytest.raises(ConfigError, match=f"{listed} rl-megatron convert export {newest} there$"):
+        convert("export", str(run), "there", None)
+    with pytest.raises(ConfigError, match="has the checkpoints step-000100; write"):
+        read_manifest(run / "checkpoints" / "sft")
