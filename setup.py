@@ -19,6 +19,8 @@ DOCS = [
 
 # Parquet files, and data sets of Hugging Face, in directories and on the Hub.
 DATA = ["datasets>=3,<6", "pyarrow>=15"]
+# Libraries that reward functions of the package call.
+REWARDS = ["jsonschema>=4.20", "math-verify[antlr4_9_3]>=0.9,<0.10"]
 
 setup(
     name="rl_megatron",
@@ -34,6 +36,7 @@ setup(
     # The lower bounds are the oldest releases with which the unit, contract and parallel tests were run, all together.
     # constraints.txt pins the newest releases that were tried.
     install_requires=[
+        "cloudpickle>=3",  # sends functions of notebooks and scripts to reward workers
         "einops>=0.8",  # megatron-core needs it and psutil, but does not declare them
         "hydra-core>=1.3.2,<1.4",
         "jaxtyping>=0.3",  # shapes in annotations
@@ -60,6 +63,8 @@ setup(
         "te": ["transformer-engine[pytorch]>=2.0"],
         "data": DATA,
         "triton": ["triton>=3.2; platform_system == 'Linux'"],  # CUDA builds of torch install the one they need
+        # Reward functions: math_verify and json_schema. Hydra needs version 4.9.3 of antlr's runtime.
+        "rewards": REWARDS,
         "docs": DOCS,
         # trl: tests/contract/test_trl_oracle.py calls methods of its trainers that may change with any release.
         # triton: its interpreter runs the kernels if there is no GPU; before 3.7 it needs numpy < 2.4.
@@ -67,6 +72,7 @@ setup(
         "dev": [
             *DOCS,
             *DATA,
+            *REWARDS,
             "beartype>=0.20",
             "hypothesis",
             "pyright[nodejs]>=1.1.400",

@@ -27,8 +27,11 @@ from rl_megatron.config import schema  # noqa: E402
 from rl_megatron.config.compose import config_directory  # noqa: E402
 from rl_megatron.config.engines import ENGINE_DECLARATIONS  # noqa: E402
 from rl_megatron.config.load import load_config, to_yaml  # noqa: E402
+from rl_megatron.config.rewards import RewardConfig, RewardFunctionConfig  # noqa: E402
 from rl_megatron.data.tasks.registry import TASKS  # noqa: E402
 from rl_megatron.observability.sinks import SINKS  # noqa: E402
+from rl_megatron.rewards import functions as _reward_functions  # noqa: E402, F401  # it registers them
+from rl_megatron.rewards.registry import REWARDS  # noqa: E402
 
 PAGE = REPOSITORY / "docs" / "reference" / "configuration.md"
 ROPE_KINDS = (schema.LinearRope, schema.Llama3Rope, schema.YarnRope)
@@ -40,11 +43,13 @@ SECTIONS = {
     "train": schema.TrainConfig,
     "tokenizer": schema.TokenizerConfig,
     "generation": schema.GenerationConfig,
+    "reward": RewardConfig,
 }
 # Keys whose value is chosen by name: which part of the page lists the names.
 TYPES = {
     "model.rope_scaling": "mapping with [`kind`](#modelrope_scaling), or null",
     "generation.engine": "name of a [rollout engine](#rollout-engines)",
+    "reward.functions": "list of [reward functions](#rewardfunctions)",
     "metric_sinks": "list of [metric sinks](#metric-sinks)",
     "stages": "mapping of [stages](#stages)",
     "algorithm.critic_optimizer": "mapping with the keys of [`optimizer`](#optimizer)",
@@ -97,7 +102,7 @@ def page() -> str:
     """
     parts = [_run(), _stages(), _presets(), _algorithms()]
     parts += [_section(name) for name in ("model", "parallel", "optimizer", "train", "tokenizer")]
-    parts += [_data(), _tasks(), _section("generation"), _engines(), _loss(), _sinks()]
+    parts += [_data(), _tasks(), _section("generation"), _engines(), _rewards(), _loss(), _sinks()]
     return _HEAD + "".join("\n" + "\n".join(part).rstrip("\n") + "\n" for part in parts)
 
 
@@ -215,6 +220,17 @@ def _engines() -> Iterator[str]:
     yield ""
     yield f"`generation.engine` is one of {_code(ENGINE_DECLARATIONS)}, or the name of a plugin's engine."
     yield "[Rollout engines](../rollout_engines.md) describes them."
+
+
+def _rewards() -> Iterator[str]:
+    yield from _section("reward")
+    yield ""
+    yield "### reward.functions"
+    yield ""
+    yield "Each element of the list has these keys. [Rewards](../rewards.md) describes the functions of this package:"
+    yield f"{_code(sorted(REWARDS))}."
+    yield ""
+    yield from _table("reward.functions[]", keys(RewardFunctionConfig), {}, anchors=False)
 
 
 def _loss() -> Iterator[str]:

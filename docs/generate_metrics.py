@@ -23,6 +23,7 @@ from rl_megatron.config.load import load_config  # noqa: E402
 from rl_megatron.config.metrics import METRICS, Metric  # noqa: E402
 from rl_megatron.losses import LOSSES, build_loss  # noqa: E402
 from rl_megatron.losses import metrics as losses  # noqa: E402
+from rl_megatron.rewards import metrics as rewards  # noqa: E402
 
 PAGE = REPOSITORY / "docs" / "reference" / "metrics.md"
 
@@ -64,6 +65,11 @@ GROUPS = (
         "Training lines of `grpo` and `ppo`. `reward_kl` is there if `loss.use_kl_in_reward` is set.",
         metrics.ROLLOUT,
     ),
+    Group(
+        "Reward functions",
+        "Lines of training and of evaluations, if `reward.functions` is set. `<function>` is the label of a function.",
+        rewards.OF_FUNCTIONS,
+    ),
     Group("Critic", "Training lines of `ppo`.", metrics.CRITIC),
     Group(
         "Weight sync",
@@ -79,7 +85,8 @@ GROUPS = (
 )
 # What is held out, and a configuration that holds it out.
 EVALUATIONS = {
-    "Problems with rewards (`data.source=task`)": ["algorithm=grpo"],
+    "Problems with the reward of a task (`data.source=task`)": ["algorithm=grpo"],
+    "Problems with `reward.functions`": ["algorithm=grpo", "reward.functions=[{name: exact_match}]"],
     "Prompts with answers (`data.source=prompt_answer`)": ["algorithm=sft", "data=gsm8k", "data.path=x"],
     "Text (`data.source=text`)": ["algorithm=pretrain", "data=text", "data.path=x"],
     "Pairs (`data.source=preference`), under `reward_model`": [

@@ -4,7 +4,7 @@ The names in `__all__` can be imported from here. Each is loaded on first use, s
 import torch; `rl_megatron/__init__.pyi` declares them for type checkers. A subpackage imports only those before it:
 
     config → topology → data → batching → logprobs → losses → model → execution → checkpoint → weight_sync → policy →
-    generation → observability → algorithms → certify → compat → cli
+    generation → rewards → observability → algorithms → certify → compat → cli
 """
 
 import importlib
@@ -51,6 +51,7 @@ _HOME = {
     "register_engine": "generation.registry",
     "register_family": "model.families",
     "register_loss": "losses.registry",
+    "register_reward": "rewards",
     "register_sink": "observability.sinks",
     "register_source": "data.sources",
     "register_task": "data.tasks",

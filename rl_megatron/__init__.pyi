@@ -43,6 +43,7 @@ from rl_megatron.model.families import register_family as register_family
 from rl_megatron.model.families.family import Family as Family
 from rl_megatron.observability.sinks import register_sink as register_sink
 from rl_megatron.policy.megatron_policy import MegatronPolicy as MegatronPolicy
+from rl_megatron.rewards import register_reward as register_reward
 from rl_megatron.topology.topology import start_topology as start_topology
 
 __version__: str

@@ -30,6 +30,8 @@ OTHER_MEANINGS = {
     ("rl_megatron.data.files", "text"): "the field of a record",
     ("rl_megatron.data.readers.lines", "text"): "the field of a record",
     ("rl_megatron.data.sources.prompts", "reward_model"): "the field of a record for verl",
+    ("rl_megatron.rewards.calling", "reward_model"): "a field of verl's records",
+    ("rl_megatron.rewards.calling", "prompts"): "a parameter of TRL's functions",
     ("rl_megatron.data.tasks.registry", "task"): "what an error message calls a task",
     **{("rl_megatron.algorithms", name): "the module in __all__" for name in ALGORITHMS},
 }

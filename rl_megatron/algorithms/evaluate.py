@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
 from torch import Tensor
 
 from rl_megatron.algorithms.registry import algorithm_of
-from rl_megatron.algorithms.rewards import completions, score
 from rl_megatron.config.data_kinds import ANSWERS, DOCUMENTS, PAIRS, PROBLEMS
 from rl_megatron.config.registry import Registry
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.sources import build_source
-from rl_megatron.data.tasks import Task
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.training_data import encoded_prompts
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
@@ -29,6 +27,7 @@ from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.losses import NLLLoss
 from rl_megatron.losses.functional import masked_mean, masked_sum
 from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.rewards.scorer import Scorer, decoded
 
 _NUM_SAMPLES_KEPT = 6
 EvalResult = tuple[dict[str, float], list[dict[str, Any]]]
@@ -54,6 +53,10 @@ class Evaluation(ABC):
     @abstractmethod
     def evaluate(self, policy: MegatronPolicy, engine: RolloutEngine) -> EvalResult:
         """Return the eval metrics of the policy, and samples for people to read."""
+
+    def scored_by(self, scorer: Scorer) -> Self:
+        """Return this evaluation with the stage's scorer, if it scores completions."""
+        return self
 
     def item_lengths(self) -> list[list[int]]:
         """Return, for each item that goes through the model, the number of tokens of each of its sequences."""
@@ -212,10 +215,11 @@ def _preferences(prefix: str, values: Tensor) -> dict[str, float]:
 class HeldoutProblems(Evaluation):
     """Held-out problems, which the policy answers greedily."""
 
-    task: Task
     prompts: Sequence[EncodedPrompt]
     tokenizer: Tokenizer
     sampling: Sampling  # greedy
+    metric: str  # the name of the mean reward
+    scorer: Scorer | None = None
 
     @classmethod
     def of_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
@@ -226,23 +230,30 @@ class HeldoutProblems(Evaluation):
         """
         encoded = encoded_prompts(stage, heldout.problems, tokenizer)
         sampling = stage_sampling(stage, tokenizer, greedy=True, end_of_turn_ids=encoded.end_of_turn_ids)
-        return cls(heldout.task, encoded.prompts, tokenizer, sampling)
+        (metric,) = cls.metric_names(stage)
+        return cls(encoded.prompts, tokenizer, sampling, metric)
 
     @classmethod
     def metric_names(cls, stage: StageConfig) -> tuple[str, ...]:
-        """Return the names of the eval metrics."""
-        return ("accuracy",)
+        """Return the names of the eval metrics: the reward of a task is an accuracy, a sum of scores is not."""
+        return ("reward",) if stage.reward.functions else ("accuracy",)
+
+    def scored_by(self, scorer: Scorer) -> Self:
+        """Return this evaluation with the stage's scorer."""
+        return replace(self, scorer=scorer)
 
     def evaluate(self, policy: MegatronPolicy | None, engine: RolloutEngine) -> EvalResult:
-        """Return `accuracy`, which is the mean reward, and a few samples for people to read."""
+        """Return the mean reward, the metrics of the reward functions, and a few samples for people to read."""
+        assert self.scorer is not None  # `scored_by` comes first
         rollouts = engine.generate([prompt.ids for prompt in self.prompts], self.sampling, seed=0)
-        texts, problems = completions(rollouts, self.tokenizer), [prompt.problem for prompt in self.prompts]
-        rewards = score(self.task, problems, texts).tolist()
+        problems = [prompt.problem for prompt in self.prompts]
+        scored, metrics = self.scorer.score_rollouts(problems, rollouts, self.tokenizer)
+        rewards, texts = scored.tolist(), decoded(rollouts, self.tokenizer)
         samples = [
             {"prompt": self._text(prompt), "completion": text, "answer": prompt.problem.answer, "reward": reward}
             for prompt, text, reward in zip(self.prompts, texts, rewards, strict=True)
         ]
-        return {"accuracy": sum(rewards) / len(rewards)}, samples[:_NUM_SAMPLES_KEPT]
+        return {self.metric: sum(rewards) / len(rewards)} | metrics.values(), samples[:_NUM_SAMPLES_KEPT]
 
     def _text(self, prompt: EncodedPrompt) -> str:
         """Return the prompt as the model saw it, with special tokens."""

@@ -68,7 +68,7 @@ def collect(sampler: Sampler, step: int, algorithm: GRPOConfig) -> tuple[Batched
         kept.append(keep_informative(rollouts, group_size) if algorithm.dynamic_sampling else rollouts)
         if sum(part.size for part in kept) >= wanted:
             break
-    outcome = statistics(join(seen, len(seen) * wanted), group_size)
+    outcome = statistics(join(seen, len(seen) * wanted), group_size) | sampler.reward_metrics()
     if algorithm.dynamic_sampling:
         outcome["sampling_rounds"] = float(len(seen))
         kept = [part for part in kept if part.size] or seen[-1:]  # if no group differs, the step has no gradient

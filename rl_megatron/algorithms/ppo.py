@@ -69,7 +69,7 @@ def ppo(stage: Stage, algorithm: PPOConfig) -> None:
             rollouts["values"] = critic.get_values(rollouts)["values"]
         rollouts = with_advantages(rollouts, algorithm, policy_loss)
         report = statistics(rollouts, algorithm.samples_per_prompt) | logprob_mismatch(rollouts)
-        report |= reward_kl(rollouts, policy_loss)
+        report |= reward_kl(rollouts, policy_loss) | sampler.reward_metrics()
         for _ in range(algorithm.updates_per_rollout):
             learned = stage.train(step, rollouts, value_loss, critic)
             report |= {f"{CRITIC_PREFIX}{name}": value for name, value in learned.items()}

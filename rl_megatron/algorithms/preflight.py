@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from rl_megatron.losses.foreign import as_loss
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.model.build import check_vocabulary
 from rl_megatron.observability.sinks import check_sinks
+from rl_megatron.rewards.loading import check_rewards
 from rl_megatron.topology.degrees import sequence_multiple, zigzag_slices
 
 
@@ -80,6 +82,8 @@ def _check_data_and_tokenizer(stage: StageConfig, tokenizer: Tokenizer) -> None:
     stage_sampling(stage, tokenizer)
     check_engine(stage, tokenizer.vocab_size)
     check_loss(stage)
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # the rank that runs the functions
+        check_rewards(stage)
     _check_budget(stage, algorithm_of(stage).check_data(stage, tokenizer))
     _check_budget(stage, build_evaluation(stage, tokenizer).item_lengths())
 

@@ -9,12 +9,10 @@ from torch import Tensor
 
 from rl_megatron.algorithms.advantages import informative_groups, token_rewards
 from rl_megatron.algorithms.registry import LossNeeds
-from rl_megatron.algorithms.rewards import completions, score
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.config.algorithms import RolloutConfig
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.data.sources import build_source
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.training_data import RolloutPrompts
 from rl_megatron.generation.stage_sampling import stage_sampling
@@ -23,6 +21,7 @@ from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.functional import kl_penalty, masked_mean
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.policy.interfaces import PolicyInterface
+from rl_megatron.rewards.scorer import RewardMetrics
 
 # The keys of rollouts when they reach the loss.
 ROLLOUT_KEYS = frozenset(
@@ -65,7 +64,8 @@ class Sampler:
         config = stage.config
         self._engine, self._tokenizer, self._seed = stage.engine, stage.tokenizer, config.train.seed
         self._per_prompt = algorithm.samples_per_prompt
-        self._task = build_source(config).task()
+        self._scorer, self._metrics = stage.scorer, RewardMetrics()
+        self._scorer.start()  # workers load the reward functions while the first completions are generated
         self._prompts = RolloutPrompts(config, algorithm, stage.tokenizer)
         self._sampling = stage_sampling(config, stage.tokenizer, end_of_turn_ids=self._prompts.end_of_turn_ids)
 
@@ -79,8 +79,14 @@ class Sampler:
         problems = [prompt.problem for prompt in prompts]
         seed = (self._seed * 1_000_003 + step) * _ROUNDS_PER_SEED + round_
         rollouts = self._engine.generate([prompt.ids for prompt in prompts], self._sampling, seed)
-        rollouts["rewards"] = score(self._task, problems, completions(rollouts, self._tokenizer))
+        rollouts["rewards"], metrics = self._scorer.score_rollouts(problems, rollouts, self._tokenizer)
+        self._metrics.add(metrics)
         return rollouts
+
+    def reward_metrics(self) -> dict[str, float]:
+        """Return the metrics of the reward functions over all draws since the last call."""
+        metrics, self._metrics = self._metrics, RewardMetrics()
+        return metrics.values()
 
 
 def with_logprobs(rollouts: BatchedDataDict, policy: PolicyInterface, reference: bool) -> BatchedDataDict:

@@ -29,6 +29,7 @@ from rl_megatron.config.data_sources import describe_source
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import OptimizerConfig, RunConfig, StageConfig
 from rl_megatron.data.run_tokenizer import save_tokenizer
+from rl_megatron.data.sources import build_source
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.execution import FusedHead, NonFiniteLoss
 from rl_megatron.generation.engines import build_engine
@@ -37,6 +38,7 @@ from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.model.build import Head
 from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.rewards.scorer import RewardFailed, Scorer
 from rl_megatron.topology import degrees, topology
 from rl_megatron.topology.collective_errors import first_failure, run_on_rank0
 from rl_megatron.topology.device import start_device
@@ -44,7 +46,7 @@ from rl_megatron.topology.topology import Topology
 from rl_megatron.weight_sync.plan import WeightsRefused
 
 # Errors that end a run after its start, with exit status 1.
-FAILURES = (NonFiniteLoss, WeightsRefused, EngineFailed, EngineMismatch, SaveFailed)
+FAILURES = (NonFiniteLoss, WeightsRefused, EngineFailed, EngineMismatch, RewardFailed, SaveFailed)
 _PATIENCE = timedelta(seconds=30)
 _T = TypeVar("_T")
 
@@ -54,8 +56,8 @@ def run(config: RunConfig) -> int:
 
     Returns:
         The exit status, the same on all ranks. It is 0 if the run succeeded, and 2 if the input is bad, which is nearly
-        always found before the first step. It is 1 if a loss became NaN, a rollout engine failed, or the last
-        checkpoint of a stage could not be saved.
+        always found before the first step. It is 1 if a loss became NaN, a rollout engine or a reward function failed,
+        or the last checkpoint of a stage could not be saved.
     """
     try:
         _run(config)
@@ -195,10 +197,11 @@ def _run_stage(
         steps = algorithm.critic.optimizer_steps(settings, config.train)
         critic = _model(config, layout, tokenizer, weights, algorithm.critic.optimizer(settings), steps, "score")
     engine = SyncedEngine(build_engine(policy, config), _logprob_check(config, policy, tokenizer), metrics_logger.note)
-    evaluation = build_evaluation(config, tokenizer)
+    scorer = Scorer(config.reward, lambda: build_source(config).task())
+    evaluation = build_evaluation(config, tokenizer).scored_by(scorer)
     stage = Stage(
         name, config, policy, engine, tokenizer, metrics_logger, directory,
-        lambda: evaluation.evaluate(policy, engine), weights_from, critic, run_yaml,
+        scorer, lambda: evaluation.evaluate(policy, engine), weights_from, critic, run_yaml,
         algorithm.progress_metric,
     )  # fmt: skip
     try:
@@ -208,6 +211,7 @@ def _run_stage(
         raise
     finally:
         engine.shutdown()
+        scorer.close()
     policy.shutdown()
     if critic is not None:
         critic.shutdown()

@@ -21,6 +21,7 @@ from rl_megatron.losses.contract import LossFunction
 from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.observability.phase_timer import PhaseTimer
 from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.rewards.scorer import Scorer
 
 Evaluation = Callable[[], tuple[dict[str, float], list[dict[str, Any]]]]
 
@@ -37,6 +38,7 @@ class Stage:
         tokenizer: The run's tokenizer.
         metrics_logger: The logger of the run's metrics.
         checkpoints: The directory of the stage's checkpoints.
+        scorer: Scores completions with the stage's reward functions, or with the reward of its task.
         evaluate: Returns the eval metrics on held-out data, and samples for people to read.
         weights_from: A description of the initial weights, which checkpoints store: the reference policy has them.
         critic: The critic, for algorithms that have one. It is saved and resumed with the policy.
@@ -53,6 +55,7 @@ class Stage:
     tokenizer: Tokenizer
     metrics_logger: MetricsLogger
     checkpoints: Path
+    scorer: Scorer
     evaluate: Evaluation
     weights_from: str
     critic: MegatronPolicy | None = None

@@ -15,6 +15,7 @@ from rl_megatron.config.schema import RunConfig
 from rl_megatron.data.run_tokenizer import known_tokenizer
 from rl_megatron.data.sources import build_source
 from rl_megatron.observability.sinks import check_sinks
+from rl_megatron.rewards.loading import check_rewards
 
 
 def check_early(config: RunConfig) -> None:
@@ -30,6 +31,8 @@ def check_early(config: RunConfig) -> None:
     tokenizer = bad_input_named(lambda: known_tokenizer(config.first, earlier_run(config)))
     for stage in config.stages.values():
         bad_input_named(lambda stage=stage: build_source(stage).check_files(tokenizer))
+    for stage in config.stages.values():
+        check_rewards(stage)
     if config.init_from:
         digest = None if tokenizer is None else tokenizer.digest
         check_checkpoint(Path(config.init_from), config.first.model, digest)

@@ -14,20 +14,9 @@ from pydantic import Field
 
 from rl_megatron.config.data_kinds import ANSWERS, DOCUMENTS, PAIRS, PROBLEMS
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.field_types import ClosedFraction, NonNegative, Number, Positive, PositiveFloat, section
 from rl_megatron.config.named_class import register_class
-from rl_megatron.config.schema import (
-    ALGORITHM_CONFIGS,
-    AlgorithmConfig,
-    ClosedFraction,
-    NonNegative,
-    Number,
-    OptimizerConfig,
-    Positive,
-    PositiveFloat,
-    StageConfig,
-    TrainConfig,
-    section,
-)
+from rl_megatron.config.schema import ALGORITHM_CONFIGS, AlgorithmConfig, OptimizerConfig, StageConfig, TrainConfig
 
 register_algorithm_config = register_class("name", ALGORITHM_CONFIGS, declared="learns_from")
 

@@ -106,6 +106,7 @@ class PromptsConfig(DataConfig):
     heldout_kind: ClassVar[str] = PROBLEMS
     reads_records: ClassVar[bool] = True
     ignores: ClassVar[tuple[str, ...]] = ("answer_template", "trained_turns", "sequence_length", *_OF_TASKS)
+    has_rewards: ClassVar[bool] = False
 
     source: Literal["prompts"] = "prompts"  # the data source
 

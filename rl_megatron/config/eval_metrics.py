@@ -18,6 +18,13 @@ declare_metrics(
         "mean",
         "higher",
     ),
+    Metric(
+        "reward",
+        "reward",
+        "The mean reward of greedy answers to held-out problems, if the run has `reward.functions`.",
+        "mean",
+        "higher",
+    ),
     Metric("nll_per_token", "nats", "−log p of held-out text, per predicted token.", "mean", "lower"),
     Metric("nll_per_character", "nats", "−log p of held-out text, per character of plain text.", "mean", "lower"),
     Metric(

@@ -101,7 +101,7 @@ def _split(text: str, where: str) -> tuple[str, str]:
 
 def _module_of_name(name: str, where: str, config_dir: str | os.PathLike[str] | None) -> ModuleType:
     if config_dir is not None:
-        _add_to_path(Path(config_dir).resolve())
+        add_to_path(Path(config_dir).resolve())
     file = Path(f"{name.replace('.', '/')}.py")
     missing = f"a module is installed, or in the directory of --config-dir; a file is written as in {file}:NAME"
     module = imported(where, name, lambda: importlib.import_module(name), missing)
@@ -117,7 +117,7 @@ def _module_of_file(file: Path, where: str) -> ModuleType:
     name = f"{re.sub(r'[^0-9A-Za-z_]', '_', file.stem)}_{digest}"  # no installed module has such a name
     if name in sys.modules:
         return sys.modules[name]
-    _add_to_path(file.parent)
+    add_to_path(file.parent)
     module = imported(where, str(file), lambda: _execute(name, file), "")
     for sibling in _imports(file):
         if sibling in sys.modules:
@@ -147,7 +147,8 @@ def _imports(file: Path) -> Iterator[str]:
             yield node.module.partition(".")[0]
 
 
-def _add_to_path(directory: Path) -> None:
+def add_to_path(directory: str | os.PathLike[str]) -> None:
+    """Add a directory at the end of `sys.path`, unless it is there."""
     if str(directory) not in sys.path:
         sys.path.append(str(directory))
         importlib.invalidate_caches()

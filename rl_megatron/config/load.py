@@ -50,10 +50,15 @@ def load_config(overrides: list[str], config_dir: str | None = None, config_name
     stages = {name: mapping(changes, f"stages.{name}") for name, changes in (named or {alone: {}}).items()}
     run = {key: tree.pop(key) for key in list(tree) if key in _RUN_KEYS}
     refuse_shadowed(overrides, stages)
-    built = {name: build_stage(name, tree, changes) for name, changes in stages.items()}
+    built = {name: _with_found_files(build_stage(name, tree, changes), config_dir) for name, changes in stages.items()}
     config = replace(validated(schema.RunConfig, {"stages": {}, **run}, ""), stages=built)
     check_stages(built, is_named=bool(named))
     return config
+
+
+def _with_found_files(stage: schema.StageConfig, config_dir: str | None) -> schema.StageConfig:
+    """Return the stage with absolute paths of the users' files that import strings name."""
+    return replace(stage, reward=stage.reward.found(config_dir))
 
 
 def _take_tokenizer(tree: dict[str, Any]) -> None:

@@ -8,40 +8,25 @@ the world size are in `topology`.
 from __future__ import annotations
 
 from dataclasses import field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, SerializeAsAny
-from pydantic.dataclasses import dataclass
+from pydantic import Field, SerializeAsAny
 
+from rl_megatron.config.data_kinds import PROBLEMS
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.eval_metrics import HIGHER_IS_BETTER
+from rl_megatron.config.field_types import (
+    Fraction,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    section,
+)
 from rl_megatron.config.named_class import named_class
 from rl_megatron.config.registry import Registry
+from rl_megatron.config.rewards import RewardConfig
 
-_STRICT = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
-Section = TypeVar("Section")
-
-
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
-def section(cls: type[Section]) -> type[Section]:
-    """Return `cls` as a section of the configuration: a frozen dataclass, whose values pydantic checks."""
-    return dataclass(frozen=True, config=_STRICT, kw_only=True)(cls)  # pyright: ignore[reportReturnType]  # it is cls
-
-
-def _no_switch(value: Any) -> Any:
-    """Return `value` unless it is a bool, which Python would accept as the number 0 or 1."""
-    if isinstance(value, bool):
-        raise ValueError("must be a number, not true or false")
-    return value
-
-
-Number = BeforeValidator(_no_switch)
-Positive = Annotated[int, Field(ge=1), Number]
-NonNegative = Annotated[int, Field(ge=0), Number]
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0), Number]
-ClosedFraction = Annotated[float, Field(ge=0.0, le=1.0), Number]
-PositiveFloat = Annotated[float, Field(gt=0.0), Number]
-NonNegativeFloat = Annotated[float, Field(ge=0.0), Number]
 if TYPE_CHECKING:
     EvalMetric = str  # the names are not known to a type checker
 else:
@@ -270,6 +255,7 @@ class DataConfig:
         reads_records: Whether it reads files with the package's readers, as the keys from `dataset_name` to `columns`
             say.
         ignores: Further keys that have no effect on the source.
+        has_rewards: Whether its problems come with a reward, so that `reward.functions` may be empty.
     """
 
     provides: ClassVar[tuple[str, ...]] = ()
@@ -277,6 +263,7 @@ class DataConfig:
     reads_path: ClassVar[bool] = True
     reads_records: ClassVar[bool] = False
     ignores: ClassVar[tuple[str, ...]] = ()
+    has_rewards: ClassVar[bool] = True
 
     # Name of a registered data source: text, prompt_answer, preference, prompts, task, or a plugin's. null: task if
     # data.task.name is set, otherwise the one that reads what the algorithm learns from.
@@ -459,9 +446,15 @@ class StageConfig:
     # the data source and its settings (config/data_sources.py)
     data: Annotated[SerializeAsAny[DataConfig], named_class("source", SOURCE_CONFIGS)]
     generation: GenerationConfig  # sampling and the rollout engine
+    reward: RewardConfig = field(default_factory=RewardConfig)  # reward functions and the processes that run them
     loss: dict[str, Any]  # name and settings of a registered loss (rl_megatron/losses); pretrain and sft use nll
     precision: Literal["fp32", "bf16"]  # of weights and activations; with bf16, the optimizer keeps fp32 weights
     device: Literal["auto", "cpu", "cuda"]  # auto: one GPU per rank if there are GPUs, otherwise the CPU
+
+    @property
+    def scores_completions(self) -> bool:
+        """Return whether the stage samples completions and scores them, to learn or to be evaluated."""
+        return PROBLEMS in (self.algorithm.learns_from, self.data.heldout_kind)
 
 
 @section

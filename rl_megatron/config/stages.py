@@ -13,6 +13,7 @@ from rl_megatron.config.engines import check_generation
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.hints import key_of
 from rl_megatron.config.model_rules import check_model
+from rl_megatron.config.rewards import check_used
 from rl_megatron.config.sections import chosen_class, refuse_unknown, validated
 
 STAGE_KEYS = {field.name for field in fields(schema.StageConfig)}
@@ -71,6 +72,7 @@ def check_stages(stages: Mapping[str, schema.StageConfig], is_named: bool) -> No
             if not is_named or str(error).startswith("stages."):
                 raise
             raise ConfigError(f"stages.{name}: {error}") from error
+    check_used((stage.reward, stage.scores_completions) for stage in stages.values())
     for name, stage in list(stages.items())[:-1]:
         if not stage.algorithm.leaves_language_model:
             raise ConfigError(
@@ -87,6 +89,7 @@ def _check_stage(name: str, stage: schema.StageConfig, first: schema.StageConfig
     stage.data.check(stage)
     stage.optimizer.check(f"{where}optimizer")
     check_generation(stage.generation)
+    stage.reward.check()
     _check_kind_of_data(stage)
     stage.algorithm.check(stage)
 

@@ -42,9 +42,9 @@ class PromptsTask:
         """Refuse to score a completion.
 
         Raises:
-            ConfigError: Always.
+            TypeError: Always: the configuration was checked to have `reward.functions`.
         """
-        raise ConfigError("data.source=prompts has no reward of its own; set reward.functions")
+        raise TypeError("problems from files have no reward of their own")
 
 
 @register_source(PromptsConfig)

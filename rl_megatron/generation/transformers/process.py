@@ -9,7 +9,6 @@ started the engine, so engines must be started from a thread that lives as long 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -19,15 +18,13 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 from rl_megatron import log
+from rl_megatron.topology.child_process import environment_of_a_child
 
 WORKER_MODULE = "rl_megatron.generation.transformers.worker"
-_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SECONDS_TO_LEAVE = 5.0
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _GRAVEST_FIRST = ("died", "failed", "refused", "broken")
 
 
@@ -70,7 +67,7 @@ class _Worker:
                 [sys.executable, "-m", WORKER_MODULE, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=_environment(),
+                env=environment_of_a_child(),
                 start_new_session=True,  # Ctrl-C reaches only the policy, with which the engine ends
             )
         # Without a time limit, reads from a stopped process and writes to it would block.
@@ -209,21 +206,3 @@ class EngineWorkers:
                 worker.kill()
             worker.leave()
         self._workers = []
-
-
-def _environment() -> dict[str, str]:
-    """Return this process's environment without its rank, and with this package first on the import path."""
-    kept = {key: value for key, value in os.environ.items() if key not in _OF_A_RANK}
-    here = str(Path(__file__).resolve().parents[2])
-    return kept | {"PYTHONPATH": os.pathsep.join([here, *filter(None, [kept.get("PYTHONPATH")])])}
-
-
-def die_with(parent: int) -> None:
-    """Make this engine process end with its parent, however the parent ends.
-
-    On Linux the process ends at once; on other systems, after it has answered the pending request.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone already
-        sys.exit(0)

@@ -19,7 +19,7 @@ from rl_megatron.generation.completions import sequence_uniforms
 from rl_megatron.generation.decoding_progress import DecodingProgress
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.transformers.model import build_model, checkpoint_tensors, complete
-from rl_megatron.generation.transformers.process import die_with
+from rl_megatron.topology.child_process import die_with
 from rl_megatron.weight_sync.ipc import WeightHandle, opened
 from rl_megatron.weight_sync.plan import RefitPlan, WeightsRefused
 from rl_megatron.weight_sync.process_group import CollectiveFailed, StandaloneGroup

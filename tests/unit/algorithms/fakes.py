@@ -8,6 +8,7 @@ import torch
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tasks import Problem
+from rl_megatron.rewards.scorer import RewardMetrics, decoded
 
 EOS = 0
 
@@ -58,6 +59,21 @@ class Problems:
 
     def problems(self, wanted):
         return self.of_task.train_problems(wanted)
+
+
+@dataclass
+class ScoredHere:
+    """A scorer that calls the task's reward in this process."""
+
+    task: Echo
+
+    def start(self):
+        pass
+
+    def score_rollouts(self, problems, rollouts, tokenizer):
+        texts = decoded(rollouts, tokenizer)
+        rewards = [self.task.reward(problem, text) for problem, text in zip(problems, texts, strict=True)]
+        return torch.tensor(rewards), RewardMetrics()
 
 
 @dataclass

@@ -4,16 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_megatron.algorithms import rollout
 from rl_megatron.algorithms.grpo import _advantages, collect, grpo
-from rl_megatron.algorithms.rewards import completions
 from rl_megatron.algorithms.rollout import Sampler
 from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.config.load import load_config
 from rl_megatron.data import training_data
 from rl_megatron.data.order import BatchSchedule
 from rl_megatron.observability.phase_timer import PhaseTimer
-from tests.unit.algorithms.fakes import Characters, Echo, Problems, Scripted
+from rl_megatron.rewards.scorer import decoded
+from tests.unit.algorithms.fakes import Characters, Echo, Problems, ScoredHere, Scripted
 
 SIZE = 2
 DIFFER, EQUAL = ["1", "0"], ["1", "1"]
@@ -27,10 +26,9 @@ def collecting(monkeypatch):
         config = load_config(
             ["algorithm=grpo", "algorithm.prompts_per_step=2", f"algorithm.samples_per_prompt={SIZE}", *overrides]
         ).first
-        for module in (rollout, training_data):
-            monkeypatch.setattr(module, "build_source", lambda stage: Problems(Echo()))
+        monkeypatch.setattr(training_data, "build_source", lambda stage: Problems(Echo()))
         engine = Scripted({prompt: list(texts) for prompt, texts in answers.items()})
-        stage = SimpleNamespace(config=config, tokenizer=Characters(), engine=engine)
+        stage = SimpleNamespace(config=config, tokenizer=Characters(), engine=engine, scorer=ScoredHere(Echo()))
         sampler = Sampler(stage, config.algorithm)
         return lambda step: collect(sampler, step, config.algorithm), engine
 
@@ -76,7 +74,7 @@ def test_dynamic_sampling_samples_until_the_step_is_full(collecting):
     rollouts, outcome = collect(1)
     assert rollouts.size == 4
     assert {chr(ids[0]) for ids in rollouts["input_ids"].tolist()} <= {"a", "c"}
-    assert sorted(completions(rollouts, Characters())) == ["0", "0", "1", "1"]
+    assert sorted(decoded(rollouts, Characters())) == ["0", "0", "1", "1"]
     assert outcome["sampling_rounds"] == len(engine.calls) <= 4
     assert outcome["informative_groups"] == pytest.approx(2 / (2 * len(engine.calls))), "of all that were sampled"
     assert len({seed for _, seed in engine.calls}) == len(engine.calls)
@@ -127,8 +125,7 @@ def test_steps_do_not_share_rounds(collecting):
 def test_the_kl_in_the_reward_is_recorded(monkeypatch):
     overrides = ["algorithm=grpo", "algorithm.prompts_per_step=2", "algorithm.samples_per_prompt=2"]
     overrides += ["algorithm.advantage_estimator=reinforce_plus_plus", "loss.use_kl_in_reward=true"]
-    for module in (rollout, training_data):
-        monkeypatch.setattr(module, "build_source", lambda stage: Problems(Echo()))
+    monkeypatch.setattr(training_data, "build_source", lambda stage: Problems(Echo()))
     records = []
     policy = SimpleNamespace(
         freeze_reference=lambda: None,
@@ -139,6 +136,7 @@ def test_the_kl_in_the_reward_is_recorded(monkeypatch):
         config=load_config([*overrides, "loss.reference_policy_kl_type=k1"]).first,
         tokenizer=Characters(),
         engine=Scripted({prompt: DIFFER * 2 for prompt in "abcd"}),
+        scorer=ScoredHere(Echo()),
         policy=policy,
         steps=lambda: [1],
         train=lambda step, rollouts, loss_fn: {"loss": 1.0},

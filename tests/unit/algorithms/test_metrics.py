@@ -59,5 +59,5 @@ def test_the_metrics_of_an_evaluation_are_declared(overrides):
 
 def test_only_eval_metrics_may_reuse_a_name():
     shared = EVAL_METRICS.keys() & METRICS.keys()
-    assert shared == {"accuracy"}
+    assert shared == {"accuracy", "reward"}
     assert EVAL_METRICS["accuracy"].meaning != METRICS["accuracy"].meaning

@@ -75,6 +75,9 @@ class Rollouts:
             input_lengths=torch.tensor([3, 2]), stopped=torch.tensor([True, True]),
         )  # fmt: skip
 
+    def reward_metrics(self):
+        return {}
+
 
 @pytest.fixture
 def run(monkeypatch):
@@ -100,7 +103,7 @@ def run(monkeypatch):
         tokenizer = SimpleNamespace(digest="t")
         where = Path("checkpoints/ppo")
         stage = Stage(
-            "ppo", config, Model("policy", log), None, tokenizer, metrics_logger, where, lambda: ({}, []),
+            "ppo", config, Model("policy", log), None, tokenizer, metrics_logger, where, None, lambda: ({}, []),
             "init_from=null", Model("critic", log),
         )  # fmt: skip
         training_loop.ppo(stage, config.algorithm)

@@ -249,7 +249,7 @@ def test_an_engine_on_the_cpu_needs_shared_memory_if_the_policy_is_on_gpus():
 
 
 def test_an_unknown_eval_metric_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match="train.keep_best='acuracy'.*'accuracy', 'nll_per_token'"):
+    with pytest.raises(ConfigError, match="train.keep_best='acuracy'.*'accuracy', 'reward', 'nll_per_token'"):
         load_config(["train.keep_best=acuracy"])
 
 

@@ -5,11 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_megatron.algorithms import rollout
 from rl_megatron.algorithms.advantages import group_relative
 from rl_megatron.algorithms.grpo import _advantages
 from rl_megatron.algorithms.ppo import with_advantages
-from rl_megatron.algorithms.rewards import completions, score
 from rl_megatron.algorithms.rollout import (
     Sampler,
     join,
@@ -21,14 +19,13 @@ from rl_megatron.algorithms.rollout import (
     statistics,
 )
 from rl_megatron.config.algorithms import GRPOConfig, PPOConfig
-from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
 from rl_megatron.data import training_data
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.order import BatchSchedule
-from rl_megatron.data.tasks import Problem
 from rl_megatron.losses import build_loss
-from tests.unit.algorithms.fakes import Characters, Echo, Problems, Scripted
+from rl_megatron.rewards.scorer import decoded
+from tests.unit.algorithms.fakes import Characters, Echo, Problems, ScoredHere, Scripted
 
 
 @pytest.fixture
@@ -39,11 +36,10 @@ def rollouts_of(monkeypatch):
         config = load_config(
             ["algorithm=grpo", f"algorithm.prompts_per_step={len(answers)}", f"algorithm.samples_per_prompt={size}"]
         ).first
-        for module in (rollout, training_data):
-            monkeypatch.setattr(module, "build_source", lambda stage: Problems(Echo(tuple(answers))))
+        monkeypatch.setattr(training_data, "build_source", lambda stage: Problems(Echo(tuple(answers))))
         monkeypatch.setattr(BatchSchedule, "items_at", lambda self, step: list(range(len(answers))))
         engine = Scripted({prompt: list(texts) for prompt, texts in answers.items()})
-        stage = SimpleNamespace(config=config, tokenizer=Characters(), engine=engine)
+        stage = SimpleNamespace(config=config, tokenizer=Characters(), engine=engine, scorer=ScoredHere(Echo()))
         return Sampler(stage, config.algorithm).draw(1), engine
 
     return make
@@ -131,22 +127,7 @@ def test_the_reference_is_used_if_the_loss_or_the_reward_needs_it():
 
 def test_completions_are_only_the_sampled_text(rollouts_of):
     rollouts, _ = rollouts_of({"a": ["1", "234"], "bcd": ["5", "6"]})
-    assert completions(rollouts, Characters()) == ["1", "234", "5", "6"]
-
-
-@pytest.mark.parametrize("reward", ["nan", "inf", "-inf"])
-def test_a_reward_that_is_not_finite_names_task_prompt_and_completion(reward):
-    problems = [Problem("a", "1"), Problem("the prompt", "1")]
-    with pytest.raises(ConfigError) as refused:
-        score(Echo(), problems, ["1", reward])
-    for word in ("'echo'", "'the prompt'", repr(reward), "finite"):
-        assert word in str(refused.value)
-
-
-def test_rewards_are_one_per_text():
-    assert score(Echo(), [Problem("a", "1")] * 3, ["1", "2", "-0.25"]).tolist() == [1.0, 2.0, -0.25]
-    with pytest.raises(ValueError):
-        score(Echo(), [Problem("a", "1")] * 2, ["1"])
+    assert decoded(rollouts, Characters()) == ["1", "234", "5", "6"]
 
 
 def test_only_informative_groups_are_kept(rollouts_of):
@@ -154,7 +135,7 @@ def test_only_informative_groups_are_kept(rollouts_of):
     kept = keep_informative(rollouts, 2)
     assert kept.size == 4
     assert kept["rewards"].tolist() == [1.0, 2.0, 5.0, 4.0]
-    assert completions(kept, Characters()) == ["1", "2", "5", "4"]
+    assert decoded(kept, Characters()) == ["1", "2", "5", "4"]
     assert kept["prompt_lengths"].tolist() == [1] * 4
     none, _ = rollouts_of({"a": ["1", "1"]})
     assert keep_informative(none, 2).size == 0
@@ -165,7 +146,7 @@ def test_rounds_are_joined_in_order_up_to_the_limit(rollouts_of):
     wide, _ = rollouts_of({"bcdefg": ["3", "44"], "h": ["5", "6"]})
     joined = join([narrow, wide], 4)
     assert joined["rewards"].tolist() == [1.0, 2.0, 3.0, 44.0]
-    assert completions(joined, Characters()) == ["1", "2", "3", "44"]
+    assert decoded(joined, Characters()) == ["1", "2", "3", "44"]
     assert joined["token_mask"].sum(1).tolist() == [2.0, 2.0, 2.0, 3.0]
     assert join([narrow, wide], 100).size == 6
     assert torch.equal(join([narrow], 2)["input_ids"], narrow["input_ids"])

@@ -20,7 +20,7 @@ from rl_megatron.data.tasks import Problem
 from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.losses import NLLLoss
-from tests.unit.algorithms.fakes import Characters, Echo, Scripted
+from tests.unit.algorithms.fakes import Characters, Echo, ScoredHere, Scripted
 
 
 class Policy:
@@ -86,7 +86,7 @@ def make(monkeypatch):
         config = load_config([])
         config = replace(config.first, train=replace(config.first.train, **train))
         evaluate = lambda: ({"accuracy": 0.75}, ["sample"])  # noqa: E731
-        return Stage("sft", config, Policy(log, nan_at), None, Characters(), Silent(log), "here", evaluate, "a")
+        return Stage("sft", config, Policy(log, nan_at), None, Characters(), Silent(log), "here", None, evaluate, "a")
 
     return build
 
@@ -191,7 +191,8 @@ def test_heldout_problems_are_answered_and_scored():
     problems = [Problem(prompt, "1") for prompt in "abcdefgh"]
     prompts = [EncodedPrompt([ord(each.prompt)], each, each.as_record()) for each in problems]
     engine = Scripted({prompt: ["1" if prompt < "c" else "0"] for prompt in "abcdefgh"})
-    evaluation = HeldoutProblems(Echo(), prompts, Characters(), Sampling(4, temperature=0.0))
+    evaluation = HeldoutProblems(prompts, Characters(), Sampling(4, temperature=0.0), "accuracy")
+    evaluation = evaluation.scored_by(ScoredHere(Echo()))
     measures, samples = evaluation.evaluate(None, engine)
     assert measures == {"accuracy": 0.25}
     assert samples[0] == {"prompt": "a", "completion": "1", "answer": "1", "reward": 1.0}

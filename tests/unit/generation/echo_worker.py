@@ -6,7 +6,7 @@ import sys
 import time
 from multiprocessing.connection import Connection
 
-from rl_megatron.generation.transformers.process import die_with
+from rl_megatron.topology.child_process import die_with
 
 
 def answer(method: str, arguments: tuple) -> tuple[str, object]:

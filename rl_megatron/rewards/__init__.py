@@ -1,0 +1,8 @@
+"""Rewards: functions that score completions, and the worker processes that run them.
+
+Only `scorer` imports torch: a worker needs it only if the user's own file imports it.
+"""
+
+from rl_megatron.rewards.registry import REWARDS, register_reward
+
+__all__ = ["REWARDS", "register_reward"]

@@ -1,0 +1,164 @@
+"""What is sent between a rank and its reward workers: samples, functions, and what the workers say about them."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import pickle
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.data.tasks.task import Problem
+
+_LENGTH_SHOWN = 200  # characters of a prompt or a completion in a message
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion with its problem.
+
+    Attributes:
+        problem: The problem, whose prompt was completed.
+        completion: The sampled text.
+        completion_ids: Its tokens, with the stop token.
+        truncated: Whether the completion ended without a stop token.
+    """
+
+    problem: Problem
+    completion: str
+    completion_ids: list[int]
+    truncated: bool
+
+    def in_words(self) -> str:
+        """Return the prompt and the completion, both shortened, for a message."""
+        return f"prompt {shortened(self.problem.prompt)} and completion {shortened(self.completion)}"
+
+
+@dataclass(frozen=True)
+class FunctionSpec:
+    """A reward function, as it is sent to a worker, which loads it.
+
+    Attributes:
+        label: Its name in metrics and messages.
+        where: The configuration key, for messages.
+        target: Its import string, or None if `pickled` has the function itself.
+        pickled: A pickled function, class or task, or None.
+        kwargs: Further arguments by name.
+        is_task: Whether `pickled` is a task, whose method `reward` is the function.
+    """
+
+    label: str
+    where: str
+    target: str | None = None
+    pickled: bytes | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    is_task: bool = False
+
+
+class Description(NamedTuple):
+    """What a worker found out about a function.
+
+    Attributes:
+        label: The function's name.
+        form: How it is called: for one sample, for a whole list, as verl does, or for a problem, as a task is.
+        is_async: Whether its calls are awaited.
+        needed: The record fields without which it cannot be called.
+    """
+
+    label: str
+    form: Literal["sample", "list", "verl", "problem"]
+    is_async: bool
+    needed: tuple[str, ...]
+
+
+class Failure(NamedTuple):
+    """Why a function gave no score.
+
+    Attributes:
+        kind: "timeout" if it took too long, "error" for everything else.
+        message: What happened; it completes "the function …".
+    """
+
+    kind: Literal["error", "timeout"]
+    message: str
+
+
+class Outcome(NamedTuple):
+    """What one call said about one sample. Without a failure, `score` None means that the function does not apply."""
+
+    score: float | None
+    metrics: dict[str, float]
+    failure: Failure | None = None
+
+
+def pickled(value: Callable[..., Any] | object, where: str) -> bytes:
+    """Return a function, or an instance of a user's class, so that another process can load it.
+
+    What a fresh process can import is sent by name. Everything else, such as a function of `__main__` or of a cell of a
+    notebook, is sent with its code.
+
+    Args:
+        value: The function or the instance.
+        where: What it is, for the message.
+
+    Raises:
+        ConfigError: It refers to something that cannot be sent, such as an open file.
+    """
+    import cloudpickle
+
+    name = getattr(value, "__module__", None) or type(value).__module__
+    module = sys.modules.get(name)
+    if module is not None and not _can_be_imported(module):
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        return cloudpickle.dumps(value)
+    except Exception as error:  # whatever the object's parts raise
+        raise ConfigError(
+            f"{where} cannot be sent to a worker process: {type(error).__name__}: {error}; define the function in a "
+            "file and name it as in file.py:name"
+        ) from error
+
+
+def dumps(message: object) -> bytes:
+    """Return a message for another process; samples of users' own classes are sent with their classes' code."""
+    try:
+        if all(type(each.problem) is Problem for each in _samples_of(message)):
+            return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, AttributeError, TypeError):  # a class within a function, for example
+        pass
+    import cloudpickle
+
+    return cloudpickle.dumps(message)
+
+
+def shortened(text: str) -> str:
+    """Return the text in quotation marks, with the middle of a long one left out."""
+    if len(text) > _LENGTH_SHOWN:
+        half = _LENGTH_SHOWN // 2
+        return f"{text[:half]!r} … {text[-half:]!r} ({len(text)} characters)"
+    return repr(text)
+
+
+def _samples_of(message: object) -> list[Sample]:
+    parts = message if isinstance(message, tuple) else ()
+    found = [part for part in parts if isinstance(part, Sample)]
+    return found + [each for part in parts if isinstance(part, list) for each in part if isinstance(each, Sample)]
+
+
+def _can_be_imported(module: ModuleType) -> bool:
+    """Return whether a process with the same `sys.path` can import the module by its name."""
+    top = module.__name__.partition(".")[0]
+    return (
+        top == "__main__"
+        or top in sys.builtin_module_names
+        or importlib.machinery.PathFinder.find_spec(top) is not None
+    )
+
+
+def import_path() -> list[str]:
+    """Return `sys.path` with absolute directories, for a process that imports what this one can import."""
+    return [os.path.abspath(entry) for entry in sys.path]

@@ -1,0 +1,279 @@
+"""Score completions on all ranks: `Scorer` shares the samples out among the workers of all nodes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_megatron import log
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.rewards import RewardConfig
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.tasks.task import Problem, Task
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.rewards.loading import configured_functions, task_function
+from rl_megatron.rewards.results import ERRORS, SCORE, TIMEOUTS
+from rl_megatron.rewards.samples import Failure, FunctionSpec, Outcome, Sample
+from rl_megatron.rewards.workers import RewardWorkers
+from rl_megatron.topology.collective_errors import in_words
+
+# How long a rank scores before all ranks meet. It is less than any timeout of a collective, so that a rank which waits
+# for the rewards of others does not give up.
+_SECONDS_BETWEEN_MEETINGS = 5.0
+_MOST_WARNINGS = 5  # of one function
+
+
+class RewardFailed(RuntimeError):
+    """A reward function failed, and the configuration says that the run ends then."""
+
+
+class _Report(NamedTuple):
+    """What one rank says when all ranks meet.
+
+    Attributes:
+        is_done: Whether it has nothing left to score.
+        error: An error outside of the functions, such as that of a function that a new worker cannot load.
+        failed: The failure that ends the run, with its function and sample.
+        outcomes: The outcomes by (function, sample), said once.
+    """
+
+    is_done: bool = True
+    error: ConfigError | RewardFailed | None = None
+    failed: tuple[int, int, Failure] | None = None
+    outcomes: Mapping[tuple[int, int], Outcome] = {}
+
+
+@dataclass
+class RewardMetrics:
+    """The metrics of reward functions, added up over calls of `Scorer.score`."""
+
+    _sums: dict[str, tuple[float, int]] = field(default_factory=dict)
+    _counts: dict[str, float] = field(default_factory=dict)
+
+    def observe(self, name: str, value: float) -> None:
+        """Add one sample's value of a metric that is reported as a mean."""
+        total, count = self._sums.get(name, (0.0, 0))
+        self._sums[name] = total + value, count + 1
+
+    def count(self, name: str, number: int) -> None:
+        """Add to a metric that is reported as a sum."""
+        self._counts[name] = self._counts.get(name, 0.0) + number
+
+    def add(self, other: RewardMetrics) -> None:
+        """Add the metrics of another call."""
+        for name, (total, count) in other._sums.items():
+            before, number = self._sums.get(name, (0.0, 0))
+            self._sums[name] = before + total, number + count
+        for name, number in other._counts.items():
+            self._counts[name] = self._counts.get(name, 0.0) + number
+
+    def values(self) -> dict[str, float]:
+        """Return the metrics by name."""
+        return {name: total / count for name, (total, count) in self._sums.items()} | self._counts
+
+
+class Scorer:
+    """The rewards of one stage. It owns the worker processes of this rank's node if this is the node's first rank.
+
+    Workers are started by the first call. `score` is collective: all ranks call it with the same samples, and get the
+    same rewards, because a judge or a verifier with a time limit may give the same text different scores.
+    """
+
+    def __init__(self, settings: RewardConfig, task: Callable[[], Task]):
+        """Start nothing yet.
+
+        Args:
+            settings: The section `reward`.
+            task: Returns the task whose reward is used if `reward.functions` is empty.
+        """
+        self._settings, self._task = settings, task
+        self._specs: list[FunctionSpec] = []
+        self._workers: RewardWorkers | None = None
+        self._scoring_ranks: list[int] = []
+        self._warnings: dict[str, int] = {}
+
+    def start(self) -> None:
+        """Start a worker on every node, which loads the functions while this process goes on. Collective."""
+        if self._scoring_ranks:
+            return
+        self._specs = configured_functions(self._settings) or [task_function(self._task())]
+        first_of_node = [False] * _world_size()
+        _gather(first_of_node, int(os.environ.get("LOCAL_RANK", _rank())) == 0)
+        self._scoring_ranks = [rank for rank, is_first in enumerate(first_of_node) if is_first] or [0]
+        if _rank() in self._scoring_ranks:
+            self._workers = RewardWorkers(self._specs, self._settings)
+            self._workers.start()
+
+    def score(
+        self,
+        problems: Sequence[Problem],
+        completions: Sequence[str],
+        completion_ids: Sequence[list[int]],
+        truncated: Sequence[bool],
+    ) -> tuple[Tensor, RewardMetrics]:
+        """Return the reward of each completion, [B] fp32, and the metrics of the functions. Collective.
+
+        Args:
+            problems: One problem for each completion.
+            completions: The sampled texts.
+            completion_ids: Their tokens.
+            truncated: Whether each ended without a stop token.
+
+        Raises:
+            RewardFailed: A function gave no score, and `reward.on_error` or `on_timeout` is "error". The message names
+                the function, the prompt and the completion. It is raised on every rank.
+            ConfigError: A worker cannot load a function; raised on every rank.
+        """
+        parts = zip(problems, completions, completion_ids, truncated, strict=True)
+        samples = [Sample(problem, text, list(ids), bool(cut)) for problem, text, ids, cut in parts]
+        self.start()
+        return self._combined(samples, self._outcomes(samples))
+
+    def score_rollouts(
+        self, problems: Sequence[Problem], rollouts: BatchedDataDict, tokenizer: Tokenizer
+    ) -> tuple[Tensor, RewardMetrics]:
+        """Return what `score` returns for the completions of a batch that a rollout engine returned. Collective."""
+        truncated = (~rollouts["stopped"]).tolist()
+        return self.score(problems, decoded(rollouts, tokenizer), completion_ids(rollouts), truncated)
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._workers is not None:
+            self._workers.close()
+
+    def _outcomes(self, samples: Sequence[Sample]) -> dict[tuple[int, int], Outcome]:
+        """Return what every function says about every sample, by (function, sample)."""
+        place = self._scoring_ranks.index(_rank()) if _rank() in self._scoring_ranks else None
+        outcomes: dict[tuple[int, int], Outcome] = {}
+        has_begun = has_reported = False
+        while True:
+            report = _Report()
+            if place is not None and not has_reported:
+                mine = range(place, len(samples), len(self._scoring_ranks))
+                report = self._work(None if has_begun else samples, mine, with_lists=place == 0)
+                has_begun, has_reported = True, report.is_done
+            reports = [report] * _world_size()
+            _gather(reports, report)
+            self._raise_first(reports, samples)
+            for each in reports:
+                outcomes |= each.outcomes
+            if all(each.is_done for each in reports):
+                return outcomes
+
+    def _work(self, samples: Sequence[Sample] | None, mine: Sequence[int], with_lists: bool) -> _Report:
+        """Begin to score samples, or go on with it, until all ranks meet."""
+        assert self._workers is not None  # this is a scoring rank
+        try:
+            if samples is not None:
+                self._workers.submit(samples, mine, with_lists)
+            is_done = self._workers.advance(_SECONDS_BETWEEN_MEETINGS)
+        except ConfigError as error:
+            return _Report(error=error)
+        except (
+            Exception
+        ) as error:  # any failure, such as a process that cannot start: the other ranks wait for this one
+            return _Report(error=RewardFailed(f"the reward workers cannot go on: {in_words(error)}"))
+        return _Report(is_done, None, self._workers.failed, self._workers.outcomes if is_done else {})
+
+    def _raise_first(self, reports: Sequence[_Report], samples: Sequence[Sample]) -> None:
+        """Raise what the first rank reports that reports an error or a failure."""
+        if all(report.error is None and report.failed is None for report in reports):
+            return
+        if self._workers is not None:
+            self._workers.abandon()
+        for report in reports:
+            if report.error is not None:
+                raise report.error
+            if report.failed is not None:
+                function, sample, failure = report.failed
+                raise RewardFailed(self._described(function, failure, samples[sample]))
+
+    def _described(self, function: int, failure: Failure, sample: Sample) -> str:
+        """Return a message about a failure, with the remedy."""
+        spec = self._specs[function]
+        name = f"the reward of task {spec.label!r}" if spec.is_task else f"the reward function {spec.label!r}"
+        late = failure.kind == "timeout"
+        key, remedy = ("timeout", "raise reward.timeout_seconds") if late else ("error", "correct the function")
+        return (
+            f"{name} {failure.message}, for {sample.in_words()}; {remedy}, or let such samples score 0 with "
+            f"reward.on_{key}=zero"
+        )
+
+    def _combined(
+        self, samples: Sequence[Sample], outcomes: Mapping[tuple[int, int], Outcome]
+    ) -> tuple[Tensor, RewardMetrics]:
+        """Return the weighted sums of the scores, and the metrics."""
+        weights = [function.weight for function in self._settings.functions] or [1.0]
+        metrics, rewards = RewardMetrics(), []
+        self._count_failures(metrics, len(samples))
+        for index, sample in enumerate(samples):
+            of_sample = [outcomes[function, index] for function in range(len(weights))]
+            if all(outcome.failure is None and outcome.score is None for outcome in of_sample):
+                of_sample = [self._for_no_sample(sample, function) for function in range(len(weights))]
+            for function, outcome in enumerate(of_sample):
+                self._observe(metrics, function, outcome, sample)
+            scored = zip(weights, of_sample, strict=True)
+            rewards.append(sum(weight * outcome.score for weight, outcome in scored if outcome.score is not None))
+        return torch.tensor(rewards, dtype=torch.float32), metrics
+
+    def _count_failures(self, metrics: RewardMetrics, num_samples: int) -> None:
+        """Report counts of 0 as well, for failures that do not end the run."""
+        for spec in self._specs:
+            for policy, name in ((self._settings.on_error, ERRORS), (self._settings.on_timeout, TIMEOUTS)):
+                if policy == "zero":
+                    metrics.count(f"reward_{spec.label}_{name}", 0)
+
+    def _for_no_sample(self, sample: Sample, function: int) -> Outcome:
+        """Return the outcome of a function that does not apply to a sample, and neither does any other."""
+        failure = Failure("error", "does not apply to the sample, and no other function does")
+        if self._settings.on_error == "error":
+            raise RewardFailed(self._described(function, failure, sample))  # on every rank
+        return Outcome(None, {}, failure)
+
+    def _observe(self, metrics: RewardMetrics, function: int, outcome: Outcome, sample: Sample) -> None:
+        """Add one outcome to the metrics, and log a failure that scores 0."""
+        spec = self._specs[function]
+        prefix = f"reward_{spec.label}_"
+        if outcome.failure is not None:
+            metrics.count(prefix + (TIMEOUTS if outcome.failure.kind == "timeout" else ERRORS), 1)
+            said = self._warnings[spec.label] = self._warnings.get(spec.label, 0) + 1
+            if said <= _MOST_WARNINGS and _rank() == 0:
+                more = "; further ones are only counted" if said == _MOST_WARNINGS else ""
+                log.LOGGER.warning("%s (it scores 0)%s", self._described(function, outcome.failure, sample), more)
+        elif outcome.score is not None and not spec.is_task:  # the score of a task is the reward itself
+            metrics.observe(prefix + SCORE, outcome.score)
+        for name, value in outcome.metrics.items():
+            metrics.observe(prefix + name, value)
+
+
+def decoded(rollouts: BatchedDataDict, tokenizer: Tokenizer) -> list[str]:
+    """Return the sampled text of each sequence, without special tokens."""
+    return [tokenizer.decode(ids) for ids in completion_ids(rollouts)]
+
+
+def completion_ids(rollouts: BatchedDataDict) -> list[list[int]]:
+    """Return the sampled tokens of each sequence, with its stop token."""
+    columns = (rollouts[key].tolist() for key in ("input_ids", "prompt_lengths", "input_lengths"))
+    return [ids[start:stop] for ids, start, stop in zip(*columns, strict=True)]
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _gather(values: list, value: object) -> None:
+    """Put the value of every rank into `values`. Collective."""
+    if dist.is_initialized():
+        dist.all_gather_object(values, value)
+    else:
+        values[:] = [value]

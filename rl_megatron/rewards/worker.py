@@ -1,0 +1,208 @@
+"""Run reward functions in a process of their own. `process` starts it and sends samples over the socket it inherits.
+
+A function may do anything: raise, print, fork, close files, or end the process. Every call is marked in shared memory
+before it begins, so that the process which waits for the result knows which call was the last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import pickle
+import resource
+import socket
+import sys
+import traceback
+from collections.abc import Coroutine, Generator
+from typing import Any
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.import_strings import load_object
+from rl_megatron.rewards.calling import BadFunction, RewardFunction, TaskReward, run_async
+from rl_megatron.rewards.frames import CallMark, read_frame, write_frame
+from rl_megatron.rewards.results import BadResult, read_result, read_results
+from rl_megatron.rewards.samples import Failure, FunctionSpec, Outcome, Sample
+from rl_megatron.topology.child_process import die_with
+
+
+class Worker:
+    """The functions of one worker process, and its end of the socket."""
+
+    def __init__(self, connection: socket.socket, mark: CallMark):
+        self._connection, self._mark = connection, mark
+        self._loop = asyncio.new_event_loop()
+        self._functions: list[RewardFunction | TaskReward] = []
+        self._timeout = 0.0
+
+    def serve(self) -> None:
+        """Answer messages until the other end closes the socket."""
+        waiting: list[tuple[Any, ...]] = []
+        while True:
+            message = waiting.pop(0) if waiting else read_frame(self._connection)
+            if message is None:
+                return
+            kind, *arguments = message
+            if kind == "await":
+                waiting += self._loop.run_until_complete(self._await_all(arguments))
+            else:
+                {"load": self._load, "call": self._call, "list": self._call_list}[kind](*arguments)
+
+    def _load(self, paths: list[str], specs: list[FunctionSpec], timeout: float, memory: int | None) -> None:
+        """Load the functions, and send their descriptions or what is wrong with one of them."""
+        sys.path[:] = paths
+        self._timeout = timeout
+        if memory is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+        where = ""
+        try:
+            for spec in specs:
+                where = spec.where
+                self._functions.append(_loaded(spec))
+        except (ConfigError, BadFunction) as error:
+            named = str(error).startswith(where)
+            self._send("refused", str(error) if named else f"{where}: {error}")
+            return
+        except Exception as error:  # unpickling runs the user's imports
+            self._send("refused", f"{where}: {_in_words(error)}")
+            return
+        self._send("loaded", [function.describe() for function in self._functions])
+
+    def _call(self, job: int, indices: list[int], sample: Sample) -> None:
+        """Call functions for one sample, one after the other, and send each outcome."""
+        for index in indices:
+            with self._mark.of(job, index):
+                try:
+                    result = run_async(self._functions[index].call(sample), self._loop)
+                    outcome = Outcome(*read_result(result))
+                except BaseException as error:  # also SystemExit, with which a function would end this process
+                    outcome = _failed(error)
+                self._send("outcomes", job, index, [outcome])
+
+    def _call_list(self, job: int, index: int, samples: list[Sample]) -> None:
+        """Call a function for all samples at once, and send the outcomes."""
+        function, logged = self._functions[index], {}
+        assert isinstance(function, RewardFunction)  # the reward of a task has another form
+        with self._mark.of(job, index):
+            try:
+                result = run_async(function.call_list(samples, logged.__setitem__), self._loop)
+                outcomes = [Outcome(*score) for score in read_results(result, len(samples))]
+                of_list = read_result({"score": 0.0, **logged}).metrics
+                outcomes[0] = outcomes[0]._replace(metrics=outcomes[0].metrics | of_list)
+            except BaseException as error:  # as above
+                outcomes = [_failed(error)] * len(samples)
+            self._send("outcomes", job, index, outcomes)
+
+    async def _await_all(self, first: list[Any]) -> list[tuple[Any, ...]]:
+        """Run the calls of an async function at the same time, with those that arrive before all are done.
+
+        Returns:
+            Messages of another kind, which arrived meanwhile.
+        """
+        running = {self._loop.create_task(self._await_one(*first))}
+        others: list[tuple[Any, ...]] = []
+
+        def receive() -> None:
+            message = read_frame(self._connection)
+            if message is None:
+                os._exit(0)
+            if message[0] == "await":
+                running.add(self._loop.create_task(self._await_one(*message[1:])))
+            else:
+                others.append(message)
+
+        self._loop.add_reader(self._connection, receive)
+        try:
+            while running:
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                running -= done
+        finally:
+            self._loop.remove_reader(self._connection)
+        return others
+
+    async def _await_one(self, job: int, index: int, sample: Sample) -> None:
+        """Call an async function for one sample, and send the outcome."""
+        call = self._loop.create_task(_Marked(self._mark, job, index, self._outcome(index, sample)))
+        await asyncio.wait({call}, timeout=self._timeout)
+        if call.done():
+            outcome = call.result()
+        else:
+            call.cancel()
+            outcome = Outcome(None, {}, Failure("timeout", f"took longer than {self._timeout:g} seconds"))
+        self._send("outcomes", job, index, [outcome])
+
+    async def _outcome(self, index: int, sample: Sample) -> Outcome:
+        try:
+            return Outcome(*read_result(await self._functions[index].call(sample)))
+        except GeneratorExit:  # this coroutine is closed
+            raise
+        except BaseException as error:  # also SystemExit and asyncio.CancelledError, which would end the loop
+            return _failed(error)
+
+    def _send(self, *message: Any) -> None:
+        self._mark.end_forked_child()
+        write_frame(self._connection, pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+
+
+class _Marked(Coroutine[Any, Any, Any]):
+    """A coroutine that marks its call whenever it runs, and not while it waits."""
+
+    def __init__(self, mark: CallMark, job: int, index: int, coroutine: Coroutine[Any, Any, Any]):
+        self._mark, self._call, self._coroutine = mark, (job, index), coroutine
+
+    def send(self, value: Any) -> Any:
+        with self._mark.of(*self._call):
+            return self._coroutine.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        with self._mark.of(*self._call):
+            return self._coroutine.throw(*error)
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._coroutine.__await__()
+
+
+def _loaded(spec: FunctionSpec) -> RewardFunction | TaskReward:
+    if spec.pickled is None:
+        assert spec.target is not None  # one of the two is set
+        return RewardFunction(load_object(spec.target, spec.where), spec.label, spec.kwargs)
+    value = pickle.loads(spec.pickled)
+    return TaskReward(value, spec.label) if spec.is_task else RewardFunction(value, spec.label, spec.kwargs)
+
+
+def _failed(error: BaseException) -> Outcome:
+    if isinstance(error, BadResult):
+        return Outcome(None, {}, Failure("error", str(error)))
+    kind = "timeout" if isinstance(error, TimeoutError) else "error"
+    return Outcome(None, {}, Failure(kind, f"raised {_in_words(error)}"))
+
+
+def _in_words(error: BaseException) -> str:
+    """Return an exception's type and message, and where it was raised, in one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    try:
+        said = " ".join(str(error).split())
+    except Exception:  # of a user's own exception
+        said = "its message cannot be read"
+    return f"{type(error).__name__}{': ' if said else ''}{said}{place}"
+
+
+def main(arguments: list[str]) -> None:
+    """Serve the parent process. The arguments are the descriptors of socket and marks, and the parent's process id."""
+    descriptor, marks, parent = map(int, arguments)
+    die_with(parent)
+    shared = mmap.mmap(marks, CallMark.SIZE)
+    os.close(marks)
+    try:
+        Worker(socket.socket(fileno=descriptor), CallMark(shared)).serve()
+    except OSError:  # the other end is gone, or a function closed the socket
+        os._exit(1)
+    os._exit(0)  # threads of the user's code do not delay the end
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

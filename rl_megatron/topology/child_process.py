@@ -1,0 +1,31 @@
+"""Start a process beside a rank that ends with it: a rollout engine, or a worker that runs reward functions."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
+
+
+def environment_of_a_child() -> dict[str, str]:
+    """Return this process's environment without its rank, and with this package first on the import path."""
+    kept = {key: value for key, value in os.environ.items() if key not in _OF_A_RANK}
+    here = str(Path(__file__).resolve().parents[2])
+    return kept | {"PYTHONPATH": os.pathsep.join([here, *filter(None, [kept.get("PYTHONPATH")])])}
+
+
+def die_with(parent: int) -> None:
+    """Make this process end with its parent, however the parent ends.
+
+    On Linux the process ends at once; on other systems, when it next reads from its socket. The signal follows the
+    thread that started the process, so that must be one which lives as long as the process is needed: the main thread.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone already
+        sys.exit(0)

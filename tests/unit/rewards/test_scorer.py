@@ -1,0 +1,134 @@
+"""Rewards of samples, from several functions and on several ranks."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.rewards import RewardConfig, RewardFunctionConfig
+from rl_megatron.data.tasks import Problem
+from rl_megatron.rewards.scorer import RewardFailed, RewardMetrics, Scorer
+from tests.unit.rewards.user_file import Spelled
+
+FILE = str(Path(__file__).parent / "user_file.py")
+
+
+def function(name, **keys):
+    return RewardFunctionConfig(path=FILE, name=name, **keys)
+
+
+def scored(config, completions, task=None, **record):
+    """Return the rewards and the metrics of completions, or the error, as every rank sees them."""
+    scorer = Scorer(config, lambda: task)
+    problems = [Problem(f"prompt {text}", "a", record) for text in completions]
+    try:
+        ids = [[0] * len(text) for text in completions]
+        rewards, metrics = scorer.score(problems, completions, ids, [False] * len(completions))
+        return rewards, metrics.values()
+    finally:
+        scorer.close()
+
+
+def test_the_reward_is_the_weighted_sum_of_the_scores():
+    config = RewardConfig(
+        functions=(function("length", weight=0.5), function("fields", weight=2.0), function("everything", weight=0.0))
+    )
+    rewards, metrics = scored(config, ["a", "bbb"], level=4)
+    assert torch.equal(rewards, torch.tensor([0.5 + 2.0, 1.5])) and rewards.dtype == torch.float32
+    assert metrics == {
+        "reward_length_score": 2.0, "reward_fields_score": 0.5, "reward_fields_level": 4.0, "reward_fields_cut": 0.0,
+        "reward_everything_score": 0.5,
+    }  # fmt: skip
+
+
+def test_without_functions_the_reward_is_the_tasks():
+    rewards, metrics = scored(RewardConfig(), ["1", "2", "-0.25"], Spelled())
+    assert rewards.tolist() == [1.0, 2.0, -0.25] and metrics == {}
+    with pytest.raises(ValueError):
+        Scorer(RewardConfig(), Spelled).score([Problem("a", "1")] * 2, ["1"], [[1]], [False])
+
+
+@pytest.mark.parametrize("reward", ["nan", "inf", "-inf"])
+def test_a_reward_that_is_not_finite_names_task_prompt_and_completion(reward):
+    with pytest.raises(RewardFailed) as refused:
+        scored(RewardConfig(), ["1", reward], Spelled())
+    for word in ("'spelled'", f"'prompt {reward}'", repr(reward), "finite", "reward.on_error=zero"):
+        assert word in str(refused.value)
+
+
+def test_a_failure_that_scores_zero_is_counted_and_logged(logged):
+    config = RewardConfig(functions=(function("misbehave"), function("length", weight=0.5)), on_error="zero")
+    rewards, metrics = scored(config, ["none", "x"] + ["raise"] * 6)
+    assert rewards.tolist() == [2.0, 1.5] + [2.5] * 6
+    assert metrics["reward_misbehave_errors"] == 7.0 and metrics["reward_misbehave_score"] == 1.0
+    assert metrics["reward_length_errors"] == 0.0 and "reward_misbehave_timeouts" not in metrics
+    named = [message for message in logged if "'misbehave'" in message]
+    assert len(named) == 5 and "only counted" in named[-1]
+    assert "returned None" in named[0] and "'prompt none'" in named[0] and "completion 'none'" in named[0]
+
+
+def test_a_function_may_leave_samples_to_the_others():
+    config = RewardConfig(functions=(function("trl"), function("length")))
+    rewards, metrics = scored(config, ["aa"], solution="skip")
+    assert rewards.tolist() == [2.0] and "reward_trl_score" not in metrics
+    alone = RewardConfig(functions=(function("trl"),))
+    with pytest.raises(RewardFailed, match="'trl' does not apply to the sample, and no other function does"):
+        scored(alone, ["aa"], solution="skip")
+
+
+def test_metrics_add_up_over_calls():
+    first, second = RewardMetrics(), RewardMetrics()
+    for value in (1.0, 2.0):
+        first.observe("score", value)
+    second.observe("score", 6.0)
+    for metrics in (first, second):
+        metrics.count("errors", 2)
+    first.add(second)
+    assert first.values() == {"score": 3.0, "errors": 4.0}
+
+
+def on_each_node(config, completions, num_nodes, record):
+    """Score on a rank of `num_nodes` nodes; return the rewards or the error, and whether this rank has workers."""
+    if num_nodes == 2:
+        os.environ["LOCAL_RANK"] = "0"
+    scorer = Scorer(config, Spelled)
+    problems = [Problem("p", "a", record) for _ in completions]
+    try:
+        rewards, metrics = scorer.score(problems, completions, [[0]] * len(completions), [False] * len(completions))
+        outcome = rewards.tolist(), metrics.values()
+    except (RewardFailed, ConfigError) as error:
+        outcome = type(error), str(error)
+    finally:
+        scorer.close()
+    return outcome, scorer._workers is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_all_ranks_get_the_same_rewards(ranks, num_nodes):
+    config = RewardConfig(functions=(function("trl"), function("fields"), function("judge")), num_workers=2)
+    texts = ["a", "b", "a", "ccc", "dd"]
+    (first, has_workers), (second, second_has) = ranks.run(
+        2, on_each_node, config, texts, num_nodes, {"level": 1, "solution": "a"}
+    )
+    assert first == second and first[0] == [2 * (text == "a") + len(text) for text in texts]
+    assert (has_workers, second_has) == (True, num_nodes == 2)
+    assert first[1]["reward_trl_seen"] == len(texts), "a list function gets the samples of all nodes"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["sleep", "raise", "exit"])
+def test_a_failure_on_one_node_ends_the_run_on_all_ranks(ranks, text):
+    config = RewardConfig(functions=(function("misbehave"),), timeout_seconds=0.5, num_workers=1)
+    (first, _), (second, _) = ranks.run(2, on_each_node, config, ["well", text, "well"], 2, {})
+    assert first == second and first[0] is RewardFailed
+    assert "'misbehave'" in first[1] and f"completion {text!r}" in first[1]
+
+
+@pytest.mark.slow
+def test_a_file_that_is_missing_on_the_workers_is_an_error_on_all_ranks(ranks, tmp_path):
+    config = RewardConfig(functions=(RewardFunctionConfig(path=str(tmp_path / "gone.py"), name="f"),))
+    (first, _), (second, _) = ranks.run(2, on_each_node, config, ["x"], 1, {})
+    assert first == second and first[0] is ConfigError and "there is no file" in first[1]

@@ -1,0 +1,217 @@
+"""Worker processes: they load functions, call them in parallel, and survive whatever a function does."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.rewards import RewardConfig, RewardFunctionConfig
+from rl_megatron.data.tasks import Problem
+from rl_megatron.rewards.loading import check_functions, configured_functions
+from rl_megatron.rewards.registry import REWARDS
+from rl_megatron.rewards.samples import Sample
+from rl_megatron.rewards.workers import RewardWorkers
+
+FILE = str(Path(__file__).parent / "user_file.py")
+
+
+def settings(*names, **keys):
+    functions = [
+        name if isinstance(name, RewardFunctionConfig) else RewardFunctionConfig(path=FILE, name=name) for name in names
+    ]
+    return RewardConfig(functions=tuple(functions), **keys)
+
+
+@pytest.fixture
+def workers_of():
+    """`workers_of(settings)`: workers that are closed after the test."""
+    made = []
+
+    def make(config):
+        made.append(RewardWorkers(configured_functions(config), config))
+        return made[-1]
+
+    yield make
+    for workers in made:
+        workers.close()
+
+
+def samples(*completions, **record):
+    return [Sample(Problem("p", "a", record), completion, [7] * len(completion), False) for completion in completions]
+
+
+def scored(workers, given, seconds=60.0):
+    workers.submit(given, range(len(given)), with_lists=True)
+    assert workers.advance(seconds)
+    return [
+        [workers.outcomes[f, s] for s in range(len(given))] for f in range(len(workers.descriptions))
+        if workers.failed is None
+    ]  # fmt: skip
+
+
+def test_functions_of_all_forms_score_together(workers_of):
+    workers = workers_of(settings("length", "trl", "compute_score", "trl_async", "judge", timeout_seconds=30.0))
+    for texts in (("a", "bb"), ("ccc",)):  # the same processes score again
+        found = scored(workers, samples(*texts, solution="a"))
+        assert [[outcome.score for outcome in outcomes] for outcomes in found] == [
+            [len(text) for text in texts],
+            [float(text == "a") for text in texts],
+            [float(text == "a") for text in texts],
+            [len(text) for text in texts],
+            [len(text) for text in texts],
+        ]
+        assert found[2][0].metrics == {"acc": 1.0}
+        assert found[1][0].metrics == {"seen": len(texts)}
+
+
+def test_calls_of_an_async_function_wait_at_the_same_time(workers_of):
+    workers = workers_of(settings("judge", num_workers=1))
+    workers.load()
+    began = time.monotonic()
+    scored(workers, samples(*"abcdefghij"))
+    assert time.monotonic() - began < 5 * 0.2
+
+
+MISBEHAVIOUR = {
+    "sleep": ("timeout", "took longer than 0.5 seconds"),
+    "raise": ("error", "raised ValueError: no reward (/"),
+    "exit": ("error", "ended its worker process, which exited with status 3"),
+    "leave": ("error", "raised SystemExit: 0"),
+    "eat": ("error", "raised MemoryError"),
+    "orphan": ("error", "ended its worker process, which exited with status 0"),
+    "close": ("error", "ended its worker process"),
+    "none": ("error", "returned None"),
+    "nan": ("error", "returned nan"),
+    "string": ("error", "returned str '1'"),
+    "nothing": ("error", "returned a mapping without 'score'"),
+}
+HARMLESS = ("fork", "print", "well")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["misbehave", "misbehave_async"])
+def test_a_function_that_misbehaves_spoils_only_its_own_sample(workers_of, name):
+    workers = workers_of(settings(name, timeout_seconds=0.5, on_error="zero", on_timeout="zero", num_workers=2))
+    texts = [*MISBEHAVIOUR, *HARMLESS, *HARMLESS]
+    (found,) = scored(workers, samples(*texts))
+    for text, outcome in zip(texts, found, strict=True):
+        if text in HARMLESS:
+            assert outcome == (1.0, {}, None), (text, outcome)
+        else:
+            kind, message = MISBEHAVIOUR[text]
+            assert outcome.score is None and outcome.failure.kind == kind, (text, outcome)
+            assert outcome.failure.message.startswith(message), (text, outcome)
+
+
+@pytest.mark.slow
+def test_a_waiting_coroutine_is_late_without_disturbing_the_others(workers_of):
+    workers = workers_of(settings("misbehave_async", timeout_seconds=0.5, on_timeout="zero", num_workers=1))
+    (found,) = scored(workers, samples("wait", "well", "well"))
+    assert [outcome.failure and outcome.failure.kind for outcome in found] == ["timeout", None, None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["sleep", "exit", "raise", "nan"])
+def test_a_list_function_fails_for_all_samples_or_for_one(workers_of, text):
+    workers = workers_of(settings("misbehave_list", timeout_seconds=0.5, on_error="zero", on_timeout="zero"))
+    (found,) = scored(workers, samples(text, "well"))
+    assert all(outcome.failure for outcome in found)
+    (again,) = scored(workers, samples("well", "well"))
+    assert [outcome.score for outcome in again] == [1.0, 1.0]
+
+
+def test_the_first_failure_ends_the_scoring(workers_of):
+    workers = workers_of(settings("misbehave", num_workers=1))
+    scored(workers, samples("well", "raise", "sleep", "sleep"))
+    function, sample, failure = workers.failed
+    assert (function, sample, failure.kind) == (0, 1, "error")
+    assert [outcome.score for outcome in scored(workers, samples("well"))[0]] == [1.0], "later calls work"
+
+
+@pytest.mark.slow
+def test_no_process_is_left_behind(workers_of):
+    workers = workers_of(settings("misbehave", timeout_seconds=0.5, on_timeout="zero", on_error="zero"))
+    scored(workers, samples("fork", "orphan", "sleep"))
+    groups = {worker.process._process.pid for worker in workers._workers}
+    workers.close()
+    for process in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = process.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        assert int(fields[2]) not in groups or fields[0] == "Z", "a process of a worker's group lives"
+
+
+def double(completion):
+    return 2.0 * len(completion)
+
+
+def test_a_registered_function_of_a_notebook_is_sent_with_its_code(workers_of):
+    secret = 3.0
+
+    def of_a_cell(completion):
+        return secret * double(completion)
+
+    REWARDS.register("of_a_cell")(of_a_cell)
+    try:
+        workers = workers_of(settings(RewardFunctionConfig(name="of_a_cell")))
+        assert [outcome.score for outcome in scored(workers, samples("ab"))[0]] == [12.0]
+    finally:
+        del REWARDS._entries["of_a_cell"]
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (
+            RewardFunctionConfig(name="exact_mach"),
+            r"reward.functions\[0\].name=exact_mach: there is no reward",
+        ),
+        (RewardFunctionConfig(path="absent.py", name="f"), r"reward.functions\[0\].name.*there is no file"),
+        (RewardFunctionConfig(path=FILE, name="lenght"), "user_file.py has no 'lenght'; did you mean 'length'"),
+        (RewardFunctionConfig(path=FILE, name="nothing"), r"functions\[0\].*nothing takes no part of a sample"),
+        (RewardFunctionConfig(name="regex", kwargs={"pattern": "("}), "pattern='\\(' is not a regular expression"),
+        (RewardFunctionConfig(name="overlong"), "overlong.*raised TypeError.*max_tokens"),
+        (RewardFunctionConfig(path=FILE, name="fields"), "needs the parameter 'level', and a record has no such field"),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_a_function_that_cannot_be_called_is_refused_before_the_first_step(function, words):
+    with pytest.raises(ConfigError, match=words):
+        check_functions(settings(function), [Problem("p", "a", {"difficulty": 1})])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("import no_such_module", "no module named 'no_such_module'|No module named 'no_such_module'"),
+        ("1 / 0", "ZeroDivisionError: division by zero .*bad.py:1"),
+        ("def f(:", "SyntaxError"),
+        ("import os; os._exit(4)", "a worker process exited with status 4 while it loaded them"),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_refused_before_the_first_step(tmp_path, text, words):
+    (tmp_path / "bad.py").write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        check_functions(settings(RewardFunctionConfig(path=str(tmp_path / "bad.py"), name="f")), [])
+
+
+@pytest.mark.parametrize(("seconds", "number"), [(0.0, 1), (0.1, 3)])
+def test_more_workers_are_started_only_for_work_that_is_worth_it(monkeypatch, seconds, number):
+    config = settings("length", num_workers=3)
+    workers = RewardWorkers(configured_functions(config), config)
+    monkeypatch.setattr(RewardWorkers, "_start_worker", lambda self: self._workers.append(FakeWorker()))
+    monkeypatch.setattr(RewardWorkers, "_seconds_per_call", lambda self, ready: seconds)
+    workers._start_more()
+    assert not workers._workers, "there is no work"
+    for sample in range(8):
+        workers._wait("call", [0], [sample])
+    for _ in range(3):
+        workers._start_more()
+    assert len(workers._workers) == number
+
+
+class FakeWorker:
+    is_ready = True
