@@ -34,7 +34,8 @@ MAY_CHANGE = {
         "train.batching", "train.micro_batch_size", "train.micro_batch_tokens", "train.fused_head", "train.reference",
         "model.recompute",
     ),
-    "time limits": ("train.collective_timeout_minutes", "generation.engine_timeout_minutes"),
+    "time limits": ("train.collective_timeout_minutes", "generation.engine_timeout_minutes", "reward.timeout_seconds"),
+    "reward workers": ("reward.num_workers", "reward.concurrency", "reward.memory_limit_mb"),
     # All engines use the same random numbers, which follow from train.seed.
     "rollout engines": (
         "generation.engine", "generation.num_engines", "generation.engine_device", "generation.max_engine_restarts",

@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from rl_megatron.config.data_sources import PromptsConfig
-from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.conversations import is_conversation, last_answer, message_text, prompt_conversation
 from rl_megatron.data.plain_text import PlainText, refuse_conversation
 from rl_megatron.data.records import Record
