@@ -53,6 +53,7 @@ def describe_source(stage: StageConfig) -> str:
     data, learns_from = stage.data, stage.algorithm.learns_from
     place = {"path": data.path, "dataset_name": data.dataset_name, "task.name": data.task.get("name")}
     reads = [f"data.{key}={value}" for key, value in place.items() if value is not None]
+    reads += [f"{each.shown_name}: weight {each.weight:g}" for each in data.mix]
     return f"algorithm={stage.algorithm.name} learns from {learns_from}, which data.source={data.source} has" + (
         f" ({', '.join(reads)})" if reads else ""
     )

@@ -8,6 +8,7 @@ the world size are in `topology`.
 from __future__ import annotations
 
 from dataclasses import field
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny
@@ -243,6 +244,25 @@ _OF_CHAT = {"system_prompt": None, "chat_template": None, "chat_template_kwargs"
 
 
 @section
+class MixedData:
+    """One data set of a mixture. The keys that it shares with `data` mean the same there."""
+
+    path: str | tuple[str, ...] | None = None  # files, or a directory
+    dataset_name: str | None = None  # a data set of the Hugging Face Hub, instead of path
+    subset: str | None = None  # the subset of dataset_name
+    split: str | None = None  # the split to train on; null: train
+    weight: NonNegativeFloat = 1.0  # its share of the items of a batch, relative to the others
+    name: str | None = None  # its name in messages and for mix_weights; null: the name of its file or data set
+    columns: dict[str, str] | None = None  # our name of a field -> its name in the records; null: data.columns
+
+    @property
+    def shown_name(self) -> str:
+        """Return its name."""
+        place = self.dataset_name or (self.path if isinstance(self.path, str) else (self.path or ("",))[0])
+        return self.name or PurePath(place).name.split(".")[0]
+
+
+@section
 class DataConfig:
     """The data to train and evaluate on. Each data source declares a subclass, as in config/data_sources.py.
 
@@ -281,6 +301,13 @@ class DataConfig:
     eval_split: str | None = None
     # Our name of a field -> its name in the records, as in question: problem or answer: reward_model.ground_truth.
     columns: dict[str, str] = field(default_factory=dict)
+    mix: tuple[MixedData, ...] = ()  # data sets that batches are mixed of, instead of path and dataset_name
+    # A function of the step that returns the weights of mix, in their order or by name, as in curriculum.py:weights.
+    # null: those of mix.
+    mix_weights: str | None = None
+    # Read records block by block while the stage trains, instead of all before the first step.
+    streaming: bool = False
+    shuffle_block: Positive = 10_000  # records of a block, which are shuffled together; used by streaming only
     # Share of the data that is held out for evaluation if it has no held-out split; unused by task.
     heldout_fraction: Fraction = 0.05
     sequence_length: Positive = 128  # tokens of a pretraining window
@@ -315,13 +342,20 @@ class DataConfig:
         Raises:
             ConfigError: A key contradicts another or has no effect; the message names it.
         """
-        if self.path is not None and self.dataset_name is not None:
-            raise ConfigError(
-                f"data.path={self.path} and data.dataset_name={self.dataset_name} are both set; remove one"
-            )
+        places = {"path": self.path, "dataset_name": self.dataset_name, "mix": self.mix}
+        given = [key for key, place in places.items() if place]
+        if len(given) > 1:
+            raise ConfigError(f"data.{given[0]} and data.{given[1]} are both set, and each says where data is; remove one")
+        if self.mix:
+            self._check_mix()
+        elif self.mix_weights is not None:
+            raise ConfigError(f"data.mix_weights={self.mix_weights} has no effect without data.mix; remove it")
+        if self.shuffle_block != type(self)().shuffle_block and not self.streaming:
+            raise ConfigError(f"data.shuffle_block={self.shuffle_block} has no effect without data.streaming; remove it")
         if self.subset is not None and self.dataset_name is None:
             raise ConfigError(f"data.subset={self.subset} has no effect without data.dataset_name; remove it")
-        for key in () if self.reads_records else ("dataset_name", "split", "eval_path", "eval_split", "columns"):
+        of_readers = "dataset_name split eval_path eval_split columns mix streaming".split()
+        for key in () if self.reads_records else of_readers:
             if getattr(self, key):
                 raise ConfigError(
                     f"data.{key}={getattr(self, key)} has no effect: data.source={self.source} does not read it; "
@@ -356,13 +390,38 @@ class DataConfig:
                     f"data.{key}={getattr(self, key)!r} has no effect with {why}; set data.format=chat, or leave it out"
                 )
 
+    def _check_mix(self) -> None:
+        """Check the data sets of a mixture against one another.
+
+        Raises:
+            ConfigError: One has no place or two, two have one name, or all weights are 0.
+        """
+        for key in ("subset", "split"):
+            if getattr(self, key) is not None:
+                raise ConfigError(f"data.{key} has no effect with data.mix; set it in the data sets of data.mix")
+        names: list[str] = []
+        for number, each in enumerate(self.mix):
+            where = f"data.mix[{number}]"
+            if (each.path is None) == (each.dataset_name is None):
+                raise ConfigError(f"{where} needs a path or a dataset_name, and not both; set one")
+            if each.subset is not None and each.dataset_name is None:
+                raise ConfigError(f"{where}.subset={each.subset} has no effect without dataset_name; remove it")
+            if each.shown_name in names:
+                raise ConfigError(
+                    f"{where} and data.mix[{names.index(each.shown_name)}] are both called {each.shown_name!r}; set "
+                    f"{where}.name"
+                )
+            names.append(each.shown_name)
+        if not any(each.weight for each in self.mix):
+            raise ConfigError("data.mix: every weight is 0, so that no record would be read; set one of them")
+
     def require_place(self) -> None:
         """Check that the section says where its data is. It is checked before a run, but not to print a configuration.
 
         Raises:
             ConfigError: It does not, and the source reads files.
         """
-        if self.reads_path and self.path is None and self.dataset_name is None:
+        if self.reads_path and self.path is None and self.dataset_name is None and not self.mix:
             records = ", data.dataset_name to a data set of the Hub" if self.reads_records else ""
             raise ConfigError(
                 f"data.path is not set and data.source={self.source} reads it; set data.path to a file or directory"

@@ -49,7 +49,7 @@ class Reader(ABC):
         """
         records = [record for record, _ in self.read()]
         if not records:
-            raise ValueError(f"{self.name} has no records; it needs at least one.")
+            raise ValueError(f"{self.name} is empty: it has no records; add some, or set data.path to another file.")
         return records
 
 

@@ -119,7 +119,7 @@ def test_splits_are_chosen_by_name(tmp_path):
         ({"path": "a.jsonl", "eval_split": "test"}, ValueError, "data.eval_split=test has no effect"),
         ({"path": "only_test"}, FileNotFoundError, "has test data, and no train data"),
         ({"path": "nothing"}, FileNotFoundError, "has no data files"),
-        ({"path": "empty.parquet"}, ValueError, "empty.parquet has no records"),
+        ({"path": "empty.parquet"}, ValueError, "empty.parquet is empty: it has no records"),
         ({"path": "broken.parquet"}, ValueError, "broken.parquet cannot be read as Parquet"),
         ({"path": "broken.jsonl.gz"}, ValueError, "broken.jsonl.gz cannot be read as gzip"),
         ({"path": "array.json"}, ValueError, "array.json:1 is not JSON .*one object per line"),

@@ -1,0 +1,256 @@
+"""`DataLoader`: the batches of a stage, step after step, from one data set or from a mixture of several.
+
+Which items form batch n follows from the settings, the data and n alone. Data sets in memory need no state for that. A
+streamed data set has a position, which a checkpoint keeps, so that a resumed run continues there without reading again
+what came before.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.data.mixture import MixtureCounts
+from rl_megatron.data.order import ShuffledEpochs, epoch_order
+from rl_megatron.data.records import Position, Reader, Record
+
+BatchT = TypeVar("BatchT")
+BatchT_co = TypeVar("BatchT_co", covariant=True)
+ItemT = TypeVar("ItemT")
+
+
+class Items(Protocol[BatchT_co]):
+    """Items in memory that become batches: a `Dataset`, or prompts."""
+
+    def __len__(self) -> int:
+        """Return the number of items."""
+        ...
+
+    def batch(self, items: Sequence[int], /) -> BatchT_co:
+        """Return the items with these indices as a batch."""
+        ...
+
+
+class ItemList(Generic[ItemT]):
+    """Items whose batch is a list of them."""
+
+    def __init__(self, items: Sequence[ItemT]):
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def batch(self, items: Sequence[int], /) -> list[ItemT]:
+        """Return the items with these indices."""
+        return [self.items[index] for index in items]
+
+
+class Drawn(NamedTuple, Generic[BatchT]):
+    """One drawn item: the items that it is among, its index there, and what is equal whenever it is drawn."""
+
+    among: Items[BatchT]
+    index: int
+    key: Hashable
+
+
+class Component(ABC, Generic[BatchT]):
+    """One data set of a loader.
+
+    Attributes:
+        name: Its name in messages and in a loader's state.
+        first: The items that are in memory first, which can be checked before the first step: all, or the first block.
+    """
+
+    name: str
+    first: Items[BatchT]
+
+    @abstractmethod
+    def draw(self, start: int, count: int) -> list[Drawn[BatchT]]:
+        """Return the next `count` items of the order. `start` is the number of items that were drawn before."""
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the position as plain values, or None if there is nothing to keep."""
+        return None
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Continue at a position that `state_dict` returned; None is the beginning."""
+
+
+class InMemory(Component[BatchT]):
+    """A data set whose items are all in memory, in shuffled epochs."""
+
+    def __init__(self, name: str, items: Items[BatchT], seed: int | str):
+        self.name, self.first = name, items
+        self._epochs = ShuffledEpochs(len(items), seed)
+
+    def draw(self, start: int, count: int) -> list[Drawn[BatchT]]:
+        """Return `count` items from place `start` of the epochs on."""
+        return [Drawn(self.first, index, index) for index in self._epochs.items(start, count)]
+
+
+class Streamed(Component[BatchT]):
+    """A data set that is read block by block. Its epochs have the same blocks, and each block is shuffled anew.
+
+    Args:
+        name: Its name.
+        reader: The reader of its training records.
+        build: Returns the items of the records of a block.
+        block_size: The records of a block.
+        seed: The seed of the order within blocks.
+
+    Raises:
+        ValueError: There is no record, or one of the first block cannot be used.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        reader: Reader,
+        build: Callable[[list[Record]], Items[BatchT]],
+        block_size: int,
+        seed: int | str,
+    ):
+        self.name, self._reader, self._build = name, reader, build
+        self._block_size, self._seed = block_size, seed
+        self.load_state_dict(None)
+        if not self._open_block():
+            raise ValueError(f"{reader.name} is empty: it has no records to train on.")
+        assert self._items is not None
+        self.first = self._items
+
+    def draw(self, start: int, count: int) -> list[Drawn[BatchT]]:
+        """Return the next `count` items."""
+        drawn: list[Drawn[BatchT]] = []
+        while len(drawn) < count:
+            if self._items is None and not self._open_block():
+                self._begin_epoch()  # the data ended with the block before
+                continue
+            assert self._items is not None
+            taken = self._order[self._place : self._place + count - len(drawn)]
+            drawn += [Drawn(self._items, index, (self._block, index)) for index in taken]
+            self._place += len(taken)
+            if self._place == len(self._order):
+                self._items, self._block, self._place, self._start = None, self._block + 1, 0, self._end
+        return drawn
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: the block, where the reader finds it, and the place in its shuffled items."""
+        return {"epoch": self._epoch, "block": self._block, "start": list(self._start), "place": self._place}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Continue at a position."""
+        at = state or {"epoch": 0, "block": 0, "start": (), "place": 0}
+        self._epoch, self._block, self._place = at["epoch"], at["block"], at["place"]
+        self._start: Position = tuple(at["start"])
+        self._end: Position = ()
+        self._items: Items[BatchT] | None = None
+        self._order: list[int] = []
+        self._reading: Iterator[tuple[Record, Position]] | None = None
+
+    def _open_block(self) -> bool:
+        """Read the block at the position, and return whether it has records."""
+        if self._reading is None:
+            self._reading = self._reader.read(self._start)
+        read = list(itertools.islice(self._reading, self._block_size))
+        if not read:
+            return False
+        self._items, self._end = self._build([record for record, _ in read]), read[-1][1]
+        self._order = epoch_order(len(self._items), f"{self._seed}/block {self._block}", self._epoch).tolist()
+        return True
+
+    def _begin_epoch(self) -> None:
+        self._epoch, self._block, self._place, self._start, self._reading = self._epoch + 1, 0, 0, (), None
+
+
+@dataclass
+class DataLoader(Generic[BatchT]):
+    """The batches of a stage, numbered from 0.
+
+    Attributes:
+        components: The data sets, at least one.
+        counts: How many items each of them has in each batch.
+        seed: The seed of the order in which items of several data sets are mixed within a batch.
+        join: Returns one batch of several, with the items in the order of these indices.
+    """
+
+    components: Sequence[Component[BatchT]]
+    counts: MixtureCounts
+    seed: int
+    join: Callable[[list[BatchT], list[int]], BatchT]
+
+    def __post_init__(self) -> None:
+        self._next = 0
+
+    def batch(self, number: int) -> BatchT:
+        """Return batch `number`. Going forward is cheap; going back starts streamed data from the beginning."""
+        return self._batch_of([drawn for _, drawn in self._draw(number)])
+
+    def distinct_batches(self, stop: int) -> Iterator[BatchT]:
+        """Yield every item of the batches before `stop` exactly once, in batches, in the order of its first use."""
+        state, seen = self.state_dict(), set[Hashable]()
+        self.load_state_dict({"batches": 0, "streams": {}})
+        for number in range(stop):
+            fresh = {(which, drawn.key): drawn for which, drawn in self._draw(number)}
+            fresh = {key: drawn for key, drawn in fresh.items() if key not in seen}
+            if fresh:
+                yield self._batch_of(list(fresh.values()))
+            seen.update(fresh)
+        self.load_state_dict(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is needed to continue with the next batch, as plain values."""
+        states = {component.name: component.state_dict() for component in self.components}
+        return {"batches": self._next, "streams": {name: state for name, state in states.items() if state is not None}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was called.
+
+        Raises:
+            ConfigError: The state is of other streamed data.
+        """
+        known, streams = {component.name for component in self.components}, state["streams"]
+        if unknown := sorted(set(streams) - known):
+            raise ConfigError(
+                f"the checkpoint has a position in the streamed data {unknown[0]}, which this run does not read; set "
+                "data back to what it was, or choose another output_dir and start from the checkpoint with init_from"
+            )
+        for component in self.components:
+            component.load_state_dict(streams.get(component.name))
+        needed = {component.name for component in self.components if component.state_dict() is not None}
+        self._next = state["batches"] if needed <= set(streams) else 0
+
+    def _draw(self, number: int) -> list[tuple[int, Drawn[BatchT]]]:
+        """Return the items of batch `number`, each with the index of its component."""
+        if number < self._next:
+            self.load_state_dict({"batches": 0, "streams": {}})
+        drawn: list[tuple[int, Drawn[BatchT]]] = []
+        streamed = any(component.state_dict() is not None for component in self.components)
+        for each in range(self._next if streamed else number, number + 1):  # a stream has to pass what it leaves out
+            starts, counts = self.counts.at(each)
+            drawn = [
+                (which, item)
+                for which, component in enumerate(self.components)
+                for item in component.draw(starts[which], counts[which])
+            ]
+        self._next = number + 1
+        if len(self.components) == 1:
+            return drawn
+        return [drawn[place] for place in epoch_order(len(drawn), f"{self.seed}/mixture", number).tolist()]
+
+    def _batch_of(self, drawn: list[Drawn[BatchT]]) -> BatchT:
+        """Return the batch of drawn items, in their order."""
+        among: dict[int, tuple[Items[BatchT], list[int], list[int]]] = {}
+        for place, item in enumerate(drawn):
+            _, indices, places = among.setdefault(id(item.among), (item.among, [], []))
+            indices.append(item.index)
+            places.append(place)
+        batches = [items.batch(indices) for items, indices, _ in among.values()]
+        if len(batches) == 1:
+            return batches[0]
+        joined_places = [place for _, _, places in among.values() for place in places]
+        order = sorted(range(len(drawn)), key=joined_places.__getitem__)
+        return self.join(batches, order)
