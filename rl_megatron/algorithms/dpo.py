@@ -13,7 +13,7 @@ from rl_megatron.algorithms.stage import Stage
 from rl_megatron.config.algorithms import DPOConfig
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.sources import HeldoutBatch, build_source
-from rl_megatron.data.training_data import training_dataset
+from rl_megatron.data.stage_loader import dataset_loader
 from rl_megatron.losses.contract import LossInputType
 from rl_megatron.losses.registry import configured_loss
 
@@ -30,14 +30,14 @@ def _uses_reference(stage: StageConfig) -> bool:
 def dpo(stage: Stage, algorithm: DPOConfig) -> None:
     """Train the stage's policy by DPO, or by another loss that compares pairs with a reference policy."""
     loss_fn = configured_loss(stage.config.loss)
-    dataset = training_dataset(stage.config, stage.tokenizer)
+    loader = dataset_loader(stage.config, stage.tokenizer)
     if algorithm.precompute_reference:
         heldout = build_source(stage.config).heldout(stage.tokenizer)
         evaluated = [heldout.batch] if isinstance(heldout, HeldoutBatch) else []
-        stage.policy.record_reference(stage.reference_logprobs, chain(evaluated, stage.distinct_batches(dataset)))
+        stage.policy.record_reference(stage.reference_logprobs, chain(evaluated, stage.distinct_batches(loader)))
     else:
         stage.policy.freeze_reference()
-    for step, pairs in stage.batches(dataset):
+    for step, pairs in stage.batches(loader):
         reference = stage.policy.get_reference_policy_logprobs(pairs)["reference_logprobs"]
         pairs["reference_policy_logprobs"] = reference.roll(-1, dims=1)  # in DPO losses entry t is of token t + 1
         stage.record(step, stage.train(step, pairs, loss_fn))

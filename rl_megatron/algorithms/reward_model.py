@@ -9,7 +9,7 @@ from rl_megatron.algorithms.pairs import pair_loss
 from rl_megatron.algorithms.registry import register_algorithm
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.config.algorithms import RewardModelConfig
-from rl_megatron.data.training_data import training_dataset
+from rl_megatron.data.stage_loader import dataset_loader
 from rl_megatron.losses.contract import LossInputType
 from rl_megatron.losses.registry import configured_loss
 
@@ -20,5 +20,5 @@ _LOSS = pair_loss(LossInputType.LOGIT, "scores of pairs", "preference")
 def reward_model(stage: Stage, algorithm: RewardModelConfig) -> None:
     """Train the stage's model to score chosen answers above rejected ones."""
     loss_fn = configured_loss(stage.config.loss)
-    for step, pairs in stage.batches(training_dataset(stage.config, stage.tokenizer)):
+    for step, pairs in stage.batches(dataset_loader(stage.config, stage.tokenizer)):
         stage.record(step, stage.train(step, pairs, loss_fn))

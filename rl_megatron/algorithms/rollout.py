@@ -67,6 +67,7 @@ class Sampler:
         self._scorer, self._metrics = stage.scorer, RewardMetrics()
         self._scorer.start()  # workers load the reward functions while the first completions are generated
         self._prompts = RolloutPrompts(config, algorithm, stage.tokenizer)
+        stage.loader = self._prompts.loader
         self._sampling = stage_sampling(config, stage.tokenizer, end_of_turn_ids=self._prompts.end_of_turn_ids)
 
     def draw(self, step: int, round_: int = 0) -> BatchedDataDict:

@@ -10,11 +10,12 @@ from typing import Any
 from rl_megatron import log
 from rl_megatron.algorithms.checkpointer import Checkpointer, critic_checkpoints
 from rl_megatron.checkpoint.directory import complete_checkpoints
-from rl_megatron.config.schema import StageConfig
+from rl_megatron.config.schema import StageConfig, TrainConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.datasets import Dataset
+from rl_megatron.data.loader import DataLoader
+from rl_megatron.data.stage_loader import in_memory_loader
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.data.training_data import batch_order
 from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.generation.interfaces import RolloutEngine
 from rl_megatron.losses.contract import LossFunction
@@ -46,6 +47,7 @@ class Stage:
         progress_metric: The training metric that the progress line always shows.
         results: The newest eval metrics and samples.
         timer: The time that each phase of a step takes.
+        loader: The loader of the training data, whose position checkpoints keep.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Stage:
     progress_metric: str = "loss"
     results: dict[str, Any] = field(default_factory=dict)
     timer: PhaseTimer = field(default_factory=PhaseTimer)
+    loader: DataLoader[Any] | None = None
 
     def __post_init__(self) -> None:
         self.checkpointer = Checkpointer(self.checkpoints, self.config.train, self.policy, self.critic)
@@ -92,25 +95,18 @@ class Stage:
         finally:
             self.metrics_logger.end_stage()
 
-    def batches(self, dataset: Dataset) -> Iterator[tuple[int, BatchedDataDict]]:
+    def batches(self, data: Dataset | DataLoader[BatchedDataDict]) -> Iterator[tuple[int, BatchedDataDict]]:
         """Yield each step with its batch of `train.global_batch_size` sequences, in shuffled epochs.
 
         A resumed stage gets the same batches as an uninterrupted one.
         """
-        order = batch_order(dataset, self.config.train)
+        self.loader = loader = _loader_of(data, self.config.train)
         for step in self.steps():
-            yield step, dataset.batch(order.items_at(step - 1))
+            yield step, loader.batch(step - 1)
 
-    def distinct_batches(self, dataset: Dataset) -> Iterator[BatchedDataDict]:
+    def distinct_batches(self, data: Dataset | DataLoader[BatchedDataDict]) -> Iterator[BatchedDataDict]:
         """Yield every item that the stage's steps read exactly once, in batches, in the order of its first use."""
-        order, seen = batch_order(dataset, self.config.train), set()
-        for step in range(self.config.train.steps):
-            fresh = [item for item in dict.fromkeys(order.items_at(step)) if item not in seen]
-            if fresh:
-                yield dataset.batch(fresh)
-            seen.update(fresh)
-            if len(seen) == len(dataset):
-                return
+        return _loader_of(data, self.config.train).distinct_batches(self.config.train.steps)
 
     @property
     def reference_logprobs(self) -> Path:
@@ -148,6 +144,8 @@ class Stage:
         manifest = self.policy.load_checkpoint(saved[-1], verify=False)  # verified at the start of the run
         if self.critic is not None:
             self.critic.load_checkpoint(critic_checkpoints(self.checkpoints) / saved[-1].name, verify=False)
+        if self.loader is not None and "position" in manifest.get("data", {}):
+            self.loader.load_state_dict(manifest["data"]["position"])
         self.results = manifest["results"]
         self._evaluated_at = manifest.get("evaluated_at")
         step, steps = manifest["step"], self.config.train.steps
@@ -171,6 +169,11 @@ class Stage:
             stage=self.name,
             tokenizer=self.tokenizer.digest,
             weights_from=self.weights_from,
-            # The next sequences and prompts follow from these values (data/order.py).
-            data={"batches_taken": step, "seed": train.seed, "global_batch_size": train.global_batch_size},
+            # The next sequences and prompts follow from these values (data/loader.py).
+            data={"batches_taken": step, "seed": train.seed, "global_batch_size": train.global_batch_size}
+            | ({} if self.loader is None else {"position": self.loader.state_dict()}),
         )
+
+
+def _loader_of(data: Dataset | DataLoader[BatchedDataDict], train: TrainConfig) -> DataLoader[BatchedDataDict]:
+    return data if isinstance(data, DataLoader) else in_memory_loader(data, train)

@@ -241,6 +241,7 @@ class TokenizerConfig:
 
 # The keys of DataConfig that apply to conversations only, with their defaults.
 _OF_CHAT = {"system_prompt": None, "chat_template": None, "chat_template_kwargs": {}, "trained_turns": "all"}
+_SHUFFLE_BLOCK = 10_000
 
 
 @section
@@ -307,7 +308,7 @@ class DataConfig:
     mix_weights: str | None = None
     # Read records block by block while the stage trains, instead of all before the first step.
     streaming: bool = False
-    shuffle_block: Positive = 10_000  # records of a block, which are shuffled together; used by streaming only
+    shuffle_block: Positive = _SHUFFLE_BLOCK  # records of a block, which are shuffled together; used by streaming only
     # Share of the data that is held out for evaluation if it has no held-out split; unused by task.
     heldout_fraction: Fraction = 0.05
     sequence_length: Positive = 128  # tokens of a pretraining window
@@ -345,13 +346,15 @@ class DataConfig:
         places = {"path": self.path, "dataset_name": self.dataset_name, "mix": self.mix}
         given = [key for key, place in places.items() if place]
         if len(given) > 1:
-            raise ConfigError(f"data.{given[0]} and data.{given[1]} are both set, and each says where data is; remove one")
+            raise ConfigError(f"data.{given[0]} and data.{given[1]} both say where the data is; remove one")
         if self.mix:
             self._check_mix()
         elif self.mix_weights is not None:
             raise ConfigError(f"data.mix_weights={self.mix_weights} has no effect without data.mix; remove it")
-        if self.shuffle_block != type(self)().shuffle_block and not self.streaming:
-            raise ConfigError(f"data.shuffle_block={self.shuffle_block} has no effect without data.streaming; remove it")
+        if self.shuffle_block != _SHUFFLE_BLOCK and not self.streaming:
+            raise ConfigError(
+                f"data.shuffle_block={self.shuffle_block} has no effect without data.streaming; remove it"
+            )
         if self.subset is not None and self.dataset_name is None:
             raise ConfigError(f"data.subset={self.subset} has no effect without data.dataset_name; remove it")
         of_readers = "dataset_name split eval_path eval_split columns mix streaming".split()

@@ -185,6 +185,11 @@ class DataLoader(Generic[BatchT]):
     def __post_init__(self) -> None:
         self._next = 0
 
+    @property
+    def group_size(self) -> int:
+        """Return how many sequences an item becomes: two for a preference pair."""
+        return getattr(self.components[0].first, "group_size", 1)
+
     def batch(self, number: int) -> BatchT:
         """Return batch `number`. Going forward is cheap; going back starts streamed data from the beginning."""
         return self._batch_of([drawn for _, drawn in self._draw(number)])

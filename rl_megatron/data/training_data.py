@@ -4,49 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 from rl_megatron.config.algorithms import RolloutConfig
 from rl_megatron.config.errors import ConfigError, bad_input_named
-from rl_megatron.config.schema import StageConfig, TrainConfig
+from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.datasets import Dataset
 from rl_megatron.data.encoding import EncodedPrompt, Limit, within_limit
-from rl_megatron.data.order import BatchSchedule
-from rl_megatron.data.sources import build_source
+from rl_megatron.data.loader import ItemList
+from rl_megatron.data.sources import DataSource, build_source
+from rl_megatron.data.stage_loader import components_of, dataset_loader, loader_of
 from rl_megatron.data.tasks import Problem
 from rl_megatron.data.tokenizer import Tokenizer
 
+ItemT = TypeVar("ItemT")
+
 
 def training_dataset(stage: StageConfig, tokenizer: Tokenizer) -> Dataset:
-    """Return the training data of the kind that the stage's algorithm learns from."""
+    """Return the training data that the stage's algorithm learns from, of a stage with one data set in memory."""
     return build_source(stage).dataset(stage.algorithm.learns_from, tokenizer)
-
-
-def batch_order(dataset: Dataset, train: TrainConfig) -> BatchSchedule:
-    """Return which items of the dataset form the batch of each step; steps are numbered from 0."""
-    return BatchSchedule(len(dataset), train.global_batch_size // dataset.group_size, train.seed)
 
 
 def check_dataset(stage: StageConfig, tokenizer: Tokenizer) -> Sequence[tuple[int, ...]]:
     """Check that there are enough items for a batch; return for each item the numbers of tokens of its sequences.
 
+    Of streamed data, the first block is checked.
+
     Raises:
         ConfigError: There are fewer pairs than a batch has.
         ValueError: There are fewer sequences than a batch has.
     """
-    dataset, train = training_dataset(stage, tokenizer), stage.train
-    items = train.global_batch_size // dataset.group_size
-    if dataset.group_size == 2 and items > len(dataset):
-        raise ConfigError(
-            f"train.global_batch_size={train.global_batch_size} is {items} pairs of two sequences, and data.path="
-            f"{stage.data.path} has {len(dataset)} pairs to train on; lower it, or provide more data"
-        )
-    batch_order(dataset, train)
-    return dataset.item_lengths()
-
-
-def training_problems(stage: StageConfig, algorithm: RolloutConfig) -> list[Problem]:
-    """Return the training problems: generated ones for all steps of the stage, or all that the source has."""
-    return build_source(stage).problems(algorithm.prompts_of_all_steps(stage.train))
+    loader = dataset_loader(stage, tokenizer)
+    datasets = [cast(Dataset, component.first) for component in loader.components]
+    return [lengths for dataset in datasets for lengths in dataset.item_lengths()]
 
 
 @dataclass(frozen=True)
@@ -96,6 +86,7 @@ class RolloutPrompts:
 
     Attributes:
         end_of_turn_ids: The token with which the chat template ends a completion, or nothing.
+        loader: The loader of the prompts.
 
     Raises:
         ConfigError: There are fewer prompts than a step has, or one is too long for a completion.
@@ -103,20 +94,32 @@ class RolloutPrompts:
 
     def __init__(self, stage: StageConfig, algorithm: RolloutConfig, tokenizer: Tokenizer):
         self._rounds = algorithm.rounds_per_step
-        encoded = encoded_prompts(stage, training_problems(stage, algorithm), tokenizer)
-        self._prompts, self.end_of_turn_ids = encoded.prompts, encoded.end_of_turn_ids
-        if len(self._prompts) < algorithm.prompts_per_step:
+        wanted = algorithm.prompts_of_all_steps(stage.train)
+
+        def build(of_component: StageConfig, source: DataSource[Any]) -> ItemList[EncodedPrompt]:
+            encoded = encoded_prompts(of_component, source.problems(wanted), tokenizer)
+            self.end_of_turn_ids = encoded.end_of_turn_ids
+            return ItemList(encoded.prompts)
+
+        components = components_of(stage, build)
+        self._first = [prompt for component in components for prompt in cast(ItemList, component.first).items]
+        if len(self._first) < algorithm.prompts_per_step:
             raise ConfigError(
-                f"algorithm.prompts_per_step={algorithm.prompts_per_step} exceeds the {len(self._prompts)} training "
+                f"algorithm.prompts_per_step={algorithm.prompts_per_step} exceeds the {len(self._first)} training "
                 "problems; lower it, or provide more data"
             )
-        self._order = BatchSchedule(len(self._prompts), algorithm.prompts_per_step, stage.train.seed)
+        self.loader = loader_of(stage, components, algorithm.prompts_per_step, _joined, self._rounds)
 
     @property
     def longest(self) -> int:
-        """Return the number of tokens of the longest prompt."""
-        return max(prompt.num_tokens for prompt in self._prompts)
+        """Return the number of tokens of the longest prompt. Of streamed data, it is that of the first block."""
+        return max(prompt.num_tokens for prompt in self._first)
 
     def at(self, step: int, round_: int = 0) -> list[EncodedPrompt]:
-        """Return the different prompts of a round of step `step` ≥ 1, as the rollout engine gets them."""
-        return [self._prompts[index] for index in self._order.items_at((step - 1) * self._rounds + round_)]
+        """Return the prompts of a round of step `step` ≥ 1, as the rollout engine gets them."""
+        return self.loader.batch((step - 1) * self._rounds + round_)
+
+
+def _joined(parts: list[list[EncodedPrompt]], order: list[int]) -> list[EncodedPrompt]:
+    prompts = [prompt for part in parts for prompt in part]
+    return [prompts[place] for place in order]

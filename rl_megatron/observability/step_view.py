@@ -19,15 +19,10 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.sources import HeldoutBatch, build_source
+from rl_megatron.data.stage_loader import dataset_loader
 from rl_megatron.data.tasks import Problem
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.data.training_data import (
-    EncodedPrompts,
-    RolloutPrompts,
-    batch_order,
-    encoded_prompts,
-    training_dataset,
-)
+from rl_megatron.data.training_data import EncodedPrompts, RolloutPrompts, encoded_prompts
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.observability.batch_view import BatchView, ShownGroup, ShownSequence, Token
 from rl_megatron.topology.degrees import ConfiguredLayout
@@ -55,9 +50,8 @@ def view_step(name: str, stage: StageConfig, tokenizer: Tokenizer, step: int, ra
             f"algorithm={stage.algorithm.name} chooses its prompts itself, because its settings are not a "
             "RolloutConfig; --heldout shows its held-out problems"
         )
-    dataset = training_dataset(stage, tokenizer)
-    batch = dataset.batch(batch_order(dataset, stage.train).items_at(step - 1))
-    return _batch_view(title, stage, tokenizer, batch, dataset.group_size, ranks)
+    loader = dataset_loader(stage, tokenizer)
+    return _batch_view(title, stage, tokenizer, loader.batch(step - 1), loader.group_size, ranks)
 
 
 def view_heldout(name: str, stage: StageConfig, tokenizer: Tokenizer, ranks: int) -> BatchView:
@@ -70,7 +64,7 @@ def view_heldout(name: str, stage: StageConfig, tokenizer: Tokenizer, ranks: int
     title = f"stage {name} ({stage.algorithm.name}), held-out data"
     heldout = build_source(stage).heldout(tokenizer)
     if isinstance(heldout, HeldoutBatch):
-        size = training_dataset(stage, tokenizer).group_size
+        size = dataset_loader(stage, tokenizer).group_size
         return _batch_view(title, stage, tokenizer, heldout.batch, size, ranks)
     return _prompts_view(title, stage, tokenizer, encoded_prompts(stage, heldout.problems, tokenizer), greedy=True)
 

@@ -43,6 +43,10 @@ class PreferenceSource(RecordSource[PreferenceConfig]):
         pairs = self._dataset(heldout_part(self.parts(), self.data), tokenizer)
         return HeldoutBatch(pairs.batch(range(min(len(pairs), self.data.num_eval_examples // 2))))
 
+    def prepared(self, records: list[Record]) -> list[Record]:
+        """Return the pairs of the records."""
+        return pairs_of(records)
+
     def split(self, train: list[Record], heldout: list[Record] | None) -> tuple[list[Record], list[Record]]:
         """Return the (training, held-out) pairs. All pairs of a prompt are on the same side."""
         if heldout is not None:

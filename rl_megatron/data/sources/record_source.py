@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Self
 
+from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.files import split_heldout
 from rl_megatron.data.readers.lines import JsonLines, Lines
 from rl_megatron.data.readers.places import find_parts
-from rl_megatron.data.records import Part, Record
+from rl_megatron.data.records import Part, Reader, Record
 from rl_megatron.data.sources.source import ConfigT, DataSource
 from rl_megatron.data.tokenizer import Tokenizer
 
@@ -25,6 +26,21 @@ class RecordSource(DataSource[ConfigT]):
 
     plain: ClassVar[type[Lines]] = JsonLines
     alone: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, stage: StageConfig, data: ConfigT):
+        super().__init__(stage, data)
+        self._block: list[Record] | None = None
+
+    def of_block(self, records: list[Record]) -> Self:
+        """Return a source whose training data are these records."""
+        source = type(self)(self.stage, self.data)
+        source._block = records
+        return source
+
+    def training_reader(self) -> Reader:
+        """Return the reader of streamed training records. If there is no held-out data, it leaves out the first."""
+        found = find_parts(self.data, self.plain, self.alone)
+        return found.train if found.heldout is not None else Part(found.train, skipped=self._num_heldout)
 
     def check_files(self, tokenizer: Tokenizer | None) -> None:
         """Check the files, and the first records of each part."""
@@ -44,15 +60,24 @@ class RecordSource(DataSource[ConfigT]):
             ValueError: A record lacks it; the message names its place.
         """
 
+    def prepared(self, records: list[Record]) -> list[Record]:
+        """Return what datasets are made of, if that is not the records of the files themselves."""
+        return records
+
     def parts(self) -> tuple[list[Record], list[Record]]:
-        """Return the (training, held-out) records.
+        """Return the (training, held-out) records. Of streamed data, the training records are those of the first block.
 
         Raises:
             ValueError: There is nothing to read, or a record cannot be read; the message names the place.
         """
+        if self._block is not None:
+            return self.prepared(self._block), []
         found = find_parts(self.data, self.plain, self.alone)
-        train = found.train.all()
-        return self.split(train, None if found.heldout is None else found.heldout.all())
+        if not self.data.streaming:
+            return self.split(found.train.all(), None if found.heldout is None else found.heldout.all())
+        train = Part(self.training_reader(), limit=self.data.shuffle_block).all()
+        heldout = [] if self._num_heldout == 0 else Part(found.heldout or found.train, limit=self._num_heldout).all()
+        return self.prepared(train), self.prepared(heldout) if heldout else []
 
     def first_record(self) -> Record:
         """Return the first training record."""
@@ -61,3 +86,8 @@ class RecordSource(DataSource[ConfigT]):
     def split(self, train: list[Record], heldout: list[Record] | None) -> tuple[list[Record], list[Record]]:
         """Return the (training, held-out) records; if `heldout` is None, a fixed part of `train` is held out."""
         return split_heldout(train, self.data.heldout_fraction) if heldout is None else (train, heldout)
+
+    @property
+    def _num_heldout(self) -> int:
+        """Return how many records of streamed data are held out; as many as an evaluation can use, or none."""
+        return self.data.num_eval_examples if self.data.heldout_fraction > 0 else 0

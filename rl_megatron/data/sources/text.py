@@ -57,7 +57,7 @@ class TextSource(RecordSource[TextConfig]):
     def documents(self) -> tuple[list[str], list[str]]:
         """Return the (training, held-out) documents."""
         data = self.data
-        if data.dataset_name is None:
+        if data.dataset_name is None and not data.streaming:
             files = find_files(required_path(data), data.split, data.eval_path, data.eval_split)
             if all(map(is_plain_text, files.train + files.heldout)):
                 fraction = 0.0 if files.heldout else data.heldout_fraction

@@ -8,7 +8,7 @@ from rl_megatron.algorithms.grpo import _advantages, collect, grpo
 from rl_megatron.algorithms.rollout import Sampler
 from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.config.load import load_config
-from rl_megatron.data import training_data
+from rl_megatron.data import stage_loader, training_data
 from rl_megatron.data.order import BatchSchedule
 from rl_megatron.observability.phase_timer import PhaseTimer
 from rl_megatron.rewards.scorer import decoded
@@ -26,7 +26,8 @@ def collecting(monkeypatch):
         config = load_config(
             ["algorithm=grpo", "algorithm.prompts_per_step=2", f"algorithm.samples_per_prompt={SIZE}", *overrides]
         ).first
-        monkeypatch.setattr(training_data, "build_source", lambda stage: Problems(Echo()))
+        for module in (training_data, stage_loader):
+            monkeypatch.setattr(module, "build_source", lambda stage: Problems(Echo()))
         engine = Scripted({prompt: list(texts) for prompt, texts in answers.items()})
         stage = SimpleNamespace(config=config, tokenizer=Characters(), engine=engine, scorer=ScoredHere(Echo()))
         sampler = Sampler(stage, config.algorithm)
@@ -125,7 +126,8 @@ def test_steps_do_not_share_rounds(collecting):
 def test_the_kl_in_the_reward_is_recorded(monkeypatch):
     overrides = ["algorithm=grpo", "algorithm.prompts_per_step=2", "algorithm.samples_per_prompt=2"]
     overrides += ["algorithm.advantage_estimator=reinforce_plus_plus", "loss.use_kl_in_reward=true"]
-    monkeypatch.setattr(training_data, "build_source", lambda stage: Problems(Echo()))
+    for module in (training_data, stage_loader):
+        monkeypatch.setattr(module, "build_source", lambda stage: Problems(Echo()))
     records = []
     policy = SimpleNamespace(
         freeze_reference=lambda: None,

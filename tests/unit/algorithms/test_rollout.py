@@ -20,9 +20,9 @@ from rl_megatron.algorithms.rollout import (
 )
 from rl_megatron.config.algorithms import GRPOConfig, PPOConfig
 from rl_megatron.config.load import load_config
-from rl_megatron.data import training_data
+from rl_megatron.data import stage_loader, training_data
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.data.order import BatchSchedule
+from rl_megatron.data.order import ShuffledEpochs
 from rl_megatron.losses import build_loss
 from rl_megatron.rewards.scorer import decoded
 from tests.unit.algorithms.fakes import Characters, Echo, Problems, ScoredHere, Scripted
@@ -36,8 +36,9 @@ def rollouts_of(monkeypatch):
         config = load_config(
             ["algorithm=grpo", f"algorithm.prompts_per_step={len(answers)}", f"algorithm.samples_per_prompt={size}"]
         ).first
-        monkeypatch.setattr(training_data, "build_source", lambda stage: Problems(Echo(tuple(answers))))
-        monkeypatch.setattr(BatchSchedule, "items_at", lambda self, step: list(range(len(answers))))
+        for module in (training_data, stage_loader):
+            monkeypatch.setattr(module, "build_source", lambda stage: Problems(Echo(tuple(answers))))
+        monkeypatch.setattr(ShuffledEpochs, "items", lambda self, start, count: list(range(count)))
         engine = Scripted({prompt: list(texts) for prompt, texts in answers.items()})
         stage = SimpleNamespace(config=config, tokenizer=Characters(), engine=engine, scorer=ScoredHere(Echo()))
         return Sampler(stage, config.algorithm).draw(1), engine

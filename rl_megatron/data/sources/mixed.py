@@ -1,0 +1,88 @@
+"""`MixedSource`: the data sets of `data.mix`, read by one data source each."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rl_megatron.config.schema import DataConfig, StageConfig
+from rl_megatron.data.mixture import MixtureCounts
+from rl_megatron.data.sources.source import DataSource, HeldoutBatch, HeldoutProblemSet
+from rl_megatron.data.tasks.task import Problem, Task
+from rl_megatron.data.tokenizer import Tokenizer
+
+
+def mixed_stages(stage: StageConfig) -> list[tuple[str, StageConfig]]:
+    """Return for each data set of a mixture its name and the stage as if it had this data set alone."""
+    data = stage.data
+    whole = dataclasses.replace(data, mix=(), mix_weights=None)
+    sections = []
+    for each, num_eval_examples in zip(data.mix, _eval_examples(data), strict=True):
+        place = {key: getattr(each, key) for key in ("path", "dataset_name", "subset", "split")}
+        columns = data.columns if each.columns is None else each.columns
+        # The held-out data of `eval_path` is no data set's own.
+        section = dataclasses.replace(
+            whole, **place, columns=columns, eval_path=None, num_eval_examples=num_eval_examples
+        )
+        sections.append((each.shown_name, dataclasses.replace(stage, data=section)))
+    return sections
+
+
+def _eval_examples(data: DataConfig) -> list[int]:
+    """Return how many held-out examples each data set gives: shares by weight, in whole pairs, at least one."""
+    names, weights = [each.shown_name for each in data.mix], [each.weight for each in data.mix]
+    counts = MixtureCounts(names, max(1, data.num_eval_examples // 2), lambda step: weights)
+    return [max(2, 2 * count) for count in counts.at(0)[1]]
+
+
+class MixedSource(DataSource[DataConfig]):
+    """The source of several data sets of one kind.
+
+    Held-out data comes from `data.eval_path`, or otherwise from each data set by its weight in `data.mix`.
+    """
+
+    def __init__(self, stage: StageConfig, sources: Sequence[DataSource[Any]]):
+        super().__init__(stage, stage.data)
+        self.sources = sources
+
+    def check_files(self, tokenizer: Tokenizer | None) -> None:
+        """Check the files of every data set."""
+        for source in self.sources:
+            source.check_files(tokenizer)
+
+    def texts(self) -> Iterator[str]:
+        """Yield the training text of every data set."""
+        return itertools.chain.from_iterable(source.texts() for source in self.sources)
+
+    def task(self) -> Task:
+        """Return the task of the first data set."""
+        return self.sources[0].task()
+
+    def problems(self, wanted: int) -> list[Problem]:
+        """Return the training problems of all data sets."""
+        return [problem for source in self.sources for problem in source.problems(wanted)]
+
+    def heldout(self, tokenizer: Tokenizer) -> HeldoutBatch | HeldoutProblemSet:
+        """Return held-out data of `data.eval_path`, or of every data set."""
+        if self.data.eval_path is not None:
+            section = dataclasses.replace(self.data, path=self.data.eval_path, mix=(), mix_weights=None)
+            return type(self.sources[0])(dataclasses.replace(self.stage, data=section), section).heldout(tokenizer)
+        parts = [source.heldout(tokenizer) for source in self.sources]
+        problems = [part for part in parts if isinstance(part, HeldoutProblemSet)]
+        if problems:
+            return HeldoutProblemSet(problems[0].task, [each for part in problems for each in part.problems])
+        return _joined([part for part in parts if isinstance(part, HeldoutBatch)], tokenizer)
+
+
+def _joined(parts: list[HeldoutBatch], tokenizer: Tokenizer) -> HeldoutBatch:
+    from rl_megatron.data.batch import BatchedDataDict
+
+    batch = BatchedDataDict.from_batches([part.batch for part in parts], {"input_ids": tokenizer.pad_id})
+    factors = [part.tokens_per_character for part in parts if part.tokens_per_character is not None]
+    if len(factors) < len(parts):
+        return HeldoutBatch(batch)
+    tokens = [float(part.batch["token_mask"].sum()) for part in parts]
+    characters = sum(number / factor for number, factor in zip(tokens, factors, strict=True))
+    return HeldoutBatch(batch, sum(tokens) / characters)

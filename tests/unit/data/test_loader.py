@@ -1,0 +1,138 @@
+"""Mixtures and streams: which items form a batch, and that a loader continues where another stopped."""
+
+import json
+
+import pytest
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.data.loader import DataLoader, InMemory, ItemList, Streamed
+from rl_megatron.data.mixture import MixtureCounts
+from rl_megatron.data.readers.lines import JsonLines
+from rl_megatron.data.records import Part
+
+
+def joined(batches, order):
+    items = [item for batch in batches for item in batch]
+    return [items[place] for place in order]
+
+
+def write(path, prefix, count):
+    path.write_text("".join(json.dumps({"name": f"{prefix}{number}"}) + "\n" for number in range(count)))
+    return path
+
+
+@pytest.fixture
+def loader(tmp_path):
+    """`loader(batch_size)`: a mixture of 7 items in memory and of 23 that are streamed in blocks of 5."""
+    stream = JsonLines(write(tmp_path / "s.jsonl", "s", 23))
+
+    def make(
+        batch_size=4, weights=(1.0, 3.0), block=5, build=lambda records: [each.values["name"] for each in records]
+    ):
+        memory = InMemory("memory", ItemList([f"m{number}" for number in range(7)]), "0/memory")
+        streamed = Streamed("stream", stream, lambda records: ItemList(build(records)), block, "0/stream")
+        counts = MixtureCounts(["memory", "stream"], batch_size, lambda step: weights)
+        return DataLoader([memory, streamed], counts, 0, joined)
+
+    return make
+
+
+def test_the_items_of_a_mixture_follow_the_weights_with_carried_remainders():
+    counts = MixtureCounts(["a", "b", "c"], 10, lambda step: [0.5, 0.33, 0.17])
+    for number in range(200):
+        before, now = counts.at(number)
+        assert sum(now) == 10 and sum(before) == 10 * number
+        for taken, share in zip(before, (0.5, 0.33, 0.17), strict=True):
+            assert abs(taken - 10 * number * share) < 1.5
+    assert counts.at(3) == MixtureCounts(["a", "b", "c"], 10, lambda step: [0.5, 0.33, 0.17]).at(3), "in any order"
+    rare = MixtureCounts(["rare", "often"], 1, lambda step: [0.1, 0.9])
+    assert [rare.at(number)[1][0] for number in range(40)].count(1) == 4
+
+
+def test_weights_may_change_with_the_step():
+    counts = MixtureCounts(["a", "b"], 4, lambda step: {"b": 0 if step < 3 else 1, "a": 1}, batches_per_step=2)
+    assert [counts.at(number)[1] for number in range(6)] == [[4, 0]] * 4 + [[2, 2]] * 2
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ([1], "has 2 data sets"),
+        ({"a": 1, "x": 1}, r"names \['a', 'x'\], and data.mix has \['a', 'b'\]"),
+        ([1, -1], "0 or more"),
+        ([0, 0], "not all are 0"),
+        ([1, float("nan")], "finite"),
+        (None, "None, and"),
+    ],
+)
+def test_a_function_that_returns_no_weights_is_refused(returned, words):
+    with pytest.raises(ConfigError, match=rf"data.mix_weights returned .*{words}.*\(step 1\)"):
+        MixtureCounts(["a", "b"], 4, lambda step: returned).at(0)
+
+
+def test_an_epoch_of_a_stream_has_every_item_once_and_the_next_is_shuffled_anew(loader):
+    stream = loader().components[1]
+    epochs = [[item.among.items[item.index] for item in stream.draw(0, 23)] for _ in range(3)]
+    assert all(sorted(epoch) == sorted(f"s{number}" for number in range(23)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert sorted(epochs[1][:5]) == [f"s{number}" for number in range(5)] != epochs[1][:5], "blocks are shuffled"
+
+
+@pytest.mark.parametrize("killed_after", range(0, 17, 3))
+def test_a_loader_continues_where_another_stopped(loader, killed_after):
+    running = loader()
+    whole = [running.batch(number) for number in range(20)]
+    stopped = loader()
+    for number in range(killed_after):
+        stopped.batch(number)
+    state = json.loads(json.dumps(stopped.state_dict()))
+    resumed = loader()
+    resumed.load_state_dict(state)
+    assert [resumed.batch(number) for number in range(killed_after, 20)] == whole[killed_after:]
+    without_state = loader()
+    assert without_state.batch(killed_after) == whole[killed_after], "it passes what comes before"
+    assert running.batch(2) == whole[2], "it goes back"
+
+
+def test_a_continued_stream_does_not_read_what_came_before(loader):
+    built = []
+
+    def build(records):
+        built.append(records[0].location.rpartition(":")[2])
+        return [each.values["name"] for each in records]
+
+    stopped = loader(build=build)
+    for number in range(6):  # 18 items of the stream
+        stopped.batch(number)
+    resumed = loader(build=build)
+    built.clear()
+    resumed.load_state_dict(stopped.state_dict())
+    resumed.batch(6)
+    assert built == ["16", "21"]
+
+
+def test_batches_left_out_are_passed(loader):
+    every, some = loader(), loader()
+    whole = [every.batch(number) for number in range(10)]
+    assert [some.batch(number) for number in (0, 3, 4, 9)] == [whole[number] for number in (0, 3, 4, 9)]
+
+
+def test_distinct_batches_have_every_item_once_and_leave_the_position(loader):
+    one, other = loader(), loader()
+    assert one.batch(0) == other.batch(0)
+    distinct = [item for batch in one.distinct_batches(30) for item in batch]
+    assert sorted(distinct) == sorted([f"m{n}" for n in range(7)] + [f"s{n}" for n in range(23)])
+    assert one.batch(1) == other.batch(1)
+
+
+def test_the_position_in_other_data_is_refused(loader, tmp_path):
+    state = loader().state_dict()
+    state["streams"]["gone"] = state["streams"].pop("stream")
+    with pytest.raises(ConfigError, match="the checkpoint has a position in the streamed data gone"):
+        loader().load_state_dict(state)
+
+
+def test_a_stream_without_records_is_refused(tmp_path):
+    file = write(tmp_path / "few.jsonl", "x", 3)
+    with pytest.raises(ValueError, match="few.jsonl is empty: it has no records to train on"):
+        Streamed("few", Part(JsonLines(file), skipped=3), ItemList, 5, 0)
