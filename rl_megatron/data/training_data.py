@@ -17,8 +17,6 @@ from rl_megatron.data.stage_loader import components_of, dataset_loader, loader_
 from rl_megatron.data.tasks import Problem
 from rl_megatron.data.tokenizer import Tokenizer
 
-ItemT = TypeVar("ItemT")
-
 
 def training_dataset(stage: StageConfig, tokenizer: Tokenizer) -> Dataset:
     """Return the training data that the stage's algorithm learns from, of a stage with one data set in memory."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from rl_megatron.config.schema import DataConfig, StageConfig
 from rl_megatron.data.mixture import MixtureCounts
+from rl_megatron.data.records import Record
 from rl_megatron.data.sources.source import DataSource, HeldoutBatch, HeldoutProblemSet
 from rl_megatron.data.tasks.task import Problem, Task
 from rl_megatron.data.tokenizer import Tokenizer
@@ -46,6 +47,10 @@ class MixedSource(DataSource[DataConfig]):
     def __init__(self, stage: StageConfig, sources: Sequence[DataSource[Any]]):
         super().__init__(stage, stage.data)
         self.sources = sources
+
+    def first_record(self) -> Record | None:
+        """Return the first training record of the first data set."""
+        return self.sources[0].first_record()
 
     def check_files(self, tokenizer: Tokenizer | None) -> None:
         """Check the files of every data set."""

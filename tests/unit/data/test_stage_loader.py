@@ -1,0 +1,146 @@
+"""The loader of a stage: every kind of data from mixtures and streams, and a stage that continues in the middle."""
+
+import gzip
+import json
+
+import pytest
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.load import load_config
+from rl_megatron.data.sources import HeldoutBatch, build_source
+from rl_megatron.data.stage_loader import dataset_loader
+from rl_megatron.data.tokenizer import train_bpe
+from rl_megatron.data.training_data import RolloutPrompts, check_dataset
+
+TOKENIZER = train_bpe(["question answer good bad text 0123456789\n" * 3], 270)
+SMALL = ("data.num_eval_examples=4", "train.steps=9", "model.max_sequence_length=128")
+KINDS = {
+    "sft": ("algorithm=sft", "train.global_batch_size=8"),
+    "dpo": ("algorithm=dpo", "loss=dpo", "train.global_batch_size=16"),
+    "pretrain": ("algorithm=pretrain", "train.global_batch_size=8", "data.sequence_length=12"),
+}
+MIX = "data.mix=[{path: a.jsonl, weight: 3},{path: b.jsonl.gz, name: b},{path: c.parquet, weight: 0.5}]"
+STREAM = ("data.streaming=true", "data.shuffle_block=5")
+
+
+def record(source, number):
+    question = f"question {source}{number}"
+    return {
+        "question": question, "answer": f"answer {number}", "chosen": f"good {number}", "rejected": f"bad {number}",
+        "text": f"text {source} " + "0123456789"[: number % 10],
+    }  # fmt: skip
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Three files with 31, 23 and 17 records."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    monkeypatch.chdir(tmp_path)
+    lines = lambda source, count: "".join(json.dumps(record(source, n)) + "\n" for n in range(count))  # noqa: E731
+    (tmp_path / "a.jsonl").write_text(lines("a", 31))
+    with gzip.open("b.jsonl.gz", "wt") as file:
+        file.write(lines("b", 23))
+    pq.write_table(pa.Table.from_pylist([record("c", n) for n in range(17)]), "c.parquet", row_group_size=4)
+    return tmp_path
+
+
+def stage_of(*overrides):
+    return load_config([*SMALL, *overrides]).first
+
+
+def ids_of(batch):
+    ids, lengths = batch["input_ids"].tolist(), batch["input_lengths"].tolist()
+    return [sequence[:length] for sequence, length in zip(ids, lengths, strict=True)]
+
+
+@pytest.mark.parametrize("streaming", [(), STREAM], ids=["memory", "stream"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mixture_continues_with_the_batches_of_the_uninterrupted_run(files, kind, streaming):
+    stage = stage_of(*KINDS[kind], MIX, *streaming)
+    running = dataset_loader(stage, TOKENIZER)
+    whole = [ids_of(running.batch(number)) for number in range(9)]
+    assert all(len(batch) == stage.train.global_batch_size for batch in whole)
+    stopped, resumed = dataset_loader(stage, TOKENIZER), dataset_loader(stage, TOKENIZER)
+    for number in range(5):
+        stopped.batch(number)
+    resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
+    assert [ids_of(resumed.batch(number)) for number in range(5, 9)] == whole[5:]
+
+
+def test_a_batch_has_the_sequences_of_its_data_sets_by_weight(files):
+    loader = dataset_loader(stage_of(*KINDS["sft"], MIX, *STREAM), TOKENIZER)
+    texts = [TOKENIZER.decode(ids) for number in range(9) for ids in ids_of(loader.batch(number))]
+    counts = {source: sum(f"question {source}" in text for text in texts) for source in "abc"}
+    assert counts == {"a": 48, "b": 16, "c": 8}
+    held_out = {f"question {source}{number}\n" for source in "abc" for number in range(2)}
+    assert not any(question in text for question in held_out for text in texts), "the first records are held out"
+
+
+def test_prompts_of_a_streamed_mixture_continue_too(files):
+    overrides = ("algorithm=grpo", "algorithm.prompts_per_step=4", "algorithm.dynamic_sampling=true", MIX, *STREAM)
+    stage = stage_of(*overrides, "generation.max_new_tokens=4")
+    prompts = lambda: RolloutPrompts(stage, stage.algorithm, TOKENIZER)  # noqa: E731
+    running, stopped, resumed = prompts(), prompts(), prompts()
+    whole = [[each.problem.prompt for each in running.at(step)] for step in range(1, 7)]
+    for step in range(1, 4):
+        stopped.at(step), stopped.at(step, 1)
+    resumed.loader.load_state_dict(json.loads(json.dumps(stopped.loader.state_dict())))
+    assert [[each.problem.prompt for each in resumed.at(step)] for step in range(4, 7)] == whole[3:]
+
+
+def test_weights_may_come_from_a_function_of_the_user(files):
+    (files / "curriculum.py").write_text(
+        "def weights(step):\n    return {'a': 1, 'b': 0, 'c': 0 if step < 3 else 1}\ndef wrong(step):\n    return []\n"
+    )
+    stage = stage_of(*KINDS["sft"], MIX, "data.mix_weights=curriculum.py:weights")
+    loader = dataset_loader(stage, TOKENIZER)
+    texts = ["".join(TOKENIZER.decode(ids) for ids in ids_of(loader.batch(number))) for number in range(4)]
+    assert ["question c" in text for text in texts] == [False, False, True, True]
+    assert not any("question b" in text for text in texts)
+    for name, words in {"wrong": "returned \\[\\]", "absent": "absent"}.items():
+        with pytest.raises(ConfigError, match=f"data.mix_weights.*{words}"):
+            dataset_loader(stage_of(*KINDS["sft"], MIX, f"data.mix_weights=curriculum.py:{name}"), TOKENIZER)
+
+
+@pytest.mark.parametrize("streaming", [(), STREAM], ids=["memory", "stream"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_held_out_data_comes_from_every_data_set(files, kind, streaming):
+    heldout = build_source(stage_of(*KINDS[kind], MIX, *streaming)).heldout(TOKENIZER)
+    assert isinstance(heldout, HeldoutBatch)
+    texts = " ".join(TOKENIZER.decode(ids) for ids in ids_of(heldout.batch))
+    assert all(f"{'text' if kind == 'pretrain' else 'question'} {source}" in texts for source in "abc")
+    assert (heldout.tokens_per_character is None) == (kind != "pretrain")
+    alone = build_source(stage_of(*KINDS[kind], MIX, "data.eval_path=c.parquet", *streaming)).heldout(TOKENIZER)
+    texts = " ".join(TOKENIZER.decode(ids) for ids in ids_of(alone.batch))
+    assert not any(f"{'text' if kind == 'pretrain' else 'question'} {source}" in texts for source in "ab")
+
+
+def test_an_error_in_a_later_block_names_its_line(files):
+    with (files / "a.jsonl").open("a") as file:
+        file.write('{"question": "broken"\n')
+    stage = stage_of(*KINDS["sft"], "data.path=a.jsonl", *STREAM)
+    assert len(check_dataset(stage, TOKENIZER)) == 5, "the first block is checked"
+    loader = dataset_loader(stage, TOKENIZER)
+    with pytest.raises(ValueError, match=r"a.jsonl:32 is not JSON"):
+        for number in range(9):
+            loader.batch(number)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.path=a.jsonl", "data.mix=[{path: b.jsonl.gz}]"], "data.path and data.mix both say"),
+        (["data.mix=[{weight: 2}]"], r"data.mix\[0\] needs a path or a dataset_name"),
+        (["data.mix=[{path: x/a.jsonl},{path: y/a.jsonl}]"], r"data.mix\[1\] and data.mix\[0\] are both called 'a'"),
+        (["data.mix=[{path: a.jsonl, weight: 0}]"], "every weight is 0"),
+        (["data.mix=[{path: a.jsonl, weigth: 1}]"], "weigth"),
+        (["data.path=a.jsonl", "data.mix_weights=f.py:w"], "data.mix_weights=f.py:w has no effect without data.mix"),
+        (["data.path=a.jsonl", "data.shuffle_block=7"], "data.shuffle_block=7 has no effect without data.streaming"),
+        (["data=arithmetic", "data.streaming=true"], "data.streaming=True has no effect: data.source=task"),
+        (["data.mix=[{path: a.jsonl}]", "data.split=train"], "data.split has no effect with data.mix"),
+        (["data.path=a.jsonl", "data.subset=main"], "data.subset=main has no effect without data.dataset_name"),
+    ],
+)
+def test_settings_without_an_effect_or_a_place_are_refused(overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        load_config(overrides)
