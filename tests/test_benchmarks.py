@@ -53,7 +53,7 @@ def test_packing_says_what_is_missing(tmp_path, capsys):
     assert packing.main([str(tmp_path / "absent")]) == 1
     assert "nothing at" in capsys.readouterr().err
     assert packing.main([str(tmp_path)]) == 1
-    assert "has no train.jsonl" in capsys.readouterr().err
+    assert "has no data files" in capsys.readouterr().err
 
 
 def lines_of(text, *words):

@@ -27,7 +27,11 @@ OTHER_MEANINGS = {
     ("rl_megatron.certify.workload", "dpo"): "the loss",
     ("rl_megatron.certify.workload", "preference"): "the loss",
     ("rl_megatron.certify.workload", "reward_model"): "the objective that docs/layouts.md names",
-    ("rl_megatron.data.files", "text"): "the field of a record",
+    **{
+        (f"rl_megatron.data.{module}", "text"): "the field of a record or of a message"
+        for module in ("conversations", "files", "plain_text", "templates")
+    },
+    ("rl_megatron.observability.step_view", "prompts"): "what a page shows",
     ("rl_megatron.data.readers.lines", "text"): "the field of a record",
     ("rl_megatron.data.sources.prompts", "reward_model"): "the field of a record for verl",
     ("rl_megatron.rewards.calling", "reward_model"): "a field of verl's records",

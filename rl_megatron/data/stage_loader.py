@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.import_strings import load_object
@@ -125,7 +125,7 @@ def _weights_of(stage: StageConfig) -> Callable[[int], Weights]:
     function = load_object(data.mix_weights, "data.mix_weights")
     if not callable(function):
         raise ConfigError(f"data.mix_weights={data.mix_weights} is no function; name a function of the step")
-    return function
+    return cast(Callable[[int], Weights], function)
 
 
 def _never(batches: list[BatchedDataDict], order: list[int]) -> BatchedDataDict:

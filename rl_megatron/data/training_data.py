@@ -92,6 +92,7 @@ class RolloutPrompts:
 
     def __init__(self, stage: StageConfig, algorithm: RolloutConfig, tokenizer: Tokenizer):
         self._rounds = algorithm.rounds_per_step
+        self.end_of_turn_ids: tuple[int, ...] = ()
         wanted = algorithm.prompts_of_all_steps(stage.train)
 
         def build(of_component: StageConfig, source: DataSource[Any]) -> ItemList[EncodedPrompt]:

@@ -207,8 +207,9 @@ class _Shown:
 
 def _data(stage: StageConfig) -> str:
     data = stage.data
-    task = f", task {data.task['name']}" if data.source == "task" and "name" in data.task else ""
-    return f"{data.source}{task}" + (f", {data.path}" if data.path else "")
+    places = [f"task {data.task['name']}" if "name" in data.task else None, data.path, data.dataset_name]
+    places += [each.shown_name for each in data.mix]
+    return ", ".join([data.source, *(str(place) for place in places if place is not None)])
 
 
 def _counted(count: int, noun: str) -> str:
