@@ -75,9 +75,15 @@ def once(message: str) -> None:
         LOGGER.warning(message)
 
 
-def error(message: object) -> None:
-    """Print the final line of a failed run to stderr, from rank 0 only because the error is the same on every rank."""
-    if is_main_rank():
+def error(message: object, on_every_node: bool = False) -> None:
+    """Print the final line of a failed run to stderr.
+
+    Args:
+        message: The error.
+        on_every_node: Whether the first rank of every node prints it, because the nodes may differ. Otherwise rank 0
+            does, because the error is the same on every rank.
+    """
+    if is_main_rank() or (on_every_node and os.environ.get("LOCAL_RANK") == "0"):
         print("error:", " ".join(str(message).splitlines()), file=sys.stderr, flush=True)
 
 

@@ -93,7 +93,7 @@ def key_of(override: str) -> str:
 
 def _as_given(override: str, overrides: list[str]) -> str:
     """Return an override of Hydra's message as the user wrote it, without the signs that were put before it."""
-    return override if override in overrides else override.removeprefix("++")
+    return (override if override in overrides else override.removeprefix("++")).replace("\n", "\\n")
 
 
 def _about_quoting(override: str) -> str:

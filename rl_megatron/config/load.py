@@ -65,7 +65,10 @@ def _take_tokenizer(tree: dict[str, Any]) -> None:
     """Use the tokenizer that the checkpoint `init_from` brings from Hugging Face, unless `tokenizer.path` is set."""
     begun, tokenizer = tree.get("init_from"), tree.get("tokenizer")
     if isinstance(begun, str) and isinstance(tokenizer, dict) and tokenizer.get("path") is None:
-        carried = checkpoint_metadata.carried_tokenizer(Path(begun))
+        try:
+            carried = checkpoint_metadata.carried_tokenizer(Path(begun))
+        except OSError as error:  # for example, the name is too long
+            raise ConfigError(f"init_from={begun} cannot be read: {error.strerror}") from error
         tokenizer["path"] = None if carried is None else str(carried)
 
 

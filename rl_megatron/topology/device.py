@@ -11,6 +11,7 @@ import torch.distributed as dist
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.topology.cuda_on_cpu import is_redirected, redirect_cuda_to_cpu
+from rl_megatron.topology.job_store import job_store
 
 
 def start_device(name: str = "auto", timeout_minutes: float = 10.0) -> torch.device:
@@ -38,7 +39,8 @@ def start_device(name: str = "auto", timeout_minutes: float = 10.0) -> torch.dev
     if not dist.is_initialized():
         backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(minutes=timeout_minutes)
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
+            store, rank, world_size = job_store(timeout) or (None, -1, -1)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         else:
             store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # documented, not re-exported
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)

@@ -75,20 +75,21 @@ def failures_before_the_first_step(found: list[Command], directory: Path, files:
 def _check(command: Command) -> None:
     """Do what the command does up to the first step, but for the start of ranks and the reading of weights."""
     from rl_megatron.algorithms import preflight
-    from rl_megatron.cli import _parser
+    from rl_megatron.cli.parser import COMPOSED, command_parser
     from rl_megatron.cli.show_batch import show_batch
+    from rl_megatron.cli.sweep import jobs_of
     from rl_megatron.config.load import load_config
     from rl_megatron.topology import degrees
 
     assert command.arguments is not None
     try:
-        parsed, rest = _parser().parse_known_args(list(command.arguments))
+        parsed, rest = command_parser().parse_known_args(list(command.arguments))
     except SystemExit as end:
         if end.code == 0:  # --help, --version
             return
         raise
     assert not any(word.startswith("-") for word in rest), f"unknown options in {rest}"
-    if parsed.command not in ("train", "certify", "show-batch"):
+    if parsed.command not in COMPOSED:
         assert not rest, f"{parsed.command} takes no {rest}"
         return
     overrides = parsed.overrides + rest
@@ -99,8 +100,13 @@ def _check(command: Command) -> None:
         key, _, path = word.partition("=")
         if key == "tokenizer.path" and not Path(path).exists():
             inputs.tokenizer(Path(path))
-    config = load_config(overrides, parsed.config_dir)
-    if parsed.print_config:
+    if parsed.command == "train" and parsed.multirun:
+        jobs_of(overrides, parsed.config_dir, parsed.config_name)
+        return
+    if parsed.hydra_help:
+        return
+    config = load_config(overrides, parsed.config_dir, parsed.config_name)
+    if parsed.print_config or parsed.cfg or parsed.info:
         return
     for checkpoint in begun:
         inputs.checkpoint_without_weights(checkpoint, config.first.model)

@@ -61,7 +61,7 @@ NOT_RUN = {
     r"docker ": "it needs a container runtime",
     r"mkdocs ": "tests/docs/test_site.py builds the site",
     r"tensorboard ": "it is a server",
-    r"(source|cd|export) ": "it changes the state of the reader's shell only",
+    r"(source|cd|export|eval) ": "it changes the state of the reader's shell only",
 }
 
 # First words of commands that the shell itself runs, on the pages of RUN_IN_ORDER.

@@ -52,7 +52,7 @@ ALLOWED = (
     "stages.sft.train.steps=16", "stages.grpo.train.eval_every=7", "stages.sft.train.save_every=2",
     "train.async_save=false", "train.keep_checkpoints=5", "data.num_eval_examples=8", "parallel.tensor=2",
     "train.batching=packed", "train.micro_batch_tokens=9999", "device=cpu", "metric_sinks=[jsonl]",
-    "train.collective_timeout_minutes=3", "generation.engine=transformers",
+    "train.collective_timeout_minutes=3", "model.head_dim=32", "generation.engine=transformers",
     "generation.gate_prompts=0", "optimizer.overlap=true", "model.recompute=full", "train.fused_head=true",
 )  # fmt: skip
 

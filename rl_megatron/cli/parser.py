@@ -1,0 +1,146 @@
+"""Declare the commands of `rl-megatron` and their options."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import IO, Any
+
+from rl_megatron import __version__, log
+from rl_megatron.config.errors import ConfigError
+
+# The commands that compose a configuration.
+COMPOSED = {
+    "train": "run the stages of an experiment (alone or under torchrun)",
+    "certify": "compare the layout of these ranks with one process: loss, every gradient, logprobs, metrics",
+    "show-batch": "show every token that the model sees in a step, with its loss mask, or the prompts of a step",
+}
+_CONVERSIONS = {
+    "import": ("HF_DIR", "CHECKPOINT", "make a checkpoint, which any layout can load, from a Hugging Face directory"),
+    "export": ("CHECKPOINT", "HF_DIR", "make a Hugging Face directory, which transformers can load, from a checkpoint"),
+}
+_EXAMPLES = """examples:
+  rl-megatron train experiment=quickstart
+  torchrun --nproc-per-node 2 -m rl_megatron train experiment=quickstart parallel.tensor=2
+  torchrun --nproc-per-node 4 -m rl_megatron certify experiment=quickstart parallel.tensor=2 parallel.context=2
+  rl-megatron convert import path/to/Qwen2.5-0.5B checkpoints/qwen
+  rl-megatron convert export outputs/run/checkpoints/sft/step-000100 exported
+  rl-megatron show-batch experiment=gsm8k_sft data.path=path/to/gsm8k --html batch.html
+  rl-megatron inspect outputs/run/checkpoints/sft/step-000100
+  rl-megatron train experiment=gsm8k_sft data.path=path/to/gsm8k train.seed=1 output_dir=outputs/mine
+  rl-megatron train experiment=gsm8k_sft data.path=path/to/gsm8k --multirun optimizer.lr=1e-3,3e-3
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that prints on rank 0 only, because under torchrun every rank parses the same arguments."""
+
+    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+        if log.is_main_rank():
+            super()._print_message(message, file)
+
+
+class _ShellCompletion(argparse.Action):
+    """The option `--shell-completion`, which needs no command."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: object, values: Any, option_string: str | None = None
+    ) -> None:
+        """Print the script or the completions, and exit."""
+        from rl_megatron.cli.hydra_options import complete
+
+        try:
+            complete(str(values), [*COMPOSED, "inspect", "convert"], COMPOSED)
+        except ConfigError as error:
+            parser.error(str(error))
+        parser.exit()
+
+
+class _Refused(argparse.Action):
+    """An option of Hydra that has no meaning here; its `const` says what to write instead."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: object, values: Any, option_string: str | None = None
+    ) -> None:
+        """Refuse the option."""
+        parser.error(f"{option_string}: {self.const}")
+
+
+def command_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    parser = _Parser(
+        prog="rl-megatron",
+        description="Train language models on megatron-core, from pretraining to DPO, GRPO and PPO.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    completion = 'complete commands, experiments, presets and keys: eval "$(rl-megatron -sc install=bash)"'
+    parser.add_argument("-sc", "--shell-completion", action=_ShellCompletion, metavar="ACTION", help=completion)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, help_text in COMPOSED.items():
+        command = commands.add_parser(name, help=help_text)
+        command.add_argument("overrides", nargs="*", help="Hydra overrides, key=value; experiment=NAME picks one")
+        _add_hydra(command, sweeps=name == "train")
+        if name == "show-batch":
+            _add_show_batch(command)
+    inspect = commands.add_parser("inspect", help="show the content of a checkpoint, or list the checkpoints of a run")
+    where = "a checkpoint, the directory of a stage's checkpoints, or the output_dir of a run"
+    inspect.add_argument("path", type=Path, help=where)
+    inspect.add_argument("--tensors", action="store_true", help="list every tensor")
+    inspect.add_argument("--no-verify", action="store_true", help="do not compare the files with their digests")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
+    _add_plugins(inspect)
+    _add_convert(commands)
+    return parser
+
+
+def _add_hydra(command: argparse.ArgumentParser, sweeps: bool) -> None:
+    """Add the options that users of Hydra know."""
+    command.add_argument("--config-dir", "-cd", metavar="DIR", help="a directory with your own configs and plugins")
+    name = "the primary configuration, such as DIR/NAME.yaml of --config-dir"
+    command.add_argument("--config-name", "-cn", metavar="NAME", default="config", help=name)
+    instead = "the shipped configurations are always found; name a directory of your own with --config-dir"
+    command.add_argument("--config-path", "-cp", action=_Refused, const=instead, help=argparse.SUPPRESS)
+    mode = command.add_mutually_exclusive_group()
+    mode.add_argument("--print-config", action="store_true", help="print the effective configuration and stop")
+    mode.add_argument("--cfg", "-c", choices=["job"], help="the same as --print-config")
+    info = "print how the configuration is composed: all, config, defaults, defaults-tree, plugins or searchpath"
+    mode.add_argument("--info", "-i", nargs="?", const="all", metavar="WHAT", help=info)
+    mode.add_argument("--hydra-help", action="store_true", help="print these options, and all presets")
+    if sweeps:
+        sweep = "run a job for each combination of values, one after the other, as in train.seed=0,1"
+        mode.add_argument("--multirun", "-m", action="store_true", help=sweep)
+
+
+def _add_show_batch(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--stage", metavar="NAME", help="the stage; by default the first")
+    step = command.add_mutually_exclusive_group()
+    step.add_argument("--step", type=int, default=1, metavar="N", help="the training step; by default 1")
+    step.add_argument("--heldout", action="store_true", help="show the held-out data instead of a step")
+    command.add_argument("--sequences", type=int, metavar="N", help="show N sequences; by default 4, and all in HTML")
+    ranks = "plan the microbatches for N ranks; by default for one data-parallel rank"
+    command.add_argument("--ranks", type=int, metavar="N", help=ranks)
+    command.add_argument("--ids", action="store_true", help="list the token ids of each sequence too")
+    command.add_argument("--html", metavar="FILE", help="write a self-contained HTML page, and print no sequences")
+
+
+def _add_convert(commands: argparse._SubParsersAction) -> None:
+    help_text = "convert a Hugging Face directory to a checkpoint and back, without a GPU"
+    convert = commands.add_parser("convert", help=help_text)
+    directions = convert.add_subparsers(dest="direction", required=True, metavar="DIRECTION")
+    for name, (source, target, help_text) in _CONVERSIONS.items():
+        direction = directions.add_parser(name, help=help_text)
+        direction.add_argument("source", metavar=source)
+        direction.add_argument("target", metavar=target, help="must not exist")
+        if name == "export":
+            limit = "largest file of weights, such as 500MB or 5GB (the default)"
+            direction.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help=limit)
+        _add_plugins(direction)
+
+
+def _add_plugins(command: argparse.ArgumentParser) -> None:
+    """Add the options that name plugins, for commands that do not read a configuration."""
+    plugin = "a module to import first, such as one with your model family; can be given several times"
+    command.add_argument("--plugin", action="append", default=[], metavar="MODULE", help=plugin)
+    command.add_argument("--config-dir", help="a directory whose modules can be plugins")

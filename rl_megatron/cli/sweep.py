@@ -1,0 +1,212 @@
+"""Run one job for each combination of the values of a sweep, one after the other: `rl-megatron train --multirun`.
+
+Each job is a process of its own, because megatron-core has global state and a job may end in any way. The imports are
+done once, in a server process whose forks the jobs are. Under torchrun, every rank expands the sweep alike, and the
+ranks of a job meet under a name of its own in the launcher's store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import multiprocessing
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from rl_megatron import log
+from rl_megatron.config.aliases import rename_overrides
+from rl_megatron.config.commands import override as quoted
+from rl_megatron.config.compose import hydra_session
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.hints import explain, key_of
+from rl_megatron.config.load import load_config
+from rl_megatron.config.schema import RunConfig
+from rl_megatron.topology.job_store import JOB
+
+_LONGEST_NAME = 120  # characters of a directory's name
+_PATIENCE_SECONDS = 30.0  # that the other ranks have to end a job which has failed on one
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job of a sweep.
+
+    Attributes:
+        name: Its swept overrides, as the name of a directory.
+        overrides: All its overrides, output_dir included.
+        config: Its configuration.
+    """
+
+    name: str
+    overrides: list[str]
+    config: RunConfig
+
+
+def jobs_of(overrides: list[str], config_dir: str | None, config_name: str) -> list[Job]:
+    """Return the jobs of a sweep, in Hydra's order: the values of the last override change fastest.
+
+    Raises:
+        ConfigError: An override is wrong, or the configuration of a job is; the message names it.
+    """
+    jobs = {}
+    for chosen, swept in _combinations(rename_overrides(overrides), config_dir):
+        name = _directory_name([each for each in swept if key_of(each) != "output_dir"])
+        config = load_config(chosen, config_dir, config_name)
+        output_dir = f"{config.output_dir}/{name}" if name else config.output_dir
+        given = [each for each in chosen if key_of(each) != "output_dir"]
+        job = Job(
+            name or output_dir, [*given, quoted("output_dir", output_dir)], replace(config, output_dir=output_dir)
+        )
+        jobs.setdefault(output_dir, job)
+    return list(jobs.values())
+
+
+def run_jobs(jobs: list[Job], options: list[str], run: Callable[[list[str]], int]) -> int:
+    """Run all jobs, report those that failed, and return the exit status: 0 if none failed.
+
+    Args:
+        jobs: The jobs.
+        options: Options of the command line for each of them, such as --config-dir.
+        run: A function at module level that runs a command, and returns its exit status.
+    """
+    store, results = _shared_store(), []
+    for number, job in enumerate(jobs):
+        log.LOGGER.info("job %d of %d: %s, in %s", number + 1, len(jobs), job.name, job.config.output_dir)
+        arguments = ["train", *job.overrides, *options]
+        results.append(_status(_start(run, arguments, number), number, store))
+    if log.is_main_rank():
+        _report(jobs, results)
+    if store is not None:
+        _leave(store)
+    return max(results)
+
+
+def _combinations(overrides: list[str], config_dir: str | None) -> list[tuple[list[str], list[str]]]:
+    """Return the overrides of each job, and those among them that are swept over."""
+    choices: dict[str, list[str]] = {}
+    swept: set[str] = set()
+    with hydra_session(config_dir) as hydra:
+        parser, state = OverridesParser.create(config_loader=hydra.config_loader), random.getstate()
+        random.seed(0)  # shuffle(…) gives every rank the same order
+        try:
+            for override in overrides:
+                (parsed,) = parser.parse_overrides([override])
+                key = parsed.get_key_element()
+                swept.discard(key)
+                choices.pop(key, None)
+                if not parsed.is_sweep_override():
+                    choices[key] = [override]
+                    continue
+                if not parsed.is_discrete_sweep():
+                    raise ConfigError(f"override {override!r}: a sweep needs single values; write them, or range(…)")
+                choices[key] = [f"{key}={value}" for value in parsed.sweep_string_iterator()]
+                swept.add(key)
+        except HydraException as error:
+            raise ConfigError(explain(error, overrides, {})) from error
+        finally:
+            random.setstate(state)
+    jobs = [list(job) for job in itertools.product(*choices.values())]
+    return [(job, [each for key, each in zip(choices, job, strict=True) if key in swept]) for job in jobs]
+
+
+def _directory_name(swept: list[str]) -> str:
+    """Return the name of a job's directory: its swept overrides, with a digest if they are not a name as they are."""
+    given = ",".join(override.lstrip("+") for override in swept)
+    name = re.sub(r"[^\w.,=+@%-]", "-", given)[:_LONGEST_NAME]
+    return name if name == given else f"{name}-{hashlib.sha256(given.encode()).hexdigest()[:8]}"
+
+
+def _start(run: Callable[[list[str]], int], arguments: list[str], number: int) -> BaseProcess:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rl_megatron.algorithms.run"])
+    environment = {**os.environ, JOB: f"job-{number}"}
+    if "RANK" in environment:
+        environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store exists already: see _shared_store
+    process = context.Process(target=_run_in_process, args=(run, arguments, environment))
+    process.start()
+    return process
+
+
+def _run_in_process(run: Callable[[list[str]], int], arguments: list[str], environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.exit(run(arguments))
+
+
+def _shared_store() -> Any:
+    """Return the store in which the ranks meet: the launcher's or, without one, one that rank 0 opens. Or None."""
+    if "RANK" not in os.environ:
+        return None
+    import torch.distributed as dist  # slow to import
+
+    of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_master = log.is_main_rank() and not of_launcher
+    store = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented, not re-exported
+    return store(address, port, is_master=is_master, wait_for_workers=False)
+
+
+def _status(process: BaseProcess, number: int, store: Any) -> int:
+    """Wait for the end of a job on all ranks, and return its exit status, which is 1 if a rank was killed."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        sys.exit(128 + signum)
+
+    before, deadline, failed = signal.signal(signal.SIGTERM, stop), None, f"sweep/{number}/failed"
+    try:
+        while process.is_alive():
+            process.join(_POLL_SECONDS)
+            if store is not None and deadline is None and store.check([failed]):
+                deadline = time.monotonic() + _PATIENCE_SECONDS
+            if deadline is not None and time.monotonic() > deadline:
+                process.kill()
+        status = process.exitcode or 0
+        status = status if status >= 0 else 1
+        return status if store is None else _status_of_all(status, number, store)
+    finally:
+        process.terminate()
+        process.join()
+        signal.signal(signal.SIGTERM, before)
+
+
+def _status_of_all(status: int, number: int, store: Any) -> int:
+    """Return the highest exit status of a job's ranks, once all have ended."""
+    failed, ended = f"sweep/{number}/failed", f"sweep/{number}/ended"
+    if status:
+        store.set(failed, str(status))
+    store.add(ended, 1)
+    _wait_for_all(ended, store)
+    return max(status, int(store.get(failed))) if store.check([failed]) else status
+
+
+def _leave(store: Any) -> None:
+    """Let the other ranks know that this one no longer uses the store. Rank 0 may own it, and leaves last."""
+    store.add("sweep/left", 1)
+    if log.is_main_rank():
+        _wait_for_all("sweep/left", store)
+
+
+def _wait_for_all(counter: str, store: Any) -> None:
+    while store.add(counter, 0) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(_POLL_SECONDS)
+
+
+def _report(jobs: list[Job], results: list[int]) -> None:
+    """Print the result of each job, with directories that can be copied."""
+    said = ["complete" if status == 0 else f"failed with status {status}" for status in results]
+    width = max(map(len, said))
+    lines = (f"  {result:{width}}  {job.config.output_dir}" for job, result in zip(jobs, said, strict=True))
+    print(f"Sweep of {len(jobs)} jobs:", *lines, sep="\n", flush=True)
