@@ -46,7 +46,7 @@ _HOME = {
     "load_config": "config.load",
     "masked_max": "losses.functional",
     "masked_mean": "losses",
-    "parse_settings": "losses.settings",
+    "parse_settings": "config.settings",
     "register_algorithm": "algorithms",
     "register_engine": "generation.registry",
     "register_family": "model.families",

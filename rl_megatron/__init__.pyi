@@ -17,6 +17,7 @@ from rl_megatron.config.schema import ModelConfig as ModelConfig
 from rl_megatron.config.schema import OptimizerConfig as OptimizerConfig
 from rl_megatron.config.schema import ParallelConfig as ParallelConfig
 from rl_megatron.config.schema import section as section
+from rl_megatron.config.settings import parse_settings as parse_settings
 from rl_megatron.data.batch import BatchedDataDict as BatchedDataDict
 from rl_megatron.data.sources import DataSource as DataSource
 from rl_megatron.data.sources import register_source as register_source
@@ -38,7 +39,6 @@ from rl_megatron.losses import masked_mean as masked_mean
 from rl_megatron.losses.foreign import as_loss as as_loss
 from rl_megatron.losses.functional import masked_max as masked_max
 from rl_megatron.losses.registry import register_loss as register_loss
-from rl_megatron.losses.settings import parse_settings as parse_settings
 from rl_megatron.model.families import register_family as register_family
 from rl_megatron.model.families.family import Family as Family
 from rl_megatron.observability.sinks import register_sink as register_sink

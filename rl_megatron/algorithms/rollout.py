@@ -11,12 +11,12 @@ from rl_megatron.algorithms.advantages import informative_groups, token_rewards
 from rl_megatron.algorithms.registry import LossNeeds
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.config.algorithms import RolloutConfig
+from rl_megatron.config.clipped_pg import ClippedPGLossConfig
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.training_data import RolloutPrompts
 from rl_megatron.generation.stage_sampling import stage_sampling
-from rl_megatron.losses.clipped_pg.config import ClippedPGLossConfig
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.functional import kl_penalty, masked_mean
 from rl_megatron.losses.registry import configured_loss

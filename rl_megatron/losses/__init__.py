@@ -6,27 +6,35 @@ Annotations give shapes, as in `rl_megatron.logprobs`. `batch sequence` is [B, S
 of next-token streams. `*shape` is any shape.
 """
 
+from rl_megatron.config.losses import (
+    DistillationLossConfig,
+    DPOLossConfig,
+    DraftCrossEntropyLossConfig,
+    IPOLossConfig,
+    MSEValueLossConfig,
+    NLLLossConfig,
+    PreferenceLossConfig,
+)
 from rl_megatron.losses.base import LogprobLoss, Loss, ScoreLoss, accepts_deferred_logits
 from rl_megatron.losses.calling import Call, NaNLoss
 from rl_megatron.losses.clipped_pg import ClippedPGLossConfig, ClippedPGLossDataDict, ClippedPGLossFn
 from rl_megatron.losses.contract import LossFunction, LossInputType, LossType, Reduction
-from rl_megatron.losses.distillation import DistillationLossConfig, DistillationLossDataDict, DistillationLossFn
-from rl_megatron.losses.dpo import DPOLossConfig, DPOLossDataDict, DPOLossFn
+from rl_megatron.losses.distillation import DistillationLossDataDict, DistillationLossFn
+from rl_megatron.losses.dpo import DPOLossDataDict, DPOLossFn
 from rl_megatron.losses.draft import (
-    DraftCrossEntropyLossConfig,
     DraftCrossEntropyLossDataDict,
     DraftCrossEntropyLossFn,
     DraftLossWrapper,
 )
 from rl_megatron.losses.foreign import as_loss
 from rl_megatron.losses.functional import kl_penalty, masked_mean
-from rl_megatron.losses.ipo import IPOLossConfig, IPOLossFn
-from rl_megatron.losses.nll import NLLLoss, NLLLossConfig
+from rl_megatron.losses.ipo import IPOLossFn
+from rl_megatron.losses.nll import NLLLoss
 from rl_megatron.losses.packing_wrapper import SequencePackingLossWrapper
 from rl_megatron.losses.ppo import PPOLoss
-from rl_megatron.losses.preference import PreferenceLoss, PreferenceLossConfig, PreferenceLossDataDict
+from rl_megatron.losses.preference import PreferenceLoss, PreferenceLossDataDict
 from rl_megatron.losses.registry import LOSSES, build_loss, register_loss
-from rl_megatron.losses.value import MSEValueLoss, MSEValueLossConfig, MSEValueLossDataDict
+from rl_megatron.losses.value import MSEValueLoss, MSEValueLossDataDict
 
 __all__ = [
     "LOSSES",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NotRequired, TypedDict
 
@@ -11,15 +10,15 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from rl_megatron.config.losses import DistillationLossConfig
+from rl_megatron.config.settings import parse_settings
 from rl_megatron.logprobs import DeferredLogits, Sharding, next_token_stats
 from rl_megatron.losses.base import Loss, accepts_deferred_logits
 from rl_megatron.losses.contract import Count, LossInputType, LossType, Reduction
 from rl_megatron.losses.functional import masked_mean
 from rl_megatron.losses.registry import register_loss
-from rl_megatron.losses.settings import check_types, parse_settings
 from rl_megatron.losses.streams import real, require, require_integers
 
-KL_TYPES = ("forward", "reverse", "mixed")
 # The teacher's log-probability of a token outside its top-k. It takes the place of log 0.
 LOG_INFINITESIMAL = -100.0
 
@@ -43,34 +42,6 @@ class DistillationLossDataDict(TypedDict):
     teacher_topk_logits: Tensor
     teacher_topk_indices: Tensor
     temperature: NotRequired[Tensor]
-
-
-@dataclass(frozen=True)
-class DistillationLossConfig:
-    """Settings of `DistillationLossFn`. Names and meanings follow NeMo RL.
-
-    Attributes:
-        kl_type: "forward" is KL(teacher‖student), which penalises missing tokens that the teacher finds likely.
-            "reverse" is KL(student‖teacher), which penalises tokens that the teacher finds unlikely. "mixed" is the
-            weighted sum of both.
-        mixed_kl_weight: The weight of the forward KL in the sum, in [0, 1]. The reverse KL has the rest.
-        zero_outside_topk: The student keeps its probabilities over the whole vocabulary, and the teacher's are 0
-            outside its top-k. false: both are renormalised over the teacher's top-k.
-    """
-
-    kl_type: str = "mixed"
-    mixed_kl_weight: float = 0.5
-    zero_outside_topk: bool = False
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        if self.kl_type not in KL_TYPES:
-            raise ValueError(f"kl_type={self.kl_type!r} must be one of {KL_TYPES}")
-        if not 0 <= self.mixed_kl_weight <= 1:
-            raise ValueError(
-                f"mixed_kl_weight={self.mixed_kl_weight} must lie in [0, 1]: it is the weight of the forward KL, and "
-                "the reverse KL has the rest"
-            )
 
 
 @register_loss("distillation")

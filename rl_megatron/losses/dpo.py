@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from rl_megatron.config.losses import DPOLossConfig
+from rl_megatron.config.settings import parse_settings
 from rl_megatron.losses import functional as F
 from rl_megatron.losses.base import LogprobLoss
 from rl_megatron.losses.contract import Count, Reduction
 from rl_megatron.losses.preference import PreferenceLoss
 from rl_megatron.losses.registry import register_loss
-from rl_megatron.losses.settings import check_ranges, check_types, parse_settings
 from rl_megatron.losses.streams import TokenStreams
 
 
@@ -60,37 +60,6 @@ class ReferencePreferenceLoss(LogprobLoss, PreferenceLoss):
         rewards = over_sequence(logprobs - streams["reference_policy_logprobs"], streams.token_mask, dim=-1)
         has_tokens = (streams.mask != 0).any(dim=1)
         return self._over_pairs(rewards, streams.sample_mask, has_tokens, global_valid_seqs, beta)
-
-
-@dataclass(frozen=True)
-class DPOLossConfig:
-    """Settings of `DPOLossFn`. Names follow NeMo RL.
-
-    Attributes:
-        reference_policy_kl_penalty: The factor β ≥ 0 of the difference of rewards. A larger β keeps π closer to π_ref.
-            With 0 the preference loss is the constant log 2.
-        preference_loss_weight, sft_loss_weight: The weights w_p ≥ 0 and w_s ≥ 0. One of them must be above 0.
-        preference_average_log_probs: Rewards are means over a sequence's tokens instead of sums.
-        sft_average_log_probs: The SFT loss of a sequence is the mean over its tokens instead of the sum.
-    """
-
-    reference_policy_kl_penalty: float = 0.05
-    preference_loss_weight: float = 1.0
-    sft_loss_weight: float = 0.0
-    preference_average_log_probs: bool = False
-    sft_average_log_probs: bool = False
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_ranges(
-            self,
-            at_least_zero=("reference_policy_kl_penalty", "preference_loss_weight", "sft_loss_weight"),
-        )
-        if self.preference_loss_weight == 0 and self.sft_loss_weight == 0:
-            raise ValueError(
-                f"preference_loss_weight={self.preference_loss_weight} and sft_loss_weight={self.sft_loss_weight} "
-                "make the loss 0; set one above 0"
-            )
 
 
 @register_loss("dpo")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypedDict
 
 import torch
@@ -12,13 +12,14 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rl_megatron.config.losses import DraftCrossEntropyLossConfig
+from rl_megatron.config.settings import parse_settings
 from rl_megatron.logprobs import Sharding, vocab_parallel_soft_cross_entropy, vocab_subset
 from rl_megatron.losses.base import Loss
 from rl_megatron.losses.calling import Call
 from rl_megatron.losses.contract import Count, LossInputType, LossType, Reduction
 from rl_megatron.losses.functional import masked_mean
 from rl_megatron.losses.registry import register_loss
-from rl_megatron.losses.settings import parse_settings
 from rl_megatron.losses.streams import real, require
 
 
@@ -35,11 +36,6 @@ class DraftCrossEntropyLossDataDict(TypedDict):
     token_mask: Tensor
     sample_mask: Tensor
     teacher_logits: Tensor
-
-
-@dataclass(frozen=True)
-class DraftCrossEntropyLossConfig:
-    """Settings of `DraftCrossEntropyLossFn`, which has none."""
 
 
 @register_loss("draft_cross_entropy")

@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from rl_megatron.config.losses import IPOLossConfig
+from rl_megatron.config.settings import parse_settings
 from rl_megatron.losses import functional as F
 from rl_megatron.losses.contract import Count
 from rl_megatron.losses.dpo import ReferencePreferenceLoss
 from rl_megatron.losses.registry import register_loss
-from rl_megatron.losses.settings import check_ranges, check_types, parse_settings
-
-
-@dataclass(frozen=True)
-class IPOLossConfig:
-    """Settings of `IPOLossFn`.
-
-    Attributes:
-        tau: τ > 0. The target margin is 1/(2τ), so a larger τ keeps the policy closer to the reference.
-        preference_average_log_probs: Rewards are means over a sequence's tokens (as in TRL's IPO) instead of sums (as
-            in the paper).
-    """
-
-    tau: float = 0.1
-    preference_average_log_probs: bool = False
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_ranges(self, above_zero=("tau",))
 
 
 @register_loss("ipo")

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from rl_megatron.config.losses import NLLLossConfig
+from rl_megatron.config.settings import parse_settings
 from rl_megatron.losses.base import LogprobLoss
 from rl_megatron.losses.contract import Count, LossType, Reduction
 from rl_megatron.losses.functional import masked_mean, masked_sum
 from rl_megatron.losses.registry import register_loss
-from rl_megatron.losses.settings import parse_settings
-
-
-@dataclass(frozen=True)
-class NLLLossConfig:
-    """Settings of `NLLLoss`, which has none."""
 
 
 @register_loss("nll")

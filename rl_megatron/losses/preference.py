@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypedDict
 
@@ -11,12 +10,13 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from rl_megatron.config.losses import PreferenceLossConfig
+from rl_megatron.config.settings import parse_settings
 from rl_megatron.logprobs import Sharding
 from rl_megatron.losses import functional as F
 from rl_megatron.losses.base import Loss, token_scores
 from rl_megatron.losses.contract import Count, LossInputType, LossType, Reduction
 from rl_megatron.losses.registry import register_loss
-from rl_megatron.losses.settings import check_ranges, check_types, parse_settings
 from rl_megatron.losses.streams import real
 
 
@@ -32,21 +32,6 @@ class PreferenceLossDataDict(TypedDict):
     input_ids: Tensor
     token_mask: Tensor
     sample_mask: Tensor
-
-
-@dataclass(frozen=True)
-class PreferenceLossConfig:
-    """Settings of `PreferenceLoss`.
-
-    Attributes:
-        beta: The factor β > 0 of the difference of rewards.
-    """
-
-    beta: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_ranges(self, above_zero=("beta",))
 
 
 @register_loss("preference")

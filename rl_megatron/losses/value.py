@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NotRequired, TypedDict
 
@@ -11,11 +10,12 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from rl_megatron.config.losses import MSEValueLossConfig
+from rl_megatron.config.settings import parse_settings
 from rl_megatron.losses import functional as F
 from rl_megatron.losses.base import ScoreLoss
 from rl_megatron.losses.contract import Count, LossType, Reduction
 from rl_megatron.losses.registry import register_loss
-from rl_megatron.losses.settings import check_ranges, check_types, parse_settings
 
 
 class MSEValueLossDataDict(TypedDict):
@@ -34,24 +34,6 @@ class MSEValueLossDataDict(TypedDict):
     returns: Tensor
     token_mask: Tensor
     sample_mask: Tensor
-
-
-@dataclass(frozen=True)
-class MSEValueLossConfig:
-    """Settings of `MSEValueLoss`.
-
-    Attributes:
-        scale: The factor > 0 of the loss.
-        cliprange: c > 0. A value is also clipped to data["values"] ± c, and the larger of both errors counts. null
-            disables the clip.
-    """
-
-    scale: float = 1.0
-    cliprange: float | None = None
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_ranges(self, above_zero=("scale", "cliprange"))
 
 
 @register_loss("mse_value")

@@ -21,7 +21,7 @@ from rl_megatron.data.tasks import Demonstration, Problem, register_task
 from rl_megatron.losses import NLLLoss
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.losses.registry import register_loss
-from rl_megatron.losses.settings import parse_settings
+from rl_megatron.config.settings import parse_settings
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from rl_megatron.compat.nemo_rl.settings import (
     Setting,
     settings_as_attributes,
 )
+from rl_megatron.config.settings import parse_settings
 from rl_megatron.logprobs import Sharding
 from rl_megatron.losses.base import token_scores
 from rl_megatron.losses.calling import Call, bind
 from rl_megatron.losses.distillation import LOG_INFINITESIMAL
-from rl_megatron.losses.settings import parse_settings
 
 # The keys of a recipe's `dpo` section that are its trainer's, not its loss's.
 _DPO_TRAINER_KEYS = frozenset(

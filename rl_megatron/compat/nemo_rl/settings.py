@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from rl_megatron import losses
 from rl_megatron.compat.nemo_rl.errors import RuleError, require, rule_errors
-from rl_megatron.losses.clipped_pg.config import TRUNCATION_TYPES
-from rl_megatron.losses.distillation import KL_TYPES
-from rl_megatron.losses.settings import check_types
+from rl_megatron.config.clipped_pg import TRUNCATION_TYPES
+from rl_megatron.config.losses import DISTILLATION_KL_TYPES
+from rl_megatron.config.settings import check_types
 
 LossClass = TypeVar("LossClass", bound=type)
 
@@ -123,7 +123,10 @@ class DistillationLossConfig(losses.DistillationLossConfig):
         with rule_errors():
             check_types(self)
             weight = self.mixed_kl_weight
-            require(self.kl_type in KL_TYPES, f"Invalid KL type: {self.kl_type!r} must be one of {KL_TYPES}")
+            require(
+                self.kl_type in DISTILLATION_KL_TYPES,
+                f"Invalid KL type: {self.kl_type!r} must be one of {DISTILLATION_KL_TYPES}",
+            )
             require(0 <= weight <= 1, f"Invalid mixed KL weight: {weight} must lie in [0, 1]")
             super().__post_init__()
 

@@ -1,6 +1,7 @@
 """The clipped policy gradient loss, which covers PPO, GRPO, DAPO, REINFORCE, RLOO, GSPO and CISPO."""
 
-from rl_megatron.losses.clipped_pg.config import ClippedPGLossConfig, ClippedPGLossDataDict
+from rl_megatron.config.clipped_pg import ClippedPGLossConfig
+from rl_megatron.losses.clipped_pg.data import ClippedPGLossDataDict
 from rl_megatron.losses.clipped_pg.loss import ClippedPGLossFn
 
 __all__ = ["ClippedPGLossConfig", "ClippedPGLossDataDict", "ClippedPGLossFn"]

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from rl_megatron.config.clipped_pg import ClippedPGLossConfig
 from rl_megatron.losses import functional as F
-from rl_megatron.losses.clipped_pg.config import ClippedPGLossConfig
 from rl_megatron.losses.clipped_pg.means import Means
 from rl_megatron.losses.mismatch import mismatch_metrics
 

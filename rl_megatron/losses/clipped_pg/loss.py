@@ -14,9 +14,10 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from rl_megatron.config.clipped_pg import ClippedPGLossConfig
+from rl_megatron.config.settings import parse_settings
 from rl_megatron.losses import functional as F
 from rl_megatron.losses.base import LogprobLoss
-from rl_megatron.losses.clipped_pg.config import ClippedPGLossConfig
 from rl_megatron.losses.clipped_pg.importance import generation_metrics, importance_weights
 from rl_megatron.losses.clipped_pg.means import Means
 from rl_megatron.losses.clipped_pg.ratios import policy_ratio, ratio_metrics
@@ -24,7 +25,6 @@ from rl_megatron.losses.clipped_pg.surrogates import surrogate_loss
 from rl_megatron.losses.contract import Count, LossType, Reduction
 from rl_megatron.losses.mismatch import MISMATCH_METRICS
 from rl_megatron.losses.registry import register_loss
-from rl_megatron.losses.settings import parse_settings
 from rl_megatron.losses.streams import TokenStreams
 
 

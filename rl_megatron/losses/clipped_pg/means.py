@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
+from rl_megatron.config.clipped_pg import ClippedPGLossConfig
 from rl_megatron.losses import functional as F
-from rl_megatron.losses.clipped_pg.config import ClippedPGLossConfig
 from rl_megatron.losses.contract import Count
 from rl_megatron.losses.streams import TokenStreams
 

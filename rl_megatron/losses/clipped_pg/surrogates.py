@@ -5,8 +5,8 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
+from rl_megatron.config.clipped_pg import ClippedPGLossConfig
 from rl_megatron.losses import functional as F
-from rl_megatron.losses.clipped_pg.config import ClippedPGLossConfig
 
 
 def surrogate_loss(

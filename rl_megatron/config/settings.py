@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_megatron.config.errors import nearest
+from rl_megatron.config.registry import Registry
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Settings = TypeVar("Settings", bound="DataclassInstance")
+SettingsClass = TypeVar("SettingsClass", bound=type)
+
+LOSS_SETTINGS: Registry[type[Any]] = Registry("loss")  # the settings class of each loss of the package
+
+
+def register_loss_settings(name: str) -> Callable[[SettingsClass], SettingsClass]:
+    """Return a class decorator that registers the settings of the loss `name`."""
+
+    def add(cls: SettingsClass) -> SettingsClass:
+        LOSS_SETTINGS.register(name)(cls)
+        return cls
+
+    return add
 
 
 def parse_settings(cls: type[Settings], cfg: Any) -> Settings:

@@ -1,0 +1,176 @@
+"""The settings of the package's losses, and the check of a loss section. The formulas are in rl_megatron/losses.
+
+They need no torch, so that a mistake in a loss section is answered before it is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rl_megatron.config.clipped_pg import ClippedPGLossConfig
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.settings import (
+    LOSS_SETTINGS,
+    check_ranges,
+    check_types,
+    parse_settings,
+    register_loss_settings,
+)
+
+__all__ = [
+    "LOSS_SETTINGS",
+    "ClippedPGLossConfig",
+    "DPOLossConfig",
+    "DistillationLossConfig",
+    "DraftCrossEntropyLossConfig",
+    "IPOLossConfig",
+    "MSEValueLossConfig",
+    "NLLLossConfig",
+    "PreferenceLossConfig",
+    "check_loss_settings",
+]
+DISTILLATION_KL_TYPES = ("forward", "reverse", "mixed")
+
+
+def check_loss_settings(section: Mapping[str, Any], where: str = "loss") -> None:
+    """Check the settings of a loss section, if its loss is one of the package.
+
+    Raises:
+        ConfigError: A key is unknown, or a value has another type or is out of range.
+    """
+    name = section.get("name")
+    if not isinstance(name, str) or name not in LOSS_SETTINGS:
+        return
+    try:
+        parse_settings(LOSS_SETTINGS[name], {key: value for key, value in section.items() if key != "name"})
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: {error.args[0] if error.args else error}") from error
+
+
+@register_loss_settings("nll")
+@dataclass(frozen=True)
+class NLLLossConfig:
+    """Settings of `NLLLoss`, which has none."""
+
+
+@register_loss_settings("preference")
+@dataclass(frozen=True)
+class PreferenceLossConfig:
+    """Settings of `PreferenceLoss`.
+
+    Attributes:
+        beta: The factor β > 0 of the difference of rewards.
+    """
+
+    beta: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_ranges(self, above_zero=("beta",))
+
+
+@register_loss_settings("dpo")
+@dataclass(frozen=True)
+class DPOLossConfig:
+    """Settings of `DPOLossFn`. Names follow NeMo RL.
+
+    Attributes:
+        reference_policy_kl_penalty: The factor β ≥ 0 of the difference of rewards. A larger β keeps π closer to π_ref.
+            With 0 the preference loss is the constant log 2.
+        preference_loss_weight, sft_loss_weight: The weights w_p ≥ 0 and w_s ≥ 0. One of them must be above 0.
+        preference_average_log_probs: Rewards are means over a sequence's tokens instead of sums.
+        sft_average_log_probs: The SFT loss of a sequence is the mean over its tokens instead of the sum.
+    """
+
+    reference_policy_kl_penalty: float = 0.05
+    preference_loss_weight: float = 1.0
+    sft_loss_weight: float = 0.0
+    preference_average_log_probs: bool = False
+    sft_average_log_probs: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_ranges(
+            self,
+            at_least_zero=("reference_policy_kl_penalty", "preference_loss_weight", "sft_loss_weight"),
+        )
+        if self.preference_loss_weight == 0 and self.sft_loss_weight == 0:
+            raise ValueError(
+                f"preference_loss_weight={self.preference_loss_weight} and sft_loss_weight={self.sft_loss_weight} "
+                "make the loss 0; set one above 0"
+            )
+
+
+@register_loss_settings("ipo")
+@dataclass(frozen=True)
+class IPOLossConfig:
+    """Settings of `IPOLossFn`.
+
+    Attributes:
+        tau: τ > 0. The target margin is 1/(2τ), so a larger τ keeps the policy closer to the reference.
+        preference_average_log_probs: Rewards are means over a sequence's tokens (as in TRL's IPO) instead of sums (as
+            in the paper).
+    """
+
+    tau: float = 0.1
+    preference_average_log_probs: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_ranges(self, above_zero=("tau",))
+
+
+@register_loss_settings("mse_value")
+@dataclass(frozen=True)
+class MSEValueLossConfig:
+    """Settings of `MSEValueLoss`.
+
+    Attributes:
+        scale: The factor > 0 of the loss.
+        cliprange: c > 0. A value is also clipped to data["values"] ± c, and the larger of both errors counts. null
+            disables the clip.
+    """
+
+    scale: float = 1.0
+    cliprange: float | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_ranges(self, above_zero=("scale", "cliprange"))
+
+
+@register_loss_settings("distillation")
+@dataclass(frozen=True)
+class DistillationLossConfig:
+    """Settings of `DistillationLossFn`. Names and meanings follow NeMo RL.
+
+    Attributes:
+        kl_type: "forward" is KL(teacher‖student), which penalises missing tokens that the teacher finds likely.
+            "reverse" is KL(student‖teacher), which penalises tokens that the teacher finds unlikely. "mixed" is the
+            weighted sum of both.
+        mixed_kl_weight: The weight of the forward KL in the sum, in [0, 1]. The reverse KL has the rest.
+        zero_outside_topk: The student keeps its probabilities over the whole vocabulary, and the teacher's are 0
+            outside its top-k. false: both are renormalised over the teacher's top-k.
+    """
+
+    kl_type: str = "mixed"
+    mixed_kl_weight: float = 0.5
+    zero_outside_topk: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.kl_type not in DISTILLATION_KL_TYPES:
+            raise ValueError(f"kl_type={self.kl_type!r} must be one of {DISTILLATION_KL_TYPES}")
+        if not 0 <= self.mixed_kl_weight <= 1:
+            raise ValueError(
+                f"mixed_kl_weight={self.mixed_kl_weight} must lie in [0, 1]: it is the weight of the forward KL, and "
+                "the reverse KL has the rest"
+            )
+
+
+@register_loss_settings("draft_cross_entropy")
+@dataclass(frozen=True)
+class DraftCrossEntropyLossConfig:
+    """Settings of `DraftCrossEntropyLossFn`, which has none."""
