@@ -47,6 +47,7 @@ _HOME = {
     "masked_max": "losses.functional",
     "masked_mean": "losses",
     "parse_settings": "config.settings",
+    "register_advantage": "algorithms.advantage_estimators",
     "register_algorithm": "algorithms",
     "register_engine": "generation.registry",
     "register_family": "model.families",

@@ -20,7 +20,6 @@ from rl_megatron import (
     masked_max,
     masked_mean,
     parse_settings,
-    register_loss,
 )
 
 declare_metrics(
@@ -40,7 +39,6 @@ class AdvantageWeightedConfig:
             raise ValueError(f"temperature={self.temperature} and max_weight={self.max_weight} must be above 0")
 
 
-@register_loss("advantage_weighted")
 class AdvantageWeightedLoss(LogprobLoss):
     """L = −Σ_t m_t · w_t · log π(y_t) / N_tokens, with w_t = min(e^(A_t / temperature), max_weight)."""
 

@@ -1,17 +1,15 @@
 """A plain function as a loss of the Python API: `python plain_function.py`, alone or under torchrun."""
 
-import advantage_weighted  # noqa: F401  # registers the class, to compare with
 import torch
+from advantage_weighted import AdvantageWeightedLoss
 
 from rl_megatron import (
     EmbeddedEngine,
-    LossInputType,
     MegatronPolicy,
     ModelConfig,
     OptimizerConfig,
     Reduction,
     Sampling,
-    build_loss,
     masked_mean,
     start_topology,
 )
@@ -26,7 +24,6 @@ def weighted_nll(data, global_valid_seqs, global_valid_toks, next_token_logprobs
     return loss, {"loss": loss.detach(), "weight": weight}
 
 
-weighted_nll.input_type = LossInputType.LOGPROB
 weighted_nll.metric_reductions = Reduction.table("loss", "weight")
 
 
@@ -39,7 +36,7 @@ def main() -> None:
     torch.manual_seed(0)
     rollouts["advantages"] = torch.randn(len(prompts), 1) * rollouts["token_mask"]
 
-    for name, loss_fn in {"class": build_loss("advantage_weighted"), "function": weighted_nll}.items():
+    for name, loss_fn in {"class": AdvantageWeightedLoss(), "function": weighted_nll}.items():
         report = policy.train(rollouts, loss_fn, eval_mode=True)
         if topology.rank == 0:
             print(f"{name}: loss {report['loss']:.6f}, mean weight {report['weight']:.6f}")

@@ -6,9 +6,7 @@ batch from REINFORCE++, arXiv:2501.03262.
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from rl_megatron.algorithms.advantages import group_relative, reinforce_plus_plus
+from rl_megatron.algorithms.advantage_estimators import estimated_advantages
 from rl_megatron.algorithms.registry import register_algorithm
 from rl_megatron.algorithms.rollout import (
     ROLLOUT_LOSS,
@@ -19,7 +17,6 @@ from rl_megatron.algorithms.rollout import (
     logprob_mismatch,
     needs_reference,
     reward_kl,
-    rewards_per_token,
     statistics,
     uses_reference,
     with_logprobs,
@@ -27,7 +24,6 @@ from rl_megatron.algorithms.rollout import (
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.registry import configured_loss
 
 
@@ -47,7 +43,7 @@ def grpo(stage: Stage, algorithm: GRPOConfig) -> None:
             rollouts, outcome = collect(sampler, step, algorithm)
         with stage.timer.phase("logprobs"):
             rollouts = with_logprobs(rollouts, stage.policy, reference)
-        rollouts["advantages"] = _advantages(rollouts, algorithm, loss_fn)
+        rollouts["advantages"] = estimated_advantages(rollouts, algorithm, loss_fn)
         for _ in range(algorithm.updates_per_rollout):
             report = stage.train(step, rollouts, loss_fn)
         stage.record(step, report | outcome | logprob_mismatch(rollouts) | reward_kl(rollouts, loss_fn))
@@ -73,16 +69,3 @@ def collect(sampler: Sampler, step: int, algorithm: GRPOConfig) -> tuple[Batched
         outcome["sampling_rounds"] = float(len(seen))
         kept = [part for part in kept if part.size] or seen[-1:]  # if no group differs, the step has no gradient
     return join(kept, wanted), outcome
-
-
-def _advantages(rollouts: BatchedDataDict, algorithm: GRPOConfig, loss_fn: LossFunction) -> Tensor:
-    mask = rollouts["token_mask"]
-    if algorithm.advantage_estimator == "reinforce_plus_plus":
-        return reinforce_plus_plus(rewards_per_token(rollouts, loss_fn), mask)
-    advantages = group_relative(
-        rollouts["rewards"],
-        algorithm.samples_per_prompt,
-        leave_one_out=algorithm.leave_one_out,
-        normalize_std=algorithm.normalize_std,
-    )
-    return advantages[:, None] * mask

@@ -26,7 +26,7 @@ from rl_megatron.data.run_tokenizer import run_tokenizer
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.engines import check_engine
 from rl_megatron.generation.stage_sampling import stage_sampling
-from rl_megatron.losses.foreign import as_loss
+from rl_megatron.losses.foreign import as_loss, check_call
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.model.build import check_vocabulary
 from rl_megatron.observability.sinks import check_sinks
@@ -150,8 +150,10 @@ def check_loss(stage: StageConfig) -> None:
         raise ConfigError(f"loss.name is not set, and {algorithm} needs a loss; set it to {needs.choices}")
     try:
         loss_fn = configured_loss(stage.loss)
-        as_loss(loss_fn)  # raises if no policy can run the loss
-    except (KeyError, TypeError, ValueError) as error:  # an unknown key, a wrong type, a value out of range
+        check_call(as_loss(loss_fn))  # raises if no policy can run the loss
+    except ConfigError:
+        raise
+    except Exception as error:  # an unknown key, a wrong type, a value out of range, or whatever a user's loss raises
         raise ConfigError(f"loss: {error.args[0] if error.args else error}") from error
     if not needs.suits(loss_fn):
         raise ConfigError(

@@ -10,8 +10,9 @@ import math
 from dataclasses import field
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from rl_megatron.config.advantages import OPTIONS, estimator_parameters, known_estimator
 from rl_megatron.config.data_kinds import ANSWERS, DOCUMENTS, PAIRS, PROBLEMS
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.field_types import ClosedFraction, NonNegative, Number, Positive, PositiveFloat, section
@@ -153,7 +154,8 @@ class GRPOConfig(RolloutConfig):
     samples_per_prompt: Positive = 8  # completions per prompt, which form a group; at least 2 for group_relative
     # group_relative: compare a sample's reward with the mean of its group. reinforce_plus_plus: compare the return of
     # each token with the mean of the whole batch; with loss.use_kl_in_reward, the KL is subtracted from token rewards.
-    advantage_estimator: Literal["group_relative", "reinforce_plus_plus"] = "group_relative"
+    # file.py:name or package.module:name: your own function.
+    advantage_estimator: Annotated[str, AfterValidator(known_estimator)] = "group_relative"
     leave_one_out: bool = False  # group_relative: compare with the mean of the other samples of the group (RLOO)
     normalize_std: bool = True  # group_relative: divide by the group's standard deviation (Dr. GRPO: false)
     dynamic_sampling: bool = False  # drop groups whose rewards are all equal, and sample other prompts instead (DAPO)
@@ -176,17 +178,16 @@ class GRPOConfig(RolloutConfig):
             ConfigError: A key contradicts another or has no effect.
         """
         super().check(stage)
-        group_relative = self.advantage_estimator == "group_relative"
-        if self.samples_per_prompt == 1 and (group_relative or self.dynamic_sampling):
+        parameters = estimator_parameters(self.advantage_estimator)
+        if self.samples_per_prompt == 1 and ("group_size" in parameters or self.dynamic_sampling):
             raise ConfigError(
                 "algorithm.samples_per_prompt=1 leaves a sample without a group to be compared with; set it to 2 or "
                 "more, or set algorithm.advantage_estimator=reinforce_plus_plus without dynamic_sampling"
             )
-        if group_relative:
+        if "token_rewards" not in parameters:
             self._check_kl(stage)
-            return
-        for key, default in {"leave_one_out": False, "normalize_std": True}.items():
-            if getattr(self, key) != default:
+        for key, default in OPTIONS.items():
+            if key not in parameters and getattr(self, key) != default:
                 raise ConfigError(
                     f"algorithm.{key}={str(not default).lower()} has no effect: it is for advantages relative to a "
                     f"group, and algorithm.advantage_estimator={self.advantage_estimator} does not compute them; set "
@@ -196,8 +197,8 @@ class GRPOConfig(RolloutConfig):
     def _check_kl(self, stage: StageConfig) -> None:
         if stage.loss.get("use_kl_in_reward"):
             raise ConfigError(
-                "loss.use_kl_in_reward=true has no effect: advantages relative to a group do not use token rewards; "
-                "set it to false, or set algorithm.advantage_estimator=reinforce_plus_plus"
+                f"loss.use_kl_in_reward=true has no effect: algorithm.advantage_estimator={self.advantage_estimator} "
+                "does not use token rewards; set it to false, or set algorithm.advantage_estimator=reinforce_plus_plus"
             )
 
 

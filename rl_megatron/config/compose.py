@@ -21,6 +21,7 @@ from rl_megatron.config import checkpoint_metadata
 from rl_megatron.config.aliases import UserFiles
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.hints import OPEN_SECTIONS, explain, key_of
+from rl_megatron.config.import_strings import is_import_string
 
 PRIMARY = "config"  # the name of the shipped primary configuration
 # Overrides of Hydra's own settings → what to write instead.
@@ -83,6 +84,8 @@ def composed(overrides: list[str], config_dir: str | None, config_name: str = PR
     """
     for override in overrides:
         _refuse_settings_of_hydra(override)
+    if _chooses_own_loss(overrides) and not any(key_of(override) == "loss" for override in overrides):
+        overrides = [*overrides, "loss=own"]  # the keys of the default loss are not those of the user's
     _refuse_several_experiments(overrides)
     with hydra_session(config_dir):
         try:
@@ -101,7 +104,14 @@ def composed(overrides: list[str], config_dir: str | None, config_name: str = PR
 
 def as_additions(overrides: list[str]) -> list[str]:
     """Return overrides in the form that may add a key: in open sections the schema checks keys, not Hydra."""
-    return [f"++{override}" if override.startswith(OPEN_SECTIONS) else override for override in overrides]
+    sections = (*OPEN_SECTIONS, "loss.") if _chooses_own_loss(overrides) else OPEN_SECTIONS
+    return [f"++{override}" if override.startswith(sections) else override for override in overrides]
+
+
+def _chooses_own_loss(overrides: list[str]) -> bool:
+    """Return whether an override names a loss by an import string."""
+    values = (override.partition("=")[2].strip("'\"") for override in overrides if key_of(override) == "loss.name")
+    return any(map(is_import_string, values))
 
 
 def _tree(overrides: list[str], config_name: str) -> Mapping[str, Any]:

@@ -131,7 +131,9 @@ class TaskConfig(DataConfig):
             ConfigError: `data.task` has no name.
         """
         super().check(stage)
-        if "name" not in self.task:
+        if not isinstance(self.task.get("name"), str):
+            given = f" (it is {self.task['name']!r})" if "name" in self.task else ""
             raise ConfigError(
-                f"data.source={self.source} needs data.task.name, the name of a registered task such as arithmetic"
+                f"data.source={self.source} needs data.task.name{given}, the name of a registered task such as "
+                "arithmetic, or file.py:name of your own"
             )

@@ -14,7 +14,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.importing import imported, refuse_another
 
+_KEYS = ("loss.name", "data.task.name", "algorithm.advantage_estimator")  # the keys that take one
 _FORM = "write file.py:name or package.module:name"
 
 
@@ -66,7 +67,28 @@ def absolute(text: str, where: str, config_dir: str | os.PathLike[str] | None = 
         ConfigError: The string has another form, or there is no such file.
     """
     place, name = _split(text, where)
+    if config_dir is not None:
+        _add_to_path(Path(config_dir).resolve())  # a module of this directory may be imported later
     return f"{find_file(place, where, config_dir)}:{name}" if place.endswith(".py") else text
+
+
+def make_absolute(tree: Mapping[str, Any], config_dir: str | os.PathLike[str] | None) -> None:
+    """Replace the import strings of a composed configuration, and of its stages, by those that `absolute` returns.
+
+    Raises:
+        ConfigError: A string has another form, or there is no such file.
+    """
+    stages = tree.get("stages")
+    stages = stages if isinstance(stages, Mapping) else {}
+    sections = {"": tree, **{f"stages.{name}.": stage for name, stage in stages.items()}}
+    for prefix, section in sections.items():
+        for path in _KEYS:
+            *above, key = path.split(".")
+            holder: Any = section
+            for part in above:
+                holder = holder.get(part) if isinstance(holder, dict) else None
+            if isinstance(holder, dict) and is_import_string(holder.get(key)):
+                holder[key] = absolute(holder[key], f"{prefix}{path}", config_dir)
 
 
 def find_file(place: str, where: str, config_dir: str | os.PathLike[str] | None = None) -> Path:

@@ -30,10 +30,18 @@ def imported(where: str, name: str, load: Callable[[], Any], missing: str) -> An
     except (Exception, SystemExit) as error:  # the user's code may raise anything, and a script may exit
         if isinstance(error, ModuleNotFoundError) and error.name is not None and _is_within(name, error.name):
             raise ConfigError(f"{where}: there is no module {error.name!r}; {missing}") from error
-        said = " ".join(str(error).split())
-        raise ConfigError(
-            f"{where}: importing {name!r} raised {type(error).__name__}: {said} ({_place(error, name)})"
-        ) from error
+        raise ConfigError(f"{where}: importing {name!r} {raised(error, name)}") from error
+
+
+def raised(error: BaseException, file: str | None = None) -> str:
+    """Return "raised TypeError: message (file:line)" for an error of users' code.
+
+    Args:
+        error: The error.
+        file: The user's file, to give the line where the error passed it. By default, the last line is given.
+    """
+    said = " ".join(str(error).split())
+    return f"raised {type(error).__name__}: {said} ({_place(error, file)})"
 
 
 def refuse_another(where: str, module: ModuleType, directory: Path) -> None:
@@ -58,7 +66,7 @@ def refuse_another(where: str, module: ModuleType, directory: Path) -> None:
         )
 
 
-def _place(error: BaseException, name: str) -> str:
+def _place(error: BaseException, name: str | None) -> str:
     """Return file:line where an error was raised: in the file `name` if it passed there, otherwise in the last file."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"

@@ -14,6 +14,7 @@ from rl_megatron.config import checkpoint_metadata, schema
 from rl_megatron.config.aliases import rename_overrides, rename_tree
 from rl_megatron.config.compose import PRIMARY, composed
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.import_strings import make_absolute
 from rl_megatron.config.line_breaks import with_line_breaks
 from rl_megatron.config.plugins import import_plugins, listed_plugins
 from rl_megatron.config.sections import mapping, refuse_missing, refuse_unknown, validated
@@ -40,6 +41,7 @@ def load_config(overrides: list[str], config_dir: str | None = None, config_name
     tree = rename_tree(found.tree, older_wins=True)
     tree.pop("experiment", None)
     import_plugins(listed_plugins(tree.get("plugins")), None if config_dir is None else Path(config_dir))
+    make_absolute(tree, config_dir)
     _take_tokenizer(tree)
     refuse_unknown(tree, STAGE_KEYS | _RUN_KEYS, "")
     refuse_missing(tree, STAGE_KEYS)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 from rl_megatron.config.errors import nearest
+from rl_megatron.config.import_strings import is_import_string, load_object
 
 T = TypeVar("T")
 
@@ -42,6 +43,19 @@ class Registry(Mapping[str, T], Generic[T]):
         if name not in self:
             raise UnknownName(f"there is no {self.kind} {name!r}{nearest(name, self._entries)}")
         return self._entries[name]
+
+    def find(self, name: str, where: str) -> T:
+        """Return the entry `name` or, if `name` is an import string, the user's object that it names.
+
+        Args:
+            name: A registered name, `file.py:name` or `package.module:name`.
+            where: The configuration key, for messages.
+
+        Raises:
+            UnknownName: No entry has this name.
+            ConfigError: The import string cannot be loaded.
+        """
+        return load_object(name, where) if is_import_string(name) else self[name]
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and name in self._entries  # a user may give a list, which no dict accepts

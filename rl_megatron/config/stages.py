@@ -12,6 +12,7 @@ from rl_megatron.config import data_sources, schema
 from rl_megatron.config.engines import check_generation
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.hints import key_of
+from rl_megatron.config.losses import check_loss_settings
 from rl_megatron.config.model_rules import check_model
 from rl_megatron.config.rewards import check_used
 from rl_megatron.config.sections import chosen_class, refuse_unknown, validated
@@ -90,6 +91,7 @@ def _check_stage(name: str, stage: schema.StageConfig, first: schema.StageConfig
     stage.optimizer.check(f"{where}optimizer")
     check_generation(stage.generation)
     stage.reward.check()
+    check_loss_settings(stage.loss, f"{where}loss")
     _check_kind_of_data(stage)
     stage.algorithm.check(stage)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import inspect
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
@@ -68,6 +69,21 @@ class LossFunction(Protocol):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Return the loss and its metrics."""
         ...
+
+
+def is_loss_function(found: Any) -> bool:
+    """Return whether an object is itself a loss, and not a class or a function that makes one."""
+    return hasattr(found, "input_type") or takes_logprobs(found)
+
+
+def takes_logprobs(loss_fn: Any) -> bool:
+    """Return whether an object declares LOGPROB as its input_type, or is a function of `next_token_logprobs`.
+
+    Losses of NeMo RL's first generation declare no input_type.
+    """
+    if hasattr(loss_fn, "input_type") or not inspect.isfunction(loss_fn):
+        return getattr(loss_fn, "input_type", None) is LossInputType.LOGPROB
+    return "next_token_logprobs" in inspect.signature(loss_fn).parameters
 
 
 class CallForms(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from rl_megatron.logprobs import DeferredLogits, Sharding
 from rl_megatron.losses.base import LogprobLoss, Loss
 from rl_megatron.losses.calling import NaNLoss, output_form
-from rl_megatron.losses.contract import Count, LossFunction, LossInputType, LossType, Reduction
+from rl_megatron.losses.contract import Count, LossFunction, LossType, Reduction, takes_logprobs
 
 
 def as_loss(loss_fn: LossFunction | Loss) -> Loss:
@@ -30,6 +31,20 @@ def as_loss(loss_fn: LossFunction | Loss) -> Loss:
     if isinstance(loss_fn, Loss):
         return CalledLoss(loss_fn) if loss_fn.has_own_call else loss_fn
     return ProtocolLoss(loss_fn)
+
+
+def check_call(loss: Loss) -> None:
+    """Check that the formula of a loss takes what it will be called with.
+
+    Raises:
+        TypeError: It lacks a parameter, or needs another one.
+    """
+    function = loss.wrapped if isinstance(loss, ProtocolLoss) else loss.evaluate
+    given = ("data", "global_valid_seqs", "global_valid_toks", *loss.input_names)
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(given))
+    except TypeError as error:
+        raise TypeError(f"{loss.display_name} is called with {', '.join(given)} by name: {error}") from error
 
 
 class CalledLoss(Loss):
@@ -89,10 +104,13 @@ class ProtocolLoss(LogprobLoss):
     """A `Loss` that runs an object that follows `LossFunction` and takes next_token_logprobs.
 
     The logprobs of masked tokens are 0.
+
+    Attributes:
+        wrapped: The object.
     """
 
     def __init__(self, loss_fn: LossFunction) -> None:
-        self._loss_fn, name = loss_fn, _name_of(loss_fn)
+        self.wrapped, name = loss_fn, _name_of(loss_fn)
         if not takes_logprobs(loss_fn):
             raise TypeError(
                 f"{name} takes {getattr(loss_fn, 'input_type', None)}, but a loss function that is not a "
@@ -106,32 +124,24 @@ class ProtocolLoss(LogprobLoss):
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
         """Return the metrics that the object declares, if any."""
-        return getattr(self._loss_fn, "metric_reductions", {})
+        return getattr(self.wrapped, "metric_reductions", {})
 
     @property
     def required_keys(self) -> tuple[str, ...]:
         """Return the keys of the batch that the object declares, if any."""
-        return getattr(self._loss_fn, "required_keys", ())
+        return getattr(self.wrapped, "required_keys", ())
 
     @property
     def display_name(self) -> str:
         """Return the name of the function, or of the object's class."""
-        return _name_of(self._loss_fn)
+        return _name_of(self.wrapped)
 
     def evaluate(
         self, data: Mapping[str, Any], global_valid_seqs: Any, global_valid_toks: Any, **keywords: Any
     ) -> tuple[Tensor, dict[str, Any]]:
         """Call the object, and return its loss and metrics."""
         counts = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
-        return self._loss_fn(data=data, **counts, **keywords)
-
-
-def takes_logprobs(loss_fn: Any) -> bool:
-    """Return whether an object declares LOGPROB as its input_type.
-
-    Losses of NeMo RL's first generation declare no input_type.
-    """
-    return getattr(loss_fn, "input_type", None) is LossInputType.LOGPROB
+        return self.wrapped(data=data, **counts, **keywords)
 
 
 def _name_of(loss_fn: Any) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.registry import Registry
+from rl_megatron.losses.contract import is_loss_function
 
 LossClass = TypeVar("LossClass", bound=type)
 
@@ -24,11 +27,23 @@ def register_loss(name: str) -> Callable[[LossClass], LossClass]:
 def build_loss(name: str, cfg: Any = None) -> Any:
     """Return the loss `name` with the settings `cfg`, or with its defaults if `cfg` is None.
 
+    Args:
+        name: A registered name, or the import string of a user's loss: a class that takes its settings as its only
+            argument, or a function that is itself the loss and has a parameter `next_token_logprobs`.
+        cfg: The settings.
+
     Raises:
         UnknownName: No loss has this name. The message suggests the nearest name.
+        ConfigError: The import string cannot be loaded, or settings are given to a function.
         Exception: Whatever the loss raises about its settings.
     """
-    return LOSSES[name](cfg)
+    found = LOSSES.find(name, "loss.name")
+    is_loss = not isinstance(found, type) and is_loss_function(found)
+    if not is_loss and inspect.signature(found).parameters:
+        return found(cfg)
+    if cfg:
+        raise ConfigError(f"loss.{next(iter(cfg))} has no effect: loss.name={name} takes no settings; leave it out")
+    return found if is_loss else found()
 
 
 def configured_loss(section: Mapping[str, Any]) -> Any:

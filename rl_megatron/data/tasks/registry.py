@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
-from rl_megatron.config.errors import unknown_name
+from rl_megatron.config.errors import ConfigError, unknown_name
+from rl_megatron.config.import_strings import is_import_string, load_object
+from rl_megatron.config.importing import raised
 from rl_megatron.config.registry import Registry
+from rl_megatron.data.tasks.plain import PlainTask
 from rl_megatron.data.tasks.task import Task
 
 TaskT = TypeVar("TaskT", bound=type)
@@ -34,22 +37,56 @@ def register_task(name: str) -> Callable[[TaskT], TaskT]:
 
 
 def build_task(name: str, **options: Any) -> Task:
-    """Return the task `name` with these options, which are the fields of its dataclass.
+    """Return the task `name` with these options: the fields of its dataclass, or the parameters of its class.
+
+    Args:
+        name: A registered name, or the import string of a class.
+        **options: The options.
 
     Raises:
         ValueError: The task or an option is unknown (the message names the nearest one), a required option is missing,
             or the task itself raises it.
+        ConfigError: The import string cannot be loaded, or the user's class raises an error.
     """
+    task = _task_class(name)
+    known = task_options(name)
+    for option in options:
+        if option not in known:
+            raise unknown_name(f"option of task {name!r}", option, known)
+    for option, is_required in known.items():
+        if is_required and option not in options:
+            raise ValueError(f"task {name!r} needs the option {option!r}; given: {sorted(options) or 'none'}.")
+    if not is_import_string(name):
+        return task(**options)
+    try:
+        made = task(**options)
+    except (ValueError, OSError):
+        raise
+    except Exception as error:  # the user's class may raise anything
+        raise ConfigError(f"data.task.name={name} {raised(error)}") from error
+    if hasattr(made, "demonstrations"):  # a whole Task, such as a subclass of one
+        return made
+    return PlainTask(name, made)
+
+
+def task_options(name: str) -> dict[str, bool]:
+    """Return the options of the task `name`, each with whether it is required.
+
+    Raises:
+        ValueError: There is no such task.
+        ConfigError: Its import string cannot be loaded.
+    """
+    parameters = inspect.signature(_task_class(name)).parameters.values()
+    named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    return {each.name: each.default is each.empty for each in named}
+
+
+def _task_class(name: str) -> Callable[..., Any]:
+    if is_import_string(name):
+        return load_object(name, "data.task.name")
     if name not in TASKS:
         raise unknown_name("task", name, TASKS)
-    known = fields(TASKS[name])
-    for option in options:
-        if option not in {field.name for field in known}:
-            raise unknown_name(f"option of task {name!r}", option, (field.name for field in known))
-    for field in known:
-        if field.default is MISSING and field.default_factory is MISSING and field.name not in options:
-            raise ValueError(f"task {name!r} needs the option {field.name!r}; given: {sorted(options) or 'none'}.")
-    return TASKS[name](**options)
+    return TASKS[name]
 
 
 def check_task_files(task: Task) -> None:
@@ -61,4 +98,4 @@ def check_task_files(task: Task) -> None:
 
 def reads_path(name: str) -> bool:
     """Return whether the task `name` has the option `path`, which `data.path` can set."""
-    return name in TASKS and "path" in {field.name for field in fields(TASKS[name])}
+    return "path" in task_options(name)

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rl_megatron.algorithms.advantage_estimators import estimated_advantages
 from rl_megatron.algorithms.advantages import group_relative
-from rl_megatron.algorithms.grpo import _advantages
 from rl_megatron.algorithms.ppo import with_advantages
 from rl_megatron.algorithms.rollout import (
     Sampler,
@@ -58,7 +58,7 @@ def test_groups_are_contiguous_and_scored(rollouts_of):
 
 def test_advantages_weigh_the_completion_and_not_the_prompt(rollouts_of):
     rollouts, _ = rollouts_of({"a": ["1", "0.5"], "bcd": ["22", "22"]})
-    found = _advantages(rollouts, algorithm(), None)
+    found = estimated_advantages(rollouts, algorithm(), None)
     of_rows = group_relative(rollouts["rewards"], 2)
     assert of_rows[0] > 0 and of_rows[2] == 0
     assert torch.equal(found, of_rows[:, None] * rollouts["token_mask"])
@@ -67,7 +67,7 @@ def test_advantages_weigh_the_completion_and_not_the_prompt(rollouts_of):
 
 def test_the_algorithm_chooses_the_advantages(rollouts_of):
     rollouts, _ = rollouts_of({"a": ["3", "1"]})
-    found = _advantages(rollouts, algorithm(leave_one_out=True, normalize_std=False), None)
+    found = estimated_advantages(rollouts, algorithm(leave_one_out=True, normalize_std=False), None)
     assert found.amax(1).tolist() == [2.0, 0.0] and found.amin(1).tolist() == [0.0, -2.0]
 
 
@@ -84,7 +84,7 @@ def with_policies(rollouts):
 def test_reinforce_plus_plus_weighs_tokens_against_the_whole_batch(rollouts_of):
     rollouts = with_policies(rollouts_of({"a": ["1", "5"], "b": ["2", "22"]})[0])
     loss_fn = build_loss("clipped_pg", KL_IN_REWARD)
-    found = _advantages(rollouts, algorithm(advantage_estimator="reinforce_plus_plus"), loss_fn)
+    found = estimated_advantages(rollouts, algorithm(advantage_estimator="reinforce_plus_plus"), loss_fn)
     penalty = 0.5 * 0.25
     to_go = torch.tensor([[1 - 2 * penalty, 1 - penalty], [5 - 2 * penalty, 5 - penalty]])
     sampled = rollouts["token_mask"].bool()

@@ -119,7 +119,7 @@ def test_a_foreign_loss_that_does_not_take_logprobs_is_refused(input_type):
 
 
 def test_messages_name_a_function_that_is_a_loss():
-    def mine(data, global_valid_seqs, global_valid_toks, next_token_logprobs): ...
+    def mine(data, global_valid_seqs, global_valid_toks, logprobs): ...
 
     with pytest.raises(TypeError, match=r"mine takes None, .* derive it from Loss"):
         as_loss(mine)

@@ -1,0 +1,102 @@
+"""The registry of advantage estimators; `algorithm.advantage_estimator` selects one.
+
+An estimator is a function that returns the advantages of the sampled tokens, [B, S], or of the samples, [B]. It gets
+by name those of these inputs that it has as parameters. B is the number of samples, S their padded length, and entry t
+of a sequence corresponds to token t:
+
+- rewards [B]: one reward per sample. Samples of a prompt are contiguous.
+- group_size: the number of samples per prompt.
+- token_mask [B, S]: 1 at sampled tokens, 0 at the prompt and at padding.
+- token_rewards [B, S]: the reward of each sample at its last sampled token, minus the KL penalty at every sampled token
+  if loss.use_kl_in_reward is true.
+- rollouts: the whole batch, with input_ids, input_lengths, prompt_lengths, prev_logprobs and generation_logprobs.
+- leave_one_out, normalize_std: these keys of the algorithm section.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from rl_megatron.algorithms.advantages import group_relative, reinforce_plus_plus
+from rl_megatron.algorithms.rollout import rewards_per_token
+from rl_megatron.config.advantages import ESTIMATORS, OPTIONS, estimator_parameters, parameters_of
+from rl_megatron.config.algorithms import GRPOConfig
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.importing import raised
+from rl_megatron.config.registry import Registry
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.losses.contract import LossFunction
+
+Function = TypeVar("Function", bound=Callable[..., Tensor])
+
+ADVANTAGES: Registry[Callable[..., Tensor]] = Registry("advantage estimator")
+
+
+def register_advantage(name: str) -> Callable[[Function], Function]:
+    """Return a decorator that registers a function as the advantage estimator `name`.
+
+    Raises:
+        ConfigError: The function has a parameter that it will not get.
+        ValueError: Another estimator has this name already.
+    """
+
+    def add(function: Function) -> Function:
+        parameters = parameters_of(function, f"advantage estimator {name!r}")
+        ADVANTAGES.register(name)(function)
+        if name not in ESTIMATORS:
+            ESTIMATORS.register(name)(parameters)
+        return function
+
+    return add
+
+
+register_advantage("group_relative")(group_relative)
+
+
+@register_advantage("reinforce_plus_plus")
+def _reinforce_plus_plus(
+    token_rewards: Float[Tensor, "batch sequence"], token_mask: Shaped[Tensor, "batch sequence"]
+) -> Float[Tensor, "batch sequence"]:
+    return reinforce_plus_plus(token_rewards, token_mask)
+
+
+def estimated_advantages(
+    rollouts: BatchedDataDict, algorithm: GRPOConfig, loss_fn: LossFunction
+) -> Float[Tensor, "batch sequence"]:
+    """Return the advantages [B, S] that the configured estimator gives the rollouts, 0 at tokens that do not count.
+
+    Raises:
+        ConfigError: The user's function raised an error, or its result has another shape or is not finite.
+    """
+    name, mask = algorithm.advantage_estimator, rollouts["token_mask"]
+    parameters = estimator_parameters(name)
+    inputs = {
+        "rewards": lambda: rollouts["rewards"],
+        "group_size": lambda: algorithm.samples_per_prompt,
+        "token_mask": lambda: mask,
+        "token_rewards": lambda: rewards_per_token(rollouts, loss_fn),
+        "rollouts": lambda: rollouts,
+        **{option: lambda option=option: getattr(algorithm, option) for option in OPTIONS},
+    }
+    where = f"algorithm.advantage_estimator={name}"
+    function = ADVANTAGES.find(name, "algorithm.advantage_estimator")
+    given = {key: value() for key, value in inputs.items() if key in parameters}
+    try:
+        advantages = function(**given)
+    except Exception as error:  # the user's function may raise anything
+        raise ConfigError(f"{where} {raised(error)}") from error
+    samples = mask.shape[:1]
+    if not isinstance(advantages, Tensor) or advantages.shape not in (samples, mask.shape):
+        shape = tuple(advantages.shape) if isinstance(advantages, Tensor) else type(advantages).__name__
+        raise ConfigError(f"{where} returned {shape}; it must return a tensor {tuple(samples)} or {tuple(mask.shape)}")
+    if advantages.dim() == 1:
+        advantages = advantages[:, None]
+    advantages = torch.where(mask != 0, advantages, 0.0).to(mask.device)
+    if not advantages.isfinite().all():
+        raise ConfigError(f"{where} returned advantages that are not finite")
+    return advantages

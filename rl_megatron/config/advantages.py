@@ -1,0 +1,68 @@
+"""Declarations of the advantage estimators that `algorithm.advantage_estimator` can choose.
+
+An estimator is a function that names what it needs as its parameters. The functions are registered in
+rl_megatron/algorithms/advantage_estimators.py; their parameters are declared here, where a configuration is checked
+without torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from rl_megatron.config.errors import ConfigError, nearest
+from rl_megatron.config.import_strings import is_import_string, load_object
+from rl_megatron.config.registry import Registry
+
+INPUTS = ("rewards", "group_size", "token_mask", "token_rewards", "rollouts")
+OPTIONS = {"leave_one_out": False, "normalize_std": True}  # keys of the algorithm section, with their defaults
+
+ESTIMATORS: Registry[frozenset[str]] = Registry("advantage estimator")  # the names of the parameters of each
+ESTIMATORS.register("group_relative")(frozenset({"rewards", "group_size", *OPTIONS}))
+ESTIMATORS.register("reinforce_plus_plus")(frozenset({"token_rewards", "token_mask"}))
+
+
+def known_estimator(name: str) -> str:
+    """Return `name` if it is a declared estimator or an import string.
+
+    Raises:
+        ValueError: There is no such estimator.
+    """
+    if name not in ESTIMATORS and not is_import_string(name):
+        raise ValueError(f"there is no advantage estimator {name!r}{nearest(name, ESTIMATORS)}")
+    return name
+
+
+def estimator_parameters(name: str) -> frozenset[str]:
+    """Return the parameters of an estimator. A user's function is imported.
+
+    Raises:
+        ConfigError: The function cannot be imported, or has a parameter that it will not get.
+    """
+    where = "algorithm.advantage_estimator"
+    return parameters_of(load_object(name, where), f"{where}={name}") if is_import_string(name) else ESTIMATORS[name]
+
+
+def parameters_of(function: Callable[..., Any], where: str) -> frozenset[str]:
+    """Return which of `INPUTS` and `OPTIONS` a function takes; those that it takes as **keywords are the inputs.
+
+    Raises:
+        ConfigError: It is a class, or has a parameter that is neither and has no default.
+    """
+    if isinstance(function, type):
+        raise ConfigError(f"{where} is a class; an advantage estimator is a function")
+    taken = set()
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            taken |= set(INPUTS)
+        elif parameter.kind is parameter.POSITIONAL_ONLY or (
+            parameter.name not in (*INPUTS, *OPTIONS) and parameter.default is parameter.empty
+        ):
+            raise ConfigError(
+                f"{where} needs {parameter.name!r}, which it will not get; its parameters are given by name, any of "
+                f"{', '.join((*INPUTS, *OPTIONS))}"
+            )
+        elif parameter.name in (*INPUTS, *OPTIONS):
+            taken.add(parameter.name)
+    return frozenset(taken)
