@@ -127,6 +127,8 @@ def test_every_command_is_valid(page, command, tmp_path, monkeypatch):
         assert words[:2] == ["rl-megatron", "convert"], command
         return
     monkeypatch.chdir(tmp_path)
+    for title, code in re.findall(r'^```python title="(.+?)"\n(.*?)^```', page.read_text(), re.MULTILINE | re.DOTALL):
+        (tmp_path / title).write_text(code)
     for checkpoint in (word.removeprefix("init_from=") for word in words if word.startswith("init_from=")):
         Path(checkpoint).mkdir(parents=True)
         (Path(checkpoint) / MANIFEST).write_text(json.dumps({"model": asdict(ModelConfig())}))

@@ -22,6 +22,8 @@ OWN_FILES = {
 # Modules in which the word is the name of another thing.
 OTHER_MEANINGS = {
     ("rl_megatron.losses.dpo", "dpo"): "the loss",
+    ("rl_megatron.config.losses", "dpo"): "the loss",
+    ("rl_megatron.config.losses", "preference"): "the loss",
     ("rl_megatron.losses.preference", "preference"): "the loss",
     ("rl_megatron.algorithms.reward_model", "preference"): "the loss",
     ("rl_megatron.certify.workload", "dpo"): "the loss",

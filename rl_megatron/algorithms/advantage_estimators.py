@@ -75,7 +75,7 @@ def estimated_advantages(
     """
     name, mask = algorithm.advantage_estimator, rollouts["token_mask"]
     parameters = estimator_parameters(name)
-    inputs = {
+    available = {
         "rewards": lambda: rollouts["rewards"],
         "group_size": lambda: algorithm.samples_per_prompt,
         "token_mask": lambda: mask,
@@ -85,7 +85,7 @@ def estimated_advantages(
     }
     where = f"algorithm.advantage_estimator={name}"
     function = ADVANTAGES.find(name, "algorithm.advantage_estimator")
-    given = {key: value() for key, value in inputs.items() if key in parameters}
+    given = {key: value() for key, value in available.items() if key in parameters}
     try:
         advantages = function(**given)
     except Exception as error:  # the user's function may raise anything

@@ -11,6 +11,7 @@ from pathlib import Path
 from rl_megatron.checkpoint.directory import check_checkpoint, check_output_dir
 from rl_megatron.checkpoint.rerun import earlier_run
 from rl_megatron.config.errors import bad_input_named
+from rl_megatron.config.losses import check_own_loss
 from rl_megatron.config.schema import RunConfig
 from rl_megatron.data.run_tokenizer import known_tokenizer
 from rl_megatron.data.sources import build_source
@@ -30,6 +31,7 @@ def check_early(config: RunConfig) -> None:
         stage.data.require_place()
     tokenizer = bad_input_named(lambda: known_tokenizer(config.first, earlier_run(config)))
     for stage in config.stages.values():
+        check_own_loss(stage.loss)
         bad_input_named(lambda stage=stage: build_source(stage).check_files(tokenizer))
     for stage in config.stages.values():
         check_rewards(stage)

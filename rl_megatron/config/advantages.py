@@ -15,7 +15,7 @@ from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.import_strings import is_import_string, load_object
 from rl_megatron.config.registry import Registry
 
-INPUTS = ("rewards", "group_size", "token_mask", "token_rewards", "rollouts")
+GIVEN = ("rewards", "group_size", "token_mask", "token_rewards", "rollouts")
 OPTIONS = {"leave_one_out": False, "normalize_std": True}  # keys of the algorithm section, with their defaults
 
 ESTIMATORS: Registry[frozenset[str]] = Registry("advantage estimator")  # the names of the parameters of each
@@ -45,7 +45,7 @@ def estimator_parameters(name: str) -> frozenset[str]:
 
 
 def parameters_of(function: Callable[..., Any], where: str) -> frozenset[str]:
-    """Return which of `INPUTS` and `OPTIONS` a function takes; those that it takes as **keywords are the inputs.
+    """Return which of `GIVEN` and `OPTIONS` a function takes; **keywords takes all of `GIVEN`.
 
     Raises:
         ConfigError: It is a class, or has a parameter that is neither and has no default.
@@ -55,14 +55,14 @@ def parameters_of(function: Callable[..., Any], where: str) -> frozenset[str]:
     taken = set()
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
-            taken |= set(INPUTS)
+            taken |= set(GIVEN)
         elif parameter.kind is parameter.POSITIONAL_ONLY or (
-            parameter.name not in (*INPUTS, *OPTIONS) and parameter.default is parameter.empty
+            parameter.name not in (*GIVEN, *OPTIONS) and parameter.default is parameter.empty
         ):
             raise ConfigError(
                 f"{where} needs {parameter.name!r}, which it will not get; its parameters are given by name, any of "
-                f"{', '.join((*INPUTS, *OPTIONS))}"
+                f"{', '.join((*GIVEN, *OPTIONS))}"
             )
-        elif parameter.name in (*INPUTS, *OPTIONS):
+        elif parameter.name in (*GIVEN, *OPTIONS):
             taken.add(parameter.name)
     return frozenset(taken)

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_megatron.config.clipped_pg import ClippedPGLossConfig
-from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.errors import ConfigError, nearest
+from rl_megatron.config.import_strings import is_import_string, load_object
 from rl_megatron.config.settings import (
     LOSS_SETTINGS,
+    LOSSES,
     check_ranges,
     check_types,
     parse_settings,
@@ -30,23 +32,39 @@ __all__ = [
     "NLLLossConfig",
     "PreferenceLossConfig",
     "check_loss_settings",
+    "check_own_loss",
 ]
 DISTILLATION_KL_TYPES = ("forward", "reverse", "mixed")
 
 
 def check_loss_settings(section: Mapping[str, Any], where: str = "loss") -> None:
-    """Check the settings of a loss section, if its loss is one of the package.
+    """Check the name of a loss section and, if its loss is one of the package, the settings.
 
     Raises:
-        ConfigError: A key is unknown, or a value has another type or is out of range.
+        ConfigError: The loss or a key is unknown, or a value has another type or is out of range.
     """
     name = section.get("name")
-    if not isinstance(name, str) or name not in LOSS_SETTINGS:
+    if name is None or is_import_string(name):
+        return
+    if name not in LOSS_SETTINGS:
+        if name not in LOSSES:
+            known = {*LOSSES, *LOSS_SETTINGS}
+            raise ConfigError(f"{where}.name={name!r}: there is no loss {name!r}{nearest(str(name), known)}")
         return
     try:
         parse_settings(LOSS_SETTINGS[name], {key: value for key, value in section.items() if key != "name"})
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{where}: {error.args[0] if error.args else error}") from error
+
+
+def check_own_loss(section: Mapping[str, Any]) -> None:
+    """Import the loss that an import string names, which imports what the user's file imports.
+
+    Raises:
+        ConfigError: It cannot be imported.
+    """
+    if is_import_string(section.get("name")):
+        load_object(section["name"], "loss.name")
 
 
 @register_loss_settings("nll")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 Settings = TypeVar("Settings", bound="DataclassInstance")
 SettingsClass = TypeVar("SettingsClass", bound=type)
 
+LOSSES: Registry[Any] = Registry("loss")  # the registered losses; those of the package join when it is imported
 LOSS_SETTINGS: Registry[type[Any]] = Registry("loss")  # the settings class of each loss of the package
 
 

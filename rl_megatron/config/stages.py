@@ -87,11 +87,11 @@ def _check_stage(name: str, stage: schema.StageConfig, first: schema.StageConfig
         if getattr(stage, section) != getattr(first, section):
             raise ConfigError(f"stages.{name}.{section} differs from the first stage's; stages share one {section}")
     check_model(stage.model)
+    check_loss_settings(stage.loss, f"{where}loss")
     stage.data.check(stage)
     stage.optimizer.check(f"{where}optimizer")
     check_generation(stage.generation)
     stage.reward.check()
-    check_loss_settings(stage.loss, f"{where}loss")
     _check_kind_of_data(stage)
     stage.algorithm.check(stage)
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.registry import Registry
+from rl_megatron.config.settings import LOSSES
 from rl_megatron.losses.contract import is_loss_function
 
 LossClass = TypeVar("LossClass", bound=type)
 
-LOSSES: Registry[Any] = Registry("loss")
+__all__ = ["LOSSES", "build_loss", "configured_loss", "register_loss"]
 
 
 def register_loss(name: str) -> Callable[[LossClass], LossClass]:

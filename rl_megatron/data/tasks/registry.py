@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from rl_megatron.config.errors import ConfigError, unknown_name
 from rl_megatron.config.import_strings import is_import_string, load_object
@@ -66,7 +66,7 @@ def build_task(name: str, **options: Any) -> Task:
         raise ConfigError(f"data.task.name={name} {raised(error)}") from error
     if hasattr(made, "demonstrations"):  # a whole Task, such as a subclass of one
         return made
-    return PlainTask(name, made)
+    return cast(Task, PlainTask(name, made))  # a protocol's class variable may be an attribute
 
 
 def task_options(name: str) -> dict[str, bool]:

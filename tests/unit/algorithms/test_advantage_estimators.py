@@ -45,7 +45,7 @@ def test_the_advantages_of_samples_are_those_of_their_tokens(estimator, rollouts
 
 
 def test_a_function_of_tokens_gets_the_reward_at_the_last_and_may_return_anything_at_masked_ones(estimator, rollouts):
-    mine = estimator("def mine(token_rewards, **inputs):\n    return token_rewards + 1 / inputs['token_mask']\n")
+    mine = estimator("def mine(token_rewards, **others):\n    return token_rewards + 1 / others['token_mask']\n")
     assert estimated_advantages(rollouts, mine, build_loss("clipped_pg"))[0].tolist() == [0.0, 1.0, 2.0, 0.0]
 
 

@@ -1,7 +1,7 @@
 """Commands with a mistake in a path or a file, and what is answered: {name: (arguments, pattern of the line)}.
 
-`python -m tests.unit.cli.early_cases DIRECTORY` runs them all in one process, and prints for each its exit status, its
-line, and whether torch, megatron-core or transformers has been imported by then.
+`python -m tests.unit.cli.early_cases DIRECTORY` runs them all in one process that refuses to import torch,
+megatron-core and transformers, and prints for each its exit status and its line.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import io
 import json
 import os
 import sys
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 from rl_megatron.cli import main
 
 _SFT = ("train", "algorithm=sft", "data=gsm8k")
-_GRPO = ("train", "algorithm=grpo")
+_GRPO = ("train", "algorithm=grpo", "data=arithmetic")
 
 CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "data.path is missing": ((*_SFT, "data.path=absent"), "data.path: there is nothing at .*absent"),
@@ -26,7 +27,7 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
         ("train", "algorithm=pretrain", "data.source=text", "data.path=tokenizer", "data.split=train"),
         "data.split=train: tokenizer has no such split",
     ),
-    "data.path is not set": (_GRPO, "data.path is not set .*data.dataset_name.*data=arithmetic"),
+    "data.path is not set": (("train", "algorithm=grpo"), "data.path is not set .*data.dataset_name.*data=arithmetic"),
     "a pair lacks a side": (
         ("train", "algorithm=dpo", "loss=dpo", "data=gsm8k_pairs", "data.path=pairs.jsonl"),
         r"pairs.jsonl:1: the pair has no 'rejected'",
@@ -51,6 +52,27 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
         "tokenizer has no manifest.json",
     ),
     "the metric sink is unknown": (("train", "algorithm=sft", "metric_sinks=[jsnl]"), "did you mean 'jsonl'"),
+    "a loss setting is out of range": ((*_GRPO, "loss.ratio_clip_c=0.5"), "loss: ratio_clip_c=0.5 must exceed 1"),
+    "a loss setting is mistyped": ((*_GRPO, "loss.ratio_clip_maxx=0.5"), "did you mean 'loss.ratio_clip_max'"),
+    "a loss setting of a stage is mistyped": (
+        ("train", "experiment=quickstart", "stages.grpo.loss.ratio_clip_maxx=0.5"),
+        "stages.grpo.loss: .*did you mean 'ratio_clip_max'",
+    ),
+    "the loss's file is missing": ((*_GRPO, "loss.name=absent.py:Loss"), "loss.name: there is no file .*absent.py"),
+    "the task's class is missing": (
+        (*_GRPO, "data.task.name=mine.py:Tsk"),
+        "data.task.name=.*mine.py has no 'Tsk'; did you mean 'Task'",
+    ),
+    "the task lacks a method": ((*_GRPO, "data.task.name=mine.py:Task"), "task .* has no method heldout_problems"),
+    "the task is no name": ((*_GRPO, "data.task.name=7"), r"needs data.task.name \(it is 7\)"),
+    "the estimator has a wrong parameter": (
+        (*_GRPO, "algorithm.advantage_estimator=mine.py:wrong"),
+        "algorithm.advantage_estimator=.*mine.py:wrong needs 'x', which it will not get",
+    ),
+    "the file raises": (
+        (*_GRPO, "loss.name=raises.py:Loss"),
+        r"loss.name: importing .* raised ValueError: no \(.*:1\)",
+    ),
     "certify checks the same": (("certify", *_SFT[1:], "data.path=absent"), "data.path: there is nothing at"),
 }
 
@@ -61,22 +83,39 @@ def write_files(directory: Path) -> None:
     (directory / "bad.jsonl").write_text(f"{good}\n{{oops\n")
     (directory / "short.jsonl").write_text(f'{good}\n{{"question": "1+1="}}\n' * 8)
     (directory / "pairs.jsonl").write_text('{"question": "1+1=", "chosen": "2"}\n')
+    (directory / "mine.py").write_text("class Task:\n    def train_problems(self): ...\n\ndef wrong(x): ...\n")
+    (directory / "raises.py").write_text("raise ValueError('no')\n")
     (directory / "tokenizer").mkdir()
     (directory / "tokenizer" / "tokenizer.json").write_text("{}")
     (directory / "tokenizer" / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
 
 
 def run_all(directory: Path) -> dict[str, list]:
-    """Return for each case [exit status, line, heavy modules that are imported]."""
+    """Return for each case [exit status or what was imported, line]."""
     write_files(directory)
     os.chdir(directory)
+    sys.meta_path.insert(0, _Refusing())
     answers = {}
     for name, (arguments, _) in CASES.items():
         with contextlib.redirect_stderr(io.StringIO()) as said:
-            status = main(list(arguments))
-        heavy = [module for module in ("torch", "megatron", "transformers") if module in sys.modules]
-        answers[name] = [status, said.getvalue(), heavy]
+            try:
+                status = main(list(arguments))
+            except _Imported as imported:
+                status = str(imported)
+        answers[name] = [status, said.getvalue()]
     return answers
+
+
+class _Imported(Exception):
+    """Raised for an import that a case must not make. It ends the case, which might otherwise train."""
+
+
+class _Refusing(MetaPathFinder):
+    """A finder that refuses the heavy modules."""
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> None:
+        if fullname in ("torch", "megatron", "transformers"):
+            raise _Imported(f"{fullname} is imported")
 
 
 if __name__ == "__main__":
