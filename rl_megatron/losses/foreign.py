@@ -37,12 +37,14 @@ def check_call(loss: Loss) -> None:
     """Check that the formula of a loss takes what it will be called with.
 
     Raises:
-        TypeError: It lacks a parameter, or needs another one.
+        TypeError: It lacks a parameter or, if it is a function, needs another one.
     """
-    function = loss.wrapped if isinstance(loss, ProtocolLoss) else loss.evaluate
     given = ("data", "global_valid_seqs", "global_valid_toks", *loss.input_names)
     try:
-        inspect.signature(function).bind(**dict.fromkeys(given))
+        if isinstance(loss, ProtocolLoss):
+            inspect.signature(loss.wrapped).bind(**dict.fromkeys(given))
+        else:  # a `Loss` says itself what its `read_output` gives, and that may be more
+            inspect.signature(loss.evaluate).bind_partial(**dict.fromkeys(given))
     except TypeError as error:
         raise TypeError(f"{loss.display_name} is called with {', '.join(given)} by name: {error}") from error
 

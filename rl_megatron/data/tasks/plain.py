@@ -48,7 +48,7 @@ class PlainTask:
 
     def demonstrations(self, count: int | None = None, seed: int = 0) -> list[Demonstration]:
         """Return training problems with their answers."""
-        return [Demonstration(problem.prompt, problem.answer) for problem in self.train_problems(count, seed)]
+        return [Demonstration(p.prompt, p.answer, p.record, p.location) for p in self.train_problems(count, seed)]
 
     def reward(self, problem: Problem, completion: str) -> float:
         """Return the reward of the user's method."""
