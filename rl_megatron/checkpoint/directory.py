@@ -22,6 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rl_megatron.config.checkpoint_metadata import MANIFEST, no_checkpoint
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model_shape import with_derived_sizes
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.families import NOT_OF_THE_WEIGHTS
 
@@ -185,7 +186,8 @@ def read_manifest(checkpoint: Path, model: ModelConfig | None = None) -> dict[st
             raise damaged(checkpoint, f"{name} {state}")
     if model is not None:
         # Keys that are newer than the checkpoint have their defaults.
-        saved, wanted = asdict(ModelConfig()) | manifest["model"], asdict(model)
+        saved = with_derived_sizes(asdict(ModelConfig()) | manifest["model"])
+        wanted = with_derived_sizes(asdict(model))
         differing = [k for k in wanted if k not in NOT_OF_THE_WEIGHTS and saved[k] != wanted[k]]
         if differing:
             listed = ", ".join(f"model.{k}: checkpoint {saved[k]}, run {wanted[k]}" for k in differing)

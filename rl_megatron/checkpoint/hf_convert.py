@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from rl_megatron.checkpoint.directory import publish, read_manifest, saved_model, system_error
+from rl_megatron.checkpoint.hf_directory import INDEX, MAX_SHARD_BYTES, read_json, refuse_existing
 from rl_megatron.checkpoint.hf_load import embedding_rows, open_hugging_face
-from rl_megatron.checkpoint.hf_weights import BLOCK_BYTES, read_json
-from rl_megatron.checkpoint.safetensors_files import INDEX, WeightReader, WeightWriter
+from rl_megatron.checkpoint.hf_weights import BLOCK_BYTES
+from rl_megatron.checkpoint.safetensors_files import WeightReader, WeightWriter
 from rl_megatron.checkpoint.tensors import StoredTensor, TensorWriter, model_tensors, read_parts
 from rl_megatron.checkpoint.verify import check_digests
 from rl_megatron.config.checkpoint_metadata import (
@@ -38,7 +39,6 @@ from rl_megatron.model.families import family_of_model, read_model, same_weights
 from rl_megatron.model.families.table import Shape, WeightTable
 from rl_megatron.model.shards import stored_name
 
-MAX_SHARD_BYTES = 5 * 10**9
 Progress = Callable[[int, int], None]  # called with (bytes done, bytes in total)
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # the key in config.json, in transformers 5 and in transformers 4
@@ -269,8 +269,7 @@ def _whole_or_not_at_all(final: Path) -> Iterator[Path]:
     Raises:
         ConfigError: `final` exists already, or the disk is full or not writable.
     """
-    if final.exists():
-        raise ConfigError(f"{final} exists already; choose another directory, or delete it")
+    refuse_existing(final)
     partial = final.absolute().with_name(f"{final.name}.incomplete")
     try:
         shutil.rmtree(partial, ignore_errors=True)  # a conversion that was killed may have left it

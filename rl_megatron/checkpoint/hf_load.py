@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from rl_megatron.checkpoint.hf_weights import BLOCK_BYTES, check_tensors, check_tied, find_tensors, read_json, tied_head
+from rl_megatron.checkpoint.hf_directory import read_directory
+from rl_megatron.checkpoint.hf_weights import BLOCK_BYTES, check_tensors, check_tied, find_tensors, tied_head
 from rl_megatron.checkpoint.safetensors_files import Place, WeightReader
 from rl_megatron.checkpoint.training_state import HEAD_PREFIX
 from rl_megatron.config.checkpoint_metadata import has_tokenizer
@@ -16,7 +17,6 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from rl_megatron.model.build import check_vocabulary
-from rl_megatron.model.families import read_model
 from rl_megatron.model.families.table import Rows, WeightTable
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.model.shards import Piece, pieces
@@ -71,9 +71,8 @@ def open_hugging_face(directory: Path) -> HuggingFaceWeights:
         ConfigError: The architecture is unknown, or a tensor is missing, unknown, or has another shape or dtype than
             config.json asks for. The message names it.
     """
-    config_file = directory / "config.json"
-    family, model = read_model(read_json(config_file), str(config_file))
-    rows = embedding_rows(model, config_file)
+    family, model = read_directory(directory)
+    rows = embedding_rows(model, directory / "config.json")
     table = family.table(model, rows)
     places = find_tensors(directory)
     check_tensors(places, table, str(directory), lambda name: family.is_dropped(name, model))

@@ -5,14 +5,13 @@ Names, shapes and dtypes are checked from the files' headers, before a weight is
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from rl_megatron.checkpoint.safetensors_files import INDEX, NAMES, SINGLE, Place, WeightReader, read_header
+from rl_megatron.checkpoint.hf_directory import INDEX, weight_files
+from rl_megatron.checkpoint.safetensors_files import NAMES, Place, WeightReader, read_header
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.log import once
 from rl_megatron.model.families.table import WeightTable
@@ -31,47 +30,14 @@ def find_tensors(directory: Path) -> dict[str, Place]:
         ConfigError: A file is missing, truncated or not in the format, or the index and the files list different
             tensors. The message names the file or the tensors.
     """
-    index, single = directory / INDEX, directory / SINGLE
-    if index.is_file() and single.is_file():
-        raise ConfigError(f"{directory} has both {INDEX} and {SINGLE}, and only one may hold the weights; remove one")
-    if single.is_file():
-        return read_header(single)
-    if not index.is_file():
-        raise ConfigError(
-            f"{directory} has neither {SINGLE} nor {INDEX}; weights are read in the safetensors format only"
-        )
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ConfigError(f"{index} has no weight_map, which states the file of each tensor")
     places: dict[str, Place] = {}
-    for file in sorted(set(weight_map.values())):
-        if Path(file).name != file:
-            raise ConfigError(f"{index} names a file in another directory, {file}; its files must be beside it")
-        if not (directory / file).is_file():
-            raise ConfigError(f"{directory / file} is missing, although {INDEX} names it; download it again")
+    for file, indexed in weight_files(directory).items():
         found = read_header(directory / file)
-        indexed = {name for name, its_file in weight_map.items() if its_file == file}
-        _refuse(indexed - found.keys(), f"{directory / file} lacks tensors that {INDEX} says it has")
-        _refuse(found.keys() - indexed, f"{directory / file} has tensors that {INDEX} does not place there")
+        if indexed is not None:
+            _refuse(indexed - found.keys(), f"{directory / file} lacks tensors that {INDEX} says it has")
+            _refuse(found.keys() - indexed, f"{directory / file} has tensors that {INDEX} does not place there")
         places |= found
     return places
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        ConfigError: The file is missing or is not a JSON object. The message names it.
-    """
-    try:
-        values = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path} is missing; give a Hugging Face directory") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} does not hold a JSON object")
-    return values
 
 
 def check_tensors(

@@ -20,7 +20,7 @@ from rl_megatron.checkpoint.directory import CONFIG, Damaged, complete_checkpoin
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import from_yaml, to_yaml
 from rl_megatron.config.metrics import METRICS_FILE
-from rl_megatron.config.model_shape import head_size
+from rl_megatron.config.model_shape import with_derived_sizes
 from rl_megatron.config.schema import RunConfig, StageConfig
 
 # What may change in a stage that has begun → its keys; a key that ends in "." stands for its whole section. None of
@@ -172,9 +172,8 @@ def _settings(output_dir: Path, name: str) -> StageConfig | None:
 def _changed(before: StageConfig, now: StageConfig) -> dict[str, str]:
     """Return the settings of a stage that differ: its key → "value before → value now"."""
     dump = TypeAdapter(StageConfig).dump_python
-    was, is_ = (
-        dict(_leaves(dump(stage, mode="json"))) | {"model.head_dim": head_size(stage.model)} for stage in (before, now)
-    )
+    dumped = [dump(stage, mode="json") for stage in (before, now)]
+    was, is_ = (dict(_leaves({**stage, "model": with_derived_sizes(stage["model"])})) for stage in dumped)
     differing = [key for key in dict.fromkeys((*was, *is_)) if was.get(key) != is_.get(key)]
     return {
         key: f"{was.get(key)} → {is_.get(key)}"

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_megatron.checkpoint.hf_directory import INDEX, SINGLE
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.model.families.table import Shape
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LONGEST_HEADER = 100 << 20

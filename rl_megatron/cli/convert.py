@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
-from rl_megatron.checkpoint import hf_convert
+from rl_megatron.checkpoint.hf_directory import MAX_SHARD_BYTES, check_export, check_import
 from rl_megatron.config.checkpoint_metadata import MANIFEST, no_checkpoint
 from rl_megatron.config.commands import command, override
 from rl_megatron.config.errors import ConfigError
@@ -34,7 +34,10 @@ def convert(direction: str, source: str, target: str, max_shard_size: str | None
     if direction == "export" and Path(source).is_dir() and not (Path(source) / MANIFEST).is_file():
         again = no_checkpoint(Path(source), lambda checkpoint: command("convert", "export", checkpoint, target))
         raise ConfigError(f"{source} {again}")
-    limit = hf_convert.MAX_SHARD_BYTES if max_shard_size is None else num_bytes(max_shard_size)
+    limit = MAX_SHARD_BYTES if max_shard_size is None else num_bytes(max_shard_size)
+    (check_import if direction == "import" else check_export)(Path(source), Path(target))
+    from rl_megatron.checkpoint import hf_convert  # here, because it imports torch and megatron-core
+
     with _progress(console, f"{direction} {source}") as report:
         if direction == "import":
             manifest = hf_convert.import_weights(Path(source), Path(target), report)
@@ -59,7 +62,7 @@ def num_bytes(size: str) -> int:
 
 
 @contextmanager
-def _progress(console: Console, title: str) -> Iterator[hf_convert.Progress]:
+def _progress(console: Console, title: str) -> Iterator[Callable[[int, int], None]]:
     columns = (
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn(),
     )  # fmt: skip

@@ -68,7 +68,7 @@ def absolute(text: str, where: str, config_dir: str | os.PathLike[str] | None = 
     """
     place, name = _split(text, where)
     if config_dir is not None:
-        _add_to_path(Path(config_dir).resolve())  # a module of this directory may be imported later
+        add_to_path(Path(config_dir).resolve())  # a module of this directory may be imported later
     return f"{find_file(place, where, config_dir)}:{name}" if place.endswith(".py") else text
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rl_megatron.config.schema import ModelConfig
 
@@ -53,6 +55,19 @@ class LatentShape:
 def head_size(model: ModelConfig) -> int:
     """Return the dimensions of a head's queries, keys and values in a model without latents."""
     return model.head_dim or model.hidden_size // model.num_attention_heads
+
+
+def with_derived_sizes(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model section in which sizes that are null have the value that they stand for, to compare models.
+
+    They are `head_dim`, without latents, and `expert_ffn_hidden_size` of a mixture of experts.
+    """
+    sizes = dict(model)
+    if sizes.get("head_dim") is None and sizes.get("kv_lora_rank") is None:
+        sizes["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
+    if sizes.get("expert_ffn_hidden_size") is None and sizes.get("num_experts") is not None:
+        sizes["expert_ffn_hidden_size"] = sizes["ffn_hidden_size"]
+    return sizes
 
 
 def query_size(model: ModelConfig) -> int:

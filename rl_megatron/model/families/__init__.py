@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model_rules import check_model
+from rl_megatron.config.model_shape import with_derived_sizes
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.families.deepseek import DEEPSEEK_V3
 from rl_megatron.model.families.family import FAMILIES, Family, register_family
@@ -105,11 +106,9 @@ def same_weights(one: ModelConfig, other: ModelConfig) -> bool:
 
 
 def _meaning(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    meaning = {key: value for key, value in asdict(model).items() if key not in NOT_OF_THE_WEIGHTS}
-    meaning["head_dim"] = model.head_dim or model.hidden_size // model.num_attention_heads
+    sizes = with_derived_sizes(asdict(model))
+    meaning = {key: value for key, value in sizes.items() if key not in NOT_OF_THE_WEIGHTS}
     meaning["vocab_size"] = model.vocab_size or vocab_size
-    if model.num_experts is not None:
-        meaning["expert_ffn_hidden_size"] = model.expert_ffn_hidden_size or model.ffn_hidden_size
-        if model.first_dense_layers == 0:
-            meaning["ffn_hidden_size"] = None  # the key is about dense layers, and the model has none
+    if model.num_experts is not None and model.first_dense_layers == 0:
+        meaning["ffn_hidden_size"] = None  # the key is about dense layers, and the model has none
     return meaning

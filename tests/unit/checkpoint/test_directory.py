@@ -35,6 +35,15 @@ def test_keys_that_are_newer_than_the_checkpoint_have_their_defaults(tmp_path):
         read_manifest(tmp_path, replace(MODEL, sliding_window=8))
 
 
+@pytest.mark.parametrize("saved_size", [None, MODEL.hidden_size // MODEL.num_attention_heads])
+def test_a_head_dim_of_null_equals_its_computed_value(tmp_path, saved_size):
+    path = saved_as(tmp_path, asdict(replace(MODEL, head_dim=saved_size)))
+    for size in (None, MODEL.hidden_size // MODEL.num_attention_heads):
+        assert read_manifest(path, replace(MODEL, head_dim=size))["step"] == 1
+    with pytest.raises(ConfigError, match="model.head_dim: checkpoint 32, run 16"):
+        read_manifest(path, replace(MODEL, head_dim=16))
+
+
 def test_keys_that_do_not_change_the_weights_may_differ(tmp_path):
     experts = replace(MODEL, num_experts=4, router_aux_loss=0.01)
     path = saved_as(tmp_path, asdict(experts))

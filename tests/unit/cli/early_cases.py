@@ -73,6 +73,12 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
         (*_GRPO, "loss.name=raises.py:Loss"),
         r"loss.name: importing .* raised ValueError: no \(.*:1\)",
     ),
+    "the directory to import is missing": (("convert", "import", "absent", "new"), "absent/config.json is missing"),
+    "the directory to import has no weights": (
+        ("convert", "import", "llama", "new"),
+        "llama has neither model.safetensors nor model.safetensors.index.json",
+    ),
+    "the checkpoint to export is missing": (("convert", "export", "absent", "new"), "checkpoint absent does not exist"),
     "certify checks the same": (("certify", *_SFT[1:], "data.path=absent"), "data.path: there is nothing at"),
 }
 
@@ -85,6 +91,10 @@ def write_files(directory: Path) -> None:
     (directory / "pairs.jsonl").write_text('{"question": "1+1=", "chosen": "2"}\n')
     (directory / "mine.py").write_text("class Task:\n    def train_problems(self): ...\n\ndef wrong(x): ...\n")
     (directory / "raises.py").write_text("raise ValueError('no')\n")
+    (directory / "llama").mkdir()
+    llama = {"architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    llama |= {"num_attention_heads": 2, "vocab_size": 9, "max_position_embeddings": 9, "rms_norm_eps": 1e-5}
+    (directory / "llama" / "config.json").write_text(json.dumps(llama))
     (directory / "tokenizer").mkdir()
     (directory / "tokenizer" / "tokenizer.json").write_text("{}")
     (directory / "tokenizer" / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')

@@ -1,0 +1,108 @@
+"""The files of a Hugging Face directory, and the checks before a conversion. This module does not need torch.
+
+What is wrong with the paths of a conversion is therefore answered at once.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rl_megatron.checkpoint.directory import check_head, read_manifest
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import ModelConfig
+from rl_megatron.model.families import read_model
+from rl_megatron.model.families.family import Family
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+MAX_SHARD_BYTES = 5 * 10**9  # the default size of an export's files
+
+
+def check_import(source: Path, checkpoint: Path) -> None:
+    """Check the paths of an import: `source` has a model and its weights, and `checkpoint` does not exist.
+
+    Raises:
+        ConfigError: One of them is wrong.
+    """
+    read_directory(source)
+    weight_files(source)
+    refuse_existing(checkpoint)
+
+
+def check_export(checkpoint: Path, target: Path) -> None:
+    """Check the paths of an export: `checkpoint` is a whole one of a language model, and `target` does not exist.
+
+    Raises:
+        ConfigError: One of them is wrong.
+    """
+    check_head(checkpoint, read_manifest(checkpoint), "lm", weights_only=False)
+    refuse_existing(target)
+
+
+def refuse_existing(path: Path) -> None:
+    """Refuse to write to a path that exists.
+
+    Raises:
+        ConfigError: It exists.
+    """
+    if path.exists():
+        raise ConfigError(f"{path} exists already; choose another directory, or delete it")
+
+
+def read_directory(directory: Path) -> tuple[Family, ModelConfig]:
+    """Return the family and the model section that a directory's config.json describes.
+
+    Raises:
+        ConfigError: The file is missing, or its architecture is not supported.
+    """
+    config_file = directory / "config.json"
+    return read_model(read_json(config_file), str(config_file))
+
+
+def weight_files(directory: Path) -> dict[str, set[str] | None]:
+    """Return the files of weights in a directory, each with the tensors that the index places there.
+
+    The value is None for the only file of a directory without an index.
+
+    Raises:
+        ConfigError: There are no weights, a file is missing, or the index cannot be read.
+    """
+    index, single = directory / INDEX, directory / SINGLE
+    if index.is_file() and single.is_file():
+        raise ConfigError(f"{directory} has both {INDEX} and {SINGLE}, and only one may hold the weights; remove one")
+    if single.is_file():
+        return {SINGLE: None}
+    if not index.is_file():
+        raise ConfigError(
+            f"{directory} has neither {SINGLE} nor {INDEX}; weights are read in the safetensors format only"
+        )
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ConfigError(f"{index} has no weight_map, which states the file of each tensor")
+    for file in sorted(set(weight_map.values())):
+        if Path(file).name != file:
+            raise ConfigError(f"{index} names a file in another directory, {file}; its files must be beside it")
+        if not (directory / file).is_file():
+            raise ConfigError(f"{directory / file} is missing, although {INDEX} names it; download it again")
+    return {
+        file: {name for name, its_file in weight_map.items() if its_file == file}
+        for file in sorted(set(weight_map.values()))
+    }
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        ConfigError: The file is missing or is not a JSON object. The message names it.
+    """
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(f"{path} is missing; give a Hugging Face directory") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} does not hold a JSON object")
+    return values
