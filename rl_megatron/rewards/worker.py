@@ -141,7 +141,10 @@ class Worker:
 
     def _send(self, *message: Any) -> None:
         self._mark.end_forked_child()
-        write_frame(self._connection, pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+        try:
+            write_frame(self._connection, pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+        except OSError:  # the other end is gone, or a function closed the socket
+            os._exit(1)
 
 
 class _Marked(Coroutine[Any, Any, Any]):

@@ -24,7 +24,7 @@ _AHEAD = 2  # calls that a worker has before it ends the first, so that it never
 _AHEAD_IF_SHORT = 16
 _SHORT_SECONDS = 0.002  # of a call
 _WORTH_A_WORKER_SECONDS = 0.3  # of work that waits: a worker starts in about this time
-_MOST_ATTEMPTS = 3  # of a call whose worker ended without running it
+_MOST_ATTEMPTS = 2  # of a call whose worker ended; the second one is made alone
 _MEBIBYTE = 1 << 20
 
 
@@ -38,7 +38,7 @@ class _Job:
         functions: The indices of the functions that have not answered.
         samples: The indices of the samples.
         since: When the worker could begin with the next function.
-        attempts: How many workers ended while they had it, but did not run it.
+        attempts: How many workers ended while they had it, and nothing says which call ended them.
     """
 
     number: int
@@ -65,7 +65,8 @@ class _Worker:
 
     def takes(self, kind: str, most: int) -> bool:
         """Return whether the worker takes another job of a kind, of which it may have `most`."""
-        return self.is_ready and len(self.jobs) < most and all(job.kind == kind for job in self.jobs.values())
+        alike = all(job.kind == kind and not job.attempts for job in self.jobs.values())
+        return self.is_ready and len(self.jobs) < most and alike
 
 
 class RewardWorkers:
@@ -201,7 +202,7 @@ class RewardWorkers:
         most = {"list": 1, "await": self._settings.concurrency, "call": _AHEAD_IF_SHORT if are_short else _AHEAD}
         for worker in sorted(self._workers, key=lambda worker: len(worker.jobs)):
             for kind, waiting in self._waiting.items():
-                while waiting and worker.takes(kind, most[kind]):
+                while waiting and worker.takes(kind, 1 if waiting[0].attempts else most[kind]):
                     self._send_job(worker, waiting.popleft())
 
     def _send_job(self, worker: _Worker, job: _Job) -> None:
@@ -277,9 +278,8 @@ class RewardWorkers:
             grace = _GRACE_SECONDS if (oldest := worker.oldest) is not None and oldest.kind == "await" else 0.0
             late = [job for job in worker.jobs.values() if now - job.since > limit + grace]
             if late:
-                marked = self._marked(worker) if grace else None
-                calls = [marked] if marked else [(job, job.functions[0]) for job in (late if grace else late[:1])]
-                self._end(worker, calls, Failure("timeout", f"took longer than {limit:g} seconds"))
+                marked = self._marked(worker) if grace else (late[0], late[0].functions[0])
+                self._end(worker, marked, Failure("timeout", f"took longer than {limit:g} seconds"))
 
     def _take_end(self, worker: _Worker) -> None:
         """Take down which call ended a worker, and send its other calls again."""
@@ -289,20 +289,23 @@ class RewardWorkers:
             self._workers.remove(worker)
             self.abandon()
             raise ConfigError(f"reward.functions: a worker process {how} while it loaded them; see its output above")
-        if marked is None:
-            for job in worker.jobs.values():
-                job.attempts += 1
-        often = [(job, job.functions[0]) for job in worker.jobs.values() if job.attempts >= _MOST_ATTEMPTS]
-        self._end(worker, [marked] if marked else often, None)
+        self._end(worker, marked, None)
 
-    def _end(self, worker: _Worker, calls: list[tuple[_Job, int]], failure: Failure | None) -> None:
+    def _end(self, worker: _Worker, call: tuple[_Job, int] | None, failure: Failure | None) -> None:
         """Kill a worker.
 
         Args:
             worker: The worker.
-            calls: The job and the function of each call that fails; all others are sent to another worker.
-            failure: Why the calls fail. None: they ended their worker process.
+            call: The job and the function of the call that fails; all other calls are made again. None: it is not
+                known which of them it is, so that each is made again alone.
+            failure: Why the call fails. None: it ended its worker process.
         """
+        calls = [] if call is None else [call]
+        if call is None:
+            for job in worker.jobs.values():
+                job.attempts += 1
+                if job.attempts >= _MOST_ATTEMPTS:
+                    calls.append((job, job.functions[0]))
         how = worker.process.end()
         self._workers.remove(worker)
         for job, function in calls:
