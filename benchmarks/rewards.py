@@ -20,7 +20,7 @@ from rl_megatron.config.rewards import RewardConfig, RewardFunctionConfig
 from rl_megatron.data.tasks import Problem
 from rl_megatron.rewards.scorer import Scorer
 
-_FUNCTIONS = '''
+_FUNCTIONS = """
 import asyncio
 import time
 
@@ -37,7 +37,7 @@ async def waits_async(completion):
 
 def at_once(completion):
     return 1.0
-'''
+"""
 
 
 def measure(file: Path, name: str, num_samples: int, num_workers: int, repetitions: int) -> tuple[float, float]:
@@ -72,7 +72,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Print a line for each number of workers, and one for functions that do not wait."""
     options = parser().parse_args(arguments)
     seconds = options.milliseconds / 1000
-    print(f"{options.samples} samples, a function of {options.milliseconds:g} ms, median of {options.repetitions} calls")
+    print(
+        f"{options.samples} samples, a function of {options.milliseconds:g} ms, median of {options.repetitions} calls"
+    )
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "sleeping.py"
         file.write_text(_FUNCTIONS.format(seconds=seconds))

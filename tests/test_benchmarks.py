@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import checkpoint, convert_memory, packing, refit, train_step
+from benchmarks import checkpoint, convert_memory, packing, refit, reward_failures, rewards, train_step
 from benchmarks.logprobs import __main__ as logprobs_command
 from benchmarks.logprobs.cases import MODES
 from benchmarks.logprobs.counters import Counters
@@ -256,6 +256,10 @@ def test_a_command_of_the_page_is_valid(command):
         assert train_step.parser().parse_args(words[words.index("benchmarks/train_step.py") + 1 :])
     elif "benchmarks/checkpoint.py" in words:
         assert checkpoint.parser().parse_args(words[words.index("benchmarks/checkpoint.py") + 1 :])
+    elif "benchmarks/rewards.py" in words:
+        assert rewards.parser().parse_args(words[words.index("benchmarks/rewards.py") + 1 :])
+    elif "benchmarks/reward_failures.py" in words:
+        assert reward_failures.parser().parse_args(words[words.index("benchmarks/reward_failures.py") + 1 :])
     else:
         script = next(word for word in words if word.startswith(("scripts/", "benchmarks/")))
         assert (REPOSITORY / script).is_file()
@@ -298,3 +302,37 @@ def test_refit_needs_one_collective_per_bucket_instead_of_one_per_tensor(capsys)
     # The sharded tensors are qkv, output, gate, up and down of each layer, the embedding and the head.
     assert of_plain == [5 * 2 + 2, tensors]
     assert all(float(line.split("|")[3]) > 0 for line in (bucketed, plain))
+
+
+@pytest.mark.slow
+def test_reward_workers_hardly_wait_between_samples(capsys):
+    assert rewards.main(["--samples", "64", "--workers", "2", "--repetitions", "1"]) == 0
+    (ratio,) = re.findall(r"2 workers: .* ratio (\d+\.\d+)", capsys.readouterr().out)
+    assert float(ratio) > 0.6, "0.8 is the goal for 512 samples on a machine without other load"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(12))
+def test_rewards_that_misbehave_end_as_configured(ranks, tmp_path, number):
+    case = reward_failures.random_case(seed=2, number=number)
+    outcomes = ranks.run(2, reward_failures.run_case, case, reward_failures.write_functions(tmp_path))
+    assert reward_failures.wrong(case, outcomes) is None, (case, outcomes)
+
+
+def test_a_case_that_does_not_end_as_configured_is_found():
+    case = reward_failures.Case(0, ("sample",), (("well", "raise"),), "zero", "error", 0.4, 1, 1)
+    good = {"rewards": [1.0, 0.0], "metrics": {"reward_f0_errors": 1.0}, "seconds": 1.0}
+    assert reward_failures.wrong(case, [good, good]) is None
+    for change, words in (
+        ({"rewards": [1.0, 1.0]}, "wanted the rewards"),
+        ({"metrics": {}}, "1 errors of f0"),
+        ({"seconds": 99.0}, "longer"),
+    ):
+        assert words in (reward_failures.wrong(case, [good | change] * 2) or "")
+    assert reward_failures.wrong(case, [good, good | {"rewards": [0.0, 0.0]}]) == "the ranks differ"
+    ends = reward_failures.Case(0, ("sample",), (("well", "raise"),), "error", "error", 0.4, 1, 1)
+    said = "'f0' raised, for prompt 'prompt 1' and completion 'sample=1 f0=raise'; or reward.on_error=zero"
+    assert reward_failures.wrong(ends, [{"failed": said, "seconds": 1.0}] * 2) is None
+    other = said.replace("prompt 1", "prompt 0")
+    assert "another" in (reward_failures.wrong(ends, [{"failed": other, "seconds": 1.0}] * 2) or "")
+    assert "no failure" in (reward_failures.wrong(ends, [good] * 2) or "")

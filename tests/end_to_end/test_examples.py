@@ -62,6 +62,18 @@ def test_a_loss_of_ones_own(tmp_path, follow):
     assert tenth < first - 0.3
 
 
+def test_a_reward_of_ones_own(tmp_path, follow):
+    dict(follow("own_reward"))
+    long, short = (training(tmp_path / "outputs" / name, "grpo") for name in ("own_reward", "own_reward_short"))
+    assert len(long) == len(short) == 40
+    assert mean(short[-10:], "completion_tokens") < 0.8 * mean(long[-10:], "completion_tokens")
+    names = ("reward_contains_score", "reward_contains_numbers", "reward_variety_score")
+    assert all(name in step for step in long for name in names)
+    for step in short:
+        total = step["reward_contains_score"] + 0.1 * step["reward_length_penalty_score"]
+        assert step["reward"] == pytest.approx(total, abs=1e-5)
+
+
 def test_an_algorithm_of_ones_own(tmp_path, follow):
     output_dir = tmp_path / "outputs" / "own_algorithm"
     followed = follow("own_algorithm")
