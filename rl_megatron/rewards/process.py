@@ -20,6 +20,7 @@ from rl_megatron.topology.child_process import environment_of_a_child
 
 WORKER_MODULE = "rl_megatron.rewards.worker"
 _SECONDS_TO_LEAVE = 1.0
+_SECONDS_TO_EXIT = 0.2  # the socket of a process that ends closes a moment before it has ended
 _STDERR = 2
 
 
@@ -88,9 +89,13 @@ class WorkerProcess:
         exited = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         self.has_ended = self.has_ended or exited is not None
 
+    def has_exited(self) -> bool:
+        """Return whether the process has ended by itself, and not only closed its socket."""
+        return self._wait(_SECONDS_TO_EXIT) is not None
+
     def end(self) -> str:
         """Kill the process with its children, unless it has ended; return how it ended."""
-        before = self._wait(0.2) if self.has_ended else None  # the socket closes a moment before the process has ended
+        before = self._wait(_SECONDS_TO_EXIT) if self.has_ended else None
         self._kill_group()
         status = self._process.wait()
         self.socket.close()

@@ -282,8 +282,12 @@ class RewardWorkers:
                 self._end(worker, marked, Failure("timeout", f"took longer than {limit:g} seconds"))
 
     def _take_end(self, worker: _Worker) -> None:
-        """Take down which call ended a worker, and send its other calls again."""
-        marked = self._marked(worker)
+        """Take down which call ended a worker, and send its other calls again.
+
+        If a coroutine closed the socket, another one may run by now.
+        """
+        is_async = (oldest := worker.oldest) is not None and oldest.kind == "await"
+        marked = self._marked(worker) if not is_async or worker.process.has_exited() else None
         if not worker.is_ready:
             how = worker.process.end()
             self._workers.remove(worker)
