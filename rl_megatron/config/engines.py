@@ -24,14 +24,16 @@ class EngineDeclaration:
 
     Attributes:
         runs_in_processes: Whether the engine runs in its own processes, so that weights have to be sent to it.
+        stops_at_strings: Whether the engine ends completions at `Sampling.stop_strings`.
     """
 
     runs_in_processes: bool
+    stops_at_strings: bool = False
 
 
 ENGINE_DECLARATIONS: Registry[EngineDeclaration] = Registry("rollout engine")
-ENGINE_DECLARATIONS.register("embedded")(EngineDeclaration(runs_in_processes=False))
-ENGINE_DECLARATIONS.register("transformers")(EngineDeclaration(runs_in_processes=True))
+ENGINE_DECLARATIONS.register("embedded")(EngineDeclaration(runs_in_processes=False, stops_at_strings=True))
+ENGINE_DECLARATIONS.register("transformers")(EngineDeclaration(runs_in_processes=True, stops_at_strings=True))
 
 
 def check_generation(generation: GenerationConfig) -> None:
@@ -54,6 +56,12 @@ def check_generation(generation: GenerationConfig) -> None:
                     f"generation.{key}={value} does nothing: generation.engine={name} has no processes and no copy of "
                     f"the weights; set generation.engine={' or '.join(others)}, or leave generation.{key} out"
                 )
+    if generation.stop_strings and not ENGINE_DECLARATIONS[name].stops_at_strings:
+        others = [other for other, engine in ENGINE_DECLARATIONS.items() if engine.stops_at_strings]
+        raise ConfigError(
+            f"generation.stop_strings={list(generation.stop_strings)}: generation.engine={name} does not stop at "
+            f"texts; set generation.engine={' or '.join(others)}, or generation.stop_tokens"
+        )
     if generation.gate_prompts == 0 and generation.gate_limit is not None:
         raise ConfigError(
             f"generation.gate_limit={generation.gate_limit} does nothing: generation.gate_prompts=0 turns the logprob "

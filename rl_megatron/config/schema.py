@@ -446,6 +446,8 @@ class GenerationConfig:
     # Tokens that end a completion, besides end-of-sequence and the token that ends a turn in the chat template. Each is
     # one token, and may be a special one such as <|im_end|>.
     stop_tokens: tuple[str, ...] = ()
+    # Texts of any number of tokens that end a completion, which includes them.
+    stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     batch_size: Positive = 256  # sequences decoded together on one data-parallel rank, or in one engine process
     # Name of a registered rollout engine. embedded: the sharded training model itself generates. transformers: a
     # Hugging Face model in its own processes, which get the policy's weights after each change.

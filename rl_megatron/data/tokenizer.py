@@ -98,6 +98,11 @@ class Tokenizer:
         self.vocab_size = num_ids
 
     @property
+    def definition(self) -> str:
+        """Return the tokenizer as the content of a `tokenizer.json`."""
+        return self._backend.to_str()
+
+    @property
     def digest(self) -> str:
         """Return a fingerprint of the tokenizer's definition. Equal definitions give every text the same ids."""
         return hashlib.blake2b(self._backend.to_str().encode(), digest_size=16).hexdigest()

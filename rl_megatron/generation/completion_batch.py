@@ -65,6 +65,10 @@ def rollouts(
         token_mask[index, len(prompt) : end] = 1.0
         generation_logprobs[index, len(prompt) : end] = logprobs[index, :length]
     last = completions.gather(1, (lengths - 1)[:, None])[:, 0]
+    stopped = torch.isin(last, torch.tensor(sampling.stop_ids, dtype=torch.long))
+    if sampling.stop_strings is not None:
+        texts = zip(completions.tolist(), lengths.tolist(), strict=True)
+        stopped |= torch.tensor([sampling.stop_strings.found_in(ids[:length]) for ids, length in texts])
     return BatchedDataDict(
         {
             "input_ids": input_ids,
@@ -77,6 +81,6 @@ def rollouts(
             "top_k": torch.full((num_sequences,), sampling.top_k),
             "top_p": torch.full((num_sequences,), float(sampling.top_p)),
             "weight_version": torch.full((num_sequences,), weight_version),
-            "stopped": torch.isin(last, torch.tensor(sampling.stop_ids, dtype=torch.long)),
+            "stopped": stopped,
         }
     )

@@ -41,6 +41,7 @@ class Completions:
         self.lengths = torch.zeros(num_sequences, dtype=torch.long, device=device)
         self.nan_at = torch.zeros(num_sequences, dtype=torch.long, device=device)
         self.running = torch.ones(num_sequences, dtype=torch.bool, device=device)
+        self._stop_strings = sampling.stop_strings
         self._stops = torch.tensor(sampling.stop_ids, dtype=torch.long, device=device)
 
     def add(self, step: int, chosen: Tensor, logprobs: Tensor) -> Tensor:
@@ -60,6 +61,8 @@ class Completions:
         self.logprobs[:, step] = torch.where(self.running, logprobs, 0.0).float()
         self.lengths += self.running
         self.running = self.running & ~torch.isin(chosen, self._stops)
+        if self._stop_strings is not None:
+            self.running = self.running & ~self._stop_strings.ended(self.tokens[:, : step + 1], self.running)
         return chosen[:, None]
 
     def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.generation.stop_strings import StopStrings
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class Sampling:
         top_k: Sample from so many most likely tokens; 0 is off. It applies before `top_p`.
         top_p: Sample from the fewest tokens with this probability together; 1 is off.
         stop_ids: Token ids that end a completion. They are part of it.
+        stop_strings: Texts that end a completion, which includes them; None if there are none. An engine that obeys
+            them says so when it is registered.
     """
 
     max_new_tokens: int
@@ -25,6 +28,7 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     stop_ids: tuple[int, ...] = ()
+    stop_strings: StopStrings | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class RolloutEngine(Protocol):
             - `temperature` [B]: the temperature of these logprobs; `top_k` [B] int64 and `top_p` [B] fp32, as in
               `sampling`;
             - `weight_version` [B] int64: the version of the policy's weights that generated the sequence;
-            - `stopped` [B] bool: whether a stop token ended the sequence.
+            - `stopped` [B] bool: whether a stop token or stop string ended the sequence.
         """
         ...
 

@@ -39,7 +39,7 @@ ENGINES: Registry[EngineKind] = Registry("rollout engine")
 
 
 def register_engine(
-    name: str, *, runs_in_processes: bool = False, check: CheckEngine = _accept
+    name: str, *, runs_in_processes: bool = False, stops_at_strings: bool = False, check: CheckEngine = _accept
 ) -> Callable[[BuildEngine], BuildEngine]:
     """Return a decorator that registers a function which builds a rollout engine.
 
@@ -47,6 +47,8 @@ def register_engine(
         name: The value of `generation.engine` that chooses it.
         runs_in_processes: Whether the keys of engines in processes of their own (`generation.num_engines`,
             `generation.refit`, …) have an effect on it.
+        stops_at_strings: Whether it ends completions at `Sampling.stop_strings`, the texts of
+            `generation.stop_strings`.
         check: See `EngineKind`.
 
     Raises:
@@ -59,7 +61,7 @@ def register_engine(
             raise ValueError(f"rollout engine {name!r} is one of the package's own; choose another name")
         ENGINES.register(name)(EngineKind(build, check))
         if name not in ENGINE_DECLARATIONS:
-            ENGINE_DECLARATIONS.register(name)(EngineDeclaration(runs_in_processes))
+            ENGINE_DECLARATIONS.register(name)(EngineDeclaration(runs_in_processes, stops_at_strings))
         return build
 
     return add

@@ -6,12 +6,15 @@ import dataclasses
 
 import pytest
 import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import ModelConfig
 from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import Sampling
+from rl_megatron.generation.stop_strings import StopStrings
 from tests.parallel.layouts import EXPERTS, MODEL, VOCAB_SIZE, build_policy
 
 STOP = 7
@@ -25,10 +28,20 @@ LAYOUTS = {
     "data 2": (2, {}),
     "tensor 2 pipeline 2": (4, {"tensor": 2, "pipeline": 2}),
 }
+# A tokenizer of one letter per token, and texts of two tokens that end a completion.
+LETTERS = [chr(ord("A") + token) for token in range(VOCAB_SIZE)]
+_SPELLING = Backend(models.BPE(dict(zip(LETTERS, range(VOCAB_SIZE), strict=True)), []))
+_SPELLING.decoder = decoders.Fuse()
+STOP_STRINGS = StopStrings(
+    tuple(a + b for a in LETTERS[::3] for b in LETTERS[1::4]),
+    _SPELLING.to_str(),
+)
 SAMPLINGS = {
     "temperature 1": Sampling(max_new_tokens=12, stop_ids=(STOP,)),
     "temperature 0.7": Sampling(max_new_tokens=12, temperature=0.7, stop_ids=(STOP,)),
-    "top-k and top-p": Sampling(max_new_tokens=12, temperature=1.3, top_k=9, top_p=0.8, stop_ids=(STOP,)),
+    "top-k and top-p": Sampling(
+        max_new_tokens=12, temperature=1.3, top_k=9, top_p=0.8, stop_ids=(STOP,), stop_strings=STOP_STRINGS
+    ),
     "greedy": Sampling(max_new_tokens=12, temperature=0.0, stop_ids=(STOP,)),
 }
 
@@ -109,7 +122,11 @@ def test_rollouts_are_well_formed(one_process):
             assert rollouts["input_ids"][sample, :start].tolist() == prompt
             completion = rollouts["input_ids"][sample, start:stop].tolist()
             assert STOP not in completion[:-1], "nothing follows a stop token"
-            assert rollouts["stopped"][sample].item() == (completion[-1] == STOP)
+            text = "".join(LETTERS[token] for token in completion)
+            texts = () if sampling.stop_strings is None else sampling.stop_strings.texts
+            assert not any(each in text[:-1] for each in texts), "nothing follows a stop string"
+            ended = completion[-1] == STOP or any(map(text.endswith, texts))
+            assert rollouts["stopped"][sample].item() == ended
             assert rollouts["stopped"][sample] or len(completion) == sampling.max_new_tokens
             assert max(completion) < VOCAB_SIZE, "ids of the vocabulary's padding are never sampled"
             assert rollouts["token_mask"][sample].sum() == stop - start
@@ -117,6 +134,9 @@ def test_rollouts_are_well_formed(one_process):
     expected = {"temperature 1": 1.0, "temperature 0.7": 0.7, "top-k and top-p": 1.3, "greedy": 1.0}
     assert temperatures == pytest.approx(expected)
     assert any(one_process["temperature 1"][0]["stopped"]), "no completion ended with the stop token"
+    by_text = one_process["top-k and top-p"][0]
+    last = by_text["input_ids"].gather(1, by_text["input_lengths"][:, None] - 1)[:, 0]
+    assert (by_text["stopped"] & (last != STOP)).sum() > 2, "too few completions ended with a stop string"
 
 
 def greedy_by_hand() -> tuple[torch.Tensor, torch.Tensor]:

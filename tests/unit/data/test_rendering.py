@@ -64,8 +64,8 @@ def learned(tokenizer, example):
     return [tokenizer.decode(run, skip_special_tokens=False) for run in runs]
 
 
-# What does not follow the prompt for it: Mistral's template writes the system message before the last user message if
-# that ends the conversation, and Qwen3's prompt without thinking has an empty block where this answer has its reasoning.
+# What does not follow the prompt for it. Mistral's template writes the system message before the last user message if
+# that ends the conversation. Qwen3's prompt without thinking has an empty block where this answer has its reasoning.
 REFUSED = {
     ("mistral", "system", "plain"),
     ("mistral", "system", "no thinking"),

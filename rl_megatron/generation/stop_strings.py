@@ -1,0 +1,61 @@
+"""Find texts of any number of tokens that end a completion, while the completion grows token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from tokenizers import Tokenizer as Backend
+from torch import Tensor
+
+# Tokens in front of those that can hold a text: the first of them may be decoded to half a character or without its
+# space, and some tokens are decoded to nothing.
+_MARGIN = 8
+
+
+@dataclass(frozen=True)
+class StopStrings:
+    """Texts that end a completion, and the tokenizer that decodes it. Engines in other processes get it pickled.
+
+    A completion ends at the first token after which its text contains one of the texts. Special tokens are spelled in
+    the text, so that a text may span them.
+
+    Attributes:
+        texts: The texts; none is empty.
+        definition: The tokenizer, as the content of a `tokenizer.json`.
+    """
+
+    texts: tuple[str, ...]
+    definition: str = field(repr=False)
+
+    def found_in(self, ids: Sequence[int]) -> bool:
+        """Return whether the text of a completion contains one of the texts."""
+        decoded = _backend(self.definition).decode(list(ids), skip_special_tokens=False)
+        return any(text in decoded for text in self.texts)
+
+    def ended(self, tokens: Tensor, running: Tensor) -> Tensor:
+        """Return which running sequences contain a text now, [b] bool on the tokens' device.
+
+        Only the last tokens are decoded, because no sequence contained a text before. What they seem to contain is
+        then looked for in the whole completion.
+
+        Args:
+            tokens: The tokens of the completions so far, [b, n].
+            running: Which sequences go on, [b] bool.
+        """
+        rows = running.nonzero()[:, 0].tolist()
+        window = max(len(text.encode()) for text in self.texts) + _MARGIN
+        tails = tokens[:, -window:].tolist()
+        decoded = _backend(self.definition).decode_batch([tails[row] for row in rows], skip_special_tokens=False)
+        ended = torch.zeros(len(tokens), dtype=torch.bool)
+        for row, tail in zip(rows, decoded, strict=True):
+            if any(text in tail for text in self.texts):
+                ended[row] = self.found_in(tokens[row].tolist())
+        return ended.to(tokens.device)
+
+
+@lru_cache(maxsize=2)
+def _backend(definition: str) -> Backend:
+    return Backend.from_str(definition)
