@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from rl_megatron import log
 from rl_megatron.algorithms import verify
 from rl_megatron.algorithms.checkpointer import critic_checkpoints
 from rl_megatron.algorithms.evaluate import build_evaluation, metric_names
@@ -22,6 +23,7 @@ from rl_megatron.checkpoint.directory import (
 from rl_megatron.checkpoint.rerun import refuse_changes
 from rl_megatron.config.errors import ConfigError, bad_input_named
 from rl_megatron.config.schema import RunConfig, StageConfig
+from rl_megatron.data.prompt_agreement import different_prompts
 from rl_megatron.data.run_tokenizer import run_tokenizer
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.engines import check_engine
@@ -62,6 +64,8 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
                 _check_saved(saved[-1], stage, tokenizer)
             except Damaged as error:
                 raise verify.with_remedy(error, saved[-1], config, read_manifest) from error
+    for message in different_prompts(config.stages, tokenizer):
+        log.LOGGER.warning(message)
     if config.init_from:
         path = Path(config.init_from)
         manifest = check_checkpoint(path, config.first.model, tokenizer.digest)

@@ -80,8 +80,8 @@ class RecordSource(DataSource[ConfigT]):
         return self.prepared(train), self.prepared(heldout) if heldout else []
 
     def first_record(self) -> Record:
-        """Return the first training record."""
-        return self.parts()[0][0]
+        """Return the first record of the data."""
+        return next(find_parts(self.data, self.plain, self.alone).train.read())[0]
 
     def split(self, train: list[Record], heldout: list[Record] | None) -> tuple[list[Record], list[Record]]:
         """Return the (training, held-out) records; if `heldout` is None, a fixed part of `train` is held out."""

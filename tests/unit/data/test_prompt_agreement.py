@@ -1,0 +1,107 @@
+"""SFT, rollouts and evaluation give the model the same prompt; stages that do not are named before the first step."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from rl_megatron.algorithms.evaluate import build_evaluation
+from rl_megatron.algorithms.rollout import Sampler
+from rl_megatron.config.load import load_config
+from rl_megatron.data.prompt_agreement import different_prompts
+from rl_megatron.data.run_tokenizer import build_tokenizer
+from rl_megatron.data.training_data import RolloutPrompts, training_dataset
+from tests.unit.data.chat_families import write_tokenizer
+
+CHAT = ("data.format=chat", "data.system_prompt='Be brief.'")
+
+
+@pytest.fixture(scope="module")
+def gsm8k(tmp_path_factory):
+    """The overrides of a chat model on problems like GSM8K's."""
+    directory = tmp_path_factory.mktemp("gsm8k")
+    for name, size in (("train", 8), ("test", 4)):
+        rows = [{"question": f"{name} {n} + {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"} for n in range(size)]
+        (directory / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tokenizer = write_tokenizer("qwen3", directory / "tokenizer")
+    return (f"data.path={directory}", f"tokenizer.path={tokenizer}", "data.num_eval_examples=4", "train.steps=2")
+
+
+TASK = ("algorithm=grpo", "data.source=task", "data.task.name=gsm8k", "algorithm.prompts_per_step=8")
+PROMPTS = ("algorithm=grpo", "data.source=prompts", "algorithm.prompts_per_step=8", "data.eval_split=test")
+
+
+class Engine:
+    """An engine that keeps the prompts that it is asked for."""
+
+    def generate(self, prompts, sampling, seed):
+        self.prompts, self.sampling = prompts, sampling
+        raise InterruptedError
+
+
+def prompts_of(batch):
+    """Return what is before the first token that is learned, of every sequence."""
+    sequences = zip(batch["input_ids"].tolist(), batch["token_mask"].tolist(), strict=True)
+    return {tuple(ids[: mask.index(1)]) for ids, mask in sequences}
+
+
+@pytest.mark.parametrize("of_problems", [TASK, PROMPTS], ids=["task", "prompts"])
+@pytest.mark.parametrize("keys", [(), CHAT, ('data.prompt_template="<|im_start|>{question}"',)])
+def test_sft_and_grpo_send_the_same_prompt_ids(gsm8k, of_problems, keys):
+    sft = load_config(["algorithm=sft", "data=files", *gsm8k, *keys, "data.prompt_template=null", *keys]).first
+    grpo = load_config([*of_problems[:1], "data=files", *of_problems[1:], *gsm8k, *keys]).first
+    tokenizer = build_tokenizer(sft)
+    batch = training_dataset(sft, tokenizer).batch(range(8))
+    engine = Engine()
+    with pytest.raises(InterruptedError):
+        Sampler(SimpleNamespace(config=grpo, tokenizer=tokenizer, engine=engine), grpo.algorithm).draw(1)
+    assert {tuple(prompt) for prompt in engine.prompts} == prompts_of(batch) and len(prompts_of(batch)) == 8
+    heldout = build_evaluation(sft, tokenizer).batch
+    evaluation = build_evaluation(grpo, tokenizer)
+    with pytest.raises(InterruptedError):
+        evaluation.evaluate(None, engine)
+    assert {tuple(prompt) for prompt in engine.prompts} == prompts_of(heldout) and len(prompts_of(heldout)) == 4
+    assert engine.sampling.stop_ids == (tokenizer.eos_id,), "eos ends the turns of this template"
+
+
+def test_stages_with_different_prompts_are_named(gsm8k, tmp_path):
+    experiment = {
+        "sft": {"algorithm": {"name": "sft"}, "data": {"source": "prompt_answer"}},
+        "grpo": {"algorithm": {"name": "grpo"}, "data": {"source": "task", "task": {"name": "gsm8k"}}},
+    }
+
+    def messages(**templates):
+        stages = {
+            name: stage | {"data": stage["data"] | {"prompt_template": templates.get(name)}}
+            for name, stage in experiment.items()
+        }
+        (tmp_path / "experiment").mkdir(exist_ok=True)
+        (tmp_path / "experiment" / "two.yaml").write_text(
+            "# @package _global_\ndefaults: [override /data: files]\n" + json.dumps({"stages": stages})[1:-1]
+        )
+        config = load_config(["experiment=two", *gsm8k], str(tmp_path))
+        return list(different_prompts(config.stages, build_tokenizer(config.first)))
+
+    assert messages() == messages(sft="Q: {question}", grpo="Q: {question}") == []
+    (message,) = messages(sft="Q: {question}")
+    assert "stages 'sft' and 'grpo'" in message and "train.jsonl:1" in message
+    assert "'Q: train 0 + 0?' and 'train 0 + 0?\\n'" in message
+    assert "stages.sft.data.prompt_template='Q: {question}', stages.grpo.data.prompt_template=None" in message
+
+
+def test_prompts_that_leave_no_space_for_a_completion(gsm8k, logged):
+    def prompts(*overrides):
+        stage = load_config([*TASK[:1], "data=files", *TASK[1:], *gsm8k, *overrides]).first
+        tokenizer = build_tokenizer(stage)
+        return RolloutPrompts(stage, stage.algorithm, tokenizer), tokenizer
+
+    whole, _ = prompts("generation.max_new_tokens=8")
+    longest, few = whole.longest, ["algorithm.prompts_per_step=1", "generation.max_new_tokens=8"]
+    few.append(f"model.max_sequence_length={longest + 7}")
+    with pytest.raises(ValueError, match=r"train.jsonl:\d: this prompt has .*max_new_tokens=8.*too_long=drop"):
+        prompts(*few)
+    kept, _ = prompts(*few, "data.too_long=truncate")
+    assert kept.longest == longest - 1
+    assert any("prompts exceed" in message and "truncated" in message for message in logged)
+    ends = {tuple(prompt.ids) for prompt in whole.at(1)}
+    assert all(any(tuple(prompt.ids) == ids[-len(prompt.ids) :] for ids in ends) for prompt in kept.at(1))
