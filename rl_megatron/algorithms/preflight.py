@@ -23,8 +23,8 @@ from rl_megatron.checkpoint.directory import (
 from rl_megatron.checkpoint.rerun import refuse_changes
 from rl_megatron.config.errors import ConfigError, bad_input_named
 from rl_megatron.config.schema import RunConfig, StageConfig
-from rl_megatron.data.prompt_agreement import different_prompts
 from rl_megatron.data.run_tokenizer import run_tokenizer
+from rl_megatron.data.same_prompts import different_prompts
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.engines import check_engine
 from rl_megatron.generation.stage_sampling import stage_sampling

@@ -45,14 +45,16 @@ class StopStrings:
             tokens: The tokens of the completions so far, [b, n].
             running: Which sequences go on, [b] bool.
         """
-        rows = running.nonzero()[:, 0].tolist()
+        going_on = running.nonzero()[:, 0].tolist()
         window = max(len(text.encode()) for text in self.texts) + _MARGIN
         tails = tokens[:, -window:].tolist()
-        decoded = _backend(self.definition).decode_batch([tails[row] for row in rows], skip_special_tokens=False)
+        decoded = _backend(self.definition).decode_batch(
+            [tails[index] for index in going_on], skip_special_tokens=False
+        )
         ended = torch.zeros(len(tokens), dtype=torch.bool)
-        for row, tail in zip(rows, decoded, strict=True):
+        for index, tail in zip(going_on, decoded, strict=True):
             if any(text in tail for text in self.texts):
-                ended[row] = self.found_in(tokens[row].tolist())
+                ended[index] = self.found_in(tokens[index].tolist())
         return ended.to(tokens.device)
 
 

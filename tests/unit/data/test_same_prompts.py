@@ -8,8 +8,8 @@ import pytest
 from rl_megatron.algorithms.evaluate import build_evaluation
 from rl_megatron.algorithms.rollout import Sampler
 from rl_megatron.config.load import load_config
-from rl_megatron.data.prompt_agreement import different_prompts
 from rl_megatron.data.run_tokenizer import build_tokenizer
+from rl_megatron.data.same_prompts import different_prompts
 from rl_megatron.data.training_data import RolloutPrompts, training_dataset
 from tests.unit.data.chat_families import write_tokenizer
 
