@@ -55,6 +55,7 @@ setup(
         # With 2.6, gloo process groups can hang when they are destroyed. 2.15 adds strides to a checkpoint's metadata,
         # and megatron-core up to 0.19.2 passes them to torch.empty, which has no such argument.
         "torch>=2.10,<2.15",
+        "jinja2>=3.1.6",  # renders chat templates for transformers
         "transformers>=5",  # rollout engines need config.json in the format of 5, and stacked experts
     ],
     extras_require={

@@ -249,3 +249,51 @@ def test_wrong_keys_of_rollout_engines_are_refused(refused, override, words):
 def test_gate_limit_is_refused_if_the_logprob_check_is_off(refused):
     message = refused("algorithm=grpo", "generation.gate_prompts=0", "generation.gate_limit=1")
     assert "generation.gate_limit=1.0 does nothing" in message and "generation.gate_prompts=0" in message
+
+
+@pytest.mark.parametrize(
+    ("written", "template"),
+    [
+        (r'"Q: {question}\nA:\t"', "Q: {question}\nA:\t"),
+        (r'"{question}\\n in \boxed{{}}"', r"{question}\n in \boxed{{}}"),
+        (r'"{question} \\theta"', r"{question} \theta"),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["", "++", "stages.sft."])
+def test_a_line_break_in_a_template_on_the_command_line(written, template, prefix):
+    base = (
+        ["experiment=gsm8k_dpo", "data.path=x"]
+        if "stages" in prefix
+        else ["data=gsm8k", "data.path=x", "algorithm=sft"]
+    )
+    stage = load_config([*base, f"{prefix}data.prompt_template={written}"]).first
+    assert stage.data.prompt_template == template
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data=text", "algorithm=pretrain", "data.path=x", "data.format=chat"], "data.format='chat' has no effect on"),
+        (
+            ["data=gsm8k", "algorithm=sft", "data.path=x", "data.sequence_length=7"],
+            "data.sequence_length=7 has no",
+        ),
+        (
+            ["data=arithmetic", "data.heldout_fraction=0.5"],
+            "data.heldout_fraction=0.5 has no effect on",
+        ),
+        (["data=arithmetic", "data.format=plain", "data.trained_turns=last"], "no effect with data.format=plain"),
+        (["data=gsm8k", "algorithm=sft", "data.path=x", "data.num_documents=3"], "data.num_documents=3 has no effect"),
+    ],
+)
+def test_a_key_of_data_without_effect_is_refused(overrides, words):
+    with pytest.raises(ConfigError) as error:
+        load_config(overrides)
+    assert words in str(error.value)
+
+
+def test_the_prompt_template_of_a_task_is_that_of_its_data_section():
+    task = ["algorithm=grpo", "data=files", "data.path=x", "data.source=task", "data.task.name=gsm8k"]
+    old = load_config([*task, 'data.task.prompt_template="Q: {question}"']).first.data
+    assert old == load_config([*task, 'data.prompt_template="Q: {question}"']).first.data
+    assert old.prompt_template == "Q: {question}" and old.task == {"name": "gsm8k"}

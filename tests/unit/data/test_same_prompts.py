@@ -11,6 +11,7 @@ from rl_megatron.config.load import load_config
 from rl_megatron.data.run_tokenizer import build_tokenizer
 from rl_megatron.data.same_prompts import different_prompts
 from rl_megatron.data.training_data import RolloutPrompts, training_dataset
+from tests.unit.algorithms.fakes import Echo, ScoredHere
 from tests.unit.data.chat_families import write_tokenizer
 
 CHAT = ("data.format=chat", "data.system_prompt='Be brief.'")
@@ -52,12 +53,13 @@ def test_sft_and_grpo_send_the_same_prompt_ids(gsm8k, of_problems, keys):
     grpo = load_config([*of_problems[:1], "data=files", *of_problems[1:], *gsm8k, *keys]).first
     tokenizer = build_tokenizer(sft)
     batch = training_dataset(sft, tokenizer).batch(range(8))
-    engine = Engine()
+    engine, scorer = Engine(), ScoredHere(Echo())
+    stage = SimpleNamespace(config=grpo, tokenizer=tokenizer, engine=engine, scorer=scorer)
     with pytest.raises(InterruptedError):
-        Sampler(SimpleNamespace(config=grpo, tokenizer=tokenizer, engine=engine), grpo.algorithm).draw(1)
+        Sampler(stage, grpo.algorithm).draw(1)
     assert {tuple(prompt) for prompt in engine.prompts} == prompts_of(batch) and len(prompts_of(batch)) == 8
     heldout = build_evaluation(sft, tokenizer).batch
-    evaluation = build_evaluation(grpo, tokenizer)
+    evaluation = build_evaluation(grpo, tokenizer).scored_by(scorer)
     with pytest.raises(InterruptedError):
         evaluation.evaluate(None, engine)
     assert {tuple(prompt) for prompt in engine.prompts} == prompts_of(heldout) and len(prompts_of(heldout)) == 4
