@@ -16,7 +16,8 @@ from rl_megatron.data.preferences import PreferenceDataset
 from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.sources import SOURCES, PreferenceSource
 from rl_megatron.data.tasks.registry import TASKS, build_task
-from rl_megatron.data.tokenizer import train_bpe
+from rl_megatron.data.tokenizer import load_tokenizer, train_bpe
+from tests.unit.data.chat_families import write_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = (REPOSITORY / "docs" / "data.md").read_text()
@@ -40,6 +41,13 @@ def test_the_example_of_prompts_and_answers_is_read(example):
     train, heldout = load_records(example("prompt_answer"))
     assert (len(train), len(heldout)) == (2, 1)
     assert len(PromptAnswerDataset(train, Renderer(PromptAnswerConfig(), TOKENIZER), 128)) == 2
+
+
+def test_the_example_of_conversations_is_read(example, tmp_path):
+    train, heldout = load_records(example("messages"))
+    tokenizer = load_tokenizer(write_tokenizer("deepseek", tmp_path / "tokenizer"))
+    dataset = PromptAnswerDataset(train + heldout, Renderer(PromptAnswerConfig(), tokenizer), 2048)
+    assert len(dataset) == 3 and dataset.batch(range(3))["token_mask"].sum(1).min() > 0
 
 
 @pytest.mark.parametrize("name", ["preference", "graded"])
