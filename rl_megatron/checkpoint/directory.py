@@ -192,8 +192,8 @@ def read_manifest(checkpoint: Path, model: ModelConfig | None = None) -> dict[st
         if differing:
             listed = ", ".join(f"model.{k}: checkpoint {saved[k]}, run {wanted[k]}" for k in differing)
             raise ConfigError(
-                f"checkpoint {checkpoint} holds another model ({listed}); set model=init_from to use the model of "
-                "init_from, or give these keys the checkpoint's values"
+                f"checkpoint {checkpoint} holds another model ({listed}); set model=init_from to take the model of "
+                "init_from (in Python: MegatronPolicy.from_checkpoint), or give these keys the checkpoint's values"
             )
     return manifest
 

@@ -40,6 +40,21 @@ def test_a_command_that_chooses_nothing_lists_the_experiments(own, capsys, argum
     assert os.listdir() == ["own"], "nothing was written"
 
 
+def test_other_ranks_are_silent_and_end_with_the_same_status(own, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    for arguments in ([], ["train.stpes=1"], ["data=text", "algorithm=pretrain", "data.path=absent"]):
+        assert shown(capsys, "train", *arguments, status=2) == ("", "")
+    assert shown(capsys, "train", "--info", "searchpath") == shown(capsys, "train", "--hydra-help") == ("", "")
+
+
+def test_a_file_that_is_missing_on_another_node_is_named_there(own, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "8")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    answer = shown(capsys, "train", "data=text", "algorithm=pretrain", "data.path=absent", status=2)
+    assert answer.err.startswith("error: data.path: there is nothing at")
+
+
 @pytest.mark.parametrize("name", ["gsm8k_dpo", "gsm8k_reward_model", "gsm8k_sft", "quickstart", "shakespeare_pretrain"])
 def test_a_shipped_experiment_begins_with_a_sentence_of_one_line(own, capsys, name):
     (line,) = [line for line in shown(capsys, "train", status=2).err.splitlines() if line.split()[:1] == [name]]
