@@ -309,6 +309,9 @@ class DataConfig:
     # Read records block by block while the stage trains, instead of all before the first step.
     streaming: bool = False
     shuffle_block: Positive = _SHUFFLE_BLOCK  # records of a block, which are shuffled together; used by streaming only
+    # Directory in which the tokens of large data (4 MiB of text) are kept for later runs. null: rl_megatron/tokens in
+    # $XDG_CACHE_HOME or ~/.cache. off: they are not kept.
+    cache_dir: str | None = None
     # Share of the data that is held out for evaluation if it has no held-out split; unused by task.
     heldout_fraction: Fraction = 0.05
     sequence_length: Positive = 128  # tokens of a pretraining window

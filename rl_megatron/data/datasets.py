@@ -20,6 +20,7 @@ from rl_megatron.data.collate import Padding, span_mask
 from rl_megatron.data.encoding import EncodedSequence, Limit, TooLong, within_limit
 from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import Renderer
+from rl_megatron.data.token_cache import OFF, encoded_documents, encoded_examples
 from rl_megatron.data.tokenizer import Tokenizer
 
 
@@ -53,6 +54,12 @@ class TextDataset:
     exactly once, and the summed NLL of all windows is the NLL of the text. The last window is padded, and its padding
     is masked.
 
+    Args:
+        documents: The texts.
+        tokenizer: The tokenizer.
+        sequence_length: Tokens of a window.
+        cache_dir: Where the tokens are kept, as `data.cache_dir`.
+
     Attributes:
         num_characters: Characters of the documents; the NLL per character is divided by them.
         num_bytes: Bytes of the documents in UTF-8.
@@ -64,7 +71,9 @@ class TextDataset:
 
     group_size = 1
 
-    def __init__(self, documents: Sequence[str], tokenizer: Tokenizer, sequence_length: int) -> None:
+    def __init__(
+        self, documents: Sequence[str], tokenizer: Tokenizer, sequence_length: int, cache_dir: str | None = OFF
+    ) -> None:
         if sequence_length < 2:
             raise ValueError(f"sequence_length = {sequence_length}: a window of fewer than 2 tokens predicts nothing.")
         self.num_characters = sum(map(len, documents))
@@ -72,15 +81,12 @@ class TextDataset:
             raise ValueError("no text to train on: every document is empty.")
         self.num_bytes = sum(len(document.encode("utf-8")) for document in documents)
         self.sequence_length = sequence_length
-        stream: list[int] = []
-        for document in documents:
-            stream.append(tokenizer.eos_id)
-            stream += tokenizer.encode(document)
+        stream = encoded_documents(documents, tokenizer, cache_dir)
         self.num_predicted_tokens = len(stream) - 1
         stride = sequence_length - 1
         num_windows = -(-self.num_predicted_tokens // stride)
         self._stream = torch.full((num_windows * stride + 1,), tokenizer.pad_id)
-        self._stream[: len(stream)] = torch.tensor(stream)
+        self._stream[: len(stream)] = torch.tensor(stream.astype("int64"))
 
     def __len__(self) -> int:
         """Return the number of windows."""
@@ -132,7 +138,7 @@ class PromptAnswerDataset:
         pad_to_multiple_of: int = 1,
     ) -> None:
         limit = Limit(max_sequence_length, too_long)
-        self._sequences = within_limit([renderer.example(record) for record in records], limit)
+        self._sequences = within_limit(encoded_examples(renderer, records), limit)
         self._padding = Padding(renderer.tokenizer.pad_id, pad_to_multiple_of)
 
     def __len__(self) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.errors import ConfigError, bad_input_named
 from rl_megatron.data.mixture import MixtureCounts
 from rl_megatron.data.order import ShuffledEpochs, epoch_order
 from rl_megatron.data.records import Position, Reader, Record
@@ -155,10 +155,12 @@ class Streamed(Component[BatchT]):
         """Read the block at the position, and return whether it has records."""
         if self._reading is None:
             self._reading = self._reader.read(self._start)
-        read = list(itertools.islice(self._reading, self._block_size))
+        reading = self._reading
+        read = bad_input_named(lambda: list(itertools.islice(reading, self._block_size)))
         if not read:
             return False
-        self._items, self._end = self._build([record for record, _ in read]), read[-1][1]
+        # An error in the data becomes a ConfigError, which ends a run with one line at any step.
+        self._items, self._end = bad_input_named(lambda: self._build([record for record, _ in read])), read[-1][1]
         self._order = epoch_order(len(self._items), f"{self._seed}/block {self._block}", self._epoch).tolist()
         return True
 

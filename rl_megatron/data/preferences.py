@@ -11,6 +11,7 @@ from rl_megatron.data.encoding import Limit, TooLong, within_limit
 from rl_megatron.data.preference_files import check_pair
 from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import Renderer
+from rl_megatron.data.token_cache import encoded_pairs
 
 
 class PreferenceDataset:
@@ -45,7 +46,7 @@ class PreferenceDataset:
         for record in records:
             check_pair(record)
         limit = Limit(max_sequence_length, too_long, noun="pair")
-        self._pairs = within_limit([renderer.pair(record) for record in records], limit)
+        self._pairs = within_limit(encoded_pairs(renderer, records), limit)
         self._padding = Padding(renderer.tokenizer.pad_id, multiple=1)
 
     def __len__(self) -> int:

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rl_megatron.data.progress import tracked
+
 Position = tuple[int, ...]  # where reading continues; its numbers mean something to its reader only
 
 
@@ -47,7 +49,7 @@ class Reader(ABC):
         Raises:
             ValueError: There is no record, or one cannot be read.
         """
-        records = [record for record, _ in self.read()]
+        records = [record for record, _ in tracked(self.read(), f"records read from {self.name}")]
         if not records:
             raise ValueError(f"{self.name} is empty: it has no records; add some, or set data.path to another file.")
         return records

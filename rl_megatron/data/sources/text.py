@@ -52,7 +52,7 @@ class TextSource(RecordSource[TextConfig]):
     def _windows(self, documents: list[str], tokenizer: Tokenizer) -> TextDataset:
         from rl_megatron.data.datasets import TextDataset
 
-        return TextDataset(documents, tokenizer, self.data.sequence_length)
+        return TextDataset(documents, tokenizer, self.data.sequence_length, self.data.cache_dir)
 
     def documents(self) -> tuple[list[str], list[str]]:
         """Return the (training, held-out) documents."""

@@ -1,0 +1,230 @@
+"""Keep the tokens of large data on disk, under the content that they were made from.
+
+A second build of the same dataset, by another rank, after the preflight or in a later run, maps the tokens into memory
+instead of making them again. What decides the tokens is the name of their directory: the text, the tokenizer, the
+settings of rendering and the versions of the code. So an entry never has to be updated; it can be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from rl_megatron import __version__, log
+from rl_megatron.data.encoding import EncodedPair, EncodedSequence
+from rl_megatron.data.progress import tracked
+from rl_megatron.data.records import Record
+from rl_megatron.data.rendering import Renderer
+from rl_megatron.data.tokenizer import Tokenizer
+
+OFF = "off"  # the value of data.cache_dir that keeps nothing
+_SMALLEST = 4 * 2**20  # bytes of text; less is made again in a few seconds
+_FORMAT = 1
+_RENDERING = (
+    "format prompt_template answer_template system_prompt chat_template chat_template_kwargs trained_turns".split()
+)
+_ARRAYS = ("ids", "trained", "ends")
+
+
+def encoded_examples(renderer: Renderer, records: Sequence[Record]) -> list[EncodedSequence]:
+    """Return the sequence of every record, as `renderer.example` makes it."""
+    return _encoded(renderer, records, "examples", lambda record: [renderer.example(record)])
+
+
+def encoded_pairs(renderer: Renderer, records: Sequence[Record]) -> list[EncodedPair]:
+    """Return the pair of every record, as `renderer.pair` makes it."""
+
+    def sides(record: Record) -> list[EncodedSequence]:
+        pair = renderer.pair(record)
+        return [pair.chosen, pair.rejected]
+
+    sequences = _encoded(renderer, records, "pairs", sides)
+    return [EncodedPair(*sequences[index : index + 2]) for index in range(0, len(sequences), 2)]
+
+
+def encoded_documents(documents: Sequence[str], tokenizer: Tokenizer, cache_dir: str | None) -> np.ndarray:
+    """Return the tokens `<eos> doc <eos> doc …` of documents, [N] int32."""
+
+    def encode() -> _Tokens:
+        parts = [
+            np.asarray([tokenizer.eos_id, *tokenizer.encode(document)], np.int32)
+            for document in tracked(documents, "tokenized documents", len(documents))
+        ]
+        ids = np.concatenate(parts)
+        return _Tokens(ids, np.zeros(0, np.uint8), np.cumsum([len(part) for part in parts]))
+
+    directory = None
+    if sum(map(len, documents)) >= _SMALLEST:
+        key = _digest([["documents", *_of_tokenizer(tokenizer)], *documents])
+        directory = _directory(cache_dir, key)
+    return _kept(directory, len(documents), encode).ids
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Sequences one after the other: `ids` [N] int32, `trained` [N] uint8 or empty, and where each `ends` [B] int64."""
+
+    ids: np.ndarray
+    trained: np.ndarray
+    ends: np.ndarray
+
+
+class _Mapped(EncodedSequence):
+    """A sequence whose tokens lie in the mapped file; they become Python objects when a batch is made."""
+
+    def __init__(self, tokens: _Tokens, start: int, stop: int, record: Record) -> None:
+        for name, value in {"tokens": tokens, "start": start, "stop": stop, "record": record}.items():
+            object.__setattr__(self, name, value)
+
+    tokens: _Tokens
+    start: int
+    stop: int
+
+    @property
+    def ids(self) -> list[int]:  # pyright: ignore[reportIncompatibleVariableOverride]  # a field of the base class
+        """Return the token ids."""
+        return self.tokens.ids[self.start : self.stop].tolist()
+
+    @property
+    def trained(self) -> bytes:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Return one byte per token, 1 if it is learned."""
+        return self.tokens.trained[self.start : self.stop].tobytes()
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens."""
+        return self.stop - self.start
+
+    def truncated(self, limit: int) -> EncodedSequence | None:
+        """Return the first `limit` tokens, or None if none of them is learned."""
+        return EncodedSequence(self.ids, self.trained, self.record).truncated(limit)
+
+
+def _encoded(
+    renderer: Renderer, records: Sequence[Record], kind: str, encode: Callable[[Record], list[EncodedSequence]]
+) -> list[EncodedSequence]:
+    """Return the sequences of all records, equally many of each."""
+
+    def encode_all() -> list[EncodedSequence]:
+        return [one for record in tracked(records, "tokenized records", len(records)) for one in encode(record)]
+
+    texts = [json.dumps(record.values, ensure_ascii=False, default=str) for record in records]
+    if sum(map(len, texts)) < _SMALLEST:
+        return encode_all()
+    per_record = len(encode(records[0]))  # it also chooses the format of the records, and says so in the log
+    key = _digest([[kind, *_of_tokenizer(renderer.tokenizer), *_of_rendering(renderer)], *texts])
+
+    def tokens() -> _Tokens:
+        sequences = encode_all()
+        ids = np.concatenate([np.asarray(one.ids, np.int32) for one in sequences])
+        trained = np.frombuffer(b"".join(one.trained for one in sequences), np.uint8)
+        return _Tokens(ids, trained, np.cumsum([one.num_tokens for one in sequences]))
+
+    kept = _kept(_directory(renderer.data.cache_dir, key), len(records) * per_record, tokens)
+    bounds = [0, *kept.ends.tolist()]
+    return [
+        _Mapped(kept, start, stop, records[number // per_record])
+        for number, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False))
+    ]
+
+
+def _of_tokenizer(tokenizer: Tokenizer) -> list[Any]:
+    return [
+        _FORMAT, __version__, tokenizers.__version__, tokenizer.digest, tokenizer.eos_id, tokenizer.prefix_ids,
+        tokenizer.vocab_size, tokenizer.chat_templates, tokenizer.named_tokens,
+    ]  # fmt: skip
+
+
+def _of_rendering(renderer: Renderer) -> list[Any]:
+    data = renderer.data
+    template = None if data.chat_template is None else Path(data.chat_template).expanduser().read_text("utf-8")
+    # A template may write the date into a system message.
+    today = date.today().isoformat() if "strftime" in f"{template}{renderer.tokenizer.chat_templates}" else None
+    return [template, today, {key: getattr(data, key) for key in _RENDERING}]
+
+
+def _digest(parts: Sequence[Any]) -> str:
+    digest = hashlib.blake2b(digest_size=20)
+    for part in parts:
+        text = part if isinstance(part, str) else json.dumps(part, sort_keys=True, default=str)
+        content = text.encode("utf-8", "surrogatepass")
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()
+
+
+def _directory(cache_dir: str | None, key: str) -> Path | None:
+    """Return the directory of an entry, or None if nothing is to be kept."""
+    if cache_dir == OFF:
+        return None
+    if cache_dir is not None:
+        return Path(cache_dir).expanduser() / key
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl_megatron" / "tokens" / key
+
+
+def _kept(directory: Path | None, count: int, make: Callable[[], _Tokens]) -> _Tokens:
+    """Return the tokens in the directory, or make them and write them there.
+
+    Args:
+        directory: The directory of the entry; None keeps nothing.
+        count: The number of sequences.
+        make: Makes the tokens.
+    """
+    found = None if directory is None else _read(directory, count)
+    if found is not None or directory is None:
+        return make() if found is None else found
+    tokens = make()
+    try:
+        _write(directory, tokens)
+    except OSError as error:
+        log.once(f"tokens cannot be kept in {directory.parent} ({error}); set data.cache_dir, or data.cache_dir={OFF}")
+        return tokens
+    return _read(directory, count) or tokens
+
+
+def _read(directory: Path, count: int) -> _Tokens | None:
+    """Return the tokens of a complete entry, mapped into memory. A damaged entry is deleted with a warning."""
+    if not directory.is_dir():
+        return None
+    try:
+        tokens = _Tokens(*(np.load(directory / f"{name}.npy", mmap_mode="r") for name in _ARRAYS))
+        recorded = (directory / "digest").read_text()
+        if len(tokens.ends) != count or _digest_of(tokens) != recorded:
+            raise ValueError("its content has changed")
+    except (OSError, ValueError, EOFError) as error:
+        log.LOGGER.warning("the tokens in %s cannot be used (%s); they are made again", directory, error)
+        shutil.rmtree(directory, ignore_errors=True)
+        return None
+    log.LOGGER.info("tokens are read from %s", directory)
+    return tokens
+
+
+def _write(directory: Path, tokens: _Tokens) -> None:
+    """Write an entry; it appears complete or not at all, also if several ranks write it."""
+    partial = directory.with_name(f"{directory.name}.{os.uname().nodename}.{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        for name in _ARRAYS:
+            np.save(partial / f"{name}.npy", getattr(tokens, name))
+        (partial / "digest").write_text(_digest_of(tokens))
+        partial.rename(directory)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        if not directory.is_dir():  # another rank was faster
+            raise
+
+
+def _digest_of(tokens: _Tokens) -> str:
+    digest = hashlib.blake2b(digest_size=20)
+    for name in _ARRAYS:
+        digest.update(np.ascontiguousarray(getattr(tokens, name)).data)
+    return digest.hexdigest()
