@@ -22,7 +22,7 @@ from typing import Any
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.importing import imported, refuse_another
 
-_KEYS = ("loss.name", "data.task.name", "algorithm.advantage_estimator")  # the keys that take one
+_KEYS = ("loss.name", "data.task.name", "data.mix_weights", "algorithm.advantage_estimator")  # the keys that take one
 _FORM = "write file.py:name or package.module:name"
 
 

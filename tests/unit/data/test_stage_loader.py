@@ -134,7 +134,10 @@ def test_an_error_in_a_later_block_names_its_line(files):
         (["data.mix=[{path: x/a.jsonl},{path: y/a.jsonl}]"], r"data.mix\[1\] and data.mix\[0\] are both called 'a'"),
         (["data.mix=[{path: a.jsonl, weight: 0}]"], "every weight is 0"),
         (["data.mix=[{path: a.jsonl, weigth: 1}]"], "weigth"),
-        (["data.path=a.jsonl", "data.mix_weights=f.py:w"], "data.mix_weights=f.py:w has no effect without data.mix"),
+        (
+            ["data.path=a.jsonl", "data.mix_weights=own.module:w"],
+            "data.mix_weights=own.module:w has no effect without data.mix",
+        ),
         (["data.path=a.jsonl", "data.shuffle_block=7"], "data.shuffle_block=7 has no effect without data.streaming"),
         (["data=arithmetic", "data.streaming=true"], "data.streaming=True has no effect: data.source=task"),
         (["data.mix=[{path: a.jsonl}]", "data.split=train"], "data.split has no effect with data.mix"),
