@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rl_megatron.checkpoint.directory import check_checkpoint, check_output_dir
-from rl_megatron.checkpoint.rerun import earlier_run, refuse_changes
+from rl_megatron.checkpoint.rerun import earlier_run
 from rl_megatron.config.errors import bad_input_named
 from rl_megatron.config.losses import check_own_loss
 from rl_megatron.config.schema import RunConfig
@@ -27,7 +27,6 @@ def check_early(config: RunConfig) -> None:
     """
     check_output_dir(Path(config.output_dir))
     check_sinks(config.metric_sinks)
-    refuse_changes(config)
     for stage in config.stages.values():
         stage.data.require_place()
     tokenizer = bad_input_named(lambda: known_tokenizer(config.first, earlier_run(config)))

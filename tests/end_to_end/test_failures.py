@@ -14,6 +14,13 @@ ANSWERS = ("data=gsm8k",)
 GRPO = ("algorithm=grpo", "algorithm.prompts_per_step=2", "algorithm.samples_per_prompt=2")
 
 
+def tiny_for(overrides):
+    """TINY without the keys that have no effect on data from files."""
+    of_tasks = ("data.num_documents", "data.task", "data.num_demonstrations")
+    unused = {"data=text": of_tasks, "data=gsm8k": (*of_tasks, "data.sequence_length")}
+    return [key for key in TINY if not any(key.startswith(unused.get(chosen, ())) for chosen in overrides)]
+
+
 @pytest.fixture
 def refused(tmp_path, forks):
     """Return a function that starts a run with overrides that must be refused, and returns its error line.
@@ -23,7 +30,7 @@ def refused(tmp_path, forks):
 
     def run(*overrides):
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-        done = forks.run(tmp_path, "train", *TINY, *overrides)
+        done = forks.run(tmp_path, "train", *tiny_for(overrides), *overrides)
         assert done.status == 2, done.err
         assert re.fullmatch(r"error: [^\n]+\n", done.err), done.err
         assert done.out == ""
@@ -97,8 +104,10 @@ def test_a_run_without_held_out_data_is_refused(tmp_path, refused):
 
 def test_a_data_directory_without_its_files_is_refused(tmp_path, refused):
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train.jsonl").write_text(jsonl(answer()))
-    assert "test.jsonl" in refused(*ANSWERS, "data.path=data")
+    (tmp_path / "data" / "notes.md").write_text("x")
+    assert "data has no data files (found: notes.md)" in refused(*ANSWERS, "data.path=data")
+    (tmp_path / "data" / "test.jsonl").write_text(jsonl(answer()))
+    assert "data has test data, and no train data" in refused(*ANSWERS, "data.path=data")
 
 
 @pytest.mark.parametrize(

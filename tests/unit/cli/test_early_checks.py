@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from rl_megatron.checkpoint.rerun import refuse_changes
+from rl_megatron.cli.early_checks import check_early
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.load import load_config, to_yaml
 from tests.unit.cli.early_cases import CASES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -30,3 +34,15 @@ def test_a_mistake_is_answered_in_one_line_without_heavy_imports(answers, name):
     assert status == 2
     assert re.fullmatch(r"error: [^\n]+\n", line), line
     assert re.search(CASES[name][1], line), line
+
+
+def test_commands_that_do_not_train_may_differ_from_the_run_in_output_dir(tmp_path):
+    """For certify and show-batch, the settings of a run that exists are no rule; `train` checks them besides."""
+    given = ["data=arithmetic", f"output_dir={tmp_path}"]
+    (tmp_path / "checkpoints" / "sft" / "step-000001").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "sft" / "step-000001" / "manifest.json").write_text("{}")
+    (tmp_path / "config.yaml").write_text(to_yaml(load_config(given)))
+    other = load_config([*given, "train.seed=7"])
+    check_early(other)
+    with pytest.raises(ConfigError, match="train.seed: 0 → 7"):
+        refuse_changes(other)
