@@ -4,7 +4,7 @@ The names in `__all__` can be imported from here. Each is loaded on first use, s
 import torch; `rl_megatron/__init__.pyi` declares them for type checkers. A subpackage imports only those before it:
 
     config → topology → data → batching → logprobs → losses → model → execution → checkpoint → weight_sync → policy →
-    generation → rewards → observability → algorithms → certify → compat → cli
+    generation → rewards → observability → algorithms → certify → compat → cli → api
 """
 
 import importlib
@@ -38,10 +38,13 @@ _HOME = {
     "Sampler": "algorithms.rollout",
     "Sampling": "generation.interfaces",
     "Stage": "algorithms.stage",
+    "TrainingResult": "api.train",
     "as_loss": "losses.foreign",
     "build_loss": "losses",
     "check_problems": "algorithms.rollout",
     "declare_metrics": "config.metrics",
+    "dpo": "api.train",
+    "grpo": "api.train",
     "linear_logprobs": "logprobs",
     "load_config": "config.load",
     "masked_max": "losses.functional",
@@ -58,7 +61,9 @@ _HOME = {
     "register_task": "data.tasks",
     "run": "algorithms.run",
     "section": "config.schema",
+    "sft": "api.train",
     "start_topology": "topology.topology",
+    "train": "api.train",
     "vocab_parallel_logprobs": "logprobs",
 }
 __all__ = ["__version__", *_HOME]

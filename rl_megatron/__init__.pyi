@@ -7,6 +7,11 @@ from rl_megatron.algorithms.rollout import Sampler as Sampler
 from rl_megatron.algorithms.rollout import check_problems as check_problems
 from rl_megatron.algorithms.run import run as run
 from rl_megatron.algorithms.stage import Stage as Stage
+from rl_megatron.api.train import TrainingResult as TrainingResult
+from rl_megatron.api.train import dpo as dpo
+from rl_megatron.api.train import grpo as grpo
+from rl_megatron.api.train import sft as sft
+from rl_megatron.api.train import train as train
 from rl_megatron.config.algorithms import RolloutConfig as RolloutConfig
 from rl_megatron.config.errors import ConfigError as ConfigError
 from rl_megatron.config.load import load_config as load_config

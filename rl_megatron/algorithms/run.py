@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,16 +61,35 @@ def run(config: RunConfig) -> int:
         or the last checkpoint of a stage could not be saved.
     """
     try:
-        _run(config)
+        run_stages(config)
     except (ConfigError, *FAILURES) as error:
         log.error(error)
-        _leave_together()
+        leave_together()
         return 2 if isinstance(error, ConfigError) else 1
     dist.destroy_process_group()
     return 0
 
 
-def _run(config: RunConfig) -> None:
+@dataclass(frozen=True)
+class RunResults:
+    """What a finished run has.
+
+    Attributes:
+        summary: The content of summary.json.
+        checkpoint: The last checkpoint of the last stage.
+    """
+
+    summary: dict[str, Any]
+    checkpoint: Path
+
+
+def run_stages(config: RunConfig) -> RunResults:
+    """Run every stage and write `output_dir`. The process group stays.
+
+    Raises:
+        ConfigError: The input is bad; it is raised on every rank.
+        Exception: One of `FAILURES` ended the run; the message names the newest checkpoint.
+    """
     started = time.perf_counter()
     first = config.first
     device = start_device(first.device, first.train.collective_timeout_minutes)
@@ -105,6 +125,7 @@ def _run(config: RunConfig) -> None:
     assert weights is not None  # the last stage's last checkpoint
     summary = _summary(results, layout, time.perf_counter() - started)
     metrics_logger.finish(summary, next_commands(config, tokenizer, weights))
+    return RunResults(summary, weights)
 
 
 def _open_metrics(config: RunConfig, output_dir: Path) -> MetricsLogger:
@@ -168,7 +189,7 @@ def _on_all_or_none(check: Callable[[], _T]) -> _T:
     return result
 
 
-def _leave_together() -> None:
+def leave_together() -> None:
     """Wait for all ranks, but not for long: when one rank exits, torchrun kills others that are still logging."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         with suppress(RuntimeError):  # another rank may have ended in another way

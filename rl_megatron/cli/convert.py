@@ -38,7 +38,7 @@ def convert(direction: str, source: str, target: str, max_shard_size: str | None
     (check_import if direction == "import" else check_export)(Path(source), Path(target))
     from rl_megatron.checkpoint import hf_convert  # here, because it imports torch and megatron-core
 
-    with _progress(console, f"{direction} {source}") as report:
+    with progress_bar(f"{direction} {source}", console) as report:
         if direction == "import":
             manifest = hf_convert.import_weights(Path(source), Path(target), report)
             console.print(f"{target}: a checkpoint of {manifest['model']['num_layers']} layers. To start from it:")
@@ -62,7 +62,9 @@ def num_bytes(size: str) -> int:
 
 
 @contextmanager
-def _progress(console: Console, title: str) -> Iterator[Callable[[int, int], None]]:
+def progress_bar(title: str, console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar in a terminal, and yield the function that moves it."""
+    console = console or Console()
     columns = (
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn(),
     )  # fmt: skip

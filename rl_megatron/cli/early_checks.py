@@ -27,14 +27,23 @@ def check_early(config: RunConfig) -> None:
     """
     check_output_dir(Path(config.output_dir))
     check_sinks(config.metric_sinks)
+    check_data(config)
+    for stage in config.stages.values():
+        check_rewards(stage)
+
+
+def check_data(config: RunConfig) -> None:
+    """Check the data, the tokenizer and the initial weights that a configuration names.
+
+    Raises:
+        ConfigError: One of them is wrong.
+    """
     for stage in config.stages.values():
         stage.data.require_place()
     tokenizer = bad_input_named(lambda: known_tokenizer(config.first, earlier_run(config)))
     for stage in config.stages.values():
         check_own_loss(stage.loss)
         bad_input_named(lambda stage=stage: build_source(stage).check_files(tokenizer))
-    for stage in config.stages.values():
-        check_rewards(stage)
     if config.init_from:
         digest = None if tokenizer is None else tokenizer.digest
         check_checkpoint(Path(config.init_from), config.first.model, digest)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from rl_megatron.checkpoint.rerun import earlier_run
 from rl_megatron.config.errors import ConfigError, bad_input_named, nearest
 from rl_megatron.config.schema import ParallelConfig, RunConfig, StageConfig
 from rl_megatron.data.run_tokenizer import run_tokenizer
@@ -48,7 +49,7 @@ def show_batch(config: RunConfig, options: argparse.Namespace) -> int:
 
 
 def _view(config: RunConfig, name: str, stage: StageConfig, options: argparse.Namespace, ranks: int) -> BatchView:
-    tokenizer = run_tokenizer(config.first, Path(config.output_dir))
+    tokenizer = run_tokenizer(config.first, earlier_run(config))
     if options.heldout:
         return view_heldout(name, stage, tokenizer, ranks)
     return view_step(name, stage, tokenizer, options.step, ranks)

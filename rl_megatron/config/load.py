@@ -23,7 +23,12 @@ from rl_megatron.config.stages import STAGE_KEYS, build_stage, check_stages, ref
 _RUN_KEYS = {field.name for field in fields(schema.RunConfig)}
 
 
-def load_config(overrides: list[str], config_dir: str | None = None, config_name: str = PRIMARY) -> schema.RunConfig:
+def load_config(
+    overrides: list[str],
+    config_dir: str | None = None,
+    config_name: str = PRIMARY,
+    settings: Mapping[str, Any] | None = None,
+) -> schema.RunConfig:
     """Return the run that `overrides` describe, after importing its plugins.
 
     Args:
@@ -31,6 +36,7 @@ def load_config(overrides: list[str], config_dir: str | None = None, config_name
         config_dir: The user's own directory. Its YAML files are found like the shipped ones (`experiment=mine` selects
             `experiment/mine.yaml`), and its Python modules can be plugins.
         config_name: The primary configuration, which may be a file of `config_dir`.
+        settings: Values of keys as nested mappings, which replace those that the overrides give.
 
     Raises:
         ConfigError: A key or value is wrong. The message names the key, the value, the rule and, for a mistyped key,
@@ -38,7 +44,7 @@ def load_config(overrides: list[str], config_dir: str | None = None, config_name
     """
     overrides = with_line_breaks(rename_overrides(overrides))
     found = composed(overrides, config_dir, config_name)
-    tree = rename_tree(found.tree, older_wins=True)
+    tree = rename_tree(merged(found.tree, settings or {}), older_wins=True)
     tree.pop("experiment", None)
     import_plugins(listed_plugins(tree.get("plugins")), None if config_dir is None else Path(config_dir))
     make_absolute(tree, config_dir)
@@ -61,6 +67,17 @@ def load_config(overrides: list[str], config_dir: str | None = None, config_name
 def _with_found_files(stage: schema.StageConfig, config_dir: str | None) -> schema.StageConfig:
     """Return the stage with absolute paths of the users' files that import strings name."""
     return replace(stage, reward=stage.reward.found(config_dir))
+
+
+def merged(tree: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `tree` with the values of `settings`; mappings are merged, and everything else is replaced."""
+    result = dict(tree)
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            below = result.get(key)
+            value = merged(below if isinstance(below, Mapping) else {}, value)
+        result[key] = value
+    return result
 
 
 def _take_tokenizer(tree: dict[str, Any]) -> None:

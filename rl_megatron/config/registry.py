@@ -34,6 +34,10 @@ class Registry(Mapping[str, T], Generic[T]):
 
         return add
 
+    def replace(self, name: str, entry: T) -> None:
+        """Put an object under a name, in place of the one that has it."""
+        self._entries[name] = entry
+
     def __getitem__(self, name: str) -> T:
         """Return the entry `name`.
 

@@ -101,6 +101,12 @@ def start_topology(parallel: ParallelConfig | None = None, *, device: str = "aut
     return build(parallel or ParallelConfig(), start_device(device), seed)
 
 
+def leave() -> None:
+    """Leave the process group, so that this process can build another topology later."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
 def build(parallel: ParallelConfig, device: torch.device, seed: int) -> Topology:
     """Check the degrees, initialise megatron-core's process groups, seed its generators, and return the topology."""
     world_size = dist.get_world_size()

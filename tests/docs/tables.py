@@ -69,5 +69,7 @@ SHELL = ("cat", "cp", "echo", "head", "ls", "mkdir", "tail")
 
 # "page:first line of the block" → why a python block is not run.
 PYTHON_NOT_RUN = {
+    "README.md:import rl_megatron": "it trains a real model; tests/end_to_end/test_from_python.py calls the function",
+    "docs/coming_from/trl.md:rl_megatron.grpo(": "it is the same call with the settings of TRL's side",
     "docs/coming_from/trl.md:trainer = GRPOTrainer(": "it is TRL's side of a comparison, and needs a model of the Hub",
 }

@@ -141,6 +141,21 @@ def test_sft_of_a_hugging_face_model(tmp_path, follow):
     assert min(heldout) == heldout[1], "the page says that it is lowest at step 20"
 
 
+def test_grpo_from_python(tmp_path, follow):
+    outputs = dict(follow("grpo_from_python"))
+    directory = tmp_path / "outputs" / "grpo_from_python"
+    one, two = (training(directory / name, "grpo") for name in ("grpo", "two"))
+    assert mean(one[-10:], "completion_tokens") < 0.9 * mean(one[:10], "completion_tokens")
+    assert mean(one[-10:], "reward") > mean(one[:10], "reward") + 0.05
+    assert mean(one[-10:], "reward_right_score") > 0.85
+    assert close(one[:2], two[:2], ("loss", "reward", "grad_norm")), "two ranks take the same steps"
+    page = (REPOSITORY / "docs" / "tutorials" / "grpo_from_python.md").read_text()
+    file = (EXAMPLES / "grpo_from_python" / "train.py").read_text()
+    assert file in page and len([line for line in file.splitlines() if line.strip()]) <= 25
+    (shown,) = (out for command, out in outputs.items() if "show-batch" in command)
+    assert "«<|im_start|>»assistant" in shown and "reference answer: " in shown
+
+
 def test_one_process_four_ranks_and_two_nodes(tmp_path, follow):
     outputs = dict(follow("scale_out"))
     compared = [out.splitlines()[1:] for command, out in outputs.items() if "compare_metrics" in command]

@@ -130,7 +130,9 @@ def test_prompts_are_those_that_the_engine_gets(stages):
             got.append((prompts, sampling))
             raise InterruptedError
 
-    sampler = Sampler(SimpleNamespace(config=stage, tokenizer=tokenizer, engine=Engine()), stage.algorithm)
+    scorer = SimpleNamespace(start=lambda: None)
+    sampling_stage = SimpleNamespace(config=stage, tokenizer=tokenizer, engine=Engine(), scorer=scorer)
+    sampler = Sampler(sampling_stage, stage.algorithm)
     with pytest.raises(InterruptedError):
         sampler.draw(STEP)
     ((prompts, sampling),) = got

@@ -1,0 +1,1 @@
+"""Training from Python: functions that take a model, data and reward functions, and run what a configuration runs."""

@@ -1,0 +1,114 @@
+"""Find the weights that a run starts from: a checkpoint, or a Hugging Face directory, which becomes one."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from rl_megatron.config.checkpoint_metadata import MANIFEST
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.model.families import read_model
+
+# The checkpoint that is made of a Hugging Face directory lies beside the output directory, so that resume=false, which
+# moves an earlier run aside, leaves it where it is.
+_SUFFIX = ".imported"
+_CHECKPOINT = "checkpoint"
+_SOURCE = "source.json"  # which files it was made from
+
+
+@dataclass(frozen=True)
+class StartingModel:
+    """The weights that a run starts from.
+
+    Attributes:
+        source: A checkpoint, or a Hugging Face directory.
+        checkpoint: The checkpoint with these weights; None if a Hugging Face directory has not been imported yet.
+        settings: The sections of the configuration that stand for the checkpoint until there is one.
+    """
+
+    source: Path
+    checkpoint: Path | None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def find(cls, model: str | os.PathLike[str], output_dir: Path) -> Self:
+        """Return the checkpoint or the Hugging Face directory at `model`.
+
+        Raises:
+            ConfigError: There is neither, its architecture is not known, or it changed since it was imported.
+        """
+        source = Path(model)
+        if (source / MANIFEST).is_file():
+            return cls(source, source)
+        if not (source / "config.json").is_file():
+            what = "has neither" if source.exists() else "does not exist; it should be a directory with"
+            raise ConfigError(
+                f"model={os.fspath(model)!r} {what} {MANIFEST} (a checkpoint) {'nor' if source.exists() else 'or'} "
+                "config.json (a Hugging Face directory); nothing is downloaded"
+            )
+        imported = _place_beside(output_dir)
+        if imported.is_dir():
+            _refuse_another(source, imported)
+            return cls(source, imported)
+        config_file = source / "config.json"
+        _, section = read_model(json.loads(config_file.read_text("utf-8")), str(config_file))
+        return cls(source, None, {"model": asdict(section), "tokenizer": {"path": str(source)}})
+
+    def import_into(self, output_dir: Path, device: str) -> Path:
+        """Import the Hugging Face directory, and return the checkpoint. Collective under torchrun; rank 0 imports.
+
+        Args:
+            output_dir: The run's directory.
+            device: The key `device` of the configuration, for the process group.
+
+        Raises:
+            ConfigError: It cannot be imported.
+        """
+        imported = _place_beside(output_dir)
+        if "RANK" not in os.environ:
+            _import(self.source, imported)
+            return imported
+        from rl_megatron.topology.collective_errors import run_on_rank0
+        from rl_megatron.topology.device import start_device
+
+        start_device(device)
+        failure = run_on_rank0(lambda: _import(self.source, imported), str)
+        if failure is not None:
+            raise ConfigError(failure)
+        return imported
+
+
+def _place_beside(output_dir: Path) -> Path:
+    return output_dir.with_name(output_dir.name + _SUFFIX) / _CHECKPOINT
+
+
+def _import(source: Path, imported: Path) -> None:
+    from rl_megatron.checkpoint.hf_convert import import_weights
+    from rl_megatron.cli.convert import progress_bar
+
+    imported.parent.mkdir(parents=True, exist_ok=True)
+    imported.with_name(_SOURCE).write_text(json.dumps(_files_of(source), indent=1) + "\n", "utf-8")
+    with progress_bar(f"import {source}") as report:
+        import_weights(source, imported, report)
+
+
+def _refuse_another(source: Path, imported: Path) -> None:
+    """Refuse a directory that is not the one, or not as it was, when the checkpoint was made from it."""
+    record = imported.with_name(_SOURCE)
+    if not record.is_file() or json.loads(record.read_text("utf-8")) != _files_of(source):
+        raise ConfigError(
+            f"model={source}: {imported} was made from other files; choose another output_dir, or set "
+            f"model={imported} to go on with them"
+        )
+
+
+def _files_of(source: Path) -> dict[str, object]:
+    """Return what tells one state of a directory from another, without reading gigabytes of weights."""
+    files = sorted(path for path in source.iterdir() if path.is_file())
+    return {
+        "directory": str(source.resolve()),
+        "files": {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files},
+    }

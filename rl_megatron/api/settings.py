@@ -1,0 +1,135 @@
+"""Turn the arguments of a training function into the configuration of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rl_megatron.api.model import StartingModel
+from rl_megatron.config.commands import override
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.load import load_config, merged
+from rl_megatron.config.schema import RunConfig
+from rl_megatron.rewards import functions
+from rl_megatron.rewards.registry import REWARDS
+
+Reward = Callable[..., Any] | str | Mapping[str, Any]
+Data = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, Any]
+
+assert functions  # its import registers the functions of the package
+_PRESETS = ("generation", "loss", "parallel")  # sections that a name of a preset can choose
+_LOSS_OF = {"dpo": "dpo", "reward_model": "preference"}  # for algorithms that do not learn with the default loss
+_OF_SEVERAL_STAGES = ("experiment", "stages")
+
+
+def run_config(
+    algorithm: str,
+    begin: StartingModel | None,
+    data: Data | None,
+    rewards: Sequence[Reward],
+    output_dir: str | os.PathLike[str],
+    settings: Mapping[str, Any],
+) -> RunConfig:
+    """Return the configuration of a run with one stage.
+
+    Args:
+        algorithm: The name of the algorithm.
+        begin: The weights to start from; None for new ones.
+        data: `data.path`, or the section `data`; None if the settings say what the data is.
+        rewards: See `train`.
+        output_dir: The run's directory.
+        settings: See `train`.
+
+    Raises:
+        ConfigError: A key or value is wrong.
+    """
+    tree = _nested(settings)
+    for name in _OF_SEVERAL_STAGES:
+        if name in tree:
+            raise ConfigError(
+                f"{name}: a training function runs one stage; rl_megatron.run(load_config([...])) runs an experiment"
+            )
+    chosen = {key: tree.pop(key) for key in _PRESETS if isinstance(tree.get(key), str)}
+    overrides = [override("algorithm", algorithm)]
+    if algorithm in _LOSS_OF and "loss" not in chosen:
+        chosen["loss"] = _LOSS_OF[algorithm]
+    if begin is not None and begin.checkpoint is not None:
+        overrides += ["model=init_from", override("init_from", str(begin.checkpoint))]
+    elif begin is not None:
+        tree = merged(begin.settings, tree)
+    overrides += [override(key, name) for key, name in chosen.items()]
+    if data is not None:
+        section = data if isinstance(data, Mapping) else {"path": data if isinstance(data, str) else _plain(data)}
+        tree["data"] = merged(_nested(section), tree.get("data", {}))
+    if rewards:
+        tree["reward"] = {"functions": reward_functions(rewards)} | tree.get("reward", {})
+    tree["output_dir"] = os.fspath(output_dir)
+    return load_config(overrides, settings=tree)
+
+
+def reward_functions(rewards: Sequence[Reward]) -> list[dict[str, Any]]:
+    """Return `reward.functions` for functions, their names, and mappings of the keys of one entry.
+
+    A Python function is registered under its own name. A later function of the same name replaces it, because a cell of
+    a notebook may run again.
+
+    Raises:
+        ConfigError: A function has no name, or has that of a function of the package or of a plugin.
+    """
+    entries = []
+    for index, reward in enumerate(rewards):
+        entry = dict(reward) if isinstance(reward, Mapping) else {"name": reward}
+        named = entry.get("name")
+        if callable(named):
+            entry["name"] = _registered(named, f"rewards[{index}]")
+        entries.append(entry)
+    return entries
+
+
+_of_python: set[str] = set()  # the names that `_registered` has registered
+
+
+def _registered(function: Callable[..., Any], where: str) -> str:
+    name = getattr(function, "__name__", type(function).__name__)
+    if not name.isidentifier():
+        raise ConfigError(f"{where}: {name} has no name, which metrics need; define it with def")
+    if name in REWARDS and name not in _of_python:
+        raise ConfigError(f"{where}: {name!r} is a reward function of the package or of a plugin; rename yours")
+    _of_python.add(name)
+    REWARDS.replace(name, function)
+    return name
+
+
+def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as nested mappings: `{"train.steps": 50}` and `{"train": {"steps": 50}}` are the same.
+
+    Raises:
+        ConfigError: A key is given twice.
+    """
+    tree: dict[str, Any] = {}
+    for key, value in settings.items():
+        *sections, name = key.split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"{key}={value!r}: {section} is given as the name of a preset too; write one of them")
+        if isinstance(value, Mapping) and isinstance(place.get(name), dict):
+            place, value = place[name], _plain(value)
+        else:
+            value = {name: _plain(value)}
+        twice = sorted(place.keys() & value.keys())
+        if twice:
+            raise ConfigError(f"{key}: {twice[0]!r} is given twice; write it once")
+        place.update(value)
+    return tree
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as a YAML file would give it: with lists for tuples, and text for paths."""
+    if isinstance(value, Mapping):
+        return {key: _plain(below) for key, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(below) for below in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value

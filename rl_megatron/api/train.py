@@ -1,0 +1,133 @@
+"""Train from a script or a notebook: `grpo`, `sft`, `dpo`, and `train` for every algorithm."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_megatron import log
+from rl_megatron.api.model import StartingModel
+from rl_megatron.api.settings import Data, Reward, run_config
+from rl_megatron.cli.early_checks import check_early
+from rl_megatron.config.schema import RunConfig
+
+_METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What a training function returns, the same on every rank.
+
+    Attributes:
+        output_dir: The run's directory, with metrics, checkpoints and the effective configuration.
+        checkpoint: The last checkpoint. `rl-megatron convert export` makes a Hugging Face directory of it.
+        metrics: The eval metrics after the last step, by name.
+        history: The lines of metrics.jsonl: one for each step, and one for each evaluation.
+    """
+
+    output_dir: Path
+    checkpoint: Path
+    metrics: dict[str, float]
+    history: list[dict[str, Any]] = field(repr=False)
+
+
+def train(
+    algorithm: str,
+    /,
+    *,
+    output_dir: str | os.PathLike[str],
+    model: str | os.PathLike[str] | None = None,
+    data: Data | None = None,
+    rewards: Sequence[Reward] = (),
+    **settings: Any,
+) -> TrainingResult:
+    """Train a model, as `rl-megatron train algorithm=…` does, in this process and its fellow ranks under torchrun.
+
+    A run in the same `output_dir` continues from its newest checkpoint.
+
+    Args:
+        algorithm: The name of a registered algorithm: pretrain, sft, reward_model, dpo, grpo, ppo or a plugin's.
+        output_dir: The directory of metrics, checkpoints and the effective configuration.
+        model: A Hugging Face directory, which is imported into `OUTPUT_DIR.imported` once, or a checkpoint. None begins
+            with new weights of the section `model`.
+        data: The data: a file, a directory, a pattern, or a list of them (`data.path`), or the keys of the section
+            `data`, as in `{"dataset_name": "my/data", "split": "train"}`.
+        rewards: Reward functions, whose sum is the reward: Python functions, names of registered ones such as
+            "math_verify", import strings as in "my_rewards.py:length", or mappings with the keys of an entry of
+            `reward.functions`, as in `{"name": my_function, "weight": 0.1}`.
+        **settings: Any keys of the configuration, as sections (`train={"steps": 50}`) or as paths
+            (`**{"train.steps": 50}`). The name of a preset chooses one: `loss="clipped_pg"`.
+
+    Raises:
+        ConfigError: The input is wrong; the message names the key, the value, the rule and the remedy.
+        RuntimeError: The run failed; the message says why, and names the newest checkpoint.
+    """
+    log.setup()
+    begin = None if model is None else StartingModel.find(model, Path(output_dir))
+    config = run_config(algorithm, begin, data, rewards, output_dir, settings)
+    if "RANK" not in os.environ:  # several ranks must agree on what is wrong, so the preflight checks it for them
+        check_early(config)
+    if begin is not None and begin.checkpoint is None:
+        begin = StartingModel(begin.source, begin.import_into(Path(output_dir), config.first.device))
+        config = run_config(algorithm, begin, data, rewards, output_dir, settings)
+    return _run(config)
+
+
+def grpo(
+    model: str | os.PathLike[str],
+    data: Data | None = None,
+    rewards: Sequence[Reward] = (),
+    *,
+    output_dir: str | os.PathLike[str],
+    **settings: Any,
+) -> TrainingResult:
+    """Train a language model by GRPO on prompts, with reward functions. The arguments are those of `train`."""
+    return train("grpo", model=model, data=data, rewards=rewards, output_dir=output_dir, **settings)
+
+
+def sft(
+    model: str | os.PathLike[str],
+    data: Data | None = None,
+    *,
+    output_dir: str | os.PathLike[str],
+    **settings: Any,
+) -> TrainingResult:
+    """Train a language model on prompts with answers, or on conversations. The arguments are those of `train`."""
+    return train("sft", model=model, data=data, output_dir=output_dir, **settings)
+
+
+def dpo(
+    model: str | os.PathLike[str],
+    data: Data | None = None,
+    *,
+    output_dir: str | os.PathLike[str],
+    **settings: Any,
+) -> TrainingResult:
+    """Train a language model by DPO on preference pairs. The arguments are those of `train`."""
+    return train("dpo", model=model, data=data, output_dir=output_dir, **settings)
+
+
+def _run(config: RunConfig) -> TrainingResult:
+    import torch.distributed as dist
+
+    from rl_megatron.algorithms.run import leave_together, run_stages
+    from rl_megatron.topology.topology import leave
+
+    joined = dist.is_initialized()
+    try:
+        results = run_stages(config)
+    except Exception:
+        leave_together()
+        raise
+    finally:
+        # Under torchrun the group stays: a second one would meet the addresses of the first in torchrun's store.
+        if not joined and dist.is_initialized() and dist.get_world_size() == 1:
+            leave()
+    output_dir = Path(config.output_dir)
+    *_, metrics = results.summary["stages"].values()
+    history = [json.loads(line) for line in (output_dir / _METRICS).read_text("utf-8").splitlines()]
+    return TrainingResult(output_dir, results.checkpoint, metrics, history)
