@@ -8,12 +8,15 @@ what came before.
 from __future__ import annotations
 
 import itertools
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from rl_megatron.config.errors import ConfigError, bad_input_named
+from rl_megatron.data import encoding
 from rl_megatron.data.mixture import MixtureCounts
 from rl_megatron.data.order import ShuffledEpochs, epoch_order
 from rl_megatron.data.records import Position, Reader, Record
@@ -115,7 +118,7 @@ class Streamed(Component[BatchT]):
         seed: int | str,
     ):
         self.name, self._reader, self._build = name, reader, build
-        self._block_size, self._seed = block_size, seed
+        self._block_size, self._seed, self._num_built = block_size, seed, 0
         self.load_state_dict(None)
         if not self._open_block():
             raise ValueError(f"{reader.name} is empty: it has no records to train on.")
@@ -159,13 +162,29 @@ class Streamed(Component[BatchT]):
         read = bad_input_named(lambda: list(itertools.islice(reading, self._block_size)))
         if not read:
             return False
-        # An error in the data becomes a ConfigError, which ends a run with one line at any step.
-        self._items, self._end = bad_input_named(lambda: self._build([record for record, _ in read])), read[-1][1]
+        self._num_built += 1
+        with _rarely_logged(self._num_built):
+            # An error in the data becomes a ConfigError, which ends a run with one line at any step.
+            self._items = bad_input_named(lambda: self._build([record for record, _ in read]))
+        self._end = read[-1][1]
         self._order = epoch_order(len(self._items), f"{self._seed}/block {self._block}", self._epoch).tolist()
         return True
 
     def _begin_epoch(self) -> None:
         self._epoch, self._block, self._place, self._start, self._reading = self._epoch + 1, 0, 0, (), None
+
+
+@contextmanager
+def _rarely_logged(number: int) -> Iterator[None]:
+    """Silence what building a block says about its records, unless the number of the block is a power of two."""
+    logger = logging.getLogger(encoding.__name__)
+    level = logger.level
+    if number & (number - 1):
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @dataclass

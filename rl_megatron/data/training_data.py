@@ -12,6 +12,7 @@ from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.datasets import Dataset
 from rl_megatron.data.encoding import EncodedPrompt, Limit, within_limit
 from rl_megatron.data.loader import ItemList
+from rl_megatron.data.progress import tracked
 from rl_megatron.data.sources import DataSource, build_source
 from rl_megatron.data.stage_loader import components_of, dataset_loader, loader_of
 from rl_megatron.data.tasks import Problem
@@ -68,7 +69,7 @@ def encoded_prompts(stage: StageConfig, problems: Sequence[Problem], tokenizer: 
     )
     known: dict[tuple[str, str], EncodedPrompt] = {}  # generated problems repeat
     prompts = []
-    for problem in problems:
+    for problem in tracked(problems, "tokenized prompts", len(problems)):
         key = (problem.prompt, problem.location)
         if stage.data.prompt_template is not None or key not in known:
             known[key] = renderer.prompt(problem)

@@ -163,7 +163,7 @@ def _hub_readers(data: DataConfig) -> tuple[list[Reader], list[Reader]]:
 
 def _hub_reader(data: DataConfig, split: str) -> Reader:
     assert data.dataset_name is not None
-    return HubDataset(data.dataset_name, data.subset, split)
+    return HubDataset(data.dataset_name, data.subset, split, data.streaming)
 
 
 def _listed(path: Place | Sequence[Place]) -> list[Place]:

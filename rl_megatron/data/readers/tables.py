@@ -92,7 +92,7 @@ class HubDataset(Reader):
         ConfigError: The data set, the subset or the split cannot be loaded.
     """
 
-    def __init__(self, name: str, subset: str | None, split: str, streaming: bool = False):
+    def __init__(self, name: str, subset: str | None, split: str, streaming: bool):
         self.name = f"{name} ({split})" if subset is None else f"{name} ({subset}, {split})"
         library = _library("datasets", name)
         try:

@@ -115,6 +115,35 @@ def test_held_out_data_comes_from_every_data_set(files, kind, streaming):
     assert not any(f"{'text' if kind == 'pretrain' else 'question'} {source}" in texts for source in "ab")
 
 
+def test_a_data_set_of_the_hub_is_streamed(files):
+    (files / "hub").mkdir()
+    (files / "c.parquet").rename(files / "hub" / "train.parquet")
+    (files / "hub" / "test.parquet").write_bytes((files / "hub" / "train.parquet").read_bytes())
+    stage = stage_of(*KINDS["sft"], "data.dataset_name=hub", *STREAM)
+    running, resumed = dataset_loader(stage, TOKENIZER), dataset_loader(stage, TOKENIZER)
+    whole = [ids_of(running.batch(number)) for number in range(4)]
+    assert {TOKENIZER.decode(ids).splitlines()[0] for batch in whole[:3] for ids in batch} == {
+        f"question c{number}" for number in range(17)
+    }
+    resumed.batch(0)
+    state = resumed.state_dict()
+    resumed = dataset_loader(stage, TOKENIZER)
+    resumed.load_state_dict(state)
+    assert [ids_of(resumed.batch(number)) for number in range(1, 4)] == whole[1:]
+
+
+def test_records_that_are_too_long_are_reported_of_some_blocks_only(files, logged):
+    records = [{"question": "question", "answer": "answer" * (30 if number % 5 == 0 else 1)} for number in range(80)]
+    (files / "long.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    stage = stage_of(
+        *KINDS["sft"], "data.path=long.jsonl", *STREAM, "model.max_sequence_length=24", "data.too_long=drop"
+    )
+    loader = dataset_loader(stage, TOKENIZER)
+    for number in range(7):  # 56 of the 64 records that fit, in 14 blocks
+        loader.batch(number)
+    assert len([message for message in logged if "1 of 5 sequences exceed" in message]) == 4, "blocks 1, 2, 4 and 8"
+
+
 def test_an_error_in_a_later_block_names_its_line(files):
     with (files / "a.jsonl").open("a") as file:
         file.write('{"question": "broken"\n')
