@@ -22,6 +22,7 @@ from rl_megatron.checkpoint.directory import (
 )
 from rl_megatron.checkpoint.rerun import refuse_changes
 from rl_megatron.config.errors import ConfigError, bad_input_named
+from rl_megatron.config.import_strings import is_import_string
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.data.run_tokenizer import run_tokenizer
 from rl_megatron.data.same_prompts import different_prompts
@@ -158,7 +159,8 @@ def check_loss(stage: StageConfig) -> None:
     except ConfigError:
         raise
     except Exception as error:  # an unknown key, a wrong type, a value out of range, or whatever a user's loss raises
-        raise ConfigError(f"loss: {error.args[0] if error.args else error}") from error
+        where = f"loss.name={name}" if is_import_string(name) else "loss"
+        raise ConfigError(f"{where}: {error.args[0] if error.args else error}") from error
     if not needs.suits(loss_fn):
         raise ConfigError(
             f"loss.name={name} does not use {needs.uses}, so {algorithm} cannot learn with it; use {needs.choices}"

@@ -54,7 +54,10 @@ def check_loss_settings(section: Mapping[str, Any], where: str = "loss") -> None
     try:
         parse_settings(LOSS_SETTINGS[name], {key: value for key, value in section.items() if key != "name"})
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: {error.args[0] if error.args else error}") from error
+        said = str(error.args[0] if error.args else error)
+        if isinstance(error, KeyError) and "did you mean" not in said:
+            said += f"; loss={name} chooses {where}.name={name} with its own keys"
+        raise ConfigError(f"{where}: {said}") from error
 
 
 def check_own_loss(section: Mapping[str, Any]) -> None:

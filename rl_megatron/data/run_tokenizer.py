@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rl_megatron.config.checkpoint_metadata import has_tokenizer
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.sources import build_source
 from rl_megatron.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
@@ -15,7 +16,10 @@ TOKENIZER = "tokenizer"  # a subdirectory of the run's output directory
 def build_tokenizer(stage: StageConfig) -> Tokenizer:
     """Return the tokenizer at `tokenizer.path` or, if it is not set, a BPE trained on the stage's training text."""
     if stage.tokenizer.path is not None:
-        return load_tokenizer(stage.tokenizer.path)
+        try:
+            return load_tokenizer(stage.tokenizer.path)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"tokenizer.path={stage.tokenizer.path}: {error}") from error
     return train_bpe(build_source(stage).texts(), stage.tokenizer.vocab_size)
 
 

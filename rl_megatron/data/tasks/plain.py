@@ -19,15 +19,21 @@ class PlainTask:
     and further fields for the reward. They may take `count` and `seed`. Demonstrations are the training problems with
     their answers.
 
+    A pickled task is its import string with the options, so that another process builds it anew.
+
     Args:
-        name: The task's name, for messages.
+        name: The import string of the user's class.
+        options: The arguments of the class.
         task: The user's object.
+        rebuild: The function that another process builds the task with, from `name` and `options`.
 
     Raises:
         ValueError: A method is missing, or `reward` does not take a problem and a completion.
     """
 
-    def __init__(self, name: str, task: Any) -> None:
+    def __init__(
+        self, name: str, options: Mapping[str, Any], task: Any, rebuild: Callable[[str, Mapping[str, Any]], Any]
+    ) -> None:
         for method in _METHODS:
             if not callable(getattr(task, method, None)):
                 raise ValueError(f"task {name!r} has no method {method}; it needs {', '.join(_METHODS)}")
@@ -35,8 +41,12 @@ class PlainTask:
             inspect.signature(task.reward).bind(None, None)
         except TypeError as error:
             raise ValueError(f"task {name!r}: reward is called with (problem, completion): {error}") from error
-        self.name, self._task = name, task
+        self.name, self._given, self._task, self._rebuild = name, dict(options), task, rebuild
         self._options = {method: _options(name, method, getattr(task, method)) for method in _METHODS[:2]}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how another process builds the task."""
+        return self._rebuild, (self.name, self._given)
 
     def train_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
         """Return all training problems in their order, or `count` of them chosen by `seed`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from rl_megatron.config.errors import ConfigError, unknown_name
@@ -66,7 +66,12 @@ def build_task(name: str, **options: Any) -> Task:
         raise ConfigError(f"data.task.name={name} {raised(error)}") from error
     if hasattr(made, "demonstrations"):  # a whole Task, such as a subclass of one
         return made
-    return cast(Task, PlainTask(name, made))  # a protocol's class variable may be an attribute
+    return cast(Task, PlainTask(name, options, made, rebuilt_task))  # a protocol's class variable may be an attribute
+
+
+def rebuilt_task(name: str, options: Mapping[str, Any]) -> Task:
+    """Return the task that `build_task` built in another process."""
+    return build_task(name, **options)
 
 
 def task_options(name: str) -> dict[str, bool]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import sys
+
 import pytest
 
 from rl_megatron.config.errors import ConfigError
@@ -49,6 +52,13 @@ def test_a_class_with_three_methods_is_a_task(task):
     assert made.heldout_problems(256) == [Problem("d", "4")]
     assert [made.reward(problems[0], text) for text in ("1", "2")] == [1.0, 0.0]
     assert made.demonstrations()[0][:2] == ("aa", "1")
+
+
+def test_another_process_builds_the_task_from_its_import_string(task):
+    made = pickle.dumps(build_task(task(), letters=2))
+    for name in [name for name in sys.modules if name.startswith("words_")]:
+        del sys.modules[name]
+    assert pickle.loads(made).train_problems()[0] == Problem("aa", "1")
 
 
 def test_some_problems_are_chosen_by_the_seed(task):
