@@ -78,9 +78,10 @@ def test_a_record_knows_its_file_and_line(written, form):
 
 
 def test_records_for_verl_and_prompts_with_answers_become_problems(written, tmp_path):
-    source = PromptsSource(None, PromptsConfig(**written["parquet"], columns={"prompt": "data_source"}))
-    problem = source.problem(source.parts()[0][0])
-    assert (problem.prompt, problem.answer) == ("sums", problem.record["reward_model"]["ground_truth"])
+    source = PromptsSource(None, PromptsConfig(**written["parquet"], heldout_fraction=0.0))
+    problem = source.problems(0)[3]
+    assert (problem.prompt, problem.answer) == ("3+1=", "4"), "the last message, and reward_model.ground_truth"
+    assert problem.record == RECORDS[3] and problem.location.endswith("r.parquet:4")
     (tmp_path / "p.jsonl").write_text(jsonl([{"question": "1+1=", "answer": 2}, {"question": "1+2=", "answer": "3"}]))
     source = PromptsSource(None, PromptsConfig(path=str(tmp_path / "p.jsonl"), heldout_fraction=0.0))
     assert [(each.prompt, each.answer) for each in source.problems(0)] == [("1+1=\n", "2"), ("1+2=\n", "3")]
