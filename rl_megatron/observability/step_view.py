@@ -174,6 +174,10 @@ def _prompts_view(
         ("completions", f"at most {sampling.max_new_tokens} tokens; " + _listed(sampling.temperature, filters)),
         ("stop tokens", stops),
     ]
+    if stage.generation.stop_strings:
+        facts.append(("stop strings", ", ".join(map(repr, stage.generation.stop_strings))))
+    if stage.reward.functions:
+        facts.append(("rewards", ", ".join(function.shown_name for function in stage.reward.functions)))
     if rounds > 1:
         facts.append(("rounds", f"these are the prompts of the first round; a step has at most {rounds}"))
     return BatchView(title, facts, [ShownGroup("prompts", sequences)], has_mask=False)
@@ -206,10 +210,13 @@ class _Shown:
 
 
 def _data(stage: StageConfig) -> str:
+    """Return the data source and what it reads, in short."""
     data = stage.data
-    places = [f"task {data.task['name']}" if "name" in data.task else None, data.path, data.dataset_name]
+    paths = [data.path] if isinstance(data.path, str) else list(data.path or ())
+    places = [f"task {data.task['name']}"] if "name" in data.task else []
+    places += [place for place in (*paths, data.dataset_name) if place is not None]
     places += [each.shown_name for each in data.mix]
-    return ", ".join([data.source, *(str(place) for place in places if place is not None)])
+    return ", ".join([data.source, *places])
 
 
 def _counted(count: int, noun: str) -> str:

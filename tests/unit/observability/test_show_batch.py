@@ -144,6 +144,9 @@ def test_prompts_are_those_that_the_engine_gets(stages):
     assert f"at most {sampling.max_new_tokens} tokens" in facts["completions"]
     assert facts["stop tokens"] == f"'<eos>' ({tokenizer.eos_id})"
     assert sequences(view)[0].note.startswith("reference answer: ")
+    assert "stop strings" not in facts
+    stopping = replace(stage, generation=replace(stage.generation, stop_strings=("\n\n", "END")))
+    assert dict(view_step("grpo", stopping, tokenizer, STEP, ranks=1).facts)["stop strings"] == r"'\n\n', 'END'"
 
 
 def test_held_out_data_is_that_of_the_evaluation(stages):
