@@ -126,8 +126,9 @@ class ChatTemplate:
                 **self._variables,
             )
         except Exception as error:  # a template is a program of the user or of the model's authors
+            said = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(
-                f"{conversation.record.location}: {self._name} fails{_line(error)}: {error or type(error).__name__}"
+                f"{conversation.record.location}: {self._name} fails{_line(error)}: {said.rstrip('.')}"
                 f"{_hint(conversation.messages[:num_messages])}."
             ) from error
         if spans is not None:
