@@ -154,7 +154,7 @@ def random_case(seed: int, number: int) -> Case:
         words.append(tuple(line))
     policies = ("zero", "zero", "error")
     return Case(
-        number, forms, tuple(words), draw.choice(policies), draw.choice(policies), draw.choice((0.4, 0.8)),
+        number, forms, tuple(words), draw.choice(policies), draw.choice(policies), draw.choice((1.0, 1.5)),
         draw.randint(1, 2), draw.randint(1, 2),
     )  # fmt: skip
 

@@ -312,7 +312,7 @@ def test_reward_workers_hardly_wait_between_samples(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", range(8))
 def test_rewards_that_misbehave_end_as_configured(ranks, tmp_path, number):
     case = reward_failures.random_case(seed=2, number=number)
     outcomes = ranks.run(2, reward_failures.run_case, case, reward_failures.write_functions(tmp_path))

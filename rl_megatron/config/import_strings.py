@@ -15,6 +15,8 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +25,7 @@ from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.importing import imported, refuse_another
 
 _KEYS = ("loss.name", "data.task.name", "data.mix_weights", "algorithm.advantage_estimator")  # the keys that take one
+_files: dict[str, str] = {}  # the name of each module that was imported from a file, and the file
 _FORM = "write file.py:name or package.module:name"
 
 
@@ -58,6 +61,28 @@ def load_object(text: str, where: str, config_dir: str | os.PathLike[str] | None
     if not callable(found):
         raise ConfigError(f"{where}={text!r} is the {type(found).__name__} {found!r}; name a function or a class")
     return found
+
+
+def imported_files() -> dict[str, str]:
+    """Return the files that import strings named so far, by the names of their modules."""
+    return dict(_files)
+
+
+def find_files(files: Mapping[str, str]) -> None:
+    """Let `import` find the modules of another process's `imported_files`, which pickled objects refer to."""
+    sys.meta_path.append(_FileFinder(files))
+
+
+class _FileFinder(MetaPathFinder):
+    """A finder of modules that import strings named in another process."""
+
+    def __init__(self, files: Mapping[str, str]):
+        self._files = dict(files)
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Return where the module is, or None if it is another one."""
+        file = self._files.get(fullname)
+        return None if file is None else importlib.util.spec_from_file_location(fullname, file)
 
 
 def absolute(text: str, where: str, config_dir: str | os.PathLike[str] | None = None) -> str:
@@ -157,6 +182,7 @@ def _execute(name: str, file: Path) -> ModuleType:
     except BaseException:
         del sys.modules[name]
         raise
+    _files[name] = str(file)
     return module
 
 

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.import_strings import imported_files
 from rl_megatron.data.tasks.task import Problem
 
 _LENGTH_SHOWN = 200  # characters of a prompt or a completion in a message
@@ -151,6 +152,8 @@ def _samples_of(message: object) -> list[Sample]:
 
 def _can_be_imported(module: ModuleType) -> bool:
     """Return whether a process with the same `sys.path` can import the module by its name."""
+    if module.__name__ in imported_files():
+        return True  # a worker finds them by the same names
     top = module.__name__.partition(".")[0]
     return (
         top == "__main__"

@@ -18,7 +18,7 @@ from collections.abc import Coroutine, Generator
 from typing import Any
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.import_strings import load_object
+from rl_megatron.config.import_strings import find_files, load_object
 from rl_megatron.rewards.calling import BadFunction, RewardFunction, TaskReward, run_async
 from rl_megatron.rewards.frames import CallMark, read_frame, write_frame
 from rl_megatron.rewards.results import BadResult, read_result, read_results
@@ -48,9 +48,12 @@ class Worker:
             else:
                 {"load": self._load, "call": self._call, "list": self._call_list}[kind](*arguments)
 
-    def _load(self, paths: list[str], specs: list[FunctionSpec], timeout: float, memory: int | None) -> None:
+    def _load(
+        self, paths: list[str], files: dict[str, str], specs: list[FunctionSpec], timeout: float, memory: int | None
+    ) -> None:
         """Load the functions, and send their descriptions or what is wrong with one of them."""
         sys.path[:] = paths
+        find_files(files)
         self._timeout = timeout
         if memory is not None:
             resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))

@@ -12,6 +12,7 @@ from typing import Any
 
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.import_strings import imported_files
 from rl_megatron.config.rewards import RewardConfig
 from rl_megatron.rewards.process import WorkerProcess
 from rl_megatron.rewards.samples import Description, Failure, FunctionSpec, Outcome, Sample, import_path
@@ -174,7 +175,9 @@ class RewardWorkers:
         worker = _Worker(WorkerProcess(), time.monotonic())
         memory = self._settings.memory_limit_mb
         limit = None if memory is None else int(memory * _MEBIBYTE)
-        worker.process.send("load", import_path(), self._functions, self._settings.timeout_seconds, limit)
+        worker.process.send(
+            "load", import_path(), imported_files(), self._functions, self._settings.timeout_seconds, limit
+        )
         self._workers.append(worker)
 
     def _start_more(self) -> None:

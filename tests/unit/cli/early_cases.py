@@ -69,6 +69,30 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
         (*_GRPO, "algorithm.advantage_estimator=mine.py:wrong"),
         "algorithm.advantage_estimator=.*mine.py:wrong needs 'x', which it will not get",
     ),
+    "the reward's file is missing": (
+        (*_GRPO, "reward.functions=[{path: absent.py, name: f}]"),
+        r"reward.functions\[0\].name: there is no file .*absent.py",
+    ),
+    "the reward function is mistyped": (
+        (*_GRPO, "reward.functions=[{path: mine.py, name: wrnog}]"),
+        r"reward.functions\[0\].name=.*mine.py has no 'wrnog'; did you mean 'wrong'",
+    ),
+    "the reward function needs a field that there is not": (
+        (*_GRPO, "reward.functions=[{name: mine.py:wrong}]"),
+        r"reward.functions\[0\].*: wrong needs the parameter 'x', and a record has no such field .*fields: first, oper",
+    ),
+    "the reward function has no such argument": (
+        (*_GRPO, "reward.functions=[{name: length_penalty, kwargs: {max_tokns: 3}}]"),
+        "max_tokns",
+    ),
+    "there is no reward": (
+        ("train", "algorithm=grpo", "data.path=short.jsonl", "data.prompt_template='{question}'"),
+        "reward.functions is empty",
+    ),
+    "reward workers have nothing to do": (
+        (*_SFT, "data.path=bad.jsonl", "reward.num_workers=2"),
+        "reward.num_workers has no effect: no stage of this run samples completions",
+    ),
     "the file raises": (
         (*_GRPO, "loss.name=raises.py:Loss"),
         r"loss.name: importing .* raised ValueError: no \(.*:1\)",

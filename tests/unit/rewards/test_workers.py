@@ -74,7 +74,7 @@ def test_calls_of_an_async_function_wait_at_the_same_time(workers_of):
 
 
 MISBEHAVIOUR = {
-    "sleep": ("timeout", "took longer than 0.5 seconds"),
+    "sleep": ("timeout", "took longer than 1 seconds"),
     "raise": ("error", "raised ValueError: no reward (/"),
     "exit": ("error", "ended its worker process, which exited with status 3"),
     "leave": ("error", "raised SystemExit: 0"),
@@ -92,7 +92,7 @@ HARMLESS = ("fork", "print", "well")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["misbehave", "misbehave_async"])
 def test_a_function_that_misbehaves_spoils_only_its_own_sample(workers_of, name):
-    workers = workers_of(settings(name, timeout_seconds=0.5, on_error="zero", on_timeout="zero", num_workers=2))
+    workers = workers_of(settings(name, timeout_seconds=1.0, on_error="zero", on_timeout="zero", num_workers=2))
     texts = [*MISBEHAVIOUR, *HARMLESS, *HARMLESS]
     (found,) = scored(workers, samples(*texts))
     for text, outcome in zip(texts, found, strict=True):
@@ -106,7 +106,7 @@ def test_a_function_that_misbehaves_spoils_only_its_own_sample(workers_of, name)
 
 @pytest.mark.slow
 def test_a_waiting_coroutine_is_late_without_disturbing_the_others(workers_of):
-    workers = workers_of(settings("misbehave_async", timeout_seconds=0.5, on_timeout="zero", num_workers=1))
+    workers = workers_of(settings("misbehave_async", timeout_seconds=1.0, on_timeout="zero", num_workers=1))
     (found,) = scored(workers, samples("wait", "well", "well"))
     assert [outcome.failure and outcome.failure.kind for outcome in found] == ["timeout", None, None]
 
@@ -114,7 +114,7 @@ def test_a_waiting_coroutine_is_late_without_disturbing_the_others(workers_of):
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["sleep", "exit", "raise", "nan"])
 def test_a_list_function_fails_for_all_samples_or_for_one(workers_of, text):
-    workers = workers_of(settings("misbehave_list", timeout_seconds=0.5, on_error="zero", on_timeout="zero"))
+    workers = workers_of(settings("misbehave_list", timeout_seconds=1.0, on_error="zero", on_timeout="zero"))
     (found,) = scored(workers, samples(text, "well"))
     assert all(outcome.failure for outcome in found)
     (again,) = scored(workers, samples("well", "well"))
@@ -131,7 +131,7 @@ def test_the_first_failure_ends_the_scoring(workers_of):
 
 @pytest.mark.slow
 def test_no_process_is_left_behind(workers_of):
-    workers = workers_of(settings("misbehave", timeout_seconds=0.5, on_timeout="zero", on_error="zero"))
+    workers = workers_of(settings("misbehave", timeout_seconds=1.0, on_timeout="zero", on_error="zero"))
     scored(workers, samples("fork", "orphan", "sleep"))
     groups = {worker.process._process.pid for worker in workers._workers}
     workers.close()
