@@ -256,6 +256,8 @@ def test_a_command_of_the_page_is_valid(command):
         assert train_step.parser().parse_args(words[words.index("benchmarks/train_step.py") + 1 :])
     elif "benchmarks/checkpoint.py" in words:
         assert checkpoint.parser().parse_args(words[words.index("benchmarks/checkpoint.py") + 1 :])
+    elif "benchmarks.config_mutations" in words:
+        assert (REPOSITORY / "benchmarks" / "config_mutations" / "__main__.py").is_file()
     elif "benchmarks/rewards.py" in words:
         assert rewards.parser().parse_args(words[words.index("benchmarks/rewards.py") + 1 :])
     elif "benchmarks/reward_failures.py" in words:
@@ -336,3 +338,11 @@ def test_a_case_that_does_not_end_as_configured_is_found():
     other = said.replace("prompt 1", "prompt 0")
     assert "another" in (reward_failures.wrong(ends, [{"failed": other, "seconds": 1.0}] * 2) or "")
     assert "no failure" in (reward_failures.wrong(ends, [good] * 2) or "")
+
+
+@pytest.mark.slow
+def test_random_mutations_of_configurations_are_refused_by_name_or_run(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.config_mutations", "--count", "24", "--seed", "5", "--out", tmp_path]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"seed 5: 24 mutations; .*\d+ ran", done.stdout), done.stdout

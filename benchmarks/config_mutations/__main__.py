@@ -125,7 +125,7 @@ def _finished(running: dict[int, Any], seed: int, keys: dict[str, Any], out: Pat
         said = file.read_text(errors="replace")
         words = mutated.words
         if mutated.kind == "other choice":  # a key of the configuration may have no effect with another choice
-            words += tuple(override.partition("=")[0] for override in BASES[name])
+            words += tuple(override.partition("=")[0] for override in (*TINY, *BASES[name]))
         outcome = _outcome(os.waitstatus_to_exitcode(status), said, words)
         result = {"number": number, "base": name, "kind": mutated.kind, "overrides": mutated.overrides}
         result |= {"outcome": outcome, "seconds": round(seconds, 1)}

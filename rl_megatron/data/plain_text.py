@@ -63,7 +63,7 @@ class PlainText:
         template = self._prompt_template
         if template is None:
             template = self._from_fields("prompt_template", PROMPT_FIELDS, record)
-        require_fields([record], template)
+        require_fields([record], template, "data.prompt_template")
         return template, record.values
 
     def answer_parts(self, record: Record) -> Parts:
@@ -73,7 +73,7 @@ class PlainText:
         template = self._answer_template
         if template is None:
             template = self._from_fields("answer_template", ANSWER_FIELDS, record)
-        require_fields([record], template)
+        require_fields([record], template, "data.answer_template")
         return template, record.values
 
     def sides(self, record: Record) -> tuple[Record, Record]:

@@ -29,8 +29,13 @@ def template_fields(template: str) -> list[str]:
     return fields
 
 
-def require_fields(records: Sequence[Record], template: str) -> None:
+def require_fields(records: Sequence[Record], template: str, key: str = "template") -> None:
     """Check that every record has all fields of `template`.
+
+    Args:
+        records: The records.
+        template: The template.
+        key: The key that has the template, for the message.
 
     Raises:
         ValueError: A field is missing; the message names file:line, the field and the nearest one.
@@ -41,7 +46,7 @@ def require_fields(records: Sequence[Record], template: str) -> None:
             if field not in record.values:
                 problem = unknown_name("field", field, record.values)
                 raise ValueError(
-                    f"{record.location}: template {template!r} needs a field that the record does not have: {problem}"
+                    f"{record.location}: {key} {template!r} needs a field that the record does not have: {problem}"
                 )
 
 

@@ -92,8 +92,8 @@ class Arithmetic:
         random.Random(f"heldout/{seed}").shuffle(problems)
         if count is not None and count > len(problems):
             raise ValueError(
-                f"arithmetic holds {len(problems)} problems out, and {count} were asked for: ask for fewer, or raise "
-                f"heldout_fraction or max_operand."
+                f"arithmetic holds {len(problems)} problems out, and {count} were asked for: ask for fewer "
+                "(data.num_eval_examples), or raise heldout_fraction or max_operand."
             )
         return problems[:count]
 
