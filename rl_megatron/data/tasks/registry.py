@@ -90,7 +90,7 @@ def _task_class(name: str) -> Callable[..., Any]:
     if is_import_string(name):
         return load_object(name, "data.task.name")
     if name not in TASKS:
-        raise unknown_name("task", name, TASKS)
+        raise ValueError(f"data.task.name={name}: {unknown_name('task', name, TASKS)}")
     return TASKS[name]
 
 
