@@ -1,5 +1,5 @@
 # NVIDIA's PyTorch container image has builds of torch, Transformer Engine, Apex and NCCL that fit together. This file
-# keeps all of them and adds megatron-core and this package.
+# keeps all of them and adds megatron-core and this package with what data sets and reward functions need.
 #   docker build -t rl_megatron .
 #   docker run --rm --gpus all --ipc=host -v "$PWD/outputs:/workspace/outputs" rl_megatron \
 #       torchrun --nproc-per-node gpu -m rl_megatron train experiment=quickstart
@@ -12,7 +12,7 @@ COPY . /opt/rl_megatron
 # The constraint makes pip stop if a package needs another torch than the image's.
 RUN python -c "import torch; print(f'torch=={torch.__version__}')" >/tmp/torch.txt \
     && PIP_CONSTRAINT=/tmp/torch.txt pip install --no-cache-dir --prefer-binary \
-       "megatron-core==${MEGATRON_CORE}" /opt/rl_megatron \
+       "megatron-core==${MEGATRON_CORE}" "/opt/rl_megatron[data,rewards]" \
     && rm /tmp/torch.txt
 
 # Any user may write to /workspace. Some libraries need HOME and USER.

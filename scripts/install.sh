@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make or update the project's virtual environment, with the pinned dependencies.
-#   scripts/install.sh [EXTRA]     EXTRA: one of setup.py's extras (dev, docs, te, triton)
+#   scripts/install.sh [EXTRA]     EXTRA: one of setup.py's extras (data, dev, docs, rewards, te, triton)
 # PYTHON   the interpreter of the environment (default python3; 3.11 or newer)
 # VENV     its directory (default: .venv, or for example .venv-3.12 if .venv has another version than the given PYTHON)
 # Other scripts source this one for `install_package`, which sets VENV.

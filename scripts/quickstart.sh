@@ -17,9 +17,7 @@ if command -v nvidia-smi >/dev/null && [ "$("$VENV/bin/python" -c 'import torch;
   defaults+=(device=cpu)
 fi
 
-if [ -e outputs/quickstart ] && [[ " $*" != *" output_dir="* ]]; then
-  echo "moving the last run's outputs/quickstart to outputs/quickstart.previous"
-  rm -rf outputs/quickstart.previous
-  mv outputs/quickstart outputs/quickstart.previous
+if [[ " $*" != *" output_dir="* ]]; then
+  defaults+=(resume=false) # begin anew; an earlier run is moved to outputs/quickstart.previous and is not deleted
 fi
 VENV=$VENV NPROC_PER_NODE=$NPROC exec scripts/train.sh train "${defaults[@]}" "$@"

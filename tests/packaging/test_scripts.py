@@ -161,17 +161,20 @@ def test_quickstart_installs_once_per_set_of_constraints(quickstart):
     assert count("-m pip install") == 2
 
 
-def test_quickstart_starts_a_new_run_and_keeps_the_previous_one(quickstart):
+def test_quickstart_begins_anew_and_deletes_no_earlier_run(quickstart):
     tree, run, _ = quickstart
-    for seed in range(3):
+    earlier = tree / "outputs" / "quickstart.previous" / "run"
+    earlier.parent.mkdir(parents=True)
+    earlier.write_text("a run of last week")
+    called = tree / "outputs" / "quickstart" / "run"
+    for seed in range(2):
         finished = run(f"train.seed={seed}")
         assert finished.returncode == 0, finished.stderr
-    assert "moving the last run's outputs/quickstart to outputs/quickstart.previous" in finished.stdout
-    newest, previous = (tree / "outputs" / name / "run" for name in ("quickstart", "quickstart.previous"))
-    assert newest.read_text().endswith("train experiment=quickstart parallel.tensor=2 train.seed=2\n")
-    assert previous.read_text().endswith("train.seed=1\n")
+        words = f"train experiment=quickstart parallel.tensor=2 resume=false train.seed={seed}"
+        assert called.read_text().endswith(f"{words}\n")
+    assert earlier.read_text() == "a run of last week"
     run("output_dir=elsewhere")
-    assert previous.read_text().endswith("train.seed=1\n")
+    assert "resume" not in called.read_text(), "a run in a directory of the user's is resumed"
 
 
 def test_quickstart_runs_as_many_ranks_as_asked(quickstart):
