@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import checkpoint, convert_memory, packing, refit, reward_failures, rewards, train_step
+from benchmarks import checkpoint, convert_memory, early_answers, packing, refit, reward_failures, rewards, train_step
 from benchmarks.logprobs import __main__ as logprobs_command
 from benchmarks.logprobs.cases import MODES
 from benchmarks.logprobs.counters import Counters
@@ -258,6 +258,8 @@ def test_a_command_of_the_page_is_valid(command):
         assert checkpoint.parser().parse_args(words[words.index("benchmarks/checkpoint.py") + 1 :])
     elif "benchmarks.config_mutations" in words:
         assert (REPOSITORY / "benchmarks" / "config_mutations" / "__main__.py").is_file()
+    elif "benchmarks/early_answers.py" in words:
+        assert early_answers.parser().parse_args(words[words.index("benchmarks/early_answers.py") + 1 :])
     elif "benchmarks/rewards.py" in words:
         assert rewards.parser().parse_args(words[words.index("benchmarks/rewards.py") + 1 :])
     elif "benchmarks/reward_failures.py" in words:
@@ -311,6 +313,20 @@ def test_reward_workers_hardly_wait_between_samples(capsys):
     assert rewards.main(["--samples", "64", "--workers", "2", "--repetitions", "1"]) == 0
     (ratio,) = re.findall(r"2 workers: .* ratio (\d+\.\d+)", capsys.readouterr().out)
     assert float(ratio) > 0.6, "0.8 is the goal for 512 samples on a machine without other load"
+
+
+def test_a_mistake_in_a_path_is_timed_and_answered(capsys):
+    early_answers.main(["--repetitions", "1", "--cases", "data.path is missing"])
+    ((seconds, status),) = re.findall(r" +([\d.]+) .* 3\.00 +(\d+)  data.path is missing", capsys.readouterr().out)
+    assert status == "2" and 0 < float(seconds) < 60, "3 s is the goal on a machine without other load"
+
+
+def test_an_answer_that_is_late_or_another_is_found():
+    name = "data.path is missing"
+    good = early_answers.Answer(1.0, 2, "error: data.path: there is nothing at absent")
+    assert early_answers.wrong(name, [good]) is None
+    for change, words in (({"seconds": 3.1}, "slower"), ({"status": 1}, "status 1"), ({"line": "no"}, "does not have")):
+        assert words in (early_answers.wrong(name, [good._replace(**change)]) or "")
 
 
 @pytest.mark.slow
