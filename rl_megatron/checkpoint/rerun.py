@@ -17,16 +17,20 @@ from pydantic import TypeAdapter
 
 from rl_megatron import log
 from rl_megatron.checkpoint.directory import CONFIG, Damaged, complete_checkpoints, manifest_of
-from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.errors import ConfigError, bad_input_named
 from rl_megatron.config.load import from_yaml, to_yaml
 from rl_megatron.config.metrics import METRICS_FILE
 from rl_megatron.config.model_shape import with_derived_sizes
 from rl_megatron.config.schema import RunConfig, StageConfig
+from rl_megatron.data.sources import build_source
 
 # What may change in a stage that has begun → its keys; a key that ends in "." stands for its whole section. None of
 # them changes what is learned from a step, up to rounding. An algorithm adds keys with `may_change_on_resume`.
 MAY_CHANGE = {
-    "steps": ("train.steps",),  # a schedule that ends with the last step changes with them
+    # A schedule that ends with the last step changes with them. So does the order of generated prompts, because a task
+    # generates those of all steps at once, and they are shuffled together. A run that goes on to more steps is
+    # therefore not the run that began with more steps.
+    "steps": ("train.steps",),
     "evaluation": ("train.eval_every", "data.num_eval_examples"),
     "saving": ("train.save_every", "train.async_save", "train.keep_checkpoints", "train.keep_best"),
     # Gradients do not depend on the layout, because losses are divided by counts over the whole batch.
@@ -36,6 +40,7 @@ MAY_CHANGE = {
         "model.recompute",
     ),
     "time limits": ("train.collective_timeout_minutes", "generation.engine_timeout_minutes", "reward.timeout_seconds"),
+    "kept tokens": ("data.cache_dir",),
     "reward workers": ("reward.num_workers", "reward.concurrency", "reward.memory_limit_mb"),
     # All engines use the same random numbers, which follow from train.seed.
     "rollout engines": (
@@ -197,6 +202,8 @@ def _place(path: Any) -> Any:
 def _may_change(key: str, stage: StageConfig) -> bool:
     if key in _SHAPES_MICROBATCHES and stage.model.num_experts is not None and stage.model.router_aux_loss > 0:
         return False  # the load-balancing loss is of each microbatch
+    if key == "data.num_eval_examples" and bad_input_named(lambda: build_source(stage).num_left_out) > 0:
+        return False  # as many of the first records are not trained on
     allowed = (*_ALLOWED, *(f"algorithm.{key}" for key in stage.algorithm.may_change_on_resume))
     return any(key == each or (each.endswith(".") and key.startswith(each)) for each in allowed)
 

@@ -6,9 +6,11 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from rl_megatron.config.errors import ConfigError
+
+_T = TypeVar("_T")
 
 
 def imported(where: str, name: str, load: Callable[[], Any], missing: str) -> Any:
@@ -31,6 +33,24 @@ def imported(where: str, name: str, load: Callable[[], Any], missing: str) -> An
         if isinstance(error, ModuleNotFoundError) and error.name is not None and _is_within(name, error.name):
             raise ConfigError(f"{where}: there is no module {error.name!r}; {missing}") from error
         raise ConfigError(f"{where}: importing {name!r} {raised(error, name)}") from error
+
+
+def user_code(where: str, call: Callable[[], _T]) -> _T:
+    """Return `call()`, which runs users' code.
+
+    Args:
+        where: The key that names the code, with its value, for the message.
+        call: The call.
+
+    Raises:
+        ConfigError: The code raised an error.
+    """
+    try:
+        return call()
+    except ConfigError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise ConfigError(f"{where} {raised(error)}") from error
 
 
 def raised(error: BaseException, file: str | None = None) -> str:

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from tokenizers import Encoding
+
+from rl_megatron.config.schema import DataConfig
 from rl_megatron.data.conversations import Conversation
+from rl_megatron.data.tokenizer import Tokenizer
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]
@@ -149,3 +154,45 @@ def _line(error: Exception) -> str:
 def _hint(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return a remark on the roles, which most templates that refuse a conversation refuse it for."""
     return f" (the roles of its messages: {', '.join(message['role'] for message in messages) or 'none'})"
+
+
+def configured_template(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the chat template of a data section: that of its file, or the tokenizer's.
+
+    Raises:
+        ValueError: The file does not exist, or there is neither.
+    """
+    variables: Mapping[str, Any] = tokenizer.named_tokens | data.chat_template_kwargs
+    if data.chat_template is None:
+        if not tokenizer.chat_templates:
+            raise ValueError(
+                "data.format=chat needs a chat template, and the tokenizer has none: set data.chat_template to a Jinja "
+                "file, or tokenizer.path to the tokenizer of a chat model."
+            )
+        return ChatTemplate(tokenizer.chat_templates, variables, "the tokenizer's chat template")
+    file = Path(data.chat_template).expanduser()
+    if not file.is_file():
+        raise ValueError(f"data.chat_template: there is no file {file.absolute()}: set it to a Jinja file.")
+    return ChatTemplate({"default": file.read_text("utf-8")}, variables, f"data.chat_template={data.chat_template}")
+
+
+def tokens_of(encoding: Encoding, begin: int, end: int) -> range:
+    """Return the tokens of the characters from `begin` to `end`; none if the tokenizer drops all of them."""
+    if begin == end:
+        return range(0)
+    edges = encoding.char_to_token(begin), encoding.char_to_token(end - 1)
+    if None in edges:  # the tokenizer drops a character at an edge
+        edges = [token for i in range(begin, end) if (token := encoding.char_to_token(i)) is not None]
+    known = [token for token in edges if token is not None]
+    if not known:
+        return range(0)
+    last = known[-1]
+    while last + 1 < len(encoding.ids) and encoding.token_to_chars(last + 1) == encoding.token_to_chars(last):
+        last += 1  # the last character has several tokens
+    return range(known[0], last + 1)
+
+
+def last_token(encoding: Encoding, text: str) -> int:
+    """Return the index of the token of the last character that is not white space."""
+    token = encoding.char_to_token(len(text.rstrip()) - 1)
+    return len(encoding.ids) - 1 if token is None else token

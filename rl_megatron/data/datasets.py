@@ -18,7 +18,7 @@ import torch
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.collate import Padding, span_mask
 from rl_megatron.data.encoding import EncodedSequence, Limit, TooLong, within_limit
-from rl_megatron.data.records import Record
+from rl_megatron.data.records import NothingLeft, Record
 from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.token_cache import OFF, encoded_documents, encoded_examples
 from rl_megatron.data.tokenizer import Tokenizer
@@ -78,7 +78,7 @@ class TextDataset:
             raise ValueError(f"sequence_length = {sequence_length}: a window of fewer than 2 tokens predicts nothing.")
         self.num_characters = sum(map(len, documents))
         if self.num_characters == 0:
-            raise ValueError("no text to train on: every document is empty.")
+            raise NothingLeft("no text to train on: every document is empty.")
         self.num_bytes = sum(len(document.encode("utf-8")) for document in documents)
         self.sequence_length = sequence_length
         stream = encoded_documents(documents, tokenizer, cache_dir)

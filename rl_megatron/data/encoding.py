@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol, Self, TypeVar, get_args
 
 from rl_megatron.config.errors import unknown_name
-from rl_megatron.data.records import Record
+from rl_megatron.data.records import NothingLeft, Record
 from rl_megatron.data.tasks.task import Problem
 
 logger = logging.getLogger(__name__)
@@ -150,10 +150,11 @@ def within_limit(items: Sequence[ItemT], limit: Limit) -> list[ItemT]:
     """Return the items, none longer than the limit.
 
     Raises:
-        ValueError: There are no items, an item is longer under "error", or no item is left.
+        ValueError: An item is longer under "error".
+        NothingLeft: There are no items, or no item is left.
     """
     if not items:
-        raise ValueError("the dataset has no records.")
+        raise NothingLeft("the dataset has no records.")
     longer = [item for item in items if item.num_tokens > limit.tokens]
     if not longer:
         return list(items)
@@ -171,7 +172,7 @@ def within_limit(items: Sequence[ItemT], limit: Limit) -> list[ItemT]:
         *(len(longer), len(items), noun, limit.name, limit.tokens, longest, num_dropped, len(longer) - num_dropped),
     )
     if not kept:
-        raise ValueError(
+        raise NothingLeft(
             f"every {noun} exceeds {limit.name} = {limit.tokens} (the longest has {longest} tokens): {limit.remedy}."
         )
     return kept

@@ -15,11 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from rl_megatron import log
 from rl_megatron.config.errors import ConfigError, bad_input_named
 from rl_megatron.data import encoding
 from rl_megatron.data.mixture import MixtureCounts
 from rl_megatron.data.order import ShuffledEpochs, epoch_order
-from rl_megatron.data.records import Position, Reader, Record
+from rl_megatron.data.records import NothingLeft, Position, Reader, Record
 
 BatchT = TypeVar("BatchT")
 BatchT_co = TypeVar("BatchT_co", covariant=True)
@@ -98,6 +99,8 @@ class InMemory(Component[BatchT]):
 class Streamed(Component[BatchT]):
     """A data set that is read block by block. Its epochs have the same blocks, and each block is shuffled anew.
 
+    A block without an item, such as one of which every record is too long and dropped, is passed over.
+
     Args:
         name: Its name.
         reader: The reader of its training records.
@@ -106,7 +109,7 @@ class Streamed(Component[BatchT]):
         seed: The seed of the order within blocks.
 
     Raises:
-        ValueError: There is no record, or one of the first block cannot be used.
+        ValueError: There is no record or no item, or a record before the first item cannot be used.
     """
 
     def __init__(
@@ -119,25 +122,23 @@ class Streamed(Component[BatchT]):
     ):
         self.name, self._reader, self._build = name, reader, build
         self._block_size, self._seed, self._num_built = block_size, seed, 0
+        self._nothing: ConfigError | None = None
         self.load_state_dict(None)
-        if not self._open_block():
-            raise ValueError(f"{reader.name} is empty: it has no records to train on.")
-        assert self._items is not None
-        self.first = self._items
+        first = self._opened()
+        if first is None:
+            raise self._nothing or ValueError(reader.nothing)
+        self.first = first
 
     def draw(self, start: int, count: int) -> list[Drawn[BatchT]]:
         """Return the next `count` items."""
         drawn: list[Drawn[BatchT]] = []
         while len(drawn) < count:
-            if self._items is None and not self._open_block():
-                self._begin_epoch()  # the data ended with the block before
-                continue
-            assert self._items is not None
+            items = self._items or self._opened() or self._opened_epoch()
             taken = self._order[self._place : self._place + count - len(drawn)]
-            drawn += [Drawn(self._items, index, (self._block, index)) for index in taken]
+            drawn += [Drawn(items, index, (self._block, index)) for index in taken]
             self._place += len(taken)
             if self._place == len(self._order):
-                self._items, self._block, self._place, self._start = None, self._block + 1, 0, self._end
+                self._end_block()
         return drawn
 
     def state_dict(self) -> dict[str, Any]:
@@ -154,24 +155,52 @@ class Streamed(Component[BatchT]):
         self._order: list[int] = []
         self._reading: Iterator[tuple[Record, Position]] | None = None
 
-    def _open_block(self) -> bool:
-        """Read the block at the position, and return whether it has records."""
+    def _opened(self) -> Items[BatchT] | None:
+        """Read on to the next block that has items, and return them, or None if the epoch has no such block left."""
+        while read := self._read_block():
+            self._end = read[-1][1]
+            self._items = self._built([record for record, _ in read])
+            if self._items:
+                self._order = epoch_order(len(self._items), f"{self._seed}/block {self._block}", self._epoch).tolist()
+                return self._items
+            self._end_block()
+        return None
+
+    def _opened_epoch(self) -> Items[BatchT]:
+        """Begin the next epoch, and return the items of its first block that has any.
+
+        Raises:
+            ConfigError: There is none any more, because the data has changed.
+        """
+        self._epoch, self._block, self._place, self._start, self._reading = self._epoch + 1, 0, 0, (), None
+        items = self._opened()
+        if items is None:
+            raise self._nothing or ConfigError(self._reader.nothing)
+        return items
+
+    def _read_block(self) -> list[tuple[Record, Position]]:
         if self._reading is None:
             self._reading = self._reader.read(self._start)
         reading = self._reading
-        read = bad_input_named(lambda: list(itertools.islice(reading, self._block_size)))
-        if not read:
-            return False
-        self._num_built += 1
-        with _rarely_logged(self._num_built):
-            # An error in the data becomes a ConfigError, which ends a run with one line at any step.
-            self._items = bad_input_named(lambda: self._build([record for record, _ in read]))
-        self._end = read[-1][1]
-        self._order = epoch_order(len(self._items), f"{self._seed}/block {self._block}", self._epoch).tolist()
-        return True
+        return bad_input_named(lambda: list(itertools.islice(reading, self._block_size)))
 
-    def _begin_epoch(self) -> None:
-        self._epoch, self._block, self._place, self._start, self._reading = self._epoch + 1, 0, 0, (), None
+    def _built(self, records: list[Record]) -> Items[BatchT] | None:
+        """Return the items of a block, or None if there is none."""
+        self._num_built += 1
+        try:
+            with _rarely_logged(self._num_built):
+                # An error in the data becomes a ConfigError, which ends a run with one line at any step.
+                return bad_input_named(lambda: self._build(records))
+        except ConfigError as error:
+            if not isinstance(error.__cause__, NothingLeft):
+                raise
+            if self._nothing is None:
+                log.LOGGER.warning("%s: blocks without an item are passed over (%s)", self.name, error)
+            self._nothing = error
+            return None
+
+    def _end_block(self) -> None:
+        self._items, self._block, self._place, self._start = None, self._block + 1, 0, self._end
 
 
 @contextmanager

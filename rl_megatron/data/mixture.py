@@ -6,6 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.import_strings import load_object
+from rl_megatron.config.importing import user_code
+from rl_megatron.config.schema import DataConfig
 
 Weights = Sequence[float] | Mapping[str, float]
 
@@ -34,7 +37,7 @@ class MixtureCounts:
         """Return for batch `number` ≥ 0 the items that each data set gave before it, and those that it gives to it.
 
         Raises:
-            ConfigError: The function of the weights returns something else than weights.
+            ConfigError: The function of the weights raises an error or returns something else than weights.
         """
         if number < self._number:
             self._begin()
@@ -71,7 +74,7 @@ class MixtureCounts:
         return counts
 
     def _weights_at(self, step: int) -> list[float]:
-        given = self._weights(step)
+        given = user_code(f"data.mix_weights (step {step})", lambda: self._weights(step))
         problem = None
         if isinstance(given, Mapping):
             if set(given) != set(self.names):
@@ -90,3 +93,15 @@ class MixtureCounts:
             f"data.mix_weights returned {problem} (step {step}); return one weight for each data set, in the order of "
             "data.mix or by name"
         )
+
+
+def configured_weights(data: DataConfig) -> Callable[[int], Weights]:
+    """Return the function of the weights of a data section: the user's, or one that returns those of `data.mix`.
+
+    Raises:
+        ConfigError: `data.mix_weights` cannot be imported, or is no function.
+    """
+    if data.mix_weights is None:
+        weights = [each.weight for each in data.mix] or [1.0]
+        return lambda step: weights
+    return load_object(data.mix_weights, "data.mix_weights")

@@ -44,28 +44,6 @@ class ShuffledEpochs:
         return self._orders[epoch][place]
 
 
-class BatchSchedule:
-    """The items of every global batch: shuffled epochs one after the other, cut into batches of `batch_size` items.
-
-    Every item comes once per epoch, and none is left out at the end of an epoch: a batch may contain the last items of
-    one epoch and the first items of the next. Steps are numbered from 0 without an end.
-
-    Raises:
-        ValueError: There are fewer items than `batch_size`, so that a batch would contain an item twice.
-    """
-
-    def __init__(self, num_items: int, batch_size: int, seed: int) -> None:
-        check_batch_size(num_items, batch_size)
-        self.num_items, self.batch_size = num_items, batch_size
-        self._epochs = ShuffledEpochs(num_items, seed)
-
-    def items_at(self, step: int) -> list[int]:
-        """Return the indices of the `batch_size` items of step `step` ≥ 0."""
-        if step < 0:
-            raise ValueError(f"steps count from 0, got {step}.")
-        return self._epochs.items(step * self.batch_size, self.batch_size)
-
-
 def check_batch_size(num_items: int, batch_size: int) -> None:
     """Check that a batch can have different items.
 

@@ -20,7 +20,7 @@ from rl_megatron.config.errors import nearest
 from rl_megatron.data.conversations import is_conversation, preference_conversations
 from rl_megatron.data.files import split_heldout
 from rl_megatron.data.plain_text import SIDES, PlainText
-from rl_megatron.data.records import Record
+from rl_megatron.data.records import NothingLeft, Record
 
 SINGLE_FILES = ("preferences.jsonl", "model_solutions.jsonl")  # a directory's first file with one of these names
 _PAIR, _GRADED = "a pair", "graded solutions"  # the forms of a record
@@ -62,11 +62,12 @@ def pairs_of(records: Sequence[Record]) -> list[Record]:
         ValueError: Named as file:line, a record has neither form or another form than those before it, `chosen` or
             `rejected` is missing, empty or not a string, the two are equal, or a graded solution is malformed, empty or
             graded both right and wrong.
+        NothingLeft: No record has a form, or no question has both a right and a wrong solution.
     """
     first = next(filter(_form, records), records[0])
     form = _form(first)
     if form is None:
-        raise ValueError(
+        raise NothingLeft(
             f"{first.location} has no preference, nor has any other record: its fields are {sorted(first.values)}; a "
             f"record needs 'chosen' and 'rejected', or graded solutions, mappings with 'is_correct' and 'solution'."
         )
@@ -84,7 +85,7 @@ def pairs_of(records: Sequence[Record]) -> list[Record]:
     num_left_out = pairs.count([])
     file = first.location.rpartition(":")[0]
     if num_left_out == len(pairs):
-        raise ValueError(f"{file}: no question has both a right and a wrong solution, so there is no pair to learn.")
+        raise NothingLeft(f"{file}: no question has both a right and a wrong solution, so there is no pair to learn.")
     if num_left_out:
         log.once(
             f"{file}: {num_left_out} of {len(pairs)} questions are left out, because they have no right or no wrong "

@@ -13,6 +13,10 @@ from rl_megatron.data.progress import tracked
 Position = tuple[int, ...]  # where reading continues; its numbers mean something to its reader only
 
 
+class NothingLeft(ValueError):
+    """The records that were read give no item to train on. Of streamed data, such a block is passed over."""
+
+
 @dataclass(frozen=True)
 class Record:
     """The fields of one record, and the place where it was read: `file:line`, or `file:row` of a table."""
@@ -51,8 +55,13 @@ class Reader(ABC):
         """
         records = [record for record, _ in tracked(self.read(), f"records read from {self.name}")]
         if not records:
-            raise ValueError(f"{self.name} is empty: it has no records; add some, or set data.path to another file.")
+            raise ValueError(self.nothing)
         return records
+
+    @property
+    def nothing(self) -> str:
+        """Return the message of an error: there is no record."""
+        return f"{self.name} is empty: it has no records; add some, or set data.path to another file."
 
 
 class Joined(Reader):
@@ -125,7 +134,7 @@ class Renamed(Reader):
 
 
 class Part(Reader):
-    """The records of a reader behind its first `skipped` ones, or only its first `limit` ones."""
+    """The records of a reader behind its first `skipped` ones, which are held out, or only `limit` of them."""
 
     def __init__(self, reader: Reader, *, skipped: int = 0, limit: int | None = None):
         self._reader, self._skipped, self._limit = reader, skipped, limit
@@ -138,3 +147,13 @@ class Part(Reader):
             return
         stop = None if self._limit is None else self._skipped + self._limit
         yield from itertools.islice(self._reader.read(), self._skipped, stop)
+
+    @property
+    def nothing(self) -> str:
+        """Return the message of an error: there is no record, or all are held out."""
+        if self._skipped == 0:
+            return self._reader.nothing
+        return (
+            f"{self.name} has no records to train on: the first {self._skipped} are held out for evaluation, and it "
+            "has no more; lower data.num_eval_examples, or set data.heldout_fraction=0 to hold nothing out."
+        )

@@ -7,16 +7,15 @@ template.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Encoding
 
 from rl_megatron import log
 from rl_megatron.config.schema import DataConfig
-from rl_megatron.data.chat_template import ChatTemplate
+from rl_megatron.data.chat_template import ChatTemplate, configured_template, last_token, tokens_of
 from rl_megatron.data.conversations import (
     Conversation,
     is_conversation,
@@ -55,7 +54,7 @@ class Renderer:
         self._first = ""
         self.format: str | None = None if data.format == "auto" else data.format
         if self.format == CHAT:
-            self._template = _chat_template(data, tokenizer)
+            self._template = configured_template(data, tokenizer)
 
     def prompt_ids(self, record: Record) -> list[int]:
         """Return the tokens of the prompt that the policy completes, for rollouts and evaluation.
@@ -121,13 +120,14 @@ class Renderer:
         if self.format != CHAT:
             return ()
         turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
+        conversation = Conversation(turns, Record({}, "a conversation of two messages"))
         try:
-            text = self._chat().text(Conversation(turns, Record({}, "a conversation of two messages")))
+            text = self._chat().text(conversation)
+            encoding = self._encoding(text, conversation.record)
         except ValueError as error:
             log.once(f"no token is known to end the turns of the chat template: {error}")
             return ()
-        encoding = self.tokenizer.encode_special(text)
-        last = encoding.ids[_last_token(encoding, text)]
+        last = encoding.ids[last_token(encoding, text)]
         return (last,) if self.tokenizer.is_added(last) else ()
 
     # --- format ---
@@ -152,7 +152,7 @@ class Renderer:
             self.format = CHAT if conversation else PLAIN
             if conversation:
                 log.once("data.format: the records are conversations, which the chat template renders (format=chat)")
-                self._template = _chat_template(data, self.tokenizer)
+                self._template = configured_template(data, self.tokenizer)
             else:
                 data.check_plain("data.format=auto and records without messages")
                 if self.tokenizer.chat_templates:
@@ -232,7 +232,7 @@ class Renderer:
         encoding = self._encoding(text, record)
         ids, trained = list(encoding.ids), bytearray(len(encoding.ids))
         for begin, end in turns:
-            tokens = _tokens_of(encoding, begin, end)
+            tokens = tokens_of(encoding, begin, end)
             if tokens and encoding.offsets[tokens[0]][0] < begin:
                 log.once(
                     f"{record.location}: the first token of an assistant turn begins in the text before it, so that "
@@ -240,7 +240,7 @@ class Renderer:
                 )
             trained[tokens.start : tokens.stop] = b"\x01" * len(tokens)
         if conversation.messages[-1]["role"] == "assistant":
-            num_characters, last = len(text.rstrip()), _last_token(encoding, text)
+            num_characters, last = len(text.rstrip()), last_token(encoding, text)
             if not self.tokenizer.is_added(ids[last]):
                 log.once("the chat template ends a conversation without a special token, so <eos> is appended to it")
                 ids.append(self.tokenizer.eos_id)
@@ -257,9 +257,15 @@ class Renderer:
 
     def _encoding(self, text: str, record: Record) -> Encoding:
         try:
-            return self.tokenizer.encode_special(text)
+            encoding = self.tokenizer.encode_special(text)
         except ValueError as error:
             raise ValueError(f"{record.location}: {error}") from error
+        if not text.strip() or not encoding.ids:
+            raise ValueError(
+                f"{record.location}: the chat template renders no text (data.chat_template="
+                f"{self.data.chat_template or 'null, the tokenizer has it'}); correct it, or name another file."
+            )
+        return encoding
 
 
 def check_texts(records: Sequence[Record], data: DataConfig, tokenizer: Tokenizer | None, pairs: bool = False) -> None:
@@ -283,40 +289,3 @@ def check_texts(records: Sequence[Record], data: DataConfig, tokenizer: Tokenize
         renderer.check(record, pairs)
         if number == 0:
             renderer.pair(record) if pairs else renderer.example(record)
-
-
-def _tokens_of(encoding: Encoding, begin: int, end: int) -> range:
-    """Return the tokens of the characters from `begin` to `end`; none if the tokenizer drops all of them."""
-    if begin == end:
-        return range(0)
-    edges = encoding.char_to_token(begin), encoding.char_to_token(end - 1)
-    if None in edges:  # the tokenizer drops a character at an edge
-        edges = [token for i in range(begin, end) if (token := encoding.char_to_token(i)) is not None]
-    known = [token for token in edges if token is not None]
-    if not known:
-        return range(0)
-    last = known[-1]
-    while last + 1 < len(encoding.ids) and encoding.token_to_chars(last + 1) == encoding.token_to_chars(last):
-        last += 1  # the last character has several tokens
-    return range(known[0], last + 1)
-
-
-def _last_token(encoding: Encoding, text: str) -> int:
-    """Return the index of the token of the last character that is not white space."""
-    token = encoding.char_to_token(len(text.rstrip()) - 1)
-    return len(encoding.ids) - 1 if token is None else token
-
-
-def _chat_template(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
-    variables: Mapping[str, Any] = tokenizer.named_tokens | data.chat_template_kwargs
-    if data.chat_template is None:
-        if not tokenizer.chat_templates:
-            raise ValueError(
-                "data.format=chat needs a chat template, and the tokenizer has none: set data.chat_template to a Jinja "
-                "file, or tokenizer.path to the tokenizer of a chat model."
-            )
-        return ChatTemplate(tokenizer.chat_templates, variables, "the tokenizer's chat template")
-    file = Path(data.chat_template).expanduser()
-    if not file.is_file():
-        raise ValueError(f"data.chat_template: there is no file {file.absolute()}: set it to a Jinja file.")
-    return ChatTemplate({"default": file.read_text("utf-8")}, variables, f"data.chat_template={data.chat_template}")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.import_strings import load_object
 from rl_megatron.config.schema import StageConfig, TrainConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.datasets import Dataset
 from rl_megatron.data.loader import Component, DataLoader, InMemory, Items, Streamed
-from rl_megatron.data.mixture import MixtureCounts, Weights
+from rl_megatron.data.mixture import MixtureCounts, configured_weights
 from rl_megatron.data.order import check_batch_size
 from rl_megatron.data.sources import DataSource, RecordSource, build_source
 from rl_megatron.data.sources.mixed import mixed_stages
@@ -77,7 +76,7 @@ def loader_of(
     if len(components) == 1 and not stage.data.streaming:
         check_batch_size(len(components[0].first), batch_size)
     names = [component.name for component in components]
-    counts = MixtureCounts(names, batch_size, _weights_of(stage), batches_per_step)
+    counts = MixtureCounts(names, batch_size, configured_weights(stage.data), batches_per_step)
     if len(components) > 1:
         counts.at(0)
     return DataLoader(components, counts, stage.train.seed, join)
@@ -115,17 +114,6 @@ def _component(
         stage.data.shuffle_block,
         seed,
     )
-
-
-def _weights_of(stage: StageConfig) -> Callable[[int], Weights]:
-    data = stage.data
-    if data.mix_weights is None:
-        weights = [each.weight for each in data.mix] or [1.0]
-        return lambda step: weights
-    function = load_object(data.mix_weights, "data.mix_weights")
-    if not callable(function):
-        raise ConfigError(f"data.mix_weights={data.mix_weights} is no function; name a function of the step")
-    return cast(Callable[[int], Weights], function)
 
 
 def _never(batches: list[BatchedDataDict], order: list[int]) -> BatchedDataDict:

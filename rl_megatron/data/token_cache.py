@@ -25,11 +25,12 @@ from rl_megatron.data.encoding import EncodedPair, EncodedSequence
 from rl_megatron.data.progress import tracked
 from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import Renderer
+from rl_megatron.data.tasks.task import TaskRecord
 from rl_megatron.data.tokenizer import Tokenizer
 
 OFF = "off"  # the value of data.cache_dir that keeps nothing
 _SMALLEST = 4 * 2**20  # bytes of text; less is made again in a few seconds
-_FORMAT = 1
+_FORMAT = 2
 _RENDERING = (
     "format prompt_template answer_template system_prompt chat_template chat_template_kwargs trained_turns".split()
 )
@@ -118,7 +119,7 @@ def _encoded(
     def encode_all() -> list[EncodedSequence]:
         return [one for record in tracked(records, "tokenized records", len(records)) for one in encode(record)]
 
-    texts = [json.dumps(record.values, ensure_ascii=False, default=str) for record in records]
+    texts = [_content(record) for record in records]
     if sum(map(len, texts)) < _SMALLEST:
         return encode_all()
     per_record = len(encode(records[0]))  # it also chooses the format of the records, and says so in the log
@@ -136,6 +137,13 @@ def _encoded(
         _Mapped(kept, start, stop, records[number // per_record])
         for number, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False))
     ]
+
+
+def _content(record: Record) -> str:
+    """Return everything of a record that its tokens may follow from."""
+    # A task's own prompt and answer need not be among the fields.
+    own = [record.prompt, record.answer] if isinstance(record, TaskRecord) else []
+    return json.dumps([record.values, *own], ensure_ascii=False, default=str)
 
 
 def _of_tokenizer(tokenizer: Tokenizer) -> list[Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from rl_megatron.config.algorithms import RolloutConfig
@@ -67,13 +68,18 @@ def encoded_prompts(stage: StageConfig, problems: Sequence[Problem], tokenizer: 
         name=f"model.max_sequence_length={stage.model.max_sequence_length} without generation.max_new_tokens={wanted}",
         remedy="lower generation.max_new_tokens or raise model.max_sequence_length",
     )
-    known: dict[tuple[str, str], EncodedPrompt] = {}  # generated problems repeat
-    prompts = []
-    for problem in tracked(problems, "tokenized prompts", len(problems)):
-        key = (problem.prompt, problem.location)
-        if stage.data.prompt_template is not None or key not in known:
+    known: dict[str, EncodedPrompt] = {}  # of generated problems, which repeat
+
+    def encoded(problem: Problem) -> EncodedPrompt:
+        if problem.location:
+            return renderer.prompt(problem)
+        # The tokens may follow from any field, such as messages.
+        key = json.dumps([problem.prompt, problem.answer, dict(problem.record)], default=repr, skipkeys=True)
+        if key not in known:
             known[key] = renderer.prompt(problem)
-        prompts.append(known[key])
+        return replace(known[key], problem=problem)  # its reward may use what has no part in the key
+
+    prompts = [encoded(problem) for problem in tracked(problems, "tokenized prompts", len(problems))]
     return EncodedPrompts(bad_input_named(lambda: within_limit(prompts, limit)), renderer.end_of_turn_ids)
 
 
@@ -84,7 +90,7 @@ class RolloutPrompts:
     same as an uninterrupted run.
 
     Attributes:
-        end_of_turn_ids: The token with which the chat template ends a completion, or nothing.
+        end_of_turn_ids: The tokens with which chat templates end a completion. A mixture has those of all its data.
         loader: The loader of the prompts.
 
     Raises:
@@ -98,7 +104,7 @@ class RolloutPrompts:
 
         def build(of_component: StageConfig, source: DataSource[Any]) -> ItemList[EncodedPrompt]:
             encoded = encoded_prompts(of_component, source.problems(wanted), tokenizer)
-            self.end_of_turn_ids = encoded.end_of_turn_ids
+            self.end_of_turn_ids = tuple(dict.fromkeys((*self.end_of_turn_ids, *encoded.end_of_turn_ids)))
             return ItemList(encoded.prompts)
 
         components = components_of(stage, build)

@@ -8,7 +8,7 @@ import torch
 from rl_megatron.config.load import load_config
 from rl_megatron.config.schema import OptimizerConfig
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.data.order import BatchSchedule
+from rl_megatron.data.order import ShuffledEpochs
 from rl_megatron.data.run_tokenizer import build_tokenizer
 from rl_megatron.data.training_data import training_dataset
 from rl_megatron.losses import NLLLoss, build_loss
@@ -117,8 +117,8 @@ def quickstart_steps(parallel: dict, rollouts: BatchedDataDict | None) -> list[t
     policy = build_policy(parallel, model=sft.model, optimizer=OptimizerConfig(lr=1e-3, distributed=False),
                           vocab_size=tokenizer.vocab_size, micro_batch_size=8)  # fmt: skip
     dataset = training_dataset(sft, tokenizer)
-    order = BatchSchedule(len(dataset), sft.train.global_batch_size, sft.train.seed)
-    batches = [(dataset.batch(order.items_at(step)), NLLLoss()) for step in range(3)]
+    order, size = ShuffledEpochs(len(dataset), sft.train.seed), sft.train.global_batch_size
+    batches = [(dataset.batch(order.items(step * size, size)), NLLLoss()) for step in range(3)]
     keys = {key: value for key, value in grpo.loss.items() if key != "name"}
     batches += [(rollouts, build_loss("clipped_pg", keys | {"reference_policy_kl_penalty": 0.05}))] * 2
     taken = []

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rl_megatron.config.schema import DataConfig, StageConfig
-from rl_megatron.data.mixture import MixtureCounts
+from rl_megatron.data.mixture import MixtureCounts, configured_weights
 from rl_megatron.data.records import Record
 from rl_megatron.data.sources.source import DataSource, HeldoutBatch, HeldoutProblemSet
 from rl_megatron.data.tasks.task import Problem, Task
@@ -48,14 +48,21 @@ class MixedSource(DataSource[DataConfig]):
         super().__init__(stage, stage.data)
         self.sources = sources
 
+    @property
+    def num_left_out(self) -> int:
+        """Return how many of the first training records of all data sets are not trained on."""
+        return sum(source.num_left_out for source in self.sources)
+
     def first_record(self) -> Record | None:
         """Return the first training record of the first data set."""
         return self.sources[0].first_record()
 
     def check_files(self, tokenizer: Tokenizer | None) -> None:
-        """Check the files of every data set."""
+        """Check the files of every data set, and the weights of the first step."""
         for source in self.sources:
             source.check_files(tokenizer)
+        names = [each.shown_name for each in self.data.mix]
+        MixtureCounts(names, 1, configured_weights(self.data)).at(0)
 
     def texts(self) -> Iterator[str]:
         """Yield the training text of every data set."""

@@ -39,8 +39,14 @@ class RecordSource(DataSource[ConfigT]):
 
     def training_reader(self) -> Reader:
         """Return the reader of streamed training records. If there is no held-out data, it leaves out the first."""
-        found = find_parts(self.data, self.plain, self.alone)
-        return found.train if found.heldout is not None else Part(found.train, skipped=self._num_heldout)
+        return Part(find_parts(self.data, self.plain, self.alone).train, skipped=self.num_left_out)
+
+    @property
+    def num_left_out(self) -> int:
+        """Return how many of the first records are not trained on: those that streamed data holds out of itself."""
+        if not self.data.streaming or self._num_heldout == 0:
+            return 0
+        return self._num_heldout if find_parts(self.data, self.plain, self.alone).heldout is None else 0
 
     def check_files(self, tokenizer: Tokenizer | None) -> None:
         """Check the files, and the first records of each part."""

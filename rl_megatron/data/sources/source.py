@@ -63,6 +63,11 @@ class DataSource(Generic[ConfigT]):
         """Return a renderer of the data section, which turns its records into tokens."""
         return Renderer(self.data, tokenizer)
 
+    @property
+    def num_left_out(self) -> int:
+        """Return how many of the first training records are not trained on, because they are held out."""
+        return 0
+
     def first_record(self) -> Record | None:
         """Return the first training record, with which stages are compared, or None if the source has no records."""
         return None

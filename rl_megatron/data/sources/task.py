@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypeVar
 
 from rl_megatron.config.data_kinds import ANSWERS, DOCUMENTS
 from rl_megatron.config.data_sources import TaskConfig, sources_providing
@@ -12,12 +12,14 @@ from rl_megatron.data.plain_text import plain_texts
 from rl_megatron.data.records import Record
 from rl_megatron.data.sources.registry import register_source
 from rl_megatron.data.sources.source import DataSource, HeldoutProblemSet
-from rl_megatron.data.tasks.registry import build_task, check_task_files, reads_path
-from rl_megatron.data.tasks.task import GeneratedTask, Problem, Task
+from rl_megatron.data.tasks.registry import build_task, called, check_task_files, reads_path
+from rl_megatron.data.tasks.task import Demonstration, GeneratedTask, Problem, Task
 from rl_megatron.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from rl_megatron.data.datasets import Dataset, PromptAnswerDataset, TextDataset
+
+_T = TypeVar("_T")
 
 
 @register_source(TaskConfig)
@@ -26,15 +28,17 @@ class TaskSource(DataSource[TaskConfig]):
 
     def check_files(self, tokenizer: Tokenizer | None) -> None:
         """Check the task's options and files."""
-        check_task_files(self.task())
+        task = self.task()
+        self._called(lambda: check_task_files(task))
 
     def texts(self) -> Iterator[str]:
         """Yield the documents of a task that generates its data, or the demonstrations of another task."""
         task = self.task()
         if isinstance(task, GeneratedTask):
-            yield from task.pretraining_documents(self.data.num_documents, seed=self.stage.train.seed)
+            yield from self._generated_documents(task)
         else:
-            yield from plain_texts([example.as_record() for example in task.demonstrations()], self.data)
+            shown = self._called(task.demonstrations)
+            yield from plain_texts([example.as_record() for example in shown], self.data)
 
     def dataset(self, kind: str, tokenizer: Tokenizer) -> Dataset:
         """Return the task's documents or demonstrations."""
@@ -46,7 +50,7 @@ class TaskSource(DataSource[TaskConfig]):
 
     def first_record(self) -> Record:
         """Return the first demonstration of the task."""
-        return self.task().demonstrations(1, seed=self.stage.train.seed)[0].as_record()
+        return self._shown(1)[0].as_record()
 
     def task(self) -> Task:
         """Return the task with its options.
@@ -67,12 +71,14 @@ class TaskSource(DataSource[TaskConfig]):
     def problems(self, wanted: int) -> list[Problem]:
         """Return `wanted` training problems of a task that generates them, or all problems of another task."""
         task = self.task()
-        return task.train_problems(wanted if isinstance(task, GeneratedTask) else None, seed=self.stage.train.seed)
+        count = wanted if isinstance(task, GeneratedTask) else None
+        return self._called(lambda: task.train_problems(count, seed=self.stage.train.seed))
 
     def heldout(self, tokenizer: Tokenizer) -> HeldoutProblemSet:
         """Return held-out problems."""
         task = self.task()
-        return HeldoutProblemSet(task, task.heldout_problems(self.data.num_eval_examples))
+        problems = self._called(lambda: task.heldout_problems(self.data.num_eval_examples))
+        return HeldoutProblemSet(task, problems)
 
     def _documents(self, tokenizer: Tokenizer) -> TextDataset:
         task, data = self.task(), self.data
@@ -83,16 +89,26 @@ class TaskSource(DataSource[TaskConfig]):
             )
         from rl_megatron.data.datasets import TextDataset
 
-        documents = task.pretraining_documents(data.num_documents, seed=self.stage.train.seed)
-        return TextDataset(documents, tokenizer, data.sequence_length)
+        return TextDataset(self._generated_documents(task), tokenizer, data.sequence_length)
 
     def _demonstrations(self, tokenizer: Tokenizer) -> PromptAnswerDataset:
         from rl_megatron.data.datasets import PromptAnswerDataset
 
-        shown = self.task().demonstrations(self.data.num_demonstrations, seed=self.stage.train.seed)
         return PromptAnswerDataset(
-            [demonstration.as_record() for demonstration in shown],
+            [demonstration.as_record() for demonstration in self._shown(self.data.num_demonstrations)],
             self.renderer(tokenizer),
             self.stage.model.max_sequence_length,
             too_long=self.data.too_long,
         )
+
+    def _shown(self, count: int) -> list[Demonstration]:
+        task = self.task()
+        return self._called(lambda: task.demonstrations(count, seed=self.stage.train.seed))
+
+    def _generated_documents(self, task: GeneratedTask) -> list[str]:
+        count, seed = self.data.num_documents, self.stage.train.seed
+        return self._called(lambda: task.pretraining_documents(count, seed=seed))
+
+    def _called(self, call: Callable[[], _T]) -> _T:
+        """Return `call()`, a call of a method of the task; an error that it raises names the task."""
+        return called(self.data.task["name"], call)

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from rl_megatron.config.importing import user_code
 from rl_megatron.data.order import epoch_order
 from rl_megatron.data.tasks.task import Demonstration, Problem
 
@@ -82,10 +83,12 @@ class PlainTask:
     def _made(self, method: str, count: int | None, seed: int) -> list[Problem]:
         values = {"count": count, "seed": seed}
         given = {option: values[option] for option in self._options[method]}
-        made = getattr(self._task, method)(**given)
+        where = f"data.task.name={self.name}: {method}"
+        made = user_code(where, lambda: getattr(self._task, method)(**given))
         if not isinstance(made, Iterable) or isinstance(made, str | Mapping):
             raise ValueError(f"task {self.name!r}: {method} returned a {type(made).__name__}, and not a list")
-        problems = [self._problem(method, number, item) for number, item in enumerate(made)]
+        items = user_code(where, lambda: list(made))  # a generator runs the user's code here
+        problems = [self._problem(method, number, item) for number, item in enumerate(items)]
         if not problems:
             raise ValueError(f"task {self.name!r}: {method} returned no problem")
         return problems
@@ -93,10 +96,13 @@ class PlainTask:
     def _problem(self, method: str, number: int, item: Any) -> Problem:
         if isinstance(item, Problem):
             return item
-        if isinstance(item, Mapping) and "prompt" in item:
-            return Problem(item["prompt"], str(item.get("answer", "")), dict(item))
-        if isinstance(item, Sequence) and not isinstance(item, str) and len(item) == 2:
-            return Problem(item[0], str(item[1]))
+        try:
+            if isinstance(item, Mapping) and "prompt" in item:
+                return Problem(item["prompt"], str(item.get("answer", "")), dict(item))
+            if isinstance(item, Sequence) and not isinstance(item, str) and len(item) == 2:
+                return Problem(item[0], str(item[1]))
+        except ValueError as error:
+            raise ValueError(f"task {self.name!r}: item {number} of {method}: {error}") from error
         raise ValueError(
             f"task {self.name!r}: item {number} of {method} is {item!r:.80}; it must be a Problem, a pair (prompt, "
             "answer) or a mapping with a prompt and an answer"

@@ -14,6 +14,7 @@ from rl_megatron.data.tasks.plain import PlainTask
 from rl_megatron.data.tasks.task import Task
 
 TaskT = TypeVar("TaskT", bound=type)
+ResultT = TypeVar("ResultT")
 
 TASKS: Registry[type[Any]] = Registry("task")  # dataclasses with the methods of Task
 
@@ -58,12 +59,7 @@ def build_task(name: str, **options: Any) -> Task:
             raise ValueError(f"task {name!r} needs the option {option!r}; given: {sorted(options) or 'none'}.")
     if not is_import_string(name):
         return task(**options)
-    try:
-        made = task(**options)
-    except (ValueError, OSError):
-        raise
-    except Exception as error:  # the user's class may raise anything
-        raise ConfigError(f"data.task.name={name} {raised(error)}") from error
+    made = called(name, lambda: task(**options))
     if hasattr(made, "demonstrations"):  # a whole Task, such as a subclass of one
         return made
     return cast(Task, PlainTask(name, options, made, rebuilt_task))  # a protocol's class variable may be an attribute
@@ -99,6 +95,22 @@ def check_task_files(task: Task) -> None:
     check = getattr(task, "check_files", None)
     if check is not None:
         check()
+
+
+def called(name: str, call: Callable[[], ResultT]) -> ResultT:
+    """Return `call()`, a call of the task `name` or of one of its methods, which may be a user's.
+
+    Raises:
+        ValueError: The method raised it. It names what is wrong itself.
+        OSError: So.
+        ConfigError: The method raised another error.
+    """
+    try:
+        return call()
+    except (ValueError, OSError):
+        raise
+    except Exception as error:  # a user's task may raise anything
+        raise ConfigError(f"data.task.name={name} {raised(error)}") from error
 
 
 def reads_path(name: str) -> bool:

@@ -32,12 +32,22 @@ class Problem:
         answer: The reference answer.
         record: Further fields that the task may use for its reward, and a prompt template for its text.
         location: Where the problem was read, as file:line, for messages.
+
+    Raises:
+        ValueError: The prompt is no text.
     """
 
     prompt: str
     answer: str
     record: Mapping[str, Any] = field(default_factory=dict)
     location: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.prompt, str):
+            raise ValueError(
+                f"the prompt of a problem is a {type(self.prompt).__name__} ({self.prompt!r:.80}); it must be text: "
+                "give messages as the field 'messages' of the problem's record, beside a prompt for people to read"
+            )
 
     def as_record(self) -> TaskRecord:
         """Return the fields that templates can use: those of the record, and `prompt` and `answer`."""

@@ -9,7 +9,7 @@ from rl_megatron.algorithms.rollout import Sampler
 from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.config.load import load_config
 from rl_megatron.data import stage_loader, training_data
-from rl_megatron.data.order import BatchSchedule
+from rl_megatron.data.order import ShuffledEpochs
 from rl_megatron.observability.phase_timer import PhaseTimer
 from rl_megatron.rewards.scorer import decoded
 from tests.unit.algorithms.fakes import Characters, Echo, Problems, ScoredHere, Scripted
@@ -117,9 +117,9 @@ def test_steps_do_not_share_rounds(collecting):
     assert slow_engine.calls[0] == engine.calls[0]
     assert slow_engine.calls[3] == engine.calls[1]
     assert len({seed for _, seed in slow_engine.calls}) == 6
-    order = BatchSchedule(4, 2, seed=0)
+    order = ShuffledEpochs(4, seed=0)
     assert [words[::SIZE] for words, _ in slow_engine.calls] == [
-        ["abcd"[i] for i in order.items_at(n)] for n in range(6)
+        ["abcd"[i] for i in order.items(2 * n, 2)] for n in range(6)
     ]
 
 

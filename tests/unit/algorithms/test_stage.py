@@ -14,7 +14,7 @@ from rl_megatron.algorithms.stage import Stage
 from rl_megatron.config.load import load_config
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
-from rl_megatron.data.order import BatchSchedule
+from rl_megatron.data.order import ShuffledEpochs
 from rl_megatron.data.sources import HeldoutBatch
 from rl_megatron.data.tasks import Problem
 from rl_megatron.execution import NonFiniteLoss
@@ -225,17 +225,17 @@ class Pairs:
 
 def test_batches_are_those_of_the_step_in_whole_pairs(make):
     """A batch of 8 sequences is 4 pairs; five batches are two epochs."""
-    order = BatchSchedule(10, 4, load_config([]).first.train.seed)
+    order = ShuffledEpochs(10, load_config([]).first.train.seed)
     drawn = list(make([], steps=5, global_batch_size=8).batches(Pairs()))
-    assert drawn == [(step, order.items_at(step - 1)) for step in range(1, 6)]
+    assert drawn == [(step, order.items(4 * (step - 1), 4)) for step in range(1, 6)]
     resumed = list(make([], saved=["3"], steps=5, global_batch_size=8).batches(Pairs()))
     assert resumed == drawn[3:]
 
 
 def test_distinct_batches_have_every_item_of_the_steps_once(make):
-    order = BatchSchedule(10, 4, load_config([]).first.train.seed)
+    order = ShuffledEpochs(10, load_config([]).first.train.seed)
     drawn = list(make([], steps=5, global_batch_size=8).distinct_batches(Pairs()))
-    first, second, third = (order.items_at(step) for step in range(3))
+    first, second, third = (order.items(start, 4) for start in (0, 4, 8))
     assert drawn[:2] == [first, second] and set(drawn[2]) == set(third) - {*first, *second}
     assert sorted(sum(drawn, [])) == list(range(10)), "no item of the second epoch comes again"
     few = list(make([], steps=1, global_batch_size=8).distinct_batches(Pairs()))

@@ -252,3 +252,17 @@ def test_the_weights_that_a_stage_starts_from(tmp_path, monkeypatch):
         first = replace(alone.first, train=replace(alone.first.train, steps=60))
         found.append(weights_source(replace(two, stages={"sft": first, "dpo": first}), tmp_path, "dpo"))
     assert found == [f"step {step} of stage 'sft' (stages.sft.train.steps)" for step in (60, 60, 80)]
+
+
+def test_the_number_of_held_out_examples_may_not_change_if_it_decides_what_is_trained(tmp_path):
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text('{"question": "1", "answer": "2"}\n' * 9)
+    of_one_file = ["algorithm=sft", f"data.path={tmp_path}/train.jsonl", f"output_dir={tmp_path}/run"]
+    saved(tmp_path / "run" / "checkpoints" / "sft", 3, to_yaml(load_config([*of_one_file, "data.streaming=true"])))
+    changes = ["data.streaming=true", "data.num_eval_examples=4", "data.cache_dir=off"]
+    message = refusal(load_config([*of_one_file, *changes]))
+    assert "data.num_eval_examples: 256 → 4" in message and "cache_dir" not in message
+    with_own_split = [*of_one_file, f"data.eval_path={tmp_path}/test.jsonl"]
+    config = load_config([*with_own_split, "data.streaming=true"])
+    saved(tmp_path / "run" / "checkpoints" / "sft", 4, to_yaml(config))
+    refuse_changes(load_config([*with_own_split, *changes]))

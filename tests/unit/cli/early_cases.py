@@ -89,6 +89,10 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
         ("train", "algorithm=grpo", "data.path=short.jsonl", "data.prompt_template='{question}'"),
         "reward.functions is empty",
     ),
+    "the function of the weights is mistyped": (
+        ("train", "algorithm=sft", "data.mix=[{path: good.jsonl}]", "data.mix_weights=mine.py:weigths"),
+        "data.mix_weights=.*mine.py has no 'weigths'",
+    ),
     "reward workers have nothing to do": (
         (*_SFT, "data.path=bad.jsonl", "reward.num_workers=2"),
         "reward.num_workers has no effect: no stage of this run samples completions",
@@ -112,6 +116,7 @@ def write_files(directory: Path) -> None:
     good = json.dumps({"question": "1+1=", "answer": "2 #### 2"})
     (directory / "bad.jsonl").write_text(f"{good}\n{{oops\n")
     (directory / "short.jsonl").write_text(f'{good}\n{{"question": "1+1="}}\n' * 8)
+    (directory / "good.jsonl").write_text(f"{good}\n" * 8)
     (directory / "pairs.jsonl").write_text('{"question": "1+1=", "chosen": "2"}\n')
     (directory / "mine.py").write_text("class Task:\n    def train_problems(self): ...\n\ndef wrong(x): ...\n")
     (directory / "raises.py").write_text("raise ValueError('no')\n")

@@ -8,7 +8,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.loader import DataLoader, InMemory, ItemList, Streamed
 from rl_megatron.data.mixture import MixtureCounts
 from rl_megatron.data.readers.lines import JsonLines
-from rl_megatron.data.records import Part
+from rl_megatron.data.records import NothingLeft, Part
 
 
 def joined(batches, order):
@@ -52,6 +52,15 @@ def test_the_items_of_a_mixture_follow_the_weights_with_carried_remainders():
 def test_weights_may_change_with_the_step():
     counts = MixtureCounts(["a", "b"], 4, lambda step: {"b": 0 if step < 3 else 1, "a": 1}, batches_per_step=2)
     assert [counts.at(number)[1] for number in range(6)] == [[4, 0]] * 4 + [[2, 2]] * 2
+
+
+def test_an_error_of_the_function_of_the_weights_names_its_line_and_the_step():
+    counts = MixtureCounts(["a", "b"], 4, lambda step: [1, 1 / (2 - step)])
+    counts.at(0)
+    with pytest.raises(
+        ConfigError, match=r"data.mix_weights \(step 2\) raised ZeroDivisionError: .*test_loader.py:\d+"
+    ):
+        counts.at(1)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +120,42 @@ def test_a_continued_stream_does_not_read_what_came_before(loader):
     assert built == ["16", "21"]
 
 
+def test_blocks_without_an_item_are_passed_over_and_a_stopped_run_continues_behind_them(loader, logged):
+    """Blocks 0, 2 and 4 have no item. The batches are the same whether or not the run is stopped before them."""
+
+    def build(records):
+        if int(records[0].location.rpartition(":")[2]) % 10 == 1:
+            raise NothingLeft("every sequence is too long")
+        return [each.values["name"] for each in records]
+
+    stopped, whole = loader(build=build, weights=(0, 1)), loader(build=build, weights=(0, 1))
+    batches = [whole.batch(number) for number in range(12)]
+    assert {name for batch in batches[:5] for name in batch} == {f"s{n}" for n in (*range(5, 10), *range(15, 20))}
+    for number in range(11):
+        assert stopped.batch(number) == batches[number]
+        resumed = loader(build=build, weights=(0, 1))
+        resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
+        assert resumed.batch(number + 1) == batches[number + 1]
+    assert any("blocks without an item are passed over" in message for message in logged)
+
+
+def test_a_stream_of_which_nothing_is_left_is_refused(loader):
+    def build(records):
+        if refusing:
+            raise NothingLeft("every sequence is too long")
+        return [each.values["name"] for each in records]
+
+    refusing = True
+    with pytest.raises(ConfigError, match="every sequence is too long"):
+        loader(build=build)
+    refusing = False
+    changed = loader(build=build)
+    refusing = True
+    with pytest.raises(ConfigError, match="every sequence is too long"):
+        for number in range(9):
+            changed.batch(number)
+
+
 def test_batches_left_out_are_passed(loader):
     every, some = loader(), loader()
     whole = [every.batch(number) for number in range(10)]
@@ -134,5 +179,11 @@ def test_the_position_in_other_data_is_refused(loader, tmp_path):
 
 def test_a_stream_without_records_is_refused(tmp_path):
     file = write(tmp_path / "few.jsonl", "x", 3)
-    with pytest.raises(ValueError, match="few.jsonl is empty: it has no records to train on"):
-        Streamed("few", Part(JsonLines(file), skipped=3), ItemList, 5, 0)
+    words = (
+        "few.jsonl has no records to train on: the first 3 are held out .*data.num_eval_examples.*heldout_fraction=0"
+    )
+    for part in (Part(JsonLines(file), skipped=3), Part(Part(JsonLines(file), skipped=3), limit=2)):
+        with pytest.raises(ValueError, match=words):
+            Streamed("few", part, ItemList, 5, 0)
+        with pytest.raises(ValueError, match=words):
+            part.all()

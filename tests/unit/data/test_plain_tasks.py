@@ -8,6 +8,8 @@ import sys
 import pytest
 
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.load import load_config
+from rl_megatron.data.sources import build_source
 from rl_megatron.data.tasks import Problem, build_task
 
 TASK = """
@@ -88,6 +90,16 @@ def test_a_subclass_of_a_task_changes_its_reward_alone(tmp_path, monkeypatch):
         ({"return [": "return 7 and ["}, None),
         ({'return [("d", "4")]': "return []"}, "heldout_problems returned no problem"),
         ({'return [("d", "4")]': "return 4"}, "heldout_problems returned a int, and not a list"),
+        (
+            {"return [(": "return {}['x'] and [("},
+            r"data.task.name=.*words.py:Words: train_problems raised KeyError: 'x'",
+        ),
+        ({"return [(": "yield 1 / 0, [("}, r"data.task.name=.*words.py:Words: train_problems raised ZeroDivisionError"),
+        ({"return [(": "return [(int('x'), "}, r"data.task.name=.*: train_problems raised ValueError: invalid literal"),
+        (
+            {'{"prompt": "b"': '{"prompt": ["b"]'},
+            "item 1 of train_problems: the prompt of a problem is a list .*messages",
+        ),
         ({"letters=3": "letters"}, "needs the option 'letters'"),
     ],
 )
@@ -108,3 +120,12 @@ def test_an_unknown_option_names_the_nearest(task):
 def test_an_error_of_the_class_names_its_line(task):
     with pytest.raises(ConfigError, match=r"data.task.name=.*words.py:Words raised KeyError: 'x' \(.*words.py:4\)"):
         build_task(task(**{"self.letters = letters": "{}['x']"}))
+
+
+def test_an_error_of_a_whole_task_names_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    method = "    def heldout_problems(self, count=None, seed=0):\n        return {}['x']\n"
+    (tmp_path / "odd.py").write_text(f"from rl_megatron.data.tasks import Arithmetic\nclass Odd(Arithmetic):\n{method}")
+    stage = load_config(["algorithm=grpo", "data=arithmetic", "data.task.name=odd.py:Odd"]).first
+    with pytest.raises(ConfigError, match=r"data.task.name=.*odd.py:Odd raised KeyError: 'x' \(.*odd.py:4\)"):
+        build_source(stage).heldout(None)

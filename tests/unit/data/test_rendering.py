@@ -340,3 +340,14 @@ def test_the_system_message_of_a_record_comes_before_that_of_the_settings(famili
     assert "Other." in rendered.prompt_text(record(ONE_TURN))
     assert "Other." not in rendered.prompt_text(record(WITH_SYSTEM))
     assert rendered.prompt_text(record([system("Other."), *ONE_TURN])) == rendered.prompt_text(record(ONE_TURN))
+
+
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_a_template_that_renders_no_text_names_the_record_and_the_file(families, tmp_path, logged, text):
+    file = tmp_path / "empty.jinja"
+    file.write_text(text)
+    rendered = renderer(families["qwen3"][0], format="chat", chat_template=str(file))
+    for encode in (rendered.example, rendered.prompt_ids):
+        with pytest.raises(ValueError, match="chats.jsonl:3: the chat template renders no text .*empty.jinja"):
+            encode(record(ONE_TURN))
+    assert rendered.end_of_turn_ids == ()

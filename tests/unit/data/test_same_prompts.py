@@ -1,6 +1,7 @@
 """SFT, rollouts and evaluation give the model the same prompt; stages that do not are named before the first step."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,8 @@ from rl_megatron.algorithms.rollout import Sampler
 from rl_megatron.config.load import load_config
 from rl_megatron.data.run_tokenizer import build_tokenizer
 from rl_megatron.data.same_prompts import different_prompts
-from rl_megatron.data.training_data import RolloutPrompts, training_dataset
+from rl_megatron.data.tasks import Problem
+from rl_megatron.data.training_data import RolloutPrompts, encoded_prompts, training_dataset
 from tests.unit.algorithms.fakes import Echo, ScoredHere
 from tests.unit.data.chat_families import write_tokenizer
 
@@ -107,3 +109,39 @@ def test_prompts_that_leave_no_space_for_a_completion(gsm8k, logged):
     assert any("prompts exceed" in message and "truncated" in message for message in logged)
     ends = {tuple(prompt.ids) for prompt in whole.at(1)}
     assert all(any(tuple(prompt.ids) == ids[-len(prompt.ids) :] for ids in ends) for prompt in kept.at(1))
+
+
+PAIR = """
+class Words:
+    def train_problems(self):
+        return [{"prompt": "A word.", "answer": answer, "level": level} for answer, level in (("cat", 1), ("dog", 2))]
+    def heldout_problems(self):
+        return [("a", "b")]
+    def reward(self, problem, completion):
+        return float(completion == problem.answer)
+"""
+
+
+def test_problems_with_the_same_prompt_keep_their_answers_and_messages(gsm8k, tmp_path):
+    (tmp_path / "words.py").write_text(PAIR)
+    overrides = ["algorithm=grpo", "data=files", "data.source=task", f"data.task.name={tmp_path}/words.py:Words"]
+    stage = load_config([*overrides, *gsm8k[1:], "algorithm.prompts_per_step=2"]).first
+    tokenizer = build_tokenizer(stage)
+    drawn = RolloutPrompts(stage, stage.algorithm, tokenizer).at(1)
+    assert sorted((each.problem.answer, each.problem.record["level"]) for each in drawn) == [("cat", 1), ("dog", 2)]
+    messages = [{"messages": [{"role": "user", "content": content}]} for content in ("Hi.", "Hello.")]
+    problems = [Problem("a conversation", "", fields) for fields in messages]
+    chat = replace(stage, data=replace(stage.data, format="chat"))
+    first, second = encoded_prompts(chat, problems, tokenizer).prompts
+    assert "Hi." in tokenizer.decode(first.ids) and "Hello." in tokenizer.decode(second.ids)
+
+
+def test_conversations_of_a_mixture_end_their_turns_beside_plain_prompts(gsm8k, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "Hi."}]}) + "\n")
+    (tmp_path / "plain.jsonl").write_text(json.dumps({"prompt": "1 + 1 ="}) + "\n")
+    mix = "data.mix=[{path: chats.jsonl}, {path: plain.jsonl}]"
+    keys = ["algorithm.prompts_per_step=2", "data.eval_path=plain.jsonl", "data.heldout_fraction=0"]
+    stage = load_config(["algorithm=grpo", mix, *gsm8k[1:], *keys]).first
+    tokenizer = build_tokenizer(stage)
+    assert RolloutPrompts(stage, stage.algorithm, tokenizer).end_of_turn_ids == (tokenizer.eos_id,)

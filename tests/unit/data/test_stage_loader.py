@@ -144,6 +144,27 @@ def test_records_that_are_too_long_are_reported_of_some_blocks_only(files, logge
     assert len([message for message in logged if "1 of 5 sequences exceed" in message]) == 4, "blocks 1, 2, 4 and 8"
 
 
+@pytest.mark.parametrize(
+    ("kind", "gone", "settings"),
+    [
+        ("sft", {"answer": "long " * 60}, ("data.too_long=drop",)),
+        ("dpo", {"chosen": "long " * 60}, ("data.too_long=drop",)),
+        ("dpo", None, ()),
+        ("pretrain", {"text": ""}, ()),
+    ],
+)
+def test_a_later_block_without_an_item_is_passed_over(files, kind, gone, settings):
+    records = [record("q", n) | (gone or {}) if 9 <= n < 14 else record("q", n) for n in range(24)]
+    if gone is None:  # a question without answers
+        records[9:14] = [{"question": "q"}] * 5
+    (files / "holes.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    stage = stage_of(*KINDS[kind], "data.path=holes.jsonl", *STREAM, "model.max_sequence_length=64", *settings)
+    loader = dataset_loader(stage, TOKENIZER)
+    texts = " ".join(TOKENIZER.decode(ids) for number in range(6) for ids in ids_of(loader.batch(number)))
+    field = "text q " if kind == "pretrain" else "question q"
+    assert f"{field}{'0123' if kind == 'pretrain' else '20'}" in texts and "long" not in texts
+
+
 def test_an_error_in_a_later_block_names_its_line(files):
     with (files / "a.jsonl").open("a") as file:
         file.write('{"question": "broken"\n')

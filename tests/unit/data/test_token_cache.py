@@ -11,6 +11,7 @@ from rl_megatron.data.datasets import PromptAnswerDataset, TextDataset
 from rl_megatron.data.preferences import PreferenceDataset
 from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import Renderer
+from rl_megatron.data.tasks import Demonstration
 from rl_megatron.data.tokenizer import train_bpe
 
 TOKENIZER = train_bpe(["question answer 0123456789\n" * 3], 270)
@@ -70,6 +71,14 @@ def test_another_text_tokenizer_or_setting_has_other_tokens(built, tmp_path):
     assert not built(records=[Record(each.values, "elsewhere") for each in RECORDS])[1], "the place does not matter"
 
 
+def test_another_answer_that_a_task_writes_has_other_tokens(built):
+    def records(answer):
+        return [Demonstration("question", answer, {"question": "q", "answer": "1"}).as_record()]
+
+    assert built(records=records("1"))[0]["input_ids"] != built(records=records("2"))[0]["input_ids"]
+    assert not built(records=records("1"))[1]
+
+
 def damage_ids(entry):
     ids = np.load(entry / "ids.npy")
     ids[3] += 1
@@ -103,7 +112,7 @@ def test_tokens_are_not_kept_if_there_is_no_place_for_them(built, tmp_path, logg
 
 
 def test_small_data_is_not_kept(built, tmp_path, monkeypatch):
-    size = sum(len(json.dumps(record.values, ensure_ascii=False)) for record in RECORDS)
+    size = sum(len(json.dumps([record.values], ensure_ascii=False)) for record in RECORDS)
     monkeypatch.setattr(token_cache, "_SMALLEST", size + 1)
     built()
     assert not (tmp_path / "cache").exists()
