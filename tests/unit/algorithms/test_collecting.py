@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_megatron.algorithms.grpo import _advantages, collect, grpo
+from rl_megatron.algorithms.advantage_estimators import estimated_advantages
+from rl_megatron.algorithms.grpo import collect, grpo
 from rl_megatron.algorithms.rollout import Sampler
 from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.config.load import load_config
@@ -104,7 +105,7 @@ def test_a_step_without_any_informative_group_still_has_rollouts_and_no_gradient
     assert outcome["sampling_rounds"] == 3
     assert outcome["informative_groups"] == 0.0
     assert rollouts.size == 4
-    assert _advantages(rollouts, GRPOConfig(samples_per_prompt=SIZE), None).count_nonzero() == 0
+    assert estimated_advantages(rollouts, GRPOConfig(samples_per_prompt=SIZE), None).count_nonzero() == 0
 
 
 def test_steps_do_not_share_rounds(collecting):

@@ -90,7 +90,13 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
         "reward.functions is empty",
     ),
     "the function of the weights is mistyped": (
-        ("train", "algorithm=sft", "data.mix=[{path: good.jsonl}]", "data.mix_weights=mine.py:weigths"),
+        (
+            "train",
+            "algorithm=sft",
+            "data.mix=[{path: good.jsonl}]",
+            "data.prompt_template='{question}'",
+            "data.mix_weights=mine.py:weigths",
+        ),  # fmt: skip
         "data.mix_weights=.*mine.py has no 'weigths'",
     ),
     "reward workers have nothing to do": (
