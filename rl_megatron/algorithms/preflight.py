@@ -87,8 +87,7 @@ def _check_data_and_tokenizer(stage: StageConfig, tokenizer: Tokenizer) -> None:
     stage_sampling(stage, tokenizer)
     check_engine(stage, tokenizer.vocab_size)
     check_loss(stage)
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # the rank that runs the functions
-        check_rewards(stage)
+    check_rewards(stage, loads=int(os.environ.get("LOCAL_RANK", "0")) == 0)  # the rank that runs the functions
     _check_budget(stage, algorithm_of(stage).check_data(stage, tokenizer))
     _check_budget(stage, build_evaluation(stage, tokenizer).item_lengths())
 

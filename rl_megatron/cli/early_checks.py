@@ -2,10 +2,15 @@
 
 The checks themselves lie in the packages that use what is checked, and the preflight makes them again on every rank.
 Each section of the configuration that names files has one here.
+
+Every rank makes these checks, so that none waits for one that has found a mistake. Only the import of reward functions
+is left to the preflight if there are several ranks: each of them would run the user's file, and the preflight runs it on
+the first rank of each node and tells the others.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from rl_megatron.checkpoint.directory import check_checkpoint, check_output_dir
@@ -29,7 +34,7 @@ def check_early(config: RunConfig) -> None:
     check_sinks(config.metric_sinks)
     check_data(config)
     for stage in config.stages.values():
-        check_rewards(stage)
+        check_rewards(stage, loads=int(os.environ.get("WORLD_SIZE", "1")) == 1)
 
 
 def check_data(config: RunConfig) -> None:

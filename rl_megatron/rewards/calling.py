@@ -110,9 +110,9 @@ class RewardFunction:
             "completion": sample.completion,
             "completion_ids": sample.completion_ids,
             "truncated": sample.truncated,
-            "answer": problem.answer,
+            "answer": reference(problem),
         }
-        named = {"record": problem.record, **{name: problem.answer for name in _ANSWERS}, **given}
+        named = {"record": problem.record, **{name: given["answer"] for name in _ANSWERS}, **given}
         return self._taken(given, named)
 
     def _of_verl(self, sample: Sample) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class RewardFunction:
             "log_metric": log_metric,
             "log_extra": lambda column, values: None,  # the table of completions is not written
         }
-        answers = [problem.answer for problem in problems]
+        answers = [reference(problem) for problem in problems]
         return self._taken(given, {**{name: answers for name in _ANSWERS}, **given})
 
     def _taken(self, given: dict[str, Any], named: dict[str, Any]) -> dict[str, Any]:
@@ -174,7 +174,13 @@ def ground_truth(problem: Problem) -> Any:
     of_verl = problem.record.get("reward_model")
     if isinstance(of_verl, Mapping) and "ground_truth" in of_verl:
         return of_verl["ground_truth"]
-    return problem.answer
+    return reference(problem)
+
+
+def reference(problem: Problem) -> Any:
+    """Return the reference answer: the record's own value, unless a task has taken its answer out of it."""
+    own = problem.record.get("answer")
+    return own if own is not None and str(own) == problem.answer else problem.answer
 
 
 def conversation(problem: Problem) -> list[Mapping[str, Any]] | None:

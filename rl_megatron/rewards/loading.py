@@ -49,8 +49,12 @@ def task_function(task: Task) -> FunctionSpec:
     return FunctionSpec(task.name, where, pickled=pickled(_without_data(task), where), is_task=True)
 
 
-def check_rewards(stage: StageConfig) -> None:
+def check_rewards(stage: StageConfig, loads: bool) -> None:
     """Check the reward functions of a stage that scores completions.
+
+    Args:
+        stage: The stage.
+        loads: Whether to load the functions, in a worker process. Otherwise only their names are checked.
 
     Raises:
         ConfigError: There is none, and the problems come without a reward; or see `check_functions`.
@@ -60,7 +64,10 @@ def check_rewards(stage: StageConfig) -> None:
             f"reward.functions is empty, and the problems of data.source={stage.data.source} have no reward of their "
             "own; set it, as in reward.functions=[{name: exact_match}]"
         )
-    if stage.reward.functions and stage.scores_completions:
+    if not stage.scores_completions:
+        return
+    configured_functions(stage.reward)
+    if loads and stage.reward.functions:
         check_functions(stage.reward, build_source(stage).problems(1))
 
 

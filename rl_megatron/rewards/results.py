@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import struct
 from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any, NamedTuple
@@ -55,9 +56,18 @@ def read_result(result: Any, may_skip: bool = False) -> Score:
     value = _as_number(result)
     if value is None:
         raise BadResult(f"returned {_shown(result)}, which is not a number")
-    if not math.isfinite(value):
-        raise BadResult(f"returned {value}; a reward must be finite")
+    if not is_finite_reward(value):
+        raise BadResult(f"returned {value}; a reward must be finite as a 32-bit number")
     return Score(value, metrics)
+
+
+def is_finite_reward(value: float) -> bool:
+    """Return whether a number is finite, also as the 32-bit number that a reward becomes."""
+    try:
+        struct.pack("<f", value)
+    except OverflowError:
+        return False
+    return math.isfinite(value)
 
 
 def read_results(result: Any, count: int) -> list[Score]:

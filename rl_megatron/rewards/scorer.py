@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.tasks.task import Problem, Task
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.rewards.loading import configured_functions, task_function
-from rl_megatron.rewards.results import ERRORS, SCORE, TIMEOUTS
+from rl_megatron.rewards.results import ERRORS, SCORE, TIMEOUTS, is_finite_reward
 from rl_megatron.rewards.samples import Failure, FunctionSpec, Outcome, Sample
 from rl_megatron.rewards.workers import RewardWorkers
 from rl_megatron.topology.collective_errors import in_words
@@ -108,7 +109,8 @@ class Scorer:
         self._scoring_ranks = [rank for rank, is_first in enumerate(first_of_node) if is_first] or [0]
         if _rank() in self._scoring_ranks:
             self._workers = RewardWorkers(self._specs, self._settings)
-            self._workers.start()
+            with suppress(OSError):  # `score` tries again, and tells all ranks if that fails as well
+                self._workers.start()
 
     def score(
         self,
@@ -215,11 +217,19 @@ class Scorer:
         for index, sample in enumerate(samples):
             of_sample = [outcomes[function, index] for function in range(len(weights))]
             if all(outcome.failure is None and outcome.score is None for outcome in of_sample):
-                of_sample = [self._for_no_sample(sample, function) for function in range(len(weights))]
+                message = "does not apply to the sample, and no other function does"
+                of_sample = [self._failed(sample, function, message) for function in range(len(weights))]
+            reward = _weighted(weights, of_sample)
+            while not is_finite_reward(reward):
+                parts = [abs(w * (each.score or 0.0)) for w, each in zip(weights, of_sample, strict=True)]
+                largest = parts.index(max(parts))
+                score = of_sample[largest].score
+                message = f"scored {score:g}, and with the weight {weights[largest]:g} the reward is not finite"
+                of_sample[largest] = self._failed(sample, largest, message)
+                reward = _weighted(weights, of_sample)
             for function, outcome in enumerate(of_sample):
                 self._observe(metrics, function, outcome, sample)
-            scored = zip(weights, of_sample, strict=True)
-            rewards.append(sum(weight * outcome.score for weight, outcome in scored if outcome.score is not None))
+            rewards.append(reward)
         return torch.tensor(rewards, dtype=torch.float32), metrics
 
     def _count_failures(self, metrics: RewardMetrics, num_samples: int) -> None:
@@ -229,9 +239,13 @@ class Scorer:
                 if policy == "zero":
                     metrics.count(f"reward_{spec.label}_{name}", 0)
 
-    def _for_no_sample(self, sample: Sample, function: int) -> Outcome:
-        """Return the outcome of a function that does not apply to a sample, and neither does any other."""
-        failure = Failure("error", "does not apply to the sample, and no other function does")
+    def _failed(self, sample: Sample, function: int, message: str) -> Outcome:
+        """Return the outcome of a function whose score cannot be used, as all ranks find out.
+
+        Raises:
+            RewardFailed: `reward.on_error` is "error".
+        """
+        failure = Failure("error", message)
         if self._settings.on_error == "error":
             raise RewardFailed(self._described(function, failure, sample))  # on every rank
         return Outcome(None, {}, failure)
@@ -261,6 +275,11 @@ def completion_ids(rollouts: BatchedDataDict) -> list[list[int]]:
     """Return the sampled tokens of each sequence, with its stop token."""
     columns = (rollouts[key].tolist() for key in ("input_ids", "prompt_lengths", "input_lengths"))
     return [ids[start:stop] for ids, start, stop in zip(*columns, strict=True)]
+
+
+def _weighted(weights: Sequence[float], outcomes: Sequence[Outcome]) -> float:
+    scored = zip(weights, outcomes, strict=True)
+    return sum(weight * outcome.score for weight, outcome in scored if outcome.score is not None)
 
 
 def _world_size() -> int:

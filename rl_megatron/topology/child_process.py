@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
 
 
 def environment_of_a_child() -> dict[str, str]:
@@ -29,3 +29,14 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it was gone already
         sys.exit(0)
+
+
+def adopt_orphans() -> bool:
+    """Make processes whose parents have ended children of this one, if it started the parents; only Linux can do it.
+
+    Returns:
+        Whether they are adopted from now on.
+    """
+    if sys.platform != "linux":
+        return False
+    return ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0

@@ -70,7 +70,9 @@ def test_a_reward_of_ones_own(tmp_path, follow):
     names = ("reward_contains_score", "reward_contains_numbers", "reward_variety_score")
     assert all(name in step for step in long for name in names)
     for step in short:
-        total = step["reward_contains_score"] + 0.1 * step["reward_length_penalty_score"]
+        total = step["reward_contains_score"] + 0.1 * (
+            step["reward_variety_score"] + step["reward_length_penalty_score"]
+        )
         assert step["reward"] == pytest.approx(total, abs=1e-5)
 
 

@@ -1,6 +1,7 @@
 """Read Parquet files, Hugging Face data sets in a directory, and data sets of the Hugging Face Hub.
 
-A null in a table means that the record does not have the field: columns have a value in every row.
+A null in a table means that the record does not have the field: columns have a value in every row. The same holds for
+messages and tools, which are lists of mappings. Other mappings, such as verl's `extra_info`, keep their nulls.
 """
 
 from __future__ import annotations
@@ -129,11 +130,19 @@ def hub_splits(name: str, subset: str | None) -> list[str]:
         raise ConfigError(f"{_named(name, subset)} cannot be found: {_line(error)}{offline}") from error
 
 
-def without_nulls(value: Any) -> Any:
-    """Return a value of a table without the fields that are null, in itself and in what it contains."""
+def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of a table without the fields that are null, and without the null keys of messages and tools."""
+    return {
+        key: _without_null_keys(value) if isinstance(value, list) else value
+        for key, value in row.items()
+        if value is not None
+    }
+
+
+def _without_null_keys(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: without_nulls(each) for key, each in value.items() if each is not None}
-    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {key: _without_null_keys(each) for key, each in value.items() if each is not None}
+    return [_without_null_keys(each) for each in value] if isinstance(value, list) else value
 
 
 def _behind(rows: Any, skipped: int) -> Any:

@@ -7,45 +7,46 @@ loops; they are no protection from a program that means harm. Run rewards of unt
 from __future__ import annotations
 
 import json
-import os
 import re
-import resource
 import secrets
-import signal
+import socket
 import subprocess
-import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from rl_megatron.rewards.functions.child import Limits, running
 from rl_megatron.rewards.registry import register_reward
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
-_MEBIBYTE = 1 << 20
-_LARGEST_FILE = 16 * _MEBIBYTE
+_PROGRAM = "program.py"
+_LONGEST_ANSWER = 100  # bytes
 
-# The child reads {"program", "tests", "token"} from its standard input before the program runs. It writes the token and
-# the number of tests that passed to the descriptor that it gets as its argument. Because of the token, a program that
-# exits, or writes a number there, passes no test.
+# The child runs the program, says so by an empty line, and then gets one test at a time. It answers with the number
+# that came with the test if the test raises nothing. A program cannot answer before its tests by exiting or by writing
+# to the socket, because it does not know these numbers. A child that it forked does not go on with the tests.
 _CHILD = """
-import io, json, os, sys
-given = json.loads(sys.stdin.read())
-sys.stdin = io.StringIO()
-report, write, leave = int(sys.argv[1]), os.write, os._exit
+import json, os, socket, sys
+descriptor, name = sys.argv[1:]
+lines = socket.socket(fileno=int(descriptor)).makefile("rwb", 0)
+pid, leave, read = os.getpid(), os._exit, json.loads
+del sys.argv[1:]
 space = {"__name__": "__main__"}
-passed = 0
-try:
-    exec(compile(given["program"], "program", "exec"), space)
-    for test in given["tests"]:
-        try:
-            exec(compile(test, "test", "exec"), space)
-            passed += 1
-        except Exception:
-            pass
-finally:
-    write(report, (given["token"] + str(passed)).encode())
-    leave(0)
+with open(name, "rb") as program:
+    exec(compile(program.read(), "program", "exec"), space)
+answer = b""
+while os.getpid() == pid:
+    lines.write(answer + b"\\n")
+    number, test = read(lines.readline() or leave(0))
+    try:
+        exec(compile(test, "test", "exec"), space)
+        answer = number.encode()
+    except BaseException:
+        answer = b""
+leave(0)
 """
 
 
@@ -77,12 +78,10 @@ class Code:
         """
         blocks = _FENCED.findall(completion)
         program = blocks[-1] if blocks else completion
-        tests = json.loads(tests) if isinstance(tests, str) and tests.lstrip().startswith(("[", "{")) else tests
-        if isinstance(tests, str):
-            tests = [tests]
+        tests = _read_json(tests) if isinstance(tests, str) else tests
         if isinstance(tests, Mapping) and tests.keys() >= {"inputs", "outputs"}:
             pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
-            results = [self._prints(program, given, wanted) for given, wanted in pairs]
+            results = [self._prints(program, str(given), str(wanted)) for given, wanted in pairs]
         elif isinstance(tests, Sequence) and all(isinstance(test, str) for test in tests):
             passed = self._num_passed(program, tests)
             results = [True] * passed + [False] * (len(tests) - passed)
@@ -93,52 +92,79 @@ class Code:
         share = sum(results) / len(results)
         return {"score": float(share == 1) if self.all_or_nothing else share, "passed": share}
 
+    @property
+    def _limits(self) -> Limits:
+        return Limits(self.seconds, self.memory_mb)
+
     def _num_passed(self, program: str, tests: Sequence[str]) -> int:
         """Return how many of the statements raise nothing after the program has run."""
-        token = secrets.token_hex(16)
-        given = json.dumps({"program": program, "tests": list(tests), "token": token})
-        reading, writing = os.pipe()
-        with os.fdopen(reading, "rb") as report:
-            try:
-                self._run([sys.executable, "-I", "-c", _CHILD, str(writing)], given, (writing,))
-            finally:
-                os.close(writing)
-            os.set_blocking(reading, False)  # a child of the program may keep the pipe open
-            said = (report.read(4096) or b"").decode(errors="replace")
-        _, found, number = said.partition(token)
-        return int(number) if found and number.isdigit() else 0
+        ours, theirs = socket.socketpair()
+        with ours, theirs, _written(program) as directory:
+            arguments = ["-c", _CHILD, str(theirs.fileno()), _PROGRAM]
+            nothing = subprocess.DEVNULL
+            with running(arguments, directory, self._limits, nothing, nothing, [theirs.fileno()]):
+                theirs.close()
+                return _ask(ours, tests, time.monotonic() + self.seconds)
 
     def _prints(self, program: str, given: str, wanted: str) -> bool:
         """Return whether the program prints what it has to, apart from white space at the ends of lines."""
-        printed = self._run([sys.executable, "-I", "-c", program], str(given))
-        return printed is not None and _lines(printed) == _lines(str(wanted))
+        with _written(program) as directory, tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout:
+            stdin.write(given.encode(errors="surrogatepass"))
+            stdin.seek(0)
+            with running([_PROGRAM], directory, self._limits, stdin.fileno(), stdout.fileno()) as child:
+                try:
+                    child.wait(self.seconds)
+                except subprocess.TimeoutExpired:
+                    return False
+            stdout.seek(0)
+            printed = stdout.read().decode(errors="replace")
+        return child.returncode == 0 and _lines(printed) == _lines(wanted)
 
-    def _run(self, command: list[str], text: str, descriptors: tuple[int, ...] = ()) -> str | None:
-        """Return what a child process prints, or None if it fails or takes too long."""
-        with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as output:
-            child = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.DEVNULL, cwd=directory,
-                env={"PATH": os.defpath, "HOME": directory, "OMP_NUM_THREADS": "1"},
-                start_new_session=True, pass_fds=descriptors, preexec_fn=self._limit,
-            )  # fmt: skip
-            try:
-                child.communicate(text.encode(), timeout=self.seconds)
-            except subprocess.TimeoutExpired:
-                return None
-            finally:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(child.pid, signal.SIGKILL)  # also the children of the program
-                child.wait()
-            output.seek(0)
-            return output.read().decode(errors="replace") if child.returncode == 0 else None
 
-    def _limit(self) -> None:
-        """Set the limits of the child process."""
-        cpu = max(1, int(self.seconds + 0.999))
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
-        resource.setrlimit(resource.RLIMIT_DATA, (self.memory_mb * _MEBIBYTE, self.memory_mb * _MEBIBYTE))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (_LARGEST_FILE, _LARGEST_FILE))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+def _ask(connection: socket.socket, tests: Sequence[str], until: float) -> int:
+    """Return how many tests the child process passes until a point in time, in seconds of `time.monotonic`."""
+    passed, number = 0, ""
+    try:
+        _answer(connection, until)
+        for test in tests:
+            number = secrets.token_hex(16)
+            connection.sendall(json.dumps([number, test]).encode() + b"\n")
+            passed += _answer(connection, until) == number
+    except OSError:  # it has ended, or takes too long
+        pass
+    return passed
+
+
+def _answer(connection: socket.socket, until: float) -> str:
+    """Return the child's next line.
+
+    Raises:
+        OSError: It has ended, or it takes too long, or says something else.
+    """
+    line = b""
+    while not line.endswith(b"\n"):
+        connection.settimeout(max(until - time.monotonic(), 0.001))
+        part = connection.recv(_LONGEST_ANSWER)
+        line += part
+        if not part or len(line) > _LONGEST_ANSWER:
+            raise ConnectionError
+    return line[:-1].decode(errors="replace")
+
+
+def _written(program: str) -> tempfile.TemporaryDirectory[str]:
+    """Return a new directory with the program in a file. A text that is no Unicode is written too, and cannot run."""
+    directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    (Path(directory.name) / _PROGRAM).write_bytes(program.encode(errors="surrogatepass"))
+    return directory
+
+
+def _read_json(tests: str) -> Any:
+    """Return the list or the mapping that a string is the JSON of; otherwise the string as the only statement."""
+    try:
+        value = json.loads(tests)
+    except ValueError:
+        return [tests]
+    return value if isinstance(value, list | dict) else [tests]
 
 
 def _lines(text: str) -> list[str]:

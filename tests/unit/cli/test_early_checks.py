@@ -36,6 +36,23 @@ def test_a_mistake_is_answered_in_one_line_without_heavy_imports(answers, name):
     assert re.search(CASES[name][1], line), line
 
 
+def test_several_ranks_leave_the_import_of_reward_functions_to_the_preflight(tmp_path, monkeypatch):
+    """Every rank would run the user's file, and they agree on an error only in the preflight."""
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('.')\ndef f(completion): return 1\n")
+    given = ["data=arithmetic", "algorithm=grpo", f"output_dir={tmp_path / 'out'}"]
+    config = load_config([*given, f"reward.functions=[{{name: '{tmp_path}/mine.py:f'}}]"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_early(config)
+    assert not (tmp_path / "ran").exists()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    check_early(config)
+    assert (tmp_path / "ran").read_text() == "."
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    unknown = load_config([*given, "reward.functions=[{name: exact_mach}]"])
+    with pytest.raises(ConfigError, match="there is no reward function 'exact_mach'"):
+        check_early(unknown)
+
+
 def test_commands_that_do_not_train_may_differ_from_the_run_in_output_dir(tmp_path):
     """For certify and show-batch, the settings of a run that exists are no rule; `train` checks them besides."""
     given = ["data=arithmetic", f"output_dir={tmp_path}"]

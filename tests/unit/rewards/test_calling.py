@@ -56,6 +56,17 @@ def test_the_reference_answer_has_the_names_that_datasets_use():
     )  # fmt: skip
 
 
+def test_the_reference_answer_is_the_records_own_value_in_every_form():
+    own = Sample(Problem("p", "['4', 'four']", {"answer": ["4", "four"]}), "4", [1], False)
+    assert RewardFunction(lambda answer: answer, "f").call(own) == ["4", "four"]
+    assert RewardFunction(lambda ground_truth: ground_truth, "f").call(own) == ["4", "four"]
+    assert RewardFunction(lambda **given: given["answer"], "f").call(own) == ["4", "four"]
+    assert RewardFunction(lambda solution_str, ground_truth: ground_truth, "f").call(own) == ["4", "four"]
+    assert call_list(lambda completions, answer, solution: (answer, solution), own)[0] == ([["4", "four"]],) * 2
+    of_task = Sample(Problem("p", "4", {"answer": "2+2 is #### 4"}), "4", [1], False)
+    assert RewardFunction(lambda answer: answer, "f").call(of_task) == "4", "the answer that a task has taken out"
+
+
 def test_a_field_that_no_record_is_sure_to_have_is_needed():
     assert described(user_file.fields).needed == ("level",)
     assert described(user_file.fields, level=1).needed == ()

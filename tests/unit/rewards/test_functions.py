@@ -1,6 +1,8 @@
 """The reward functions of the package."""
 
 import json
+import subprocess
+import sys
 import time
 
 import pytest
@@ -152,6 +154,52 @@ def test_a_program_is_stopped_at_its_limits(program):
     began = time.monotonic()
     assert Code(seconds=0.5, memory_mb=256)(program, TESTS)["passed"] == 0
     assert time.monotonic() - began < 5
+
+
+FORGED = """
+import gc, os, sys
+frame = sys._getframe(1)
+for number in (frame.f_globals.get("given") or {}).get("token", ""), "1":
+    for descriptor in range(3, 20):
+        try: os.write(descriptor, b"\\n" + number.encode() + b"\\n")
+        except OSError: pass
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "program",
+    ["x = '\0'", "x = '\ud800'", "print(4, end='\ud800')", FORGED, "import sys, os; os.fork()\nassert 0"],
+    ids=["nul", "surrogate", "printed", "forged", "forked"],
+)
+def test_a_program_that_cannot_run_or_forges_its_result_scores_zero(program):
+    assert Code()(program, ["assert False"]) == Code()(program, {"inputs": ["1 2"], "outputs": ["3"]})
+    assert Code()(program, ["assert False"])["passed"] == 0
+
+
+@pytest.mark.slow
+def test_a_long_program_runs_and_reads_what_no_text_holds():
+    long = "print(len(input()))  #" + "x" * 200_000
+    assert Code()(long, {"inputs": ["\ud800\n"], "outputs": ["3"]})["passed"] == 1
+    assert Code()(long, {"inputs": ["abc\n"], "outputs": ["3"]})["passed"] == 1
+    assert Code()("x = [1, 2]", "[1, 2] == x")["passed"] == 1, "a statement that is not JSON"
+
+
+@pytest.mark.slow
+def test_no_process_of_a_program_outlives_the_call(tmp_path):
+    child = f"import time; time.sleep(1.5); open({str(tmp_path / 'lives')!r}, 'w')"
+    program = f"""
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", {child!r}], start_new_session=True)
+def add(a, b): return a + b
+"""
+    ended = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"])
+    assert Code()(program, TESTS)["passed"] == 1
+    assert ended.poll() is None, "other children of this process live on"
+    time.sleep(2.5)
+    assert not (tmp_path / "lives").exists()
+    assert ended.wait() == 0
 
 
 def test_code_without_tests_is_an_error():

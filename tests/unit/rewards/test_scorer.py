@@ -1,5 +1,6 @@
 """Rewards of samples, from several functions and on several ranks."""
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.rewards import RewardConfig, RewardFunctionConfig
 from rl_megatron.data.tasks import Problem
 from rl_megatron.rewards.scorer import RewardFailed, RewardMetrics, Scorer
+from rl_megatron.rewards.workers import RewardWorkers
 from tests.unit.rewards.user_file import Spelled
 
 FILE = str(Path(__file__).parent / "user_file.py")
@@ -56,6 +58,27 @@ def test_a_reward_that_is_not_finite_names_task_prompt_and_completion(reward):
         scored(RewardConfig(), ["1", reward], Spelled())
     for word in ("'spelled'", f"'prompt {reward}'", repr(reward), "finite", "reward.on_error=zero"):
         assert word in str(refused.value)
+
+
+def test_a_reward_that_overflows_as_a_32_bit_number_is_a_failure():
+    with pytest.raises(RewardFailed, match=r"'spelled' returned 1e\+300; a reward must be finite as a 32-bit number"):
+        scored(RewardConfig(), ["1e300"], Spelled())
+    heavy = RewardConfig(functions=(function("length", weight=1e38), function("everything")), on_error="zero")
+    rewards, metrics = scored(heavy, ["a", "bbbb"])
+    assert rewards.tolist() == [torch.tensor(1e38).item(), 0.0] and metrics["reward_length_errors"] == 1.0
+    with pytest.raises(RewardFailed, match=r"'length' scored 4, and with the weight 1e\+38 the reward is not finite"):
+        scored(dataclasses.replace(heavy, on_error="error"), ["bbbb"])
+
+
+def test_workers_that_cannot_start_are_an_error_that_names_them(monkeypatch):
+    def refused(self):
+        raise OSError("too many processes")
+
+    monkeypatch.setattr(RewardWorkers, "_start_worker", refused)
+    scorer = Scorer(RewardConfig(functions=(function("length"),)), lambda: None)
+    scorer.start()  # the other ranks do not learn of it here
+    with pytest.raises(RewardFailed, match="the reward workers cannot go on: .*too many processes"):
+        scorer.score([Problem("p", "a")], ["x"], [[1]], [False])
 
 
 def test_a_failure_that_scores_zero_is_counted_and_logged(logged):
