@@ -4,8 +4,8 @@ The checks themselves lie in the packages that use what is checked, and the pref
 Each section of the configuration that names files has one here.
 
 Every rank makes these checks, so that none waits for one that has found a mistake. Only the import of reward functions
-is left to the preflight if there are several ranks: each of them would run the user's file, and the preflight runs it on
-the first rank of each node and tells the others.
+is left to the preflight if there are several ranks: each of them would run the user's file, and the preflight runs it
+on the first rank of each node and tells the others.
 """
 
 from __future__ import annotations

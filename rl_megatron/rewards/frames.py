@@ -7,6 +7,7 @@ import os
 import pickle
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 _LENGTH = struct.Struct("!Q")
 _CALL = struct.Struct("qq")
 _NO_CALL = (-1, -1)
+_TIME = struct.Struct("d")  # of `time.monotonic`, which all processes of a machine share
 
 
 def framed(payload: bytes) -> bytes:
@@ -55,11 +57,22 @@ class CallMark:
 
     def clear(self) -> None:
         """Mark that no call runs."""
+        self.touch()
         _CALL.pack_into(self._shared, 0, *_NO_CALL)
+
+    def touch(self) -> None:
+        """Note that the worker can go on now."""
+        _TIME.pack_into(self._shared, _CALL.size, time.monotonic())
+
+    @property
+    def touched(self) -> float:
+        """Return when a call last began or ended, or the worker's event loop last went round."""
+        return _TIME.unpack_from(self._shared, _CALL.size)[0]
 
     @contextmanager
     def of(self, job: int, index: int) -> Iterator[None]:
         """Mark, during the block of a `with` statement, that the function `index` runs for a job."""
+        self.touch()
         _CALL.pack_into(self._shared, 0, job, index)
         try:
             yield

@@ -14,16 +14,18 @@ import resource
 import socket
 import sys
 import traceback
-from collections.abc import Coroutine, Generator
 from typing import Any
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.import_strings import find_files, load_object
 from rl_megatron.rewards.calling import BadFunction, RewardFunction, TaskReward, run_async
+from rl_megatron.rewards.coroutines import BusyTime, TimedCall
 from rl_megatron.rewards.frames import CallMark, read_frame, write_frame
 from rl_megatron.rewards.results import BadResult, read_result, read_results
 from rl_megatron.rewards.samples import Failure, FunctionSpec, Outcome, Sample
 from rl_megatron.topology.child_process import die_with
+
+_SECONDS_BETWEEN_TOUCHES = 0.1  # by an event loop that nothing blocks
 
 
 class Worker:
@@ -33,7 +35,7 @@ class Worker:
         self._connection, self._mark = connection, mark
         self._loop = asyncio.new_event_loop()
         self._functions: list[RewardFunction | TaskReward] = []
-        self._timeout = 0.0
+        self._timeout, self._busy = 0.0, BusyTime()
 
     def serve(self) -> None:
         """Answer messages until the other end closes the socket."""
@@ -115,18 +117,29 @@ class Worker:
                 others.append(message)
 
         self._loop.add_reader(self._connection, receive)
+        touching = self._loop.create_task(self._touch())
         try:
             while running:
                 done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 running -= done
         finally:
+            touching.cancel()
             self._loop.remove_reader(self._connection)
         return others
 
+    async def _touch(self) -> None:
+        """Note again and again that the loop goes round."""
+        while True:
+            self._mark.touch()
+            await asyncio.sleep(_SECONDS_BETWEEN_TOUCHES)
+
     async def _await_one(self, job: int, index: int, sample: Sample) -> None:
         """Call an async function for one sample, and send the outcome."""
-        call = self._loop.create_task(_Marked(self._mark, job, index, self._outcome(index, sample)))
-        await asyncio.wait({call}, timeout=self._timeout)
+        timed = TimedCall(self._mark, self._busy, (job, index), self._outcome(index, sample))
+        call = self._loop.create_task(timed)
+        await timed.has_begun.wait()
+        while not call.done() and (left := self._timeout - timed.seconds) > 0:
+            await asyncio.wait({call}, timeout=left)
         if call.done():
             outcome = call.result()
         else:
@@ -148,27 +161,6 @@ class Worker:
             write_frame(self._connection, pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
         except OSError:  # the other end is gone, or a function closed the socket
             os._exit(1)
-
-
-class _Marked(Coroutine[Any, Any, Any]):
-    """A coroutine that marks its call whenever it runs, and not while it waits."""
-
-    def __init__(self, mark: CallMark, job: int, index: int, coroutine: Coroutine[Any, Any, Any]):
-        self._mark, self._call, self._coroutine = mark, (job, index), coroutine
-
-    def send(self, value: Any) -> Any:
-        with self._mark.of(*self._call):
-            return self._coroutine.send(value)
-
-    def throw(self, *error: Any) -> Any:
-        with self._mark.of(*self._call):
-            return self._coroutine.throw(*error)
-
-    def close(self) -> None:
-        self._coroutine.close()
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return self._coroutine.__await__()
 
 
 def _loaded(spec: FunctionSpec) -> RewardFunction | TaskReward:

@@ -7,67 +7,25 @@ import selectors
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.import_strings import imported_files
 from rl_megatron.config.rewards import RewardConfig
+from rl_megatron.rewards.jobs import Job, WorkerHandle
 from rl_megatron.rewards.process import WorkerProcess
 from rl_megatron.rewards.samples import Description, Failure, FunctionSpec, Outcome, Sample, import_path
 
 _MOST_WORKERS = 32  # of reward.num_workers=null
 _SECONDS_TO_LOAD = 120.0
 _SECONDS_BETWEEN_LOOKS = 0.1  # at processes whose socket is silent
-_GRACE_SECONDS = 1.0  # an async worker reports a late call itself; after this time it is taken to be blocked
 _AHEAD = 2  # calls that a worker has before it ends the first, so that it never waits for the next
 _AHEAD_IF_SHORT = 16
 _SHORT_SECONDS = 0.002  # of a call
 _WORTH_A_WORKER_SECONDS = 0.3  # of work that waits: a worker starts in about this time
 _MOST_ATTEMPTS = 2  # of a call whose worker ended; the second one is made alone
 _MEBIBYTE = 1 << 20
-
-
-@dataclass
-class _Job:
-    """Functions to call for one sample, or one function to call for all samples.
-
-    Attributes:
-        number: Its number.
-        kind: "call" (functions in order, for one sample), "await" (an async function) or "list" (all samples).
-        functions: The indices of the functions that have not answered.
-        samples: The indices of the samples.
-        since: When the worker could begin with the next function.
-        attempts: How many workers ended while they had it, and nothing says which call ended them.
-    """
-
-    number: int
-    kind: str
-    functions: list[int]
-    samples: list[int]
-    since: float = 0.0
-    attempts: int = 0
-
-
-@dataclass
-class _Worker:
-    """A worker process and the jobs that it has, in the order in which they were sent."""
-
-    process: WorkerProcess
-    started: float
-    is_ready: bool = False
-    jobs: dict[int, _Job] = field(default_factory=dict)
-
-    @property
-    def oldest(self) -> _Job | None:
-        """Return the job that the worker got first."""
-        return next(iter(self.jobs.values()), None)
-
-    def takes(self, kind: str, most: int) -> bool:
-        """Return whether the worker takes another job of a kind, of which it may have `most`."""
-        alike = all(job.kind == kind and not job.attempts for job in self.jobs.values())
-        return self.is_ready and len(self.jobs) < most and alike
 
 
 class RewardWorkers:
@@ -83,8 +41,8 @@ class RewardWorkers:
         """Start no process yet."""
         self._functions, self._settings = list(functions), settings
         self._most = settings.num_workers or min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
-        self._workers: list[_Worker] = []
-        self._waiting: dict[str, deque[_Job]] = {kind: deque() for kind in ("list", "await", "call")}
+        self._workers: list[WorkerHandle] = []
+        self._waiting: dict[str, deque[Job]] = {kind: deque() for kind in ("list", "await", "call")}
         self._samples: list[Sample] = []
         self._num_jobs = self._num_wanted = self._num_calls = 0
         self._seconds_of_calls = self._looked = 0.0
@@ -169,10 +127,10 @@ class RewardWorkers:
 
     def _wait(self, kind: str, functions: list[int], samples: list[int]) -> None:
         self._num_jobs += 1
-        self._waiting[kind].append(_Job(self._num_jobs, kind, functions, samples))
+        self._waiting[kind].append(Job(self._num_jobs, kind, functions, samples))
 
     def _start_worker(self) -> None:
-        worker = _Worker(WorkerProcess(), time.monotonic())
+        worker = WorkerHandle(WorkerProcess(), time.monotonic())
         memory = self._settings.memory_limit_mb
         limit = None if memory is None else int(memory * _MEBIBYTE)
         worker.process.send(
@@ -195,7 +153,7 @@ class RewardWorkers:
             for _ in range(free):
                 self._start_worker()
 
-    def _seconds_per_call(self, ready: Sequence[_Worker]) -> float:
+    def _seconds_per_call(self, ready: Sequence[WorkerHandle]) -> float:
         now = time.monotonic()
         longest = max((now - job.since for worker in ready if (job := worker.oldest) is not None), default=0.0)
         return max(longest, self._seconds_of_calls / max(self._num_calls, 1))
@@ -206,16 +164,7 @@ class RewardWorkers:
         for worker in sorted(self._workers, key=lambda worker: len(worker.jobs)):
             for kind, waiting in self._waiting.items():
                 while waiting and worker.takes(kind, 1 if waiting[0].attempts else most[kind]):
-                    self._send_job(worker, waiting.popleft())
-
-    def _send_job(self, worker: _Worker, job: _Job) -> None:
-        job.since = time.monotonic()
-        worker.jobs[job.number] = job
-        if job.kind == "list":
-            worker.process.send("list", job.number, job.functions[0], [self._samples[i] for i in job.samples])
-        else:
-            functions = job.functions[0] if job.kind == "await" else job.functions
-            worker.process.send(job.kind, job.number, functions, self._samples[job.samples[0]])
+                    worker.send(waiting.popleft(), self._samples)
 
     def _hear(self, seconds: float) -> None:
         """Wait for messages for at most so many seconds, and take those that arrived."""
@@ -223,7 +172,7 @@ class RewardWorkers:
             for worker in self._workers:
                 events = selectors.EVENT_WRITE if worker.process.wants_to_write else 0
                 selector.register(worker.process.socket, selectors.EVENT_READ | events, worker)
-            heard: list[_Worker] = [key.data for key, _ in selector.select(seconds)]
+            heard: list[WorkerHandle] = [key.data for key, _ in selector.select(seconds)]
         for worker in heard:
             worker.process.flush()
             for message in worker.process.receive():
@@ -237,7 +186,7 @@ class RewardWorkers:
         if heard and self._num_wanted:
             log.report_progress(len(self.outcomes), self._num_wanted, "rewards")
 
-    def _take(self, worker: _Worker, kind: str, *parts: Any) -> None:
+    def _take(self, worker: WorkerHandle, kind: str, *parts: Any) -> None:
         if kind == "refused":
             self.abandon()
             raise ConfigError(parts[0])
@@ -258,7 +207,7 @@ class RewardWorkers:
         if job.kind == "call" and (following := worker.oldest) is not None:
             following.since = now
 
-    def _note(self, job: _Job, function: int, outcomes: Sequence[Outcome]) -> None:
+    def _note(self, job: Job, function: int, outcomes: Sequence[Outcome]) -> None:
         """Keep the outcomes of a function, and the failure if it ends the run."""
         for sample, outcome in zip(job.samples, outcomes, strict=True):
             self.outcomes[function, sample] = outcome
@@ -278,19 +227,20 @@ class RewardWorkers:
                         "the import of a function's file must end"
                     )
                 continue
-            grace = _GRACE_SECONDS if (oldest := worker.oldest) is not None and oldest.kind == "await" else 0.0
-            late = [job for job in worker.jobs.values() if now - job.since > limit + grace]
-            if late:
-                marked = self._marked(worker) if grace else (late[0], late[0].functions[0])
-                self._end(worker, marked, Failure("timeout", f"took longer than {limit:g} seconds"))
+            if worker.is_late(limit):
+                oldest = worker.oldest
+                call = worker.call()
+                if call is None and oldest is not None and oldest.kind != "await":
+                    call = oldest, oldest.functions[0]
+                self._end(worker, call, Failure("timeout", f"took longer than {limit:g} seconds"))
 
-    def _take_end(self, worker: _Worker) -> None:
+    def _take_end(self, worker: WorkerHandle) -> None:
         """Take down which call ended a worker, and send its other calls again.
 
         If a coroutine closed the socket, another one may run by now.
         """
         is_async = (oldest := worker.oldest) is not None and oldest.kind == "await"
-        marked = self._marked(worker) if not is_async or worker.process.has_exited() else None
+        marked = worker.call() if not is_async or worker.process.has_exited() else None
         if not worker.is_ready:
             how = worker.process.end()
             self._workers.remove(worker)
@@ -298,7 +248,7 @@ class RewardWorkers:
             raise ConfigError(f"reward.functions: a worker process {how} while it loaded them; see its output above")
         self._end(worker, marked, None)
 
-    def _end(self, worker: _Worker, call: tuple[_Job, int] | None, failure: Failure | None) -> None:
+    def _end(self, worker: WorkerHandle, call: tuple[Job, int] | None, failure: Failure | None) -> None:
         """Kill a worker.
 
         Args:
@@ -321,12 +271,6 @@ class RewardWorkers:
             self._note(job, function, [outcome] * len(job.samples))
         for job in reversed([job for job in worker.jobs.values() if job.functions]):
             self._waiting[job.kind].appendleft(job)
-
-    def _marked(self, worker: _Worker) -> tuple[_Job, int] | None:
-        """Return the call that a worker runs, or ran when it ended: its job and its function."""
-        number, function = worker.process.mark.read() or (-1, -1)
-        job = worker.jobs.get(number)
-        return None if job is None or function not in job.functions else (job, function)
 
 
 def _policy(settings: RewardConfig, failure: Failure) -> str:

@@ -112,6 +112,23 @@ def test_a_waiting_coroutine_is_late_without_disturbing_the_others(workers_of):
 
 
 @pytest.mark.slow
+def test_the_time_of_a_call_begins_when_the_call_does(workers_of):
+    """Two functions of 0.3 s score four samples in one worker: the last call begins after 2.1 s."""
+    workers = workers_of(settings("takes_a_while", "takes_as_long", timeout_seconds=0.55, num_workers=1))
+    found = scored(workers, samples(*"abcd"))
+    assert [outcome.score for outcomes in found for outcome in outcomes] == [1.0] * 8
+
+
+@pytest.mark.slow
+def test_coroutines_are_not_late_because_of_others_that_hold_the_event_loop(workers_of):
+    """Ten calls that hold the loop for 0.1 s twice: each waits for 0.9 s or more of the others' time."""
+    workers = workers_of(settings("computes", timeout_seconds=0.6, on_timeout="zero", num_workers=1))
+    (found,) = scored(workers, samples(*"abcdefghi", "block"))
+    assert [outcome.score for outcome in found] == [1.0] * 9 + [None]
+    assert found[-1].failure.kind == "timeout"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["sleep", "exit", "raise", "nan"])
 def test_a_list_function_fails_for_all_samples_or_for_one(workers_of, text):
     workers = workers_of(settings("misbehave_list", timeout_seconds=1.0, on_error="zero", on_timeout="zero"))

@@ -39,6 +39,23 @@ async def judge(completion):
     return len(completion)
 
 
+def takes_a_while(completion):
+    time.sleep(0.3)
+    return 1.0
+
+
+def takes_as_long(completion):
+    return takes_a_while(completion)
+
+
+async def computes(completion):
+    """Hold the event loop twice, or for ever."""
+    time.sleep(1000 if completion == "block" else 0.1)
+    await asyncio.sleep(0)
+    time.sleep(0.1)
+    return 1.0
+
+
 class Stateful:
     def __init__(self, offset):
         self.offset = offset
