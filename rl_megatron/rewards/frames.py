@@ -61,7 +61,7 @@ class CallMark:
         _CALL.pack_into(self._shared, 0, *_NO_CALL)
 
     def touch(self) -> None:
-        """Note that the worker can go on now."""
+        """Mark the present time: the worker can go on."""
         _TIME.pack_into(self._shared, _CALL.size, time.monotonic())
 
     @property

@@ -128,7 +128,7 @@ class Worker:
         return others
 
     async def _touch(self) -> None:
-        """Note again and again that the loop goes round."""
+        """Mark again and again that the loop goes round."""
         while True:
             self._mark.touch()
             await asyncio.sleep(_SECONDS_BETWEEN_TOUCHES)
