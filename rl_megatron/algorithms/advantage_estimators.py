@@ -31,6 +31,7 @@ from rl_megatron.config.importing import raised
 from rl_megatron.config.registry import Registry
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.contract import LossFunction
+from rl_megatron.topology.collective_errors import on_all_or_none
 
 Function = TypeVar("Function", bound=Callable[..., Tensor])
 
@@ -70,9 +71,18 @@ def estimated_advantages(
 ) -> Float[Tensor, "batch sequence"]:
     """Return the advantages [B, S] that the configured estimator gives the rollouts, 0 at tokens that do not count.
 
+    Collective, because a user's function may fail on some ranks only.
+
     Raises:
-        ConfigError: The user's function raised an error, or its result has another shape or is not finite.
+        ConfigError: The user's function raised an error, or its result has another shape or is not finite. It is raised
+            on every rank.
     """
+    return on_all_or_none(lambda: _estimated_advantages(rollouts, algorithm, loss_fn))
+
+
+def _estimated_advantages(
+    rollouts: BatchedDataDict, algorithm: GRPOConfig, loss_fn: LossFunction
+) -> Float[Tensor, "batch sequence"]:
     name, mask = algorithm.advantage_estimator, rollouts["token_mask"]
     parameters = estimator_parameters(name)
     available = {

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -41,7 +40,7 @@ from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.rewards.scorer import RewardFailed, Scorer
 from rl_megatron.topology import degrees, topology
-from rl_megatron.topology.collective_errors import first_failure, run_on_rank0
+from rl_megatron.topology.collective_errors import on_all_or_none, run_on_rank0
 from rl_megatron.topology.device import start_device
 from rl_megatron.topology.topology import Topology
 from rl_megatron.weight_sync.plan import WeightsRefused
@@ -49,7 +48,6 @@ from rl_megatron.weight_sync.plan import WeightsRefused
 # Errors that end a run after its start, with exit status 1.
 FAILURES = (NonFiniteLoss, WeightsRefused, EngineFailed, EngineMismatch, RewardFailed, SaveFailed)
 _PATIENCE = timedelta(seconds=30)
-_T = TypeVar("_T")
 
 
 def run(config: RunConfig) -> int:
@@ -88,7 +86,7 @@ def run_stages(config: RunConfig) -> RunResults:
 
     Raises:
         ConfigError: The input is bad; it is raised on every rank.
-        Exception: One of `FAILURES` ended the run; the message names the newest checkpoint.
+        Exception: One of `FAILURES` ended the run. Once stages have begun, every message names the newest checkpoint.
     """
     started = time.perf_counter()
     first = config.first
@@ -97,15 +95,15 @@ def run_stages(config: RunConfig) -> RunResults:
     degrees.validate_model(first.model, first.parallel)
     output_dir, earlier = Path(config.output_dir), earlier_run(config)
     _refuse_failure(run_on_rank0(lambda: _put_back_checkpoints(earlier)))
-    tokenizer = _on_all_or_none(lambda: preflight.check(config, earlier))
+    tokenizer = on_all_or_none(lambda: preflight.check(config, earlier))
     verify.refuse_damage(config, earlier)
     if dist.get_rank() == 0:
         log.LOGGER.info("%s, %s, vocabulary of %d", layout.describe(), device.type, tokenizer.vocab_size)
         for name, stage in config.stages.items():
             log.LOGGER.info("stage %s: %s", name, describe_source(stage))
-    run_yaml = _on_all_or_none(lambda: recorded_config(config, earlier))  # every rank has read before rank 0 writes
+    run_yaml = on_all_or_none(lambda: recorded_config(config, earlier))  # every rank has read before rank 0 writes
     _refuse_failure(run_on_rank0(lambda: _begin_output(config, run_yaml, output_dir, tokenizer)))
-    metrics_logger = _on_all_or_none(lambda: _open_metrics(config, output_dir))
+    metrics_logger = on_all_or_none(lambda: _open_metrics(config, output_dir))
     results: dict[str, Any] = {}
     weights = Path(config.init_from) if config.init_from else None
     try:
@@ -118,7 +116,7 @@ def run_stages(config: RunConfig) -> RunResults:
                     config, name, layout, tokenizer, metrics_logger, directory, weights, weights_from, run_yaml
                 )
             weights = complete_checkpoints(directory)[-1]
-    except FAILURES as error:
+    except (ConfigError, *FAILURES) as error:
         newest = [weights, *complete_checkpoints(directory)][-1]
         kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
         raise type(error)(f"{error}; {kept}") from error
@@ -171,24 +169,6 @@ def _refuse_failure(failure: str | None) -> None:
         raise ConfigError(f"output_dir cannot be written: {failure}")
 
 
-def _on_all_or_none(check: Callable[[], _T]) -> _T:
-    """Return what `check` returns. Collective.
-
-    A check can fail on one node only, for example if a file is missing there. Without this, the other ranks would wait.
-
-    Raises:
-        ConfigError: `check` raised it on any rank. It is raised on all ranks, with the message of the lowest such rank.
-    """
-    try:
-        result = check()
-    except ConfigError as error:
-        raise ConfigError(first_failure(str(error))) from None
-    failure = first_failure(None)
-    if failure is not None:
-        raise ConfigError(failure)
-    return result
-
-
 def leave_together() -> None:
     """Wait for all ranks, but not for long: when one rank exits, torchrun kills others that are still logging."""
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -227,7 +207,7 @@ def _run_stage(
     )  # fmt: skip
     try:
         algorithm.run(stage, settings)
-    except FAILURES:  # on every rank
+    except (ConfigError, *FAILURES):  # on every rank, once a step has begun
         stage.checkpointer.complete()
         raise
     finally:

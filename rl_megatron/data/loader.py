@@ -21,6 +21,7 @@ from rl_megatron.data import encoding
 from rl_megatron.data.mixture import MixtureCounts
 from rl_megatron.data.order import ShuffledEpochs, epoch_order
 from rl_megatron.data.records import NothingLeft, Position, Reader, Record
+from rl_megatron.topology.collective_errors import on_all_or_none
 
 BatchT = TypeVar("BatchT")
 BatchT_co = TypeVar("BatchT_co", covariant=True)
@@ -225,12 +226,14 @@ class DataLoader(Generic[BatchT]):
         counts: How many items each of them has in each batch.
         seed: The seed of the order in which items of several data sets are mixed within a batch.
         join: Returns one batch of several, with the items in the order of these indices.
+        can_fail: Whether a batch may fail on some ranks only: one that is read from files, or by a user's weights.
     """
 
     components: Sequence[Component[BatchT]]
     counts: MixtureCounts
     seed: int
     join: Callable[[list[BatchT], list[int]], BatchT]
+    can_fail: bool = False
 
     def __post_init__(self) -> None:
         self._next = 0
@@ -241,8 +244,15 @@ class DataLoader(Generic[BatchT]):
         return getattr(self.components[0].first, "group_size", 1)
 
     def batch(self, number: int) -> BatchT:
-        """Return batch `number`. Going forward is cheap; going back starts streamed data from the beginning."""
-        return self._batch_of([drawn for _, drawn in self._draw(number)])
+        """Return batch `number`. Going forward is cheap; going back starts streamed data from the beginning.
+
+        Collective if `can_fail`.
+
+        Raises:
+            ConfigError: The data of the batch cannot be used, on any rank. It is raised on every rank.
+        """
+        drawn = on_all_or_none(lambda: self._draw(number)) if self.can_fail else self._draw(number)
+        return self._batch_of([item for _, item in drawn])
 
     def distinct_batches(self, stop: int) -> Iterator[BatchT]:
         """Yield every item of the batches before `stop` exactly once, in batches, in the order of its first use."""

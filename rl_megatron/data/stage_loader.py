@@ -79,7 +79,8 @@ def loader_of(
     counts = MixtureCounts(names, batch_size, configured_weights(stage.data), batches_per_step)
     if len(components) > 1:
         counts.at(0)
-    return DataLoader(components, counts, stage.train.seed, join)
+    can_fail = stage.data.streaming or stage.data.mix_weights is not None
+    return DataLoader(components, counts, stage.train.seed, join, can_fail)
 
 
 def components_of(

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch.distributed as dist
+
+from rl_megatron.config.errors import ConfigError
+
+_T = TypeVar("_T")
 
 
 def first_failure(failure: str | None) -> str | None:
@@ -20,6 +25,25 @@ def first_failure(failure: str | None) -> str | None:
         if message is not None:
             return message if all(failures) else f"{message} (on rank {rank})"
     return None
+
+
+def on_all_or_none(action: Callable[[], _T]) -> _T:
+    """Return what `action` returns. Collective.
+
+    An action can fail on one node only, for example if a file is missing there. Without this, the other ranks would
+    wait.
+
+    Raises:
+        ConfigError: `action` raised it on any rank. All ranks raise it, with the message of the lowest such rank.
+    """
+    try:
+        result = action()
+    except ConfigError as error:
+        raise ConfigError(first_failure(str(error))) from error
+    failure = first_failure(None)
+    if failure is not None:
+        raise ConfigError(failure)
+    return result
 
 
 def in_words(error: Exception) -> str:

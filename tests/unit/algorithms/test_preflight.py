@@ -15,13 +15,13 @@ from rl_megatron.algorithms.preflight import (
     check_loss,
 )
 from rl_megatron.algorithms.rollout import needs_reference
-from rl_megatron.algorithms.run import _on_all_or_none
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
 from rl_megatron.generation.engines import check_engine
 from rl_megatron.generation.transformers.engine import engine_devices
 from rl_megatron.losses import LOSSES, ClippedPGLossFn, LossFunction, LossInputType, LossType
 from rl_megatron.observability.sinks import check_sinks
+from rl_megatron.topology.collective_errors import on_all_or_none
 
 PAIRS = ["data=gsm8k_pairs", "data.path=x"]
 OVERRIDES = {
@@ -160,9 +160,9 @@ def missing_on(rank: int) -> str:
         return 5
 
     if rank is not None and rank >= dist.get_world_size():
-        return str(_on_all_or_none(check))
+        return str(on_all_or_none(check))
     with pytest.raises(ConfigError) as error:
-        _on_all_or_none(check)
+        on_all_or_none(check)
     return str(error.value)
 
 

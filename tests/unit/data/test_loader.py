@@ -1,6 +1,7 @@
 """Mixtures and streams: which items form a batch, and that a loader continues where another stopped."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,7 @@ from rl_megatron.data.loader import DataLoader, InMemory, ItemList, Streamed
 from rl_megatron.data.mixture import MixtureCounts
 from rl_megatron.data.readers.lines import JsonLines
 from rl_megatron.data.records import NothingLeft, Part
+from rl_megatron.topology import collective_errors
 
 
 def joined(batches, order):
@@ -187,3 +189,11 @@ def test_a_stream_without_records_is_refused(tmp_path):
             Streamed("few", part, ItemList, 5, 0)
         with pytest.raises(ValueError, match=words):
             part.all()
+
+
+def test_an_error_on_another_rank_ends_a_batch_that_is_read_from_files(loader, monkeypatch):
+    reading = replace(loader(), can_fail=True)
+    reading.batch(0)
+    monkeypatch.setattr(collective_errors, "first_failure", lambda failure: failure or "s.jsonl:8 is gone (on rank 3)")
+    with pytest.raises(ConfigError, match=r"s.jsonl:8 is gone \(on rank 3\)"):
+        reading.batch(1)
