@@ -27,7 +27,7 @@ def run_config(
     algorithm: str,
     begin: StartingModel | None,
     data: Data | None,
-    rewards: Sequence[Reward],
+    rewards: Sequence[Reward] | Reward,
     output_dir: str | os.PathLike[str],
     settings: Mapping[str, Any],
 ) -> RunConfig:
@@ -60,6 +60,7 @@ def run_config(
         tree = merged(begin.settings, tree)
     overrides += [override(key, name) for key, name in chosen.items()]
     if data is not None:
+        _refuse_records(data)
         section = data if isinstance(data, Mapping) else {"path": data if isinstance(data, str) else _plain(data)}
         tree["data"] = merged(_nested(section), tree.get("data", {}))
     if rewards:
@@ -68,8 +69,8 @@ def run_config(
     return load_config(overrides, settings=tree)
 
 
-def reward_functions(rewards: Sequence[Reward]) -> list[dict[str, Any]]:
-    """Return `reward.functions` for functions, their names, and mappings of the keys of one entry.
+def reward_functions(rewards: Sequence[Reward] | Reward) -> list[dict[str, Any]]:
+    """Return `reward.functions` for functions, their names, and mappings of the keys of one entry; or for one of them.
 
     A Python function is registered under its own name. A later function of the same name replaces it, because a cell of
     a notebook may run again.
@@ -78,13 +79,27 @@ def reward_functions(rewards: Sequence[Reward]) -> list[dict[str, Any]]:
         ConfigError: A function has no name, or has that of a function of the package or of a plugin.
     """
     entries = []
-    for index, reward in enumerate(rewards):
+    several = [rewards] if callable(rewards) or isinstance(rewards, str | Mapping) else rewards
+    for index, reward in enumerate(several):
         entry = dict(reward) if isinstance(reward, Mapping) else {"name": reward}
         named = entry.get("name")
         if callable(named):
             entry["name"] = _registered(named, f"rewards[{index}]")
         entries.append(entry)
     return entries
+
+
+def _refuse_records(data: Data) -> None:
+    """Refuse data that is a list of records, without printing them.
+
+    Raises:
+        ConfigError: It is such a list.
+    """
+    if isinstance(data, list | tuple) and any(isinstance(each, Mapping) for each in data):
+        raise ConfigError(
+            f"data is a list of {len(data)} records, but must be a path, a list of paths, or a mapping of keys of the "
+            'section data; write the records to a JSONL file, one a line, and pass its path: data="records.jsonl"'
+        )
 
 
 _of_python: set[str] = set()  # the names that `_registered` has registered

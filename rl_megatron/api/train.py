@@ -42,7 +42,7 @@ def train(
     output_dir: str | os.PathLike[str],
     model: str | os.PathLike[str] | None = None,
     data: Data | None = None,
-    rewards: Sequence[Reward] = (),
+    rewards: Sequence[Reward] | Reward = (),
     **settings: Any,
 ) -> TrainingResult:
     """Train a model, as `rl-megatron train algorithm=…` does, in this process and its fellow ranks under torchrun.
@@ -56,9 +56,9 @@ def train(
             with new weights of the section `model`.
         data: The data: a file, a directory, a pattern, or a list of them (`data.path`), or the keys of the section
             `data`, as in `{"dataset_name": "my/data", "split": "train"}`.
-        rewards: Reward functions, whose sum is the reward: Python functions, names of registered ones such as
-            "math_verify", import strings as in "my_rewards.py:length", or mappings with the keys of an entry of
-            `reward.functions`, as in `{"name": my_function, "weight": 0.1}`.
+        rewards: A reward function, or a list of them, whose sum is the reward: Python functions, names of registered
+            ones such as "math_verify", import strings as in "my_rewards.py:length", or mappings with the keys of an
+            entry of `reward.functions`, as in `{"name": my_function, "weight": 0.1}`.
         **settings: Any keys of the configuration, as sections (`train={"steps": 50}`) or as paths
             (`**{"train.steps": 50}`). The name of a preset chooses one: `loss="clipped_pg"`.
 
@@ -80,7 +80,7 @@ def train(
 def grpo(
     model: str | os.PathLike[str],
     data: Data | None = None,
-    rewards: Sequence[Reward] = (),
+    rewards: Sequence[Reward] | Reward = (),
     *,
     output_dir: str | os.PathLike[str],
     **settings: Any,

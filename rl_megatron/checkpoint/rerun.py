@@ -188,9 +188,13 @@ def _changed(before: StageConfig, now: StageConfig) -> dict[str, str]:
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every key path with its value; a list of mappings has the paths `key[0].name`, and no value of its own."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{key}.")
+        elif value and isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
+            for index, each in enumerate(value):
+                yield from _leaves(each, f"{prefix}{key}[{index}].")
         else:
             yield f"{prefix}{key}", value
 

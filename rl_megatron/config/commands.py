@@ -20,6 +20,18 @@ def override(key: str, value: str) -> str:
     return f"{key}={value if plain else _quoted(value)}"
 
 
+def override_of_list(key: str, value: str) -> str | None:
+    """Return `key=[…]` in Hydra's syntax, where `value` is a list whose texts were written without quotes.
+
+    Numbers and quoted texts stay as they are. The result is None if the list has lists or mappings in it.
+    """
+    items = [item.strip() for item in value.strip().removeprefix("[").removesuffix("]").split(",")]
+    if any(item.startswith(("[", "{")) for item in items):
+        return None
+    as_is = [item[:1] in ("'", '"') or re.fullmatch(_NOT_TEXT, item) for item in items]
+    return f"{key}=[{','.join(item if keep else _quoted(item) for item, keep in zip(items, as_is, strict=True))}]"
+
+
 def _quoted(value: str) -> str:
     """Return a text in double quotes. Hydra reads a backslash as itself, unless a quote comes after it."""
     return '"' + re.sub(r'(\\*)(?="|$)', r"\1\1", value).replace('"', '\\"') + '"'

@@ -98,6 +98,7 @@ def composed(overrides: list[str], config_dir: str | None, config_name: str = PR
         except ConfigError:
             raise
         except (HydraException, OmegaConfBaseException, ValueError) as error:
+            _refuse_unknown_primary(error, config_name, config_dir)
             groups = [override for override in overrides if "." not in key_of(override)]
             raise ConfigError(_of_resolver(error) or explain(error, overrides, _tree(groups, config_name))) from error
 
@@ -138,6 +139,15 @@ def _refuse_settings_of_hydra(override: str) -> None:
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
         remedy = _OF_HYDRA.get(key, "leave it out").format(value=value)
         raise ConfigError(f"override {override!r} has no effect: a run does not use Hydra's own settings; {remedy}")
+
+
+def _refuse_unknown_primary(error: Exception, name: str, config_dir: str | None) -> None:
+    if str(error).startswith("Cannot find primary config"):
+        directories = [config_directory(), *([] if config_dir is None else [Path(config_dir)])]
+        known = {path.stem for directory in directories for path in directory.glob("*.yaml")}
+        raise ConfigError(
+            f"--config-name {name}: there is no such file, shipped or in --config-dir{nearest(name, known)}"
+        ) from error
 
 
 def _refuse_several_experiments(overrides: list[str]) -> None:

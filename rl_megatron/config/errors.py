@@ -16,7 +16,14 @@ class ConfigError(ValueError):
     """
 
 
+_LONGEST_VALUE = 200  # characters of a value in a message
 _SHORT_LIST = 8  # a longer list of names would hide the hint
+
+
+def shown(value: object) -> str:
+    """Return a value for a message: its repr, of which a long one is cut."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

@@ -14,31 +14,78 @@ from hydra.errors import OverrideParseException
 
 from rl_megatron.config import schema
 from rl_megatron.config.commands import override as quoted
+from rl_megatron.config.commands import override_of_list
+from rl_megatron.config.errors import nearest
 
 OPEN_SECTIONS = ("stages.", "algorithm.", "data.")  # the keys of these depend on a name in the section
 _MOST = 2  # keys that one hint names
+# Names in TRL, verl and Transformers → the keys here. Only messages about unknown keys use them.
+NAMES_ELSEWHERE = {
+    "beta": ("loss.reference_policy_kl_penalty",),
+    "kl_coef": ("loss.reference_policy_kl_penalty",),
+    "kl_loss_coef": ("loss.reference_policy_kl_penalty",),
+    "epsilon": ("loss.ratio_clip_min", "loss.ratio_clip_max"),
+    "clip_range": ("loss.ratio_clip_min", "loss.ratio_clip_max"),
+    "clip_ratio": ("loss.ratio_clip_min", "loss.ratio_clip_max"),
+    "num_generations": ("algorithm.samples_per_prompt",),
+    "n": ("algorithm.samples_per_prompt",),
+    "learning_rate": ("optimizer.lr",),
+    "lr": ("optimizer.lr",),
+    "max_completion_length": ("generation.max_new_tokens",),
+    "max_response_length": ("generation.max_new_tokens",),
+    "max_tokens": ("generation.max_new_tokens",),
+    "temperature": ("generation.temperature",),
+    "top_p": ("generation.top_p",),
+    "top_k": ("generation.top_k",),
+    "max_prompt_length": ("model.max_sequence_length",),
+    "max_length": ("model.max_sequence_length",),
+    "max_seq_length": ("model.max_sequence_length",),
+    "train_files": ("data.path",),
+    "dataset": ("data.path",),
+    "dataset_path": ("data.path",),
+    "per_device_train_batch_size": ("train.micro_batch_size",),
+    "gradient_accumulation_steps": ("train.global_batch_size",),
+    "max_steps": ("train.steps",),
+    "save_steps": ("train.save_every",),
+    "eval_steps": ("train.eval_every",),
+    "logging": ("metric_sinks",),
+    "report_to": ("metric_sinks",),
+    "model.path": ("init_from",),
+    "model_name_or_path": ("init_from",),
+    "pretrained": ("init_from",),
+}
+_REMARKS = {"init_from": " It takes a checkpoint, which `rl-megatron convert import` makes of a Hugging Face directory"}
 
 
 def nearest_key(key: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown key: the keys that were probably meant.
 
-    These are a key of another section with the same name, and a similar key of the same section. If there is neither,
-    it is a similar path, or the list of the section's keys.
+    These are the key that has this name in another library, a key of another section with the same name, and a similar
+    key of the same section. If there is none, it is a similar path, or the list of the section's keys.
 
     Args:
-        key: The path of the unknown key, such as "train.lr".
-        known: The paths of all keys.
+        key: The path of the unknown key, such as "train.lr" or "data.mix[0].wieght".
+        known: The paths of all keys. Those of the elements of a list are as in "data.mix[].weight".
     """
-    known = sorted(set(known))
+    element = re.search(r"\[\d+\]", key)
+    if element is not None:
+        inside = [path for path in known if "[]" in path]
+        return nearest_key(key.replace(element[0], "[]"), inside).replace("[]", element[0])
+    known = sorted({path for path in known if ("[]" in path) == ("[]" in key)})
     section, _, name = key.rpartition(".")
     siblings = [path for path in known if path.rpartition(".")[0] == section]
     names = {path.rpartition(".")[2]: path for path in siblings}
     similar = [names[match] for match in difflib.get_close_matches(name, names, n=1, cutoff=0.65)]
     elsewhere = [path for path in known if path.rpartition(".")[2] == name]
     elsewhere.sort(key=lambda path: -difflib.SequenceMatcher(None, key, path).ratio())
-    meant = [*elsewhere, *similar] or difflib.get_close_matches(key, siblings or known, n=1, cutoff=0.75)
+    peers = NAMES_ELSEWHERE.get(".".join(key.split(".")[-2:])) or NAMES_ELSEWHERE.get(name, ())
+    meant = list(dict.fromkeys((*peers, *elsewhere, *similar))) or difflib.get_close_matches(
+        key, siblings or known, n=1, cutoff=0.75
+    )
+    if meant[:1] and meant[0] in _REMARKS:
+        meant = meant[:1]
     if meant:
-        return f"; did you mean {' or '.join(map(repr, meant[:_MOST]))}?"
+        return f"; did you mean {' or '.join(map(repr, meant[:_MOST]))}?{_REMARKS.get(meant[0], '')}"
     if siblings and section:
         return f"; {section} has the keys {', '.join(names)}"
     return f"; known: {', '.join(path for path in known if '.' not in path) or ', '.join(known) or 'none'}"
@@ -52,14 +99,20 @@ def tree_paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield from tree_paths(value, f"{prefix}{key}.")
 
 
-def schema_paths(section: Any, prefix: str = "") -> Iterator[str]:
-    """Yield every key path of a dataclass: "train", "train.steps", …; those of all members of a union."""
+def schema_paths(section: Any, prefix: str = "", elements: bool = False) -> Iterator[str]:
+    """Yield every key path of a dataclass: "train", "train.steps", …; those of all members of a union.
+
+    With `elements`, these are also the paths of the elements of lists, such as "data.mix[].weight".
+    """
     hints = get_type_hints(section)
     for name in (field.name for field in fields(section)):
         path = f"{prefix}{name}"
         yield path
         for member in _dataclass_members(hints[name]):
-            yield from schema_paths(member, f"{path}.")
+            yield from schema_paths(member, f"{path}.", elements)
+        if elements and get_origin(hints[name]) is tuple:
+            for member in _dataclass_members(get_args(hints[name])[0]):
+                yield from schema_paths(member, f"{path}[].", elements)
 
 
 def explain(error: Exception, overrides: list[str], tree: Mapping[str, Any]) -> str:
@@ -75,6 +128,12 @@ def explain(error: Exception, overrides: list[str], tree: Mapping[str, Any]) -> 
     several = re.match(r"Ambiguous value for argument '(.*)'$", str(error), re.MULTILINE)
     if several is not None:
         return _about_several_values(_as_given(several[1], overrides))
+    preset = re.search(
+        r"Could not find '(.*)/([^/]*)'\s+Available options in '.*?':\s(.*)", _of_hydra(error), re.DOTALL
+    )
+    if preset is not None:
+        group, name, names = preset.groups()
+        return f"{group}={name}: there is no such file{nearest(name, names.split())}"
     run_keys = {field.name for field in fields(schema.RunConfig)}
     known = {*schema_paths(schema.StageConfig), *run_keys, "experiment", *tree_paths(tree)}
     for override in overrides:
@@ -83,7 +142,11 @@ def explain(error: Exception, overrides: list[str], tree: Mapping[str, Any]) -> 
             return f"override {override!r} has no '='; write key=value"
         if key not in known and not key.startswith(OPEN_SECTIONS):
             return f"unknown key {key!r} in override {override!r}{nearest_key(key, known)}"
-    return " ".join(str(error).partition("\nConfig search path:")[0].split())
+    return " ".join(_of_hydra(error).split())
+
+
+def _of_hydra(error: Exception) -> str:
+    return str(error).partition("\nConfig search path:")[0]
 
 
 def key_of(override: str) -> str:
@@ -93,21 +156,26 @@ def key_of(override: str) -> str:
 
 def _as_given(override: str, overrides: list[str]) -> str:
     """Return an override of Hydra's message as the user wrote it, without the signs that were put before it."""
-    return (override if override in overrides else override.removeprefix("++")).replace("\n", "\\n")
+    return (
+        (override if override in overrides else override.removeprefix("++")).replace("\n", "\\n").replace("\t", "\\t")
+    )
 
 
 def _about_quoting(override: str) -> str:
     key, equals, value = override.partition("=")
     if not equals:
         return f"override {override!r} has no '='; write key=value"
-    argument = shlex.quote(quoted(key, value))
-    return f"override {override!r}: Hydra cannot read the value; quote it for Hydra and for the shell: {argument}"
+    written = override_of_list(key, value) if value.startswith("[") else quoted(key, value)
+    if written is None:
+        return f"override '{override}': Hydra cannot read the value; put each text in it in double quotes"
+    argument = shlex.quote(written)
+    return f"override '{override}': Hydra cannot read the value; quote it for Hydra and for the shell: {argument}"
 
 
 def _about_several_values(override: str) -> str:
     key, _, value = override.partition("=")
     return (
-        f"override {override!r} has several values; add --multirun to run a job for each of them, write "
+        f"override '{override}' has several values; add --multirun to run a job for each of them, write "
         f"{shlex.quote(f'{key}=[{value}]')} for a list, or {shlex.quote(quoted(key, value))} for one text with commas"
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import field, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.field_types import Number, Positive, PositiveFloat, section
@@ -38,12 +38,18 @@ class RewardFunctionConfig:
         return self.label or self.name.rpartition(":")[2].rpartition(".")[2]
 
 
+def _named(function: Any) -> Any:
+    """Return the keys of a function of which only the name is given."""
+    return {"name": function} if isinstance(function, str) else function
+
+
 @section
 class RewardConfig:
     """Reward functions, and the worker processes that run them beside the first rank of every node."""
 
-    # The reward of a sample is the sum of weight · score of these functions. Empty: the reward of the task.
-    functions: tuple[RewardFunctionConfig, ...] = ()
+    # The reward of a sample is the sum of weight · score of these functions. Empty: the reward of the task. A text is
+    # the name of a function: `exact_match` stands for `{name: exact_match}`.
+    functions: tuple[Annotated[RewardFunctionConfig, BeforeValidator(_named)], ...] = ()
     # Worker processes on each node, which are started when there is work for them. null: one for each CPU that the
     # node's first rank may use, at most 32.
     num_workers: Positive | None = None

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from rl_megatron.config import algorithms, data_sources
-from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.errors import ConfigError, shown
 from rl_megatron.config.hints import nearest_key, schema_paths
 
 # Sections whose dataclass is chosen by one of their keys.
@@ -17,6 +17,7 @@ _CHOOSING_KEYS = {
     "algorithm": ("name", algorithms.ALGORITHM_CONFIGS),
     "data": ("source", data_sources.SOURCE_CONFIGS),
 }
+_MOST = 8  # mistakes that one message names
 
 
 def chosen_class(section: str, values: Any) -> type | None:
@@ -42,7 +43,9 @@ def validated(section: type, values: Mapping[str, Any], where: str) -> Any:
     try:
         return TypeAdapter(section).validate_python(values)
     except ValidationError as error:
-        raise ConfigError("; ".join(_describe(detail, section, values, where) for detail in error.errors())) from error
+        described = [_describe(detail, section, values, where) for detail in error.errors()[:_MOST]]
+        more = error.error_count() - len(described)
+        raise ConfigError("; ".join(described) + (f"; and {more} more mistakes" if more else "")) from error
 
 
 def refuse_unknown(tree: Mapping[str, Any], known: Iterable[str], where: str) -> None:
@@ -75,24 +78,39 @@ def mapping(value: Any, where: str) -> Mapping[str, Any]:
         ConfigError: The value is something else; the message names the key `where`.
     """
     if value is not None and not isinstance(value, Mapping):
-        raise ConfigError(f"{where}={value!r}: must be a mapping of keys to values")
+        raise ConfigError(f"{where}={shown(value)}: must be a mapping of keys to values")
     return value or {}
 
 
 def _describe(detail: Mapping[str, Any], section: type, values: Mapping[str, Any], where: str) -> str:
-    location = [str(part) for part in detail["loc"]]
+    location = _with_elements(detail["loc"])
     if location[:2] == ["model", "rope_scaling"] and len(location) > 3:
         location.pop(2)  # pydantic adds the name of the union's member, which the key path does not have
     path = ".".join(location)
     if detail["type"] == "unexpected_keyword_argument":
         chosen = chosen_class(location[0], values.get(location[0]))
-        known = set(schema_paths(section) if chosen is None else schema_paths(chosen, f"{location[0]}."))
+        known = set(schema_paths(section, elements=True))
+        if chosen is not None:
+            others = {key for key in known if key.partition(".")[0] != location[0]}
+            known = others | set(schema_paths(chosen, f"{location[0]}.", elements=True))
         owners = "" if chosen is None or ".".join(location[:2]) in known else _owners(*location[:2])
         return f"unknown key {where + path!r}" + (f"; only {owners} has it" if owners else nearest_key(path, known))
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "string_type" and isinstance(detail["input"], Mapping | list):
         message += f"; quote a text with braces or brackets for Hydra and for the shell, as in '{path}=\"{{x}}\"'"
-    return f"{where}{path}={detail['input']!r}: {message[0].lower()}{message[1:]}"
+    value = "" if detail["type"] == "missing" else f"={shown(detail['input'])}"  # the input is what lacks the key
+    return f"{where}{path}{value}: {message[0].lower()}{message[1:]}"
+
+
+def _with_elements(location: Iterable[str | int]) -> list[str]:
+    """Return the parts of a key path; the number of an element of a list belongs to the key of the list."""
+    parts: list[str] = []
+    for part in location:
+        if isinstance(part, int) and parts:
+            parts[-1] += f"[{part}]"
+        else:
+            parts.append(str(part))
+    return parts
 
 
 def _owners(section: str, key: str = "") -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.import_strings import is_import_string
 from rl_megatron.config.rewards import RewardConfig
 from rl_megatron.config.schema import StageConfig
@@ -33,10 +33,9 @@ def configured_functions(settings: RewardConfig) -> list[FunctionSpec]:
         if is_import_string(function.target):
             specs.append(FunctionSpec(target=function.target, **common))
         elif function.name not in REWARDS:
-            known = ", ".join(sorted(REWARDS))
             raise ConfigError(
-                f"{where}: there is no reward function {function.name!r}; known: {known}. A function of your own is "
-                "named as in file.py:name"
+                f"{where}: there is no reward function of this name, and a function of your own is named as in "
+                f"file.py:name{nearest(function.name, REWARDS)}"
             )
         else:
             specs.append(FunctionSpec(pickled=pickled(REWARDS[function.name], where), **common))

@@ -65,7 +65,7 @@ class Worker:
                 where = spec.where
                 self._functions.append(_loaded(spec))
         except (ConfigError, BadFunction) as error:
-            named = str(error).startswith(where)
+            named = str(error).startswith(where.partition("=")[0])
             self._send("refused", str(error) if named else f"{where}: {error}")
             return
         except Exception as error:  # unpickling runs the user's imports
@@ -166,7 +166,7 @@ class Worker:
 def _loaded(spec: FunctionSpec) -> RewardFunction | TaskReward:
     if spec.pickled is None:
         assert spec.target is not None  # one of the two is set
-        return RewardFunction(load_object(spec.target, spec.where), spec.label, spec.kwargs)
+        return RewardFunction(load_object(spec.target, spec.where.partition("=")[0]), spec.label, spec.kwargs)
     value = pickle.loads(spec.pickled)
     return TaskReward(value, spec.label) if spec.is_task else RewardFunction(value, spec.label, spec.kwargs)
 

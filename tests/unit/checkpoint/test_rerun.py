@@ -84,6 +84,13 @@ def test_a_changed_setting_is_refused_with_the_ways_on(run, loaded, override, ch
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
+def test_a_changed_key_of_an_element_of_a_list_is_named_alone(tmp_path, loaded):
+    before = loaded("algorithm=grpo", "data=arithmetic", "reward.functions=[{name: exact_match, weight: 1.0}]")
+    saved(tmp_path / "run" / "checkpoints" / "grpo", 4, to_yaml(before))
+    now = loaded("algorithm=grpo", "data=arithmetic", "reward.functions=[{name: exact_match, weight: 2.0}]")
+    assert "other settings (reward.functions[0].weight: 1.0 → 2.0);" in refusal(now)
+
+
 def test_a_stage_that_has_not_begun_may_change_in_everything(run, loaded):
     refuse_changes(loaded(*BASE, "stages.grpo.optimizer.lr=0.5", "stages.grpo.algorithm.prompts_per_step=32"))
 

@@ -4,6 +4,10 @@ import shlex
 
 import pytest
 
+from rl_megatron.config import schema
+from rl_megatron.config.algorithms import GRPOConfig
+from rl_megatron.config.clipped_pg import ClippedPGLossConfig
+from rl_megatron.config.hints import NAMES_ELSEWHERE, nearest_key, schema_paths
 from rl_megatron.config.load import load_config
 
 
@@ -101,9 +105,9 @@ def test_an_own_experiment_loads(experiment):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["experiment=quickstrt"], ["experiment/quickstrt", "quickstart"]),
+        (["experiment=quickstrt"], ["experiment=quickstrt", "'quickstart'"]),
         (["model=nan"], ["string"]),
-        (["model=huge"], ["model/huge", "nano"]),
+        (["model=huge"], ["model=huge", "nano"]),
         (["train.steps"], ["'train.steps'", "key=value"]),
         (["train.steps=${nowhere}"], ["train.steps", "nowhere"]),
         (["~optimizer"], ["optimizer"]),
@@ -203,10 +207,65 @@ def test_a_key_of_another_algorithm_names_the_algorithms_that_have_it(refused):
 )
 def test_an_unquoted_template_is_refused_with_the_right_quoting(refused, value, quoted):
     message = refused(f"data.prompt_template={value}")
-    assert message.startswith(f"override {f'data.prompt_template={value}'!r}: Hydra cannot read the value")
+    assert message.startswith(f"override 'data.prompt_template={value}': Hydra cannot read the value")
     assert message.endswith(f": {quoted}") and "viable" not in message
     (words,) = shlex.split(quoted)
     assert load_config(["data=arithmetic", words]).first.data.prompt_template == value.replace(r"\n", "\n")
+
+
+@pytest.mark.parametrize(
+    ("value", "quoted", "read"),
+    [
+        ("[<|im_end|>]", """'generation.stop_tokens=["<|im_end|>"]'""", ("<|im_end|>",)),
+        ("[<|im_end|>, <|a|>]", """'generation.stop_tokens=["<|im_end|>","<|a|>"]'""", ("<|im_end|>", "<|a|>")),
+    ],
+)
+def test_a_list_of_unquoted_texts_is_refused_with_a_list_that_is_accepted(refused, value, quoted, read):
+    assert refused(f"generation.stop_tokens={value}").endswith(f"for the shell: {quoted}")
+    (words,) = shlex.split(quoted)
+    assert load_config(["data=arithmetic", words]).first.generation.stop_tokens == read
+
+
+def test_long_values_and_many_mistakes_are_cut_short(refused):
+    message = refused(f"train.steps=[{','.join(map(str, range(1000)))}]")
+    assert message.startswith("train.steps=[0, 1, 2,") and len(message) < 400
+    assert refused(f"generation.stop_tokens=[{','.join(['{a: b}'] * 20)}]").endswith("; and 12 more mistakes")
+
+
+@pytest.mark.parametrize(("name", "keys"), NAMES_ELSEWHERE.items())
+def test_a_name_of_another_library_names_the_key_here(name, keys):
+    known = {*schema_paths(schema.StageConfig), *schema_paths(schema.RunConfig)}
+    known |= {*schema_paths(GRPOConfig, "algorithm."), *schema_paths(ClippedPGLossConfig, "loss.")}
+    assert set(keys) <= known
+    for key in (name, f"actor.{name}"):
+        assert nearest_key(key, known).startswith(f"; did you mean {' or '.join(map(repr, keys))}")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("algorithm.temperature=1", "did you mean 'generation.temperature'?"),
+        ("data.seed=1", "did you mean 'train.seed'?"),
+        ("rollout.n=8", "did you mean 'algorithm.samples_per_prompt'?"),
+        ("model.path=x", "did you mean 'init_from'? It takes a checkpoint, which `rl-megatron convert import` makes"),
+        ("data.mix=[{path: x, wieght: 1}]", "unknown key 'data.mix[0].wieght'; did you mean 'data.mix[0].weight'?"),
+        ("reward.functions=[{nmae: x}]", "'reward.functions[0].nmae'; did you mean 'reward.functions[0].name'?"),
+        ("experiment=gsm8k_sftt", "experiment=gsm8k_sftt: there is no such file; did you mean 'gsm8k_sft'?"),
+        ("data=gsm8kk", "data=gsm8kk: there is no such file; did you mean 'gsm8k'?"),
+        ("--config-name=confg", "--config-name confg: there is no such file, shipped or in --config-dir; did you mean"),
+    ],
+)
+def test_a_wrong_name_is_answered_with_the_right_one(refused, override, words):
+    assert words in refused("algorithm=grpo", override)
+
+
+def test_a_text_among_the_reward_functions_is_the_name_of_one(experiment):
+    tree = {"reward": {"functions": ["exact_match", {"name": "length_penalty", "weight": 0.1}]}}
+    both = load_config(["algorithm=grpo", "reward.functions=[exact_match,{name: length_penalty, weight: 0.1}]"])
+    _, _, directory = arguments = experiment({**tree, "algorithm": {"name": "grpo"}})
+    assert [each.name for each in both.first.reward.functions] == ["exact_match", "length_penalty"]
+    assert load_config([arguments[0]], directory).first.reward == both.first.reward
+    assert load_config(["algorithm=grpo"], settings=tree).first.reward == both.first.reward
 
 
 def test_a_mapping_in_place_of_a_template_names_the_quoting(refused):
