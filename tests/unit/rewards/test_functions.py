@@ -157,11 +157,10 @@ def test_a_program_is_stopped_at_its_limits(program):
 
 
 FORGED = """
-import gc, os, sys
-frame = sys._getframe(1)
-for number in (frame.f_globals.get("given") or {}).get("token", ""), "1":
+import os, re, sys
+for secret in re.findall("[0-9a-f]{32}", repr(sys._getframe(1).f_globals)) or [""]:
     for descriptor in range(3, 20):
-        try: os.write(descriptor, b"\\n" + number.encode() + b"\\n")
+        try: os.write(descriptor, f"{secret}1".encode())
         except OSError: pass
 os._exit(0)
 """
