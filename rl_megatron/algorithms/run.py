@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from rl_megatron import log
@@ -22,6 +23,7 @@ from rl_megatron.algorithms.stage import Stage
 from rl_megatron.algorithms.synced_engine import SyncedEngine
 from rl_megatron.batching.config import Batching
 from rl_megatron.checkpoint.directory import CONFIG, complete_checkpoints, put_back
+from rl_megatron.checkpoint.lock import OutputLock
 from rl_megatron.checkpoint.rerun import earlier_run, move_aside, recorded_config, weights_source
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.checkpoint_metadata import HUGGING_FACE, hugging_face_files
@@ -93,7 +95,18 @@ def run_stages(config: RunConfig) -> RunResults:
     device = start_device(first.device, first.train.collective_timeout_minutes)
     layout = topology.build(first.parallel, device, first.train.seed)
     degrees.validate_model(first.model, first.parallel)
+    lock = OutputLock(Path(config.output_dir))
+    try:
+        return _run_locked(config, lock, layout, device, started)
+    finally:
+        lock.release()
+
+
+def _run_locked(
+    config: RunConfig, lock: OutputLock, layout: Topology, device: torch.device, started: float
+) -> RunResults:
     output_dir, earlier = Path(config.output_dir), earlier_run(config)
+    on_all_or_none(lambda: lock.acquire() if dist.get_rank() == 0 else None)
     _refuse_failure(run_on_rank0(lambda: _put_back_checkpoints(earlier)))
     tokenizer = on_all_or_none(lambda: preflight.check(config, earlier))
     verify.refuse_damage(config, earlier)
@@ -102,10 +115,11 @@ def run_stages(config: RunConfig) -> RunResults:
         for name, stage in config.stages.items():
             log.LOGGER.info("stage %s: %s", name, describe_source(stage))
     run_yaml = on_all_or_none(lambda: recorded_config(config, earlier))  # every rank has read before rank 0 writes
-    _refuse_failure(run_on_rank0(lambda: _begin_output(config, run_yaml, output_dir, tokenizer)))
+    _refuse_failure(run_on_rank0(lambda: _begin_output(config, run_yaml, lock, tokenizer)))
     metrics_logger = on_all_or_none(lambda: _open_metrics(config, output_dir))
     results: dict[str, Any] = {}
     weights = Path(config.init_from) if config.init_from else None
+    newest = None  # checkpoint of this run
     try:
         for name, stage_config in config.stages.items():
             directory = output_dir / "checkpoints" / name
@@ -115,9 +129,9 @@ def run_stages(config: RunConfig) -> RunResults:
                 results[name] = _run_stage(
                     config, name, layout, tokenizer, metrics_logger, directory, weights, weights_from, run_yaml
                 )
-            weights = complete_checkpoints(directory)[-1]
+            weights = newest = complete_checkpoints(directory)[-1]
     except (ConfigError, *FAILURES) as error:
-        newest = [weights, *complete_checkpoints(directory)][-1]
+        newest = [newest, *complete_checkpoints(directory)][-1]
         kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
         raise type(error)(f"{error}; {kept}") from error
     assert weights is not None  # the last stage's last checkpoint
@@ -143,13 +157,17 @@ def _put_back_checkpoints(output_dir: Path) -> None:
         put_back(stage)
 
 
-def _begin_output(config: RunConfig, run_yaml: str, output_dir: Path, tokenizer: Tokenizer) -> None:
-    """Write the files that a run's directory has from the start: the tokenizer and the effective configuration.
+def _begin_output(config: RunConfig, run_yaml: str, lock: OutputLock, tokenizer: Tokenizer) -> None:
+    """Lock the run's directory, and write the files that it has from the start: the tokenizer and the configuration.
 
     An earlier run that this one does not go on with is moved aside first. If the model came from Hugging Face, its
     files except the weights are copied too, for an export of this run's checkpoints.
     """
+    output_dir = Path(config.output_dir)
+    lock.release()  # of the earlier run's directory, which may move
     move_aside(config)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    lock.acquire()
     save_tokenizer(tokenizer, output_dir)
     path = output_dir / CONFIG
     if not path.is_file() or path.read_text() != run_yaml:

@@ -101,17 +101,15 @@ def test_a_mistake_gives_one_line(tmp_path, forks, arguments, words):
 
 
 def test_a_run_with_another_tokenizer_than_the_models_is_refused(tmp_path, forks, qwen):
-    """The run writes nothing. The second tokenizer has more tokens than the model's embedding has rows."""
+    """The run writes nothing. The second tokenizer has more tokens than the model's embedding has rows, too."""
     assert forks.run(tmp_path, "convert", "import", str(qwen), "imported").status == 0
     begun = ("train", "model=init_from", "init_from=imported", "output_dir=run", *TRAINING)
     from rl_megatron.data.tokenizer import train_bpe
 
-    for number, (size, words) in enumerate(
-        {258: "another tokenizer", 290: "290 tokens, but model.vocab_size=270"}.items()
-    ):
+    for number, size in enumerate((258, 290)):
         text = "".join(f"{a}+{b}={a + b};" for a in range(40) for b in range(40))
         train_bpe([text], size, digits=False).save(tmp_path / f"tokenizer{number}")
         refused = forks.run(tmp_path, *begun, f"tokenizer.path=tokenizer{number}")
-        assert refused.status == 2 and words in refused.err, refused.err
+        assert refused.status == 2 and "another tokenizer" in refused.err, refused.err
     assert not (tmp_path / "run").exists()
     assert json.loads((tmp_path / "imported" / "manifest.json").read_text())["vocab_size"] <= 260

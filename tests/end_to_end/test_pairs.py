@@ -47,8 +47,9 @@ def test_a_precomputed_reference_is_kept_and_changes_no_number(pairs, forks):
     plain = forks.run(pairs, *DPO, "train.steps=10", "output_dir=plain")
     assert plain.status == 0, plain.err
     recorded = pairs / "out" / "reference_logprobs" / "dpo.safetensors"
-    for steps, overrides in ((6, ["train.save_every=6", "optimizer.decay_steps=10"]), (10, [])):
-        done = forks.run(pairs, *DPO, "algorithm.precompute_reference=true", f"train.steps={steps}", *overrides)
+    kept = ("algorithm.precompute_reference=true", "optimizer.decay_steps=10")
+    for steps, overrides in ((6, ["train.save_every=6"]), (10, [])):
+        done = forks.run(pairs, *DPO, *kept, f"train.steps={steps}", *overrides)
         assert done.status == 0, done.err
         assert recorded.is_file()
     found = {(line["kind"], line["step"]): line for line in metrics(pairs / "out")}
