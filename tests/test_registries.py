@@ -23,6 +23,7 @@ OWN_FILES = {
 OTHER_MEANINGS = {
     ("rl_megatron.losses.dpo", "dpo"): "the loss",
     ("rl_megatron.config.losses", "dpo"): "the loss",
+    ("rl_megatron.config.algorithms", "preference"): "the loss",
     ("rl_megatron.config.losses", "preference"): "the loss",
     ("rl_megatron.losses.preference", "preference"): "the loss",
     ("rl_megatron.algorithms.reward_model", "preference"): "the loss",
@@ -39,6 +40,11 @@ OTHER_MEANINGS = {
     ("rl_megatron.rewards.calling", "reward_model"): "a field of verl's records",
     ("rl_megatron.rewards.calling", "prompts"): "a parameter of TRL's functions",
     ("rl_megatron.data.tasks.registry", "task"): "what an error message calls a task",
+    **{
+        (module, name): "the function of this name"
+        for module in ("rl_megatron", "rl_megatron.api.train")
+        for name in ("dpo", "grpo", "sft")
+    },
     **{("rl_megatron.algorithms", name): "the module in __all__" for name in ALGORITHMS},
 }
 CHOICE = re.compile(rf"\b(?:algorithm|algorithm\.name|data\.source)=({'|'.join(OWN_FILES)})\b")

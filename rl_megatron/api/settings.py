@@ -10,7 +10,7 @@ from rl_megatron.api.model import StartingModel
 from rl_megatron.config.commands import override
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config, merged
-from rl_megatron.config.schema import RunConfig
+from rl_megatron.config.schema import ALGORITHM_CONFIGS, RunConfig
 from rl_megatron.rewards import functions
 from rl_megatron.rewards.registry import REWARDS
 
@@ -19,7 +19,6 @@ Data = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, 
 
 assert functions  # its import registers the functions of the package
 _PRESETS = ("generation", "loss", "parallel")  # sections that a name of a preset can choose
-_LOSS_OF = {"dpo": "dpo", "reward_model": "preference"}  # for algorithms that do not learn with the default loss
 _OF_SEVERAL_STAGES = ("experiment", "stages")
 
 
@@ -52,8 +51,9 @@ def run_config(
             )
     chosen = {key: tree.pop(key) for key in _PRESETS if isinstance(tree.get(key), str)}
     overrides = [override("algorithm", algorithm)]
-    if algorithm in _LOSS_OF and "loss" not in chosen:
-        chosen["loss"] = _LOSS_OF[algorithm]
+    usual = ALGORITHM_CONFIGS[algorithm].usual_loss if algorithm in ALGORITHM_CONFIGS else None
+    if usual is not None:
+        chosen.setdefault("loss", usual)
     if begin is not None and begin.checkpoint is not None:
         overrides += ["model=init_from", override("init_from", str(begin.checkpoint))]
     elif begin is not None:

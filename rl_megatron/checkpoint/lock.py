@@ -45,7 +45,7 @@ class OutputLock:
         self._file = file
 
     def release(self) -> None:
-        """Unlock the directory and remove the file."""
+        """Remove the lock and its file."""
         if self._file is not None and self._is_current(self._file):
             self._path.unlink()
         self._close()

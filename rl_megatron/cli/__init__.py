@@ -89,12 +89,14 @@ def _with_configuration(parsed: argparse.Namespace) -> int:
 def _check_early(config: RunConfig, command: str) -> None:
     """Check what needs no torch. Only `train` writes to the output directory, which may hold a run already."""
     from rl_megatron.checkpoint.rerun import refuse_changes
-    from rl_megatron.cli.early_checks import check_data, check_early
+    from rl_megatron.cli.early_checks import check_data, check_early, check_losses
 
     if command == "train":
         refuse_changes(config)
     if command == "show-batch":
         check_data(config)  # it neither writes to the output directory nor scores anything
+    elif command == "certify":
+        check_losses(config)  # it makes up its data and weights, and writes nothing
     else:
         check_early(config)
 

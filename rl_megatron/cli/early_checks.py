@@ -45,10 +45,20 @@ def check_data(config: RunConfig) -> None:
     """
     for stage in config.stages.values():
         stage.data.require_place()
+    check_losses(config)
     tokenizer = bad_input_named(lambda: known_tokenizer(config.first, earlier_run(config)))
     for stage in config.stages.values():
-        check_own_loss(stage.loss)
         bad_input_named(lambda stage=stage: build_source(stage).check_files(tokenizer))
     if config.init_from:
         digest = None if tokenizer is None else tokenizer.digest
         check_checkpoint(Path(config.init_from), config.first.model, digest)
+
+
+def check_losses(config: RunConfig) -> None:
+    """Check the losses that a configuration chooses from the user's files.
+
+    Raises:
+        ConfigError: One of them cannot be used.
+    """
+    for stage in config.stages.values():
+        check_own_loss(stage.loss)

@@ -127,6 +127,7 @@ class DPOConfig(PairsConfig):
     """Direct preference optimisation on pairs."""
 
     may_change_on_resume: ClassVar[frozenset[str]] = frozenset({"precompute_reference"})
+    usual_loss: ClassVar[str | None] = "dpo"
 
     name: Literal["dpo"] = "dpo"  # the algorithm
     # Compute the reference policy's logprobs of all pairs before the first step and store them in output_dir, instead
@@ -140,6 +141,7 @@ class RewardModelConfig(PairsConfig):
     """Bradley-Terry reward model on pairs."""
 
     leaves_language_model: ClassVar[bool] = False
+    usual_loss: ClassVar[str | None] = "preference"
 
     name: Literal["reward_model"] = "reward_model"  # the algorithm
 

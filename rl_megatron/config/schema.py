@@ -484,6 +484,7 @@ class AlgorithmConfig:
     learns_from: ClassVar[str]
     leaves_language_model: ClassVar[bool] = True
     may_change_on_resume: ClassVar[frozenset[str]] = frozenset()
+    usual_loss: ClassVar[str | None] = None
 
     name: str  # name of a registered algorithm: pretrain, sft, dpo, reward_model, grpo, ppo, or a plugin's
 

@@ -34,11 +34,16 @@ def build_loss(name: str, cfg: Any = None) -> Any:
 
     Raises:
         UnknownName: No loss has this name. The message suggests the nearest name.
-        ConfigError: The import string cannot be loaded, or settings are given to a function.
+        ConfigError: The import string cannot be loaded or names no loss, or settings are given to a function.
         Exception: Whatever the loss raises about its settings.
     """
     found = LOSSES.find(name, "loss.name")
     is_loss = not isinstance(found, type) and is_loss_function(found)
+    if inspect.isfunction(found) and not is_loss:
+        raise ConfigError(
+            f"loss.name={name}: {found.__name__} has no parameter next_token_logprobs; a function is a loss if it has "
+            "one, and any other loss is a class"
+        )
     if not is_loss and inspect.signature(found).parameters:
         return found(cfg)
     if cfg:

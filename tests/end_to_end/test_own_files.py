@@ -71,7 +71,7 @@ def test_own_files_train_on_two_ranks_and_resume_from_another_directory(mine, fo
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("loss.name=loss.py:without_logprobs", "loss: "),
+        ("loss.name=loss.py:without_logprobs", "has no parameter next_token_logprobs"),
         ("loss.scale=2", "loss.scale has no effect: loss.name="),
         ("data.task.leters=2", "did you mean 'letters'?"),
     ],
