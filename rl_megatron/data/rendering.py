@@ -36,7 +36,8 @@ class Renderer:
     """The only way from the records of a data section to tokens.
 
     All records of a renderer have one format. If it is to be chosen by the records (`data.format=auto`), the first
-    record decides.
+    record decides, and all others must be of its kind. With `format=chat`, conversations and records without messages
+    can be mixed.
 
     Args:
         data: The data section.
@@ -50,8 +51,8 @@ class Renderer:
         self.data, self.tokenizer = data, tokenizer
         self.plain = PlainText(data.prompt_template, data.answer_template)
         self._template: ChatTemplate | None = None
-        self._are_conversations: bool | None = None
-        self._first = ""
+        self._first: str | None = None  # the location of the first record
+        self._first_is_conversation = False
         self.format: str | None = None if data.format == "auto" else data.format
         if self.format == CHAT:
             self._template = configured_template(data, tokenizer)
@@ -83,7 +84,7 @@ class Renderer:
         """Return the sequence of prompt and answer, or of a conversation, with the tokens to learn."""
         if self._format_of(record) == PLAIN:
             return self._plain_example(record, record)
-        if self._are_conversations:
+        if is_conversation(record):
             return self._chat_example(self._with_system_prompt(whole_conversation(record)))
         return self._chat_example(self._answered(record, record))
 
@@ -95,7 +96,7 @@ class Renderer:
         """
         if self._format_of(record) == PLAIN:
             sides = [self._plain_example(record, side) for side in self.plain.sides(record)]
-        elif self._are_conversations:
+        elif is_conversation(record):
             pair = preference_conversations(record)
             sides = [self._chat_example(self._with_system_prompt(side)) for side in pair]
         else:
@@ -107,7 +108,7 @@ class Renderer:
 
     def check(self, record: Record, is_pair: bool) -> None:
         """Check that the record has the fields and messages that `pair`, or otherwise `example`, reads."""
-        if self._format_of(record) == CHAT and self._are_conversations:
+        if self._format_of(record) == CHAT and is_conversation(record):
             preference_conversations(record) if is_pair else whole_conversation(record)
             return
         self.plain.prompt_parts(record)
@@ -133,21 +134,23 @@ class Renderer:
     # --- format ---
 
     def _format_of(self, record: Record) -> str:
-        """Return the format, after checking that the record is a conversation if the records before it were."""
+        """Return the format, after checking that the record is of the first one's kind if that chose the format."""
         conversation = is_conversation(record)
-        if self._are_conversations is None:
+        if self._first is None:
+            self._first, self._first_is_conversation = record.location, conversation
             self._choose_format(record, conversation)
-        elif conversation != self._are_conversations:
-            kinds = ("is a conversation", "has no messages")
+        elif self.data.format == "auto" and conversation != self._first_is_conversation:
+            kinds = ("has no messages", "is a conversation")
             raise ValueError(
-                f"{record.location}: the record {kinds[not conversation]}, and {self._first} "
-                f"{kinds[not self._are_conversations]}: keep records of one kind in a data section."
+                f"{record.location}: the record {kinds[conversation]}, and {self._first} "
+                f"{kinds[self._first_is_conversation]}: set data.format=chat, which renders both kinds with the chat "
+                "template, or keep records of one kind in a data section."
             )
         assert self.format is not None
         return self.format
 
     def _choose_format(self, record: Record, conversation: bool) -> None:
-        data, self._first = self.data, record.location
+        data = self.data
         if self.format is None:
             self.format = CHAT if conversation else PLAIN
             if conversation:
@@ -164,7 +167,6 @@ class Renderer:
                         f"data.{key}={getattr(data, key)!r} has no effect on records that are conversations, such as "
                         f"{record.location}: leave it out, or set data.format=plain to ignore the messages."
                     )
-        self._are_conversations = conversation and self.format == CHAT
 
     # --- plain text ---
 
@@ -204,7 +206,7 @@ class Renderer:
         return self._encoding(self._chat().prompt(conversation), conversation.record).ids
 
     def _prompt_conversation(self, record: Record) -> Conversation:
-        if self._are_conversations:
+        if is_conversation(record):
             return self._with_system_prompt(prompt_conversation(record))
         return self._with_system_prompt(Conversation([self._user_message(record)], record))
 

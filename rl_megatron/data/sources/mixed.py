@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rl_megatron.config.schema import DataConfig, StageConfig
+from rl_megatron.data.conversations import is_conversation
 from rl_megatron.data.mixture import MixtureCounts, configured_weights
 from rl_megatron.data.records import Record
 from rl_megatron.data.sources.source import DataSource, HeldoutBatch, HeldoutProblemSet
@@ -62,7 +63,18 @@ class MixedSource(DataSource[DataConfig]):
         for source in self.sources:
             source.check_files(tokenizer)
         names = [each.shown_name for each in self.data.mix]
+        self._check_kinds(names)
         MixtureCounts(names, 1, configured_weights(self.data)).at(0)
+
+    def _check_kinds(self, names: Sequence[str]) -> None:
+        """Refuse a mixture in which `format=auto` would render one data set as plain text and another as a chat."""
+        records = [source.first_record() for source in self.sources]
+        kinds = {is_conversation(record): name for record, name in zip(records, names, strict=True) if record}
+        if self.data.format == "auto" and len(kinds) == 2:
+            raise ValueError(
+                f"data.mix: the records of {kinds[True]} are conversations, and those of {kinds[False]} have no "
+                "messages: set data.format=chat, which renders both kinds with the chat template."
+            )
 
     def texts(self) -> Iterator[str]:
         """Yield the training text of every data set."""

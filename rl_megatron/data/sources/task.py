@@ -13,7 +13,7 @@ from rl_megatron.data.records import Record
 from rl_megatron.data.sources.registry import register_source
 from rl_megatron.data.sources.source import DataSource, HeldoutProblemSet
 from rl_megatron.data.tasks.registry import build_task, called, check_task_files, reads_path
-from rl_megatron.data.tasks.task import Demonstration, GeneratedTask, Problem, Task
+from rl_megatron.data.tasks.task import Demonstration, GeneratedTask, Problem, Task, TooFewProblems
 from rl_megatron.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -77,7 +77,8 @@ class TaskSource(DataSource[TaskConfig]):
     def heldout(self, tokenizer: Tokenizer) -> HeldoutProblemSet:
         """Return held-out problems."""
         task = self.task()
-        problems = self._called(lambda: task.heldout_problems(self.data.num_eval_examples))
+        count = self.data.num_eval_examples
+        problems = self._called(lambda: task.heldout_problems(count), f"data.num_eval_examples={count}")
         return HeldoutProblemSet(task, problems)
 
     def _documents(self, tokenizer: Tokenizer) -> TextDataset:
@@ -103,12 +104,19 @@ class TaskSource(DataSource[TaskConfig]):
 
     def _shown(self, count: int) -> list[Demonstration]:
         task = self.task()
-        return self._called(lambda: task.demonstrations(count, seed=self.stage.train.seed))
+        asked = f"data.num_demonstrations={count}"
+        return self._called(lambda: task.demonstrations(count, seed=self.stage.train.seed), asked)
 
     def _generated_documents(self, task: GeneratedTask) -> list[str]:
         count, seed = self.data.num_documents, self.stage.train.seed
         return self._called(lambda: task.pretraining_documents(count, seed=seed))
 
-    def _called(self, call: Callable[[], _T]) -> _T:
-        """Return `call()`, a call of a method of the task; an error that it raises names the task."""
-        return called(self.data.task["name"], call)
+    def _called(self, call: Callable[[], _T], asked: str = "data.task") -> _T:
+        """Return `call()`, a call of a method of the task; an error that it raises names the task.
+
+        If the task has too few problems, the error begins with `asked`, the key that asks for them and its value.
+        """
+        try:
+            return called(self.data.task["name"], call)
+        except TooFewProblems as error:
+            raise ValueError(f"{asked}: {error}") from error

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from rl_megatron.data.tasks.registry import register_task
-from rl_megatron.data.tasks.task import Demonstration, Problem
+from rl_megatron.data.tasks.task import Demonstration, Problem, TooFewProblems
 
 OPERATORS = {"+": int.__add__, "-": int.__sub__}
 
@@ -91,9 +91,9 @@ class Arithmetic:
         ]
         random.Random(f"heldout/{seed}").shuffle(problems)
         if count is not None and count > len(problems):
-            raise ValueError(
-                f"arithmetic holds {len(problems)} problems out, and {count} were asked for: ask for fewer "
-                "(data.num_eval_examples), or raise heldout_fraction or max_operand."
+            raise TooFewProblems(
+                f"arithmetic holds {len(problems)} problems out, and {count} were asked for: ask for fewer, or raise "
+                "heldout_fraction or max_operand"
             )
         return problems[:count]
 

@@ -13,7 +13,7 @@ from rl_megatron.data.files import load_records
 from rl_megatron.data.order import epoch_order
 from rl_megatron.data.records import Record
 from rl_megatron.data.tasks.registry import register_task
-from rl_megatron.data.tasks.task import Demonstration, Problem
+from rl_megatron.data.tasks.task import Demonstration, Problem, TooFewProblems
 from rl_megatron.data.templates import require_fields
 
 # A complete number. Characters after it must not make it another number (18k, 1/2, 3e5, 1,23); units and full stops
@@ -107,5 +107,5 @@ def _choose(records: Sequence[Record], count: int | None, seed: int) -> list[Rec
     if count is None:
         return list(records)
     if count > len(records):
-        raise ValueError(f"gsm8k: {count} problems were asked for, and there are {len(records)}: ask for fewer.")
+        raise TooFewProblems(f"gsm8k has {len(records)} of these problems, and {count} were asked for: ask for fewer")
     return [records[index] for index in epoch_order(len(records), seed, epoch=0)[:count].tolist()]

@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_megatron.config.importing import user_code
 from rl_megatron.data.order import epoch_order
-from rl_megatron.data.tasks.task import Demonstration, Problem
+from rl_megatron.data.tasks.task import Demonstration, Problem, TooFewProblems
 
 _METHODS = ("train_problems", "heldout_problems", "reward")
 
@@ -77,7 +77,9 @@ class PlainTask:
         if count > len(problems):
             if method == "heldout_problems":
                 return problems  # an evaluation uses all that there are
-            raise ValueError(f"task {self.name!r}: {count} problems were asked for, and there are {len(problems)}")
+            raise TooFewProblems(
+                f"task {self.name!r} has {len(problems)} of these problems, and {count} were asked for: ask for fewer"
+            )
         return [problems[index] for index in epoch_order(len(problems), seed, epoch=0)[:count].tolist()]
 
     def _made(self, method: str, count: int | None, seed: int) -> list[Problem]:

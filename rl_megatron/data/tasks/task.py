@@ -10,6 +10,10 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 from rl_megatron.data.records import Record
 
 
+class TooFewProblems(ValueError):
+    """The error of a task that has fewer problems than were asked for."""
+
+
 @dataclass(frozen=True)
 class TaskRecord(Record):
     """A record whose prompt and answer a task has written. They are used unless the data section has templates.

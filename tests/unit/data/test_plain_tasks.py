@@ -68,7 +68,7 @@ def test_some_problems_are_chosen_by_the_seed(task):
     chosen = {tuple(problem.prompt for problem in made.train_problems(2, seed)) for seed in range(8)}
     assert len(chosen) > 1 and all(len(prompts) == 2 for prompts in chosen)
     assert made.train_problems(2, 3) == made.train_problems(2, 3)
-    with pytest.raises(ValueError, match="4 problems were asked for, and there are 3"):
+    with pytest.raises(ValueError, match="has 3 of these problems, and 4 were asked for"):
         made.train_problems(4)
 
 

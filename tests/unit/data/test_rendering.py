@@ -314,6 +314,17 @@ def test_bad_settings_are_refused(families, tmp_path):
         renderer(bare, format="chat")
 
 
+def test_conversations_and_records_without_messages_can_be_mixed_in_chat_format(families):
+    tokenizer, _ = families["qwen3"]
+    plain = Record({"question": ONE_TURN[0]["content"], "answer": ONE_TURN[1]["content"]}, "sums.jsonl:1")
+    template = {"prompt_template": "{question}"}
+    apart = [renderer(tokenizer, format="chat").example(record(ONE_TURN)).ids]
+    apart.append(renderer(tokenizer, format="chat", **template).example(plain).ids)
+    mixed = renderer(tokenizer, format="chat", **template)
+    assert [mixed.example(plain).ids, mixed.example(record(ONE_TURN)).ids] == apart[::-1]
+    assert apart[0] == apart[1], "the same messages became other tokens"
+
+
 def test_a_chat_template_that_is_not_used_is_said_once(families, logged):
     tokenizer, _ = families["qwen3"]
     renderer(tokenizer).prompt_ids(Record({"question": "1"}, "sums.jsonl:1"))

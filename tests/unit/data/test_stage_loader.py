@@ -176,6 +176,22 @@ def test_an_error_in_a_later_block_names_its_line(files):
             loader.batch(number)
 
 
+def test_too_few_problems_name_the_key_that_asks_for_them(files):
+    stage = stage_of("algorithm=grpo", "data=arithmetic", "data.num_eval_examples=99999")
+    with pytest.raises(ValueError, match="data.num_eval_examples=99999: arithmetic holds .* out, and 99999 were asked"):
+        build_source(stage).heldout(TOKENIZER)
+
+
+def test_a_mixture_that_would_render_its_data_sets_in_two_formats_is_refused(files, monkeypatch):
+    template = "{% for each in messages %}{{ each.content }};{% endfor %}"
+    monkeypatch.setattr(TOKENIZER, "chat_templates", {"default": template})
+    chat = {"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "1"}]}
+    (files / "chat.jsonl").write_text(f"{json.dumps(chat)}\n" * 40)
+    stage = stage_of(*KINDS["sft"], "data.mix=[{path: a.jsonl},{path: chat.jsonl}]")
+    with pytest.raises(ValueError, match=r"records of chat are conversations, and those of a .*data.format=chat"):
+        build_source(stage).check_files(TOKENIZER)
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

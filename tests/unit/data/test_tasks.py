@@ -146,7 +146,7 @@ class TestGsm8k:
         assert train[0].prompt == f"{train[0].answer}?\n" and train[0].record["answer"].startswith("well")
         assert task.train_problems(5, seed=1) == task.train_problems(5, seed=1) != task.train_problems(5, seed=2)
         assert task.demonstrations(5, seed=1)[0].answer == task.train_problems(5, seed=1)[0].record["answer"]
-        with pytest.raises(ValueError, match="there are 4"):
+        with pytest.raises(ValueError, match="gsm8k has 4 of these problems"):
             task.heldout_problems(5)
 
     @pytest.mark.parametrize("answer", ["no marker", "#### none", 18])
