@@ -10,6 +10,7 @@ from typing import Any
 from rl_megatron import log
 from rl_megatron.algorithms.checkpointer import Checkpointer, critic_checkpoints
 from rl_megatron.checkpoint.directory import complete_checkpoints
+from rl_megatron.checkpoint.user_files import file_digests
 from rl_megatron.config.schema import StageConfig, TrainConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.datasets import Dataset
@@ -70,6 +71,7 @@ class Stage:
     def __post_init__(self) -> None:
         self.checkpointer = Checkpointer(self.checkpoints, self.config.train, self.policy, self.critic)
         self._evaluated_at: int | None = None
+        self._file_digests = file_digests(self.config)  # now, because the files are read now
         self.timer.observer = self.metrics_logger.show_phase
 
     def steps(self) -> Iterator[int]:
@@ -169,6 +171,7 @@ class Stage:
             stage=self.name,
             tokenizer=self.tokenizer.digest,
             weights_from=self.weights_from,
+            user_files=self._file_digests,
             # The next sequences and prompts follow from these values (data/loader.py).
             data={"batches_taken": step, "seed": train.seed, "global_batch_size": train.global_batch_size}
             | ({} if self.loader is None else {"position": self.loader.state_dict()}),

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 
 from rl_megatron import log
 from rl_megatron.checkpoint.directory import CONFIG, Damaged, complete_checkpoints, manifest_of
+from rl_megatron.checkpoint.user_files import changed_files, file_digests
 from rl_megatron.config.errors import ConfigError, bad_input_named
 from rl_megatron.config.load import from_yaml, to_yaml
 from rl_megatron.config.metrics import METRICS_FILE
@@ -124,9 +125,22 @@ def recorded_config(config: RunConfig, output_dir: Path) -> str:
                 log.LOGGER.warning("stage %s: settings that changed have no effect on it: %s", name, changed)
         elif changed:
             log.LOGGER.warning("stage %s: settings that changed apply from here on: %s", name, changed)
+        _report_changed_files(name, stage, saved)
     if finished == len(stages) and path.is_file():
         return path.read_text()  # nothing is trained, so the record stays as it is
     return to_yaml(replace(config, stages=stages))
+
+
+def _report_changed_files(name: str, stage: StageConfig, saved: list[Path]) -> None:
+    """Warn of files that changed since a stage read them; their settings are the same, so they are not refused."""
+    if not saved:
+        return
+    changed = changed_files(manifest_of(saved[-1]).get("user_files", {}), file_digests(stage))
+    if changed:
+        log.LOGGER.warning(
+            "stage %s: %s changed since the stage began, so its steps up to %d were trained with other content",
+            *(name, _listed(changed), _step_of(saved)),
+        )
 
 
 def weights_source(config: RunConfig, output_dir: Path, name: str) -> str:

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from rl_megatron.checkpoint.rerun import earlier_run, move_aside, recorded_config, refuse_changes, weights_source
+from rl_megatron.checkpoint.user_files import file_digests
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config, to_yaml
 
@@ -273,3 +274,22 @@ def test_the_number_of_held_out_examples_may_not_change_if_it_decides_what_is_tr
     config = load_config([*with_own_split, "data.streaming=true"])
     saved(tmp_path / "run" / "checkpoints" / "sft", 4, to_yaml(config))
     refuse_changes(load_config([*with_own_split, *changes]))
+
+
+def test_a_changed_file_is_reported_when_a_run_goes_on(tmp_path, loaded, logged):
+    data, code, template = tmp_path / "data.jsonl", tmp_path / "mine.py", tmp_path / "chat.jinja"
+    for file in (data, code, template):
+        file.write_text("before")
+    config = loaded(
+        "algorithm=grpo", f"data.path={tmp_path}/da*.jsonl", "data.format=chat", f"data.chat_template={template}",
+        f"reward.functions=[{{path: {code}, name: right}}]",
+    )  # fmt: skip
+    digests = file_digests(config.first)
+    assert digests.keys() == {str(data), str(code), str(template)}
+    saved(tmp_path / "run" / "checkpoints" / "grpo", 4, to_yaml(config), user_files=digests)
+    recorded_config(config, tmp_path / "run")
+    assert not any("changed" in line for line in logged)
+    code.write_text("after")
+    recorded_config(config, tmp_path / "run")
+    said = f"stage grpo: {code} changed since the stage began, so its steps up to 4 were trained with other content"
+    assert said in logged
