@@ -124,8 +124,8 @@ def _finished(running: dict[int, Any], seed: int, keys: dict[str, Any], out: Pat
         file = out / f"said-{number}"
         said = file.read_text(errors="replace")
         words = mutated.words
-        if mutated.kind == "other choice":  # a key of the configuration may have no effect with another choice
-            words += tuple(override.partition("=")[0] for override in (*TINY, *BASES[name]))
+        if mutated.kind == "other choice":  # another choice may contradict, or need, any other key
+            words += tuple(override.partition("=")[0] for override in (*TINY, *BASES[name])) + tuple(keys[name])
         outcome = _outcome(os.waitstatus_to_exitcode(status), said, words)
         result = {"number": number, "base": name, "kind": mutated.kind, "overrides": mutated.overrides}
         result |= {"outcome": outcome, "seconds": round(seconds, 1)}

@@ -68,8 +68,9 @@ def pairs_of(records: Sequence[Record]) -> list[Record]:
     form = _form(first)
     if form is None:
         raise NothingLeft(
-            f"{first.location} has no preference, nor has any other record: its fields are {sorted(first.values)}; a "
-            f"record needs 'chosen' and 'rejected', or graded solutions, mappings with 'is_correct' and 'solution'."
+            f"{first.location} has no preference, nor has any other record of data.path: its fields are "
+            f"{sorted(first.values)}; a record needs 'chosen' and 'rejected', or graded solutions, mappings with "
+            "'is_correct' and 'solution'."
         )
     for record in records:
         if _form(record) not in (form, None):

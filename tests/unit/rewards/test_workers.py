@@ -121,8 +121,8 @@ def test_the_time_of_a_call_begins_when_the_call_does(workers_of):
 
 @pytest.mark.slow
 def test_coroutines_are_not_late_because_of_others_that_hold_the_event_loop(workers_of):
-    """Ten calls that hold the loop for 0.1 s twice: each waits for 0.9 s or more of the others' time."""
-    workers = workers_of(settings("computes", timeout_seconds=0.6, on_timeout="zero", num_workers=1))
+    """Ten calls that hold the loop for 0.3 s twice: each waits for 2.7 s or more of the others' time."""
+    workers = workers_of(settings("computes", timeout_seconds=2.0, on_timeout="zero", num_workers=1))
     (found,) = scored(workers, samples(*"abcdefghi", "block"))
     assert [outcome.score for outcome in found] == [1.0] * 9 + [None]
     assert found[-1].failure.kind == "timeout"

@@ -50,9 +50,9 @@ def takes_as_long(completion):
 
 async def computes(completion):
     """Hold the event loop twice, or for ever."""
-    time.sleep(1000 if completion == "block" else 0.1)
+    time.sleep(1000 if completion == "block" else 0.3)
     await asyncio.sleep(0)
-    time.sleep(0.1)
+    time.sleep(0.3)
     return 1.0
 
 
