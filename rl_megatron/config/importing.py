@@ -1,4 +1,4 @@
-"""Import users' code, and turn whatever it raises into one line."""
+"""Import users' code. An error that it raises becomes a message of one line."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def _coloured(tokens: Sequence[Token]) -> Text:
 def visible_texts(tokens: Sequence[Token]) -> list[str]:
     """Return the text of each token, in which no whitespace is invisible.
 
-    A space is also shown as `·` where it is the first or the last of what is trained, or of what is not.
+    A space is also shown as `·` if it begins or ends a run of trained or of untrained tokens.
     """
     shown = []
     for number, token in enumerate(tokens):

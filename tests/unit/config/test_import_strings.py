@@ -85,7 +85,7 @@ _BROKEN = {
     "syntax": ("syntax.py:f", r"loss.name: importing '.*syntax.py' raised SyntaxError: .*\(/.*syntax.py:2\)$"),
     "raises": ("raises.py:f", r"loss.name: importing '.*raises.py' raised KeyError: 'gone' \(/.*raises.py:1\)$"),
     "exits": ("exits.py:f", r"loss.name: importing '.*exits.py' raised SystemExit: 3 \(/.*exits.py:2\)$"),
-    "imports what is not installed": ("needs.py:f", r"raised ModuleNotFoundError: No module named 'absent_one' \("),
+    "imports a missing module": ("needs.py:f", r"raised ModuleNotFoundError: No module named 'absent_one' \("),
 }
 
 

@@ -1,4 +1,4 @@
-"""What a reward function may return, and what is no reward."""
+"""Reward functions may return numbers and mappings with a score; everything else is refused."""
 
 from decimal import Decimal
 from fractions import Fraction
