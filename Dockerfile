@@ -9,9 +9,10 @@ FROM ${PYTORCH_IMAGE}
 
 ARG MEGATRON_CORE=0.19.2
 COPY . /opt/rl_megatron
-# The constraint makes pip stop if a package needs another torch than the image's.
+# The image's own constraints hold what its Transformer Engine and Apex were built with. The second file makes pip stop
+# if a package needs another torch than the image's.
 RUN python -c "import torch; print(f'torch=={torch.__version__}')" >/tmp/torch.txt \
-    && PIP_CONSTRAINT=/tmp/torch.txt pip install --no-cache-dir --prefer-binary \
+    && PIP_CONSTRAINT="${PIP_CONSTRAINT:-} /tmp/torch.txt" pip install --no-cache-dir --prefer-binary \
        "megatron-core==${MEGATRON_CORE}" "/opt/rl_megatron[data,rewards]" \
     && rm /tmp/torch.txt
 

@@ -38,6 +38,7 @@ setup(
     install_requires=[
         "cloudpickle>=3",  # sends functions of notebooks and scripts to reward workers
         "einops>=0.8",  # megatron-core needs it and psutil, but does not declare them
+        "httpx2>=2.16,<3",  # requests to inference servers; transformers brings it too
         "hydra-core>=1.3.2,<1.4",
         "jaxtyping>=0.3",  # shapes in annotations
         "matplotlib>=3.8",
@@ -85,7 +86,11 @@ setup(
             "trl>=1.16,<1.17",
         ],
     },
-    entry_points={"console_scripts": ["rl-megatron = rl_megatron.cli:main"]},
+    entry_points={
+        "console_scripts": ["rl-megatron = rl_megatron.cli:main"],
+        # vLLM's processes load it, in an environment where scripts/install_vllm.sh has installed this package.
+        "vllm.general_plugins": ["rl_megatron = rl_megatron.weight_sync.vllm_plugin:register"],
+    },
     classifiers=[
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",

@@ -31,7 +31,9 @@ from rich.table import Table
 
 from rl_megatron import log
 from rl_megatron.checkpoint.directory import read_manifest, size_of
-from rl_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.optimizer import OptimizerConfig
+from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import NLLLoss
 from rl_megatron.policy.megatron_policy import MegatronPolicy

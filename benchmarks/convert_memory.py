@@ -34,7 +34,7 @@ from rich.table import Table
 
 from rl_megatron.checkpoint import hf_convert
 from rl_megatron.checkpoint.safetensors_files import WeightWriter
-from rl_megatron.config.schema import ModelConfig
+from rl_megatron.config.model import ModelConfig
 from rl_megatron.model.families.llama import LLAMA
 
 LIMIT = 1.5

@@ -40,11 +40,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from rl_megatron.config.schema import ModelConfig, ParallelConfig
+from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.weight_sync.ipc import opened
 from rl_megatron.weight_sync.plan import RefitPlan, TensorSpec
 from rl_megatron.weight_sync.process_group import StandaloneGroup
-from rl_megatron.weight_sync.receiver import WeightReceiver
+from rl_megatron.weight_sync.receiver import ParameterSink, WeightReceiver
 
 RANKS = 2
 WAYS = ("bucketed", "one by one", "shared memory")
@@ -87,7 +88,7 @@ def engine(connection: Connection, port: int) -> None:
     plan: RefitPlan = connection.recv()
     specs = specs_of(plan)
     parameters = {spec.name: torch.zeros(spec.shape, dtype=spec.torch_dtype) for spec in specs}
-    receiver = WeightReceiver(parameters, plan)
+    receiver = WeightReceiver(ParameterSink(parameters), plan)
     group = StandaloneGroup("127.0.0.1", port, RANKS, RANKS + 1, _CPU)
     for version, way in enumerate(iter(connection.recv, None)):
         if way == "bucketed":

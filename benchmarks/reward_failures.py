@@ -1,7 +1,7 @@
 """Run random reward functions that misbehave on two ranks, and check that every case ends as configured:
 
-    python benchmarks/reward_failures.py --state outputs/reward_failures.jsonl
-    python benchmarks/reward_failures.py --cases 20 --seed 7
+    python -m benchmarks.reward_failures --state outputs/reward_failures.jsonl
+    python -m benchmarks.reward_failures --cases 20 --seed 7
 
 A case has one to three functions of random forms (ours, sync and async; TRL's lists, sync and async; verl's), random
 samples, and random settings. A function sleeps, raises, returns None, NaN or text, exits, forks, eats memory, closes
@@ -29,77 +29,17 @@ from typing import Any
 
 import torch.distributed as dist
 
+from benchmarks import misbehaving_rewards
+from benchmarks.misbehaving_rewards import FORMS
 from rl_megatron.config.rewards import RewardConfig, RewardFunctionConfig
 from rl_megatron.data.tasks import Problem
 from rl_megatron.rewards.scorer import RewardFailed, Scorer
 
 RANKS = 2
 SECONDS_ALLOWED = 25.0  # beside the limits of the calls: workers start anew, and other programs use the machine
-FORMS = ("sample", "sample_async", "list", "list_async", "verl", "verl_async")
 HARMLESS = ("well", "fork", "print")
 LATE = ("sleep",)
 WRONG = ("raise", "none", "nan", "text", "exit", "leave", "eat", "close", "orphan")
-_FUNCTIONS = """
-import asyncio
-import os
-import time
-
-
-def act(word):
-    if word == "sleep":
-        time.sleep(1000)
-    if word == "raise":
-        raise ValueError("raised on purpose")
-    if word == "exit":
-        os._exit(3)
-    if word == "leave":
-        raise SystemExit(0)
-    if word == "eat":
-        return float(len(bytearray(8 << 30)))
-    if word == "close":
-        os.closerange(3, 200)
-    if word == "fork" and os.fork() == 0:
-        return 7.0
-    if word == "orphan":
-        if os.fork() == 0:
-            time.sleep(1000)
-        os._exit(0)
-    if word == "print":
-        print("printed by a reward function", flush=True)
-    return {"none": None, "nan": float("nan"), "text": "1.0"}.get(word, 1.0)
-
-
-def word_of(completion, name):
-    return dict(part.split("=") for part in completion.split()).get(name, "well")
-
-
-def make(form, name):
-    if form == "sample":
-        def function(completion):
-            return act(word_of(completion, name))
-    elif form == "sample_async":
-        async def function(completion):
-            word = word_of(completion, name)
-            await asyncio.sleep(1000 if word == "sleep" and len(completion) % 2 else 0.01)
-            return act(word)
-    elif form == "list":
-        def function(completions, **columns):
-            return [act(word_of(completion, name)) for completion in completions]
-    elif form == "list_async":
-        async def function(completions, **columns):
-            await asyncio.sleep(0.01)
-            return [act(word_of(completion, name)) for completion in completions]
-    elif form == "verl":
-        def function(data_source, solution_str, ground_truth, extra_info):
-            return {"score": act(word_of(solution_str, name)), "seen": 1.0}
-    else:
-        async def function(solution_str, ground_truth):
-            await asyncio.sleep(0.01)
-            return {"score": act(word_of(solution_str, name)), "seen": 1.0}
-    return function
-
-
-"""
 
 
 @dataclass(frozen=True)
@@ -218,14 +158,6 @@ def run_case(case: Case, file: str) -> dict[str, Any]:
     return outcome | {"seconds": time.monotonic() - began}
 
 
-def write_functions(directory: Path) -> str:
-    """Write the file of the functions, and return its path."""
-    calls = [f'{form}_{index} = make("{form}", "f{index}")' for form in FORMS for index in range(3)]
-    path = directory / "misbehaving.py"
-    path.write_text(_FUNCTIONS + "\n".join(calls) + "\n")
-    return str(path)
-
-
 def wrong(case: Case, outcomes: list[dict[str, Any]]) -> str | None:
     """Return what is wrong with what came out of a case on the ranks, or None."""
     wanted, first = expected(case), outcomes[0]
@@ -292,7 +224,7 @@ def main(arguments: list[str] | None = None) -> int:
     bad = sum(finished[n]["wrong"] is not None for n in finished if n < options.cases)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:
-        file, answers = write_functions(Path(directory)), context.Queue()
+        file, answers = misbehaving_rewards.__file__, context.Queue()
         ranks = [
             context.Process(target=_rank, args=(rank, f"{directory}/store", cases, file, answers), daemon=True)
             for rank in range(RANKS if cases else 0)

@@ -9,8 +9,11 @@ and computes logprobs, the clipped loss against `prev_logprobs` and advantages, 
 clipping and Adam. The bare step is what megatron-core does for pretraining: its schedule, its model with `labels` (and
 so its `vocab_parallel_cross_entropy`), Σ losses · mask / tokens, and the optimizer. Its microbatches are made before.
 
+A third and a fourth candidate alternate with them on one rank in fp32: a step of supervised fine-tuning, which is
+`MegatronPolicy.train` with the loss `nll`, and the same step of the same model in transformers with torch's AdamW.
+
 Advantages are 1 and `prev_logprobs` are the policy's own, so the gradient of the first step is that of the bare loss.
-The two gradient norms are printed, and must agree. The learning rate is so small that ratios stay at 1.
+All gradient norms are printed, and must agree. The learning rate is so small that ratios stay at 1.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,22 +41,28 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rl_megatron.batching.config import Batching
-from rl_megatron.batching.microbatch import Microbatch
-from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.load import load_config
-from rl_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
-from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.execution import FusedHead
-from rl_megatron.execution.microbatch import ModelInput
-from rl_megatron.losses import build_loss
-from rl_megatron.losses.contract import LossFunction
-from rl_megatron.model.build import build_model
-from rl_megatron.policy.megatron_policy import MegatronPolicy
-from rl_megatron.policy.optimizer import build_optimizer, wrap_for_gradients
-from rl_megatron.topology import topology
-from rl_megatron.topology.device import start_device
-from rl_megatron.topology.topology import Topology
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks.transformers_step import TransformersStep  # noqa: E402
+from rl_megatron.batching.config import Batching  # noqa: E402
+from rl_megatron.batching.microbatch import Microbatch  # noqa: E402
+from rl_megatron.config.errors import ConfigError  # noqa: E402
+from rl_megatron.config.load import load_config  # noqa: E402
+from rl_megatron.config.model import ModelConfig  # noqa: E402
+from rl_megatron.config.optimizer import OptimizerConfig  # noqa: E402
+from rl_megatron.config.parallel import ParallelConfig  # noqa: E402
+from rl_megatron.data.batch import BatchedDataDict  # noqa: E402
+from rl_megatron.execution import FusedHead  # noqa: E402
+from rl_megatron.execution.microbatch import ModelInput  # noqa: E402
+from rl_megatron.losses import build_loss  # noqa: E402
+from rl_megatron.model.build import build_model  # noqa: E402
+from rl_megatron.policy.megatron_policy import MegatronPolicy  # noqa: E402
+from rl_megatron.policy.optimizer import build_optimizer, wrap_for_gradients  # noqa: E402
+from rl_megatron.topology import topology  # noqa: E402
+from rl_megatron.topology.device import start_device  # noqa: E402
+from rl_megatron.topology.topology import Topology  # noqa: E402
+from rl_megatron.topology.transfer import send  # noqa: E402
 
 _OPTIMIZER = OptimizerConfig(lr=1e-7, decay_style="constant")
 _SEED = 0
@@ -74,7 +84,7 @@ class Given:
         layout = made.sharding.layout(made.tokens, tuple(ids.shape))
         mask = microbatch.batch["token_mask"] * microbatch.batch["sample_mask"][:, None]
         labels, mask = (layout.scatter(pad(x[:, 1:], (0, 1)), 0) for x in (ids, mask.float()))
-        return cls(made, labels, mask)
+        return send(cls(made, labels, mask), policy.topology.device)
 
 
 class BareStep:
@@ -152,10 +162,18 @@ class Figures:
     bare: float
     grpo_grad_norm: float
     bare_grad_norm: float
+    nll: float | None = None
+    transformers: float | None = None
+    nll_grad_norm: float | None = None
+    transformers_grad_norm: float | None = None
 
     @property
     def ratio(self) -> float:
         return self.grpo / self.bare
+
+    @property
+    def nll_ratio(self) -> float | None:
+        return None if self.nll is None or self.transformers is None else self.nll / self.transformers
 
 
 def measure(
@@ -171,24 +189,25 @@ def measure(
     batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
     on_device = batch.to(layout.device)
     num_tokens = on_device["token_mask"][:, 1:].sum()
-    bare = BareStep(policy, policy.plan(on_device, loss_fn).microbatches, num_tokens)
-    norms = policy.train(batch, loss_fn)["grad_norm"], bare()
-    seconds = [(_seconds(layout, _train, policy, batch, loss_fn), _seconds(layout, bare)) for _ in range(steps)]
+    bare = BareStep(policy, policy.plan(batch, loss_fn).microbatches, num_tokens)
+    steps_of: list[Callable[[], float]] = [lambda: policy.train(batch, loss_fn)["grad_norm"], bare]
+    if dist.get_world_size() == 1 and precision == "fp32":
+        nll = build_loss("nll", {})
+        steps_of.append(lambda: policy.train(batch, nll)["grad_norm"])
+        steps_of.append(TransformersStep(policy, on_device, _OPTIMIZER, batching.sequences))
+    norms = [step() for step in steps_of]
+    seconds = [[_seconds(layout, step) for step in steps_of] for _ in range(steps)]
     slowest = torch.tensor(seconds, dtype=torch.float64, device=layout.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    grpo, bare_seconds = (statistics.median(column) for column in slowest.T.tolist())
+    medians = [statistics.median(column) for column in slowest.T.tolist()]
     policy.shutdown()
-    return Figures(grpo, bare_seconds, *norms)
+    return Figures(*medians[:2], *norms[:2], *medians[2:], *norms[2:])
 
 
-def _train(policy: MegatronPolicy, batch: BatchedDataDict, loss_fn: LossFunction) -> None:
-    policy.train(batch, loss_fn)
-
-
-def _seconds(layout: Topology, step: Callable, *args: object) -> float:
+def _seconds(layout: Topology, step: Callable[[], float]) -> float:
     dist.barrier()
     began = time.perf_counter()
-    step(*args)
+    step()
     if layout.is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - began
@@ -197,6 +216,7 @@ def _seconds(layout: Topology, step: Callable, *args: object) -> float:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--model", default="micro", help="a preset of configs/model")
+    made.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="keys of model: num_layers=4")
     made.add_argument("--layout", nargs="*", default=[], metavar="KEY=VALUE", help="keys of parallel: tensor=2")
     made.add_argument(
         "--vocab-size", type=int, default=4096, help="a multiple of 64: bare megatron-core counts padding"
@@ -223,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         overrides = [f"parallel.{key}" for key in options.layout]
         shape = [f"model={options.model}", f"model.max_sequence_length={options.length}"]
-        config = load_config([*shape, *overrides]).first
+        config = load_config([*shape, *(f"model.{key}" for key in options.set), *overrides]).first
         parallel: ParallelConfig = config.parallel
         layout = topology.build(parallel, start_device(options.device), _SEED)
         batching = Batching("packed" if options.packed else "padded", micro_rows, options.micro_batch_tokens)
@@ -238,8 +258,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if dist.get_rank() == 0:
         report(figures, layout, options)
     dist.destroy_process_group()
-    if not math.isclose(figures.grpo_grad_norm, figures.bare_grad_norm, rel_tol=_NORMS_AGREE[options.precision]):
-        print("the two gradient norms differ: the steps do not do the same work", file=sys.stderr)
+    norms = (figures.grpo_grad_norm, figures.nll_grad_norm, figures.transformers_grad_norm)
+    agree = partial(math.isclose, figures.bare_grad_norm, rel_tol=_NORMS_AGREE[options.precision])
+    if not all(agree(norm) for norm in norms if norm is not None):
+        print("the gradient norms differ: the steps do not do the same work", file=sys.stderr)
         return 1
     return 0
 
@@ -252,11 +274,18 @@ def report(figures: Figures, layout: Topology, options: argparse.Namespace) -> N
     made.add_row("GRPO, policy.train", f"{1000 * figures.grpo:.1f} ms", f"{figures.grpo_grad_norm:.6g}")
     made.add_row("megatron-core alone", f"{1000 * figures.bare:.1f} ms", f"{figures.bare_grad_norm:.6g}")
     made.add_row("ratio", f"{figures.ratio:.3f}", "")
+    if figures.nll is not None and figures.transformers is not None:
+        made.add_row("NLL, policy.train", f"{1000 * figures.nll:.1f} ms", f"{figures.nll_grad_norm:.6g}")
+        made.add_row("transformers", f"{1000 * figures.transformers:.1f} ms", f"{figures.transformers_grad_norm:.6g}")
+        made.add_row("ratio", f"{figures.nll_ratio:.3f}", "")
     Console().print(made)
     if options.output:
         settings = {key: value for key, value in vars(options).items() if key != "output"}
         threads = {"threads": torch.get_num_threads(), "world_size": int(os.environ.get("WORLD_SIZE", "1"))}
-        content = {"settings": settings | threads, "figures": asdict(figures) | {"ratio": figures.ratio}}
+        content = {
+            "settings": settings | threads,
+            "figures": asdict(figures) | {"ratio": figures.ratio, "nll_ratio": figures.nll_ratio},
+        }
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(content, indent=2) + "\n")
 

@@ -26,29 +26,37 @@ from rl_megatron.algorithms import ALGORITHMS  # noqa: E402
 from rl_megatron.config import schema  # noqa: E402
 from rl_megatron.config.compose import config_directory  # noqa: E402
 from rl_megatron.config.engines import ENGINE_DECLARATIONS  # noqa: E402
+from rl_megatron.config.generation import GenerationConfig  # noqa: E402
 from rl_megatron.config.load import load_config, to_yaml  # noqa: E402
+from rl_megatron.config.model import LinearRope, Llama3Rope, ModelConfig, YarnRope  # noqa: E402
+from rl_megatron.config.optimizer import OptimizerConfig  # noqa: E402
+from rl_megatron.config.parallel import ParallelConfig  # noqa: E402
 from rl_megatron.config.rewards import RewardConfig, RewardFunctionConfig  # noqa: E402
+from rl_megatron.config.tokenizer import TokenizerConfig  # noqa: E402
+from rl_megatron.config.train import TrainConfig  # noqa: E402
 from rl_megatron.data.tasks.registry import TASKS  # noqa: E402
 from rl_megatron.observability.sinks import SINKS  # noqa: E402
 from rl_megatron.rewards import functions as _reward_functions  # noqa: E402, F401  # it registers them
 from rl_megatron.rewards.registry import REWARDS  # noqa: E402
 
 PAGE = REPOSITORY / "docs" / "reference" / "configuration.md"
-ROPE_KINDS = (schema.LinearRope, schema.Llama3Rope, schema.YarnRope)
+ROPE_KINDS = (LinearRope, Llama3Rope, YarnRope)
 # Sections whose keys are all in one dataclass.
 SECTIONS = {
-    "model": schema.ModelConfig,
-    "parallel": schema.ParallelConfig,
-    "optimizer": schema.OptimizerConfig,
-    "train": schema.TrainConfig,
-    "tokenizer": schema.TokenizerConfig,
-    "generation": schema.GenerationConfig,
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "optimizer": OptimizerConfig,
+    "train": TrainConfig,
+    "tokenizer": TokenizerConfig,
+    "generation": GenerationConfig,
     "reward": RewardConfig,
 }
 # Keys whose value is chosen by name: which part of the page lists the names.
 TYPES = {
     "model.rope_scaling": "mapping with [`kind`](#modelrope_scaling), or null",
     "generation.engine": "name of a [rollout engine](#rollout-engines)",
+    "generation.vllm": "mapping with [these keys](#generationvllm)",
+    "generation.sglang": "mapping with [these keys](#generationsglang)",
     "reward.functions": "list of [reward functions](#rewardfunctions)",
     "metric_sinks": "list of [metric sinks](#metric-sinks)",
     "stages": "mapping of [stages](#stages)",
@@ -220,6 +228,15 @@ def _engines() -> Iterator[str]:
     yield ""
     yield f"`generation.engine` is one of {_code(ENGINE_DECLARATIONS)}, or the name of a plugin's engine."
     yield "[Rollout engines](../rollout_engines.md) describes them."
+    for engine, declaration in ENGINE_DECLARATIONS.items():
+        if declaration.section is not None:
+            section = type(getattr(GenerationConfig(), declaration.section))
+            yield ""
+            yield f"### generation.{declaration.section}"
+            yield ""
+            yield f"{summary(section)} Only `generation.engine={engine}` has these keys."
+            yield ""
+            yield from _table(f"generation.{declaration.section}", keys(section), {})
 
 
 def _rewards() -> Iterator[str]:

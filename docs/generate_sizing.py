@@ -2,7 +2,7 @@
 
     python docs/generate_sizing.py
 
-The formulas are those of docs/sizing.md, in the same order. They count bytes of dense tensors; they do not measure.
+The formulas are in rl_megatron/plan. They count bytes of tensors; they do not measure.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import yaml
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from rl_megatron.config.model_shape import head_size  # noqa: E402
-from rl_megatron.config.schema import ModelConfig, ParallelConfig  # noqa: E402
-from rl_megatron.topology.degrees import padded_vocab_size, validate, validate_model  # noqa: E402
+from rl_megatron.config.model import ModelConfig  # noqa: E402
+from rl_megatron.config.parallel import ParallelConfig  # noqa: E402
+from rl_megatron.plan import closed_forms  # noqa: E402
+from rl_megatron.plan.weights import ShardedShape  # noqa: E402
+from rl_megatron.topology.degrees import validate_model  # noqa: E402
 
 PAGE = REPOSITORY / "docs" / "sizing.md"
 GIB = 2**30
-FUSED_HEAD_BYTES = 512 * 2**20  # one token block of bf16 logits on a GPU
 
 
 @dataclass(frozen=True)
@@ -53,120 +54,41 @@ class Case:
         validate_model(self.model, self.parallel)
 
     @property
-    def data(self) -> int:
-        """The data-parallel degree."""
-        return validate(self.parallel, self.world_size)
-
-    @property
     def device_gib(self) -> int:
         """The memory of one device, which the name states as "devices × GiB"."""
         return int(self.name.partition(" × ")[2].split()[0])
 
     @property
-    def weight_bytes(self) -> int:
-        return 2 if self.precision == "bf16" else 4
+    def shape(self) -> ShardedShape:
+        """The model in its layout."""
+        return ShardedShape(self.model, self.parallel, self.world_size, self.vocab_size)
 
 
-@dataclass(frozen=True)
-class Parameters:
-    """Parameters on the fullest rank: those of experts, and all others."""
-
-    dense: int
-    experts: int
-
-    @property
-    def total(self) -> int:
-        return self.dense + self.experts
+def total_parameters(case: Case) -> int:
+    """Return the parameters of the whole model."""
+    return sum(ShardedShape(case.model, ParallelConfig(), 1, case.vocab_size).elements(stage=0))
 
 
-def parameters(case: Case) -> Parameters:
-    """Return the parameters on a rank of the fuller end of the pipeline."""
-    model, parallel = case.model, case.parallel
-    layers = layers_of_stage(case)
-    rows = padded_vocab_size(model.vocab_size or case.vocab_size, parallel.tensor) // parallel.tensor
-    embedding = rows * model.hidden_size
-    copies = 1 if parallel.pipeline > 1 or model.tie_embeddings else 2  # embedding and head on one stage
-    dense_layers = min(model.first_dense_layers, layers) if model.num_experts else layers
-    dense = layers * _attention(model, parallel.tensor) + copies * embedding + model.hidden_size
-    dense += dense_layers * 3 * model.hidden_size * model.ffn_hidden_size // parallel.tensor
-    if model.num_experts is None:
-        return Parameters(dense, 0)
-    expert_size = model.expert_ffn_hidden_size or model.ffn_hidden_size
-    shared = 3 * model.hidden_size * (model.shared_expert_ffn_hidden_size or 0) // parallel.tensor
-    router = model.hidden_size * model.num_experts + model.hidden_size * model.shared_expert_gate
-    sparse_layers = layers - dense_layers
-    dense += sparse_layers * (shared + router)
-    return Parameters(dense, sparse_layers * model.num_experts // parallel.expert * 3 * model.hidden_size * expert_size)
+def training_bytes(case: Case) -> closed_forms.TrainingBytes:
+    """Return the bytes of parameters, gradients and optimizer state, on the stage that has the most parameters."""
+    shape = case.shape
+    stage = max(range(shape.parallel.pipeline), key=lambda stage: sum(shape.elements(stage)))
+    return closed_forms.mean_training_bytes(shape, stage, precision=case.precision, distributed=case.distributed)
 
 
-def layers_of_stage(case: Case) -> int:
-    """Return the layers of the stage that has the most."""
-    model, parallel = case.model, case.parallel
-    ends = [count for count in (parallel.first_stage_layers, parallel.last_stage_layers) if count is not None]
-    between = parallel.pipeline - len(ends)
-    return max([*ends, (model.num_layers - sum(ends)) // between] if between else ends)
-
-
-def _attention(model: ModelConfig, tensor: int) -> int:
-    """Return the parameters of a layer's attention and norms."""
-    if model.kv_lora_rank is not None:
-        raise ValueError("the formulas here are not those of latent attention (model.kv_lora_rank)")
-    size = head_size(model)
-    queries, keys_and_values = size * model.num_attention_heads, 2 * size * model.num_query_groups
-    linears = model.hidden_size * (2 * queries + keys_and_values) + model.qkv_bias * (queries + keys_and_values)
-    norms = (4 if model.sandwich_norms else 2) * model.hidden_size + 2 * size * model.qk_norm
-    return linears // tensor + norms
-
-
-def training_bytes(case: Case) -> tuple[float, float, float]:
-    """Return the bytes of parameters, of gradients and of the optimizer state."""
-    count, stage_ranks = parameters(case), case.world_size // case.parallel.pipeline
-    per_parameter = 12 if case.precision == "bf16" else 8  # fp32 master weight and two moments; fp32: two moments
-    shards = stage_ranks // case.parallel.tensor if case.distributed else 1
-    expert_shards = stage_ranks // case.parallel.expert if case.distributed else 1
-    optimizer = per_parameter * (count.dense / shards + count.experts / expert_shards)
-    return case.weight_bytes * count.total, 4 * count.total, optimizer
-
-
-def reference_bytes(case: Case) -> float:
+def reference_bytes(case: Case) -> int:
     """Return the bytes of the reference policy on the device, between its calls."""
-    return case.weight_bytes * parameters(case).total if case.reference == "resident" else 0
+    return training_bytes(case).parameters if case.reference == "resident" else 0
 
 
-def activation_elements(model: ModelConfig) -> int:
-    """Return the elements that a layer keeps of each token for backward, without recomputation."""
-    size = head_size(model)
-    attention = (2 + model.qk_norm) * size * (model.num_attention_heads + model.num_query_groups)
-    if model.num_experts is None:
-        return 4 * model.hidden_size + attention + 4 * model.ffn_hidden_size
-    expert_size = model.expert_ffn_hidden_size or model.ffn_hidden_size
-    experts = model.experts_per_token * (2 * model.hidden_size + 4 * expert_size)
-    return 4 * model.hidden_size + attention + experts + 4 * (model.shared_expert_ffn_hidden_size or 0)
-
-
-def activation_bytes(case: Case) -> float:
-    """Return the bytes of activations on the first pipeline stage, with sequence parallelism if tensor exceeds 1."""
-    model, parallel = case.model, case.parallel
-    tokens = case.tokens / parallel.context / parallel.tensor
-    layer, layers = activation_elements(model), model.num_layers  # all p microbatches of its layers / p
-    if model.recompute == "full":
-        return case.weight_bytes * tokens * (layers * model.hidden_size + layer)
-    return case.weight_bytes * tokens * layers * layer
-
-
-def logits_bytes(case: Case) -> float:
-    """Return the bytes of the logits of one microbatch on the last stage."""
-    columns = padded_vocab_size(case.model.vocab_size or case.vocab_size, case.parallel.tensor) / case.parallel.tensor
-    whole = case.weight_bytes * case.tokens / case.parallel.context * columns
-    return min(whole, FUSED_HEAD_BYTES) if case.fused_head else whole
-
-
-def cache_bytes(case: Case) -> float:
-    """Return the bytes of the embedded engine's keys and values, and of those of one layer repeated to all heads."""
-    model, tensor = case.model, case.parallel.tensor
-    column = 2 * head_size(model) * case.weight_bytes * case.sequences * case.columns
-    repeated = model.num_attention_heads if model.num_query_groups != model.num_attention_heads else 0
-    return column * (layers_of_stage(case) * model.num_query_groups + repeated) / tensor
+def working_bytes(case: Case) -> tuple[float, float, int]:
+    """Return the bytes of activations on the first pipeline stage, of logits on the last one, and of the KV cache."""
+    shape, precision = case.shape, case.precision
+    return (
+        closed_forms.activation_bytes(shape, 0, tokens=case.tokens, precision=precision),
+        closed_forms.logits_bytes(shape, tokens=case.tokens, precision=precision, fused_head=case.fused_head),
+        closed_forms.cache_bytes(shape, 0, sequences=case.sequences, columns=case.columns, precision=precision),
+    )
 
 
 def preset(name: str, **changes: object) -> ModelConfig:
@@ -213,12 +135,12 @@ def table() -> str:
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for case in CASES:
-        whole = parameters(replace(case, parallel=ParallelConfig(), world_size=1)).total
-        kept = [*training_bytes(case), reference_bytes(case)]
-        working, cache = [activation_bytes(case), logits_bytes(case)], cache_bytes(case)
+        trained = training_bytes(case)
+        kept = [trained.parameters, trained.gradients, trained.optimizer, reference_bytes(case)]
+        *working, cache = working_bytes(case)
         train, generate = (_peak(size, case) for size in (sum(kept + working), sum(kept) + cache))
         cells = [*(f"{size / GIB:.1f}" for size in kept + working), train, f"{cache / GIB:.1f}", generate]
-        lines.append(f"| {case.name} | {whole / 1e9:.2f} B | " + " | ".join(cells) + " |")
+        lines.append(f"| {case.name} | {total_parameters(case) / 1e9:.2f} B | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
 
 from rl_megatron import log
 from tests import shape_checks
+from tests.fresh_process import FreshProcess
 from tests.worker_pool import WorkerPool
 
 shape_checks.install()  # before anything imports the modules that it checks
@@ -27,6 +28,14 @@ def ranks():
     pool = WorkerPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def fresh_process():
+    """Yield a process without a device: `fresh_process.run(function, *args)` returns the result."""
+    process = FreshProcess()
+    yield process
+    process.close()
 
 
 class Messages(logging.Handler):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -14,7 +16,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import checkpoint, convert_memory, early_answers, packing, refit, reward_failures, rewards, train_step
+from benchmarks import (
+    checkpoint,
+    convert_memory,
+    early_answers,
+    generation,
+    grpo_step,
+    misbehaving_rewards,
+    packing,
+    plan_memory,
+    refit,
+    reward_failures,
+    rewards,
+    train_step,
+)
+from benchmarks.gpu_check import __main__ as gpu_check_command
+from benchmarks.grpo_sides import PHASES, Step
 from benchmarks.logprobs import __main__ as logprobs_command
 from benchmarks.logprobs.cases import MODES
 from benchmarks.logprobs.counters import Counters
@@ -215,6 +232,61 @@ def test_a_grpo_step_has_the_gradient_of_the_bare_step(options, tmp_path):
     tolerance = 1e-2 if "bf16" in options else 1e-4
     assert figures["grpo_grad_norm"] == pytest.approx(figures["bare_grad_norm"], rel=tolerance)
     assert figures["ratio"] == figures["grpo"] / figures["bare"]
+    if "bf16" not in options:
+        assert figures["nll_grad_norm"] == pytest.approx(figures["transformers_grad_norm"], rel=tolerance)
+        assert figures["nll_ratio"] == figures["nll"] / figures["transformers"]
+
+
+@pytest.mark.slow
+def test_rollout_engines_do_the_work_of_model_generate(tmp_path):
+    """The benchmark itself refuses completions of other lengths than asked for."""
+    small = ["--count", "6", "--tokens", "8", "--rounds", "1", "--threads", "1", "--device", "cpu"]
+    done = subprocess.run(
+        [sys.executable, "benchmarks/generation.py", *small, "--output", tmp_path / "figures.json"],
+        cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "figures.json").read_text())["tokens_per_s"]
+    assert {mode: set(of_sides) for mode, of_sides in figures.items()} == {
+        mode: {"model.generate", "embedded"} for mode in ("equal", "mixed")
+    }
+
+
+@pytest.mark.slow
+def test_a_whole_grpo_step_is_raced_against_trl_on_equal_work(tmp_path):
+    problems = [
+        {"question": f"Ann has {n} {word} and buys {3 * n} more. How many are these?", "answer": f"#### {4 * n}"}
+        for n in range(20) for word in ("apples", "pears", "red pencils")
+    ]  # fmt: skip
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, problems)))
+    small = ["--layers", "1", "--hidden", "32", "--vocab-size", "300", "--prompts", "2", "--samples", "3"]
+    short = ["--new-tokens", "5", "--threads", "1", "--warmup", "1", "--steps", "2", "--case", "packed"]
+    done = subprocess.run(
+        [sys.executable, "benchmarks/grpo_step.py", tmp_path, *small, *short, "--output", tmp_path / "figures.json"],
+        cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    assert list(rows) == [
+        "packed, recompute_logprobs=auto", "packed, recompute_logprobs=always", "TRL GRPOTrainer"
+    ]  # fmt: skip
+    for name, row in rows.items():
+        assert sum(row["phases"].values()) == pytest.approx(row["step"], rel=0.02)
+        assert all(row["phases"][phase] > 0 for phase in PHASES if phase != "logprobs"), name
+        assert (row["phases"]["logprobs"] > 0) == name.endswith("always"), name
+        assert f"{1000 * row['step']:.0f}" in done.stdout
+
+
+def test_sides_that_do_different_work_are_found():
+    def steps(*completion_tokens):
+        return [Step(1.0, dict.fromkeys(PHASES, 0.2), 10, count) for count in completion_tokens]
+
+    same = {"packed": steps(8, 8), grpo_step.TRL: steps(8, 8)}
+    assert grpo_step.different_work(same) is None
+    assert "packed had" in (grpo_step.different_work(same | {"packed": steps(8, 7)}) or "")
+    assert [row.ratio for row in grpo_step.medians(same, warmup=1)] == [1.0, 1.0]
 
 
 @pytest.mark.slow
@@ -254,6 +326,10 @@ def test_a_command_of_the_page_is_valid(command):
         assert logprobs_command.parser().parse_args(words[words.index("benchmarks.logprobs") + 1 :])
     elif "benchmarks/train_step.py" in words:
         assert train_step.parser().parse_args(words[words.index("benchmarks/train_step.py") + 1 :])
+    elif "benchmarks/generation.py" in words:
+        assert generation.parser().parse_args(words[words.index("benchmarks/generation.py") + 1 :])
+    elif "benchmarks/grpo_step.py" in words:
+        assert grpo_step.parser().parse_args(words[words.index("benchmarks/grpo_step.py") + 1 :])
     elif "benchmarks/checkpoint.py" in words:
         assert checkpoint.parser().parse_args(words[words.index("benchmarks/checkpoint.py") + 1 :])
     elif "benchmarks.config_mutations" in words:
@@ -262,8 +338,16 @@ def test_a_command_of_the_page_is_valid(command):
         assert early_answers.parser().parse_args(words[words.index("benchmarks/early_answers.py") + 1 :])
     elif "benchmarks/rewards.py" in words:
         assert rewards.parser().parse_args(words[words.index("benchmarks/rewards.py") + 1 :])
-    elif "benchmarks/reward_failures.py" in words:
-        assert reward_failures.parser().parse_args(words[words.index("benchmarks/reward_failures.py") + 1 :])
+    elif "benchmarks.reward_failures" in words:
+        assert reward_failures.parser().parse_args(words[words.index("benchmarks.reward_failures") + 1 :])
+    elif "scripts/gpu_check.sh" in words:
+        options = words[words.index("scripts/gpu_check.sh") + 1 :]
+        if "--wheels" in options:  # the script's own option
+            del options[options.index("--wheels") : options.index("--wheels") + 2]
+        assert gpu_check_command.parser().parse_args(options)
+    elif "download" in words:
+        pinned = (REPOSITORY / "constraints.txt").read_text()
+        assert all(word in pinned for word in words if "==" in word)
     else:
         script = next(word for word in words if word.startswith(("scripts/", "benchmarks/")))
         assert (REPOSITORY / script).is_file()
@@ -329,11 +413,27 @@ def test_an_answer_that_is_late_or_another_is_found():
         assert words in (early_answers.wrong(name, [good._replace(**change)]) or "")
 
 
+def planned_rows(name):
+    """Return the rows of the table that the benchmark prints for a case, as lists of its columns."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        plan_memory.main(["--case", name])
+    return [re.split(r"\s*│\s*", line.strip("│\n ")) for line in printed.getvalue().splitlines() if name in line]
+
+
+@pytest.mark.slow
+def test_the_page_has_the_planned_memory_of_a_rank(fresh_process):
+    name = "llama, 4 layers, 2 ranks"
+    ((_, _, static, peak, *_),) = fresh_process.run(planned_rows, name)
+    (row,) = [line.split(" | ") for line in PAGE.splitlines() if line.startswith(f"| {name}")]
+    assert row[1] == static and row[4] == peak
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(8))
-def test_rewards_that_misbehave_end_as_configured(ranks, tmp_path, number):
+def test_rewards_that_misbehave_end_as_configured(ranks, number):
     case = reward_failures.random_case(seed=2, number=number)
-    outcomes = ranks.run(2, reward_failures.run_case, case, reward_failures.write_functions(tmp_path))
+    outcomes = ranks.run(2, reward_failures.run_case, case, misbehaving_rewards.__file__)
     assert reward_failures.wrong(case, outcomes) is None, (case, outcomes)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import shlex
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
@@ -17,8 +18,8 @@ import pytest
 from docs import generate_losses
 from rl_megatron.algorithms import preflight
 from rl_megatron.algorithms.logprob_check import LIMITS
+from rl_megatron.config.generation import GenerationConfig
 from rl_megatron.config.load import load_config
-from rl_megatron.config.schema import GenerationConfig
 from rl_megatron.losses import LOSSES, NLLLoss, build_loss
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.model.families import family_of_model
@@ -147,14 +148,15 @@ def test_the_recipes_differ():
 ENGINES = generate_losses.PAGE.with_name("rollout_engines.md")
 COMMANDS = [
     line for block in re.findall(r"```bash\n(.*?)```", ENGINES.read_text(), re.DOTALL) for line in block.splitlines()
-]
+    if " train " in line
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_the_page_on_engines_loads_and_its_model_has_a_family(command):
-    words = command.split()
+    words = shlex.split(command)
     stage = load_config(words[words.index("train") + 1 :]).first
-    assert stage.generation.engine == "transformers"
+    assert stage.generation.engine != "embedded"
     family_of_model(stage.model, vocab_size=260)
 
 

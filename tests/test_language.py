@@ -27,14 +27,14 @@ TEXTS = sorted(
 VERBS = frozenset(
     """
     Accept Add Allocate Answer Append Apply Ask Attend Begin Broadcast Build Call Check Choose Clear Close Collect
-    Combine Compare Complete Compute Continue Convert Copy Count Create Cut Decode Define Delete Describe Do Draw
-    Drop Encode End Estimate Evaluate Fill Find Finish Free Gather Generate Give Ignore Import Initialise Initialize
-    Insert Join Keep Kill Launch Leave Let List Load Lock Log Make Map Mark Mask Merge Move Normalise Open Pack Parse
-    Plan Plot Prepare Print Propagate Provide Put Raise Read Rebuild Receive Record Redirect Reduce Refuse Register
-    Release Remove Rename Render Replace Report Request Require Reset Resolve Restart Restore Return Round Run
-    Sample Save Scale Scatter Select Send Serve Set Shorten Show Shut Silence Skip Sort Split Spread Start Stop
-    Store Stream Subtract Sum Sync Take Time Train Truncate Turn Undo Unwrap Update Use Validate Verify Wait Warn
-    Wrap Write Yield
+    Combine Compare Complete Compute Connect Continue Convert Copy Count Create Cut Decode Define Delete Describe Do
+    Draw Drop Encode End Estimate Evaluate Fill Find Finish Free Gather Generate Give Ignore Import Initialise
+    Initialize Insert Join Keep Kill Launch Leave Let List Load Lock Log Make Map Mark Mask Merge Move Normalise
+    Open Pack Parse Plan Plot Prepare Print Propagate Provide Put Raise Read Rebuild Receive Record Redirect Reduce
+    Refuse Register Release Remove Rename Render Replace Report Request Require Reset Resolve Restart Restore Return
+    Round Run Sample Save Scale Scatter Select Send Serve Set Shorten Show Shut Silence Skip Sort Split Spread Start
+    Stop Store Stream Subtract Sum Sync Take Time Train Truncate Turn Undo Unwrap Update Use Validate Verify Wait
+    Warn Wrap Write Yield
     """.split()
 )
 

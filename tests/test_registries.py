@@ -35,6 +35,8 @@ OTHER_MEANINGS = {
         for module in ("conversations", "files", "plain_text", "templates")
     },
     ("rl_megatron.observability.step_view", "prompts"): "what a page shows",
+    ("rl_megatron.cli.generate", "prompts"): "a key of the settings of a file of completions",
+    ("rl_megatron.algorithms.generate", "text"): "a field of a completion",
     ("rl_megatron.data.readers.lines", "text"): "the field of a record",
     ("rl_megatron.data.sources.prompts", "reward_model"): "the field of a record for verl",
     ("rl_megatron.rewards.calling", "reward_model"): "a field of verl's records",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rl_megatron.data.tokenizer import train_bpe
+from rl_megatron.data.byte_level_bpe import train_bpe
 
 # One layer and few records: a step takes milliseconds.
 TINY = (
     "model.num_layers=1", "model.hidden_size=32", "model.ffn_hidden_size=64", "model.num_attention_heads=2",
     "model.num_query_groups=2", "model.max_sequence_length=64", "tokenizer.vocab_size=260", "train.steps=1",
-    "data.num_eval_examples=4", "train.global_batch_size=4", "train.micro_batch_size=2",
+    "data.num_eval_examples=4", "train.global_batch_size=4", "train.micro_batch_tokens=64",
     "generation.max_new_tokens=4", "device=cpu",
 )  # fmt: skip
 _SUMS = ("data=arithmetic", "data.num_documents=100", "data.num_demonstrations=32")

@@ -74,7 +74,7 @@ def _rank(
     from benchmarks.logprobs.fused import fused_variants
     from benchmarks.logprobs.race import Machine, race
     from benchmarks.logprobs.variants import logits_variants, peer_variant
-    from rl_megatron.config.schema import ParallelConfig
+    from rl_megatron.config.parallel import ParallelConfig
     from rl_megatron.topology import topology
     from rl_megatron.topology.device import start_device
 

@@ -9,7 +9,8 @@ of a sequence corresponds to token t:
 - token_mask [B, S]: 1 at sampled tokens, 0 at the prompt and at padding.
 - token_rewards [B, S]: the reward of each sample at its last sampled token, minus the KL penalty at every sampled token
   if loss.use_kl_in_reward is true.
-- rollouts: the whole batch, with input_ids, input_lengths, prompt_lengths, prev_logprobs and generation_logprobs.
+- rollouts: the whole batch, with input_ids, input_lengths, prompt_lengths and generation_logprobs; and prev_logprobs,
+  unless algorithm.recompute_logprobs is never.
 - leave_one_out, normalize_std: these keys of the algorithm section.
 """
 
@@ -66,6 +67,10 @@ def _reinforce_plus_plus(
     return reinforce_plus_plus(token_rewards, token_mask)
 
 
+class AdvantagesFailed(RuntimeError):
+    """A user's advantage estimator failed in a step."""
+
+
 def estimated_advantages(
     rollouts: BatchedDataDict, algorithm: GRPOConfig, loss_fn: LossFunction
 ) -> Float[Tensor, "batch sequence"]:
@@ -74,10 +79,13 @@ def estimated_advantages(
     Collective, because a user's function may fail on some ranks only.
 
     Raises:
-        ConfigError: The user's function raised an error, or its result has another shape or is not finite. It is raised
-            on every rank.
+        AdvantagesFailed: The user's function raised an error, or its result has another shape or is not finite. It is
+            raised on every rank.
     """
-    return on_all_or_none(lambda: _estimated_advantages(rollouts, algorithm, loss_fn))
+    try:
+        return on_all_or_none(lambda: _estimated_advantages(rollouts, algorithm, loss_fn))
+    except ConfigError as error:
+        raise AdvantagesFailed(f"the advantage estimator failed: {error}") from error
 
 
 def _estimated_advantages(

@@ -9,7 +9,7 @@ from rl_megatron import log
 from rl_megatron.checkpoint.directory import complete_checkpoints
 from rl_megatron.checkpoint.retention import delete_older
 from rl_megatron.checkpoint.save import Save, SaveFailed
-from rl_megatron.config.schema import TrainConfig
+from rl_megatron.config.train import TrainConfig
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology.collective_errors import run_on_rank0
 

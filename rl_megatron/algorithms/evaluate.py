@@ -228,7 +228,7 @@ class HeldoutProblems(Evaluation):
         Raises:
             ConfigError: A completion may not fit after a prompt.
         """
-        encoded = encoded_prompts(stage, heldout.problems, tokenizer)
+        encoded = encoded_prompts(stage, heldout.problems, build_source(stage).renderer(tokenizer))
         sampling = stage_sampling(stage, tokenizer, greedy=True, end_of_turn_ids=encoded.end_of_turn_ids)
         (metric,) = cls.metric_names(stage)
         return cls(encoded.prompts, tokenizer, sampling, metric)

@@ -11,11 +11,12 @@ from rl_megatron.algorithms.registry import register_algorithm
 from rl_megatron.algorithms.rollout import (
     ROLLOUT_LOSS,
     Sampler,
-    check_problems,
+    check_policy_gradient,
     join,
     keep_informative,
     logprob_mismatch,
     needs_reference,
+    recomputes_logprobs,
     reward_kl,
     statistics,
     uses_reference,
@@ -28,12 +29,16 @@ from rl_megatron.losses.registry import configured_loss
 
 
 @register_algorithm(
-    GRPOConfig, loss=ROLLOUT_LOSS, uses_reference=uses_reference, check_data=check_problems, progress_metric="reward"
+    GRPOConfig,
+    loss=ROLLOUT_LOSS,
+    uses_reference=uses_reference,
+    check_data=check_policy_gradient,
+    progress_metric="reward",
 )
 def grpo(stage: Stage, algorithm: GRPOConfig) -> None:
     """Train the stage's policy by GRPO."""
     loss_fn = configured_loss(stage.config.loss)
-    reference = needs_reference(loss_fn)
+    recompute, reference = recomputes_logprobs(stage.config, algorithm, loss_fn), needs_reference(loss_fn)
     if reference:
         stage.policy.freeze_reference()
     sampler = Sampler(stage, algorithm)
@@ -41,8 +46,9 @@ def grpo(stage: Stage, algorithm: GRPOConfig) -> None:
     for step in stage.steps():
         with stage.timer.phase("rollout"):
             rollouts, outcome = collect(sampler, step, algorithm)
+            stage.engine.sleep()
         with stage.timer.phase("logprobs"):
-            rollouts = with_logprobs(rollouts, stage.policy, reference)
+            rollouts = with_logprobs(rollouts, stage.policy, recompute=recompute, reference=reference)
         rollouts["advantages"] = estimated_advantages(rollouts, algorithm, loss_fn)
         for _ in range(algorithm.updates_per_rollout):
             report = stage.train(step, rollouts, loss_fn)

@@ -27,8 +27,13 @@ ROLLOUT = declare_metrics(
     Metric("stopped", "1", "The share of samples that ended with a stop token.", "mean", "higher"),
     Metric("informative_groups", "1", "The share of groups whose rewards differ.", "mean", "higher"),
     Metric("sampling_rounds", "rounds", "The rounds of dynamic sampling that the step took.", "last", "lower"),
-    Metric("mismatch_mean", "nats", "The mean of |trainer's − engine's logprob| of sampled tokens.", "mean", "lower"),
-    Metric("mismatch_max", "nats", "The largest |trainer's − engine's logprob| of a sampled token.", "max", "lower"),
+    Metric(
+        "mismatch_routing",
+        "1",
+        "With router replay, the share of (token, layer) pairs for which the trainer's router prefers other experts.",
+        "mean",
+        "lower",
+    ),
     Metric("reward_kl", "nats", "The mean KL that, times β, is subtracted from the reward of each token.", "mean"),
 )
 

@@ -14,9 +14,10 @@ from rl_megatron.algorithms.registry import CriticNeeds, register_algorithm
 from rl_megatron.algorithms.rollout import (
     ROLLOUT_LOSS,
     Sampler,
-    check_problems,
+    check_policy_gradient,
     logprob_mismatch,
     needs_reference,
+    recomputes_logprobs,
     reward_kl,
     rewards_per_token,
     statistics,
@@ -46,7 +47,7 @@ CRITIC = CriticNeeds[PPOConfig](
     loss=ROLLOUT_LOSS,
     critic=CRITIC,
     uses_reference=uses_reference,
-    check_data=check_problems,
+    check_data=check_policy_gradient,
     progress_metric="reward",
 )
 def ppo(stage: Stage, algorithm: PPOConfig) -> None:
@@ -55,7 +56,7 @@ def ppo(stage: Stage, algorithm: PPOConfig) -> None:
     assert critic is not None  # the stage has one because the algorithm is registered with a critic
     policy_loss = configured_loss(stage.config.loss)
     value_loss = configured_loss(_value_loss(algorithm))
-    reference = needs_reference(policy_loss)
+    recompute, reference = recomputes_logprobs(stage.config, algorithm, policy_loss), needs_reference(policy_loss)
     if reference:
         stage.policy.freeze_reference()
     sampler = Sampler(stage, algorithm)
@@ -63,19 +64,21 @@ def ppo(stage: Stage, algorithm: PPOConfig) -> None:
     for step in stage.steps():
         with stage.timer.phase("rollout"):
             rollouts = sampler.draw(step)
-        with stage.timer.phase("logprobs"):
-            rollouts = with_logprobs(rollouts, stage.policy, reference)
+            stage.engine.sleep()
+        learns = step > algorithm.critic_warmup_steps
+        with stage.timer.phase("logprobs"):  # they are reported in every step, even if no training step computes them
+            rollouts = with_logprobs(rollouts, stage.policy, recompute=recompute or not learns, reference=reference)
         with stage.timer.phase("values"):
             rollouts["values"] = critic.get_values(rollouts)["values"]
         rollouts = with_advantages(rollouts, algorithm, policy_loss)
-        report = statistics(rollouts, algorithm.samples_per_prompt) | logprob_mismatch(rollouts)
+        report = statistics(rollouts, algorithm.samples_per_prompt)
         report |= reward_kl(rollouts, policy_loss) | sampler.reward_metrics()
         for _ in range(algorithm.updates_per_rollout):
             learned = stage.train(step, rollouts, value_loss, critic)
             report |= {f"{CRITIC_PREFIX}{name}": value for name, value in learned.items()}
-            if step > algorithm.critic_warmup_steps:
+            if learns:
                 report |= stage.train(step, rollouts, policy_loss)
-        stage.record(step, report)
+        stage.record(step, report | logprob_mismatch(rollouts))
 
 
 def with_advantages(rollouts: BatchedDataDict, algorithm: PPOConfig, policy_loss: LossFunction) -> BatchedDataDict:

@@ -21,6 +21,7 @@ from rl_megatron.checkpoint.directory import (
     read_manifest,
 )
 from rl_megatron.checkpoint.rerun import refuse_changes
+from rl_megatron.config.data_rules import require_place
 from rl_megatron.config.errors import ConfigError, bad_input_named
 from rl_megatron.config.import_strings import is_import_string
 from rl_megatron.config.schema import RunConfig, StageConfig
@@ -54,7 +55,7 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
     check_sinks(config.metric_sinks)
     refuse_changes(config)
     for stage in config.stages.values():
-        stage.data.require_place()
+        require_place(stage.data)
     tokenizer = bad_input_named(lambda: run_tokenizer(config.first, output_dir))
     check_vocabulary(config.first.model, tokenizer.vocab_size)
     for name, stage in config.stages.items():

@@ -12,8 +12,10 @@ from typing import Any, Generic, TypeVar
 
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.config.algorithms import register_algorithm_config
+from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.registry import Registry
-from rl_megatron.config.schema import AlgorithmConfig, OptimizerConfig, StageConfig, TrainConfig
+from rl_megatron.config.schema import AlgorithmConfig, StageConfig
+from rl_megatron.config.train import TrainConfig
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.training_data import check_dataset
 from rl_megatron.losses.contract import LossFunction

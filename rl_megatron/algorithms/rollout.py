@@ -10,8 +10,10 @@ from torch import Tensor
 from rl_megatron.algorithms.advantages import informative_groups, token_rewards
 from rl_megatron.algorithms.registry import LossNeeds
 from rl_megatron.algorithms.stage import Stage
-from rl_megatron.config.algorithms import RolloutConfig
+from rl_megatron.batching.routing import ROUTED_EXPERTS, UNKNOWN_EXPERT
+from rl_megatron.config.algorithms import PolicyGradientConfig, RolloutConfig
 from rl_megatron.config.clipped_pg import ClippedPGLossConfig
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.tokenizer import Tokenizer
@@ -53,6 +55,17 @@ def check_problems(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, 
     return [(RolloutPrompts(stage, algorithm, tokenizer).longest + stage.generation.max_new_tokens,)]
 
 
+def check_policy_gradient(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """Check what `check_problems` checks, and that the loss can learn without the logprobs that are not recomputed.
+
+    Raises:
+        ConfigError: See `check_problems` and `recomputes_logprobs`.
+    """
+    algorithm: PolicyGradientConfig = stage.algorithm  # pyright: ignore[reportAssignmentType] registered only for this class
+    recomputes_logprobs(stage, algorithm, configured_loss(stage.loss))
+    return check_problems(stage, tokenizer)
+
+
 class Sampler:
     """The sampler of scored completions for the prompts of a step.
 
@@ -90,9 +103,37 @@ class Sampler:
         return metrics.values()
 
 
-def with_logprobs(rollouts: BatchedDataDict, policy: PolicyInterface, reference: bool) -> BatchedDataDict:
-    """Return the rollouts with the current policy's `prev_logprobs` and, if asked, `reference_policy_logprobs`."""
-    rollouts["prev_logprobs"] = policy.get_logprobs(rollouts)["logprobs"]
+def recomputes_logprobs(stage: StageConfig, algorithm: PolicyGradientConfig, loss_fn: LossFunction) -> bool:
+    """Return whether `prev_logprobs` are computed before the policy learns from a rollout.
+
+    With `algorithm.recompute_logprobs=auto` they are, unless the loss takes them from the forward pass of the training
+    step (`Loss.on_policy_keys`), and nothing else may read them.
+
+    Raises:
+        ConfigError: `algorithm.recompute_logprobs=never`, and the loss needs them.
+    """
+    key = "prev_logprobs"
+    needed = key in getattr(loss_fn, "required_keys", ())
+    if algorithm.recompute_logprobs == "never" and needed:
+        raise ConfigError(
+            f"algorithm.recompute_logprobs=never: loss.name={stage.loss['name']} needs {key!r} in its batch; set it to "
+            "auto"
+        )
+    if algorithm.recompute_logprobs != "auto":
+        return algorithm.recompute_logprobs == "always"
+    derived = key in getattr(loss_fn, "on_policy_keys", ())
+    return not derived or algorithm.may_read_logprobs() or algorithm.needs_logprobs(stage) is not None
+
+
+def with_logprobs(
+    rollouts: BatchedDataDict, policy: PolicyInterface, *, recompute: bool, reference: bool
+) -> BatchedDataDict:
+    """Return the rollouts with the `prev_logprobs` and `reference_policy_logprobs` that are asked for.
+
+    `prev_logprobs` are those of the current policy.
+    """
+    if recompute:
+        rollouts["prev_logprobs"] = policy.get_logprobs(rollouts)["logprobs"]
     if reference:
         rollouts["reference_policy_logprobs"] = policy.get_reference_policy_logprobs(rollouts)["reference_logprobs"]
     return rollouts
@@ -152,7 +193,7 @@ def keep_informative(rollouts: BatchedDataDict, group_size: int) -> BatchedDataD
 
 def join(parts: Sequence[BatchedDataDict], limit: int) -> BatchedDataDict:
     """Return several rounds of rollouts as one batch of at most `limit` samples."""
-    joined = BatchedDataDict.from_batches(list(parts)) if len(parts) > 1 else parts[0]
+    joined = BatchedDataDict.from_batches(list(parts), {ROUTED_EXPERTS: UNKNOWN_EXPERT}) if len(parts) > 1 else parts[0]
     return joined.slice(0, min(limit, joined.size))
 
 
@@ -174,8 +215,11 @@ def statistics(rollouts: BatchedDataDict, group_size: int) -> dict[str, float]:
 def logprob_mismatch(rollouts: BatchedDataDict) -> dict[str, float]:
     """Return the mean and maximum of |trainer's − engine's logprob| over sampled tokens, in nats.
 
-    They are 0 up to rounding if the engine and the trainer have the same weights.
+    They are 0 up to rounding if the engine and the trainer have the same weights. The result is empty if the trainer's
+    were not recomputed: the loss then reports both metrics (`losses/mismatch.py`).
     """
+    if "prev_logprobs" not in rollouts:
+        return {}
     sampled = rollouts["token_mask"].bool()
     difference = (rollouts["prev_logprobs"] - rollouts["generation_logprobs"]).abs()
     difference = torch.where(sampled, difference, 0.0)

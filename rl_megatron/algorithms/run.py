@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from contextlib import suppress
@@ -10,11 +11,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from rl_megatron import log
 from rl_megatron.algorithms import preflight, verify
+from rl_megatron.algorithms.advantage_estimators import AdvantagesFailed
 from rl_megatron.algorithms.evaluate import build_evaluation
 from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, LogprobCheck
 from rl_megatron.algorithms.next_commands import next_commands
@@ -22,14 +23,15 @@ from rl_megatron.algorithms.registry import algorithm_of
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.algorithms.synced_engine import SyncedEngine
 from rl_megatron.batching.config import Batching
-from rl_megatron.checkpoint.directory import CONFIG, complete_checkpoints, put_back
+from rl_megatron.checkpoint.directory import CONFIG, check_head, complete_checkpoints, put_back, read_manifest
 from rl_megatron.checkpoint.lock import OutputLock
 from rl_megatron.checkpoint.rerun import earlier_run, move_aside, recorded_config, weights_source
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.checkpoint_metadata import HUGGING_FACE, hugging_face_files
 from rl_megatron.config.data_sources import describe_source
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.schema import OptimizerConfig, RunConfig, StageConfig
+from rl_megatron.config.optimizer import OptimizerConfig
+from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.data.run_tokenizer import save_tokenizer
 from rl_megatron.data.sources import build_source
 from rl_megatron.data.tokenizer import Tokenizer
@@ -41,15 +43,15 @@ from rl_megatron.model.build import Head
 from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.rewards.scorer import RewardFailed, Scorer
-from rl_megatron.topology import degrees, topology
+from rl_megatron.topology import degrees
 from rl_megatron.topology.collective_errors import on_all_or_none, run_on_rank0
-from rl_megatron.topology.device import start_device
-from rl_megatron.topology.topology import Topology
+from rl_megatron.topology.job_store import JOB
+from rl_megatron.topology.topology import Topology, start_topology
 from rl_megatron.weight_sync.plan import WeightsRefused
 
 # Errors that end a run after its start, with exit status 1.
-FAILURES = (NonFiniteLoss, WeightsRefused, EngineFailed, EngineMismatch, RewardFailed, SaveFailed)
-_PATIENCE = timedelta(seconds=30)
+FAILURES = (NonFiniteLoss, WeightsRefused, EngineFailed, EngineMismatch, RewardFailed, AdvantagesFailed, SaveFailed)
+_LEAVING_TIMEOUT = timedelta(seconds=30)
 
 
 def run(config: RunConfig) -> int:
@@ -57,8 +59,8 @@ def run(config: RunConfig) -> int:
 
     Returns:
         The exit status, the same on all ranks. It is 0 if the run succeeded, and 2 if the input is bad, which is nearly
-        always found before the first step. It is 1 if a loss became NaN, a rollout engine or a reward function failed,
-        or the last checkpoint of a stage could not be saved.
+        always found before the first step. It is 1 if a loss became NaN, a rollout engine, a reward function or an own
+        advantage estimator failed, or the last checkpoint of a stage could not be saved.
     """
     try:
         run_stages(config)
@@ -92,32 +94,31 @@ def run_stages(config: RunConfig) -> RunResults:
     """
     started = time.perf_counter()
     first = config.first
-    device = start_device(first.device, first.train.collective_timeout_minutes)
-    layout = topology.build(first.parallel, device, first.train.seed)
+    timeout_minutes = first.train.collective_timeout_minutes
+    layout = start_topology(first.parallel, device=first.device, seed=first.train.seed, timeout_minutes=timeout_minutes)
     degrees.validate_model(first.model, first.parallel)
     lock = OutputLock(Path(config.output_dir))
     try:
-        return _run_locked(config, lock, layout, device, started)
+        return _run_locked(config, lock, layout, started)
     finally:
         lock.release()
 
 
-def _run_locked(
-    config: RunConfig, lock: OutputLock, layout: Topology, device: torch.device, started: float
-) -> RunResults:
+def _run_locked(config: RunConfig, lock: OutputLock, layout: Topology, started: float) -> RunResults:
     output_dir, earlier = Path(config.output_dir), earlier_run(config)
     on_all_or_none(lambda: lock.acquire() if dist.get_rank() == 0 else None)
     _refuse_failure(run_on_rank0(lambda: _put_back_checkpoints(earlier)))
     tokenizer = on_all_or_none(lambda: preflight.check(config, earlier))
     verify.refuse_damage(config, earlier)
     if dist.get_rank() == 0:
-        log.LOGGER.info("%s, %s, vocabulary of %d", layout.describe(), device.type, tokenizer.vocab_size)
+        log.LOGGER.info("%s, %s, vocabulary of %d", layout.describe(), layout.device.type, tokenizer.vocab_size)
         for name, stage in config.stages.items():
             log.LOGGER.info("stage %s: %s", name, describe_source(stage))
     run_yaml = on_all_or_none(lambda: recorded_config(config, earlier))  # every rank has read before rank 0 writes
     _refuse_failure(run_on_rank0(lambda: _begin_output(config, run_yaml, lock, tokenizer)))
     metrics_logger = on_all_or_none(lambda: _open_metrics(config, output_dir))
     results: dict[str, Any] = {}
+    has_trained = False
     weights = Path(config.init_from) if config.init_from else None
     newest = None  # checkpoint of this run
     try:
@@ -125,6 +126,7 @@ def _run_locked(
             directory = output_dir / "checkpoints" / name
             results[name] = _finished_results(directory, stage_config)
             if results[name] is None:
+                has_trained = True
                 weights_from = weights_source(config, output_dir, name)
                 results[name] = _run_stage(
                     config, name, layout, tokenizer, metrics_logger, directory, weights, weights_from, run_yaml
@@ -136,7 +138,8 @@ def _run_locked(
         raise type(error)(f"{error}; {kept}") from error
     assert weights is not None  # the last stage's last checkpoint
     summary = _summary(results, layout, time.perf_counter() - started)
-    metrics_logger.finish(summary, next_commands(config, tokenizer, weights))
+    is_job = JOB in os.environ  # of a sweep, which says at its end what can be done
+    metrics_logger.finish(summary, [] if is_job else next_commands(config, tokenizer, weights), has_trained)
     return RunResults(summary, weights)
 
 
@@ -193,7 +196,7 @@ def leave_together() -> None:
         with suppress(RuntimeError):  # another rank may have ended in another way
             barrier = dist.barrier(async_op=True)
             if barrier is not None:  # never None on a member of the group
-                barrier.wait(_PATIENCE)
+                barrier.wait(_LEAVING_TIMEOUT)
 
 
 def _run_stage(
@@ -215,7 +218,9 @@ def _run_stage(
     if algorithm.critic is not None:
         steps = algorithm.critic.optimizer_steps(settings, config.train)
         critic = _model(config, layout, tokenizer, weights, algorithm.critic.optimizer(settings), steps, "score")
-    engine = SyncedEngine(build_engine(policy, config), _logprob_check(config, policy, tokenizer), metrics_logger.note)
+    check, replays = _logprob_check(config, policy, tokenizer), config.generation.router_replay
+    engine = build_engine(policy, config, metrics_logger.output_dir)
+    engine = SyncedEngine(engine, check, metrics_logger.note, needs_routing=replays)
     scorer = Scorer(config.reward, lambda: build_source(config).task())
     evaluation = build_evaluation(config, tokenizer).scored_by(scorer)
     stage = Stage(
@@ -266,6 +271,7 @@ def _model(
         head=head,
         fused_head=FusedHead() if config.train.fused_head else None,
         reference_placement=config.train.reference,
+        initialise=weights is None or check_head(weights, read_manifest(weights), head, weights_only=True),
     )
     if weights is not None:
         model.load_checkpoint(weights, weights_only=True, verify=False)  # written by this run, or verified at its start

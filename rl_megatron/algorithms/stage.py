@@ -11,14 +11,15 @@ from rl_megatron import log
 from rl_megatron.algorithms.checkpointer import Checkpointer, critic_checkpoints
 from rl_megatron.checkpoint.directory import complete_checkpoints
 from rl_megatron.checkpoint.user_files import file_digests
-from rl_megatron.config.schema import StageConfig, TrainConfig
+from rl_megatron.config.schema import StageConfig
+from rl_megatron.config.train import TrainConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.datasets import Dataset
 from rl_megatron.data.loader import DataLoader
 from rl_megatron.data.stage_loader import in_memory_loader
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.execution import NonFiniteLoss
-from rl_megatron.generation.interfaces import RolloutEngine
+from rl_megatron.generation.interfaces import SleepingEngine
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.observability.phase_timer import PhaseTimer
@@ -54,7 +55,7 @@ class Stage:
     name: str
     config: StageConfig
     policy: MegatronPolicy
-    engine: RolloutEngine
+    engine: SleepingEngine
     tokenizer: Tokenizer
     metrics_logger: MetricsLogger
     checkpoints: Path

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rl_megatron.algorithms.logprob_check import LogprobCheck
+from rl_megatron.batching.routing import ROUTED_EXPERTS
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.generation.interfaces import EngineFailed, RolloutEngine, Sampling, Served
+from rl_megatron.generation.interfaces import EngineFailed, RolloutEngine, Sampling, Served, SleepingEngine
 
 
 class SyncedEngine:
@@ -16,15 +17,23 @@ class SyncedEngine:
     comparison is made once for each copy of the weights that the engine serves.
     """
 
-    def __init__(self, engine: RolloutEngine, check: LogprobCheck, note: Callable[[dict[str, float]], None]):
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        check: LogprobCheck,
+        note: Callable[[dict[str, float]], None],
+        needs_routing: bool = False,
+    ):
         """Initialize the wrapper.
 
         Args:
             engine: The engine to wrap.
             check: The logprob check.
             note: Called with the metrics of every weight sync and of every logprob check.
+            needs_routing: Whether completions must have routed experts, for router replay.
         """
         self._engine, self._check, self._note = engine, check, note
+        self._needs_routing = needs_routing
         self._checked: Served | None = None
 
     @property
@@ -43,6 +52,7 @@ class SyncedEngine:
 
         Raises:
             EngineMismatch: The engine's logprobs differ from the trainer's. Nothing was generated for the caller.
+            EngineFailed: The completions have no routed experts, although the engine is one that records them.
         """
         while True:
             served = self._sync()
@@ -51,8 +61,18 @@ class SyncedEngine:
                 self._checked = served
                 continue  # if the engine restarted during the check, the check is repeated
             rollouts = self._engine.generate(prompts, sampling, seed)
+            if self._needs_routing and ROUTED_EXPERTS not in rollouts:
+                raise EngineFailed(
+                    "no routed experts came with the completions, and generation.router_replay=true needs them; set "
+                    "router_replay=false, or use another engine"
+                )
             if self.served == served:
                 return rollouts  # otherwise they come from a restarted engine, which has not been checked
+
+    def sleep(self) -> None:
+        """Let the engine release memory that the policy needs for training, if it shares devices with the policy."""
+        if isinstance(self._engine, SleepingEngine):
+            self._engine.sleep()
 
     def _sync(self) -> Served:
         """Sync weights, and return which copy of them the engine serves."""

@@ -10,6 +10,7 @@ from rl_megatron.api.model import StartingModel
 from rl_megatron.config.commands import override
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config, merged
+from rl_megatron.config.python_functions import record_function
 from rl_megatron.config.schema import ALGORITHM_CONFIGS, RunConfig
 from rl_megatron.rewards import functions
 from rl_megatron.rewards.registry import REWARDS
@@ -112,6 +113,7 @@ def _registered(function: Callable[..., Any], where: str) -> str:
     if name in REWARDS and name not in _of_python:
         raise ConfigError(f"{where}: {name!r} is a reward function of the package or of a plugin; rename yours")
     _of_python.add(name)
+    record_function(name, function)
     REWARDS.replace(name, function)
     return name
 

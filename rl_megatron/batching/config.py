@@ -8,7 +8,7 @@ from typing import Literal, Self
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.packing import ALGORITHMS
 from rl_megatron.config.errors import unknown_name
-from rl_megatron.config.schema import TrainConfig
+from rl_megatron.config.train import TrainConfig
 
 BatchingKind = Literal["padded", "dynamic", "packed"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
+from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import LatentShape, head_size
-from rl_megatron.config.schema import ModelConfig
 
 
 @dataclass(frozen=True)

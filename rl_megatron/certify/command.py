@@ -65,7 +65,7 @@ def _certify(config: RunConfig) -> int:
     degrees.validate(first.parallel, dist.get_world_size())
     degrees.validate_model(first.model, first.parallel)  # the user's own model, before the small model is made from it
     model, parallel = shrunk(first.model, first.parallel)
-    layout = topology.build(parallel, device, first.train.seed)
+    layout = topology.build(parallel, device, first.train.seed, first.train.collective_timeout_minutes)
     objectives, batching = _objectives(config)
     taken = {key: getattr(first.optimizer, key) for key in ("distributed", "overlap", "clip_grad")}
     fused_head = SMALL_FUSED_HEAD if first.train.fused_head else None

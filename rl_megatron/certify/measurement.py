@@ -24,7 +24,7 @@ METRIC_TOLERANCE = 1e-4  # relative; for values below 1e-2, relative to 1e-2
 
 @dataclass(frozen=True)
 class Measurement:
-    """The results of one objective, in fp32. Gradients and weights are whole tensors, gathered on rank 0.
+    """The results of one objective. Gradients and weights are whole tensors, gathered on rank 0.
 
     Attributes:
         metrics: The metrics, including the loss.
@@ -108,8 +108,8 @@ def run_workload(workload: Workload, topology: Topology, batching: Mapping[str, 
 
 def _policy(workload: Workload, topology: Topology, head: Head) -> MegatronPolicy:
     return MegatronPolicy(
-        workload.model, topology, vocab_size=workload.vocab_size, seed=workload.seed, optimizer=workload.optimizer,
-        head=head, fused_head=workload.fused_head,
+        workload.model, topology, vocab_size=workload.vocab_size, precision=workload.precision, seed=workload.seed,
+        optimizer=workload.optimizer, head=head, fused_head=workload.fused_head,
     )  # fmt: skip
 
 

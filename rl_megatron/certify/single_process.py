@@ -15,22 +15,11 @@ from rl_megatron import log
 from rl_megatron.batching.config import Batching
 from rl_megatron.certify.measurement import Measurement, run_workload
 from rl_megatron.certify.workload import NUM_SEQUENCES, Workload
+from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.plugins import import_plugins
-from rl_megatron.config.schema import ParallelConfig
 from rl_megatron.topology import topology
+from rl_megatron.topology.child_process import environment_of_a_child
 from rl_megatron.topology.device import start_device
-
-# Environment variables that torchrun sets for a rank. The reference must not have them, because it is a single process.
-_OF_A_RANK = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
 
 
 def run_in_one_process(workload: Workload, device: str = "auto") -> dict[str, Measurement]:
@@ -54,11 +43,7 @@ class Reference:
         """
         self._result = directory / "reference.pt"
         torch.save((workload, device, list(plugins)), directory / "workload.pt")
-        environment = {
-            key: value
-            for key, value in os.environ.items()
-            if key not in _OF_A_RANK and not key.startswith("TORCHELASTIC")
-        }
+        environment = environment_of_a_child()
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # so that the plugins are found
         command = [sys.executable, "-m", __name__, str(directory / "workload.pt"), str(self._result)]
         self._process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)

@@ -12,7 +12,9 @@ import torch
 from rl_megatron.batching.config import Batching, BatchingKind
 from rl_megatron.batching.packing import round_up
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.optimizer import OptimizerConfig
+from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import FusedHead
 from rl_megatron.losses import as_loss, build_loss
@@ -70,6 +72,7 @@ class Workload:
         seed: The seed of weights and batch.
         optimizer: The optimizer of the one step that is taken.
         fused_head: The fused head, or None for whole logits.
+        precision: "fp32" or "bf16".
     """
 
     model: ModelConfig
@@ -80,6 +83,7 @@ class Workload:
     # zero would change the step completely. With this ε, small gradients make small steps.
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-2, epsilon=1e-3)
     fused_head: FusedHead | None = None
+    precision: str = "fp32"
 
     def plainly(self) -> Workload:
         """Return the same workload without options that only save time or memory: fused head and overlap."""

@@ -22,8 +22,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from rl_megatron.config.checkpoint_metadata import MANIFEST, no_checkpoint
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import with_derived_sizes
-from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.families import NOT_OF_THE_WEIGHTS
 
 CONFIG = "config.yaml"  # the effective configuration of the run that wrote the checkpoint

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_megatron.checkpoint.digests import check_digests
 from rl_megatron.checkpoint.directory import publish, read_manifest, saved_model, system_error
 from rl_megatron.checkpoint.hf_directory import INDEX, MAX_SHARD_BYTES, read_json, refuse_existing
 from rl_megatron.checkpoint.hf_load import embedding_rows, open_hugging_face
 from rl_megatron.checkpoint.hf_weights import BLOCK_BYTES
 from rl_megatron.checkpoint.safetensors_files import WeightReader, WeightWriter
 from rl_megatron.checkpoint.tensors import StoredTensor, TensorWriter, model_tensors, read_parts
-from rl_megatron.checkpoint.verify import check_digests
 from rl_megatron.config.checkpoint_metadata import (
     HUGGING_FACE,
     carried_tokenizer,
@@ -32,9 +32,9 @@ from rl_megatron.config.checkpoint_metadata import (
     run_tokenizer,
 )
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import num_experts
-from rl_megatron.config.schema import ModelConfig
-from rl_megatron.data.tokenizer import load_tokenizer
+from rl_megatron.data.tokenizer_files import load_tokenizer
 from rl_megatron.model.families import family_of_model, read_model, same_weights
 from rl_megatron.model.families.table import Shape, WeightTable
 from rl_megatron.model.shards import stored_name

@@ -6,12 +6,13 @@ What is wrong with the paths of a conversion is therefore answered at once.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from rl_megatron.checkpoint.directory import check_head, read_manifest
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.schema import ModelConfig
+from rl_megatron.config.model import ModelConfig
 from rl_megatron.model.families import read_model
 from rl_megatron.model.families.family import Family
 
@@ -41,13 +42,18 @@ def check_export(checkpoint: Path, target: Path) -> None:
 
 
 def refuse_existing(path: Path) -> None:
-    """Refuse to write to a path that exists.
+    """Refuse to write to a path that exists, or that cannot be made.
 
     Raises:
-        ConfigError: It exists.
+        ConfigError: It exists, or a directory above it is a file or may not be written to.
     """
     if path.exists():
         raise ConfigError(f"{path} exists already; choose another directory, or delete it")
+    above = next(parent for parent in path.absolute().parents if parent.exists())
+    if not above.is_dir():
+        raise ConfigError(f"{path} cannot be made, because {above} is a file; choose another directory")
+    if not os.access(above, os.W_OK):
+        raise ConfigError(f"{path} cannot be made, because {above} may not be written to; choose another directory")
 
 
 def read_directory(directory: Path) -> tuple[Family, ModelConfig]:

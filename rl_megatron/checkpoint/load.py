@@ -10,7 +10,6 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from rl_megatron.checkpoint.directory import check_head, read_manifest
-from rl_megatron.checkpoint.optimizer_state import load_optimizer_state
 from rl_megatron.checkpoint.rng_state import random_state_file, restore_random_state
 from rl_megatron.checkpoint.training_state import HEAD_PREFIX, TrainingState, load_model
 from rl_megatron.checkpoint.verify import verify_checkpoint
@@ -42,7 +41,8 @@ def load_checkpoint(path: Path, into: TrainingState, weights_only: bool = False,
 
 
 def _fill(path: Path, manifest: dict[str, Any], into: TrainingState, weights_only: bool, new_head: bool) -> None:
-    state = into.sharded(loading=True, weights_only=weights_only, new_head=new_head)
+    stored = frozenset(dist_checkpointing.load_tensors_metadata(str(path)))
+    state = into.requested(stored, weights_only, new_head)
     partial = weights_only or into.optimizer is None
     older = "format" not in manifest  # older checkpoints contain the empty "extra states" of a backend's modules
     strict = StrictHandling.RAISE_UNEXPECTED if partial or older else StrictHandling.RAISE_ALL
@@ -61,9 +61,7 @@ def _fill(path: Path, manifest: dict[str, Any], into: TrainingState, weights_onl
     if weights_only:
         into.optimizer.reload_model_params()
         return
-    load_optimizer_state(into.optimizer, loaded["optimizer"])
-    into.scheduler.num_steps = 0  # loading adds the checkpoint's steps
-    into.scheduler.load_state_dict(loaded["scheduler"])
+    into.load_optimizer(stored, loaded)
     own_file = random_state_file(dist.get_rank())
     if own_file in manifest["files"] and manifest["layout"] == into.model.topology.describe():
         restore_random_state((path / own_file).read_bytes())

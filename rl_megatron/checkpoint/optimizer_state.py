@@ -1,16 +1,17 @@
-"""The optimizer's part of a checkpoint. It loads under any tensor, pipeline and data parallel layout.
+"""The optimizer's part of a checkpoint. It loads under any layout, and into any optimizer and implementation of Adam.
 
-It holds each parameter's fp32 weight and Adam moments in the parameter's own shape. megatron-core's distributed
-optimizer keeps these states flat, in buckets, and split over data-parallel ranks. megatron-core can save them
-independently of the layout, but it stores the buckets without padding and reads them at offsets computed with padding.
-This corrupts every bucket that follows a bucket whose size is not a multiple of 128 (tied embeddings under pipeline
-parallelism have such a bucket). This module therefore assembles the states parameter by parameter.
+It holds the number of steps, and each parameter's fp32 weight and Adam moments in the parameter's own shape.
+megatron-core's distributed optimizer keeps these states flat, in buckets, and split over data-parallel ranks.
+megatron-core can save them independently of the layout, but it stores the buckets without padding and reads them at
+offsets computed with padding. This corrupts every bucket after one whose size is not a multiple of 128 (tied
+embeddings under pipeline parallelism have such a bucket). This module therefore assembles the states parameter by
+parameter. Each parameter has an owner among the data-parallel ranks, which alone holds the whole states on its host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,88 +22,174 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")
+# The prefixes of their keys. Checkpoints of the plain optimizer had megatron-core's, and no "param" of fp32 weights.
+_PREFIXES = {name: (f"optimizer.{name}.", f"optimizer.state.{name}.") for name in ("exp_avg", "exp_avg_sq")}
+_PREFIXES["param"] = ("optimizer.param.", "optimizer.state.fp32_param.")
+
+_Entry = ShardedTensor | ShardedTensorFactory
 
 
-def sharded_optimizer_state(
-    optimizer: MegatronOptimizer, models: list[dict[str, Any]], metadata: dict[str, Any], loading: bool
-) -> dict[str, Any]:
-    """Return the sharded state of `optimizer`, to save or to fill. Collective over data-parallel ranks.
+@dataclass(frozen=True)
+class _Held:
+    """What this rank holds of a parameter's optimizer states, and the place of the whole states in a checkpoint.
+
+    Attributes:
+        number: The key in the state dict.
+        entry: The parameter's place in the unsharded model.
+        parameter: The model's parameter.
+        states: The states of the elements `own`: views that can be written. None if this rank updates no element.
+        own: The range of the flattened parameter that this rank updates.
+        group: The ranks over which the states are split, or None if this rank holds them whole.
+        owner: The rank of `group` that reads and writes the whole states.
+    """
+
+    number: str
+    entry: _Entry
+    parameter: Tensor
+    states: dict[str, Tensor] | None
+    own: slice
+    group: dist.ProcessGroup | None
+    owner: int
+
+    @property
+    def is_owner(self) -> bool:
+        """Return whether this rank reads and writes the whole states."""
+        return self.group is None or self.group.rank() == self.owner
+
+    @property
+    def is_replica(self) -> bool:
+        """Return whether tensor- or pipeline-parallel ranks before this one hold the same parameter."""
+        return any(_replica_id(self.entry)[:-1])
+
+    def sharded(self, name: str, data: Tensor, key: str) -> _Entry:
+        """Return the whole state `name` as a tensor that is placed like the parameter, under its own key."""
+        changes: dict[str, Any] = {"key": key, "data": data}
+        if isinstance(self.entry, ShardedTensor):
+            changes["dtype"] = data.dtype
+        if self.group is not None:
+            changes["replica_id"] = (*_replica_id(self.entry)[:-1], 0)  # the owner's is the one that is written
+        return replace(self.entry, **changes)
+
+
+def sharded_optimizer_state(optimizer: MegatronOptimizer, models: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the sharded state of `optimizer` to save. Collective over data-parallel ranks.
+
+    States that are split over ranks are copied to the owner's host; others are the optimizer's own tensors.
 
     Args:
         optimizer: The optimizer.
         models: The sharded state dicts of the model chunks, which state each parameter's place in the unsharded model.
-        metadata: The metadata with which `models` was made. It decides how megatron-core names tensors.
-        loading: True to return empty tensors that will be filled, False to return the state that will be saved.
     """
-    entries = {
-        id(e.data): e for model in models for e in model.values() if isinstance(e, ShardedTensor | ShardedTensorFactory)
-    }
-    state = {}
-    for index, part in enumerate(parts(optimizer)):
-        if isinstance(part, DistributedOptimizer):
-            tensors = {
-                f"{number}": _sharded(entries[id(parameter)], whole)
-                for number, (parameter, whole) in enumerate(_whole_states(part, loading))
-            }
-            state[f"part{index}"] = {"groups": part.state_dict(), "tensors": tensors}
+    tensors = {}
+    for held in _held(optimizer, models):
+        if held.group is None:
+            assert held.states is not None  # an optimizer that is not split updates every parameter
+            whole: dict[str, Tensor] | None = {name: held.states[name] for name in _STATES}
+        elif held.is_replica:
+            whole = None
         else:
-            merged = {f"{i}.{key}": entry for i, model in enumerate(models) for key, entry in model.items()}
-            state[f"part{index}"] = part.sharded_state_dict(merged, is_loading=loading, metadata=dict(metadata))
-    return state
+            whole = _reduced_to_owner(held, held.group)
+        if whole is not None:
+            shaped = {name: tensor.view(held.parameter.shape) for name, tensor in whole.items()}
+            tensors[held.number] = {
+                name: held.sharded(name, tensor, _PREFIXES[name][0] + held.entry.key) for name, tensor in shaped.items()
+            }
+    return {"step": step_count(optimizer), "tensors": tensors}
+
+
+def requested_optimizer_state(
+    optimizer: MegatronOptimizer, models: list[dict[str, Any]], stored: Collection[str]
+) -> dict[str, Any]:
+    """Return the sharded tensors to fill from a checkpoint: the optimizer's own, or an owner's on the host.
+
+    Args:
+        optimizer: The optimizer.
+        models: As in `sharded_optimizer_state`.
+        stored: The names of the checkpoint's tensors.
+    """
+    tensors = {}
+    for held in _held(optimizer, models):
+        if not held.is_owner:
+            continue
+        requested = {}
+        for name, key in _stored_keys(held.entry.key, stored).items():
+            if held.group is None and held.states is not None:
+                data = held.states[name].view(held.parameter.shape)
+            else:
+                data = torch.empty(held.parameter.shape, dtype=torch.float32, device="cpu")
+            requested[name] = held.sharded(name, data, key)
+        tensors[held.number] = requested
+    return {"tensors": tensors}
 
 
 @torch.no_grad()
-def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
-    """Load the filled state of `sharded_optimizer_state` into `optimizer`: moments, fp32 weights and step counts.
+def load_optimizer_state(
+    optimizer: MegatronOptimizer, models: list[dict[str, Any]], stored: Collection[str], loaded: dict[str, Any]
+) -> None:
+    """Load a filled state into `optimizer`: moments, fp32 weights and the step count. The weights are loaded before.
 
-    Learning rate, weight decay and betas stay as the run configured them.
+    Learning rate, weight decay and betas stay as the run configured them. Collective over data-parallel ranks.
+
+    Args:
+        optimizer: The optimizer.
+        models: As in `sharded_optimizer_state`.
+        stored: The names of the checkpoint's tensors.
+        loaded: The filled state of `requested_optimizer_state`, with the checkpoint's other values.
     """
-    for index, part in enumerate(parts(optimizer)):
-        state = loaded[f"part{index}"]
-        configured = [
-            {key: value for key, value in group.items() if key not in ("params", "step")}
-            for group in part.optimizer.param_groups
-        ]
-        # megatron-core matches groups by their settings, learning rates included, so the saved groups get the run's.
-        if isinstance(part, DistributedOptimizer):
-            groups = state["groups"]["optimizer"]
-            step = {key: value for key, value in groups["param_groups"][0].items() if key == "step"}
-            groups["param_groups"] = [values | step for values in configured]
-            part.load_state_dict(state["groups"])
-            local = dict(_local_ranges(part))
-            for number, parameter in enumerate(_parameters(part)):  # a loaded dict may be in another order
-                if parameter in local:
-                    own_states = part._get_main_param_and_optimizer_states(parameter)
-                    for name in _STATES:
-                        whole = state["tensors"][f"{number}"][name]
-                        own_states[name].copy_(whole.flatten()[local[parameter]])
-        else:
-            for group, values in zip(state.get("optimizer", state)["param_groups"], configured, strict=True):
-                group.update(values)
-            moments = state.get("optimizer", state)["state"]
-            if isinstance(part.optimizer, torch.optim.Adam) and "common_step" not in moments:
-                for adam_state in moments.values():  # megatron-core omits a step count of 0
-                    adam_state["step"] = torch.zeros(())
-            part.load_state_dict(state)
-        for group, values in zip(part.optimizer.param_groups, configured, strict=True):
-            group.update(values)
-        for adam_state in part.optimizer.state.values():
-            if "step" in adam_state:  # loading gives all parameters the same tensor, and each would increment it
-                adam_state["step"] = adam_state["step"].clone()
+    for held in _held(optimizer, models):
+        found: dict[str, Tensor] = loaded["tensors"][held.number] if held.is_owner else {}
+        names = list(_stored_keys(held.entry.key, stored))
+        if held.group is not None:
+            found = _sent_by_owner(held, held.group, names, found)
+        if held.states is not None:
+            for name in names:
+                held.states[name].copy_(found[name].flatten()[held.own].view_as(held.states[name]))
+            if "param" not in names:
+                weights = held.parameter.detach().flatten()[held.own]
+                held.states["param"].copy_(weights.view_as(held.states["param"]))
+    set_step_count(optimizer, _stored_step_count(loaded))
 
 
 def allocate_moments(optimizer: MegatronOptimizer) -> None:
-    """Allocate Adam's moments before the first step, because saving and loading need them.
-
-    Torch's Adam, which megatron-core uses without Transformer Engine and Apex, counts steps per parameter. The fused
-    implementations count them per group.
-    """
+    """Allocate Adam's moments before the first step, because saving and loading need them."""
     for part in parts(optimizer):
-        counts_per_parameter = isinstance(part.optimizer, torch.optim.Adam)  # AdamW is a subclass
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
-                moments = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-                part.optimizer.state[parameter] = ({"step": torch.zeros(())} if counts_per_parameter else {}) | moments
+                state = part.optimizer.state[parameter]
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+    set_step_count(optimizer, 0)
+
+
+def step_count(optimizer: MegatronOptimizer) -> int:
+    """Return how many steps Adam has taken, which is the same for all parameters."""
+    counts = [0]  # a rank that updates nothing has no other
+    for part in parts(optimizer):
+        if _counts_per_parameter(part):
+            counts += [int(state["step"]) for state in list(part.optimizer.state.values())[:1]]
+        else:
+            counts += [int(group.get("step", 0)) for group in part.optimizer.param_groups]
+    return max(counts)
+
+
+def set_step_count(optimizer: MegatronOptimizer, step: int) -> None:
+    """Set how many steps Adam has taken, in the form that its implementation counts them."""
+    for part in parts(optimizer):
+        for group in part.optimizer.param_groups:
+            if not _counts_per_parameter(part):
+                group["step"] = step  # the kernels of Transformer Engine and Apex take an int, and no float
+                continue
+            for parameter in group["params"]:
+                # Each parameter has its own tensor, because each increments it. Fused kernels read it on the device.
+                fused = parameter.new_full((), float(step), dtype=torch.float32)
+                part.optimizer.state[parameter]["step"] = fused if group["fused"] else torch.tensor(float(step))
+
+
+def _counts_per_parameter(part: MegatronOptimizer) -> bool:
+    """Return whether a part uses torch's Adam, as megatron-core does without Transformer Engine and Apex.
+
+    Its AdamW is a subclass. The fused implementations of Transformer Engine and Apex count steps per group.
+    """
+    return isinstance(part.optimizer, torch.optim.Adam)
 
 
 def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
@@ -110,9 +197,33 @@ def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
-def _parameters(part: DistributedOptimizer) -> Iterator[Tensor]:
-    for buffer in part.buffers:
-        yield from buffer.param_index_map
+def _held(optimizer: MegatronOptimizer, models: list[dict[str, Any]]) -> Iterator[_Held]:
+    """Yield what this rank holds of every parameter's states, in the same order on all data-parallel ranks."""
+    entries = {id(e.data): e for model in models for e in model.values() if isinstance(e, _Entry)}
+    for index, part in enumerate(parts(optimizer)):
+        group, size = None, 1
+        if isinstance(part, DistributedOptimizer):
+            size = part.data_parallel_group.size()
+            group = part.data_parallel_group if size > 1 else None
+        for number, (parameter, states, own) in enumerate(_states_of_part(part)):
+            yield _Held(f"{index}.{number}", entries[id(parameter)], parameter, states, own, group, number % size)
+
+
+def _states_of_part(part: MegatronOptimizer) -> Iterator[tuple[Tensor, dict[str, Tensor] | None, slice]]:
+    """Yield (parameter, the states of the elements that this rank updates, their range) of every parameter."""
+    if isinstance(part, DistributedOptimizer):
+        local = dict(_local_ranges(part))
+        for buffer in part.buffers:
+            for parameter in buffer.param_index_map:
+                own = local.get(parameter)
+                states = None if own is None else part._get_main_param_and_optimizer_states(parameter)
+                yield parameter, states, own or slice(0, 0)
+        return
+    weights = zip(getattr(part, "fp32_from_float16_groups", ()), getattr(part, "float16_groups", ()), strict=True)
+    of_main = {id(m): p for mains, parameters in weights for m, p in zip(mains, parameters, strict=True)}
+    for main in part.get_parameters():
+        states = part.optimizer.state[main] | {"param": main.data}
+        yield of_main.get(id(main), main), states, slice(0, main.numel())
 
 
 def _local_ranges(part: DistributedOptimizer) -> Iterator[tuple[Tensor, slice]]:
@@ -125,32 +236,62 @@ def _local_ranges(part: DistributedOptimizer) -> Iterator[tuple[Tensor, slice]]:
 
 
 @torch.no_grad()
-def _whole_states(part: DistributedOptimizer, loading: bool) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Yield each parameter with its whole states on the CPU: assembled from all ranks, or empty if `loading`.
+def _reduced_to_owner(held: _Held, group: dist.ProcessGroup) -> dict[str, Tensor] | None:
+    """Return the whole states on the owner's host, and None on other ranks. Collective over `group`.
 
-    Only one parameter's state is on the device at a time. Collective over data-parallel ranks unless `loading`.
+    Only one parameter's states are on the device at a time.
     """
-    local = dict(_local_ranges(part))
-    for parameter in _parameters(part):
-        if loading:
-            whole = torch.empty(len(_STATES), parameter.numel(), device="cpu")
-        else:
-            whole = torch.zeros(len(_STATES), parameter.numel(), device=parameter.device)
-            if parameter in local:
-                own_states = part._get_main_param_and_optimizer_states(parameter)
-                whole[:, local[parameter]] = torch.stack([own_states[name].float() for name in _STATES])
-            if part.data_parallel_group.size() > 1:
-                dist.all_reduce(whole, group=part.data_parallel_group)
-            whole = whole.cpu()
-        yield parameter, {name: whole[i].view(parameter.shape) for i, name in enumerate(_STATES)}
+    whole = torch.zeros(len(_STATES), held.parameter.numel(), device=held.parameter.device)
+    if held.states is not None:
+        whole[:, held.own] = torch.stack([held.states[name].float() for name in _STATES])
+    dist.reduce(whole, dist.get_global_rank(group, held.owner), group=group)
+    return dict(zip(_STATES, whole.cpu(), strict=True)) if held.is_owner else None
 
 
-def _sharded(entry: ShardedTensor | ShardedTensorFactory, whole: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the states as sharded tensors that are placed like their parameter, under their own keys."""
-    placed = {}
-    for name, tensor in whole.items():
-        changes: dict[str, Any] = {"key": f"optimizer.{name}.{entry.key}", "data": tensor}
-        if isinstance(entry, ShardedTensor):
-            changes["dtype"] = tensor.dtype
-        placed[name] = replace(entry, **changes)
-    return placed
+def _sent_by_owner(
+    held: _Held, group: dist.ProcessGroup, names: list[str], found: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the whole states that the owner `found`, on the device of every rank. Collective over `group`."""
+    device, size = held.parameter.device, held.parameter.numel()
+    if held.is_owner:
+        whole = torch.stack([found[name].flatten() for name in names]).to(device)
+    else:
+        whole = torch.empty(len(names), size, device=device)
+    dist.broadcast(whole, dist.get_global_rank(group, held.owner), group=group)
+    return dict(zip(names, whole, strict=True))
+
+
+def _replica_id(entry: _Entry) -> tuple[int, ...]:
+    """Return the numbers of this replica among the pipeline-, tensor- and data-parallel ranks that hold the same."""
+    if not isinstance(entry.replica_id, tuple):
+        raise RuntimeError(f"{entry.key} has the replica id {entry.replica_id}, which is not one of three numbers")
+    return entry.replica_id
+
+
+def _stored_keys(key: str, stored: Collection[str]) -> dict[str, str]:
+    """Return the checkpoint's keys of the states of the parameter `key`.
+
+    A checkpoint of the plain optimizer may lack "param". Moments are always requested, so that a checkpoint
+    without them is refused.
+    """
+    keys = {name: [prefix + key for prefix in _PREFIXES[name]] for name in _STATES}
+    found = {name: next((key for key in keys[name] if key in stored), None) for name in _STATES}
+    return {name: chosen or keys[name][0] for name, chosen in found.items() if chosen or name != "param"}
+
+
+def _stored_step_count(loaded: dict[str, Any]) -> int:
+    """Return a checkpoint's step count.
+
+    Older checkpoints have the state dicts of megatron-core's optimizers. Each of these has a "common_step", or a step
+    per group, or none of them before the first step.
+    """
+    if "step" in loaded:
+        return loaded["step"]
+    counts = [0]
+    for name, part in loaded.items():
+        if name.startswith("part"):
+            state = part.get("groups", part)
+            state = state.get("optimizer", state)
+            counts += [group.get("step") or 0 for group in state["param_groups"]]
+            counts.append(state.get("state", {}).get("common_step", 0))
+    return int(max(counts))

@@ -132,7 +132,7 @@ def recorded_config(config: RunConfig, output_dir: Path) -> str:
 
 
 def _report_changed_files(name: str, stage: StageConfig, saved: list[Path]) -> None:
-    """Warn of files that changed since a stage read them; their settings are the same, so they are not refused."""
+    """Warn of files and functions that changed since a stage read them; their settings did not, so none is refused."""
     if not saved:
         return
     changed = changed_files(manifest_of(saved[-1]).get("user_files", {}), file_digests(stage))

@@ -2,7 +2,7 @@
 
 Initial weights, data order and samples are functions of seeds and step numbers, and do not use these generators. They
 matter only to user code that draws from them, such as dropout in a model or a reward that samples. They are not
-restored under another layout.
+restored under another layout, and only torch's are restored on another kind of device.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ def restore_random_state(saved: bytes) -> None:
     """Restore this rank's generators from the bytes that `random_state` returned."""
     state = torch.load(io.BytesIO(saved), weights_only=True)
     torch.set_rng_state(state["cpu"])
+    if ("cuda" in state) != torch.cuda.is_initialized():
+        return  # the states of a GPU's generators do not fit those of a CPU, and megatron-core's are of the same kind
     _megatron_generators().set_states(state["megatron"])
-    if "cuda" in state and torch.cuda.is_initialized():
+    if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])

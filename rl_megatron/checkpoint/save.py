@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.mapping import ShardedBase, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -164,13 +164,21 @@ def begin_checkpoint(
     files = {random_state_file(dist.get_rank()): random_state()}
     if config is not None and dist.get_rank() == 0:
         files[CONFIG] = config.encode()
-    return _begin_save(directory, step, state.sharded(loading=False), manifest, files)
+    return _begin_save(directory, step, state.sharded(), [*state.trained_tensors()], manifest, files)
 
 
 def _begin_save(
-    directory: Path, step: int, state: dict[str, Any], manifest: dict[str, Any], files: dict[str, bytes]
+    directory: Path,
+    step: int,
+    state: dict[str, Any],
+    trained: Sequence[Tensor],
+    manifest: dict[str, Any],
+    files: dict[str, bytes],
 ) -> Save:
-    """Start to write every rank's sharded `state` and this rank's `files` (name → content)."""
+    """Start to write every rank's sharded `state` and this rank's `files` (name → content).
+
+    The tensors of `state` that share memory with those in `trained` are copied first.
+    """
     final = directory / name_of(step)
     partial = _partial(final)
     failure = run_on_rank0(lambda: _make_empty(partial), lambda error: _failure(error, final))
@@ -180,9 +188,8 @@ def _begin_save(
     writer, metadata = _plan(tensors, partial)
     if dist.get_rank() == 0:
         files = {**files, COMMON: _serialised(common)}
-    kept = [entry.data for entry in nested_values(tensors) if isinstance(entry, ShardedTensor)]
     transforms = [writer.transforms] if hasattr(writer, "transforms") else []
-    part = _Part(partial, _copied(writer.write_buckets, kept), transforms, files)
+    part = _Part(partial, _copied(writer.write_buckets, trained), transforms, files)
 
     def complete(results: list, entries: dict[str, Any]) -> None:
         writer.finish(metadata, results)
@@ -226,12 +233,12 @@ def _plan(tensors: dict | list, partial: Path) -> tuple[FileSystemWriterAsync, A
     return writer, planned[1]
 
 
-def _copied(buckets: list | None, kept: Sequence[Tensor | None]) -> Any | None:
-    """Return this rank's bucket with its tensors copied to the CPU, so that none shares memory with those in `kept`."""
+def _copied(buckets: list | None, trained: Sequence[Tensor]) -> Any | None:
+    """Return this rank's bucket with its tensors on the CPU, none of which shares memory with those in `trained`."""
     if not buckets:
         return None
     ((path, name, (objects, tensors)),) = buckets
-    storages = {tensor.untyped_storage().data_ptr() for tensor in kept if tensor is not None}
+    storages = {tensor.untyped_storage().data_ptr() for tensor in trained}
 
     def own(tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in storages:

@@ -1,4 +1,7 @@
-"""Descriptions of checkpoints from their manifests and tensor indexes, without loading weights or megatron-core."""
+"""Descriptions of checkpoints from their manifests and tensor indexes, without loading weights or megatron-core.
+
+What is wrong with a path is answered before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_megatron.checkpoint.digests import check_digests
 from rl_megatron.checkpoint.directory import CONFIG, Damaged, complete_checkpoints, read_manifest, size_of
 from rl_megatron.checkpoint.retention import best_checkpoint, eval_metric_of
-from rl_megatron.checkpoint.verify import check_digests
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.eval_metrics import HIGHER_IS_BETTER

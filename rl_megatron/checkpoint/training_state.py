@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from rl_megatron.checkpoint.optimizer_state import sharded_optimizer_state
+from rl_megatron.checkpoint.optimizer_state import (
+    load_optimizer_state,
+    parts,
+    requested_optimizer_state,
+    sharded_optimizer_state,
+)
 from rl_megatron.model.build import unwrap
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.model.shards import SHARDING_METADATA
@@ -32,23 +38,56 @@ class TrainingState:
         """Return the model chunks without DDP and precision wrappers."""
         return [unwrap(model_chunk) for model_chunk in self.model.model_chunks]
 
-    def sharded(self, loading: bool, weights_only: bool = False, new_head: bool = False) -> dict[str, Any]:
-        """Return the sharded state dict to save or, if `loading`, to fill. Collective.
+    def sharded(self) -> dict[str, Any]:
+        """Return the sharded state dict to save. Collective."""
+        models = self._models()
+        state: dict[str, Any] = {f"model{index}": model for index, model in enumerate(models)}
+        if self.optimizer is not None and self.scheduler is not None:
+            state["optimizer"] = sharded_optimizer_state(self.optimizer, models)
+            state["scheduler"] = self.scheduler.state_dict()
+        return state
+
+    def requested(self, stored: Collection[str], weights_only: bool = False, new_head: bool = False) -> dict[str, Any]:
+        """Return the sharded state dict to fill from a checkpoint.
 
         Args:
-            loading: True to return tensors that will be filled, False to return those that will be saved.
-            weights_only: Leave the optimizer and the schedule out.
+            stored: The names of the checkpoint's tensors.
+            weights_only: Leave the optimizer out.
             new_head: Leave the model's head out.
         """
-        models = [tensors_of_model(model_chunk) for model_chunk in self.model_chunks]
+        models = self._models()
         state: dict[str, Any] = {}
         for index, model in enumerate(models):
             kept = {key: entry for key, entry in model.items() if not (new_head and key.startswith(HEAD_PREFIX))}
             state[f"model{index}"] = kept
-        if self.optimizer is not None and self.scheduler is not None and not weights_only:
-            state["optimizer"] = sharded_optimizer_state(self.optimizer, models, SHARDING_METADATA, loading)
-            state["scheduler"] = self.scheduler.state_dict()
+        if self.optimizer is not None and not weights_only:
+            state["optimizer"] = requested_optimizer_state(self.optimizer, models, stored)
         return state
+
+    def load_optimizer(self, stored: Collection[str], loaded: dict[str, Any]) -> None:
+        """Load optimizer and schedule from the filled state dict `loaded`. The weights are loaded before. Collective.
+
+        Args:
+            stored: The names of the checkpoint's tensors.
+            loaded: What `requested` returned, filled, with the checkpoint's values that are not tensors.
+        """
+        assert self.optimizer is not None and self.scheduler is not None
+        load_optimizer_state(self.optimizer, self._models(), stored, loaded["optimizer"])
+        self.scheduler.num_steps = 0  # loading adds the checkpoint's steps
+        self.scheduler.load_state_dict(loaded["scheduler"])
+
+    def trained_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that training changes in place."""
+        for model_chunk in self.model_chunks:
+            yield from model_chunk.parameters()
+            yield from model_chunk.buffers()
+        for part in [] if self.optimizer is None else parts(self.optimizer):
+            yield from part.get_parameters()
+            for state in part.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+    def _models(self) -> list[dict[str, Any]]:
+        return [tensors_of_model(model_chunk) for model_chunk in self.model_chunks]
 
 
 def tensors_of_model(model_chunk: GPTModel) -> dict[str, Any]:

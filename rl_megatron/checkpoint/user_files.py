@@ -1,4 +1,4 @@
-"""Notice that files of the user changed since a stage read them: data, chat templates, and code of import strings."""
+"""Notice that a user's files and functions changed since a stage read them: data, chat templates and code."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from rl_megatron.config.import_strings import is_import_string
+from rl_megatron.config.python_functions import function_digest
 from rl_megatron.config.schema import StageConfig
 
 _READ_BYTES = 2**20  # of each file; data may be large, and its size is compared too
@@ -19,9 +20,10 @@ _PATHS = ("path", "eval_path", "chat_template")  # keys of the data section, and
 
 
 def file_digests(stage: StageConfig) -> dict[str, str]:
-    """Return a digest of every file and directory of the user that decides what a stage learns, by its path.
+    """Return a digest of every file, directory and Python function of the user that decides what a stage learns.
 
-    A digest is of the size and the first MiB of a file, and of the names and sizes of the files of a directory.
+    A digest is of the size and the first MiB of a file, of the names and sizes of the files of a directory, or of the
+    source of a reward function that was passed from Python. The keys are paths and "the function NAME".
     """
     sections = TypeAdapter(StageConfig).dump_python(stage, mode="json")
     named = [text for key, text in _texts(sections["data"]) if key in _PATHS]
@@ -32,11 +34,16 @@ def file_digests(stage: StageConfig) -> dict[str, str]:
         if is_import_string(text) and ".py:" in text
     ]
     found = sorted({path for text in named for path in glob.glob(os.path.expanduser(text))})
-    return {path: _digest(Path(path)) for path in found}
+    functions = {
+        f"the function {each.name}": digest
+        for each in stage.reward.functions
+        if (digest := function_digest(each.name)) is not None
+    }
+    return {path: _digest(Path(path)) for path in found} | functions
 
 
 def changed_files(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return the paths whose digest is another one now, of those that are in both."""
+    """Return the files and functions whose digest is another one now, of those that are in both."""
     return [path for path, digest in before.items() if now.get(path, digest) != digest]
 
 

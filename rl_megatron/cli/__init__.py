@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     if any(argument.startswith("-") for argument in rest) or (rest and parsed.command not in COMPOSED):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     log.setup()
-    if parsed.command in ("convert", "inspect", "show-batch") and not log.is_main_rank():
+    if parsed.command in ("convert", "inspect", "plan", "show-batch") and not log.is_main_rank():
         return 0  # rank 0 alone does the work
     try:
         if parsed.command not in COMPOSED:
@@ -57,7 +57,16 @@ def _with_configuration(parsed: argparse.Namespace) -> int:
     """Run a command that composes a configuration."""
     from rl_megatron.config.load import load_config, to_yaml
 
+    section = None
+    if parsed.command == "plan":
+        from rl_megatron.config.plan import split_overrides
+
+        section, parsed.overrides = split_overrides(parsed.overrides)
     config = load_config(parsed.overrides, parsed.config_dir, parsed.config_name)
+    if parsed.command == "generate":
+        from rl_megatron.cli.generate import generation_run
+
+        config = generation_run(config, parsed)
     if parsed.print_config or parsed.cfg:
         if log.is_main_rank():
             print(to_yaml(config), end="")
@@ -69,10 +78,18 @@ def _with_configuration(parsed: argparse.Namespace) -> int:
             print_experiments(parsed.config_dir)
             return 2
     try:
+        if parsed.command == "generate":
+            from rl_megatron.cli.generate import generate
+
+            return generate(config, parsed)
         _check_early(config, parsed.command)
     except ConfigError as error:
         log.error(error, on_every_node=True)  # a file may be missing on one node only
         return 2
+    if section is not None:
+        from rl_megatron.plan.command import plan
+
+        return plan(config, section, parsed)
     if parsed.command == "certify":
         from rl_megatron.certify.command import certify
 
@@ -95,8 +112,8 @@ def _check_early(config: RunConfig, command: str) -> None:
         refuse_changes(config)
     if command == "show-batch":
         check_data(config)  # it neither writes to the output directory nor scores anything
-    elif command == "certify":
-        check_losses(config)  # it makes up its data and weights, and writes nothing
+    elif command in ("certify", "plan"):
+        check_losses(config)  # they need neither data nor weights, and write nothing
     else:
         check_early(config)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rl_megatron.checkpoint.directory import check_checkpoint, check_output_dir
 from rl_megatron.checkpoint.rerun import earlier_run
+from rl_megatron.config.data_rules import require_place
 from rl_megatron.config.errors import bad_input_named
 from rl_megatron.config.losses import check_own_loss
 from rl_megatron.config.schema import RunConfig
@@ -44,7 +45,7 @@ def check_data(config: RunConfig) -> None:
         ConfigError: One of them is wrong.
     """
     for stage in config.stages.values():
-        stage.data.require_place()
+        require_place(stage.data)
     check_losses(config)
     tokenizer = bad_input_named(lambda: known_tokenizer(config.first, earlier_run(config)))
     for stage in config.stages.values():

@@ -58,7 +58,10 @@ def complete(action: str, commands: Iterable[str], with_overrides: Iterable[str]
         ConfigError: There is no such action.
     """
     if action not in _ACTIONS:
-        raise ConfigError(f'--shell-completion {action}: write eval "$(rl-megatron --shell-completion install=bash)"')
+        raise ConfigError(
+            f"--shell-completion {action}: only bash is supported, and not zsh, fish or another shell; in bash, write "
+            'eval "$(rl-megatron --shell-completion install=bash)"'
+        )
     with hydra_session(None) as hydra:
         bash = _Bash(hydra.config_loader)
         if action == "install=bash":

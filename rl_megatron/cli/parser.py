@@ -13,6 +13,8 @@ from rl_megatron.config.errors import ConfigError
 COMPOSED = {
     "train": "run the stages of an experiment (alone or under torchrun)",
     "certify": "compare the layout of these ranks with one process: loss, every gradient, logprobs, metrics",
+    "generate": "complete the prompts of a file on any rollout engine, and write completions with logprobs",
+    "plan": "compute the memory, FLOPs and estimated time of a stage on a cluster, or search a layout; needs no GPU",
     "show-batch": "show every token that the model sees in a step, with its loss mask, or the prompts of a step",
 }
 _CONVERSIONS = {
@@ -23,9 +25,11 @@ _EXAMPLES = """examples:
   rl-megatron train experiment=quickstart
   torchrun --nproc-per-node 2 -m rl_megatron train experiment=quickstart parallel.tensor=2
   torchrun --nproc-per-node 4 -m rl_megatron certify experiment=quickstart parallel.tensor=2 parallel.context=2
+  rl-megatron plan experiment=quickstart --nodes 1 --gpus-per-node 1 --gpu h100
   rl-megatron convert import path/to/Qwen2.5-0.5B checkpoints/qwen
   rl-megatron convert export outputs/run/checkpoints/sft/step-000100 exported
   rl-megatron show-batch experiment=gsm8k_sft data.path=path/to/gsm8k --html batch.html
+  rl-megatron generate init_from=outputs/run/checkpoints/sft/step-000100 --prompts prompts.jsonl --output out.jsonl
   rl-megatron inspect outputs/run/checkpoints/sft/step-000100
   rl-megatron train experiment=gsm8k_sft data.path=path/to/gsm8k train.seed=1 output_dir=outputs/mine
   rl-megatron train experiment=gsm8k_sft data.path=path/to/gsm8k --multirun optimizer.lr=1e-3,3e-3
@@ -75,7 +79,7 @@ def command_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
-    completion = 'complete commands, experiments, presets and keys: eval "$(rl-megatron -sc install=bash)"'
+    completion = 'in bash, complete commands, experiments, presets and keys: eval "$(rl-megatron -sc install=bash)"'
     parser.add_argument("-sc", "--shell-completion", action=_ShellCompletion, metavar="ACTION", help=completion)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, help_text in COMPOSED.items():
@@ -84,6 +88,10 @@ def command_parser() -> argparse.ArgumentParser:
         _add_hydra(command, sweeps=name == "train")
         if name == "show-batch":
             _add_show_batch(command)
+        if name == "generate":
+            _add_generate(command)
+        if name == "plan":
+            _add_plan(command)
     inspect = commands.add_parser("inspect", help="show the content of a checkpoint, or list the checkpoints of a run")
     where = "a checkpoint, the directory of a stage's checkpoints, or the output_dir of a run"
     inspect.add_argument("path", type=Path, help=where)
@@ -123,6 +131,33 @@ def _add_show_batch(command: argparse.ArgumentParser) -> None:
     command.add_argument("--ranks", type=int, metavar="N", help=ranks)
     command.add_argument("--ids", action="store_true", help="list the token ids of each sequence too")
     command.add_argument("--html", metavar="FILE", help="write a self-contained HTML page, and print no sequences")
+
+
+def _add_plan(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--nodes", type=int, default=1, metavar="N", help="the number of nodes; by default 1")
+    command.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of a node; by default 8")
+    command.add_argument("--gpu", default="h100", metavar="NAME", help="the GPU, as docs/plan.md names it; or h100")
+    command.add_argument("--stage", metavar="NAME", help="the stage; by default the last")
+    how = command.add_mutually_exclusive_group()
+    how.add_argument("--exact", action="store_true", help="run all layers; by default deep stacks run at two depths")
+    how.add_argument("--closed-forms", action="store_true", help="run nothing: closed forms alone, which is fast")
+    command.add_argument("--search", action="store_true", help="rank the layouts of these GPUs, fastest first")
+    command.add_argument("--top", type=int, default=10, metavar="N", help="layouts that --search shows; by default 10")
+    verify = "run the best layouts of --search until N of them fit; by default 1"
+    command.add_argument("--verify", type=int, default=1, metavar="N", help=verify)
+    command.add_argument("--picture", metavar="FILE", help="write a PNG of the memory over the phases of a step")
+    command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_generate(command: argparse.ArgumentParser) -> None:
+    prompts = "a file, pattern or directory of prompts: JSON lines, Parquet, or text with a prompt on each line"
+    command.add_argument("--prompts", metavar="PATH", required=True, help=prompts)
+    output = "the file of completions, as JSON lines; a command that was killed goes on with it"
+    command.add_argument("--output", metavar="FILE", required=True, help=output)
+    command.add_argument("--samples-per-prompt", "-n", type=int, default=1, metavar="N", help="completions per prompt")
+    command.add_argument("--seed", type=int, default=0, metavar="N", help="the seed of sampling; by default 0")
+    command.add_argument("--greedy", action="store_true", help="take the likeliest token instead of sampling")
+    command.add_argument("--stage", metavar="NAME", help="the stage whose settings are used; by default the last")
 
 
 def _add_convert(commands: argparse._SubParsersAction) -> None:

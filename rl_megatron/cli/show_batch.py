@@ -9,7 +9,8 @@ from rich.console import Console
 
 from rl_megatron.checkpoint.rerun import earlier_run
 from rl_megatron.config.errors import ConfigError, bad_input_named, nearest
-from rl_megatron.config.schema import ParallelConfig, RunConfig, StageConfig
+from rl_megatron.config.parallel import ParallelConfig
+from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.data.run_tokenizer import run_tokenizer
 from rl_megatron.observability.batch_html import batch_page
 from rl_megatron.observability.batch_text import print_batch

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
@@ -27,16 +28,18 @@ from hydra.errors import HydraException
 
 from rl_megatron import log
 from rl_megatron.config.aliases import rename_overrides
+from rl_megatron.config.commands import command
 from rl_megatron.config.commands import override as quoted
 from rl_megatron.config.compose import hydra_session
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.hints import explain, key_of
 from rl_megatron.config.load import load_config
 from rl_megatron.config.schema import RunConfig
-from rl_megatron.topology.job_store import JOB
+from rl_megatron.topology.job_store import JOB, TIMEOUT_MINUTES, store_of_attempt
 
 _LONGEST_NAME = 120  # characters of a directory's name
-_PATIENCE_SECONDS = 30.0  # that the other ranks have to end a job which has failed on one
+_LONGEST_WORDS = 30  # of them, the words of a value that is no name
+_END_SECONDS = 30.0  # that the other ranks have to end a job which has failed on one
 _POLL_SECONDS = 0.2
 
 
@@ -123,10 +126,25 @@ def _combinations(overrides: list[str], config_dir: str | None) -> list[tuple[li
 
 
 def _directory_name(swept: list[str]) -> str:
-    """Return the name of a job's directory: its swept overrides, with a digest if they are not a name as they are."""
+    """Return the name of a job's directory: its swept overrides.
+
+    A value that is no name as it is, such as a template, is given by its words and a digest.
+    """
     given = ",".join(override.lstrip("+") for override in swept)
-    name = re.sub(r"[^\w.,=+@%-]", "-", given)[:_LONGEST_NAME]
-    return name if name == given else f"{name}-{hashlib.sha256(given.encode()).hexdigest()[:8]}"
+    name = ",".join(_readable(override.lstrip("+")) for override in swept)
+    return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}-{_short_digest(given)}"
+
+
+def _readable(override: str) -> str:
+    key, _, value = override.partition("=")
+    if re.fullmatch(r"[\w.,=+@%-]*", value):
+        return override
+    words = re.sub(r"[^\w.]+", "-", value.replace("\\n", " ")).strip("-.")[:_LONGEST_WORDS].rstrip("-.")
+    return f"{key}={words}-{_short_digest(value)}" if words else f"{key}={_short_digest(value)}"
+
+
+def _short_digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _start(run: Callable[[list[str]], int], arguments: list[str], number: int) -> BaseProcess:
@@ -155,8 +173,12 @@ def _shared_store() -> Any:
     of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_master = log.is_main_rank() and not of_launcher
-    store = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented, not re-exported
-    return store(address, port, is_master=is_master, wait_for_workers=False)
+    tcp_store = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented, not re-exported
+    store = tcp_store(address, port, is_master=is_master, wait_for_workers=False)
+    if not of_launcher:
+        return store
+    timeout = timedelta(minutes=TIMEOUT_MINUTES)
+    return store_of_attempt(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout)
 
 
 def _status(process: BaseProcess, number: int, store: Any) -> int:
@@ -170,7 +192,7 @@ def _status(process: BaseProcess, number: int, store: Any) -> int:
         while process.is_alive():
             process.join(_POLL_SECONDS)
             if store is not None and deadline is None and store.check([failed]):
-                deadline = time.monotonic() + _PATIENCE_SECONDS
+                deadline = time.monotonic() + _END_SECONDS
             if deadline is not None and time.monotonic() > deadline:
                 process.kill()
         status = process.exitcode or 0
@@ -210,3 +232,7 @@ def _report(jobs: list[Job], results: list[int]) -> None:
     width = max(map(len, said))
     lines = (f"  {result:{width}}  {job.config.output_dir}" for job, result in zip(jobs, said, strict=True))
     print(f"Sweep of {len(jobs)} jobs:", *lines, sep="\n", flush=True)
+    complete = [job.config.output_dir for job, status in zip(jobs, results, strict=True) if status == 0]
+    if complete:
+        print("", "What you can do next:", "  List the checkpoints of a job:", sep="\n")
+        print(f"    {command('inspect', complete[-1])}", flush=True)

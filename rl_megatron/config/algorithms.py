@@ -17,7 +17,9 @@ from rl_megatron.config.data_kinds import ANSWERS, DOCUMENTS, PAIRS, PROBLEMS
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.field_types import ClosedFraction, NonNegative, Number, Positive, PositiveFloat, section
 from rl_megatron.config.named_class import register_class
-from rl_megatron.config.schema import ALGORITHM_CONFIGS, AlgorithmConfig, OptimizerConfig, StageConfig, TrainConfig
+from rl_megatron.config.optimizer import OptimizerConfig
+from rl_megatron.config.schema import ALGORITHM_CONFIGS, AlgorithmConfig, StageConfig
+from rl_megatron.config.train import TrainConfig
 
 register_algorithm_config = register_class("name", ALGORITHM_CONFIGS, declared="learns_from")
 
@@ -37,7 +39,7 @@ class PairsConfig(AlgorithmConfig):
         counts = {
             "train.global_batch_size": stage.train.global_batch_size,
             "train.micro_batch_size": stage.train.micro_batch_size,
-            "data.num_eval_examples": stage.data.num_eval_examples,
+            "data.num_eval_examples": stage.data.num_eval_examples or 0,
         }
         for key, count in counts.items():
             if count % 2:
@@ -51,6 +53,7 @@ class RolloutConfig(AlgorithmConfig):
     """The settings of algorithms that sample completions and learn from their rewards."""
 
     learns_from: ClassVar[str] = PROBLEMS
+    usual_batching: ClassVar[str] = "packed"  # completions differ in length
 
     prompts_per_step: Positive = 32  # prompts per rollout step
     samples_per_prompt: Positive = 8  # completions per prompt, which form a group
@@ -86,6 +89,47 @@ class RolloutConfig(AlgorithmConfig):
                 f"generation.temperature=0 is greedy sampling, and {self.name} needs samples that differ; set it above "
                 "0"
             )
+
+
+@section
+class PolicyGradientConfig(RolloutConfig):
+    """The settings of algorithms whose loss compares the policy with the one that sampled the completions."""
+
+    may_change_on_resume: ClassVar[frozenset[str]] = frozenset({"recompute_logprobs"})
+
+    updates_per_rollout: Positive = 1  # passes over each rollout; train.global_batch_size splits a pass into steps
+    # Whether a forward pass computes the policy's logprobs of a rollout before the policy learns from it. auto: only if
+    # something reads them before the first optimizer step or after it. always. never: refused in these cases. Without
+    # that pass, π_prev is the policy of the training step's own forward pass, so that π/π_prev is exactly 1.
+    recompute_logprobs: Literal["auto", "always", "never"] = "auto"
+
+    def needs_logprobs(self, stage: StageConfig) -> str | None:
+        """Return why the logprobs have to be known before the policy learns from a rollout, or None."""
+        steps = self.optimizer_steps_of_rollouts(stage.train, 1, self.updates_per_rollout)
+        if steps > 1:
+            return (
+                f"the policy takes {steps} optimizer steps on each rollout (algorithm.updates_per_rollout="
+                f"{self.updates_per_rollout}, train.global_batch_size={stage.train.global_batch_size}), and after the "
+                "first it is no longer the policy that sampled"
+            )
+        if stage.loss.get("use_kl_in_reward") and stage.loss.get("reference_policy_kl_penalty") != 0:
+            return "loss.use_kl_in_reward=true subtracts a KL of these logprobs from the rewards"
+        return None
+
+    def may_read_logprobs(self) -> bool:
+        """Return whether a function of the user may read the logprobs before the policy learns from a rollout."""
+        return False
+
+    def check(self, stage: StageConfig) -> None:
+        """Check that nothing needs the logprobs that `recompute_logprobs=never` leaves out.
+
+        Raises:
+            ConfigError: Something does; the message says what.
+        """
+        super().check(stage)
+        reason = self.needs_logprobs(stage)
+        if self.recompute_logprobs == "never" and reason is not None:
+            raise ConfigError(f"algorithm.recompute_logprobs=never: {reason}; set it to auto")
 
 
 @register_algorithm_config
@@ -148,7 +192,7 @@ class RewardModelConfig(PairsConfig):
 
 @register_algorithm_config
 @section
-class GRPOConfig(RolloutConfig):
+class GRPOConfig(PolicyGradientConfig):
     """Group-relative policy optimisation against a verifiable reward."""
 
     name: Literal["grpo"] = "grpo"  # the algorithm
@@ -162,7 +206,6 @@ class GRPOConfig(RolloutConfig):
     normalize_std: bool = True  # group_relative: divide by the group's standard deviation (Dr. GRPO: false)
     dynamic_sampling: bool = False  # drop groups whose rewards are all equal, and sample other prompts instead (DAPO)
     dynamic_sampling_max_rounds: Positive = 4  # most rounds of prompts per step with dynamic_sampling
-    updates_per_rollout: Positive = 1  # passes over each rollout; train.global_batch_size splits a pass into steps
 
     @property
     def rounds_per_step(self) -> int:
@@ -172,6 +215,10 @@ class GRPOConfig(RolloutConfig):
     def optimizer_steps(self, train: TrainConfig) -> int:
         """Return how many optimizer steps the policy takes."""
         return self.optimizer_steps_of_rollouts(train, train.steps, self.updates_per_rollout)
+
+    def may_read_logprobs(self) -> bool:
+        """Return whether the advantage estimator gets the whole batch."""
+        return "rollouts" in estimator_parameters(self.advantage_estimator)
 
     def check(self, stage: StageConfig) -> None:
         """Check that samples can be compared, and that the keys suit the advantage estimator.
@@ -206,7 +253,7 @@ class GRPOConfig(RolloutConfig):
 
 @register_algorithm_config
 @section
-class PPOConfig(RolloutConfig):
+class PPOConfig(PolicyGradientConfig):
     """Proximal policy optimisation against a verifiable reward, with a learned critic."""
 
     name: Literal["ppo"] = "ppo"  # the algorithm
@@ -215,7 +262,6 @@ class PPOConfig(RolloutConfig):
     discount: Annotated[float, Field(gt=0.0, le=1.0), Number] = 1.0  # discount γ of the reward, per token
     gae_lambda: ClosedFraction = 0.95  # λ of GAE: 0 relies on the critic alone, 1 on the observed rewards alone
     whiten_advantages: bool = True  # scale advantages to mean 0 and standard deviation 1 over the tokens of a rollout
-    updates_per_rollout: Positive = 1  # passes over each rollout; train.global_batch_size splits a pass into steps
     critic_optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # the critic's optimizer section
     critic_warmup_steps: NonNegative = 0  # rollout steps at the start in which only the critic learns
     value_clip: PositiveFloat | None = 0.2  # how far a value may move from the rollout's value; null: any distance

@@ -14,7 +14,7 @@ from typing import Any
 
 from rl_megatron.config.commands import command, override
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.schema import ModelConfig
+from rl_megatron.config.model import ModelConfig
 
 MANIFEST = "manifest.json"
 # Directory with the Hugging Face files except the weights, in an imported checkpoint or in a run that began with one.

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Literal
 
 from rl_megatron.config.data_kinds import ANSWERS, DOCUMENTS, PAIRS, PROBLEMS
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.field_types import section
 from rl_megatron.config.named_class import register_class
-from rl_megatron.config.schema import ALGORITHM_CONFIGS, SOURCE_CONFIGS, DataConfig, StageConfig, section
+from rl_megatron.config.schema import ALGORITHM_CONFIGS, SOURCE_CONFIGS, DataConfig, StageConfig
 
 _OF_RECORDS = (
     "format prompt_template answer_template system_prompt chat_template chat_template_kwargs trained_turns too_long"
@@ -130,7 +131,6 @@ class TaskConfig(DataConfig):
         Raises:
             ConfigError: `data.task` has no name.
         """
-        super().check(stage)
         if not isinstance(self.task.get("name"), str):
             given = f" (it is {self.task['name']!r})" if "name" in self.task else ""
             raise ConfigError(

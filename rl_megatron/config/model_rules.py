@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model import Llama3Rope, ModelConfig, YarnRope
 from rl_megatron.config.model_shape import rotary_size
-from rl_megatron.config.schema import Llama3Rope, ModelConfig, YarnRope
 
 
 def check_model(model: ModelConfig) -> None:

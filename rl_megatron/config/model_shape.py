@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rl_megatron.config.schema import ModelConfig
+from rl_megatron.config.model import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def register_class(key: str, registry: Registry[Any], declared: str) -> Callable
         settings = cls.__dict__.get("__pydantic_config__")
         if settings is None or settings.get("extra") != "forbid":
             raise TypeError(
-                f"{cls.__module__}.{cls.__qualname__} must be declared with @section of rl_megatron.config.schema, "
+                f"{cls.__module__}.{cls.__qualname__} must be declared with @section of rl_megatron, "
                 "which refuses unknown keys"
             )
         name = getattr(cls, key, None)

@@ -9,13 +9,15 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rl_megatron.config import data_sources, schema
-from rl_megatron.config.engines import check_generation
+from rl_megatron.config.data_rules import check_data
+from rl_megatron.config.engines import check_generation, check_router_replay
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.hints import key_of
 from rl_megatron.config.losses import check_loss_settings
 from rl_megatron.config.model_rules import check_model
 from rl_megatron.config.rewards import check_used
 from rl_megatron.config.sections import chosen_class, refuse_unknown, validated
+from rl_megatron.config.train import TrainConfig
 
 STAGE_KEYS = {field.name for field in fields(schema.StageConfig)}
 
@@ -36,7 +38,10 @@ def build_stage(name: str, base: Mapping[str, Any], changes: Mapping[str, Any]) 
         else:
             merged[key] = value
     merged["data"] = _with_source(merged["data"], merged["algorithm"])
-    return validated(schema.StageConfig, merged, where if changes else "")
+    where = where if changes else ""
+    own = changes.get("train", {}) if changes else base.get("train")
+    merged["train"] = _with_batching(merged["train"], merged["algorithm"], own, where)
+    return validated(schema.StageConfig, merged, where)
 
 
 def refuse_shadowed(overrides: list[str], stages: Mapping[str, Mapping[str, Any]]) -> None:
@@ -88,9 +93,11 @@ def _check_stage(name: str, stage: schema.StageConfig, first: schema.StageConfig
             raise ConfigError(f"stages.{name}.{section} differs from the first stage's; stages share one {section}")
     check_model(stage.model)
     check_loss_settings(stage.loss, f"{where}loss")
+    check_data(stage.data)
     stage.data.check(stage)
     stage.optimizer.check(f"{where}optimizer")
     check_generation(stage.generation)
+    check_router_replay(stage.generation, stage.model)
     stage.reward.check()
     _check_kind_of_data(stage)
     stage.algorithm.check(stage)
@@ -142,6 +149,30 @@ def _with_source(data: Any, algorithm: Any) -> Any:
     if not isinstance(data, Mapping) or data.get("source") is not None or chosen_class("algorithm", algorithm) is None:
         return data
     return {**data, "source": data_sources.choose_source(data, algorithm["name"])}
+
+
+def _with_batching(train: Any, algorithm: Any, own: Any, where: str) -> Any:
+    """Return a stage's train section with the batching that is usual for its algorithm if it names none.
+
+    Args:
+        train: The section.
+        algorithm: The stage's algorithm section.
+        own: The keys of the train section that this stage does not share with others.
+        where: The beginning of the key path, for messages.
+
+    Raises:
+        ConfigError: The stage sets `micro_batch_size`, which has no effect on the usual batching.
+    """
+    chosen = chosen_class("algorithm", algorithm)
+    if not isinstance(train, Mapping) or train.get("batching") is not None or chosen is None:
+        return train
+    usual, size = chosen.usual_batching, own.get("micro_batch_size") if isinstance(own, Mapping) else None
+    if usual != "padded" and size not in (None, TrainConfig.micro_batch_size):
+        raise ConfigError(
+            f"{where}train.micro_batch_size={size} has no effect: {algorithm['name']} uses train.batching={usual} if "
+            "nothing else is set; limit a microbatch by train.micro_batch_tokens, or set train.batching=padded"
+        )
+    return {**train, "batching": usual}
 
 
 def _without_keys_of_another(section: str, below: Mapping[str, Any], changes: Mapping[str, Any]) -> Mapping[str, Any]:

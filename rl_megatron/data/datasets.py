@@ -148,6 +148,10 @@ class PromptAnswerDataset:
         """Return for each sequence its number of tokens, prompt and answer together."""
         return [(sequence.num_tokens,) for sequence in self._sequences]
 
+    def location(self, index: int) -> str:
+        """Return the place of a record, as file:line."""
+        return self._sequences[index].record.location
+
     def batch(self, indices: Sequence[int]) -> BatchedDataDict:
         """Return the sequences with these indices: `input_ids`, `input_lengths`, `token_mask`, `sample_mask`."""
         return sequence_batch([self._sequences[index] for index in indices], self._padding)

@@ -254,6 +254,11 @@ class DataLoader(Generic[BatchT]):
         drawn = on_all_or_none(lambda: self._draw(number)) if self.can_fail else self._draw(number)
         return self._batch_of([item for _, item in drawn])
 
+    def locations(self, number: int) -> list[str]:
+        """Return the place of every item of batch `number`, as file:line; empty for items that have none."""
+        drawn = [item for _, item in self._draw(number)]
+        return [getattr(item.among, "location", lambda index: "")(item.index) for item in drawn]
+
     def distinct_batches(self, stop: int) -> Iterator[BatchT]:
         """Yield every item of the batches before `stop` exactly once, in batches, in the order of its first use."""
         state, seen = self.state_dict(), set[Hashable]()

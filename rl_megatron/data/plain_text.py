@@ -60,21 +60,13 @@ class PlainText:
         """Return the template of the prompt, and the values that fill it."""
         if self._prompt_template is None and isinstance(record, TaskRecord):
             return _WHOLE, {"text": record.prompt}
-        template = self._prompt_template
-        if template is None:
-            template = self._from_fields("prompt_template", PROMPT_FIELDS, record)
-        require_fields([record], template, "data.prompt_template")
-        return template, record.values
+        return self._parts("prompt_template", self._prompt_template, PROMPT_FIELDS, record)
 
     def answer_parts(self, record: Record) -> Parts:
         """Return the template of the answer, and the values that fill it."""
         if self._answer_template is None and isinstance(record, TaskRecord):
             return _WHOLE, {"text": record.answer}
-        template = self._answer_template
-        if template is None:
-            template = self._from_fields("answer_template", ANSWER_FIELDS, record)
-        require_fields([record], template, "data.answer_template")
-        return template, record.values
+        return self._parts("answer_template", self._answer_template, ANSWER_FIELDS, record)
 
     def sides(self, record: Record) -> tuple[Record, Record]:
         """Return the record twice, with the chosen and with the rejected text as its `answer`.
@@ -90,6 +82,13 @@ class PlainText:
             )
         chosen, rejected = (Record({**record.values, "answer": record.values[side]}, record.location) for side in SIDES)
         return chosen, rejected
+
+    def _parts(self, key: str, template: str | None, candidates: Sequence[str], record: Record) -> Parts:
+        """Return the template of `data.<key>`, or the one that the first record's fields imply, and its values."""
+        if template is None:
+            template = self._from_fields(key, candidates, record)
+        require_fields([record], template, f"data.{key}")
+        return template, record.values
 
     def _from_fields(self, key: str, candidates: Sequence[str], record: Record) -> str:
         """Return the template that the fields of the first record imply, and log it unless it is the usual {answer}."""

@@ -57,6 +57,10 @@ class PreferenceDataset:
         """Return for each pair the numbers of tokens of its two sequences, prompt and answer together."""
         return [(pair.chosen.num_tokens, pair.rejected.num_tokens) for pair in self._pairs]
 
+    def location(self, index: int) -> str:
+        """Return the place of a pair's record, as file:line."""
+        return self._pairs[index].record.location
+
     def batch(self, pairs: Sequence[int]) -> BatchedDataDict:
         """Return two sequences per pair: chosen ones at 0, 2, 4, … and rejected ones at 1, 3, 5, ….
 

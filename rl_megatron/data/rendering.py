@@ -14,6 +14,7 @@ from typing import Any
 from tokenizers import Encoding
 
 from rl_megatron import log
+from rl_megatron.config.data_rules import check_plain
 from rl_megatron.config.schema import DataConfig
 from rl_megatron.data.chat_template import ChatTemplate, configured_template, last_token, tokens_of
 from rl_megatron.data.conversations import (
@@ -76,7 +77,11 @@ class Renderer:
     def prompt(self, problem: Problem) -> EncodedPrompt:
         """Return the prompt of a problem."""
         record = problem.as_record()
-        ids, prefix = self.prompt_ids(record), self.tokenizer.prefix_ids
+        return self.with_prompt(problem, record, self.prompt_ids(record))
+
+    def with_prompt(self, problem: Problem, record: Record, ids: list[int]) -> EncodedPrompt:
+        """Return the prompt of a problem, whose tokens are known."""
+        prefix = self.tokenizer.prefix_ids
         starts_with_prefix = ids[: len(prefix)] == prefix
         return EncodedPrompt(ids, problem, record, len(prefix) if starts_with_prefix else 0)
 
@@ -157,7 +162,7 @@ class Renderer:
                 log.once("data.format: the records are conversations, which the chat template renders (format=chat)")
                 self._template = configured_template(data, self.tokenizer)
             else:
-                data.check_plain("data.format=auto and records without messages")
+                check_plain(data, "data.format=auto and records without messages")
                 if self.tokenizer.chat_templates:
                     log.once("the tokenizer's chat template is not used; data.format=chat uses it")
         if self.format == CHAT and conversation:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rl_megatron import log
 from rl_megatron.config.checkpoint_metadata import has_tokenizer
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import StageConfig
+from rl_megatron.data.byte_level_bpe import train_bpe
 from rl_megatron.data.sources import build_source
-from rl_megatron.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.data.tokenizer_files import load_tokenizer
 
 TOKENIZER = "tokenizer"  # a subdirectory of the run's output directory
 
@@ -20,6 +23,11 @@ def build_tokenizer(stage: StageConfig) -> Tokenizer:
             return load_tokenizer(stage.tokenizer.path)
         except (ValueError, OSError) as error:
             raise ConfigError(f"tokenizer.path={stage.tokenizer.path}: {error}") from error
+    if stage.data.streaming:
+        log.once(
+            f"the tokenizer is trained on the first {stage.data.shuffle_block} streamed records (data.shuffle_block); "
+            "raise it, or set tokenizer.path to a tokenizer of all of the data"
+        )
     return train_bpe(build_source(stage).texts(), stage.tokenizer.vocab_size)
 
 

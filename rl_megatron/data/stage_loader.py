@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.schema import StageConfig, TrainConfig
+from rl_megatron.config.schema import StageConfig
+from rl_megatron.config.train import TrainConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.datasets import Dataset
 from rl_megatron.data.loader import Component, DataLoader, InMemory, Items, Streamed

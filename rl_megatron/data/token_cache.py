@@ -1,8 +1,9 @@
-"""Keep the tokens of large data on disk, under the content that they were made from.
+"""Keep the tokens of data under the content that they were made from: of large data on disk, of other data in memory.
 
-A second build of the same dataset, by another rank, after the preflight or in a later run, maps the tokens into memory
-instead of making them again. What decides the tokens is the name of their directory: the text, the tokenizer, the
-settings of rendering and the versions of the code. So an entry never has to be updated; it can be deleted at any time.
+A second build of the same dataset, after the preflight or, of large data, by another rank or in a later run, takes
+these tokens instead of making them again. What decides the tokens is their key, and the name of their directory: the
+text, the tokenizer, the settings of rendering and the versions of the code. So an entry never has to be updated; it can
+be deleted at any time.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -29,12 +31,14 @@ from rl_megatron.data.tasks.task import TaskRecord
 from rl_megatron.data.tokenizer import Tokenizer
 
 OFF = "off"  # the value of data.cache_dir that keeps nothing
-_SMALLEST = 4 * 2**20  # bytes of text; less is made again in a few seconds
+_SMALLEST = 4 * 2**20  # bytes of text on disk; less is kept in memory
+_MOST_IN_MEMORY = 16  # data sets, of a few MiB each at most
 _FORMAT = 2
 _RENDERING = (
     "format prompt_template answer_template system_prompt chat_template chat_template_kwargs trained_turns".split()
 )
 _ARRAYS = ("ids", "trained", "ends")
+_in_memory: OrderedDict[str, _Tokens] = OrderedDict()  # the last ones that were made, by key
 
 
 def encoded_examples(renderer: Renderer, records: Sequence[Record]) -> list[EncodedSequence]:
@@ -53,6 +57,14 @@ def encoded_pairs(renderer: Renderer, records: Sequence[Record]) -> list[Encoded
     return [EncodedPair(*sequences[index : index + 2]) for index in range(0, len(sequences), 2)]
 
 
+def encoded_prompts(renderer: Renderer, records: Sequence[Record]) -> list[list[int]]:
+    """Return the tokens of the prompt of every record, as `renderer.prompt_ids` makes them."""
+    kept = _encoded(
+        renderer, records, "rollout prompts", lambda record: [EncodedSequence(renderer.prompt_ids(record), b"", record)]
+    )
+    return [one.ids for one in kept]
+
+
 def encoded_documents(documents: Sequence[str], tokenizer: Tokenizer, cache_dir: str | None) -> np.ndarray:
     """Return the tokens `<eos> doc <eos> doc …` of documents, [N] int32."""
 
@@ -64,11 +76,8 @@ def encoded_documents(documents: Sequence[str], tokenizer: Tokenizer, cache_dir:
         ids = np.concatenate(parts)
         return _Tokens(ids, np.zeros(0, np.uint8), np.cumsum([len(part) for part in parts]))
 
-    directory = None
-    if sum(map(len, documents)) >= _SMALLEST:
-        key = _digest([["documents", *_of_tokenizer(tokenizer)], *documents])
-        directory = _directory(cache_dir, key)
-    return _kept(directory, len(documents), encode).ids
+    key = _digest([["documents", *_of_tokenizer(tokenizer)], *documents])
+    return _kept(key, sum(map(len, documents)), cache_dir, len(documents), encode).ids
 
 
 @dataclass(frozen=True)
@@ -115,23 +124,19 @@ def _encoded(
     renderer: Renderer, records: Sequence[Record], kind: str, encode: Callable[[Record], list[EncodedSequence]]
 ) -> list[EncodedSequence]:
     """Return the sequences of all records, equally many of each."""
-
-    def encode_all() -> list[EncodedSequence]:
-        return [one for record in tracked(records, "tokenized records", len(records)) for one in encode(record)]
-
-    texts = [_content(record) for record in records]
-    if sum(map(len, texts)) < _SMALLEST:
-        return encode_all()
+    if not records:
+        return []
+    texts = [content_of(record) for record in records]
     per_record = len(encode(records[0]))  # it also chooses the format of the records, and says so in the log
     key = _digest([[kind, *_of_tokenizer(renderer.tokenizer), *_of_rendering(renderer)], *texts])
 
     def tokens() -> _Tokens:
-        sequences = encode_all()
+        sequences = [one for record in tracked(records, "tokenized records", len(records)) for one in encode(record)]
         ids = np.concatenate([np.asarray(one.ids, np.int32) for one in sequences])
-        trained = np.frombuffer(b"".join(one.trained for one in sequences), np.uint8)
+        trained = np.array(bytearray().join(one.trained for one in sequences), np.uint8)
         return _Tokens(ids, trained, np.cumsum([one.num_tokens for one in sequences]))
 
-    kept = _kept(_directory(renderer.data.cache_dir, key), len(records) * per_record, tokens)
+    kept = _kept(key, sum(map(len, texts)), renderer.data.cache_dir, len(records) * per_record, tokens)
     bounds = [0, *kept.ends.tolist()]
     return [
         _Mapped(kept, start, stop, records[number // per_record])
@@ -139,11 +144,11 @@ def _encoded(
     ]
 
 
-def _content(record: Record) -> str:
+def content_of(record: Record) -> str:
     """Return everything of a record that its tokens may follow from."""
     # A task's own prompt and answer need not be among the fields.
     own = [record.prompt, record.answer] if isinstance(record, TaskRecord) else []
-    return json.dumps([record.values, *own], ensure_ascii=False, default=str)
+    return json.dumps([record.values, *own], ensure_ascii=False, default=str, skipkeys=True)
 
 
 def _of_tokenizer(tokenizer: Tokenizer) -> list[Any]:
@@ -179,14 +184,28 @@ def _directory(cache_dir: str | None, key: str) -> Path | None:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl_megatron" / "tokens" / key
 
 
-def _kept(directory: Path | None, count: int, make: Callable[[], _Tokens]) -> _Tokens:
-    """Return the tokens in the directory, or make them and write them there.
+def _kept(key: str, size: int, cache_dir: str | None, count: int, make: Callable[[], _Tokens]) -> _Tokens:
+    """Return the tokens that are kept under a key, or make and keep them.
 
     Args:
-        directory: The directory of the entry; None keeps nothing.
+        key: The key.
+        size: The size of the text, which decides whether they are kept in memory or on disk.
+        cache_dir: Where they are kept on disk, as `data.cache_dir`.
         count: The number of sequences.
         make: Makes the tokens.
     """
+    if size < _SMALLEST:
+        if key not in _in_memory:
+            _in_memory[key] = make()
+            if len(_in_memory) > _MOST_IN_MEMORY:
+                _in_memory.popitem(last=False)
+        _in_memory.move_to_end(key)
+        return _in_memory[key]
+    return _kept_on_disk(_directory(cache_dir, key), count, make)
+
+
+def _kept_on_disk(directory: Path | None, count: int, make: Callable[[], _Tokens]) -> _Tokens:
+    """Return the tokens in the directory, or make them and write them there; None keeps nothing."""
     found = None if directory is None else _read(directory, count)
     if found is not None or directory is None:
         return make() if found is None else found

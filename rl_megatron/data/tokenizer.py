@@ -1,4 +1,4 @@
-"""`Tokenizer` converts text to token ids and back: a Hugging Face tokenizer, or a byte-level BPE trained here."""
+"""`Tokenizer` converts text to token ids and back."""
 
 from __future__ import annotations
 
@@ -6,18 +6,15 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Encoding, decoders, models, pre_tokenizers, trainers
+from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
+from rl_megatron.data.tokenizer_declarations import chat_templates, declared_by, declared_tokens
 from rl_megatron.log import once
-
-PAD_TOKEN = "<pad>"
-EOS_TOKEN = "<eos>"
-MIN_BPE_VOCAB_SIZE = 258  # every byte, pad and eos
 
 _VISIBLE_BYTES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHER_BYTES = (byte for byte in range(0x100) if byte not in _VISIBLE_BYTES)
@@ -25,10 +22,6 @@ _OTHER_BYTES = (byte for byte in range(0x100) if byte not in _VISIBLE_BYTES)
 _BYTE_OF = {chr(byte): byte for byte in _VISIBLE_BYTES} | {chr(0x100 + n): b for n, b in enumerate(_OTHER_BYTES)}
 _MOST_BYTES = 4  # of a character in UTF-8
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character are decoded to
-# Further tokenizer files of a Hugging Face directory. `save` writes them back, so that an export loses nothing.
-_SIDE_FILES = ("special_tokens_map.json", "chat_template.jinja", "additional_chat_templates/*.jinja")
-# The special tokens that chat templates can name.
-_NAMED_TOKENS = tuple(f"{role}_token" for role in "bos eos unk sep pad cls mask".split())
 
 
 class Tokenizer:
@@ -61,7 +54,7 @@ class Tokenizer:
         config: Mapping[str, Any] | None = None,
         side_files: Mapping[str, str] | None = None,
     ) -> None:
-        self._config = _declared_by(backend) | dict(config or {})
+        self._config = declared_by(backend) | dict(config or {})
         backend = getattr(backend, "backend_tokenizer", backend)
         self._backend = Backend.from_str(backend.to_str())
         self._backend.no_padding()
@@ -79,7 +72,7 @@ class Tokenizer:
         }
         self._added = frozenset(self._backend.get_added_tokens_decoder())
         self.prefix_ids = self._prefix_ids()
-        self.chat_templates = _chat_templates(self._config, self._side_files)
+        self.chat_templates = chat_templates(self._config, self._side_files)
         self._backend.encode_special_tokens = True  # "<eos>" in a text is five characters
 
     def leave_out_special_tokens_from(self, num_ids: int) -> None:
@@ -170,10 +163,7 @@ class Tokenizer:
     @property
     def named_tokens(self) -> dict[str, str]:
         """Return the special tokens that chat templates can name, such as {"bos_token": "<s>"}."""
-        declared = _declared_tokens(self._config, self._side_files)
-        return {name: text for name in _NAMED_TOKENS if (text := declared.get(name)) is not None} | {
-            "eos_token": self.eos_token
-        }
+        return declared_tokens(self._config, self._side_files) | {"eos_token": self.eos_token}
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`, without special tokens unless `skip_special_tokens` is false."""
@@ -227,139 +217,3 @@ class Tokenizer:
         for name, text in self._side_files.items():
             (target / name).parent.mkdir(exist_ok=True)
             (target / name).write_text(text, "utf-8")
-
-
-def load_tokenizer(
-    path: str | os.PathLike[str], *, eos_token: str | None = None, pad_token: str | None = None
-) -> Tokenizer:
-    """Return the tokenizer in a Hugging Face directory or a `tokenizer.json`.
-
-    A directory with a `tokenizer.json` is read directly; any other is converted by `transformers`, which takes seconds.
-
-    Args:
-        path: The directory or the file. Nothing is downloaded.
-        eos_token: Overrides the token in `tokenizer_config.json` or `special_tokens_map.json`.
-        pad_token: Overrides the token in `tokenizer_config.json` or `special_tokens_map.json`.
-
-    Raises:
-        FileNotFoundError: There is nothing at `path`.
-        ValueError: No end-of-sequence token is declared, or the directory has no readable tokenizer.
-    """
-    source = Path(path)
-    if not source.exists():
-        raise FileNotFoundError(f"there is no tokenizer at {source}: give a Hugging Face directory or tokenizer.json.")
-    directory, file = (source, source / "tokenizer.json") if source.is_dir() else (source.parent, source)
-    side_files = {
-        side_file.relative_to(directory).as_posix(): side_file.read_text("utf-8")
-        for pattern in _SIDE_FILES
-        for side_file in sorted(directory.glob(pattern))
-    }
-    config_file = directory / "tokenizer_config.json"
-    config = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
-    declared = _declared_tokens(config, side_files)
-    eos_token = eos_token or declared.get("eos_token")
-    pad_token = pad_token or declared.get("pad_token")
-    if eos_token is None:
-        raise ValueError(
-            f"{directory} declares no eos_token, which ends documents and answers: add it to tokenizer_config.json, or "
-            "pass eos_token=…."
-        )
-    backend = _read_backend(file) if file.is_file() else _converted_backend(directory)
-    return Tokenizer(backend, eos_token, pad_token, config, side_files)
-
-
-def _read_backend(file: Path) -> Backend:
-    try:
-        return Backend.from_file(str(file))
-    except Exception as error:  # the library raises no narrower one
-        raise ValueError(f"{file} cannot be read as a tokenizer: {error}") from error
-
-
-def _declared_tokens(config: Mapping[str, Any], side_files: Mapping[str, str]) -> dict[str, str]:
-    """Return the named special tokens that a tokenizer's files declare."""
-    declared = json.loads(side_files.get("special_tokens_map.json", "{}")) | {
-        key: value for key, value in config.items() if value is not None
-    }
-    texts = {name: _token_text(declared.get(name)) for name in _NAMED_TOKENS}
-    return {name: text for name, text in texts.items() if text is not None}
-
-
-def _declared_by(tokenizer: Any) -> dict[str, Any]:
-    """Return what a Hugging Face tokenizer object declares that its backend does not: named tokens, chat template."""
-    declared = dict(getattr(tokenizer, "special_tokens_map", {}))
-    template = getattr(tokenizer, "chat_template", None)
-    return declared if template is None else declared | {"chat_template": template}
-
-
-def _token_text(declared: str | Mapping[str, Any] | None) -> str | None:
-    """Return the text of a special token, which Hugging Face writes as a string or as `{"content": …}`."""
-    return declared["content"] if isinstance(declared, Mapping) else declared
-
-
-def _chat_templates(config: Mapping[str, Any], side_files: Mapping[str, str]) -> dict[str, str]:
-    """Return the chat templates of a tokenizer by name. Like transformers, prefer those in files of their own."""
-    from_files = {
-        "default" if name == "chat_template.jinja" else Path(name).stem: text
-        for name, text in side_files.items()
-        if name.endswith(".jinja")
-    }
-    declared = config.get("chat_template")
-    if from_files or declared is None:
-        return from_files
-    if isinstance(declared, str):
-        return {"default": declared}
-    if isinstance(declared, Mapping):
-        return dict(declared)
-    return {template["name"]: template["template"] for template in declared}
-
-
-def _converted_backend(directory: Path) -> Any:
-    """Return the fast tokenizer that `transformers` converts files such as `tokenizer.model` or `vocab.json` to."""
-    from transformers import AutoTokenizer
-
-    try:
-        loaded = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError) as error:
-        files = sorted(entry.name for entry in directory.iterdir())[:20]
-        raise ValueError(
-            f"{directory} has no tokenizer.json (its files: {', '.join(files) or 'none'}), and transformers reads no "
-            f"tokenizer from it either: {error}"
-        ) from error
-    if getattr(loaded, "backend_tokenizer", None) is None:
-        raise ValueError(
-            f"{directory} has a {type(loaded).__name__}, which has no fast form: convert it to a tokenizer.json."
-        )
-    return loaded.backend_tokenizer
-
-
-def train_bpe(texts: Iterable[str], vocab_size: int, *, digits: bool = True) -> Tokenizer:
-    """Return a byte-level BPE tokenizer learned from `texts`. It is lossless on any text, and deterministic.
-
-    Args:
-        texts: The corpus, read once.
-        vocab_size: The most tokens, including 256 bytes, `<pad>` (id 0) and `<eos>` (id 1). A small corpus may have too
-            few repeated pairs to reach this number; `Tokenizer.vocab_size` is the actual size.
-        digits: Whether each digit is a separate token, so that numbers of equal length have equally many tokens.
-
-    Raises:
-        ValueError: `vocab_size` is too small for all bytes.
-    """
-    if vocab_size < MIN_BPE_VOCAB_SIZE:
-        raise ValueError(
-            f"tokenizer.vocab_size = {vocab_size} must be at least {MIN_BPE_VOCAB_SIZE} for a byte-level BPE "
-            f"(256 bytes, {PAD_TOKEN} and {EOS_TOKEN}); raise it."
-        )
-    backend = Backend(models.BPE())
-    bytes_of_words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    splitters = [pre_tokenizers.Digits(individual_digits=True), bytes_of_words] if digits else [bytes_of_words]
-    backend.pre_tokenizer = pre_tokenizers.Sequence(splitters)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=2,  # a pair that occurs once would only waste a token
-        special_tokens=[PAD_TOKEN, EOS_TOKEN],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(texts, trainer)
-    return Tokenizer(backend, EOS_TOKEN, PAD_TOKEN)

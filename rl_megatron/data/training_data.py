@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 from rl_megatron.config.algorithms import RolloutConfig
 from rl_megatron.config.errors import ConfigError, bad_input_named
 from rl_megatron.config.schema import StageConfig
+from rl_megatron.data import token_cache
 from rl_megatron.data.datasets import Dataset
 from rl_megatron.data.encoding import EncodedPrompt, Limit, within_limit
 from rl_megatron.data.loader import ItemList
-from rl_megatron.data.progress import tracked
+from rl_megatron.data.records import Record
+from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.sources import DataSource, build_source
 from rl_megatron.data.stage_loader import components_of, dataset_loader, loader_of
 from rl_megatron.data.tasks import Problem
+from rl_megatron.data.token_cache import content_of
 from rl_megatron.data.tokenizer import Tokenizer
 
 
@@ -52,15 +54,20 @@ class EncodedPrompts:
     end_of_turn_ids: tuple[int, ...]
 
 
-def encoded_prompts(stage: StageConfig, problems: Sequence[Problem], tokenizer: Tokenizer) -> EncodedPrompts:
+def encoded_prompts(stage: StageConfig, problems: Sequence[Problem], renderer: Renderer) -> EncodedPrompts:
     """Return the prompts of problems as tokens, with space for a completion behind each.
 
     `data.too_long` says what happens to a prompt that leaves too little space.
 
+    Args:
+        stage: The stage.
+        problems: The problems.
+        renderer: The renderer of their data source.
+
     Raises:
         ConfigError: A prompt is too long under "error", or none is left.
     """
-    renderer, wanted = build_source(stage).renderer(tokenizer), stage.generation.max_new_tokens
+    wanted = stage.generation.max_new_tokens
     limit = Limit(
         stage.model.max_sequence_length - wanted,
         stage.data.too_long,
@@ -68,18 +75,17 @@ def encoded_prompts(stage: StageConfig, problems: Sequence[Problem], tokenizer: 
         name=f"model.max_sequence_length={stage.model.max_sequence_length} without generation.max_new_tokens={wanted}",
         remedy="lower generation.max_new_tokens or raise model.max_sequence_length",
     )
-    known: dict[str, EncodedPrompt] = {}  # of generated problems, which repeat
-
-    def encoded(problem: Problem) -> EncodedPrompt:
-        if problem.location:
-            return renderer.prompt(problem)
-        # The tokens may follow from any field, such as messages.
-        key = json.dumps([problem.prompt, problem.answer, dict(problem.record)], default=repr, skipkeys=True)
-        if key not in known:
-            known[key] = renderer.prompt(problem)
-        return replace(known[key], problem=problem)  # its reward may use what has no part in the key
-
-    prompts = [encoded(problem) for problem in tracked(problems, "tokenized prompts", len(problems))]
+    records = [problem.as_record() for problem in problems]
+    # Generated problems repeat. The tokens may follow from any field, such as messages.
+    keys = [content_of(record) for record in records]
+    different: dict[str, Record] = {}
+    for key, record in zip(keys, records, strict=True):
+        different.setdefault(key, record)
+    ids = dict(zip(different, token_cache.encoded_prompts(renderer, list(different.values())), strict=True))
+    prompts = [
+        renderer.with_prompt(problem, record, ids[key])
+        for problem, record, key in zip(problems, records, keys, strict=True)
+    ]
     return EncodedPrompts(bad_input_named(lambda: within_limit(prompts, limit)), renderer.end_of_turn_ids)
 
 
@@ -103,7 +109,7 @@ class RolloutPrompts:
         wanted = algorithm.prompts_of_all_steps(stage.train)
 
         def build(of_component: StageConfig, source: DataSource[Any]) -> ItemList[EncodedPrompt]:
-            encoded = encoded_prompts(of_component, source.problems(wanted), tokenizer)
+            encoded = encoded_prompts(of_component, source.problems(wanted), source.renderer(tokenizer))
             self.end_of_turn_ids = tuple(dict.fromkeys((*self.end_of_turn_ids, *encoded.end_of_turn_ids)))
             return ItemList(encoded.prompts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,9 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.base import Loss
 from rl_megatron.losses.contract import Reduction
 from rl_megatron.losses.streams import first_nan
+from rl_megatron.topology.fake_cuda import is_planned
 from rl_megatron.topology.topology import Topology
+from rl_megatron.topology.transfer import read_numbers, send
 
 
 class NonFiniteLoss(RuntimeError):
@@ -45,13 +48,24 @@ class Denominators:
 
 
 def reduce_metrics(
-    reports: list[dict[str, Tensor]], loss_fn: Loss, batches: Sequence[BatchedDataDict], topology: Topology
+    reports: list[dict[str, Tensor]],
+    loss_fn: Loss,
+    batches: Sequence[BatchedDataDict],
+    topology: Topology,
+    of_step: Mapping[str, Tensor],
 ) -> dict[str, float]:
     """Return each metric of the last stage's microbatches, reduced as the loss declares, on every rank.
 
     It is reduced over microbatches, then over data-parallel ranks (context- and tensor-parallel ranks hold equal
     values), and sent to all pipeline stages, with at most one collective for each kind of reduction. A metric that only
-    some microbatches return is reduced over those.
+    some microbatches return is reduced over those. The host waits for the device once.
+
+    Args:
+        reports: The metrics of each microbatch on the last stage, on the device; an empty list on other stages.
+        loss_fn: The loss.
+        batches: The microbatches.
+        topology: The layout.
+        of_step: Further metrics, which every rank has already. Those that are NaN are left out.
 
     Raises:
         ValueError: On every rank, if a microbatch returns a metric whose reduction is not declared.
@@ -60,35 +74,43 @@ def reduce_metrics(
     device = topology.device
     reductions = dict(loss_fn.metric_reductions)
     reductions.setdefault("loss", Reduction.SUM)
-    names = sorted(reductions)
+    by_kind = {kind: sorted(name for name in reductions if reductions[name] is kind) for kind in Reduction}
+    names = [name for kind in Reduction for name in by_kind[kind]]
     # Only its own rank knows what a microbatch returns. So every rank sends the same shape, which follows from the
     # declarations: a value for each name, whether any microbatch has it, and whether any returns undeclared names.
-    kinds = [reductions[name] for name in names] + [Reduction.MAX] * (len(names) + 1)
-    reduced = torch.zeros(len(kinds), dtype=torch.float64, device=device)
+    reduced = torch.zeros(2 * len(names) + 1, dtype=torch.float64, device=device)
     if topology.is_last_stage:
-        vectors = torch.stack([_vector(report, names, reductions) for report in reports])
-        for kind in Reduction:
-            mine = [i for i, k in enumerate(kinds) if k is kind]
-            if mine:
-                reduced[mine] = _across(kind, vectors[:, mine], topology.groups.dp)
+        parts = {kind: _over_microbatches(kind, by_kind[kind], reports) for kind in Reduction if by_kind[kind]}
+        flags = send(_flags(names, reports), device)
+        parts[Reduction.MAX] = torch.cat([parts[Reduction.MAX], flags]) if Reduction.MAX in parts else flags
+        reduced = torch.cat([_over_ranks(kind, part, topology.groups.dp) for kind, part in parts.items()])
     if topology.pipeline > 1:
         dist.broadcast(reduced, src=topology.last_stage_rank, group=topology.groups.pp)
-    *known, undeclared = reduced.tolist()
+    numbers = read_numbers(torch.cat([reduced, *(value.double().view(1) for value in of_step.values())]))
+    values, there, undeclared = numbers[: len(names)], numbers[len(names) : 2 * len(names)], numbers[2 * len(names)]
+    if is_planned():  # what was read means nothing
+        return dict.fromkeys((*names, *of_step), 0.0)
     if undeclared:
         raise ValueError(_describe_undeclared(reports, names, loss_fn, topology))
-    values, there = known[: len(names)], known[len(names) :]
-    result = {name: value for name, value, is_there in zip(names, values, there, strict=True) if is_there}
-    if not torch.isfinite(torch.tensor(result["loss"])):
+    known = sorted(zip(names, values, there, strict=True))
+    result = {name: value for name, value, is_there in known if is_there}
+    if not math.isfinite(result["loss"]):
         raise NonFiniteLoss(_describe_failure(reports, result, batches, loss_fn, topology))
-    return result
+    further = zip(of_step, numbers[2 * len(names) + 1 :], strict=True)
+    return result | {name: value for name, value in further if not math.isnan(value)}
 
 
-def _vector(report: dict[str, Tensor], names: list[str], reductions: Mapping[str, Reduction]) -> Tensor:
-    """Return [2·names + 1] of one microbatch: its values (or identities), which it has, and whether it has others."""
-    loss = report["loss"]
-    values = [report[name] if name in report else loss.new_tensor(reductions[name].identity) for name in names]
-    flags = [float(name in report) for name in names] + [float(not report.keys() <= set(names))]
-    return torch.cat([torch.stack(values), loss.new_tensor(flags)])
+def _over_microbatches(kind: Reduction, names: list[str], reports: list[dict[str, Tensor]]) -> Tensor:
+    """Return the metrics [names] of one kind of reduction, over microbatches. A missing one is the identity."""
+    missing = reports[0]["loss"].new_full((), kind.identity)
+    stacked = torch.stack([torch.stack([report.get(name, missing) for name in names]) for report in reports])
+    return {Reduction.SUM: stacked.sum, Reduction.MIN: stacked.amin, Reduction.MAX: stacked.amax}[kind](0)
+
+
+def _flags(names: list[str], reports: list[dict[str, Tensor]]) -> Tensor:
+    """Return [names + 1] on the host: whether any microbatch has each metric, and whether any has others."""
+    found = {name for report in reports for name in report}
+    return torch.tensor([*(name in found for name in names), not found <= set(names)], dtype=torch.float64)
 
 
 def _describe_undeclared(reports: list[dict[str, Tensor]], names: list[str], loss_fn: Loss, topology: Topology) -> str:
@@ -138,13 +160,9 @@ def over_steps(reports: list[dict[str, float]], loss_fn: Loss) -> dict[str, floa
     }
 
 
-def _across(reduction: Reduction, stacked: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return [metrics] from [microbatches, metrics], reduced over microbatches and over the group."""
-    local, op = {
-        Reduction.SUM: (stacked.sum(0), dist.ReduceOp.SUM),
-        Reduction.MIN: (stacked.amin(0), dist.ReduceOp.MIN),
-        Reduction.MAX: (stacked.amax(0), dist.ReduceOp.MAX),
-    }[reduction]
+def _over_ranks(kind: Reduction, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the values, reduced over the group in place."""
+    operations = {Reduction.SUM: dist.ReduceOp.SUM, Reduction.MIN: dist.ReduceOp.MIN, Reduction.MAX: dist.ReduceOp.MAX}
     if group.size() > 1:
-        dist.all_reduce(local, op=op, group=group)
-    return local
+        dist.all_reduce(values, op=operations[kind], group=group)
+    return values

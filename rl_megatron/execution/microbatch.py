@@ -1,19 +1,23 @@
-"""Make the input of this rank's model chunks from a microbatch."""
+"""Make the input of this rank's model chunks from the microbatches of a step, on the host and before the step."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rl_megatron.batching.microbatch import Microbatch, padded_lengths
+from rl_megatron.batching.routing import ROUTED_EXPERTS, UNKNOWN_EXPERT
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.logprobs import Sharding
 from rl_megatron.model.backend import packing_params
 from rl_megatron.model.build import unwrap
+from rl_megatron.model.layers.router_replay import number_tokens
 from rl_megatron.topology.token_layout import TokenLayout
 from rl_megatron.topology.topology import Topology
 
@@ -26,37 +30,58 @@ class ModelInput:
         tokens: `[R, L]` token ids of this rank.
         packing: How sequences are packed; None if they are padded.
         sharding: How the model's output is distributed over ranks.
-        padding: `[R, L]`, true for tokens that do not count in the balance of experts; None without experts.
+        padding: `[R, L]`, true for tokens that do not count in the balance of experts, or None if no router asks. If
+            recorded experts are replayed, it has the tokens' numbers too (`number_tokens`).
+        experts: `[R, L, layers, k]`, the recorded experts in the layers of this rank; None if none are replayed.
     """
 
     tokens: Tensor
     packing: PackedSeqParams | None
     sharding: Sharding
     padding: Tensor | None
+    experts: Tensor | None = None
 
     @classmethod
     def build(
-        cls, microbatch: Microbatch, topology: Topology, vocab_size: int, backend: str, balances_experts: bool
+        cls,
+        microbatch: Microbatch,
+        topology: Topology,
+        vocab_size: int,
+        backend: str,
+        balances_experts: bool,
+        replayed_layers: Sequence[int] = (),
     ) -> ModelInput:
-        """Build this rank's input from a microbatch."""
+        """Build this rank's input from a microbatch. Its tensors are on the host, like those of the microbatch.
+
+        Args:
+            microbatch: The microbatch, on the host.
+            topology: The layout.
+            vocab_size: Tokens of the tokenizer.
+            backend: The backend of the layers.
+            balances_experts: Whether routers must know which tokens are padding.
+            replayed_layers: The layers of this rank that replay the batch's `routed_experts`, counted from 0.
+        """
         batch, groups = microbatch.batch, topology.groups
         ids = batch["input_ids"]
         local_length = microbatch.shape(topology)[1] // topology.context
+        packing, boundaries = None, (None, None)
         if microbatch.lengths is None:
-            packing, sharding = None, Sharding(groups.tp, groups.cp, vocab_size)
-            layout = TokenLayout.padded(tuple(ids.shape), local_length, groups.cp, ids.device)
+            layout = TokenLayout.padded((ids.size(0), ids.size(1)), local_length, groups.cp, ids.device)
         else:
             padded = padded_lengths(microbatch.lengths, topology)
-            starts, padded_starts = (
+            starts, padded_starts = boundaries = tuple(
                 torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) for lengths in (microbatch.lengths, padded)
             )
             packing = packing_params(padded, topology, backend)
-            sharding = Sharding(groups.tp, groups.cp, vocab_size, starts, padded_starts)
-            layout = TokenLayout.packed(
-                starts.to(ids.device), padded_starts.to(ids.device), ids.size(1), local_length, groups.cp
-            )
-        padding = ~layout.scatter(_weighted_tokens(batch), False) if balances_experts else None
-        return cls(layout.scatter(ids, 0), packing, sharding, padding)
+            layout = TokenLayout.packed(starts, padded_starts, ids.size(1), local_length, groups.cp)
+        most_counted = _most_counted(batch, layout, topology.tensor if topology.sequence else 1)
+        sharding = Sharding(groups.tp, groups.cp, vocab_size, *boundaries, most_counted=most_counted)
+        experts, padding = None, None
+        if replayed_layers:
+            experts = layout.scatter(batch[ROUTED_EXPERTS][:, :, list(replayed_layers)], UNKNOWN_EXPERT)
+        if balances_experts or replayed_layers:
+            padding = ~layout.scatter(_weighted_tokens(batch), False)
+        return cls(layout.scatter(ids, 0), packing, sharding, padding, experts)
 
     def padding_of(self, model_chunk: torch.nn.Module, topology: Topology) -> Tensor | None:
         """Return `padding` as megatron-core expects it for this model chunk.
@@ -69,10 +94,73 @@ class ModelInput:
         return self.padding
 
 
+@dataclass(frozen=True)
+class PreparedStep:
+    """All that a pass over microbatches needs, so that it can be sent to the device at once.
+
+    Attributes:
+        microbatches: The microbatches.
+        given: The input of this rank's model chunks for each.
+        shapes: (sequences, padded tokens of each over all ranks) of each.
+        experts: [N, layers, k] The recorded experts of this rank's tokens by number, or None if none are replayed.
+    """
+
+    microbatches: list[Microbatch]
+    given: list[ModelInput]
+    shapes: list[tuple[int, int]]
+    experts: Tensor | None
+
+    @classmethod
+    def build(
+        cls,
+        microbatches: list[Microbatch],
+        topology: Topology,
+        vocab_size: int,
+        backend: str,
+        balances_experts: bool,
+        replayed_layers: Sequence[int] = (),
+    ) -> PreparedStep:
+        """Prepare microbatches on the host. The arguments are those of `ModelInput.build`."""
+        given, experts = _number_all_tokens(
+            [
+                ModelInput.build(microbatch, topology, vocab_size, backend, balances_experts, replayed_layers)
+                for microbatch in microbatches
+            ]
+        )
+        return cls(microbatches, given, [microbatch.shape(topology) for microbatch in microbatches], experts)
+
+
+def _number_all_tokens(unnumbered: Sequence[ModelInput]) -> tuple[list[ModelInput], Tensor | None]:
+    """Return the microbatches with their tokens numbered, and the recorded experts [N, layers, k] by number.
+
+    If no recorded experts are replayed, the microbatches are returned as they are, with None.
+    """
+    numbered, recorded, first = [], [], 0
+    for each in unnumbered:
+        if each.experts is None or each.padding is None:
+            return list(unnumbered), None
+        numbered.append(replace(each, padding=number_tokens(each.padding, first), experts=None))
+        recorded.append(each.experts.flatten(0, 1))
+        first += each.padding.numel()
+    return numbered, torch.cat(recorded)
+
+
+def _most_counted(batch: BatchedDataDict, layout: TokenLayout, shards: int) -> int:
+    """Return how many tokens of a sequence-parallel rank are evaluated: of the rank that has most of them.
+
+    A token is evaluated at the one before it. Without `token_mask`, all of them are.
+    """
+    ids = batch["input_ids"]
+    mask = batch["token_mask"] * batch["sample_mask"][:, None] if "token_mask" in batch else torch.ones_like(ids)
+    counted = layout.scatter(pad(mask[:, 1:] != 0, (0, 1)), False)
+    in_order = counted.transpose(0, 1).reshape(shards, -1)  # hidden states are [L, R, hidden]
+    return int(in_order.sum(dim=1).max())
+
+
 def _weighted_tokens(batch: BatchedDataDict) -> Tensor:
     """Return `[b, S]`, true for every token within its sequence, for sequences with a loss weight above 0."""
     ids = batch["input_ids"]
     weighted = (batch["sample_mask"] > 0)[:, None].expand(ids.shape)
     if "input_lengths" not in batch:
         return weighted
-    return weighted & (torch.arange(ids.size(1), device=ids.device) < batch["input_lengths"].to(ids.device)[:, None])
+    return weighted & (torch.arange(ids.size(1)) < batch["input_lengths"][:, None])

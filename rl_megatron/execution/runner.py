@@ -19,16 +19,27 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from rl_megatron.batching.microbatch import Microbatch
+from rl_megatron.batching.routing import ROUTED_EXPERTS
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution.metrics import Denominators, reduce_metrics
-from rl_megatron.execution.microbatch import ModelInput
+from rl_megatron.execution.microbatch import ModelInput, PreparedStep
 from rl_megatron.execution.p2p import PlannedCommunicator
 from rl_megatron.log import once, report_progress
 from rl_megatron.logprobs import DeferredLogits, LogprobStats, Sharding, next_token_stats, vocab_parallel_top_k
 from rl_megatron.losses.base import Loss
 from rl_megatron.model.heads.deferred import DeferredHead, UncopiedHead
-from rl_megatron.model.layers.router import balancing_loss, balancing_routers, begin_step, forget_graphs, moving_routers
+from rl_megatron.model.layers.attention import BIASES
+from rl_megatron.model.layers.router import (
+    balancing_loss,
+    balancing_routers,
+    begin_step,
+    forget_graphs,
+    moving_routers,
+    replaced_share,
+)
+from rl_megatron.model.layers.router_replay import expert_layers, replaying
 from rl_megatron.topology.topology import Topology
+from rl_megatron.topology.transfer import send
 
 
 @dataclass(frozen=True)
@@ -72,7 +83,7 @@ class Runner:
         """Add the gradient of the loss, summed over all microbatches of all ranks, to the main gradients.
 
         Args:
-            microbatches: This data-parallel rank's part; every rank has the same number.
+            microbatches: This data-parallel rank's part, on the host; every rank has the same number.
             loss_fn: The loss.
             denominators: The global counts that the loss divides by.
             forward_only: Compute the loss and its metrics, but no gradient.
@@ -80,24 +91,34 @@ class Runner:
         Returns:
             Every metric, reduced as it is declared, the same on all ranks. "loss" is the value of `loss_fn` alone. With
             `model.router_aux_loss` above 0, the gradient also has the balancing loss, reported as "router_aux_loss".
+            If recorded experts are replayed, "mismatch_routing" is the share of them that routers would not choose.
 
         Raises:
             NonFiniteLoss: On every rank, if the loss is NaN or infinite. The message names the microbatch and metrics.
         """
-        step = partial(self._loss_of, loss_fn=loss_fn, denominators=denominators)
-        routers = [] if forward_only else balancing_routers(self.model_chunks)
+        prepared, counts = send((self._prepare(microbatches, forward_only), denominators), self.topology.device)
+        step = partial(self._loss_of, loss_fn=loss_fn, denominators=counts)
         if not forward_only:
-            begin_step(self.model_chunks, denominators.positions)
+            begin_step(self.model_chunks, counts.positions)
         head = self._head() if loss_fn.reads_deferred_logits else None
-        if self.fused_head is not None and head is None:
+        if self.fused_head is not None and not loss_fn.reads_deferred_logits:
             once(f"{loss_fn.display_name} needs whole logits, so the fused head is off for this loss")
-        reports = self._run(microbatches, step, forward_only, head)[: len(microbatches)]
-        report = reduce_metrics(reports, loss_fn, [microbatch.batch for microbatch in microbatches], self.topology)
+        reports = self._run(prepared, step, forward_only, head)[: len(microbatches)]
+        batches = [microbatch.batch for microbatch in microbatches]
+        of_routers = {} if forward_only else self._router_metrics(ROUTED_EXPERTS in batches[0])
+        return reduce_metrics(reports, loss_fn, batches, self.topology, of_routers)
+
+    def _router_metrics(self, replays: bool) -> dict[str, Tensor]:
+        """Return the metrics of the step's routers, summed over all ranks, on the device. Collective."""
+        world = dist.group.WORLD
+        assert world is not None  # every rank of a topology is in it
+        metrics, device = {}, self.topology.device
+        routers = balancing_routers(self.model_chunks)
         if routers:
-            world = dist.group.WORLD
-            assert world is not None  # every rank of a topology is in it
-            report["router_aux_loss"] = balancing_loss(routers, world, self.topology.device)
-        return report
+            metrics["router_aux_loss"] = balancing_loss(routers, world, device)
+        if replays:
+            metrics["mismatch_routing"] = replaced_share(self.model_chunks, world, device)
+        return metrics
 
     @torch.no_grad()
     def next_token_logprobs(self, microbatches: list[Microbatch]) -> list[Tensor]:
@@ -139,7 +160,8 @@ class Runner:
     def _collect(
         self, microbatches: list[Microbatch], read: Callable, head: DeferredHead | UncopiedHead | None
     ) -> list[Tensor]:
-        return self._run(microbatches, read, forward_only=True, head=head, collect=True)[: len(microbatches)]
+        prepared = send(self._prepare(microbatches, forward_only=True), self.topology.device)
+        return self._run(prepared, read, forward_only=True, head=head, collect=True)[: len(microbatches)]
 
     def _head(self) -> DeferredHead | UncopiedHead | None:
         """Return how logits reach losses that can read them in any memory layout, or block by block."""
@@ -148,25 +170,16 @@ class Runner:
         return DeferredHead.of(self.model_chunks, self.fused_head.block_tokens)
 
     def _run(
-        self, microbatches: list[Microbatch], on_output: Callable, forward_only: bool,
+        self, prepared: PreparedStep, on_output: Callable, forward_only: bool,
         head: DeferredHead | UncopiedHead | None, collect: bool = False,
     ) -> list:  # fmt: skip
         """Return `on_output(batch, output, sharding)` of every microbatch, on the last stage.
 
         The output is what `head` makes of the model's output; without a head, it is contiguous logits or scores.
         """
-        topology, config = self.topology, get_model_config(self.model_chunks[0])
-        microbatches = self._filled_up(microbatches)
-        shapes = [microbatch.shape(topology) for microbatch in microbatches]
+        topology, config, shapes = self.topology, get_model_config(self.model_chunks[0]), prepared.shapes
         config.variable_seq_lengths = len(set(shapes)) > 1
-        balances_experts = not forward_only and bool(
-            balancing_routers(self.model_chunks) or moving_routers(self.model_chunks)
-        )
-
-        prepared = [  # once for all model chunks
-            (microbatch, ModelInput.build(microbatch, topology, self.vocab_size, self.backend, balances_experts))
-            for microbatch in microbatches
-        ]
+        given_each = list(zip(prepared.microbatches, prepared.given, strict=True))
 
         def forward_step(iterator: Iterator[tuple[Microbatch, ModelInput]], model_chunk: torch.nn.Module):
             microbatch, given = next(iterator)
@@ -183,12 +196,16 @@ class Runner:
             forward_backward = schedules.forward_backward_pipelining_without_interleaving
         else:
             forward_backward = schedules.forward_backward_no_pipelining
-        with torch.set_grad_enabled(not forward_only), nullcontext() if head is None else head.in_use():
+        with (
+            torch.set_grad_enabled(not forward_only),
+            nullcontext() if head is None else head.in_use(),
+            nullcontext() if prepared.experts is None else replaying(self.model_chunks, prepared.experts),
+        ):
             results = forward_backward(
                 forward_step_func=forward_step,
-                data_iterator=[_reported(prepared), *(iter(prepared) for _ in self.model_chunks[1:])],
+                data_iterator=[_reported(given_each), *(iter(given_each) for _ in self.model_chunks[1:])],
                 model=self.model_chunks,
-                num_microbatches=len(microbatches),
+                num_microbatches=len(shapes),
                 seq_length=shapes[0][1],
                 micro_batch_size=shapes[0][0],
                 forward_only=forward_only,
@@ -197,7 +214,18 @@ class Runner:
                 pg_collection=topology.groups,
             )
         forget_graphs(self.model_chunks)
+        BIASES.clear()
         return results
+
+    def _prepare(self, microbatches: list[Microbatch], forward_only: bool) -> PreparedStep:
+        """Return what the model needs for the microbatches, on the host."""
+        balances_experts = not forward_only and bool(
+            balancing_routers(self.model_chunks) or moving_routers(self.model_chunks)
+        )
+        replayed = expert_layers(self.model_chunks) if ROUTED_EXPERTS in microbatches[0].batch else []
+        return PreparedStep.build(
+            self._filled_up(microbatches), self.topology, self.vocab_size, self.backend, balances_experts, replayed
+        )
 
     def _filled_up(self, microbatches: list[Microbatch]) -> list[Microbatch]:
         """Return as many microbatches as the schedule needs: the interleaved one takes multiples of the stages.
@@ -220,19 +248,28 @@ class Runner:
         denominators: Denominators,
     ):
         loss, metrics = loss_fn.on_output(output, batch, denominators.sequences, denominators.tokens, sharding)
-        report = {name: torch.as_tensor(value, device=loss.device).detach().double() for name, value in metrics.items()}
+        report = {name: _in_double(value, loss.device) for name, value in metrics.items()}
         report["loss"] = loss.detach().double()
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), report
 
 
-def _reported(prepared: list[tuple[Microbatch, ModelInput]]) -> Iterator[tuple[Microbatch, ModelInput]]:
+def _in_double(value: Tensor | float, device: torch.device) -> Tensor:
+    """Return a scalar on the device. A Python number is not copied there, because a copy would wait for the device."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, torch.float64)
+    return torch.full((), value, dtype=torch.float64, device=device)
+
+
+def _reported(given: list[tuple[Microbatch, ModelInput]]) -> Iterator[tuple[Microbatch, ModelInput]]:
     """Yield the microbatches, and report before each how many were begun."""
-    for begun, item in enumerate(prepared):
-        report_progress(begun, len(prepared), "microbatches")
+    for begun, item in enumerate(given):
+        report_progress(begun, len(given), "microbatches")
         yield item
 
 
 def _stats(batch: BatchedDataDict, logits: Tensor | DeferredLogits, sharding: Sharding) -> LogprobStats:
     mask = batch["token_mask"] * batch["sample_mask"][:, None] if "token_mask" in batch else None
     temperature = batch.get("temperature", 1.0)
-    return next_token_stats(logits, batch["input_ids"], sharding, temperature=temperature, mask=mask)
+    return next_token_stats(
+        logits, batch["input_ids"], sharding, temperature=temperature, mask=mask, most_counted=sharding.most_counted
+    )

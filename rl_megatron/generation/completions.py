@@ -1,70 +1,58 @@
-"""Keep the completions of a batch while they grow token by token, for engines that sample for themselves."""
+"""Make the requests of a batch, and the random numbers that decide their tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from rl_megatron.generation.interfaces import Sampling
+from rl_megatron.generation.interfaces import Request, Sampling
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_BITS = (1 << 64) - 1
 
 
-def sequence_uniforms(num_sequences: int, sampling: Sampling, seed: int) -> Tensor:
-    """Return the random numbers that decide the tokens, [num_sequences, max_new_tokens] fp64 in [0, 1).
+def _mix(state: int) -> int:
+    return int(_mix_all(np.array([state & _BITS], dtype=np.uint64))[0])
 
-    They depend on the seed and the shape alone, not on the engine or on how sequences are spread over ranks.
+
+def _mix_all(states: np.ndarray) -> np.ndarray:
+    """Return the output of SplitMix64 for each state, uint64.
+
+    Source: Steele, Lea & Flood 2014, "Fast Splittable Pseudorandom Number Generators".
     """
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(num_sequences, sampling.max_new_tokens, generator=generator, dtype=torch.float64)
+    states = (states ^ (states >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    states = (states ^ (states >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return states ^ (states >> np.uint64(31))
 
 
-def left_padded(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return token ids [b, width] of prompts that all end in the last column, and each prompt's first column [b]."""
-    width = max(len(prompt) for prompt in prompts)
-    tokens = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
-    return tokens, torch.tensor([width - len(prompt) for prompt in prompts], device=device)
+def request_seed(seed: int, index: int) -> int:
+    """Return the seed of request `index` of a batch with seed `seed`; it fits a non-negative int64."""
+    return _mix(_mix(seed) + index * _GOLDEN) >> 1
 
 
-class Completions:
-    """The completions of a batch of b sequences.
+def seed_of_id(request_id: str) -> int:
+    """Return the seed of a request that came without one; it fits a non-negative int64."""
+    return int.from_bytes(blake2b(request_id.encode(), digest_size=8).digest(), "big") >> 1
 
-    Attributes:
-        tokens: Token ids, [b, max_new_tokens].
-        logprobs: Logprobs of the tokens, [b, max_new_tokens] fp32.
-        lengths: Tokens so far, [b].
-        nan_at: The number of the token, counted from 1, whose logits were NaN; 0 if none were. [b]
-        running: Whether the sequence goes on, [b].
+
+def requests_of(prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Request]:
+    """Return the requests of a batch: request i has the id `{seed}-{i}` and the seed `request_seed(seed, i)`."""
+    return [
+        Request(f"{seed}-{index}", tuple(prompt), sampling, request_seed(seed, index))
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def request_uniforms(requests: Sequence[Request], num_tokens: int) -> Tensor:
+    """Return the random numbers that decide the first tokens of each request, [requests, num_tokens] fp64 in [0, 1).
+
+    Each number depends on the request's seed and the number of the token alone: not on the engine, the batch, the order
+    of requests, or how many tokens are asked for.
     """
-
-    def __init__(self, num_sequences: int, sampling: Sampling, device: torch.device):
-        self.tokens = torch.zeros(num_sequences, sampling.max_new_tokens, dtype=torch.long, device=device)
-        self.logprobs = torch.zeros(num_sequences, sampling.max_new_tokens, device=device)
-        self.lengths = torch.zeros(num_sequences, dtype=torch.long, device=device)
-        self.nan_at = torch.zeros(num_sequences, dtype=torch.long, device=device)
-        self.running = torch.ones(num_sequences, dtype=torch.bool, device=device)
-        self._stop_strings = sampling.stop_strings
-        self._stops = torch.tensor(sampling.stop_ids, dtype=torch.long, device=device)
-
-    def add(self, step: int, chosen: Tensor, logprobs: Tensor) -> Tensor:
-        """Append one token to every running sequence.
-
-        Args:
-            step: The column.
-            chosen: The sampled token ids, [b].
-            logprobs: Their logprobs, [b].
-
-        Returns:
-            The next tokens to feed, [b, 1]; 0 for sequences that have ended.
-        """
-        self.nan_at[self.running & logprobs.isnan()] = step + 1
-        chosen = torch.where(self.running, chosen, 0)
-        self.tokens[:, step] = chosen
-        self.logprobs[:, step] = torch.where(self.running, logprobs, 0.0).float()
-        self.lengths += self.running
-        self.running = self.running & ~torch.isin(chosen, self._stops)
-        if self._stop_strings is not None:
-            self.running = self.running & ~self._stop_strings.ended(self.tokens[:, : step + 1], self.running)
-        return chosen[:, None]
-
-    def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return tokens, logprobs, lengths and nan_at."""
-        return self.tokens, self.logprobs, self.lengths, self.nan_at
+    seeds = np.array([request.seed & _BITS for request in requests], dtype=np.uint64)
+    steps = np.arange(1, num_tokens + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    return torch.from_numpy((_mix_all(seeds[:, None] + steps) >> np.uint64(11)).astype(np.float64) * 2.0**-53)

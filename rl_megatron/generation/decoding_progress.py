@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from torch import Tensor
-
 from rl_megatron import log
 
 _SECONDS_BETWEEN = 0.25  # because counting the ended sequences waits for the device
@@ -30,18 +28,16 @@ class DecodingProgress:
         self._total, self._share, self._clock = total, share, clock
         self._ended, self._next = 0, clock()
 
-    def token_added(self, token: int, max_tokens: int, running: Tensor) -> None:
-        """Report after a token was added to each sequence of a batch, unless that was done just before.
+    def advanced(self, ended: int, shares: Callable[[], float], running: int) -> None:
+        """Report while sequences end one by one, unless that was done just before.
 
         Args:
-            token: How many tokens the batch's longest completion has.
-            max_tokens: How many it may have.
-            running: [b] bool, which sequences go on.
+            ended: How many have ended.
+            shares: Returns the sum of the shares of their tokens that the running ones have.
+            running: How many are running.
         """
         if log.is_watched() and self._clock() >= self._next:
-            going_on = int(running.sum())
-            ended = len(running) - going_on
-            self._report(self._ended + ended + going_on * token // max_tokens, f"token {token}/{max_tokens}")
+            self._report(int(ended + shares()), f"{running} running")
             self._next = self._clock() + _SECONDS_BETWEEN
 
     def batch_ended(self, sequences: int) -> None:

@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
-from typing import cast
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TypeVar
 
-import torch
 import torch.distributed as dist
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.models.gpt import GPTModel
-from torch import Tensor
 
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.generation.completion_batch import check_prompts, rollouts
-from rl_megatron.generation.completions import Completions, left_padded, sequence_uniforms
+from rl_megatron.generation.completions import requests_of, seed_of_id
+from rl_megatron.generation.decoder import Decoder
 from rl_megatron.generation.decoding_progress import DecodingProgress
-from rl_megatron.generation.interfaces import Sampling, Served
-from rl_megatron.generation.kv_cache import Columns, caching
-from rl_megatron.generation.sampling import sample
-from rl_megatron.model.build import unwrap
+from rl_megatron.generation.embedded_replica import EmbeddedReplica
+from rl_megatron.generation.interfaces import Completion, Request, Sampling, Served
+from rl_megatron.generation.ongoing import Ongoing
+from rl_megatron.generation.request_queue import RequestQueue
 from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.weight_sync.policy_ranks import PolicyRanks
+
+_T = TypeVar("_T")
+_STEPS_BETWEEN_ORDERS = 8  # because ranks exchange messages for each
+_WAIT_SECONDS = 10.0  # how long rank 0 waits for requests before it tells the other ranks that there are none
 
 
 class EmbeddedEngine:
-    """A `RolloutEngine` on a policy's own model chunks, under tensor and pipeline parallelism.
+    """A `RequestEngine` on a policy's own model chunks, under tensor and pipeline parallelism.
 
-    Prompts are spread over data- and context-parallel ranks: generation needs no context parallelism, because a column
-    is one token. The random number of a sequence and step depends on the seed and on `max_new_tokens` alone, so
-    rollouts do not depend on the parallel layout beyond floating-point rounding.
+    Requests are spread over data- and context-parallel ranks: generation needs no context parallelism, because a step
+    reads one token of each sequence. A sequence's random numbers depend on its request's seed alone, so rollouts do not
+    depend on the parallel layout beyond floating-point rounding.
     """
 
     served = Served(version=None)
 
-    def __init__(self, policy: MegatronPolicy, batch_size: int = 256):
-        self.policy, self.batch_size = policy, batch_size
+    def __init__(self, policy: MegatronPolicy, batch_size: int = 256, records_routing: bool = False):
+        self.policy, self.batch_size, self.records_routing = policy, batch_size, records_routing
+        self._leads = policy.topology.rank == 0
+        self._requests = RequestQueue(policy.topology.groups.dp_cp.size())
 
     def update_weights(self) -> dict[str, float]:
         """Return no metrics: the policy's weights are the engine's, and are not sent."""
@@ -41,7 +48,6 @@ class EmbeddedEngine:
     def shutdown(self) -> None:
         """Do nothing: the engine started no process."""
 
-    @torch.no_grad()
     def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> BatchedDataDict:
         """Generate one completion for each prompt; see `RolloutEngine.generate`.
 
@@ -50,100 +56,122 @@ class EmbeddedEngine:
             NonFiniteLoss: On every rank, if the logits of any rank are NaN or infinite.
         """
         self.policy.model.require_head("lm", "generate")
-        topology = self.policy.topology
-        device, group = topology.device, topology.groups.dp_cp
         check_prompts(prompts, sampling, self.policy.model_config.max_sequence_length)
-        uniforms = sequence_uniforms(len(prompts), sampling, seed).to(device)
-        per_rank = -(-len(prompts) // group.size())
-        mine = [min(i, len(prompts) - 1) for i in range(group.rank() * per_rank, (group.rank() + 1) * per_rank)]
+        requests = requests_of(prompts, sampling, seed)
+        group = self.policy.topology.groups.dp_cp
         self.policy.finish_training()
-        batches = [mine[start : start + self.batch_size] for start in range(0, per_rank, self.batch_size)]
-        progress = DecodingProgress(len(prompts), share=group.size())
-        decoded = [
-            self._decode([prompts[i] for i in indices], uniforms[indices], sampling, progress).parts()
-            for indices in batches
-        ]
+        decoder = Decoder(EmbeddedReplica(self.policy, self.records_routing), self.batch_size)
+        decoder.add([Ongoing(request) for request in requests[group.rank() :: group.size()]])
         # Gather before any check: an error on one rank alone would leave the others waiting for its sequences.
-        parts = tuple(_gather_sequences(torch.cat(part), group)[: len(prompts)] for part in zip(*decoded, strict=True))
-        return rollouts(prompts, parts, sampling, self.policy.weight_version)
+        found = _gathered(self._until_idle(decoder, len(prompts)), group)
+        by_id = {completion.request_id: completion for completion in found}
+        return rollouts(prompts, [by_id[request.request_id] for request in requests], sampling)
 
-    def _decode(
-        self, prompts: list[list[int]], uniforms: Tensor, sampling: Sampling, progress: DecodingProgress
-    ) -> Completions:
-        """Return the completions of a batch of prompts, on every rank of the model. Decoding ends at a NaN."""
+    # --- requests ---
+
+    async def complete(
+        self, ids: list[int], sampling: Sampling, request_id: str, *, seed: int | None = None
+    ) -> Completion:
+        """Complete one prompt while all ranks are in `decode_pending`; see `RequestEngine.complete`.
+
+        It may be called on any asyncio loop of rank 0, in any thread.
+
+        Raises:
+            ConfigError: The prompt is too long for `max_new_tokens`.
+            RuntimeError: This is not rank 0.
+            ValueError: Another request that has no completion yet has this id.
+        """
+        if self.policy.topology.rank != 0:
+            raise RuntimeError(f"request {request_id}: only the policy's rank 0 takes requests")
+        check_prompts([ids], sampling, self.policy.model_config.max_sequence_length)
+        seed = seed_of_id(request_id) if seed is None else seed
+        future = self._requests.put(Request(request_id, tuple(ids), sampling, seed))
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            self._requests.abort([request_id])
+            raise
+
+    def pause(self, abort: bool = False) -> None:
+        """Let `decode_pending` return on every rank; see `RequestEngine.pause`.
+
+        Requests that have begun keep their tokens. Their keys and values are computed again, with the weights that the
+        policy has then, when `decode_pending` is called after `resume`.
+        """
+        self._requests.pause(abort)
+
+    def resume(self) -> None:
+        """Let `decode_pending` generate again."""
+        self._requests.resume()
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End requests now, with the tokens that they have; see `RequestEngine.abort`."""
+        self._requests.abort(request_ids)
+
+    def decode_pending(self, until: Future | None = None) -> None:
+        """Answer the requests of `complete`, also those that arrive meanwhile. Every rank calls it.
+
+        It returns when the engine is paused, or when no request is left. Call it in the main thread: torch computes
+        with OpenMP there, and a second thread's OpenMP threads would compete with the main thread's for the cores.
+
+        Args:
+            until: On rank 0, a future before whose end the engine waits for more requests instead of returning, for
+                example that of the coroutine which makes them. It is not used on other ranks.
+        """
+        self.policy.model.require_head("lm", "generate")
+        self.policy.finish_training()
+        if until is not None and self._leads:
+            until.add_done_callback(self._requests.notify)
+        try:
+            self._serve(Decoder(EmbeddedReplica(self.policy, self.records_routing), self.batch_size), until)
+        except Exception as error:
+            self._requests.fail(error)
+            raise
+
+    def _serve(self, decoder: Decoder, until: Future | None) -> None:
+        group = self.policy.topology.groups.dp_cp
         topology = self.policy.topology
-        device, num_sequences = topology.device, len(prompts)
-        models = [unwrap(model_chunk) for model_chunk in self.policy.model.model_chunks]
-        tokens, first = left_padded(prompts, device)
-        completions = Completions(num_sequences, sampling, device)
-        columns = Columns(first, capacity=tokens.size(1) + sampling.max_new_tokens)
-        with caching(models, columns):
-            for step in range(sampling.max_new_tokens):
-                logits = self._forward(models, tokens, columns)
-                columns.filled += tokens.size(1)
-                drawn = torch.zeros(2, num_sequences, dtype=torch.float64, device=device)
-                if logits is not None:
-                    chosen, logprob = sample(
-                        logits, uniforms[:, step], sampling, topology.groups.tp, self.policy.vocab_size
-                    )
-                    drawn[0], drawn[1] = chosen.double(), logprob.double()  # ids are exact in fp64
-                if topology.pipeline > 1:
-                    dist.broadcast(drawn, src=topology.last_stage_rank, group=topology.groups.pp)
-                tokens = completions.add(step, drawn[0].long(), drawn[1])
-                progress.token_added(step + 1, sampling.max_new_tokens, completions.running)
-                if not self._goes_on(completions.running, completions.nan_at > 0):
-                    break
-        progress.batch_ended(num_sequences)
+        alone = topology.world_size == 1
+        ranks = PolicyRanks(topology.rank, topology.world_size, topology.device)
+        ends = False
+        with decoder.active():
+            while not ends:
+                orders = ranks.from_rank_0(lambda: self._requests.orders(until, _WAIT_SECONDS))
+                ends = orders.ends
+                ended = decoder.abort(orders.aborted)
+                decoder.add([sequence for replica, sequence in orders.added if replica == group.rank()])
+                more, unfinished = decoder.evict() if ends else ([], [])
+                ended += more
+                for _ in range(0 if ends else 1 if alone else _STEPS_BETWEEN_ORDERS):
+                    if (more := decoder.advance()) is None:
+                        break
+                    ended += more
+                everywhere = _gathered([(ended, unfinished)], group)
+                if self._leads:
+                    for of_rank in everywhere:
+                        self._requests.settle(*of_rank)
+
+    # --- batches ---
+
+    def _until_idle(self, decoder: Decoder, total: int) -> list[Completion]:
+        """Return the completions of all sequences that the decoder has; `total` is the number on all ranks."""
+        progress = DecodingProgress(total, share=self.policy.topology.groups.dp_cp.size())
+        completions: list[Completion] = []
+        with decoder.active():
+            while (ended := decoder.advance()) is not None:
+                completions += ended
+                progress.advanced(len(completions), decoder.share_generated, len(decoder.running))
+        progress.batch_ended(len(completions))
         return completions
 
-    def _goes_on(self, running: Tensor, nan: Tensor) -> bool:
-        """Return whether any sequence still runs and none is NaN.
 
-        All ranks of an expert-parallel group get the same answer, because they compute each other's tokens.
-        """
-        state = torch.stack([running.any(), nan.any()]).int()
-        if self.policy.topology.expert > 1:
-            dist.all_reduce(state, op=dist.ReduceOp.MAX, group=self.policy.topology.groups.ep)
-        any_runs, any_nan = state.tolist()
-        return bool(any_runs and not any_nan)
-
-    def _forward(self, models: list[GPTModel], tokens: Tensor, columns: Columns) -> Tensor | None:
-        """Return vocab-parallel logits [b, V/tp] after the newest column on the last stage, None on other stages.
-
-        Pipeline stages run one after the other, one model chunk at a time, and send hidden states to the next.
-        """
-        topology = self.policy.topology
-        ranks = dist.get_process_group_ranks(topology.groups.pp)
-        before = ranks[(topology.pipeline_rank - 1) % topology.pipeline]
-        after = ranks[(topology.pipeline_rank + 1) % topology.pipeline]
-        start, stop = columns.filled, columns.filled + tokens.size(1)
-        for model in models:
-            hidden = None
-            if model.pre_process:
-                hidden = model.embedding(input_ids=tokens, position_ids=None)
-            else:
-                parameter = next(model.parameters())
-                shape = (tokens.size(1), tokens.size(0), model.config.hidden_size)
-                received = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
-                dist.recv(received, src=before, group=topology.groups.pp)
-                model.set_input_tensor(received)
-            rotary = cast(RotaryEmbedding, model.rotary_pos_emb).get_emb(stop)[start:stop]
-            hidden = model.decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary)
-            if model.post_process:
-                shared = model.share_embeddings_and_output_weights
-                weight = model.shared_embedding_or_output_weight() if shared else None
-                logits, _ = model.output_layer(hidden[-1:], weight=weight)
-                return logits[0]
-            dist.send(hidden.contiguous(), dst=after, group=topology.groups.pp)
-        return None
-
-
-def _gather_sequences(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _gathered(values: list[_T], group: dist.ProcessGroup) -> list[_T]:
+    """Return the values of all ranks of the group."""
     if group.size() == 1:
-        return x
-    parts = [torch.empty_like(x) for _ in range(group.size())]
-    dist.all_gather(parts, x, group=group)
-    return torch.cat(parts)
+        return values
+    parts: list[list[_T]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(parts, values, group=group)
+    return [value for part in parts for value in part]
 
 
 MegatronEngine = EmbeddedEngine  # the older name, which scripts import

@@ -5,20 +5,25 @@ The process of an engine imports other modules of this package, but not this one
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import RolloutEngine
-from rl_megatron.generation.registry import ENGINES, register_engine
+from rl_megatron.generation.registry import ENGINES, EngineKind, register_engine
+from rl_megatron.generation.sglang.engine import build_sglang_engine, check_sglang
 from rl_megatron.generation.transformers.engine import TransformersEngine, engine_devices
+from rl_megatron.generation.vllm.engine import build_vllm_engine, check_vllm
 from rl_megatron.model.families import family_of_model
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology.device import choose_device
+from rl_megatron.weight_sync.ipc import check_gpu_memory_can_be_shared
 
 
-def build_engine(policy: MegatronPolicy, stage: StageConfig) -> RolloutEngine:
-    """Return the rollout engine of a stage's policy."""
-    return ENGINES[stage.generation.engine].build(policy, stage)
+def build_engine(policy: MegatronPolicy, stage: StageConfig, output_dir: Path) -> RolloutEngine:
+    """Return the rollout engine of a stage's policy; what it writes goes to `output_dir`."""
+    return ENGINES[stage.generation.engine].build(policy, stage, output_dir)
 
 
 def check_engine(stage: StageConfig, vocab_size: int) -> None:
@@ -36,7 +41,10 @@ def check_engine(stage: StageConfig, vocab_size: int) -> None:
 
 def _check_transformers(stage: StageConfig, vocab_size: int) -> None:
     """Check that the engine's devices exist, and that Hugging Face knows the model."""
-    engine_devices(stage.generation, choose_device(stage.device))
+    policy = choose_device(stage.device)
+    devices = engine_devices(stage.generation, policy)
+    if policy.type == "cuda" and stage.generation.refit == "shared_memory" and devices[0] != "cpu":
+        check_gpu_memory_can_be_shared(stage.generation.refit)
     try:
         family_of_model(stage.model, stage.model.vocab_size or vocab_size)
     except ConfigError as error:
@@ -45,9 +53,13 @@ def _check_transformers(stage: StageConfig, vocab_size: int) -> None:
 
 @register_engine("embedded")
 def _embedded(policy: MegatronPolicy, stage: StageConfig) -> RolloutEngine:
-    return EmbeddedEngine(policy, stage.generation.batch_size)
+    return EmbeddedEngine(policy, stage.generation.batch_size, stage.generation.router_replay)
 
 
 @register_engine("transformers", runs_in_processes=True, check=_check_transformers)
 def _transformers(policy: MegatronPolicy, stage: StageConfig) -> RolloutEngine:
     return TransformersEngine(policy, stage.generation, stage.train.collective_timeout_minutes)
+
+
+ENGINES.register("vllm")(EngineKind(build_vllm_engine, check_vllm))
+ENGINES.register("sglang")(EngineKind(build_sglang_engine, check_sglang))

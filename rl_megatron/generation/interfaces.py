@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
 
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.generation.stop_strings import StopStrings
@@ -48,6 +52,89 @@ class EngineFailed(RuntimeError):
     """A rollout engine cannot go on, or its answer cannot be used. It is raised on every rank."""
 
 
+@dataclass(frozen=True)
+class Request:
+    """A prompt to complete.
+
+    Attributes:
+        request_id: Names the request. No two requests that an engine has at the same time share it.
+        prompt: Token ids, at least one.
+        sampling: How the completion is sampled.
+        seed: The only source of the request's random numbers.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+
+
+@dataclass(frozen=True)
+class WeightSpan:
+    """The tokens of a completion that one version of the weights generated.
+
+    Attributes:
+        version: The policy's `weight_version`.
+        start: The number of the first token, from 0 on.
+        end: The number of the last token plus 1.
+    """
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The answer to a request, or the part of it that an aborted request has.
+
+    Attributes:
+        request_id: The request's.
+        ids: Token ids, the stop token included. Only an aborted request may have none.
+        logprobs: The logprob of each token: that of log softmax(logits/temperature), before top-k and top-p, at
+            temperature 1 if sampling is greedy; NaN if the logits were NaN.
+        versions: The versions of the weights, in order. Together they span all tokens.
+        reason: "stop" after a stop token or stop string, "length" after `max_new_tokens`, "abort" otherwise.
+        routed_experts: The experts of each token that the model read, [prompt and completion − 1, layers, k] int16 on
+            the CPU; None if they were not recorded. Layers without experts have any value.
+    """
+
+    request_id: str
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[WeightSpan, ...]
+    reason: Literal["stop", "length", "abort"]
+    routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes with an array: torch would send a tensor to another process as a shared file."""
+        experts = self.routed_experts
+        return self.__dict__ | {"routed_experts": None if experts is None else experts.numpy()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set the attributes that `__getstate__` returned."""
+        experts = state["routed_experts"]
+        self.__dict__.update(state | {"routed_experts": None if experts is None else torch.from_numpy(experts)})
+
+    def __post_init__(self) -> None:
+        """Check that the parts fit together.
+
+        Raises:
+            EngineFailed: They do not, so the answer cannot be used.
+        """
+        length = len(self.ids)
+        if len(self.logprobs) != length:
+            raise EngineFailed(f"request {self.request_id}: {length} tokens came with {len(self.logprobs)} logprobs")
+        if length == 0 and self.reason != "abort":
+            raise EngineFailed(f"request {self.request_id}: the completion ended ({self.reason}) without any token")
+        ends = [0, *(span.end for span in self.versions)]
+        if [span.start for span in self.versions] != ends[:-1] or ends[-1] != length or ends != sorted(set(ends)):
+            raise EngineFailed(
+                f"request {self.request_id}: the spans of weight versions {self.versions} do not cover its {length} "
+                "tokens in order"
+            )
+
+
 class RolloutEngine(Protocol):
     """An engine that generates completions with a policy's weights.
 
@@ -88,11 +175,65 @@ class RolloutEngine(Protocol):
               and top-p, at temperature 1 if sampling is greedy; 0 off the completion;
             - `temperature` [B]: the temperature of these logprobs; `top_k` [B] int64 and `top_p` [B] fp32, as in
               `sampling`;
-            - `weight_version` [B] int64: the version of the policy's weights that generated the sequence;
-            - `stopped` [B] bool: whether a stop token or stop string ended the sequence.
+            - `token_weight_versions` [B, S] int64: the version of the policy's weights that generated token t at entry
+              t; -1 off the completion;
+            - `weight_version` [B] int64: the oldest of these versions;
+            - `stopped` [B] bool: whether a stop token or stop string ended the sequence;
+            - `routed_experts` [B, S, L, k] int16, if `generation.router_replay` is on: the experts of token t in each
+              of L layers at entry t; -1 for tokens that the model did not read. Layers without experts have any value.
         """
         ...
 
     def shutdown(self) -> None:
         """End the processes that the engine started. It cannot be used afterwards."""
+        ...
+
+
+@runtime_checkable
+class SleepingEngine(RolloutEngine, Protocol):
+    """A rollout engine that can release device memory which the policy needs for training."""
+
+    def sleep(self) -> None:
+        """Release the memory until the next `update_weights`. Every rank calls it. `served` is None afterwards."""
+        ...
+
+
+class RequestEngine(RolloutEngine, Protocol):
+    """A rollout engine that also takes single requests, at any time. All engines of this package are such engines.
+
+    Only the policy's rank 0 calls these methods.
+    """
+
+    async def complete(
+        self, ids: list[int], sampling: Sampling, request_id: str, *, seed: int | None = None
+    ) -> Completion:
+        """Complete one prompt, together with all other requests that the engine has.
+
+        Args:
+            ids: The prompt's token ids.
+            sampling: How the completion is sampled.
+            request_id: Names the request; no other request that the engine has may share it.
+            seed: The source of the request's random numbers; None for one that is derived from `request_id`.
+        """
+        ...
+
+    def pause(self, abort: bool = False) -> None:
+        """Generate no further tokens until `resume`. Requests are still accepted.
+
+        Args:
+            abort: Whether running requests end now, with the tokens that they have and reason "abort". Otherwise they
+                go on after `resume`, with the weights that the engine serves then.
+        """
+        ...
+
+    def resume(self) -> None:
+        """Start to generate again."""
+        ...
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End requests now, with the tokens that they have and reason "abort".
+
+        Args:
+            request_ids: The requests; None for all. Requests that have ended are ignored.
+        """
         ...

@@ -1,10 +1,10 @@
-"""Cache the keys and values of decoded tokens, in a core attention that replaces the model's during generation."""
+"""Cache keys and values of running sequences, in a core attention that replaces the model's during generation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -13,88 +13,97 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from rl_megatron.generation.slot_cache import SlotCache
 from rl_megatron.model.layers.attention import attend, sliding_window
-from rl_megatron.model.layers.packed import causal_mask
 
-_SEQUENCE_PARALLEL_FLAGS = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
+# Sequence parallelism cannot split a single token. Transformer Engine's fused RoPE has the same positions for all
+# sequences of a batch, but here each has its own.
+_SWITCHED_OFF = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings", "apply_rope_fusion")
 
 
-@dataclass
-class Columns:
-    """The columns of a left-padded batch, in which all prompts end in the same column.
+class KVCache(SlotCache):
+    """A `SlotCache` of megatron-core's layers."""
 
-    RoPE takes columns as positions. It is relative, so a sequence's left padding changes nothing.
+    def __init__(
+        self, models: Sequence[GPTModel], num_slots: int, capacity: int, routing: tuple[int, int] | None = None
+    ):
+        """Make an empty cache.
 
-    Attributes:
-        first: The first column of each sequence that is not padding, [B].
-        capacity: The number of columns that the cache can hold.
-        filled: The number of columns that are cached already.
-    """
+        Args:
+            models: The model chunks of this rank.
+            num_slots: The number of slots.
+            capacity: The tokens of a slot.
+            routing: The layers of the whole model and the experts per token, if routed experts are kept.
+        """
+        super().__init__(num_slots, capacity, next(models[0].parameters()).device, routing)
+        attentions = [cast(Attention, layer.self_attention) for model in models for layer in model.decoder.layers]
+        self.replaced = {
+            attention: CachedAttention(self, attention.config, attention.layer_number) for attention in attentions
+        }
 
-    first: Tensor
-    capacity: int
-    filled: int = 0
+    def keep_experts(self, layer: int, experts: Tensor) -> None:
+        """Keep the experts that a layer of the current forward pass chose.
 
-    def mask(self, num_new: int, window: int | None) -> Tensor:
-        """Return which columns each new column attends to, [B, 1, num_new, filled + num_new]."""
-        device = self.first.device
-        seen = torch.arange(self.filled + num_new, device=device)
-        new = torch.arange(self.filled, self.filled + num_new, device=device)
-        causal = causal_mask(new, len(seen), window)
-        real = seen[None, None, :] >= self.first[:, None, None]
-        itself = seen[None, :] == new[:, None]  # padding attends to itself, because an empty softmax would be NaN
-        return ((causal & real) | itself)[:, None]
+        Args:
+            layer: The layer's index, counted from 0 over the whole model.
+            experts: [tokens, k], all first tokens of the sequences before all second ones.
+        """
+        if self.experts is None:
+            raise RuntimeError("the cache was made without `routing`, so it keeps no experts")
+        kept = self.experts[:, layer]
+        if self.positions is None:
+            by_sequence = experts.short().view(-1, self.num_sequences, kept.size(-1)).transpose(0, 1)
+            kept[self.slots, : by_sequence.size(1)] = by_sequence[self.sources]
+        else:
+            kept[self.slots, self.positions] = experts.short()
 
 
 class CachedAttention(torch.nn.Module):
-    """Attention of the new columns over all columns so far.
+    """The attention of new tokens to their own sequences, whose keys and values are cached.
 
-    It appends the new keys, to which RoPE has been applied, and the new values to its cache.
+    Shapes: query is [S, B, N, D], key and value are [S, B, G, D], as in `PortableAttention`.
     """
 
-    def __init__(self, columns: Columns, config: TransformerConfig, layer_number: int):
+    def __init__(self, cache: KVCache, config: TransformerConfig, layer_number: int):
         super().__init__()
-        self.columns, self.softmax_scale = columns, config.softmax_scale
-        self.window = sliding_window(config, layer_number)
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+        # The cache owns this module. With a reference back, its memory would wait for Python's garbage collector.
+        self.cache, self.softmax_scale = weakref.proxy(cache), config.softmax_scale
+        self.layer_number, self.window = layer_number, sliding_window(config, layer_number)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
-        """Attend from the new columns, and cache their keys and values."""
-        start, stop = self.columns.filled, self.columns.filled + key.size(0)
-        if self.keys is None or self.values is None:
-            self.keys, self.values = (x.new_zeros(self.columns.capacity, *x.shape[1:]) for x in (key, value))
-        self.keys[start:stop], self.values[start:stop] = key, value
-        mask = self.columns.mask(key.size(0), self.window)
-        return attend(query, self.keys[:stop], self.values[:stop], mask, self.softmax_scale)
+        """Return the attention's output [S, B, N·D], and cache the new keys and values."""
+        cache = self.cache
+        cache.keep(self.layer_number, key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3))
+        if cache.positions is None:
+            return attend(query, key, value, cache.mask(key.size(0), self.window, query), self.softmax_scale)
+        return cache.attend_to_kept(self.layer_number, query[0], self.softmax_scale, self.window).flatten(1)[None]
 
 
 @contextmanager
-def caching(models: list[GPTModel], columns: Columns) -> Iterator[None]:
-    """Replace each layer's core attention by a caching one, and switch sequence parallelism off, within the context.
+def caching(models: Sequence[GPTModel], cache: KVCache) -> Iterator[None]:
+    """Replace each layer's core attention by a caching one, within the context.
 
-    Core attention has no parameters, so nothing else changes, whatever the backend. Sequence parallelism cannot split a
-    single column.
+    Core attention has no parameters, so nothing else changes, whatever the backend, except that what single tokens do
+    not support is switched off: sequence parallelism and fused RoPE.
     """
-    attentions = [cast(Attention, layer.self_attention) for model in models for layer in model.decoder.layers]
-    originals = [attention.core_attention for attention in attentions]
+    originals = [(attention, attention.core_attention) for attention in cache.replaced]
     # megatron-core can switch sequence parallelism off too, but it finds modules by the `id` of their model, which a
     # later model may share with a deleted one.
     switched = [
         (holder, flag)
         for model in models
         for holder in (model.config, *model.modules())
-        for flag in _SEQUENCE_PARALLEL_FLAGS
+        for flag in _SWITCHED_OFF
         if getattr(holder, flag, False) is True
     ]
     try:
-        for attention in attentions:
-            attention.core_attention = CachedAttention(columns, attention.config, attention.layer_number)
+        for attention, cached in cache.replaced.items():
+            attention.core_attention = cached
         for holder, flag in switched:
             setattr(holder, flag, False)
         yield
     finally:
-        for attention, original in zip(attentions, originals, strict=True):
+        for attention, original in originals:
             attention.core_attention = original
         for holder, flag in switched:
             setattr(holder, flag, True)

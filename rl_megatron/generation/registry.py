@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
 
 from rl_megatron.config.aliases import VALUE_ALIASES
 from rl_megatron.config.engines import ENGINE_DECLARATIONS, EngineDeclaration
@@ -13,6 +15,7 @@ from rl_megatron.generation.interfaces import RolloutEngine
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 
 BuildEngine = Callable[[MegatronPolicy, StageConfig], RolloutEngine]
+BuildWithFiles = Callable[[MegatronPolicy, StageConfig, Path], RolloutEngine]
 CheckEngine = Callable[[StageConfig, int], None]
 
 
@@ -25,12 +28,12 @@ class EngineKind:
     """A kind of rollout engine.
 
     Attributes:
-        build: Builds the engine for a stage's policy.
+        build: Builds the engine for a stage's policy. The third argument is the run's directory.
         check: Raises ConfigError, before the first step, if the engine cannot serve a stage. Its arguments are the
             stage and the number of tokens of its tokenizer.
     """
 
-    build: BuildEngine
+    build: BuildWithFiles
     check: CheckEngine = _accept
 
 
@@ -39,9 +42,14 @@ ENGINES: Registry[EngineKind] = Registry("rollout engine")
 
 
 def register_engine(
-    name: str, *, runs_in_processes: bool = False, stops_at_strings: bool = False, check: CheckEngine = _accept
+    name: str,
+    *,
+    runs_in_processes: bool = False,
+    stops_at_strings: bool = False,
+    records_routing: bool = False,
+    check: CheckEngine = _accept,
 ) -> Callable[[BuildEngine], BuildEngine]:
-    """Return a decorator that registers a function which builds a rollout engine.
+    """Return a decorator that registers a function which builds a rollout engine from a policy and its stage.
 
     Args:
         name: The value of `generation.engine` that chooses it.
@@ -49,6 +57,7 @@ def register_engine(
             `generation.refit`, …) have an effect on it.
         stops_at_strings: Whether it ends completions at `Sampling.stop_strings`, the texts of
             `generation.stop_strings`.
+        records_routing: Whether its completions have `routed_experts` if `generation.router_replay` is on.
         check: See `EngineKind`.
 
     Raises:
@@ -59,9 +68,14 @@ def register_engine(
         taken = name in ENGINE_DECLARATIONS or name in VALUE_ALIASES["generation.engine"]
         if taken and build.__module__ != _OWN_ENGINES:
             raise ValueError(f"rollout engine {name!r} is one of the package's own; choose another name")
-        ENGINES.register(name)(EngineKind(build, check))
+
+        @wraps(build)
+        def build_without_files(policy: MegatronPolicy, stage: StageConfig, output_dir: Path) -> RolloutEngine:
+            return build(policy, stage)
+
+        ENGINES.register(name)(EngineKind(build_without_files, check))
         if name not in ENGINE_DECLARATIONS:
-            ENGINE_DECLARATIONS.register(name)(EngineDeclaration(runs_in_processes, stops_at_strings))
+            ENGINE_DECLARATIONS.register(name)(EngineDeclaration(runs_in_processes, stops_at_strings, records_routing))
         return build
 
     return add

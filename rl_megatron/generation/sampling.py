@@ -13,6 +13,9 @@ from torch import Tensor
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.logprobs.sampling_filter import SamplingFilter, filter_thresholds
 from rl_megatron.logprobs.vocab_parallel import VocabShard
+from rl_megatron.topology.collectives import from_all_ranks
+
+_BLOCK = 64  # columns that are summed in fp32
 
 
 def sample(
@@ -32,31 +35,45 @@ def sample(
         the temperature, before top-k and top-p.
     """
     start = _rank(tp_group) * logits.size(-1)
-    scores = logits.float() / (sampling.temperature or 1.0)
-    ids = torch.arange(start, start + logits.size(-1), device=logits.device)
-    scores = scores.masked_fill(ids >= valid_vocab_size, -torch.inf)
+    # A shard that is all padding keeps one column, whose score is −inf.
+    logits = logits[:, : max(1, min(logits.size(-1), valid_vocab_size - start))]
+    scores = logits.float()
+    if sampling.temperature not in (0.0, 1.0):
+        scores = scores / sampling.temperature
+    if start >= valid_vocab_size:
+        scores = torch.full_like(scores, -torch.inf)
 
     peak = scores.amax(-1)
     _all_reduce(peak, dist.ReduceOp.MAX, tp_group)
     scores = scores - peak[:, None]  # logits relative to the best one, ≤ 0
-    weights = scores.exp().double()
-    masses = _gather(weights.sum(-1), tp_group)
-    log_normaliser = masses.sum(0).log()
+    weights = scores.exp()
+    blocks = _block_sums(weights)
+    total = from_all_ranks(blocks.sum(-1), tp_group).sum(0)
 
     if sampling.temperature == 0:
         chosen = _greedy(scores, start, tp_group)
     else:
-        shard = VocabShard(start, start + logits.size(-1), valid_vocab_size, tp_group)
         left = SamplingFilter(sampling.top_k or None, sampling.top_p)
-        temperatures = torch.full_like(peak, sampling.temperature)
-        thresholds = filter_thresholds(logits, left, shard, temperatures, torch.ones_like(peak, dtype=torch.bool))
-        chosen = _invert(weights * (logits >= thresholds[:, None]), uniforms.double(), start, tp_group)
+        if not left.is_off:
+            shard = VocabShard(start, start + logits.size(-1), valid_vocab_size, tp_group)
+            temperatures = torch.full_like(peak, sampling.temperature)
+            thresholds = filter_thresholds(logits, left, shard, temperatures, torch.ones_like(peak, dtype=torch.bool))
+            weights = weights * (logits >= thresholds[:, None])
+            blocks = _block_sums(weights)
+        chosen = _invert(weights, blocks, uniforms.double(), start, tp_group)
 
     mine = (chosen >= start) & (chosen < start + logits.size(-1))
     local = (chosen - start).clamp(0, logits.size(-1) - 1)
     score = torch.where(mine, scores.gather(-1, local[:, None])[:, 0].double(), 0.0)
     _all_reduce(score, dist.ReduceOp.SUM, tp_group)
-    return chosen, (score - log_normaliser).float()
+    return chosen, (score - total.log()).float()
+
+
+def _block_sums(weights: Tensor) -> Tensor:
+    """Return the sums of blocks of columns, [B, blocks] fp64, so that only few numbers are summed in fp32."""
+    full = weights.size(-1) // _BLOCK * _BLOCK
+    sums = [weights[:, :full].unflatten(-1, (-1, _BLOCK)).sum(-1), weights[:, full:].sum(-1, keepdim=True)]
+    return torch.cat(sums, dim=-1).double()
 
 
 def _greedy(scores: Tensor, start: int, group: dist.ProcessGroup | None) -> Tensor:
@@ -67,36 +84,49 @@ def _greedy(scores: Tensor, start: int, group: dist.ProcessGroup | None) -> Tens
     return candidates
 
 
-def _invert(weights: Tensor, uniforms: Tensor, start: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the id at which the cumulated weight first exceeds uniform · total, [B]."""
-    cumulated = weights.cumsum(-1)
-    masses = _gather(cumulated[:, -1].contiguous(), group)  # [tp, B]
+def _invert(weights: Tensor, blocks: Tensor, uniforms: Tensor, start: int, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the id at which the cumulated weight first exceeds uniform · total, [B].
+
+    The block of columns is found first, and then the column in it.
+
+    Args:
+        weights: [B, V/tp] fp32, ≥ 0.
+        blocks: Their `_block_sums`.
+        uniforms: [B] fp64.
+        start: This rank's first id.
+        group: The ranks that share the vocabulary.
+    """
+    cumulated = blocks.cumsum(-1)
+    masses = from_all_ranks(cumulated[:, -1].contiguous(), group)  # [tp, B]
     edges = masses.cumsum(0)
     target = uniforms * edges[-1]
-    owner = (edges <= target).sum(0)
     # Rounding can put the target on the last edge: the last rank that has mass owns it then.
-    has_mass = torch.arange(len(masses), device=weights.device)[:, None] * (masses > 0)
-    owner = torch.minimum(owner, has_mass.amax(0))
+    owner = _first_above(edges.T, masses.T, target)
     before = edges.gather(0, owner[None])[0] - masses.gather(0, owner[None])[0]
     inside = (target - before).clamp(min=0)
-    index = (cumulated <= inside[:, None]).sum(-1)
-    last = (weights > 0).long().mul(torch.arange(weights.size(-1), device=weights.device)).amax(-1)
-    token = torch.where(owner == _rank(group), torch.minimum(index, last) + start, 0)
+    block = _first_above(cumulated, blocks, inside)
+    rest = (inside - (cumulated - blocks).gather(-1, block[:, None])[:, 0]).clamp(min=0)
+    columns = block[:, None] * _BLOCK + torch.arange(_BLOCK, device=weights.device)
+    there = columns < weights.size(-1)
+    of_block = weights.gather(-1, columns.clamp(max=weights.size(-1) - 1)).double() * there
+    index = block * _BLOCK + _first_above(of_block.cumsum(-1), of_block, rest)
+    token = torch.where(owner == _rank(group), index + start, 0)
     _all_reduce(token, dist.ReduceOp.SUM, group)
     return token
 
 
+def _first_above(cumulated: Tensor, weights: Tensor, target: Tensor) -> Tensor:
+    """Return the first index at which `cumulated` exceeds `target`, or the last that has weight if there is none, [B].
+
+    Both tensors are [B, n]; 0 is the result if nothing has weight.
+    """
+    index = (cumulated <= target[:, None]).sum(-1)
+    last = (weights > 0).long().mul(torch.arange(weights.size(-1), device=weights.device)).amax(-1)
+    return torch.minimum(index, last)
+
+
 def _rank(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else group.rank()
-
-
-def _gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Gather […] of each rank into [tp, …], in rank order."""
-    if group is None or group.size() == 1:
-        return x[None]
-    parts = [torch.empty_like(x) for _ in range(group.size())]
-    dist.all_gather(parts, x, group=group)
-    return torch.stack(parts)
 
 
 def _all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-import torch
 from tokenizers import Tokenizer as Backend
-from torch import Tensor
 
 # Tokens in front of those that can hold a text: the first of them may be decoded to half a character or without its
 # space, and some tokens are decoded to nothing.
@@ -35,27 +33,14 @@ class StopStrings:
         decoded = _backend(self.definition).decode(list(ids), skip_special_tokens=False)
         return any(text in decoded for text in self.texts)
 
-    def ended(self, tokens: Tensor, running: Tensor) -> Tensor:
-        """Return which running sequences contain a text now, [b] bool on the tokens' device.
+    def ends(self, ids: Sequence[int]) -> bool:
+        """Return whether a completion, which had no text before its last token, contains one now."""
+        tail = _backend(self.definition).decode(list(ids[-self._window :]), skip_special_tokens=False)
+        return any(text in tail for text in self.texts) and self.found_in(ids)
 
-        Only the last tokens are decoded, because no sequence contained a text before. What they seem to contain is
-        then looked for in the whole completion.
-
-        Args:
-            tokens: The tokens of the completions so far, [b, n].
-            running: Which sequences go on, [b] bool.
-        """
-        going_on = running.nonzero()[:, 0].tolist()
-        window = max(len(text.encode()) for text in self.texts) + _MARGIN
-        tails = tokens[:, -window:].tolist()
-        decoded = _backend(self.definition).decode_batch(
-            [tails[index] for index in going_on], skip_special_tokens=False
-        )
-        ended = torch.zeros(len(tokens), dtype=torch.bool)
-        for index, tail in zip(going_on, decoded, strict=True):
-            if any(text in tail for text in self.texts):
-                ended[index] = self.found_in(tokens[index].tolist())
-        return ended.to(tokens.device)
+    @property
+    def _window(self) -> int:
+        return max(len(text.encode()) for text in self.texts) + _MARGIN
 
 
 @lru_cache(maxsize=2)

@@ -67,6 +67,7 @@ def linear_logprobs(
     backend: str = "auto",
     block_tokens: int | None = None,
     sequence_parallel: bool = False,
+    most_counted: int | None = None,
 ) -> LogprobStats:
     """Return `vocab_parallel_logprobs(hidden · weightᵀ, targets, …)`, with the logits of one token block at a time.
 
@@ -104,6 +105,8 @@ def linear_logprobs(
         block_tokens: The number of rows of a token block. None: as many as have 512 MiB of bf16 logits on a GPU, or 32
             MiB on a CPU.
         sequence_parallel: Whether the first dimension of hidden is cut over `tp_group`.
+        most_counted: How many rows have a target other than `ignore_index`, of the rank of `tp_group` that has most of
+            them under sequence_parallel, or of all rows. None: they are counted, for which the host waits.
 
     Raises:
         ValueError: Shapes do not fit, block_tokens is below 1, or `vocab_parallel_logprobs` would raise.
@@ -120,7 +123,7 @@ def linear_logprobs(
     width = torch.promote_types(hidden.dtype, torch.float32)
     temperatures = row_temperature(temperature, targets, list(range(targets.dim())), width)
     flat = targets.flatten()
-    plan = BlockPlan.of(flat != ignore_index, shards, block_tokens or _block_tokens(weight))
+    plan = BlockPlan.of(flat != ignore_index, shards, block_tokens or _block_tokens(weight), most_counted)
 
     selected = plan.select(flat, ignore_index)
     outputs = _LinearStats.apply(
@@ -237,6 +240,24 @@ class _LinearStats(torch.autograd.Function):
         )
 
 
+def add_weight_gradient(
+    total: Float[Tensor, "vocab_local hidden"],
+    dz: Float[Tensor, "rows vocab_local"],
+    hidden: Float[Tensor, "rows hidden"],
+) -> None:
+    """Add dzᵀ·h, the gradient of the weight of z = h·Wᵀ, to `total`, in the precision of `total` (fp32 for bf16)."""
+    if total.dtype == dz.dtype:
+        total.addmm_(dz.t(), hidden)
+    elif dz.device.type == "cuda":
+        torch.addmm(total, dz.t(), hidden, out_dtype=total.dtype, out=total)
+    else:
+        hidden = hidden.to(total.dtype)
+        step = max(1, _WIDENED_ELEMENTS // max(1, len(dz)))
+        for start in range(0, dz.shape[1], step):
+            columns = slice(start, start + step)
+            total[columns].addmm_(dz[:, columns].to(total.dtype).t(), hidden)
+
+
 class _WeightGradient:
     """The sum of dW over token blocks in fp32. It is the weight's `main_grad` if megatron-core's DDP keeps one."""
 
@@ -251,16 +272,7 @@ class _WeightGradient:
 
     def add(self, dz: Float[Tensor, "rows vocab_local"], hidden: Float[Tensor, "rows hidden"]) -> None:
         """Add dzᵀ·h to the sum."""
-        if self._sum.dtype == dz.dtype:
-            self._sum.addmm_(dz.t(), hidden)
-        elif dz.device.type == "cuda":
-            torch.addmm(self._sum, dz.t(), hidden, out_dtype=self._sum.dtype, out=self._sum)
-        else:
-            hidden = hidden.to(self._sum.dtype)
-            step = max(1, _WIDENED_ELEMENTS // max(1, len(dz)))
-            for start in range(0, dz.shape[1], step):
-                columns = slice(start, start + step)
-                self._sum[columns].addmm_(dz[:, columns].to(self._sum.dtype).t(), hidden)
+        add_weight_gradient(self._sum, dz, hidden)
 
     def finish(self) -> Float[Tensor, "vocab_local hidden"]:
         """Return dW in the weight's dtype, or megatron-core's placeholder if the sum is in `main_grad`."""

@@ -27,6 +27,8 @@ class Sharding:
         cu_seqlens: [B+1], the cumulative lengths of sequences that are packed in one row (see `TokenLayout.packed`).
             None: each sequence has its own row.
         cu_seqlens_padded: [B+1], where the sequences start in the packed row; None: they are not padded.
+        most_counted: How many tokens of a sequence-parallel rank count in the batch's token_mask·sample_mask, at the
+            rank that has most of them; None: it is not known on the host.
     """
 
     tp_group: dist.ProcessGroup | None = None
@@ -34,6 +36,7 @@ class Sharding:
     valid_vocab_size: int | None = None
     cu_seqlens: Int[Tensor, " boundaries"] | None = None
     cu_seqlens_padded: Int[Tensor, " boundaries"] | None = None
+    most_counted: int | None = None
 
     def layout(self, output: Tensor | DeferredLogits, batch: tuple[int, int]) -> TokenLayout:
         """Return where the tokens of a [B, S] batch lie in `output` [R, L, …].
@@ -66,6 +69,7 @@ def next_token_stats(
     entropy: bool = False,
     gather_ids: Int[Tensor, "batch sequence-1 ids"] | None = None,
     mask: Shaped[Tensor, "batch sequence"] | None = None,
+    most_counted: int | None = None,
     backend: str = "auto",
 ) -> LogprobStats:
     """Return statistics of the next token: entry [b, t] corresponds to token t+1 given tokens 0 … t (`logits[b, t]`).
@@ -91,6 +95,9 @@ def next_token_stats(
         gather_ids: [B, S-1, K] ids whose logprobs to return. Entry t is for `logits[b, t]`.
         mask: [B, S] aligned with input_ids. Tokens with mask 0 are not evaluated: their logprob, entropy and gradient
             are exactly 0.
+        most_counted: How many tokens are evaluated of the sequence-parallel rank that has most of them, if the host
+            knows it: `Sharding.most_counted` if `mask` is the batch's token_mask·sample_mask. `linear_logprobs` would
+            wait for the device to count them.
         backend: See `vocab_parallel_logprobs`.
 
     Raises:
@@ -125,7 +132,7 @@ def next_token_stats(
 
     options = {"valid_vocab_size": sharding.valid_vocab_size, "entropy": entropy, "backend": backend}
     if isinstance(logits, DeferredLogits):
-        stats = _of_hidden(logits, labels, sharding.tp_group, temperature, gather_ids, options)
+        stats = _of_hidden(logits, labels, sharding.tp_group, temperature, gather_ids, most_counted, options)
     else:
         stats = vocab_parallel_logprobs(
             logits, labels, sharding.tp_group, temperature=temperature, gather_ids=gather_ids, **options
@@ -147,6 +154,7 @@ def _of_hidden(
     tp_group: dist.ProcessGroup | None,
     temperature: float | Float[Tensor, ""] | Float[Tensor, "rows length"],
     gather_ids: Int[Tensor, "rows length ids"] | None,
+    most_counted: int | None,
     options: dict,
 ) -> LogprobStats:
     """Return `linear_logprobs` of hidden states as [R, L, …]. Hidden states have the sequence dimension first."""
@@ -161,6 +169,7 @@ def _of_hidden(
         gather_ids=None if gather_ids is None else gather_ids.transpose(0, 1),
         block_tokens=logits.block_tokens,
         sequence_parallel=logits.sequence_shards > 1,
+        most_counted=most_counted,
         **options,
     )
     return stats.map(lambda stream: stream.transpose(0, 1))

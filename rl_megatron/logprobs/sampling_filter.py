@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -11,16 +10,14 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rl_megatron.logprobs.kernels.float_order import from_ordered_bits, ordered_bits
 from rl_megatron.logprobs.kernels.tiles import row_blocks
+from rl_megatron.logprobs.threshold_search import COPIES, largest_threshold
 from rl_megatron.logprobs.vocab_parallel import VocabShard
+from rl_megatron.topology.collectives import from_all_ranks
 
 Outside = Literal["minus_infinity", "keep", "ignore"]
 
-_DIGIT_BITS = 8  # the bits of a threshold that one round finds
-_NUM_DIGITS = 1 << _DIGIT_BITS
-
-_COPIES = 4  # a block of rows needs this many times its fp32 size: its positions and weights are int64
+_NUM_CANDIDATES = 1024  # likeliest tokens of each rank among which thresholds are sought first
 
 # Masses are counted in units of this fraction of the likeliest token's mass. Sums of up to 2^22 ids are then exact, and
 # so the same in every order and sharding. Masses too small to count add up to 1e-7 among a hundred thousand ids.
@@ -74,12 +71,12 @@ def filter_thresholds(
         top-k:  the largest τ with #{v : x_v ≥ τ} ≥ k
         top-p:  the largest τ with Σ_{x_v ≥ τ} w_v ≥ p·Σ_v w_v,   w_v = e^{(x_v−M)/T},  over the tokens that top-k keeps
 
-    τ is one of the row's own logits. It is found digit by digit of its bits: each round counts the tokens, or the mass,
-    for each of the 256 values of the next digit. Nothing is sorted or gathered. It has no gradient, and the same bits
-    on every rank.
+    τ is one of the row's own logits. It has no gradient, and the same bits on every rank.
 
-    Cost: each filter takes 2 rounds for 16-bit logits, 4 for fp32 and 8 for fp64. A round reads the logits once, in
-    blocks of rows, and makes one all-reduce of 2 KiB per row. top-p makes one more all-reduce, of M.
+    Up to top_k = 1024, τ is sought among the top_k largest logits of each rank, which one all-gather brings together.
+    With top_p, one all-reduce counts the tokens that equal the last of them. Without top_k, top-p on a CPU looks among
+    the 1024 largest logits of each rank, after one pass that sums all masses. Rows that need more tokens, and the
+    other cases, are searched digit by digit of τ's bits (`largest_threshold`).
 
     τ is −inf in rows that are not active, whatever their logits are, and in rows for which top-p has no finite τ: rows
     with NaN or +inf, and rows with only −inf.
@@ -97,21 +94,132 @@ def filter_thresholds(
     Source: Fan, Lewis & Dauphin 2018 (arXiv:1805.04833) for top-k; Holtzman et al. 2020, "The Curious Case of Neural
     Text Degeneration" (arXiv:1904.09751) for top-p.
     """
+    top_k, top_p = sampling_filter.top_k, sampling_filter.top_p
+    if top_k is not None and top_k <= _NUM_CANDIDATES:
+        return _top_k_then_top_p(logits, top_k, top_p, shard, temperature, active)
+    if top_k is None and top_p < 1 and logits.device.type == "cpu":
+        return _top_p_of_candidates(logits, top_p, shard, temperature, active)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     thresholds = logits.new_full(active.shape, -torch.inf, dtype=dtype)
-    top_k = sampling_filter.top_k
     if top_k is not None:
         count = torch.ones((), dtype=torch.int64, device=logits.device)
-        thresholds = _largest_threshold(
+        thresholds = largest_threshold(
             logits,
             shard,
             active,
             weigh=lambda x, block: count.expand(x.shape),
             needed=lambda total: total.clamp(max=top_k),
         )
-    if sampling_filter.top_p < 1:
-        thresholds = _top_p_thresholds(logits, sampling_filter.top_p, shard, temperature, active, thresholds)
+    if top_p < 1:
+        thresholds = _top_p_thresholds(logits, top_p, shard, temperature, active, thresholds)
     return thresholds
+
+
+def _candidates(
+    logits: Float[Tensor, "rows vocab_local"], count: int, shard: VocabShard, active: Bool[Tensor, " rows"]
+) -> tuple[Float[Tensor, "rows kept"], Float[Tensor, " rows"]]:
+    """Return the `count` largest logits of each row in descending order, in fp32 or fp64, and a bound.
+
+    All logits above the bound are among the `count` largest of their own rank. Missing logits and rows that are not
+    active are −inf.
+    """
+    here = min(count, shard.num_columns)
+    largest = logits.new_full((len(active), count), -torch.inf)
+    if here:
+        for block, skip in row_blocks(active, shard.num_columns):
+            if not skip:
+                largest[block, :here] = logits[block, : shard.num_columns].topk(here, dim=-1).values
+    largest.masked_fill_(~active[:, None], -torch.inf)
+    bound = largest[:, -1]
+    if shard.is_parallel:
+        parts = from_all_ranks(largest, shard.group)
+        bound = parts[:, :, -1].amax(dim=0)
+        largest = parts.movedim(0, 1).flatten(1).topk(count, dim=-1).values
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return largest.to(dtype), bound.to(dtype)
+
+
+def _top_k_then_top_p(
+    logits: Float[Tensor, "rows vocab_local"],
+    top_k: int,
+    top_p: float,
+    shard: VocabShard,
+    temperature: Float[Tensor, " rows"] | None,
+    active: Bool[Tensor, " rows"],
+) -> Float[Tensor, " rows"]:
+    """Return the thresholds of top-k and, below 1, top-p. Nothing waits for a GPU."""
+    largest, _ = _candidates(logits, top_k, shard, active)
+    lowest = largest[:, -1].masked_fill(largest[:, -1].isnan(), -torch.inf)
+    if top_p == 1:
+        return lowest
+    kept = torch.zeros(len(active), dtype=torch.int64, device=logits.device)
+    if shard.num_columns:
+        for block, skip in row_blocks(active, shard.num_columns):
+            if not skip:
+                kept[block] = (logits[block, : shard.num_columns] >= lowest[block, None]).sum(dim=1)
+    if shard.is_parallel:
+        dist.all_reduce(kept, group=shard.group)
+    masses = _masses(largest, largest[:, 0], temperature)
+    total = masses.sum(dim=1) + (kept - top_k).clamp(min=0) * masses[:, -1]  # those that equal the last one
+    found, _ = _first_reaching(largest, masses, total, top_p)
+    return torch.maximum(found, lowest)
+
+
+def _top_p_of_candidates(
+    logits: Float[Tensor, "rows vocab_local"],
+    top_p: float,
+    shard: VocabShard,
+    temperature: Float[Tensor, " rows"] | None,
+    active: Bool[Tensor, " rows"],
+) -> Float[Tensor, " rows"]:
+    """Return the thresholds of top-p, from the likeliest tokens in all rows in which these have enough mass."""
+    largest, bound = _candidates(logits, _NUM_CANDIDATES, shard, active)
+    row_max = largest[:, 0]
+    total = torch.zeros(len(active), dtype=torch.int64, device=logits.device)
+    if shard.num_columns:
+        for block, skip in row_blocks(active, shard.num_columns * COPIES):
+            if not skip:
+                x = logits[block, : shard.num_columns].to(largest.dtype)
+                own = None if temperature is None else temperature[block]
+                total[block] = _masses(x, row_max[block], own).sum(dim=1)
+    if shard.is_parallel:
+        dist.all_reduce(total, group=shard.group)
+    total = total.masked_fill(~active, 0)
+    thresholds, reached = _first_reaching(largest, _masses(largest, row_max, temperature), total, top_p)
+    flat = (total > 0) & ~(reached & (thresholds >= bound))
+    if flat.any():  # a logit that is no candidate might be above the threshold
+        lowest = torch.full_like(thresholds, -torch.inf)
+        searched = _top_p_thresholds(logits, top_p, shard, temperature, flat, lowest)
+        thresholds = torch.where(flat, searched, thresholds)
+    return thresholds
+
+
+def _masses(
+    x: Float[Tensor, "rows columns"], row_max: Float[Tensor, " rows"], temperature: Float[Tensor, " rows"] | None
+) -> Int[Tensor, "rows columns"]:
+    """Return the mass of each token in multiples of `_MASS_SCALE`, and 0 in rows that have none."""
+    shifted = x - row_max[:, None]
+    if temperature is not None:
+        shifted /= temperature[:, None]
+    return shifted.exp_().mul_(1 / _MASS_SCALE).nan_to_num_(nan=0.0).long()
+
+
+def _needed(total: Int[Tensor, " rows"], top_p: float) -> Int[Tensor, " rows"]:
+    """Return the mass that the kept tokens must reach."""
+    return (total.double() * top_p).ceil().long().clamp(min=1)
+
+
+def _first_reaching(
+    largest: Float[Tensor, "rows kept"], masses: Int[Tensor, "rows kept"], total: Int[Tensor, " rows"], top_p: float
+) -> tuple[Float[Tensor, " rows"], Bool[Tensor, " rows"]]:
+    """Return the first of the sorted logits at which their mass reaches top_p·total, and whether any does.
+
+    The logit is −inf in rows without mass.
+    """
+    short = masses.cumsum(dim=1) < _needed(total, top_p)[:, None]
+    index = short.sum(dim=1).clamp(max=largest.size(1) - 1)
+    found = largest.gather(1, index[:, None])[:, 0]
+    return found.masked_fill((total == 0) | found.isnan(), -torch.inf), ~short[:, -1]
 
 
 def _top_p_thresholds(
@@ -130,72 +238,9 @@ def _top_p_thresholds(
         dist.all_reduce(row_max, op=dist.ReduceOp.MAX, group=shard.group)
 
     def weigh(x: Float[Tensor, "rows columns"], block: slice) -> Int[Tensor, "rows columns"]:
-        """Return the mass of each token in multiples of `_MASS_SCALE`, or 0 below `lowest`."""
-        shifted = x.to(lowest.dtype) - row_max[block, None]
-        if temperature is not None:
-            shifted /= temperature[block, None]
-        mass = shifted.exp_().masked_fill_(x < lowest[block, None], 0.0)
-        return mass.mul_(1 / _MASS_SCALE).nan_to_num_(nan=0.0).long()
+        own = None if temperature is None else temperature[block]
+        masses = _masses(x.to(lowest.dtype), row_max[block], own)
+        return masses.masked_fill_(x < lowest[block, None], 0)
 
-    thresholds = _largest_threshold(
-        logits, shard, active, weigh, needed=lambda total: (total.double() * top_p).ceil().long().clamp(min=1)
-    )
+    thresholds = largest_threshold(logits, shard, active, weigh, needed=lambda total: _needed(total, top_p))
     return torch.maximum(thresholds, lowest)
-
-
-def _largest_threshold(
-    logits: Float[Tensor, "rows vocab_local"],
-    shard: VocabShard,
-    active: Bool[Tensor, " rows"],
-    weigh: Callable[[Tensor, slice], Tensor],
-    needed: Callable[[Tensor], Tensor],
-) -> Float[Tensor, " rows"]:
-    """Return the largest τ [N] with Σ_{x_v ≥ τ} weight_v ≥ needed(Σ_v weight_v), or −inf if there is none.
-
-    Args:
-        logits: This rank's columns of the logits.
-        shard: This rank's shard of the vocabulary.
-        active: The rows that need a threshold.
-        weigh: Returns the int64 weights of a block of logits, given the logits and their rows.
-        needed: Returns the weight that each row must reach, given the rows' sums of weights.
-    """
-    # The leading digit includes the sign, so its lowest value is negative.
-    first = logits.new_full(active.shape, -_NUM_DIGITS // 2, dtype=torch.int64)
-    prefix = total = remaining = None
-    for shift in range(torch.finfo(logits.dtype).bits - _DIGIT_BITS, -1, -_DIGIT_BITS):
-        if prefix is not None:
-            first = prefix * _NUM_DIGITS
-        histogram = _histogram(logits, shard, active, weigh, first, shift)
-        if shard.is_parallel:
-            dist.all_reduce(histogram, group=shard.group)
-        at_least = histogram.flip(1).cumsum(1).flip(1)  # the weight of this digit and all larger ones
-        if total is None or remaining is None:
-            total = at_least[:, 0]
-            remaining = needed(total)
-        digit = (at_least >= remaining[:, None]).sum(dim=1).sub(1).clamp(min=0)
-        remaining = remaining - (at_least - histogram).gather(1, digit[:, None])[:, 0]
-        prefix = first + digit
-    assert prefix is not None and total is not None  # floating-point numbers have at least one digit
-    thresholds = from_ordered_bits(prefix, logits.dtype).to(torch.promote_types(logits.dtype, torch.float32))
-    return thresholds.masked_fill((total == 0) | thresholds.isnan() | ~active, -torch.inf)
-
-
-def _histogram(
-    logits: Float[Tensor, "rows vocab_local"],
-    shard: VocabShard,
-    active: Bool[Tensor, " rows"],
-    weigh: Callable[[Tensor, slice], Tensor],
-    first: Int[Tensor, " rows"],
-    shift: int,
-) -> Int[Tensor, "rows digits"]:
-    """Return this shard's weight of the logits with (ordered bits >> shift) = first + j, for each of 256 digits j."""
-    # One more position at either end takes the logits with smaller and larger prefixes.
-    histogram = torch.zeros(len(active), _NUM_DIGITS + 2, dtype=torch.int64, device=logits.device)
-    if shard.num_columns:
-        for block, skip in row_blocks(active, shard.num_columns * _COPIES):
-            if skip:
-                continue
-            x = logits[block, : shard.num_columns]
-            position = (ordered_bits(x) >> shift).long().sub_(first[block, None] - 1).clamp_(0, _NUM_DIGITS + 1)
-            histogram[block].scatter_add_(1, position, weigh(x, block))
-    return histogram[:, 1:-1].contiguous()

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-# torch 2.13 renamed both functions.
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from rl_megatron.logprobs.vocab_parallel import check
+from rl_megatron.topology.collectives import all_gather, reduce_scatter
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,9 @@ class BlockPlan:
     local_rows: int
 
     @classmethod
-    def of(cls, counts: Bool[Tensor, " rows"], shards: int, block_tokens: int) -> BlockPlan:
+    def of(
+        cls, counts: Bool[Tensor, " rows"], shards: int, block_tokens: int, most_counted: int | None = None
+    ) -> BlockPlan:
         """Return the plan for the rows that count.
 
         Blocks have equal lengths, except that the last may be shorter.
@@ -44,10 +45,22 @@ class BlockPlan:
             counts: Which of the N rows count. Each rank has N/shards consecutive rows.
             shards: The number of sequence-parallel ranks.
             block_tokens: The largest number of places of a block; it is rounded up to a multiple of `shards`.
+            most_counted: How many rows count of the rank that has most of them. None: they are counted, for which the
+                host waits for the device.
+
+        Raises:
+            ValueError: More rows count than `most_counted` (on a GPU, see `check`).
         """
         local_rows = len(counts) // shards
         per_rank = counts.view(shards, local_rows).sum(dim=1)
-        longest = int(per_rank.max()) if len(counts) else 0  # on a GPU this waits for the device once
+        if most_counted is None:
+            longest = int(per_rank.max()) if len(counts) else 0
+        else:
+            longest = most_counted
+            check(
+                (per_rank <= longest).all(),
+                lambda: f"most_counted={longest}, but {per_rank.tolist()} rows of the ranks count",
+            )
         num_blocks = -(-longest * shards // max(shards, block_tokens))
         length = -(-longest // max(1, num_blocks))
         edges = [min(length * i, longest) for i in range(num_blocks + 1)]
@@ -141,7 +154,7 @@ class HiddenBlocks:
             return local_states, None, local_states
         local_states.masked_fill_((rows < 0)[:, None], 0.0)  # a row that is left out may be NaN, and 0 · NaN is NaN
         states = hidden.new_empty(block.stop - block.start, hidden.shape[1])
-        return states, _gather(states, local_states, group=self.group, async_op=True), local_states
+        return states, all_gather(states, local_states, group=self.group, async_op=True), local_states
 
     def gradient(
         self, hidden: Float[Tensor, "rows_local hidden"], tp_group: dist.ProcessGroup | None
@@ -186,7 +199,7 @@ class HiddenGradient:
             part = torch.mm(dz, weight)
         if self._blocks.group is not None:
             local_sum = part.new_empty(len(part) // self._plan.shards, part.shape[1])
-            handle = _reduce_scatter(local_sum, part, group=self._blocks.group, async_op=True)
+            handle = reduce_scatter(local_sum, part, group=self._blocks.group, async_op=True)
         else:
             local_sum = part
             handle = None if self._tp_group is None else dist.all_reduce(local_sum, group=self._tp_group, async_op=True)

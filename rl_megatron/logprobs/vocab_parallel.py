@@ -12,6 +12,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rl_megatron.topology.collectives import from_all_ranks
+
 
 class Kernels(NamedTuple):
     """The functions of a backend. `kernels/torch.py` documents the contract of each."""
@@ -300,12 +302,12 @@ def _all_shards(
     One all-gather sends both, with the range as one more row. Shards that overlap or leave a gap, and targets that no
     rank has, are then found without another collective.
     """
-    ranges = stats.new_tensor([[shard.start, shard.stop, 0, 0]])
+    ranges = stats.new_zeros(1, 4)
+    ranges[0, 0].fill_(shard.start)  # `new_tensor` would copy from the host, and wait for the device
+    ranges[0, 1].fill_(shard.stop)
     if not shard.is_parallel:
         return stats[None], ranges[:, :2]
-    packed = torch.cat([stats, ranges])
-    parts = packed.new_empty(dist.get_world_size(shard.group), *packed.shape)
-    dist.all_gather(list(parts.unbind(0)), packed, group=shard.group)
+    parts = from_all_ranks(torch.cat([stats, ranges]), shard.group)
     return parts[:, :-1], parts[:, -1, :2]
 
 

@@ -87,6 +87,14 @@ class Loss(ABC):
         return ("token_mask", "sample_mask", *self.output_keys)
 
     @property
+    def on_policy_keys(self) -> frozenset[str]:
+        """Return the keys that this instance takes from the model's own output, detached, if the batch lacks them.
+
+        This is right only for the first update after the completions were sampled.
+        """
+        return frozenset()
+
+    @property
     def display_name(self) -> str:
         """Return the name of this loss for messages."""
         return type(self).__name__
@@ -238,6 +246,7 @@ class LogprobLoss(Loss):
             temperature=data["temperature"] if "temperature" in data else 1.0,
             entropy=self.needs_entropy,
             mask=self.mask(data).including_first.to(output.device),
+            most_counted=sharding.most_counted,
         )
         streams = {"next_token_logprobs": stats.logprobs}
         return streams | ({} if stats.entropy is None else {"next_token_entropy": stats.entropy})

@@ -116,6 +116,7 @@ class DistillationLossFn(Loss):
             entropy=self.needs_entropy,
             gather_ids=indices[:, :-1].to(output.device),
             mask=self.mask(data).including_first.to(output.device),
+            most_counted=sharding.most_counted,
         )
         student = stats.gathered
         assert student is not None  # ids to gather were given

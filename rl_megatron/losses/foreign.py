@@ -70,6 +70,11 @@ class CalledLoss(Loss):
         return self._loss_fn.required_keys
 
     @property
+    def on_policy_keys(self) -> frozenset[str]:
+        """Return the keys that the loss takes from the model's own output if the batch lacks them."""
+        return self._loss_fn.on_policy_keys
+
+    @property
     def display_name(self) -> str:
         """Return the loss's name for messages."""
         return self._loss_fn.display_name

@@ -64,6 +64,8 @@ MISMATCH = declare_metrics(
         "sum",
         "lower",
     ),
+    Metric("mismatch_mean", "nats", "The mean of |log π_generation − log π_prev| of sampled tokens.", "sum", "lower"),
+    Metric("mismatch_max", "nats", "The largest |log π_generation − log π_prev| of a sampled token.", "max", "lower"),
 )
 
 PREFERENCE = declare_metrics(

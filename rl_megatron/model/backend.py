@@ -31,9 +31,10 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.schema import ModelConfig
+from rl_megatron.config.model import ModelConfig
 from rl_megatron.log import once
 from rl_megatron.model.layers.attention import PortableAttention, PortablePacking, PortableSelfAttention
+from rl_megatron.model.layers.gated_activation import GatedActivation
 from rl_megatron.model.layers.latent_attention import LatentAttention
 from rl_megatron.model.layers.norms import NormedResidual, PortableRMSNorm
 from rl_megatron.model.layers.packed import PackedSequences
@@ -45,33 +46,44 @@ from rl_megatron.topology.topology import Topology
 _PORTABLE_ONLY = ("local_rope_base", "sandwich_norms", "kv_lora_rank", "first_dense_layers")
 
 
-def choose_backend(model: ModelConfig, device: torch.device) -> str:
+def choose_backend(model: ModelConfig, topology: Topology, precision: str) -> str:
     """Return "transformer_engine" or "portable", as `model.backend` asks.
 
-    If it is "auto", Transformer Engine is used if it is installed and supports the model.
+    If it is "auto", Transformer Engine is used if it is installed and supports the model, the layout and the precision.
 
     Args:
         model: The model section.
-        device: The device on which the model runs.
+        topology: The layout and the device.
+        precision: "fp32" or "bf16".
 
     Raises:
         ConfigError: `model.backend` asks for Transformer Engine, which cannot run. The message says why.
     """
-    wanted, missing = model.backend, _why_not_transformer_engine(model, device)
+    wanted, missing = model.backend, _why_not_transformer_engine(model, topology, precision)
     if wanted == "transformer_engine" and missing:
         raise ConfigError(f"model.backend=transformer_engine: {missing}; use model.backend=auto")
     if wanted != "auto":
         return wanted
-    if missing and device.type == "cuda":
+    if missing and topology.is_cuda:
         once(f"{missing[0].upper()}{missing[1:]}: layers use the portable torch modules")
     return "portable" if missing else "transformer_engine"
 
 
-def _why_not_transformer_engine(model: ModelConfig, device: torch.device) -> str | None:
-    if device.type != "cuda":
+def _why_not_transformer_engine(model: ModelConfig, topology: Topology, precision: str) -> str | None:
+    if not topology.is_cuda:
         return "it needs a GPU and this run uses none"
     if importlib.util.find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed"
+    if precision == "fp32":
+        # It has no flash attention in fp32, and no attention at all for packs or context parallelism.
+        return "Transformer Engine multiplies matrices in TF32 under precision=fp32"
+    if model.sliding_window is not None and topology.context > 1:
+        # It refuses windows if keys and values travel around a ring, as megatron-core asks, and versions differ in what
+        # else takes packs.
+        return (
+            f"Transformer Engine cannot combine model.sliding_window={model.sliding_window} with "
+            f"parallel.context={topology.context}"
+        )
     for key in _PORTABLE_ONLY:
         value = getattr(model, key)
         if value not in (None, False):
@@ -108,20 +120,19 @@ def _of_experts(module: type, submodules: object) -> Any:
 
 
 def packing_params(padded_lengths: Sequence[int], topology: Topology, backend: str) -> PackedSeqParams:
-    """Return the packing parameters that the layers need to process a pack.
+    """Return the packing parameters that the layers need to process a pack. Their tensors are on the host.
 
     Args:
         padded_lengths: The length of each sequence in tokens, padding included, over all ranks.
         topology: The layout.
         backend: The backend of the layers, as `choose_backend` returns it.
     """
-    device, longest = topology.device, max(padded_lengths)
     if backend == "portable":
-        return PortablePacking(sequences=PackedSequences.of(padded_lengths, topology.groups.cp, device))
+        return PortablePacking(sequences=PackedSequences.of(padded_lengths, topology.groups.cp))
     # Padding follows its sequence and attention is causal, so padding may count as part of the sequence. If max_seqlen
     # is the length of the pack, megatron-core wrongly counts RoPE positions over the whole pack. It must therefore be
     # the longest padded length.
-    starts = torch.tensor([0, *accumulate(padded_lengths)], dtype=torch.int32, device=device)
+    longest, starts = max(padded_lengths), torch.tensor([0, *accumulate(padded_lengths)], dtype=torch.int32)
     return PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest
     )
@@ -130,12 +141,16 @@ def packing_params(padded_lengths: Sequence[int], topology: Topology, backend: s
 def _portable_layer(model: ModelConfig, config: TransformerConfig, has_experts: bool) -> ModuleSpec:
     # Checkpoints have Transformer Engine's names, in which a norm is part of the linear that follows it.
     attention, names = _latent_attention(model) if model.kv_lora_rank is not None else _self_attention(config)
-    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    parts = MLPSubmodules(
+        linear_fc1=ColumnParallelLinear,
+        activation_func=ModuleSpec(module=GatedActivation, params={"activation": model.activation}),
+        linear_fc2=RowParallelLinear,
+    )
     if has_experts:
-        experts, shared = _of_experts(SequentialMLP, linears), _of_experts(SharedExpertMLP, linears)
+        experts, shared = _of_experts(SequentialMLP, parts), _of_experts(SharedExpertMLP, parts)
         mlp = _of_experts(MoELayer, MoESubmodules(experts, shared, BalancedRouter))
     else:
-        mlp = ModuleSpec(module=MLP, submodules=linears)
+        mlp = ModuleSpec(module=MLP, submodules=parts)
         names |= {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
     residual: Any = get_bias_dropout_add  # the annotation asks for a class, but megatron-core passes functions too
     if model.sandwich_norms:

@@ -11,25 +11,26 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.functional import gelu, silu
 
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model import ModelConfig, YarnRope
 from rl_megatron.config.model_shape import query_size, rotary_size
-from rl_megatron.config.schema import ModelConfig, YarnRope
 from rl_megatron.model.backend import block_spec, choose_backend
 from rl_megatron.model.heads.score import ScoreHead
 from rl_megatron.model.layers.attention import PortableRotaryEmbedding
+from rl_megatron.model.layers.expert_permutation import permute_without_waiting
+from rl_megatron.model.layers.gated_activation import ACTIVATIONS
 from rl_megatron.model.layers.rope import frequencies, rotary_scale, yarn_mscale
-from rl_megatron.model.shards import initialise_parameters
+from rl_megatron.model.layers.weight_gradient import fuse_weight_gradients
+from rl_megatron.model.shards import initialise_parameters, zero_parameters
 from rl_megatron.topology.degrees import padded_vocab_size, validate_model
 from rl_megatron.topology.topology import Topology
 
 Head = Literal["lm", "score"]
-_ACTIVATIONS = {"silu": silu, "gelu_tanh": partial(gelu, approximate="tanh")}
 
 
-def transformer_config(model: ModelConfig, topology: Topology, precision: str) -> TransformerConfig:
-    """Return megatron-core's config for `model`. Fusions that need a GPU or a compiler are off."""
+def transformer_config(model: ModelConfig, topology: Topology, precision: str, backend: str) -> TransformerConfig:
+    """Return megatron-core's config for `model`. Fusions that need a GPU or a compiler are off for portable layers."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     return TransformerConfig(
         num_layers=model.num_layers,
@@ -42,13 +43,15 @@ def transformer_config(model: ModelConfig, topology: Topology, precision: str) -
         layernorm_zero_centered_gamma=model.zero_centered_norm,
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=True,
-        activation_func=_ACTIVATIONS[model.activation],
+        activation_func=ACTIVATIONS[model.activation],
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
         qk_layernorm=model.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        init_method_std=model.init_std,
+        init_method=_leave,  # `build_model` fills all weights, from numbers that do not depend on the layout
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
         softmax_scale=_softmax_scale(model),
         window_size=None if model.sliding_window is None else (model.sliding_window - 1, 0),
         window_attn_skip_freq=model.global_attention_every,
@@ -70,12 +73,17 @@ def transformer_config(model: ModelConfig, topology: Topology, precision: str) -
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        apply_rope_fusion=False,
+        # Without it, megatron-core reads the lengths of a pack from the device, for the queries and keys of each layer.
+        apply_rope_fusion=backend == "transformer_engine",
         deallocate_pipeline_outputs=True,
         batch_p2p_comm=False,  # gloo does not guarantee the order of batched sends
         **_experts(model),
         **_recompute(model.recompute),
     )
+
+
+def _leave(weight: Tensor) -> None:
+    """Draw nothing for a new weight."""
 
 
 def _softmax_scale(model: ModelConfig) -> float | None:
@@ -127,7 +135,14 @@ def _recompute(recompute: str) -> dict:
 
 
 def build_model(
-    model: ModelConfig, topology: Topology, *, vocab_size: int, precision: str, seed: int, head: Head = "lm"
+    model: ModelConfig,
+    topology: Topology,
+    *,
+    vocab_size: int,
+    precision: str,
+    seed: int,
+    head: Head = "lm",
+    initialise: bool = True,
 ) -> list[torch.nn.Module]:
     """Return the model chunks of this rank on the topology's device. Every layout starts from the same weights.
 
@@ -141,6 +156,7 @@ def build_model(
         seed: The seed of the initial weights.
         head: "lm" returns logits [B, S, V/tp]. "score" returns one number per token, [B, S, 1] in fp32 (see
             `ScoreHead`).
+        initialise: Draw the initial weights. False leaves all weights 0, for a caller that loads them next.
 
     Raises:
         ConfigError: A degree does not divide the model's shape, or the tokenizer has more tokens than the embedding has
@@ -148,19 +164,26 @@ def build_model(
     """
     validate_model(model, topology)
     check_vocabulary(model, vocab_size)
-    config = transformer_config(model, topology, precision)
-    backend = choose_backend(model, topology.device)
+    backend = choose_backend(model, topology, precision)
+    config = transformer_config(model, topology, precision, backend)
+    config.gradient_accumulation_fusion = fuse_weight_gradients(topology)
+    permute_without_waiting()
+    # MLPs then call the activation of their spec, `GatedActivation`. The constructor would refuse gelu_tanh.
+    config.use_te_activation_func = backend == "portable"
     model_chunks: list[torch.nn.Module] = [
         _build_model_chunk(model, config, topology, backend, vocab_size, model_chunk, head)
         for model_chunk in range(topology.virtual_pipeline)
     ]
-    initialise_parameters(
-        model_chunks,
-        seed=seed,
-        std=model.init_std,
-        num_layers=model.num_layers,
-        norm_weight=0.0 if model.zero_centered_norm else 1.0,
-    )
+    if initialise:
+        initialise_parameters(
+            model_chunks,
+            seed=seed,
+            std=model.init_std,
+            num_layers=model.num_layers,
+            norm_weight=0.0 if model.zero_centered_norm else 1.0,
+        )
+    else:
+        zero_parameters(model_chunks)
     if precision == "bf16":
         model_chunks = [_Bf16Module(config, model_chunk) for model_chunk in model_chunks]
     return model_chunks

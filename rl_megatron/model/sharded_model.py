@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
-from rl_megatron.config.schema import ModelConfig
+from rl_megatron.config.model import ModelConfig
 from rl_megatron.model.build import Head, build_model, unwrap
 from rl_megatron.topology.topology import Topology
 
@@ -34,8 +34,11 @@ class ShardedModel:
         precision: str = "fp32",
         seed: int = 0,
         head: Head = "lm",
+        initialise: bool = True,
     ):
         """Build the model chunks. Every layout starts from the same weights, which depend only on `seed`.
+
+        With `initialise=False` all weights are 0, for a caller that loads them next.
 
         Raises:
             ConfigError: A parallel degree does not divide the model's shape, or the vocabulary does not fit.
@@ -46,7 +49,13 @@ class ShardedModel:
         self.precision = precision
         self.head: Head = head
         self.model_chunks: list[torch.nn.Module] = build_model(
-            config, topology, vocab_size=vocab_size, precision=precision, seed=seed, head=head
+            config,
+            topology,
+            vocab_size=vocab_size,
+            precision=precision,
+            seed=seed,
+            head=head,
+            initialise=initialise,
         )
         self.version = 0
         self.is_scattered = False
@@ -97,7 +106,12 @@ class ShardedModel:
         """Return a second model with the same weights, in evaluation mode and without gradients. Collective."""
         self.gather_parameters()
         copy = ShardedModel(
-            self.config, self.topology, vocab_size=self.vocab_size, precision=self.precision, head=self.head
+            self.config,
+            self.topology,
+            vocab_size=self.vocab_size,
+            precision=self.precision,
+            head=self.head,
+            initialise=False,
         )
         for own, copied in zip(self.model_chunks, copy.model_chunks, strict=True):
             unwrap(copied).load_state_dict(unwrap(own).state_dict())

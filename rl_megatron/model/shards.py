@@ -19,6 +19,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from rl_megatron.topology.fake_cuda import is_planned
+
 # Each layer has its own global names ("decoder.layers.3.…"). Tensors are not stacked along a layer axis.
 SHARDING_METADATA = {"non_homogeneous_layers": True}
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -187,21 +189,29 @@ def initialise_parameters(
         else:
             writes_residual = piece.name.endswith(("linear_proj.weight", "linear_fc2.weight"))
             _fill_normal(piece, seed, std / math.sqrt(2 * num_layers) if writes_residual else std)
-    built = sum(
-        tensor.numel()
-        for model_chunk in model_chunks
-        for tensor in (*model_chunk.parameters(), *_saved_buffers(model_chunk))
-    )
+    built = sum(tensor.numel() for tensor in _saved_tensors(model_chunks))
     if filled != built:
         raise RuntimeError(f"initialised {filled} of {built} parameters: the sharding metadata lacks a module")
 
 
-def _saved_buffers(model_chunk: torch.nn.Module) -> list[Tensor]:
-    saved = model_chunk.state_dict().keys()
-    return [buffer for name, buffer in model_chunk.named_buffers() if name in saved]
+@torch.no_grad()
+def zero_parameters(model_chunks: Sequence[torch.nn.Module]) -> None:
+    """Fill every parameter with 0. Loading leaves rows of a padded vocabulary that a checkpoint lacks as they are."""
+    for tensor in _saved_tensors(model_chunks):
+        tensor.zero_()
+
+
+def _saved_tensors(model_chunks: Iterable[torch.nn.Module]) -> Iterator[Tensor]:
+    """Yield parameters, and the buffers that are saved."""
+    for model_chunk in model_chunks:
+        saved = model_chunk.state_dict().keys()
+        yield from model_chunk.parameters()
+        yield from (buffer for name, buffer in model_chunk.named_buffers() if name in saved)
 
 
 def _fill_normal(piece: Piece, seed: int, std: float) -> None:
+    if is_planned():  # the tensor has no data to fill
+        return
     start, stop = piece.offset[0], piece.offset[0] + piece.tensor.size(0)
     columns = tuple(slice(o, o + n) for o, n in zip(piece.offset[1:], piece.tensor.shape[1:], strict=True))
     for block in range(start // _INIT_ROWS, -(-stop // _INIT_ROWS)):

@@ -80,15 +80,18 @@ class MetricsLogger:
             sink.write(line)
         self._progress.show(step, metrics, kind)
 
-    def finish(self, summary: dict[str, Any], next_commands: Sequence[tuple[str, str]] = ()) -> None:
+    def finish(
+        self, summary: dict[str, Any], next_commands: Sequence[tuple[str, str]] = (), has_trained: bool = True
+    ) -> None:
         """Close the sinks and write the run's report. Its curves are those of the `jsonl` sink's file.
 
         Args:
             summary: What summary.json will have; `stages`, `seconds` and `layout` are shown as well.
             next_commands: What can be done with the result: in words, and as a command to copy.
+            has_trained: Whether a stage was trained. If none was, the report of the earlier run stays.
         """
         if not self.enabled:
             return
         for sink in self._sinks:
             sink.close()
-        write_report(self.output_dir, summary, self._console, next_commands)
+        write_report(self.output_dir, summary, self._console, next_commands, has_trained)

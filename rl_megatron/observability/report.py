@@ -22,18 +22,27 @@ _UNLIMITED = 10_000  # columns
 
 
 def write_report(
-    output_dir: Path, summary: dict[str, Any], console: Console, next_commands: Sequence[tuple[str, str]] = ()
+    output_dir: Path,
+    summary: dict[str, Any],
+    console: Console,
+    next_commands: Sequence[tuple[str, str]] = (),
+    has_trained: bool = True,
 ) -> None:
     """Write curves.png and summary.json into `output_dir`, and print the results of each stage.
 
-    Then print what can be done next: each of `next_commands` in words, and as a command on a line of its own.
+    Then print what can be done next: each of `next_commands` in words, and as a command on a line of its own. If
+    nothing was trained, files that are there already stay as they are.
     """
-    plot_curves(output_dir / METRICS_FILE, output_dir / "curves.png")
-    (output_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    is_written = has_trained or not (output_dir / "summary.json").is_file()
+    if is_written:
+        plot_curves(output_dir / METRICS_FILE, output_dir / "curves.png")
+        (output_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     console.print("Held-out results after each stage")
     console.print(_results(summary["stages"], console), soft_wrap=False)
     # Plain text on lines of its own, in one piece however narrow the terminal is: it is there to be copied.
     lines = [f"{summary['seconds']:.0f} s on {summary['layout']}", f"Written to {output_dir}"]
+    if not is_written:
+        lines = [f"All stages were complete before, and nothing was trained: {output_dir} is as it was"]
     if next_commands:
         lines += [
             "",

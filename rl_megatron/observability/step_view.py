@@ -12,15 +12,15 @@ from itertools import chain
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.microbatch import padded_lengths
-from rl_megatron.batching.plan import GlobalPlan, plan_global_batch, sequence_lengths
+from rl_megatron.batching.rank_plan import GlobalPlan, plan_global_batch, sequence_lengths
 from rl_megatron.config.algorithms import RolloutConfig
 from rl_megatron.config.data_kinds import PROBLEMS
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.sources import HeldoutBatch, build_source
 from rl_megatron.data.stage_loader import dataset_loader
-from rl_megatron.data.tasks import Problem
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.training_data import EncodedPrompts, RolloutPrompts, encoded_prompts
 from rl_megatron.generation.stage_sampling import stage_sampling
@@ -51,7 +51,8 @@ def view_step(name: str, stage: StageConfig, tokenizer: Tokenizer, step: int, ra
             "RolloutConfig; --heldout shows its held-out problems"
         )
     loader = dataset_loader(stage, tokenizer)
-    return _batch_view(title, stage, tokenizer, loader.batch(step - 1), loader.group_size, ranks)
+    places, batch = loader.locations(step - 1), loader.batch(step - 1)
+    return _batch_view(title, stage, tokenizer, batch, places, loader.group_size, ranks)
 
 
 def view_heldout(name: str, stage: StageConfig, tokenizer: Tokenizer, ranks: int) -> BatchView:
@@ -62,18 +63,26 @@ def view_heldout(name: str, stage: StageConfig, tokenizer: Tokenizer, ranks: int
         ValueError: The data cannot be used.
     """
     title = f"stage {name} ({stage.algorithm.name}), held-out data"
-    heldout = build_source(stage).heldout(tokenizer)
+    source = build_source(stage)
+    heldout = source.heldout(tokenizer)
     if isinstance(heldout, HeldoutBatch):
         size = dataset_loader(stage, tokenizer).group_size
-        return _batch_view(title, stage, tokenizer, heldout.batch, size, ranks)
-    return _prompts_view(title, stage, tokenizer, encoded_prompts(stage, heldout.problems, tokenizer), greedy=True)
+        return _batch_view(title, stage, tokenizer, heldout.batch, heldout.locations, size, ranks)
+    prompts = encoded_prompts(stage, heldout.problems, source.renderer(tokenizer))
+    return _prompts_view(title, stage, tokenizer, prompts, greedy=True)
 
 
 # --- sequences with a loss mask ---
 
 
 def _batch_view(
-    title: str, stage: StageConfig, tokenizer: Tokenizer, batch: BatchedDataDict, group_size: int, ranks: int
+    title: str,
+    stage: StageConfig,
+    tokenizer: Tokenizer,
+    batch: BatchedDataDict,
+    places: Sequence[str],
+    group_size: int,
+    ranks: int,
 ) -> BatchView:
     layout = ConfiguredLayout.of(stage.parallel, ranks)
     cost = SequenceCost.of_model(stage.model, tokenizer.vocab_size)
@@ -81,7 +90,7 @@ def _batch_view(
     planned = plan_global_batch(batch, sequence_lengths(batch), batching, layout, group_size, cost)
     shown = _Shown(tokenizer)
     groups = [
-        _microbatch_view(planned, layout, shard, number, batch.size, group_size, shown)
+        _microbatch_view(planned, layout, shard, number, places, group_size, shown)
         for shard in range(layout.data)
         for number in range(len(planned.plan.sequences[shard]))
     ]
@@ -106,7 +115,7 @@ def _microbatch_view(
     layout: ConfiguredLayout,
     shard: int,
     number: int,
-    num_sequences: int,
+    places: Sequence[str],
     group_size: int,
     shown: _Shown,
 ) -> ShownGroup:
@@ -124,13 +133,14 @@ def _microbatch_view(
         microbatch.batch["sample_mask"].tolist(),
         strict=True,
     ):
-        if position >= num_sequences:
+        if position >= planned.num_sequences:
             sequences.append(ShownSequence("padding sequence, zero loss weight", [], padding=width))
             continue
         length = planned.lengths[position]
         tokens = shown.tokens(ids[:length], [bool(entry) and weight != 0 for entry in mask[:length]])
         title = f"sequence {position}" + (f", {_SIDES[position % 2]}" if group_size == 2 else "")
-        sequences.append(ShownSequence(title, tokens, padding=width - length))
+        place = places[position // group_size] if places else ""
+        sequences.append(ShownSequence(_with_place(title, place), tokens, padding=width - length))
     pack = tuple((sequence.title, len(sequence.tokens), sequence.padding) for sequence in sequences)
     rank = f" of data-parallel rank {shard}" if layout.data > 1 else ""
     return ShownGroup(
@@ -159,8 +169,8 @@ def _prompts_view(
     shown, prompts = _Shown(tokenizer), encoded.prompts
     sampling = stage_sampling(stage, tokenizer, greedy, encoded.end_of_turn_ids)
     sequences = [
-        ShownSequence(f"prompt {number}", shown.tokens(prompt.ids), note=_answer(prompt.problem))
-        for number, prompt in enumerate(prompts)
+        ShownSequence(_with_place(f"prompt {number}", prompt.problem.location), shown.tokens(prompt.ids), note=note)
+        for number, (prompt, note) in enumerate(zip(prompts, map(_note, prompts), strict=True))
     ]
     algorithm, num_tokens = stage.algorithm, sum(len(sequence.tokens) for sequence in sequences)
     samples = 1 if greedy else getattr(algorithm, "samples_per_prompt", 1)
@@ -187,8 +197,12 @@ def _listed(temperature: float, filters: list[str]) -> str:
     return ", ".join([f"temperature {temperature:g}" if temperature else "greedy", *filters])
 
 
-def _answer(problem: Problem) -> str:
-    return f"reference answer: {problem.answer}" if problem.answer else ""
+def _note(prompt: EncodedPrompt) -> str:
+    return f"reference answer: {prompt.problem.answer}" if prompt.problem.answer else ""
+
+
+def _with_place(title: str, place: str) -> str:
+    return f"{title}, {place}" if place else title
 
 
 # --- both ---

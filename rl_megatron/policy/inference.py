@@ -3,42 +3,43 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.microbatch import Microbatch
-from rl_megatron.batching.plan import plan_microbatches, sequence_lengths
+from rl_megatron.batching.rank_plan import plan_global_batch, sequence_lengths
+from rl_megatron.batching.routing import ROUTED_EXPERTS, check_routed_experts
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.schema import ModelConfig
+from rl_megatron.config.model import ModelConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import FusedHead, Runner
 from rl_megatron.model.backend import choose_backend
 from rl_megatron.model.sharded_model import ShardedModel
+from rl_megatron.policy.token_values import TokenValues
 
 _NUMBER = torch.zeros(())  # the value of one token if it is a single number
 
 
 def build_runner(model: ShardedModel, fused_head: FusedHead | None) -> Runner:
     """Return a runner of the model. It shares the list of model chunks, so `model.release` drops them here too."""
-    backend = choose_backend(model.config, model.topology.device)
+    backend = choose_backend(model.config, model.topology, model.precision)
     # A score head does not compute logits, so it has nothing to fuse.
     return Runner(
         model.model_chunks, model.topology, model.vocab_size, backend, fused_head if model.head == "lm" else None
     )
 
 
-def on_device(data: BatchedDataDict, device: torch.device) -> BatchedDataDict:
-    """Return a copy of the batch with its tensors on `device`.
+def on_host(data: BatchedDataDict) -> BatchedDataDict:
+    """Return a copy of the batch with its tensors on the host, where it is split into microbatches.
 
     The caller's batch keeps its own tensors, even if its class moves tensors in place.
     """
-    return copy.copy(data).to(device)
+    return copy.copy(data).to("cpu")
 
 
 def checked_lengths(model: ModelConfig, data: BatchedDataDict) -> list[int]:
@@ -57,6 +58,24 @@ def checked_lengths(model: ModelConfig, data: BatchedDataDict) -> list[int]:
     return sequence_lengths(data)
 
 
+def replayable(model: ShardedModel, data: BatchedDataDict) -> BatchedDataDict:
+    """Return the batch with its recorded experts if this model replays them, and without them otherwise.
+
+    A model with a score head (a critic) has routers of its own, and a dense model has none.
+
+    Raises:
+        ConfigError: The recorded experts do not fit the batch and the model.
+    """
+    if ROUTED_EXPERTS not in data:
+        return data
+    if model.head == "lm" and model.config.num_experts is not None:
+        check_routed_experts(data, model.config)
+        return data
+    rest = copy.copy(data)
+    del rest[ROUTED_EXPERTS]
+    return rest
+
+
 class Inference:
     """Computes values for every token of a batch. It owns only the cost model that balances microbatches.
 
@@ -67,9 +86,16 @@ class Inference:
         self.model, self.runner = model, runner
         self.cost = SequenceCost.of_model(model.config, model.vocab_size)
 
-    def logprobs(self, data: BatchedDataDict, batching: Batching) -> Tensor:
-        """Return logprobs [B, S] fp32. Entry t corresponds to token t, and entry 0 is 0."""
-        return self._per_token(self.runner.next_token_logprobs, data, batching)
+    def logprobs(self, data: BatchedDataDict, batching: Batching, replay_routing: bool = False) -> Tensor:
+        """Return logprobs [B, S] fp32. Entry t corresponds to token t, and entry 0 is 0.
+
+        Args:
+            data: The global batch.
+            batching: How the batch is split into microbatches.
+            replay_routing: Route tokens to the experts of the batch's `routed_experts`, if it has them.
+        """
+        keys = ("input_ids", "temperature", ROUTED_EXPERTS) if replay_routing else ("input_ids", "temperature")
+        return self._per_token(self.runner.next_token_logprobs, data, batching, keys=keys)
 
     def values(self, data: BatchedDataDict, batching: Batching) -> Tensor:
         """Return values [B, S] fp32 of a score head. Entry t is the score read before token t, and entry 0 is 0."""
@@ -104,6 +130,7 @@ class Inference:
         batching: Batching,
         first_column: int = 1,
         entry: Tensor = _NUMBER,
+        keys: Sequence[str] = ("input_ids", "temperature"),
     ) -> Tensor:
         """Return the value of every token [B, S, …] on every rank, on the device of `data`.
 
@@ -112,22 +139,18 @@ class Inference:
             data: The global batch. Every token is read, whatever its `token_mask` is.
             batching: How the batch is split into microbatches.
             first_column: The token to which the first column of the values from `read` corresponds.
-            entry: […] Zeros of the shape of one token's value. They fill entries without a value, for example those
-                beyond a sequence's end.
+            entry: […] Zeros of the shape and dtype of one token's value. They fill entries without a value, for example
+                those beyond a sequence's end.
+            keys: The keys of `data` that the model reads.
         """
-        topology, home = self.model.topology, data["input_ids"].device
-        lengths = checked_lengths(self.model.config, data)
-        keys = [key for key in ("input_ids", "temperature") if key in data]
-        batch = BatchedDataDict({key: data[key] for key in keys})
+        home, lengths = data["input_ids"].device, checked_lengths(self.model.config, data)
+        batch = on_host(BatchedDataDict({key: data[key] for key in keys if key in data}))
         batch["sample_mask"] = torch.ones(batch.size)
-        batch = batch.to(topology.device)
-        width = batch["input_ids"].size(1)
-        planned = plan_microbatches(batch, lengths, batching, topology, cost=self.cost)
-        entry = entry.to(topology.device)
-        whole = planned.spread(read(planned.microbatches), width, first_column, entry)
-        if topology.pipeline > 1:
-            dist.broadcast(whole, src=topology.last_stage_rank, group=topology.groups.pp)
-        if topology.data > 1:
-            dist.all_reduce(whole, group=topology.groups.dp)  # one rank computed each sequence, and the others have 0
-        past_the_end = (torch.arange(width) >= torch.tensor(lengths)[:, None]).to(home)
-        return whole.to(home).masked_fill(past_the_end.view(batch.size, width, *(1 for _ in entry.shape)), 0)
+        batch = replayable(self.model, batch)
+        planned = plan_global_batch(batch, lengths, batching, self.model.topology, cost=self.cost)
+        values = TokenValues(planned, lengths, first_column, self.model.topology, self._hidden_bytes())
+        return values.on_every_host(read(planned.microbatches(self.model.topology.data_rank)), entry).to(home)
+
+    def _hidden_bytes(self) -> int:
+        """Return the bytes of the hidden state of one token."""
+        return self.model.config.hidden_size * (2 if self.model.precision == "bf16" else 4)

@@ -14,13 +14,15 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from rl_megatron.batching.config import Batching
-from rl_megatron.batching.plan import RankPlan, plan_microbatches
-from rl_megatron.checkpoint.directory import read_manifest, saved_model
+from rl_megatron.batching.rank_plan import RankPlan, plan_global_batch
+from rl_megatron.checkpoint.directory import check_head, read_manifest, saved_model
 from rl_megatron.checkpoint.hf_load import open_hugging_face
 from rl_megatron.checkpoint.load import load_checkpoint
 from rl_megatron.checkpoint.save import Save, begin_checkpoint
 from rl_megatron.checkpoint.training_state import TrainingState
-from rl_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.optimizer import OptimizerConfig
+from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import Denominators, FusedHead, over_steps
 from rl_megatron.losses.base import Loss
@@ -29,7 +31,7 @@ from rl_megatron.losses.foreign import as_loss
 from rl_megatron.model.build import Head
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.policy import training_step
-from rl_megatron.policy.inference import Inference, build_runner, checked_lengths, on_device
+from rl_megatron.policy.inference import Inference, build_runner, checked_lengths, on_host, replayable
 from rl_megatron.policy.interfaces import ColocatablePolicyInterface
 from rl_megatron.policy.optimizer import build_optimizer, build_scheduler, wrap_for_gradients
 from rl_megatron.policy.recorded_reference import RecordedReference
@@ -48,7 +50,8 @@ class MegatronPolicy(ColocatablePolicyInterface):
 
     The policy distributes sequences over data-parallel ranks, and adds padding sequences with zero loss weight if their
     number does not divide. An algorithm therefore does not depend on the layout. The caller's batch is not changed or
-    moved. With `head="score"` the policy is a reward model or a critic. Without `optimizer` it cannot be trained.
+    moved: each rank sends only its own sequences to its device. With `head="score"` the policy is a reward model or a
+    critic. Without `optimizer` it cannot be trained.
 
     Attributes:
         model: The sharded model, which owns the weights and their version.
@@ -78,8 +81,12 @@ class MegatronPolicy(ColocatablePolicyInterface):
         head: Head = "lm",
         fused_head: FusedHead | None = None,
         reference_placement: Placement = "resident",
+        initialise: bool = True,
     ):
-        self.model = ShardedModel(model, topology, vocab_size=vocab_size, precision=precision, seed=seed, head=head)
+        """Build the policy with random weights or, with `initialise=False`, with zeros until they are loaded."""
+        self.model = ShardedModel(
+            model, topology, vocab_size=vocab_size, precision=precision, seed=seed, head=head, initialise=initialise
+        )
         self.model_config, self.topology, self.vocab_size = model, topology, vocab_size
         self.optimizer: MegatronOptimizer | None = None
         self.scheduler: OptimizerParamScheduler | None = None
@@ -111,7 +118,8 @@ class MegatronPolicy(ColocatablePolicyInterface):
         """
         weights = open_hugging_face(Path(directory))
         topology = start_topology(parallel, device=device, seed=options.get("seed", 0))
-        policy = cls(weights.model, topology, vocab_size=weights.vocab_size, **options)
+        initialise = options.get("head", "lm") != "lm"  # a score head starts from random weights
+        policy = cls(weights.model, topology, vocab_size=weights.vocab_size, initialise=initialise, **options)
         weights.load_into(policy.model)
         if policy.optimizer is not None:
             policy.optimizer.reload_model_params()
@@ -133,7 +141,9 @@ class MegatronPolicy(ColocatablePolicyInterface):
         manifest = read_manifest(Path(path))
         topology = start_topology(parallel, device=device, seed=options.get("seed", 0))
         saved: dict[str, Any] = {k: manifest[k] for k in ("vocab_size", "head", "precision") if k in manifest}
-        policy = cls(saved_model(Path(path), manifest), topology, **saved | options)
+        arguments = saved | options
+        initialise = check_head(Path(path), manifest, arguments.get("head", "lm"), weights_only)
+        policy = cls(saved_model(Path(path), manifest), topology, initialise=initialise, **arguments)
         policy.load_checkpoint(path, weights_only=weights_only)
         return policy
 
@@ -174,7 +184,8 @@ class MegatronPolicy(ColocatablePolicyInterface):
         A global batch without a valid token changes nothing: weights, moments and learning rate stay the same.
 
         Args:
-            data: The sequences, with everything that the loss reads.
+            data: The sequences, with everything that the loss reads. A language model with experts routes tokens to
+                the experts of `routed_experts` [B, S, L, k], if the batch has them.
             loss_fn: The loss.
             eval_mode: Compute the metrics only.
             gbs: The number of sequences per optimizer step. The default is the policy's global batch size.
@@ -195,7 +206,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         per_microbatch = {"mbs": batching.sequences} if batching.kind == "padded" else {}
         training_step.require_whole_groups(loss, {"the batch": data.size, "gbs": gbs, **per_microbatch})
         lengths = checked_lengths(self.model_config, data)
-        data = on_device(data, self.topology.device)
+        data = replayable(self.model, on_host(data))
         if eval_mode:
             self.finish_training()
         else:
@@ -221,7 +232,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None
     ) -> dict[str, float]:
         """Return the loss's metrics on one global batch, and store its gradient in the parameters' `main_grad`."""
-        loss, batch = as_loss(loss_fn), on_device(batch, self.topology.device)
+        loss, batch = as_loss(loss_fn), replayable(self.model, on_host(batch))
         planned = self.plan(batch, loss, mbs)
         self.prepare_for_training()
         optimizer, _ = self._optimizer_and_scheduler()
@@ -235,7 +246,8 @@ class MegatronPolicy(ColocatablePolicyInterface):
         return self._plan(batch, checked_lengths(self.model_config, batch), self._batching(mbs), as_loss(loss_fn))
 
     def _plan(self, batch: BatchedDataDict, lengths: list[int], batching: Batching, loss: Loss) -> RankPlan:
-        return plan_microbatches(batch, lengths, batching, self.topology, loss.group_size, self._inference.cost)
+        cost, rank = self._inference.cost, self.topology.data_rank
+        return plan_global_batch(batch, lengths, batching, self.topology, loss.group_size, cost).of_rank(rank)
 
     def _optimizer_and_scheduler(self) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
         if self.optimizer is None or self.scheduler is None:
@@ -247,11 +259,13 @@ class MegatronPolicy(ColocatablePolicyInterface):
     def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
         """Return `logprobs` [B, S] fp32 at each sequence's `temperature` (default 1).
 
-        Entry t corresponds to token t. Entry 0 and entries past a sequence's `input_lengths` are 0.
+        Entry t corresponds to token t. Entry 0 and entries past a sequence's `input_lengths` are 0. A model with
+        experts routes tokens to the experts of the batch's `routed_experts` [B, S, L, k], if it has them.
         """
         self.model.require_head("lm", "get_logprobs")
         self.finish_training()
-        return BatchedDataDict({"logprobs": self._inference.logprobs(data, self._batching(micro_batch_size))})
+        logprobs = self._inference.logprobs(data, self._batching(micro_batch_size), replay_routing=True)
+        return BatchedDataDict({"logprobs": logprobs})
 
     def get_topk_logits(self, data: BatchedDataDict, k: int, micro_batch_size: int | None = None) -> BatchedDataDict:
         """Return `topk_logits` [B, S, k] fp32, largest first, and `topk_indices` [B, S, k] int64: a teacher's targets.

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, clip_grads, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.utils import get_model_config
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_model_config, local_multi_tensor_l2_norm
 from torch import Tensor
 
-from rl_megatron.checkpoint.optimizer_state import allocate_moments
-from rl_megatron.config.schema import OptimizerConfig
+from rl_megatron.checkpoint.optimizer_state import allocate_moments, parts
+from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.model.layers.router import move_biases, moving_routers
 from rl_megatron.model.sharded_model import ShardedModel
@@ -30,12 +32,13 @@ def wrap_for_gradients(
     normalised over the global batch. The pipeline schedule calls `finalize_model_grads` at its end.
     """
     config = get_model_config(model_chunks[0])
+    is_split = optimizer.distributed and _has_replicas(config, topology)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=optimizer.distributed,
+        use_distributed_optimizer=is_split,
         average_in_collective=False,
         overlap_grad_reduce=optimizer.overlap,
-        overlap_param_gather=optimizer.overlap and optimizer.distributed,
+        overlap_param_gather=optimizer.overlap and is_split,
         check_for_nan_in_grad=False,  # the runner checks the loss, and `take_step` checks the gradient norm
     )
     wrapped = [
@@ -51,6 +54,15 @@ def wrap_for_gradients(
 
     config.finalize_model_grads_func = finalize
     return wrapped
+
+
+def _has_replicas(config: TransformerConfig, topology: Topology) -> bool:
+    """Return whether several ranks hold the same weights, so that the distributed optimizer has something to split.
+
+    Otherwise it would copy all weights onto themselves in every step.
+    """
+    groups = [topology.groups.dp_cp] + ([] if config.num_moe_experts is None else [topology.groups.expt_dp])
+    return max(group.size() for group in groups) > 1
 
 
 @torch.no_grad()
@@ -79,7 +91,9 @@ def build_optimizer(
     model_chunks: list[DistributedDataParallel], config: OptimizerConfig, precision: str
 ) -> MegatronOptimizer:
     """Return Adam with decoupled weight decay for all model chunks. Under bf16, master weights and moments are fp32."""
-    bf16 = precision == "bf16"
+    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:  # there is neither Transformer Engine nor Apex
+        clip_grads.l2_norm_impl = _l2_norm
+    bf16, ddp_config = precision == "bf16", model_chunks[0].ddp_config
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -92,13 +106,35 @@ def build_optimizer(
             clip_grad=config.clip_grad,
             bf16=bf16,
             params_dtype=torch.bfloat16 if bf16 else torch.float32,
-            use_distributed_optimizer=config.distributed,
-            overlap_param_gather=config.overlap and config.distributed,
+            use_distributed_optimizer=ddp_config.use_distributed_optimizer,
+            overlap_param_gather=ddp_config.overlap_param_gather,
         ),
         [*model_chunks],
+        use_gloo_process_groups=False,  # the topology has none
     )
+    fuse(optimizer)
     allocate_moments(optimizer)
     return optimizer
+
+
+def fuse(optimizer: MegatronOptimizer) -> None:
+    """Let torch's AdamW update each parameter in one kernel. The implementations of other libraries do so anyway.
+
+    torch's default is a loop of many operations per parameter on a CPU. On a GPU it handles all parameters at once, but
+    allocates as much memory as they take.
+    """
+    for part in parts(optimizer):
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            for group in part.optimizer.param_groups:
+                group["fused"] = True
+
+
+def _l2_norm(_size: int, _noop_flag: Tensor, tensor_lists: list[list[Tensor]], *_: Any) -> tuple[Tensor, None]:
+    """Return the norm of all tensors [1] in the form of megatron-core's `local_multi_tensor_l2_norm`.
+
+    That function reads one number per tensor from the GPU, and waits for the GPU each time.
+    """
+    return torch.nn.utils.get_total_norm(tensor_lists[0]).reshape(1), None
 
 
 def build_scheduler(optimizer: MegatronOptimizer, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:
@@ -149,9 +185,12 @@ def take_step(
     """
     optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
-    if not math.isfinite(grad_norm):  # step() would clip with it, and every weight would become NaN
+    if not math.isfinite(grad_norm):  # clipping with it would make every weight NaN
         raise NonFiniteLoss(f"the gradient norm is {grad_norm} at a finite loss of {loss:.4g}")
-    updated, _, _ = optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]  # abstract, without a return type
+    for part in parts(optimizer):
+        if part.config.clip_grad > 0:
+            clip_grads.clip_grad_by_total_norm_fp32([*part.get_parameters()], part.config.clip_grad, grad_norm)
+    updated = optimizer.step_with_ready_grads()
     model.mark_updated(updated)
     if updated:
         move_biases(moving_routers(model.model_chunks), model.topology.groups.tp_dp_cp)

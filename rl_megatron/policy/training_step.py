@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from rl_megatron.batching.plan import RankPlan
+from rl_megatron.batching.rank_plan import RankPlan
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import Denominators, Runner
 from rl_megatron.losses.base import Loss

@@ -108,9 +108,9 @@ def check_fields(
             if name not in problem.record:
                 fields_there = ", ".join(sorted(map(str, problem.record))) or "none"
                 raise ConfigError(
-                    f"{spec.where}: {spec.label} needs the parameter {name!r}, and a record has no such field (prompt "
-                    f"{problem.prompt[:60]!r}; its fields: {fields_there}); give the parameter a default, or set it in "
-                    "kwargs"
+                    f"{spec.where}: {spec.label} needs the parameter {name!r}, and a record has no such field "
+                    f"({problem.as_record().location}; its fields: {fields_there}); give the parameter a default, or "
+                    "set it in kwargs"
                 )
 
 

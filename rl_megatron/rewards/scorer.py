@@ -177,9 +177,7 @@ class Scorer:
             is_done = self._workers.advance(_SECONDS_BETWEEN_MEETINGS)
         except ConfigError as error:
             return _Report(error=error)
-        except (
-            Exception
-        ) as error:  # any failure, such as a process that cannot start: the other ranks wait for this one
+        except Exception as error:  # any failure, such as that of a new process: the other ranks wait for this one
             return _Report(error=RewardFailed(f"the reward workers cannot go on: {in_words(error)}"))
         return _Report(is_done, None, self._workers.failed, self._workers.outcomes if is_done else {})
 

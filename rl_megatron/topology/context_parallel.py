@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rl_megatron.topology.collectives import from_all_ranks, reduce_scatter
+
 
 def zigzag_positions(sequence_length: int, cp_rank: int, cp_size: int, device: torch.device | None = None) -> Tensor:
     """Return the positions `[S/cp]` in the whole sequence of the tokens that `cp_rank` holds.
@@ -53,13 +55,11 @@ class _GatherAndReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, cp_group: dist.ProcessGroup) -> Tensor:
         ctx.cp_group, ctx.num_local = cp_group, x.size(0)
-        whole = x.new_empty(cp_group.size(), *x.shape)
-        dist.all_gather(list(whole.unbind(0)), x.contiguous(), group=cp_group)
-        return whole.flatten(0, 1)
+        return from_all_ranks(x, cp_group).flatten(0, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor):
         mine = gradient.new_empty(ctx.num_local, *gradient.shape[1:])
-        dist.reduce_scatter_tensor(mine, gradient.contiguous(), group=ctx.cp_group)
+        reduce_scatter(mine, gradient.contiguous(), group=ctx.cp_group)
         return mine, None

@@ -71,6 +71,26 @@ def redirect_cuda_to_cpu() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
+    _use_torch_optimizers()
+
+
+def _use_torch_optimizers() -> None:
+    """Let megatron-core use torch's Adam, and norms and copies of its own.
+
+    It takes those of Transformer Engine or Apex if they are installed, and their kernels need a GPU.
+    """
+    import megatron.core.optimizer as optimizers
+    import megatron.core.optimizer.optimizer as optimizer_classes
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads, distrib_optimizer
+
+    optimizers.USING_PYTORCH_OPTIMIZER = True
+    optimizers.Adam = distrib_optimizer.Adam = torch.optim.AdamW
+    clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
+    modules: list[Any] = [clip_grads, optimizer_classes]
+    for module in modules:
+        module.multi_tensor_applier = utils.local_multi_tensor_applier
+        module.multi_tensor_scale_impl = utils.local_multi_tensor_scale
 
 
 def _names_cuda(device: Any) -> bool:

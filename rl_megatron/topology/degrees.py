@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol, Self
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.schema import ModelConfig, ParallelConfig
+from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.parallel import ParallelConfig
 
 
 class ParallelDegrees(Protocol):
@@ -70,15 +71,6 @@ class SequenceLayout(Protocol):
     @property
     def sequence_multiple(self) -> int:
         """Return the number that padded lengths are a multiple of."""
-        ...
-
-
-class RankLayout(SequenceLayout, Protocol):
-    """The same with this rank's place in it."""
-
-    @property
-    def data_rank(self) -> int:
-        """Return this rank's place among the data-parallel ranks."""
         ...
 
 

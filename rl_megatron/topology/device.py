@@ -11,17 +11,18 @@ import torch.distributed as dist
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.topology.cuda_on_cpu import is_redirected, redirect_cuda_to_cpu
-from rl_megatron.topology.job_store import job_store
+from rl_megatron.topology.fake_cuda import CUDA, is_planned
+from rl_megatron.topology.job_store import TIMEOUT_MINUTES, job_store
 
 
-def start_device(name: str = "auto", timeout_minutes: float = 10.0) -> torch.device:
+def start_device(name: str = "auto", timeout_minutes: float = TIMEOUT_MINUTES) -> torch.device:
     """Choose this rank's device, prepare megatron-core for it, and join the process group.
 
     The rank and the world size come from torchrun's environment variables; without them the world is one process. A
     process group that exists already is used as it is. A second call is harmless.
 
     Args:
-        name: "auto" (a GPU if there is one), "cpu" or "cuda".
+        name: "auto" (a GPU if there is one), "cpu", "cuda", or "plan" (a GPU that is not there) within `FakeCuda`.
         timeout_minutes: How long a collective may wait for its peers.
 
     Raises:
@@ -51,15 +52,26 @@ def choose_device(name: str) -> torch.device:
     """Return this rank's device for `name`, as `start_device` takes it.
 
     Raises:
-        ConfigError: `name` is unknown, or asks for a GPU that is not there.
+        ConfigError: `name` is unknown, or asks for a GPU that is not there. This rank's GPU is number `LOCAL_RANK`.
     """
+    if is_planned() or name == "plan":
+        if not is_planned():
+            raise ConfigError("device=plan: nothing is computed there, so only `rl-megatron plan` uses it")
+        return CUDA
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device={name!r}: must be one of auto, cpu, cuda")
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda: torch sees no CUDA device; use device=cpu, or install a CUDA build of torch")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    number, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if number >= there:
+        raise ConfigError(
+            f"LOCAL_RANK={number} computes on cuda:{number}, but this process sees {there} GPU(s); start at most as "
+            "many ranks on a machine as it has GPUs, let each rank see all of them, or set LOCAL_RANK=0 if each sees "
+            "its own"
+        )
+    return torch.device("cuda", number)
 
 
 def _define_transformer_engine_names() -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rl_megatron.topology.collectives import from_all_ranks
 from rl_megatron.topology.degrees import zigzag_slices
 
 
@@ -154,9 +155,7 @@ class _AllRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.rank, ctx.num_local = group.rank(), x.size(0)
-        parts = x.new_empty(group.size(), *x.shape)
-        dist.all_gather(list(parts.unbind(0)), x.contiguous(), group=group)
-        return parts.flatten(0, 1)
+        return from_all_ranks(x, group).flatten(0, 1)
 
     @staticmethod
     @once_differentiable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 import torch
@@ -10,9 +11,9 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from rl_megatron.config.schema import ParallelConfig
+from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.topology.degrees import sequence_multiple, validate
-from rl_megatron.topology.device import start_device
+from rl_megatron.topology.device import TIMEOUT_MINUTES, start_device
 
 
 @dataclass(frozen=True)
@@ -87,18 +88,38 @@ class Topology:
         return f"{self.world_size} rank(s): {shape}" + (f" ({', '.join(extras)})" if extras else "")
 
 
-def start_topology(parallel: ParallelConfig | None = None, *, device: str = "auto", seed: int = 0) -> Topology:
+def start_topology(
+    parallel: ParallelConfig | None = None,
+    *,
+    device: str = "auto",
+    seed: int = 0,
+    timeout_minutes: float = TIMEOUT_MINUTES,
+) -> Topology:
     """Choose the device, join the process group, and build the topology: all that a script needs before a policy.
 
     Args:
         parallel: The degrees; by default all ranks are data parallel.
         device: "auto" (a GPU if there is one), "cpu" or "cuda".
         seed: The seed of megatron-core's random number generators.
+        timeout_minutes: How long a collective may wait for its peers.
 
     Raises:
         ConfigError: the degrees do not fit the world size, or there is no such device.
     """
-    return build(parallel or ParallelConfig(), start_device(device), seed)
+    parallel = parallel or ParallelConfig()
+    _keep_launch_order(parallel)
+    return build(parallel, start_device(device, timeout_minutes), seed, timeout_minutes)
+
+
+def _keep_launch_order(parallel: ParallelConfig) -> None:
+    """Let a GPU start kernels in the order of their launches, unless the user has set the variable.
+
+    megatron-core launches a collective of tensor- or context-parallel ranks before the matrix product that it overlaps
+    with. With several hardware queues the product may start first, and the collective would follow it. CUDA reads the
+    variable when it starts.
+    """
+    if parallel.tensor > 1 or parallel.context > 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def leave() -> None:
@@ -107,8 +128,20 @@ def leave() -> None:
     dist.destroy_process_group()
 
 
-def build(parallel: ParallelConfig, device: torch.device, seed: int) -> Topology:
-    """Check the degrees, initialise megatron-core's process groups, seed its generators, and return the topology."""
+def build(
+    parallel: ParallelConfig, device: torch.device, seed: int, timeout_minutes: float = TIMEOUT_MINUTES
+) -> Topology:
+    """Check the degrees, initialise megatron-core's process groups, seed its generators, and return the topology.
+
+    Args:
+        parallel: The degrees.
+        device: This rank's device.
+        seed: The seed of megatron-core's random number generators.
+        timeout_minutes: How long a collective of any of the groups may wait for its peers.
+
+    Raises:
+        ConfigError: The degrees do not fit the world size.
+    """
     world_size = dist.get_world_size()
     data = validate(parallel, world_size)
     if parallel_state.model_parallel_is_initialized():
@@ -120,6 +153,8 @@ def build(parallel: ParallelConfig, device: torch.device, seed: int) -> Topology
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1,  # experts are small, and their tokens are sent between ranks anyway
+        distributed_timeout_minutes=timeout_minutes,  # pyright: ignore[reportArgumentType]  # any number works
+        create_gloo_process_groups=False,  # megatron-core would copy optimizer state with them; `checkpoint` does not
     )
     model_parallel_cuda_manual_seed(seed)
     return Topology(

@@ -15,7 +15,8 @@ from rl_megatron.model.families import family_of_model
 from rl_megatron.model.families.table import WeightTable
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.model.shards import Piece, pieces
-from rl_megatron.weight_sync.plan import RefitPlan, TensorSpec, fingerprint, fingerprint_of_ones, plan_buckets
+from rl_megatron.topology.fake_cuda import is_planned
+from rl_megatron.weight_sync.plan import Bucket, RefitPlan, TensorSpec, fingerprint, fingerprint_of_ones, plan_buckets
 
 DEFAULT_BUCKET_BYTES = 64 << 20
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")  # Megatron's have rows beyond the vocabulary
@@ -65,7 +66,8 @@ class WeightExporter:
         self.plan = RefitPlan(hf_config, model.vocab_size, plan_buckets(specs, max_bytes))
         self._device = model.topology.device
         unknown, self._blocks = _blocks(model.model_chunks, table)
-        self._check_coverage(specs, unknown)
+        if not is_planned():  # no other rank says what it holds
+            self._check_coverage(specs, unknown)
 
     @property
     def num_words(self) -> int:
@@ -100,8 +102,8 @@ class WeightExporter:
                 fingerprints[index] += fingerprint(rows, (*block.offset, 0)[:2])
         return buffer
 
-    def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, whole tensor) in the plan's order, on every rank. A tensor is valid until the next one.
+    def whole_buckets(self) -> Iterator[tuple[Bucket, Tensor]]:
+        """Yield each bucket with the buffer of its whole tensors, on every rank. It is valid until the next one.
 
         Collective: it takes one all-reduce per bucket, or none if there is one rank. One bucket is in memory at a time.
 
@@ -115,6 +117,14 @@ class WeightExporter:
             if self._model.topology.world_size > 1:
                 dist.all_reduce(filled)
             bucket.verify(filled)
+            yield bucket, filled
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole tensor) in the plan's order, on every rank. A tensor is valid until the next one.
+
+        It is collective and raises WeightsRefused, as `whole_buckets`.
+        """
+        for bucket, filled in self.whole_buckets():
             for position, spec in enumerate(bucket.tensors):
                 yield spec.name, bucket.tensor(filled, position)
 

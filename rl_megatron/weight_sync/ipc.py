@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,10 +19,46 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.weight_sync.plan import WeightsRefused
 
 _WORD = torch.int64.itemsize
 _DEVICE_ARGUMENT = 6  # the position of the sender's device number among the arguments of rebuild_cuda_tensor
+_PIDFD_GETFD = 438  # the number of the system call on all of Linux's usual architectures
+# What a process does to open GPU memory of expandable segments, with a file in the place of the memory.
+_GET_FILE = """
+import ctypes, os, sys
+call, process, file = map(int, sys.argv[1:])
+libc = ctypes.CDLL(None, use_errno=True)
+sys.exit(0 if libc.syscall(call, os.pidfd_open(process), file, 0) >= 0 else os.strerror(ctypes.get_errno()))
+"""
+
+
+def check_gpu_memory_can_be_shared(refit: str) -> None:
+    """Check that other processes can open this process's GPU memory.
+
+    With expandable segments, a process gets the memory's file from the process that owns it. Containers often forbid
+    that system call, and the engine would only fail at the first weights.
+
+    Args:
+        refit: The value of `generation.refit`, for the message.
+
+    Raises:
+        ConfigError: They cannot.
+    """
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:true" not in os.environ.get(variable, "").lower().replace(" ", ""):
+            continue
+        with open(os.devnull) as file:
+            command = [sys.executable, "-S", "-c", _GET_FILE, str(_PIDFD_GETFD), str(os.getpid()), str(file.fileno())]
+            done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            reason = done.stderr.strip().splitlines()[-1:] or ["it failed"]
+            raise ConfigError(
+                f"generation.refit={refit}: {variable} has expandable_segments:True, and with it engines get GPU "
+                f"memory by the system call pidfd_getfd, which fails here ({reason[0]}); leave expandable_segments "
+                "out, or set generation.refit=collective, which needs GPUs of the engines' own"
+            )
 
 
 @dataclass(frozen=True)
@@ -40,6 +78,45 @@ class WeightHandle:
     path: str | None = None
     cuda: tuple[Any, ...] | None = None
     device_uuid: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the handle as JSON can hold it, for a process that is asked over HTTP."""
+        fields = {"bucket_index": self.bucket_index, "num_words": self.num_words, "path": self.path}
+        cuda = None if self.cuda is None else [_to_json(argument) for argument in self.cuda]
+        return fields | {"cuda": cuda, "device_uuid": self.device_uuid}
+
+    @staticmethod
+    def from_json(handle: dict[str, Any]) -> WeightHandle:
+        """Return the handle that `to_json` wrote."""
+        cuda = handle["cuda"] and tuple(_from_json(argument) for argument in handle["cuda"])
+        return WeightHandle(handle["bucket_index"], handle["num_words"], handle["path"], cuda, handle["device_uuid"])
+
+
+# The arguments of rebuild_cuda_tensor are numbers, bytes, sizes, and these objects, since a buffer has one dtype.
+_OBJECTS: dict[str, Any] = {
+    "Tensor": Tensor,
+    "UntypedStorage": torch.UntypedStorage,
+    "TypedStorage": torch.storage.TypedStorage,
+    "int64": torch.int64,
+}
+
+
+def _to_json(argument: Any) -> Any:
+    if isinstance(argument, bytes):
+        return {"bytes": argument.hex()}
+    if isinstance(argument, tuple):  # a size or strides
+        return {"tuple": list(argument)}
+    for name, known in _OBJECTS.items():
+        if argument is known:
+            return {"object": name}
+    return argument
+
+
+def _from_json(argument: Any) -> Any:
+    if not isinstance(argument, dict):
+        return argument
+    ((kind, value),) = argument.items()
+    return bytes.fromhex(value) if kind == "bytes" else tuple(value) if kind == "tuple" else _OBJECTS[value]
 
 
 class SharedBuffer:

@@ -34,7 +34,8 @@ _WORD = 8  # bytes
 _SPREAD, _MIX = -0x61C8864680B583EB, 0x4CF5AD432745937F  # odd: multiplication by them loses nothing modulo 2⁶⁴
 _COLUMN_BITS = 24  # the size of a column's hash
 _COLUMNS_AT_ONCE = 1 << 14  # 2¹⁴ columns · 2²⁴ · 2¹⁵ = 2⁵³, up to which fp64 sums are exact
-_ELEMENTS_AT_ONCE = 1 << 18  # elements of fp64 scratch memory (2 MiB), to fit a core's cache
+_ELEMENTS_AT_ONCE_CPU = 1 << 18  # elements of fp64 scratch memory (2 MiB), to fit a core's cache
+_ELEMENTS_AT_ONCE_GPU = 1 << 24  # 128 MiB, because small kernels leave a GPU idle
 
 
 class WeightsRefused(RuntimeError):
@@ -133,6 +134,20 @@ class RefitPlan:
         """Return the size of all weights in bytes, without fingerprints."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON can hold it."""
+        buckets = [[[spec.name, list(spec.shape), spec.dtype] for spec in bucket.tensors] for bucket in self.buckets]
+        return {"hf_config": self.hf_config, "vocab_size": self.vocab_size, "buckets": buckets}
+
+    @staticmethod
+    def from_json(plan: dict[str, Any]) -> RefitPlan:
+        """Return the plan that `to_json` wrote."""
+        buckets = (
+            Bucket(tuple(TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in bucket))
+            for bucket in plan["buckets"]
+        )
+        return RefitPlan(plan["hf_config"], plan["vocab_size"], tuple(buckets))
+
 
 def plan_buckets(specs: Iterable[TensorSpec], max_bytes: int) -> tuple[Bucket, ...]:
     """Return buckets of at most `max_bytes` of tensors, in the given order. A larger tensor has its own bucket."""
@@ -160,9 +175,10 @@ def fingerprint(block: Tensor, offset: Sequence[int] = (0, 0)) -> Tensor:
     row_hashes = _row_hashes(offset[0], numbers.size(0), block.device)
     column_hashes = _column_hashes(offset[1] * per_element, numbers.size(1), block.device).double()
     total = torch.zeros((), dtype=torch.int64, device=block.device)
+    elements_at_once = _ELEMENTS_AT_ONCE_CPU if block.device.type == "cpu" else _ELEMENTS_AT_ONCE_GPU
     for first in range(0, numbers.size(1), _COLUMNS_AT_ONCE):
         columns = slice(first, first + _COLUMNS_AT_ONCE)
-        at_once = max(1, _ELEMENTS_AT_ONCE // numbers[:, columns].size(1))
+        at_once = max(1, elements_at_once // numbers[:, columns].size(1))
         for start in range(0, numbers.size(0), at_once):
             rows = slice(start, start + at_once)
             over_columns = column_hashes[:, columns] @ numbers[rows, columns].double().t()

@@ -6,7 +6,11 @@ process that waits for it gets an error within the timeout.
 
 from __future__ import annotations
 
+import os
+import socket
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -16,6 +20,14 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented
 
 _POLL_SECONDS = 0.0005
+_PREFIXES = ("standalone",)
+# What torch's NCCL groups read when they are made. By default their threads end the process if a peer dies, before its
+# error can be handled. With these settings `wait` raises the error, and no thread ends the process.
+_RAISE_ERRORS = {
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
 
 
 class CollectiveFailed(RuntimeError):
@@ -34,13 +46,37 @@ class Handle(Protocol):
         ...
 
 
+class Transfer(Handle, Protocol):
+    """A collective that was started, and that can be waited for a little."""
+
+    def is_over(self, seconds: float) -> bool:
+        """Wait for at most `seconds`, and return whether the collective has succeeded or failed by then."""
+        ...
+
+
 class StandaloneGroup:
     """A group of `world_size` processes that meet at the address of rank 0. It uses gloo on the CPU, NCCL on a GPU."""
 
     def __init__(
-        self, ip: str, port: int, rank: int, world_size: int, device: torch.device, timeout_seconds: float = 600.0
+        self,
+        ip: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        timeout_seconds: float = 600.0,
+        prefixes: Sequence[str] = _PREFIXES,
     ):
         """Join, and return when all processes have joined. Rank 0 listens at `ip`:`port`.
+
+        Args:
+            ip: The address of rank 0.
+            port: The port of rank 0.
+            rank: This process's rank.
+            world_size: The number of processes.
+            device: The device of the tensors.
+            timeout_seconds: The longest time for joining, and for each collective.
+            prefixes: The prefixes of the group's keys in the store, the first one in front. All members have the same.
 
         Raises:
             CollectiveFailed: Not all processes joined within the timeout.
@@ -52,7 +88,10 @@ class StandaloneGroup:
         try:
             # The store is kept, because rank 0's store is the server for the other ranks' connections.
             self._store = TCPStore(ip, port, world_size, is_master=rank == 0, timeout=timeout)
-            self._group = self._connect(PrefixStore("standalone", self._store), timeout)
+            store: Store = self._store
+            for prefix in prefixes:
+                store = PrefixStore(prefix, store)
+            self._group = self._connect(store, timeout)
         except (RuntimeError, ValueError) as error:  # torch's own errors are RuntimeErrors
             raise CollectiveFailed(f"{self._who} could not join: {error}") from error
 
@@ -60,8 +99,9 @@ class StandaloneGroup:
         if self.device.type != "cuda":
             return dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = 2 * timeout  # NCCL's watchdog would end the process, so our own timeout comes first
-        return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
+        options._timeout = 2 * timeout  # our own timeout comes first
+        with _environment(_RAISE_ERRORS):
+            return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
 
     def all_reduce(self, tensor: Tensor) -> Handle:
         """Start to sum `tensor` over all ranks in place, and return a handle.
@@ -78,6 +118,21 @@ class StandaloneGroup:
         except RuntimeError as error:
             raise self._failed(error) from error
 
+    def broadcast(self, tensor: Tensor) -> Transfer:
+        """Start to send rank 0's `tensor` to all ranks, and return a handle.
+
+        The tensor must not be used before the handle's `wait` has returned.
+
+        Raises:
+            CollectiveFailed: This process has left, or a peer did not complete a collective.
+        """
+        if self._group is None:
+            raise CollectiveFailed(f"{self._who} has left the group, or an earlier collective failed")
+        try:
+            return _Work(self, self._group.broadcast([tensor], dist.BroadcastOptions()))
+        except RuntimeError as error:
+            raise self._failed(error) from error
+
     def close(self) -> None:
         """Leave the group. Collectives that were started fail on all ranks."""
         group, self._group, self._store = self._group, None, None
@@ -88,6 +143,21 @@ class StandaloneGroup:
         self.close()
         within = f"within {self._timeout_seconds:g} s"
         return CollectiveFailed(f"{self._who}: a peer left the group or did not answer {within}: {error}")
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables within the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class _Work:
@@ -103,8 +173,21 @@ class _Work:
         except RuntimeError as error:
             raise self._group._failed(error) from error
 
+    def is_over(self, seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while not self._work.is_completed() and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
+        return self._work.is_completed()
+
     def _wait_for_kernel(self) -> None:
         while not self._work.is_completed():
             if time.monotonic() > self._deadline:
                 raise RuntimeError("timed out")
             time.sleep(_POLL_SECONDS)
+
+
+def free_address() -> tuple[str, int]:
+    """Return an address at which servers can meet the policy's ranks: that of rank 0, with a free port."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return os.environ.get("MASTER_ADDR", "127.0.0.1"), probe.getsockname()[1]

@@ -7,7 +7,8 @@ neither megatron-core nor a policy, so this module does not either.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,21 +17,77 @@ from rl_megatron.weight_sync.plan import RefitPlan, WeightsRefused
 from rl_megatron.weight_sync.process_group import Handle, StandaloneGroup
 
 
-class WeightReceiver:
-    """An object that copies buckets into an engine's parameters. It owns the version of the weights in them.
+class WeightSink(Protocol):
+    """The place where an engine keeps its weights."""
 
-    Attributes:
-        version: The version of the weights in the parameters. It is None before the first refit, during a refit, and
-            after a refused refit, when the parameters are a mixture of versions that must not be served.
-        seconds: The seconds that the last refit spent in each phase, `verify` and `copy`.
-    """
+    def check(self, plan: RefitPlan) -> None:
+        """Check that the plan has the tensors of the engine's model, and no others.
 
-    def __init__(self, parameters: Mapping[str, Tensor], plan: RefitPlan):
-        """Check that the plan fits the parameters.
+        Raises:
+            WeightsRefused: They differ. The message names the first tensor that does.
+        """
+        ...
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy verified tensors, each with its Hugging Face name, into the model.
+
+        The memory of the tensors is used again after the call.
+
+        Raises:
+            WeightsRefused: The model cannot take a tensor.
+        """
+        ...
+
+
+class ParameterSink:
+    """A `WeightSink` of parameters that have their Hugging Face names and shapes."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]):
+        """Keep the parameters.
 
         Args:
             parameters: The engine's parameters by Hugging Face name. If two names share memory (tied embeddings), the
                 weights may have either name in the plan.
+        """
+        self._parameters = {name: parameter.detach() for name, parameter in parameters.items()}
+
+    def check(self, plan: RefitPlan) -> None:
+        """Check that the plan fits the parameters; see `WeightSink.check`."""
+        announced = {spec.name: spec for bucket in plan.buckets for spec in bucket.tensors}
+        for name, spec in announced.items():
+            if name not in self._parameters:
+                raise WeightsRefused(f"{name} is unknown to the engine's model")
+            found = self._parameters[name]
+            if (tuple(found.shape), found.dtype) != (spec.shape, spec.torch_dtype):
+                raise WeightsRefused(
+                    f"{name} will come as {spec.dtype} {list(spec.shape)}, but the engine's model has "
+                    f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}"
+                )
+        filled = {self._parameters[name].data_ptr() for name in announced}
+        for name, parameter in self._parameters.items():
+            if name not in announced and parameter.data_ptr() not in filled:
+                raise WeightsRefused(f"{name} of the engine's model is missing from the trainer's plan")
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy the tensors into the parameters."""
+        for name, weight in weights:
+            self._parameters[name].copy_(weight)
+
+
+class WeightReceiver:
+    """An object that verifies buckets and loads them into a sink. It owns the version of the weights that are there.
+
+    Attributes:
+        version: The version of the weights in the sink. It is None before the first refit, during a refit, and after a
+            refused refit, when the weights are a mixture of versions that must not be served.
+        seconds: The seconds that the last refit spent in each phase, `verify` and `copy`.
+    """
+
+    def __init__(self, sink: WeightSink, plan: RefitPlan):
+        """Check that the plan fits the engine's model.
+
+        Args:
+            sink: Where the weights go.
             plan: The trainer's plan.
 
         Raises:
@@ -40,10 +97,10 @@ class WeightReceiver:
         self.version: int | None = None
         self.seconds: dict[str, float] = {}
         self._plan = plan
-        self._parameters = {name: parameter.detach() for name, parameter in parameters.items()}
+        self._sink = sink
         self._pending: int | None = None
         self._received: set[int] = set()
-        self._check()
+        sink.check(plan)
 
     def begin(self, version: int) -> None:
         """Begin a refit to the weights of `version`. The old weights must not be served from now on."""
@@ -52,7 +109,7 @@ class WeightReceiver:
 
     @torch.no_grad()
     def accept(self, bucket_index: int, buffer: Tensor) -> None:
-        """Verify a bucket and copy its tensors into the parameters.
+        """Verify a bucket and load its tensors into the sink.
 
         Args:
             bucket_index: The number of the bucket in the plan.
@@ -78,8 +135,7 @@ class WeightReceiver:
         began = time.perf_counter()
         bucket.verify(buffer)
         verified = time.perf_counter()
-        for index, spec in enumerate(bucket.tensors):
-            self._parameters[spec.name].copy_(bucket.tensor(buffer, index))
+        self._sink.load((spec.name, bucket.tensor(buffer, index)) for index, spec in enumerate(bucket.tensors))
         self.seconds["verify"] += verified - began
         self.seconds["copy"] += time.perf_counter() - verified
         self._received.add(bucket_index)
@@ -135,19 +191,3 @@ class WeightReceiver:
         if refused is not None:
             raise refused
         return self.finish()
-
-    def _check(self) -> None:
-        announced = {spec.name: spec for bucket in self._plan.buckets for spec in bucket.tensors}
-        for name, spec in announced.items():
-            if name not in self._parameters:
-                raise WeightsRefused(f"{name} is unknown to the engine's model")
-            found = self._parameters[name]
-            if (tuple(found.shape), found.dtype) != (spec.shape, spec.torch_dtype):
-                raise WeightsRefused(
-                    f"{name} will come as {spec.dtype} {list(spec.shape)}, but the engine's model has "
-                    f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}"
-                )
-        filled = {self._parameters[name].data_ptr() for name in announced}
-        for name, parameter in self._parameters.items():
-            if name not in announced and parameter.data_ptr() not in filled:
-                raise WeightsRefused(f"{name} of the engine's model is missing from the trainer's plan")

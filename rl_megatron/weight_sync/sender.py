@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,19 @@ class SyncTimings:
             metrics[f"refit_{phase}gb_per_s"] = self.bytes / _GIGABYTE / spent if spent > 0 else 0.0
         return metrics
 
+    def metrics_of_sync(self, total: float, at_engines: dict[str, float]) -> dict[str, float]:
+        """Return `metrics` with the time until the engines serve the weights, and with the engines' own phases.
+
+        Args:
+            total: The seconds until the last engine served the weights.
+            at_engines: The seconds of each phase in the slowest engine.
+        """
+        metrics = self.metrics()
+        for phase, spent in {"": total, **{f"{phase}_": spent for phase, spent in at_engines.items()}}.items():
+            metrics[f"refit_{phase}seconds"] = spent
+            metrics[f"refit_{phase}gb_per_s"] = self.bytes / _GIGABYTE / spent if spent > 0 else 0.0
+        return metrics
+
 
 class WeightSender:
     """The sender of a model's weights to rollout engines.
@@ -76,6 +90,11 @@ class WeightSender:
             self._max_bytes = max_bytes or self._max_bytes
             self._exporter = WeightExporter(self._model, self._max_bytes)
         return self._exporter
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the model."""
+        return self._model.topology.device
 
     @property
     def plan(self) -> RefitPlan:
@@ -182,13 +201,21 @@ class WeightSender:
         Raises:
             ValueError: `keys` are not one of these lists.
         """
-        exporter = self.exporter()
-        plan = exporter.plan
-        index = next((i for i, b in enumerate(plan.buckets) if [spec.name for spec in b.tensors] == list(keys)), None)
-        if index is None:
-            raise ValueError(
-                f"{keys[:3]}… ({len(keys)} keys) are not one of the groups that prepare_weights_for_ipc() returned"
-            )
+        index = self._bucket_of(keys)
+        filled = self.share_words(keys)
+        assert self._shared is not None  # it has the words
+        return {device_key(filled.device): self._shared.handle(index, filled.numel())}
+
+    def share_words(self, keys: list[str]) -> Tensor:
+        """Gather one bucket into this rank's shared memory as `share` does, and return its words. Collective.
+
+        Args:
+            keys: One of the lists that `groups_of_keys` returned.
+
+        Raises:
+            ValueError: `keys` are not one of these lists.
+        """
+        index, exporter = self._bucket_of(keys), self.exporter()
         self._model.gather_parameters()
         topology = self._model.topology
         if self._shared is None:
@@ -198,10 +225,18 @@ class WeightSender:
             work = dist.all_reduce(filled, async_op=True)
             assert work is not None  # it is None only for processes outside the group
             _Transfer(work, self.timings).wait()
-        handle = self._shared.handle(index, filled.numel())
-        self.timings.bytes += plan.buckets[index].num_bytes
+        self.timings.bytes += exporter.plan.buckets[index].num_bytes
         self.timings.ended = time.perf_counter()
-        return {device_key(topology.device): handle}
+        return filled
+
+    def _bucket_of(self, keys: list[str]) -> int:
+        buckets = self.plan.buckets
+        index = next((i for i, b in enumerate(buckets) if [spec.name for spec in b.tensors] == list(keys)), None)
+        if index is None:
+            raise ValueError(
+                f"{keys[:3]}… ({len(keys)} keys) are not one of the groups that prepare_weights_for_ipc() returned"
+            )
+        return index
 
     def release(self) -> None:
         """Release the shared memory. Handles to it are invalid from now on."""
@@ -225,19 +260,31 @@ class WeightSender:
 
 
 class PendingGroup:
-    """A process group that a thread is joining, so that the caller can tell engines to join meanwhile."""
+    """A process group that a thread is joining, so that the caller can tell engines to join meanwhile.
 
-    def __init__(self, ip: str, port: int, rank: int, world_size: int, device: torch.device, timeout_seconds: float):
+    The arguments are those of `StandaloneGroup`.
+    """
+
+    def __init__(
+        self,
+        ip: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        timeout_seconds: float,
+        **options: Any,
+    ):
         self._group: StandaloneGroup | None = None
         self._error: Exception | None = None
         self._left = False
         arguments = (ip, port, rank, world_size, device, timeout_seconds)
-        self._thread = threading.Thread(target=self._join, args=arguments, daemon=True)
+        self._thread = threading.Thread(target=self._join, args=arguments, kwargs=options, daemon=True)
         self._thread.start()
 
-    def _join(self, ip: str, port: int, rank: int, world_size: int, device: torch.device, timeout: float) -> None:
+    def _join(self, *arguments: Any, **options: Any) -> None:
         try:
-            self._group = StandaloneGroup(ip, port, rank, world_size, device, timeout)
+            self._group = StandaloneGroup(*arguments, **options)
         except Exception as error:  # `group` raises it again
             self._error = error
         if self._left and self._group is not None:

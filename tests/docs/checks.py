@@ -9,6 +9,7 @@ import subprocess
 from fnmatch import fnmatch
 from pathlib import Path
 
+from rl_megatron.config.checkpoint_metadata import HUGGING_FACE, MANIFEST
 from tests.docs import inputs, tables
 from tests.docs.collector import Block, Command, blocks, commands
 from tests.docs.forked import TIMEOUT, Fork, run_block, run_script
@@ -75,6 +76,7 @@ def failures_before_the_first_step(found: list[Command], directory: Path, files:
 def _check(command: Command) -> None:
     """Do what the command does up to the first step, but for the start of ranks and the reading of weights."""
     from rl_megatron.algorithms import preflight
+    from rl_megatron.cli import generate, main
     from rl_megatron.cli.parser import COMPOSED, command_parser
     from rl_megatron.cli.show_batch import show_batch
     from rl_megatron.cli.sweep import jobs_of
@@ -95,7 +97,11 @@ def _check(command: Command) -> None:
     overrides = parsed.overrides + rest
     begun = [Path(word.partition("=")[2]) for word in overrides if word.startswith("init_from=")]
     for checkpoint in begun:
-        inputs.checkpoint_without_weights(checkpoint)
+        if not (checkpoint / "config.json").is_file():  # it is no Hugging Face directory
+            inputs.checkpoint_without_weights(checkpoint)
+            inputs.tokenizer(checkpoint / HUGGING_FACE)
+    if "generation.engine=vllm" in overrides:
+        inputs.python_of_vllm(Path(".venv-vllm/bin/python"))
     for word in overrides:
         key, _, path = word.partition("=")
         if key == "tokenizer.path" and not Path(path).exists():
@@ -105,11 +111,20 @@ def _check(command: Command) -> None:
         return
     if parsed.hydra_help:
         return
+    if parsed.command == "plan":
+        # Plans for several nodes run many layers of several ranks, which tests/unit/plan/test_command.py does once.
+        shorter = ["--closed-forms"] if parsed.nodes > 1 and not parsed.closed_forms else []
+        assert main([*command.arguments, *shorter]) == 0
+        return
     config = load_config(overrides, parsed.config_dir, parsed.config_name)
     if parsed.print_config or parsed.cfg or parsed.info:
         return
+    if parsed.command == "generate":
+        parsed.overrides = overrides
+        config = generate.generation_run(small(config), parsed)
     for checkpoint in begun:
-        inputs.checkpoint_without_weights(checkpoint, config.first.model)
+        if (checkpoint / MANIFEST).is_file():
+            inputs.checkpoint_without_weights(checkpoint, config.first.model)
     if command.ranks is not None:
         degrees.validate(config.first.parallel, command.ranks)
     degrees.validate_model(config.first.model, config.first.parallel)
@@ -118,6 +133,8 @@ def _check(command: Command) -> None:
             preflight.check_loss(stage)
     elif parsed.command == "show-batch":
         show_batch(small(config), parsed)
+    elif parsed.command == "generate":
+        generate.prepare(config, parsed)
     else:
         preflight.check(small(config), Path(config.output_dir))
 

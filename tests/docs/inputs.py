@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rl_megatron.config.checkpoint_metadata import MANIFEST
-from rl_megatron.config.schema import ModelConfig
-from rl_megatron.data.tokenizer import train_bpe
+from rl_megatron.config.model import ModelConfig
+from rl_megatron.data.byte_level_bpe import train_bpe
 
 NUM_RECORDS = 40
 
@@ -47,9 +48,14 @@ def text(file: Path) -> None:
     file.write_text("".join(f"{n} and {n} make {2 * n}.\n" for n in range(400)))
 
 
+def prompts(file: Path) -> None:
+    """Make a file of prompts."""
+    write_jsonl(file, ({"prompt": f"{n}+1="} for n in range(4)))
+
+
 def tokenizer(directory: Path) -> None:
     """Make a directory with a small tokenizer."""
-    directory.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)
     train_bpe(["1+2=3\n" * 9], 260).save(directory)
 
 
@@ -71,3 +77,10 @@ def write_jsonl(file: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Write one JSON object per line."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def python_of_vllm(path: Path) -> None:
+    """Put a Python where that of vLLM's environment is expected."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        path.symlink_to(sys.executable)

@@ -31,12 +31,17 @@ def small(config: RunConfig) -> RunConfig:
 def _small_stage(stage: StageConfig) -> StageConfig:
     sections = {name: _limited(getattr(stage, name), limits) for name, limits in LIMITS.items()}
     optimizer = replace(sections.pop("optimizer"), decay_steps=None)
+    if not stage.data.task:  # small files hold out few records: all of them
+        sections["data"] = replace(sections["data"], num_eval_examples=None)
     return replace(stage, optimizer=optimizer, **sections)
 
 
 def _limited(section: Any, limits: dict[str, Any]) -> Any:
     known = {field.name for field in fields(section)}
-    return replace(section, **{key: min(getattr(section, key), most) for key, most in limits.items() if key in known})
+    given = {key: getattr(section, key) for key in limits if key in known}
+    return replace(
+        section, **{key: limits[key] if value is None else min(value, limits[key]) for key, value in given.items()}
+    )
 
 
 def load_small_configs() -> None:

@@ -29,6 +29,7 @@ INPUTS: dict[str, Callable[[Path], None]] = {
     "path/to/my_data": inputs.word_problems,
     "path/to/pairs": inputs.preferences,
     "path/to/input.txt": inputs.text,
+    "path/to/prompts.jsonl": inputs.prompts,
     "path/to/Qwen2.5-0.5B": inputs.hugging_face_model,
 }
 
@@ -47,6 +48,8 @@ RUN_BY_OTHER_TESTS = {
 # Regular expression of a command → why it is checked up to its first step only.
 TOO_LONG_TO_RUN = {
     r"nproc-per-node [4-8]": "it starts more ranks than a small machine has cores; tests/parallel runs such layouts",
+    r"engine=sglang": "it needs SGLang's environment; tests/parallel/test_sglang_engine.py runs the engine",
+    r"engine=vllm": "it needs vLLM's environment; tests/parallel/test_vllm_engine.py runs the engine",
     r"engine=transformers": "its engine imports torch anew; tests/end_to_end/test_engines.py runs it",
 }
 
@@ -54,10 +57,12 @@ TOO_LONG_TO_RUN = {
 NOT_RUN = {
     r"git clone\b": "it needs the network",
     r"(pip|python -m pip) install ": "it needs the network; tests/packaging installs the wheel",
-    r"(bash )?scripts/(install|test|quickstart)\.sh": "it installs the package; tests/packaging runs the script",
-    r"scripts/gpu_check\.sh": "it needs a GPU; tests/packaging runs it with a substitute",
+    r"python3 -m pip (wheel|download) ": "it needs the network; tests/packaging installs such wheels",
+    r"(bash )?scripts/(install\w*|test|quickstart)\.sh": "it installs the package; tests/packaging runs the script",
+    r"scripts/gpu_check\.sh": "it needs a GPU; tests/packaging and tests/test_gpu_check.py run it on the CPU",
     r"\.ci/run": "it runs this test",
     r"(torchrun .*|python )(-m benchmarks\.|benchmarks/)": "it takes minutes; tests/test_benchmarks.py runs it small",
+    r"(\w+=\S+ )*vllm serve": "it needs vLLM's environment; tests/vllm_servers.py starts such servers",
     r"docker ": "it needs a container runtime",
     r"mkdocs ": "tests/docs/test_site.py builds the site",
     r"tensorboard ": "it is a server",

@@ -32,7 +32,7 @@ TINY = (
     "model.num_query_groups=2", "model.max_sequence_length=48", "tokenizer.vocab_size=260", "data.num_documents=200",
     "data.task.name=arithmetic",
     "data.num_demonstrations=64", "data.num_eval_examples=8", "data.sequence_length=16", "train.global_batch_size=8",
-    "train.micro_batch_size=4", "train.steps=3", "generation.max_new_tokens=4", "output_dir=out",
+    "train.micro_batch_tokens=64", "train.steps=3", "generation.max_new_tokens=4", "output_dir=out",
 )  # fmt: skip
 
 
@@ -84,8 +84,10 @@ class Running(ABC):
 class Command(Running):
     """The real command, alone or on several ranks under torchrun."""
 
-    def __init__(self, directory: Path, *arguments: str, ranks: int = 1):
-        launcher = [] if ranks == 1 else ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    def __init__(self, directory: Path, *arguments: str, ranks: int = 1, restarts: int = 0):
+        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+        torchrun[2:2] = ["--max-restarts", str(restarts)]
+        launcher = [] if ranks == 1 else torchrun
         self._out, self._err = (directory / "stdout.txt").open("w+"), (directory / "stderr.txt").open("w+")
         self._process = subprocess.Popen(
             [sys.executable, "-m", *launcher, "rl_megatron", *arguments],
@@ -108,6 +110,20 @@ class Command(Running):
     @property
     def pids(self) -> list[int]:
         return [self._process.pid]
+
+    def ranks(self) -> dict[int, int]:
+        """Return the process of each rank under torchrun that has started, by rank."""
+        found = {}
+        for pid in _descendants(self._process.pid):
+            with suppress(OSError, ValueError):  # it may end meanwhile
+                variables = dict(
+                    entry.split("=", 1)
+                    for entry in Path(f"/proc/{pid}/environ").read_text().split("\0")
+                    if "=" in entry
+                )
+                if _parent(pid) == self._process.pid and "RANK" in variables:
+                    found[int(variables["RANK"])] = pid
+        return found
 
     def finish(self) -> Finished:
         self._process.wait(TIMEOUT)
@@ -140,6 +156,10 @@ def _descendants(pid: int) -> list[int]:
             for child in map(int, (task / "children").read_text().split()):
                 found += [child, *_descendants(child)]
     return found
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def rl_megatron(arguments: list[str]) -> int:

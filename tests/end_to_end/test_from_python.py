@@ -19,7 +19,7 @@ def run(name, **settings):
     return rl_megatron.grpo(
         "qwen2", "prompts.jsonl", [length, {"name": "exact_match", "weight": 2.0}], output_dir=name,
         algorithm={"prompts_per_step": 2, "samples_per_prompt": 2}, generation={"max_new_tokens": 4},
-        train={"steps": 2, "global_batch_size": 4, "micro_batch_size": 2}, **settings,
+        train={"steps": 2, "global_batch_size": 4, "micro_batch_tokens": 32}, **settings,
     )
 """
 

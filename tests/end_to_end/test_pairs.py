@@ -8,7 +8,7 @@ from tests.end_to_end.launch import TINY, checkpoints, metrics
 
 PAIRS = (
     *(override for override in TINY if not override.startswith(("data.", "algorithm", "train."))),
-    "data=gsm8k_pairs", "data.path=pairs.jsonl", "tokenizer.vocab_size=300", "data.num_eval_examples=16",
+    "data=gsm8k_pairs", "data.path=pairs.jsonl", "tokenizer.vocab_size=300",
     "train.steps=6", "train.global_batch_size=16", "train.micro_batch_size=4", "optimizer.lr=0.01",
 )  # fmt: skip
 DPO = ("train", *PAIRS, "algorithm=dpo", "loss=dpo")

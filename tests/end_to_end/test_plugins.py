@@ -14,7 +14,8 @@ from typing import ClassVar, Literal
 from rl_megatron.algorithms.registry import LossNeeds, register_algorithm
 from rl_megatron.data.training_data import training_dataset
 from rl_megatron.config.data_kinds import ANSWERS
-from rl_megatron.config.schema import AlgorithmConfig, DataConfig, Positive, section
+from rl_megatron.config.field_types import Positive, section
+from rl_megatron.config.schema import AlgorithmConfig, DataConfig
 from rl_megatron.data.datasets import PromptAnswerDataset
 from rl_megatron.data.sources import DataSource, HeldoutBatch, register_source
 from rl_megatron.data.tasks import Demonstration, Problem, register_task

@@ -4,6 +4,7 @@ import pytest
 
 from tests.end_to_end.launch import TINY, checkpoints, metrics
 from tests.end_to_end.test_own_files import LOSS
+from tests.unit.data.chat_families import write_tokenizer
 
 REWARDS = """
 def contains(completion, answer, level):
@@ -16,7 +17,7 @@ def fails(completion, prompt):
     raise ValueError("on purpose")
 """
 OWN = tuple(word for word in TINY if not word.startswith("data.")) + (
-    "data.path=problems.parquet", "data.prompt_template='{prompt}'", "data.num_eval_examples=4",
+    "data.path=problems.parquet", "data.prompt_template='{prompt}'",
 )  # fmt: skip
 TRAIN = (
     "train", *OWN, "algorithm=grpo", "algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=2",
@@ -72,3 +73,30 @@ def test_own_rewards_loss_and_data_train_on_two_ranks(mine, forks):
     )
     assert counted.status == 0, counted
     assert all(line["reward_fails_errors"] == 8 for line in metrics(mine / "zero") if line["kind"] == "train")
+
+
+def test_a_parquet_file_for_verl_with_messages_trains_as_it_is(tmp_path, forks):
+    pandas = pytest.importorskip("pandas")
+    write_tokenizer("qwen3", tmp_path / "tokenizer")
+    (tmp_path / "score.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    assert data_source == 'sums' and int(ground_truth) == 2 * extra_info['index']\n"
+        "    return {'score': len(set(solution_str)) / 10, 'index': extra_info['index']}\n"
+    )
+    problems = [
+        {
+            "data_source": "sums", "ability": "math", "extra_info": {"index": n},
+            "prompt": [{"role": "user", "content": f"{n} + {n}?"}],
+            "reward_model": {"style": "rule", "ground_truth": str(2 * n)},
+        }
+        for n in range(60)
+    ]  # fmt: skip
+    pandas.DataFrame(problems).to_parquet(tmp_path / "problems.parquet")
+    plain = [word for word in TRAIN if not word.startswith("data.prompt_template")]
+    arguments = (*plain, "model.max_sequence_length=96", "reward.functions=[{path: score.py, name: compute_score}]")
+    done = forks.run_ranks(tmp_path, *arguments, ranks=2)
+    assert [rank.status for rank in done] == [0, 0], done
+    lines = [line for line in metrics(tmp_path / "out") if line["kind"] == "train"]
+    assert all(line["reward"] == pytest.approx(line["reward_compute_score_score"], abs=1e-5) for line in lines)
+    shown = forks.run(tmp_path, "show-batch", *arguments[1:])
+    assert "«<|im_start|>»user" in shown.out and "+" in shown.out and "problems.parquet:" in shown.out, shown

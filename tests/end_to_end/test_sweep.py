@@ -13,10 +13,15 @@ def test_a_failed_job_is_reported_and_the_next_one_trains_as_if_it_ran_alone(tmp
     assert [rank.status for rank in done] == [1] * ranks, done
     assert "job 2 of 2: optimizer.lr=0.001, in out/optimizer.lr=0.001" in done[0].err
     assert [rank.out.count("Sweep of 2 jobs") for rank in done] == [1, 0][:ranks]
-    assert done[0].out.splitlines()[-2:] == [
+    assert done[0].out.splitlines()[-6:] == [
         "  failed with status 1  out/optimizer.lr=1e+30",
         "  complete              out/optimizer.lr=0.001",
+        "",
+        "What you can do next:",
+        "  List the checkpoints of a job:",
+        "    rl-megatron inspect out/optimizer.lr=0.001",
     ]
+    assert done[0].out.count("What you can do next") == 1
     alone = forks.run_ranks(tmp_path, "train", *GIVEN, "output_dir=alone", ranks=ranks)
     assert [rank.status for rank in alone] == [0] * ranks, alone
     assert metrics(tmp_path / "out" / "optimizer.lr=0.001") == metrics(tmp_path / "alone")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import os
+import socket
 
 import pytest
 import torch
 
-from rl_megatron.config.schema import OptimizerConfig, ParallelConfig
+from rl_megatron.config.optimizer import OptimizerConfig
+from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.weight_sync.ipc import opened
-from rl_megatron.weight_sync.receiver import WeightReceiver
+from rl_megatron.weight_sync.process_group import CollectiveFailed, StandaloneGroup
+from rl_megatron.weight_sync.receiver import ParameterSink, WeightReceiver
 from tests.parallel.refit_engines import digests
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -66,7 +70,7 @@ def engine(connection) -> None:
     parameters = {
         s.name: torch.zeros(s.shape, dtype=s.torch_dtype, device="cuda") for b in plan.buckets for s in b.tensors
     }
-    receiver = WeightReceiver(parameters, plan)
+    receiver = WeightReceiver(ParameterSink(parameters), plan)
     receiver.begin(1)
     for handle in iter(connection.recv, None):
         with opened(handle) as words:
@@ -149,3 +153,27 @@ def test_an_offloaded_reference_takes_almost_no_device_memory():
     start, reference, held = in_a_fresh_process(offloaded_reference)
     assert torch.equal(start, reference)
     assert held < 20_000  # RoPE's tables are this large; the weights are ten times as large
+
+
+def leave_without_a_word(port: int) -> None:
+    """Join a group as rank 1, and die after the first sum."""
+    group = StandaloneGroup("127.0.0.1", port, 1, 2, torch.device("cuda", 1), timeout_seconds=30)
+    group.all_reduce(torch.ones(1, dtype=torch.int64, device="cuda:1")).wait()
+    os._exit(1)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs, because NCCL takes one process per GPU")
+def test_a_peer_that_dies_raises_an_error_and_leaves_this_process_alive():
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+    peer = SPAWN.Process(target=leave_without_a_word, args=(port,))
+    peer.start()
+    group = StandaloneGroup("127.0.0.1", port, 0, 2, torch.device("cuda", 0), timeout_seconds=30)
+    words = torch.ones(1, dtype=torch.int64, device="cuda:0")
+    group.all_reduce(words).wait()
+    assert words.item() == 2
+    peer.join()
+    with pytest.raises(CollectiveFailed, match="a peer left the group or did not answer"):
+        group.all_reduce(words).wait()
+    assert torch.ones(2, device="cuda:0").sum().item() == 2

@@ -2,8 +2,6 @@
 
 import json
 import os
-import re
-import shlex
 import shutil
 import socket
 import subprocess
@@ -11,8 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from rl_megatron.config.load import load_config
+import torch
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted([*(REPO / "scripts").glob("*.sh"), *(REPO / "scripts").glob("*.slurm"), REPO / ".ci" / "run"])
@@ -212,56 +209,74 @@ def test_test_sh_runs_the_fast_tests_all_tests_or_passes_arguments_to_pytest(qui
 
 @pytest.fixture
 def gpu_check(tmp_path):
-    """Return a function that runs gpu_check.sh with a Python that only records its calls.
-
-    The function takes the number of GPUs and a word of the calls that fail; it returns the finished process and the
-    calls.
-    """
+    """Return a function that runs gpu_check.sh with a Python that only records its calls, and returns both."""
     calls, python = tmp_path / "calls", tmp_path / "python"
     python.write_text(
         f"""#!/bin/sh
-        case "$2" in *device_count*) echo "$GPUS" 13.0; exit ;; esac
         echo "$@" >>{calls}
-        case "$*" in *"$FAILING"*) exit 1 ;; esac
+        case "$2" in
+            venv) mkdir -p {tmp_path}/out/venv/bin && cp "$0" {tmp_path}/out/venv/bin/python ;;
+            import*purelib*) echo {tmp_path} ;;
+            pip) exit "${{PIP_STATUS:-0}}" ;;
+            benchmarks.gpu_check) exit "${{STATUS:-0}}" ;;
+        esac
         """
     )
     python.chmod(0o755)
 
-    def run(gpus, failing="nothing"):
-        environment = os.environ | {"PYTHON": str(python), "GPUS": str(gpus), "FAILING": failing}
-        command = [REPO / "scripts" / "gpu_check.sh", tmp_path / "out"]
-        finished = subprocess.run(command, env=environment, capture_output=True, text=True)
-        return finished, calls.read_text() if calls.exists() else ""
+    def run(*arguments, **variables):
+        environment = os.environ | {"PYTHON": str(python)} | variables
+        command = [REPO / "scripts" / "gpu_check.sh", *arguments]
+        finished = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+        return finished, calls.read_text().splitlines() if calls.exists() else []
 
     return run
 
 
-def test_gpu_check_without_a_gpu_prints_an_error_and_checks_nothing(gpu_check, tmp_path):
-    finished, calls = gpu_check(gpus=0)
-    assert finished.returncode == 3 and "no GPU" in finished.stderr
-    assert calls == "" and not (tmp_path / "out").exists()
+def test_gpu_check_passes_its_arguments_on_and_returns_the_status(gpu_check, tmp_path):
+    finished, calls = gpu_check("--output", "out", "decode", "--tiny", STATUS="1")
+    assert finished.returncode == 1
+    assert calls == [f"-m benchmarks.gpu_check --output {tmp_path}/out decode --tiny"]
 
 
-def test_gpu_check_runs_every_step_and_writes_a_summary(gpu_check, tmp_path):
-    finished, calls = gpu_check(gpus=1)
+def test_gpu_check_installs_from_wheels_alone(gpu_check, tmp_path):
+    (tmp_path / "wheels").mkdir()
+    finished, calls = gpu_check("--wheels", "wheels", "--output", "out")
     assert finished.returncode == 0, finished.stderr
-    assert "benchmarks.logprobs --device cuda" in calls and "benchmarks/train_step.py" in calls
-    assert "-m rl_megatron train experiment=quickstart precision=bf16 device=cuda" in calls
-    summary = (tmp_path / "out" / "summary.txt").read_text()
-    assert summary in finished.stdout
-    assert {"environment", "kernels", "train_step", "grpo"} <= {line.split()[0] for line in summary.splitlines()}
-    assert "FAILED" not in summary
+    (install,) = [call for call in calls if call.startswith("-m pip")]
+    assert f"--no-index --no-deps --find-links {tmp_path}/wheels" in install
+    assert f"--python {tmp_path}/out/venv/bin/python" in install and "wheels.txt" in install
+    assert calls[-1] == f"-m benchmarks.gpu_check --output {tmp_path}/out"
 
 
-def test_gpu_check_continues_after_a_failure_and_reports_it(gpu_check, tmp_path):
-    finished, calls = gpu_check(gpus=1, failing="benchmarks.logprobs")
-    assert finished.returncode == 1 and "-m rl_megatron train" in calls
-    lines = (tmp_path / "out" / "summary.txt").read_text().splitlines()
-    assert [line.split()[0] for line in lines if "FAILED" in line] == ["kernels"]
+def test_gpu_check_checks_nothing_if_wheels_are_missing(gpu_check, tmp_path):
+    finished, calls = gpu_check("--wheels", "absent")
+    assert finished.returncode == 2 and "absent: there is no such directory" in finished.stderr and not calls
+    finished, _ = gpu_check("--wheels")
+    assert finished.returncode == 2 and "--wheels needs a directory" in finished.stderr
+    (tmp_path / "wheels").mkdir()
+    finished, calls = gpu_check("--wheels", "wheels", "--output", "out", PIP_STATUS="1")
+    assert finished.returncode == 1 and not any("gpu_check --output" in call for call in calls)
 
 
-def test_the_configuration_of_gpu_checks_run_is_valid():
-    script = (REPO / "scripts" / "gpu_check.sh").read_text()
-    (command,) = re.findall(r"-m rl_megatron train (.*?) &&\n", script, re.DOTALL)
-    overrides = shlex.split(command.replace("\\\n", " ").replace("$out", "out"))
-    assert load_config(overrides).stages["grpo"].train.steps == 8
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_check_without_a_gpu_prints_an_error_and_checks_nothing(tmp_path):
+    command = [REPO / "scripts" / "gpu_check.sh", "--output", tmp_path / "out"]
+    finished = subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True)
+    assert finished.returncode == 3 and "no usable GPU: torch" in finished.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_gpu_check_runs_a_part_on_the_cpu_in_an_environment_that_sees_the_given_one(tmp_path):
+    """The directory of wheels is empty, because the given environment has every pinned version already."""
+    (tmp_path / "wheels").mkdir()
+    command = [REPO / "scripts" / "gpu_check.sh", "--wheels", tmp_path / "wheels", "--output", tmp_path / "out"]
+    finished = subprocess.run(
+        [*command, "--device", "cpu", "environment"], env=os.environ | {"PYTHON": sys.executable},
+        capture_output=True, text=True, timeout=TIMEOUT_SECONDS,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["parts"]["environment"]["status"] == "passed"
+    assert (tmp_path / "out" / "report.md").read_text() in finished.stdout

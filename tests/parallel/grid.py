@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from rl_megatron.certify.measurement import Difference, Measurement, compare, run_workload
 from rl_megatron.certify.single_process import run_in_one_process
 from rl_megatron.certify.workload import SMALL_FUSED_HEAD, STANDARD_OBJECTIVES, Workload, small_batching
-from rl_megatron.config.schema import ModelConfig, ParallelConfig
+from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
 from tests.worker_pool import WorkerPool

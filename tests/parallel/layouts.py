@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from rl_megatron.batching.config import Batching
-from rl_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.optimizer import OptimizerConfig
+from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.model.shards import gather_full
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology import topology

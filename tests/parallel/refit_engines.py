@@ -12,7 +12,7 @@ from torch import Tensor
 from rl_megatron.weight_sync.ipc import opened
 from rl_megatron.weight_sync.plan import RefitPlan, WeightsRefused
 from rl_megatron.weight_sync.process_group import StandaloneGroup
-from rl_megatron.weight_sync.receiver import WeightReceiver
+from rl_megatron.weight_sync.receiver import ParameterSink, WeightReceiver
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ def engine_over_a_group(connection, port: int, world_size: int, lose_a_bucket: b
     """Receive two refits over a process group and report each: (version, digests), or (None, the refusal)."""
     plan = connection.recv()
     parameters = empty_parameters(plan)
-    receiver = WeightReceiver(parameters, plan)
+    receiver = WeightReceiver(ParameterSink(parameters), plan)
     group = StandaloneGroup("127.0.0.1", port, world_size - 1, world_size, CPU, timeout_seconds=60)
     if lose_a_bucket:
         accept = receiver.accept
@@ -60,7 +60,7 @@ def engine_of_shared_memory(connection) -> None:
     """Receive a refit through shared memory, report its digests, then wait to be killed with a bucket open."""
     plan = connection.recv()
     parameters = empty_parameters(plan)
-    receiver = WeightReceiver(parameters, plan)
+    receiver = WeightReceiver(ParameterSink(parameters), plan)
     receiver.begin(1)
     while (handle := connection.recv()) is not None:
         with opened(handle) as words:

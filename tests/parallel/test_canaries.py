@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.schema import OptimizerConfig
+from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import NLLLoss
 from rl_megatron.model.build import unwrap

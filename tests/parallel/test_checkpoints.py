@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from rl_megatron.checkpoint.training_state import load_model
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.schema import ModelConfig
+from rl_megatron.config.model import ModelConfig
 from rl_megatron.losses import NLLLoss
 from rl_megatron.model.build import unwrap
 from rl_megatron.model.shards import pieces

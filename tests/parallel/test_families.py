@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from rl_megatron.checkpoint.hf_convert import export_weights, import_weights
-from rl_megatron.config.schema import ModelConfig, ParallelConfig
+from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.model.families import FAMILIES, family_of_model, read_model
 from rl_megatron.model.shards import pieces

@@ -7,7 +7,8 @@ import torch
 
 from rl_megatron.checkpoint.hf_convert import import_weights
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.schema import OptimizerConfig, ParallelConfig
+from rl_megatron.config.optimizer import OptimizerConfig
+from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import NLLLoss
 from rl_megatron.policy.megatron_policy import MegatronPolicy

@@ -11,10 +11,12 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from rl_megatron import log
+from rl_megatron.batching.config import Batching
 from rl_megatron.certify.workload import SMALL_FUSED_HEAD, batch_of_all_kinds
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import Sampling
+from rl_megatron.logprobs import token_blocks
 from rl_megatron.losses import ClippedPGLossFn, NLLLoss, accepts_deferred_logits
 from rl_megatron.model.build import unwrap
 from rl_megatron.policy import optimizer as optimizer_module
@@ -136,3 +138,31 @@ def test_the_fused_head_in_bf16_is_as_close_to_fp32_as_whole_logits(ranks):
         for fused_head in (None, SMALL_FUSED_HEAD)
     )
     assert (fused - exact).abs().mean() <= 1.2 * (whole - exact).abs().mean()
+
+
+def counts_of_blocks(parallel, batching):
+    """Return (the number of tokens that the host counted, the largest true number) of each call of the fused head."""
+    found, plan_of = [], token_blocks.BlockPlan.of
+
+    def recorded(counts, shards, block_tokens, most_counted=None):
+        found.append((most_counted, int(counts.view(shards, -1).sum(dim=1).max())))
+        return plan_of(counts, shards, block_tokens, most_counted)
+
+    policy = build_policy(parallel, fused_head=SMALL_FUSED_HEAD, batching=batching)
+    batch = batch_of_all_kinds(VOCAB_SIZE, seed=1)
+    with mock.patch.object(token_blocks.BlockPlan, "of", recorded):
+        policy.train(batch, ClippedPGLossFn({}), gbs=12)
+        policy.get_logprobs(batch)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+@pytest.mark.parametrize(
+    ("size", "parallel"),
+    [(1, {}), (2, {"tensor": 2, "sequence": True}), (4, {"tensor": 2, "sequence": True, "context": 2})],
+    ids=["one", "tp2-sp", "tp2-sp-cp2"],
+)
+def test_the_host_counts_the_tokens_of_the_fused_head(ranks, size, parallel, kind):
+    """Otherwise the host would wait for the device in every microbatch."""
+    for found in ranks.run(size, counts_of_blocks, parallel, Batching(kind, sequences=4, tokens=80)):
+        assert len(found) > 2 and all(counted == wanted for counted, wanted in found)

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.schema import ModelConfig
+from rl_megatron.config.model import ModelConfig
 from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import Sampling
@@ -18,6 +18,7 @@ from rl_megatron.generation.stop_strings import StopStrings
 from tests.parallel.layouts import EXPERTS, MODEL, VOCAB_SIZE, build_policy
 
 STOP = 7
+SEED = 4
 LAYOUTS = {
     "one process": (1, {}),
     "tensor 2": (2, {"tensor": 2}),
@@ -61,7 +62,7 @@ def rollouts_and_logprobs(
     engine = EmbeddedEngine(policy, batch_size=batch_size)
     found = {}
     for name, sampling in samplings.items():
-        rollouts = engine.generate(prompts(), sampling, seed=3)
+        rollouts = engine.generate(prompts(), sampling, seed=SEED)
         found[name] = (rollouts.get_dict(), policy.get_logprobs(rollouts)["logprobs"])
     return found
 

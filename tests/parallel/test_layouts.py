@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_megatron.config.load import load_config
-from rl_megatron.config.schema import OptimizerConfig
+from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.order import ShuffledEpochs
 from rl_megatron.data.run_tokenizer import build_tokenizer

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_megatron.logprobs import linear_logprobs, token_blocks
+from rl_megatron.logprobs import linear_logprobs
+from rl_megatron.topology.collectives import ALL_GATHER, REDUCE_SCATTER
 
 SEQUENCE, BATCH, HIDDEN, VOCAB, VALID, IDS = 12, 2, 8, 48, 43, 3
 
@@ -48,9 +49,8 @@ def run(pattern, sequence_parallel, block_tokens):
 
         return counted
 
-    of_dist = {name: counting(name, getattr(dist, name)) for name in ("all_gather", "all_reduce")}
-    of_token_blocks = {name: counting(name, getattr(token_blocks, name)) for name in ("_gather", "_reduce_scatter")}
-    with mock.patch.multiple(dist, **of_dist), mock.patch.multiple(token_blocks, **of_token_blocks):
+    names = (ALL_GATHER, REDUCE_SCATTER, "all_reduce")
+    with mock.patch.multiple(dist, **{name: counting(name, getattr(dist, name)) for name in names}):
         stats = linear_logprobs(
             hidden, weight, targets, dist.group.WORLD, valid_vocab_size=VALID, temperature=temperature, entropy=True,
             gather_ids=ids, block_tokens=block_tokens, sequence_parallel=sequence_parallel,
@@ -80,8 +80,8 @@ def test_shards_equal_the_whole(ranks, size, sequence_parallel, pattern):
 def test_the_collectives(ranks):
     """Statistics are gathered once, hidden states and their gradients once for each of 4 token blocks."""
     for *_, forward, both in ranks.run(2, run, "all", False, 6):
-        assert forward == {"all_gather": 1, "all_reduce": 1}  # the all-reduce is for the gathered ids
-        assert both == {"all_gather": 1, "all_reduce": 1 + 4}
+        assert forward == {ALL_GATHER: 1, "all_reduce": 1}  # the all-reduce is for the gathered ids
+        assert both == {ALL_GATHER: 1, "all_reduce": 1 + 4}
     for *_, forward, both in ranks.run(2, run, "all", True, 6):
-        assert forward == {"all_gather": 1, "all_reduce": 1, "_gather": 4}
-        assert both == {"all_gather": 1, "all_reduce": 1, "_gather": 8, "_reduce_scatter": 4}
+        assert forward == {ALL_GATHER: 1 + 4, "all_reduce": 1}
+        assert both == {ALL_GATHER: 1 + 8, "all_reduce": 1, REDUCE_SCATTER: 4}

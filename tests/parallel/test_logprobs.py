@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 from rl_megatron.logprobs import Sharding, next_token_stats, vocab_parallel_logprobs
+from rl_megatron.topology.collectives import ALL_GATHER, REDUCE_SCATTER
 from tests.zigzag import zigzag_shard
 
 ROWS = {"torch": 23, "triton": 9}  # Triton's interpreter is slow
 IDS = 4
-COLLECTIVES = ("all_gather", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_to_all")
+COLLECTIVES = ("all_gather", "all_reduce", ALL_GATHER, REDUCE_SCATTER, "broadcast", "all_to_all")
 
 
 def make_case(vocab, dtype=torch.float32, valid=None, rows=ROWS["torch"]):
@@ -105,7 +106,7 @@ def count_collectives(gather):
 
 
 @pytest.mark.parametrize(("size", "gather", "expected"), [
-    (2, False, {"all_gather": 1}), (2, True, {"all_gather": 1, "all_reduce": 1}), (1, True, {}),
+    (2, False, {ALL_GATHER: 1}), (2, True, {ALL_GATHER: 1, "all_reduce": 1}), (1, True, {}),
 ])  # fmt: skip
 def test_the_forward_pass_needs_one_collective_and_the_backward_pass_none(ranks, size, gather, expected):
     for forward, both in ranks.run(size, count_collectives, gather):

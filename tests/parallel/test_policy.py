@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from rl_megatron.config.schema import ModelConfig
+from rl_megatron.config.model import ModelConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import NonFiniteLoss, over_steps
 from rl_megatron.losses import LogprobLoss, LossInputType, LossType, NLLLoss, Reduction

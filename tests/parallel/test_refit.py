@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_megatron.config.schema import ModelConfig
+from rl_megatron.config.model import ModelConfig
 from rl_megatron.losses import NLLLoss
 from rl_megatron.model.families import family_of_config
 from rl_megatron.weight_sync.exporter import WeightExporter

@@ -7,8 +7,10 @@ import torch
 import torch.distributed as dist
 
 from rl_megatron.logprobs import IGNORE_INDEX, SamplingFilter, vocab_parallel_logprobs
+from rl_megatron.logprobs import sampling_filter as filters
 from rl_megatron.logprobs.sampling_filter import filter_thresholds
 from rl_megatron.logprobs.vocab_parallel import VocabShard
+from rl_megatron.topology.collectives import ALL_GATHER, REDUCE_SCATTER
 
 ROWS = 23
 
@@ -29,25 +31,37 @@ def sharded(vocab, dtype, valid, sampling_filter):
 
 
 @pytest.mark.parametrize(
-    ("sampling_filter", "rounds"),
-    [
-        (SamplingFilter(top_k=9), {torch.float32: 4, torch.bfloat16: 2, torch.float64: 8}),
-        (SamplingFilter(top_p=0.8), {torch.float32: 5, torch.bfloat16: 3, torch.float64: 9}),
-        (SamplingFilter(top_k=9, top_p=0.8), {torch.float32: 9, torch.bfloat16: 5, torch.float64: 17}),
-    ],
+    ("sampling_filter", "reductions"),
+    [(SamplingFilter(top_k=9), 0), (SamplingFilter(top_p=0.8), 1), (SamplingFilter(top_k=9, top_p=0.8), 1)],
     ids=str,
 )
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("size", [2, 4])
-def test_shards_give_the_bits_of_the_whole(ranks, size, sampling_filter, rounds):
-    for dtype, collectives in rounds.items():
-        for valid in (120, 85):  # with 85, the last of four ranks holds only padding
-            want, none = ranks.reference(sharded, 120, dtype, valid, sampling_filter)
-            assert none == 0 and torch.isfinite(want).sum() >= ROWS - 3  # except rows 1, 2 and 5
-            for found, calls in ranks.run(size, sharded, 120, dtype, valid, sampling_filter):
-                assert torch.equal(found, want) and calls == collectives
+def test_shards_give_the_bits_of_the_whole(ranks, size, dtype, sampling_filter, reductions):
+    for valid in (120, 85):  # with 85, the last of four ranks holds only padding
+        want, none = ranks.reference(sharded, 120, dtype, valid, sampling_filter)
+        assert none == 0 and torch.isfinite(want).sum() >= ROWS - 3  # except rows 1, 2 and 5
+        for found, calls in ranks.run(size, sharded, 120, dtype, valid, sampling_filter):
+            assert torch.equal(found, want) and calls == reductions
 
 
-COLLECTIVES = ("all_gather", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_to_all")
+def searched(dtype, sampling_filter):
+    """Return thresholds that are not among the candidates, because only two tokens of each rank are."""
+    with mock.patch.object(filters, "_NUM_CANDIDATES", 2):
+        return sharded(120, dtype, 85, sampling_filter)[0]
+
+
+@pytest.mark.parametrize(
+    "sampling_filter", [SamplingFilter(top_k=9), SamplingFilter(top_p=0.8), SamplingFilter(top_k=9, top_p=0.8)], ids=str
+)
+def test_rows_without_enough_candidates_are_searched_to_the_same_bits(ranks, sampling_filter):
+    for dtype in (torch.float32, torch.bfloat16):
+        want, _ = ranks.reference(sharded, 120, dtype, 85, sampling_filter)
+        for found in ranks.run(2, searched, dtype, sampling_filter):
+            assert torch.equal(found, want)
+
+
+COLLECTIVES = ("all_gather", "all_reduce", ALL_GATHER, REDUCE_SCATTER, "broadcast", "all_to_all")
 
 
 def filtered(outside, with_ids, dtype):
@@ -84,12 +98,11 @@ def filtered(outside, with_ids, dtype):
 def test_filtered_logprobs_of_shards_equal_the_whole(ranks, size, with_ids, dtype, outside):
     wanted, want_gradient, _ = ranks.reference(filtered, outside, with_ids, dtype)
     results = ranks.run(size, filtered, outside, with_ids, dtype)
-    rounds = {torch.float32: 4, torch.bfloat16: 2}[dtype]
     for streams, _, (forward, both) in results:
         for stream, want in zip(streams, wanted, strict=True):
             torch.testing.assert_close(stream, want, rtol=2e-6, atol=2e-6)
         calls = {name: number for name, number in forward.items() if number}
-        assert calls == {"all_gather": 1, "all_reduce": 2 * rounds + 1 + with_ids} and both == forward
+        assert calls == {ALL_GATHER: 2, "all_reduce": 1 + with_ids} and both == forward
     gradient = torch.cat([part for _, part, _ in results], dim=1)
     torch.testing.assert_close(gradient, want_gradient, rtol=1e-5 if dtype == torch.float32 else 2.0**-7, atol=5e-6)
     assert (gradient != 0).any() and not gradient.isnan().any()

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 
 from rl_megatron.logprobs import vocab_parallel_kl, vocab_parallel_soft_cross_entropy, vocab_subset
+from rl_megatron.topology.collectives import ALL_GATHER, REDUCE_SCATTER
 
 ROWS = 19
-COLLECTIVES = ("all_gather", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_to_all")
+COLLECTIVES = ("all_gather", "all_reduce", ALL_GATHER, REDUCE_SCATTER, "broadcast", "all_to_all")
 
 
 def make_case(vocab, dtype, valid):
@@ -75,7 +76,7 @@ def test_shards_equal_the_whole(ranks, operator, size, vocab, dtype, valid):
     for value, _, (forward, both) in results:
         assert torch.equal(value, results[0][0]), "the ranks' results differ"
         torch.testing.assert_close(value, want, rtol=tolerance, atol=tolerance)
-        assert {name: calls for name, calls in forward.items() if calls} == ({"all_gather": 1} if size > 1 else {})
+        assert {name: calls for name, calls in forward.items() if calls} == ({ALL_GATHER: 1} if size > 1 else {})
         assert both == forward
     gradient = torch.cat([part for _, part, _ in results], dim=1)
     ulp = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float64: 1e-12}[dtype]

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from rl_megatron.batching.config import Batching
 from rl_megatron.logprobs import vocab_parallel_top_k
 from rl_megatron.losses import DistillationLossFn
+from rl_megatron.topology.collectives import ALL_GATHER
 from tests.parallel.layouts import VOCAB_SIZE, build_policy
 from tests.parallel.test_layouts import random_batch
 
@@ -21,7 +22,7 @@ def tied_logits(vocab, dtype):
 
 def sharded(vocab, k, dtype, valid):
     logits = tied_logits(vocab, dtype).chunk(dist.get_world_size(), dim=-1)[dist.get_rank()]
-    with mock.patch.object(dist, "all_gather", side_effect=dist.all_gather) as gather:
+    with mock.patch.object(dist, ALL_GATHER, side_effect=getattr(dist, ALL_GATHER)) as gather:
         values, ids = vocab_parallel_top_k(logits, k, dist.group.WORLD, valid_vocab_size=valid)
     return values, ids, gather.call_count, [call.args[1].nbytes for call in gather.call_args_list]
 

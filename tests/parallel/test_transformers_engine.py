@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, LogprobCheck
-from rl_megatron.config.schema import GenerationConfig
+from rl_megatron.config.generation import GenerationConfig
 from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.generation.embedded import EmbeddedEngine
 from rl_megatron.generation.interfaces import EngineFailed, Sampling
@@ -37,10 +37,10 @@ SETTINGS = GenerationConfig(engine="transformers", batch_size=4, refit_bucket_mb
 
 
 @contextmanager
-def serving(parallel: dict, precision: str = "fp32", patience_minutes: float = 10, **settings):
+def serving(parallel: dict, precision: str = "fp32", timeout_minutes: float = 10, **settings):
     """Yield a policy and its engine, which serves the policy's first weights."""
     policy = build_policy(parallel, LLAMA, precision=precision)
-    engine = TransformersEngine(policy, dataclasses.replace(SETTINGS, **settings), patience_minutes)
+    engine = TransformersEngine(policy, dataclasses.replace(SETTINGS, **settings), timeout_minutes)
     try:
         engine.update_weights()
         yield policy, engine
@@ -281,6 +281,8 @@ def kill_during_refit() -> tuple[dict, dict, list[str], float]:
         seconds = time.monotonic() - began
         found = drawn(engine, {"sampled": SAMPLING})
         found["sampled"]["weight_version"] -= 1
+        versions = found["sampled"]["token_weight_versions"]
+        versions[versions >= 0] -= 1
     return found, undisturbed, list(lines), seconds
 
 
@@ -296,14 +298,14 @@ def test_all_ranks_survive_an_engine_killed_during_a_refit(ranks):
 def first_port_taken():
     """Let another socket, which never answers, occupy the first address that the policy's rank 0 chooses."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        free_address, given = transformers_engine._free_address, []
+        free_address, given = transformers_engine.free_address, []
 
         def address():
             given.append(taken.getsockname() if not given else free_address())
             return given[-1]
 
         with (
-            patched(transformers_engine, "_free_address", address),
+            patched(transformers_engine, "free_address", address),
             patched(transformers_engine, "_SECONDS_AFTER_A_BREAK", 1.0),
         ):
             yield
@@ -316,7 +318,7 @@ def join_and_fail() -> dict:
         patched(worker_process, "WORKER_MODULE", "tests.parallel.failing_worker"),
         logged() as lines,
         first_port_taken(),
-        serving({"tensor": 2}, patience_minutes=2) as (policy, engine),
+        serving({"tensor": 2}, timeout_minutes=2) as (policy, engine),
     ):
         found["seconds to join"] = time.monotonic() - began
         found["joined"] = drawn(engine, {"sampled": SAMPLING})["sampled"]["weight_version"].tolist()

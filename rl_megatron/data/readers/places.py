@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rl_megatron.config.data_rules import require_place
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.schema import DataConfig
 from rl_megatron.data.readers.lines import JsonLines, TextLines
@@ -119,7 +120,7 @@ def required_path(data: DataConfig) -> str | tuple[str, ...]:
     Raises:
         ConfigError: It is not set.
     """
-    data.require_place()
+    require_place(data)
     assert data.path is not None
     return data.path
 

@@ -14,10 +14,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.records import Position, Reader, Record
 
 _ROWS = 1024  # that are converted to Python objects together
+_SECONDS_FOR_THE_HUB = 3.0  # to answer at all
 
 
 class Parquet(Reader):
@@ -95,7 +97,7 @@ class HubDataset(Reader):
 
     def __init__(self, name: str, subset: str | None, split: str, streaming: bool):
         self.name = f"{name} ({split})" if subset is None else f"{name} ({subset}, {split})"
-        library = _library("datasets", name)
+        library = _hub_library(name)
         try:
             with _without_retry_messages():
                 self._rows = library.load_dataset(name, subset, split=split, streaming=streaming)
@@ -121,7 +123,7 @@ def hub_splits(name: str, subset: str | None) -> list[str]:
     Raises:
         ConfigError: It cannot be found.
     """
-    library = _library("datasets", name)
+    library = _hub_library(name)
     try:
         with _without_retry_messages():
             return library.get_dataset_split_names(name, subset)
@@ -169,6 +171,30 @@ def _library(name: str, needed_by: str) -> ModuleType:
         raise ConfigError(
             f"{needed_by} needs the Python package {name}, which is not installed; pip install 'rl_megatron[data]'"
         ) from error
+
+
+def _hub_library(needed_by: str) -> ModuleType:
+    """Return the library `datasets`, which uses only what it has downloaded before if the Hub does not answer.
+
+    Its own retries would take 23 seconds to say so.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    library = _library("datasets", needed_by)
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if not constants.HF_HUB_OFFLINE and not Path(needed_by).exists():
+        try:
+            get_session().head(constants.ENDPOINT, timeout=_SECONDS_FOR_THE_HUB)
+        except Exception as error:  # of the library's HTTP client, whose errors have no common class
+            log.once(
+                f"the Hugging Face Hub does not answer ({constants.ENDPOINT}: {_line(error)}); only data that was "
+                "downloaded before is used"
+            )
+            constants.HF_HUB_OFFLINE = library.config.HF_HUB_OFFLINE = True
+    return library
 
 
 @contextmanager

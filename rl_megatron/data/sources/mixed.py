@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rl_megatron.config.schema import DataConfig, StageConfig
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import USUAL_EVAL_EXAMPLES, DataConfig, StageConfig
 from rl_megatron.data.conversations import is_conversation
 from rl_megatron.data.mixture import MixtureCounts, configured_weights
 from rl_megatron.data.records import Record
@@ -21,13 +22,12 @@ def mixed_stages(stage: StageConfig) -> list[tuple[str, StageConfig]]:
     data = stage.data
     whole = dataclasses.replace(data, mix=(), mix_weights=None)
     sections = []
-    for each, num_eval_examples in zip(data.mix, _eval_examples(data), strict=True):
+    for each, share in zip(data.mix, _eval_examples(data), strict=True):
         place = {key: getattr(each, key) for key in ("path", "dataset_name", "subset", "split")}
         columns = data.columns if each.columns is None else each.columns
         # The held-out data of `eval_path` is no data set's own.
-        section = dataclasses.replace(
-            whole, **place, columns=columns, eval_path=None, num_eval_examples=num_eval_examples
-        )
+        wanted = None if data.num_eval_examples is None else share
+        section = dataclasses.replace(whole, **place, columns=columns, eval_path=None, num_eval_examples=wanted)
         sections.append((each.shown_name, dataclasses.replace(stage, data=section)))
     return sections
 
@@ -35,7 +35,8 @@ def mixed_stages(stage: StageConfig) -> list[tuple[str, StageConfig]]:
 def _eval_examples(data: DataConfig) -> list[int]:
     """Return how many held-out examples each data set gives: shares by weight, in whole pairs, at least one."""
     names, weights = [each.shown_name for each in data.mix], [each.weight for each in data.mix]
-    counts = MixtureCounts(names, max(1, data.num_eval_examples // 2), lambda step: weights)
+    pairs = max(1, (data.num_eval_examples or USUAL_EVAL_EXAMPLES) // 2)
+    counts = MixtureCounts(names, pairs, lambda step: weights)
     return [max(2, 2 * count) for count in counts.at(0)[1]]
 
 
@@ -93,11 +94,28 @@ class MixedSource(DataSource[DataConfig]):
         if self.data.eval_path is not None:
             section = dataclasses.replace(self.data, path=self.data.eval_path, mix=(), mix_weights=None)
             return type(self.sources[0])(dataclasses.replace(self.stage, data=section), section).heldout(tokenizer)
-        parts = [source.heldout(tokenizer) for source in self.sources]
+        shares = zip(self.data.mix, self.sources, _eval_examples(self.data), strict=True)
+        parts = [_first(_heldout(source, each.shown_name, tokenizer), share) for each, source, share in shares]
         problems = [part for part in parts if isinstance(part, HeldoutProblemSet)]
         if problems:
             return HeldoutProblemSet(problems[0].task, [each for part in problems for each in part.problems])
         return _joined([part for part in parts if isinstance(part, HeldoutBatch)], tokenizer)
+
+
+def _heldout(source: DataSource[Any], name: str, tokenizer: Tokenizer) -> HeldoutBatch | HeldoutProblemSet:
+    try:
+        return source.heldout(tokenizer)
+    except ConfigError as error:
+        raise ConfigError(f"data.mix, the share of {name}: {error}") from error
+
+
+def _first(heldout: HeldoutBatch | HeldoutProblemSet, count: int) -> HeldoutBatch | HeldoutProblemSet:
+    """Return the first `count` held-out sequences or problems of a data set."""
+    if isinstance(heldout, HeldoutProblemSet):
+        return dataclasses.replace(heldout, problems=heldout.problems[:count])
+    size = min(count, heldout.batch.size)
+    num_items = len(heldout.locations) * size // heldout.batch.size
+    return dataclasses.replace(heldout, batch=heldout.batch.slice(0, size), locations=heldout.locations[:num_items])
 
 
 def _joined(parts: list[HeldoutBatch], tokenizer: Tokenizer) -> HeldoutBatch:
@@ -106,7 +124,7 @@ def _joined(parts: list[HeldoutBatch], tokenizer: Tokenizer) -> HeldoutBatch:
     batch = BatchedDataDict.from_batches([part.batch for part in parts], {"input_ids": tokenizer.pad_id})
     factors = [part.tokens_per_character for part in parts if part.tokens_per_character is not None]
     if len(factors) < len(parts):
-        return HeldoutBatch(batch)
+        return HeldoutBatch(batch, locations=tuple(place for part in parts for place in part.locations))
     tokens = [float(part.batch["token_mask"].sum()) for part in parts]
     characters = sum(number / factor for number, factor in zip(tokens, factors, strict=True))
     return HeldoutBatch(batch, sum(tokens) / characters)

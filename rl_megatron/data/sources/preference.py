@@ -12,7 +12,7 @@ from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import check_texts
 from rl_megatron.data.sources.record_source import RecordSource
 from rl_megatron.data.sources.registry import register_source
-from rl_megatron.data.sources.source import HeldoutBatch, heldout_part
+from rl_megatron.data.sources.source import HeldoutBatch, heldout_part, num_evaluated
 from rl_megatron.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ class PreferenceSource(RecordSource[PreferenceConfig]):
     def heldout(self, tokenizer: Tokenizer) -> HeldoutBatch:
         """Return the first held-out pairs in the order of the data, two sequences each."""
         pairs = self._dataset(heldout_part(self.parts(), self.data), tokenizer)
-        return HeldoutBatch(pairs.batch(range(min(len(pairs), self.data.num_eval_examples // 2))))
+        chosen = range(num_evaluated(self.data, 2 * len(pairs)) // 2)
+        return HeldoutBatch(pairs.batch(chosen), locations=tuple(map(pairs.location, chosen)))
 
     def prepared(self, records: list[Record]) -> list[Record]:
         """Return the pairs of the records."""

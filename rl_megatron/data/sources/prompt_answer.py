@@ -11,7 +11,7 @@ from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import check_texts
 from rl_megatron.data.sources.record_source import RecordSource
 from rl_megatron.data.sources.registry import register_source
-from rl_megatron.data.sources.source import HeldoutBatch, heldout_part
+from rl_megatron.data.sources.source import HeldoutBatch, heldout_part, num_evaluated
 from rl_megatron.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ class PromptAnswerSource(RecordSource[PromptAnswerConfig]):
     def heldout(self, tokenizer: Tokenizer) -> HeldoutBatch:
         """Return the first held-out records."""
         records = self._dataset(heldout_part(self.parts(), self.data), tokenizer)
-        return HeldoutBatch(records.batch(range(min(len(records), self.data.num_eval_examples))))
+        chosen = range(num_evaluated(self.data, len(records)))
+        return HeldoutBatch(records.batch(chosen), locations=tuple(map(records.location, chosen)))
 
     def _dataset(self, records: list[Record], tokenizer: Tokenizer) -> PromptAnswerDataset:
         from rl_megatron.data.datasets import PromptAnswerDataset

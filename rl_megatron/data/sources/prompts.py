@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any, ClassVar
 
 from rl_megatron.config.data_sources import PromptsConfig
+from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.conversations import is_conversation, last_answer, message_text, prompt_conversation
 from rl_megatron.data.plain_text import PlainText, refuse_conversation
 from rl_megatron.data.records import Record
 from rl_megatron.data.sources.record_source import RecordSource
 from rl_megatron.data.sources.registry import register_source
-from rl_megatron.data.sources.source import HeldoutProblemSet, heldout_part
+from rl_megatron.data.sources.source import HeldoutProblemSet, heldout_part, num_evaluated
 from rl_megatron.data.tasks.task import Demonstration, Problem
 from rl_megatron.data.tokenizer import Tokenizer
 
@@ -54,9 +54,9 @@ class PromptsSource(RecordSource[PromptsConfig]):
     `answer` or, as in files for verl, `reward_model.ground_truth`. Rewards get all its fields.
     """
 
-    @cached_property
-    def _texts(self) -> PlainText:
-        return PlainText(self.data.prompt_template)
+    def __init__(self, stage: StageConfig, data: PromptsConfig):
+        super().__init__(stage, data)
+        self._texts = PlainText(data.prompt_template)  # all blocks of streamed data share it
 
     def check_records(self, records: Sequence[Record], tokenizer: Tokenizer | None) -> None:
         """Check that every record has a prompt, and that the first one can be turned into tokens."""
@@ -82,8 +82,8 @@ class PromptsSource(RecordSource[PromptsConfig]):
 
     def heldout(self, tokenizer: Any) -> HeldoutProblemSet:
         """Return the first held-out problems."""
-        records = heldout_part(self.parts(), self.data)[: self.data.num_eval_examples]
-        problems = [self.problem(record) for record in records]
+        records = heldout_part(self.parts(), self.data)
+        problems = [self.problem(record) for record in records[: num_evaluated(self.data, len(records), "prompts")]]
         return HeldoutProblemSet(PromptsTask([], problems), problems)
 
     def problem(self, record: Record) -> Problem:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import ClassVar, Self
 
-from rl_megatron.config.schema import StageConfig
+from rl_megatron.config.schema import USUAL_EVAL_EXAMPLES, StageConfig
 from rl_megatron.data.files import split_heldout
 from rl_megatron.data.readers.lines import JsonLines, Lines
 from rl_megatron.data.readers.places import find_parts
 from rl_megatron.data.records import Part, Reader, Record
+from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.sources.source import ConfigT, DataSource
 from rl_megatron.data.tokenizer import Tokenizer
 
@@ -30,12 +32,21 @@ class RecordSource(DataSource[ConfigT]):
     def __init__(self, stage: StageConfig, data: ConfigT):
         super().__init__(stage, data)
         self._block: list[Record] | None = None
+        self._renderers: list[Renderer] = []  # the renderer of all blocks
 
     def of_block(self, records: list[Record]) -> Self:
-        """Return a source whose training data are these records."""
-        source = type(self)(self.stage, self.data)
+        """Return a source whose training data are these records, and whose blocks have one renderer."""
+        source = copy.copy(self)
         source._block = records
         return source
+
+    def renderer(self, tokenizer: Tokenizer) -> Renderer:
+        """Return a renderer of the data section. Blocks share one, so that the first of them chooses the templates."""
+        if self._block is None:
+            return super().renderer(tokenizer)
+        if not self._renderers:
+            self._renderers.append(super().renderer(tokenizer))
+        return self._renderers[0]
 
     def training_reader(self) -> Reader:
         """Return the reader of streamed training records. If there is no held-out data, it leaves out the first."""
@@ -96,4 +107,4 @@ class RecordSource(DataSource[ConfigT]):
     @property
     def _num_heldout(self) -> int:
         """Return how many records of streamed data are held out; as many as an evaluation can use, or none."""
-        return self.data.num_eval_examples if self.data.heldout_fraction > 0 else 0
+        return (self.data.num_eval_examples or USUAL_EVAL_EXAMPLES) if self.data.heldout_fraction > 0 else 0

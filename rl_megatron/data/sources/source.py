@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.schema import DataConfig, StageConfig
+from rl_megatron.config.schema import USUAL_EVAL_EXAMPLES, DataConfig, StageConfig
 from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.tasks.task import Problem, Task
@@ -32,10 +32,12 @@ class HeldoutBatch:
     Attributes:
         batch: The sequences. The two of a pair are adjacent, the chosen one first.
         tokens_per_character: The factor from nats per token to nats per character. It is set only for plain text.
+        locations: The place of the record of each sequence, or of each pair, as file:line; empty if there is none.
     """
 
     batch: BatchedDataDict
     tokens_per_character: float | None = None
+    locations: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class DataSource(Generic[ConfigT]):
         raise ConfigError(f"data.source={self.data.source} has no problems with rewards")
 
     def heldout(self, tokenizer: Tokenizer) -> HeldoutBatch | HeldoutProblemSet:
-        """Return the held-out data, of the kind `data.heldout_kind`: at most `data.num_eval_examples` items.
+        """Return the held-out data, of the kind `data.heldout_kind`: `data.num_eval_examples` sequences or problems.
 
         Raises:
             ConfigError: No data is held out.
@@ -144,3 +146,25 @@ def heldout_part(parts: tuple[PartT, PartT], data: DataConfig) -> PartT:
             "set it above 0"
         )
     return parts[1]
+
+
+def num_evaluated(data: DataConfig, num_heldout: int, noun: str = "sequences") -> int:
+    """Return how many of the held-out sequences, or problems, an evaluation uses.
+
+    Args:
+        data: The data section.
+        num_heldout: How many are held out.
+        noun: What they are, in the plural.
+
+    Raises:
+        ConfigError: `data.num_eval_examples` asks for more.
+    """
+    wanted = data.num_eval_examples
+    if wanted is None:
+        return min(num_heldout, USUAL_EVAL_EXAMPLES)
+    if wanted > num_heldout:
+        raise ConfigError(
+            f"data.num_eval_examples={wanted} exceeds the number of held-out {noun}, {num_heldout}; lower it, leave it "
+            "out to use all of them, or hold out more with data.heldout_fraction or data.eval_path"
+        )
+    return wanted

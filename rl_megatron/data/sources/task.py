@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from rl_megatron.config.data_kinds import ANSWERS, DOCUMENTS
 from rl_megatron.config.data_sources import TaskConfig, sources_providing
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import USUAL_EVAL_EXAMPLES
 from rl_megatron.data.plain_text import plain_texts
 from rl_megatron.data.records import Record
 from rl_megatron.data.sources.registry import register_source
@@ -76,10 +77,17 @@ class TaskSource(DataSource[TaskConfig]):
 
     def heldout(self, tokenizer: Tokenizer) -> HeldoutProblemSet:
         """Return held-out problems."""
-        task = self.task()
-        count = self.data.num_eval_examples
-        problems = self._called(lambda: task.heldout_problems(count), f"data.num_eval_examples={count}")
-        return HeldoutProblemSet(task, problems)
+        task, count = self.task(), self.data.num_eval_examples
+
+        def problems() -> list[Problem]:
+            if count is not None:
+                return task.heldout_problems(count)
+            try:
+                return task.heldout_problems(USUAL_EVAL_EXAMPLES)
+            except TooFewProblems:
+                return task.heldout_problems()
+
+        return HeldoutProblemSet(task, self._called(problems, f"data.num_eval_examples={count}"))
 
     def _documents(self, tokenizer: Tokenizer) -> TextDataset:
         task, data = self.task(), self.data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -13,8 +14,7 @@ from rl_megatron.data.readers.places import find_files, is_plain_text, required_
 from rl_megatron.data.records import Record
 from rl_megatron.data.sources.record_source import RecordSource
 from rl_megatron.data.sources.registry import register_source
-from rl_megatron.data.sources.source import HeldoutBatch, heldout_part
-from rl_megatron.data.templates import require_fields
+from rl_megatron.data.sources.source import HeldoutBatch, heldout_part, num_evaluated
 from rl_megatron.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -46,7 +46,10 @@ class TextSource(RecordSource[TextConfig]):
     def heldout(self, tokenizer: Tokenizer) -> HeldoutBatch:
         """Return the first windows of the held-out text."""
         windows = self._windows(heldout_part(self.documents(), self.data), tokenizer)
-        batch = windows.batch(range(min(len(windows), self.data.num_eval_examples)))
+        # Of streamed data, as many records are held out, which may be fewer windows.
+        all_are_asked_for = self.data.streaming and len(windows) <= (self.data.num_eval_examples or 0)
+        number = len(windows) if all_are_asked_for else num_evaluated(self.data, len(windows), "windows")
+        batch = windows.batch(range(number))
         return HeldoutBatch(batch, windows.num_predicted_tokens / windows.num_characters)
 
     def _windows(self, documents: list[str], tokenizer: Tokenizer) -> TextDataset:
@@ -74,7 +77,15 @@ def documents_of(records: Sequence[Record]) -> list[str]:
     Raises:
         ValueError: A record has no text; the message names its place.
     """
-    require_fields([record for record in records if not isinstance(record, TextLine)], "{text}")
+    for record in records:
+        if "text" not in record.values:
+            fields = ", ".join(map(str, record.values)) or "none"
+            name = next(iter(difflib.get_close_matches("text", record.values, n=1) or record.values), "content")
+            raise ValueError(
+                f"{record.location}: pretraining reads the field 'text', which the record does not have (its fields: "
+                f"{fields}); name the field of the text, as in data.columns={{text: {name}}}, or choose an algorithm "
+                "for this data, such as sft."
+            )
     return ["".join(map(_text, of_document)) for _, of_document in itertools.groupby(records, _document)]
 
 

@@ -14,7 +14,6 @@ from rl_megatron.data.order import epoch_order
 from rl_megatron.data.records import Record
 from rl_megatron.data.tasks.registry import register_task
 from rl_megatron.data.tasks.task import Demonstration, Problem, TooFewProblems
-from rl_megatron.data.templates import require_fields
 
 # A complete number. Characters after it must not make it another number (18k, 1/2, 3e5, 1,23); units and full stops
 # may follow.
@@ -42,7 +41,7 @@ def extract_answer(text: str) -> Decimal | None:
 @register_task("gsm8k")
 @dataclass(frozen=True)
 class GSM8K:
-    """Problems from local JSONL, with the fields `question` and `answer`; the answer ends in `#### N`.
+    """Problems from local files, with a question and an answer; the answer ends in `#### N`.
 
     The prompt is the question and a line break.
 
@@ -51,6 +50,8 @@ class GSM8K:
     Args:
         path: A directory with `train.jsonl` and `test.jsonl`, or one file of which `heldout_fraction` is held out.
         heldout_fraction: The share of problems that is held out, if `path` is a file.
+        question_field: The field of the records that has the question.
+        answer_field: The field that has the answer.
 
     Raises:
         FileNotFoundError: There is nothing at `path`.
@@ -61,10 +62,12 @@ class GSM8K:
 
     path: str
     heldout_fraction: float = 0.05
+    question_field: str = "question"
+    answer_field: str = "answer"
 
     def check_files(self) -> None:
         """Read the files and check every record, without torch, which the split into two parts needs."""
-        self._check(load_records(self.path, heldout_fraction=0.0))
+        self._checked(load_records(self.path, heldout_fraction=0.0))
 
     def train_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
         """Return all training problems in the file's order, or `count` of them chosen by `seed`."""
@@ -86,17 +89,27 @@ class GSM8K:
 
     @cached_property
     def _splits(self) -> tuple[list[Record], list[Record]]:
-        splits = load_records(self.path, self.heldout_fraction)
-        self._check(splits)
-        return splits
+        return self._checked(load_records(self.path, self.heldout_fraction))
 
-    def _check(self, splits: tuple[list[Record], list[Record]]) -> None:
-        for records in splits:
-            require_fields(records, "{question}{answer}")
-            for record in records:
-                answer = record.values["answer"]
-                if not isinstance(answer, str) or extract_answer(answer) is None:
-                    raise ValueError(f"{record.location}: the answer does not end in '#### N': {answer!r}.")
+    def _checked(self, splits: tuple[list[Record], list[Record]]) -> tuple[list[Record], list[Record]]:
+        """Return the records with their question and answer under our names."""
+        train, heldout = ([self._named(record) for record in records] for records in splits)
+        return train, heldout
+
+    def _named(self, record: Record) -> Record:
+        names = {"question": self.question_field, "answer": self.answer_field}
+        for name, field in names.items():
+            if field not in record.values:
+                raise ValueError(
+                    f"{record.location}: the record has no field {field!r} (its fields: "
+                    f"{', '.join(map(str, record.values)) or 'none'}); set data.task.{name}_field to the one of the "
+                    f"{name}."
+                )
+        values = {**record.values, **{name: record.values[field] for name, field in names.items()}}
+        answer = values["answer"]
+        if not isinstance(answer, str) or extract_answer(answer) is None:
+            raise ValueError(f"{record.location}: the answer does not end in '#### N': {answer!r}.")
+        return Record(values, record.location)
 
     def _problem(self, record: Record) -> Problem:
         answer = str(extract_answer(record.values["answer"]))

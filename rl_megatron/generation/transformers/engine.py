@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.schema import GenerationConfig
+from rl_megatron.config.generation import GenerationConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.generation.completion_batch import check_prompts, rollouts
-from rl_megatron.generation.interfaces import EngineFailed, Sampling, Served
+from rl_megatron.generation.completions import requests_of, seed_of_id
+from rl_megatron.generation.interfaces import Completion, EngineFailed, Request, Sampling, Served
 from rl_megatron.generation.transformers.process import Answers, EngineDied, EngineWorkers
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.weight_sync.plan import WeightsRefused
-from rl_megatron.weight_sync.process_group import CollectiveFailed
+from rl_megatron.weight_sync.policy_ranks import PolicyRanks
+from rl_megatron.weight_sync.process_group import CollectiveFailed, free_address
 from rl_megatron.weight_sync.sender import PendingGroup
 
 _T = TypeVar("_T")
@@ -29,7 +31,7 @@ _SECONDS_AFTER_A_BREAK = 5.0  # how long engines may take to report a collective
 
 
 class TransformersEngine:
-    """A `RolloutEngine` in `generation.num_engines` processes, which the policy's rank 0 starts at the first sync.
+    """A `RequestEngine` in `generation.num_engines` processes, which the policy's rank 0 starts at the first sync.
 
     Only rank 0 talks to the processes. It broadcasts their answers, so that all ranks decide alike. All ranks take part
     when weights are sent over a collective. If a process dies, all engines are ended and started again, because they
@@ -39,9 +41,10 @@ class TransformersEngine:
     def __init__(self, policy: MegatronPolicy, settings: GenerationConfig, collective_timeout_minutes: float = 10.0):
         self.policy, self.settings = policy, settings
         self._timeout = 60 * collective_timeout_minutes
-        self._leads = policy.topology.rank == 0
+        topology = policy.topology
+        self._ranks = PolicyRanks(topology.rank, topology.world_size, topology.device)
         self._workers: EngineWorkers | None = None  # on rank 0
-        self._started = False
+        self._started = self._paused = False
         self._served: Served | None = None
         self._starts = self._restarts = 0
         self._sync_metrics: dict[str, float] = {}  # of a weight sync that was not reported yet
@@ -59,9 +62,11 @@ class TransformersEngine:
             WeightsRefused: On every rank, if the weights that arrived are not those that were sent.
             EngineFailed: On every rank, if engines die more often than `generation.max_engine_restarts`.
         """
+        if self._ranks.from_rank_0(self._has_lost_a_process):  # while it decoded single requests, or waited for some
+            self._served = None
         if self._served is None or self._served.version != self.policy.weight_version:
             self._served = None
-            self._surviving(self._sync_weights)
+            self._with_restarts(self._sync_weights)
         metrics, self._sync_metrics = self._sync_metrics, {}
         return metrics
 
@@ -78,16 +83,54 @@ class TransformersEngine:
         check_prompts(prompts, sampling, self.policy.model_config.max_sequence_length)
         if self._served is None:
             raise EngineFailed("the rollout engine serves no weights; call update_weights() first")
-        answers = self._surviving(lambda: self._ask_for_completions(prompts, sampling, seed))
-        for version, _ in answers:
+        answers = self._with_restarts(lambda: self._ask_for_completions(requests_of(prompts, sampling, seed)))
+        completions = [completion for answer in answers for completion in answer]
+        for version in {span.version for completion in completions for span in completion.versions}:
             if version != self.policy.weight_version:
                 raise EngineFailed(
                     f"the rollout engine answered with version {version} of the weights, and the policy's is "
                     f"{self.policy.weight_version}; call update_weights() before generate()"
                 )
-        columns = zip(*(parts for _, parts in answers), strict=True)
-        parts = tuple(torch.cat([torch.from_numpy(part) for part in column]) for column in columns)
-        return rollouts(prompts, parts, sampling, self.policy.weight_version)
+        return rollouts(prompts, completions, sampling)
+
+    async def complete(
+        self, ids: Sequence[int], sampling: Sampling, request_id: str, *, seed: int | None = None
+    ) -> Completion:
+        """Return the completion of one prompt; see `RequestEngine.complete`. It may be called on any asyncio loop.
+
+        Engines decode single requests between the calls that all ranks make: a weight sync or `generate` interrupts
+        them, and they go on afterwards.
+
+        Raises:
+            ConfigError: The prompt is too long for `max_new_tokens`.
+            EngineFailed: The engine raised an exception, or its process ended. After `update_weights` has started it
+                again, the request may be repeated.
+            ValueError: Another request that has no completion yet has this id.
+        """
+        if self._served is None:
+            raise EngineFailed("the rollout engine serves no weights; call update_weights() first")
+        check_prompts([list(ids)], sampling, self.policy.model_config.max_sequence_length)
+        request = Request(request_id, tuple(ids), sampling, seed_of_id(request_id) if seed is None else seed)
+        try:
+            return await asyncio.wrap_future(self._engines().requests.put(request))
+        except asyncio.CancelledError:
+            with suppress(EngineFailed):  # its process has ended
+                self.abort([request_id])
+            raise
+
+    def pause(self, abort: bool = False) -> None:
+        """Generate no further tokens of single requests until `resume`; see `RequestEngine.pause`."""
+        self._engines().requests.tell("pause", abort)
+        self._paused = True
+
+    def resume(self) -> None:
+        """Start to generate again; see `RequestEngine.resume`."""
+        self._engines().requests.tell("resume")
+        self._paused = False
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End requests now, with the tokens that they have; see `RequestEngine.abort`."""
+        self._engines().requests.tell("abort", request_ids)
 
     def shutdown(self) -> None:
         """End the engines' processes."""
@@ -95,7 +138,10 @@ class TransformersEngine:
 
     # --- requests, which are repeated if an engine dies ---
 
-    def _surviving(self, attempt: Callable[[], _T]) -> _T:
+    def _has_lost_a_process(self) -> bool:
+        return self._workers is not None and self._workers.requests.has_lost_a_process
+
+    def _with_restarts(self, attempt: Callable[[], _T]) -> _T:
         """Return what `attempt` returns. If an engine dies in it, end all engines and try again."""
         while True:
             try:
@@ -112,14 +158,13 @@ class TransformersEngine:
                     "%s; starting the engines again (%d of at most %d times)", death, self._restarts, allowed
                 )
 
-    def _ask_for_completions(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> tuple[Any, ...]:
-        """Return the answer of each engine that was given prompts."""
+    def _ask_for_completions(self, requests: list[Request]) -> tuple[list[Completion], ...]:
+        """Return the answer of each engine that was given requests."""
         if self._served is None:  # the engines of the last attempt died
             self._sync_weights()
-        parts = min(self.settings.num_engines, len(prompts))
-        edges = [len(prompts) * part // parts for part in range(parts + 1)]
-        spans = zip(edges, edges[1:], strict=False)
-        return self._ask("generate", [(prompts[a:b], a, len(prompts), sampling, seed) for a, b in spans])
+        parts = min(self.settings.num_engines, len(requests))
+        edges = [len(requests) * part // parts for part in range(parts + 1)]
+        return self._ask("generate", [(requests[a:b],) for a, b in zip(edges, edges[1:], strict=False)])
 
     def _sync_weights(self) -> None:
         """Start the engines if needed, and send them the policy's current weights.
@@ -132,12 +177,8 @@ class TransformersEngine:
         began, version = time.perf_counter(), self.policy.weight_version
         paths = {"collective": self._over_the_group, "shared_memory": self._in_shared_memory}
         at_engines = paths[self.settings.refit](version)
-        metrics = self.policy.refit_metrics()
-        seconds = {"": time.perf_counter() - began}
-        seconds |= {f"{phase}_": max(each[phase] for each in at_engines) for phase in at_engines[0]}
-        for phase, spent in seconds.items():
-            metrics[f"refit_{phase}seconds"] = spent
-            metrics[f"refit_{phase}gb_per_s"] = metrics["refit_bytes"] / 1e9 / spent if spent > 0 else 0.0
+        slowest = {phase: max(each[phase] for each in at_engines) for phase in at_engines[0]}
+        metrics = self.policy.weights.timings.metrics_of_sync(time.perf_counter() - began, slowest)
         self._served, self._sync_metrics = Served(version, self._starts), metrics
 
     def _over_the_group(self, version: int) -> tuple[dict[str, float], ...]:
@@ -159,19 +200,21 @@ class TransformersEngine:
 
     def _start(self) -> None:
         self.policy.prepare_weights_for_ipc(int(self.settings.refit_bucket_mb * (1 << 20)))
-        plan, batch_size = self.policy.refit_plan, self.settings.batch_size
+        plan, settings = self.policy.refit_plan, self.settings
         self._started = True
         self._starts += 1
-        if self._leads:
+        if self._ranks.leads:
             self._workers = EngineWorkers(self.settings.num_engines, 60 * self.settings.engine_timeout_minutes)
-        self._ask("build", [(plan, device, batch_size) for device in self._devices])
+            if self._paused:
+                self._workers.requests.tell("pause", False)
+        self._ask("build", [(plan, device, settings.batch_size, settings.router_replay) for device in self._devices])
         if self.settings.refit == "collective":
             self._join()
 
     def _join(self) -> None:
         """Join policy and engines in one process group, the policy's ranks first."""
         before = self.policy.topology.world_size
-        address = self._from_rank_0(_free_address)
+        address = self._ranks.from_rank_0(free_address)
         common = (before + len(self._devices), self._timeout, self.policy.topology.device.type)
         handles = self.policy.init_collective(*address, before + len(self._devices), self._timeout)
         questions = [(*address, before + index, *common) for index in range(len(self._devices))]
@@ -193,12 +236,12 @@ class TransformersEngine:
                 if over:
                     for handle in handles:
                         handle.wait()
-                elif self._leads:
+                elif self._ranks.leads:
                     heard = self._engines().answers(_JOINING_POLL_SECONDS)
                     failure = heard and heard.failure
             except CollectiveFailed as error:
                 failure = str(error)
-            states = self._of_every_rank((over, failure))
+            states = self._ranks.of_every_rank((over, failure))
             failures = [failure for _, failure in states if failure is not None]
             if failures:
                 raise CollectiveFailed(failures[0])
@@ -208,10 +251,10 @@ class TransformersEngine:
         """Return the running engines, on rank 0.
 
         Raises:
-            RuntimeError: No engine runs, or this is not rank 0.
+            EngineFailed: No engine runs, or this is not rank 0.
         """
         if self._workers is None:
-            raise RuntimeError("no rollout engine runs here: rank 0 of the policy starts them at the first weight sync")
+            raise EngineFailed("no rollout engine runs here: rank 0 of the policy starts them at the first weight sync")
         return self._workers
 
     def _leave(self, at_once: bool) -> None:
@@ -236,7 +279,7 @@ class TransformersEngine:
             EngineFailed: On every rank, if an engine raised an exception, which it would raise again.
             WeightsRefused: On every rank, if the weights that arrived are not those that were sent.
         """
-        if self._leads:
+        if self._ranks.leads:
             self._engines().ask(method, *arguments_of_each)
         broken = None
         if meanwhile is not None:
@@ -244,8 +287,8 @@ class TransformersEngine:
                 meanwhile()
             except CollectiveFailed as error:
                 broken = str(error)
-            broken = next((each for each in self._of_every_rank(broken) if each is not None), None)
-        if broken is not None and self._leads:
+            broken = self._ranks.first_failure(broken)
+        if broken is not None and self._ranks.leads:
             self._engines().hurry(_SECONDS_AFTER_A_BREAK, "a collective failed")
         answers = self._answers()
         if answers.died is not None:
@@ -267,21 +310,8 @@ class TransformersEngine:
         """
         answers = None
         while answers is None:
-            answers = self._from_rank_0(lambda: self._engines().answers(self._timeout / 4))
+            answers = self._ranks.from_rank_0(lambda: self._engines().answers(self._timeout / 4))
         return answers
-
-    def _from_rank_0(self, read: Callable[[], _T]) -> _T:
-        """Call `read` on rank 0, and return its result on every rank."""
-        box: list[Any] = [read() if self._leads else None]
-        if self.policy.topology.world_size > 1:
-            dist.broadcast_object_list(box, src=0, device=self.policy.topology.device)
-        return box[0]
-
-    def _of_every_rank(self, value: _T) -> list[_T]:
-        values = [value] * self.policy.topology.world_size
-        if len(values) > 1:
-            dist.all_gather_object(values, value)
-        return values
 
 
 def engine_devices(settings: GenerationConfig, policy: torch.device) -> list[str]:
@@ -310,11 +340,11 @@ def engine_devices(settings: GenerationConfig, policy: torch.device) -> list[str
             f"would compute on cuda:{last}, and this machine has {there} GPUs; set a lower cuda:N or num_engines, "
             "leave GPUs to the engines by starting fewer ranks, or set engine_device=cpu with refit=shared_memory"
         )
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if policy.type == "cuda" and settings.refit == "collective" and last - count + 1 < ranks:
+        raise ConfigError(
+            f"generation.engine_device={settings.engine_device} and generation.refit=collective: engines would share "
+            f"cuda:{last - count + 1} with a rank, and NCCL takes one process per GPU; set engine_device=cuda:{ranks} "
+            "or higher, or refit=shared_memory"
+        )
     return [f"cuda:{last - count + 1 + index}" for index in range(count)]
-
-
-def _free_address() -> tuple[str, int]:
-    """Return an address at which the engines can meet the policy's ranks: that of rank 0, with a free port."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return os.environ.get("MASTER_ADDR", "127.0.0.1"), probe.getsockname()[1]

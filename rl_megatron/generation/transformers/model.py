@@ -1,4 +1,4 @@
-"""Build a Hugging Face model from a refit plan, and sample from it, in the engine's process, without megatron-core."""
+"""Build a Hugging Face model from a refit plan, in the engine's process, without megatron-core."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rl_megatron.generation.completions import Completions, left_padded
-from rl_megatron.generation.decoding_progress import DecodingProgress
-from rl_megatron.generation.interfaces import Sampling
-from rl_megatron.generation.sampling import sample
+from rl_megatron.generation.transformers.attention import ATTENTION
 from rl_megatron.weight_sync.plan import RefitPlan
 
 # Part of a module's name in transformers → its name in checkpoints, by model_type, if they differ.
@@ -29,9 +26,9 @@ def build_model(plan: RefitPlan, device: torch.device) -> PreTrainedModel:
     settings = dict(plan.hf_config)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     with device:
-        # Eager code exists for every architecture and every size; grouped matrix products of experts need rows whose
-        # size is a multiple of 16 bytes.
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+        # Eager code of experts exists for every size; grouped matrix products need rows whose size is a multiple of 16
+        # bytes.
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, experts_implementation="eager")
     dtypes = {spec.name: spec.torch_dtype for bucket in plan.buckets for spec in bucket.tensors}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         # A router's bias is fp32, whatever the dtype of the others.
@@ -73,51 +70,3 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
             for each, block in (parts if part == "gate_up_proj" else {down: weight}).items():
                 found[f"{prefix}.{expert}.{each}.weight"] = block
     return found
-
-
-@torch.inference_mode()
-def complete(
-    model: PreTrainedModel,
-    prompts: list[list[int]],
-    uniforms: Tensor,
-    sampling: Sampling,
-    vocab_size: int,
-    progress: DecodingProgress | None = None,
-) -> Completions:
-    """Complete a batch of prompts, until all sequences have ended or the logits of one are NaN.
-
-    Args:
-        model: The Hugging Face model.
-        prompts: Token ids of b prompts.
-        uniforms: The random numbers of `sequence_uniforms`, [b, max_new_tokens].
-        sampling: How tokens are sampled.
-        vocab_size: Tokens of the tokenizer.
-        progress: Reports how far the decoding is, if given.
-    """
-    tokens, first = left_padded(prompts, model.device)
-    completions = Completions(len(prompts), sampling, model.device)
-    uniforms = uniforms.to(model.device)
-    columns = torch.arange(tokens.size(1) + sampling.max_new_tokens, device=model.device)
-    mask = (columns >= first[:, None]).long()
-    positions = (columns - first[:, None]).clamp(min=0)
-    filled, cache = 0, None
-    for step in range(sampling.max_new_tokens):
-        end = filled + tokens.size(1)
-        output = model(
-            input_ids=tokens,
-            attention_mask=mask[:, :end],
-            position_ids=positions[:, filled:end],
-            past_key_values=cache,  # None: the model makes a DynamicCache of its own kind
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        filled, cache = end, output.past_key_values
-        chosen, logprobs = sample(output.logits[:, -1], uniforms[:, step], sampling, None, vocab_size)
-        tokens = completions.add(step, chosen, logprobs)
-        if progress is not None:
-            progress.token_added(step + 1, sampling.max_new_tokens, completions.running)
-        if completions.nan_at.any() or not completions.running.any():
-            break
-    if progress is not None:
-        progress.batch_ended(len(prompts))
-    return completions

@@ -1,7 +1,7 @@
 """Start engine processes, send them requests, and notice if one died.
 
-Requests and answers are sent over a socket pair that only the two processes have. Nothing listens on a network, and if
-either process ends, the other reads the end of the stream.
+Calls and answers are sent over a socket pair that only the two processes have, and single requests over another one.
+Nothing listens on a network, and if either process ends, the other reads the end of the stream.
 
 On Linux, PR_SET_PDEATHSIG also ends an engine that is busy when its parent dies. The signal follows the *thread* that
 started the engine, so engines must be started from a thread that lives as long as they are needed: the main thread.
@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from rl_megatron import log
+from rl_megatron.generation.transformers.requests import EngineRequests
 from rl_megatron.topology.child_process import environment_of_a_child
 
 WORKER_MODULE = "rl_megatron.generation.transformers.worker"
@@ -57,24 +58,27 @@ class Answers:
 
 
 class _Worker:
-    """One engine process, and this end of its socket."""
+    """One engine process, and this end of its sockets."""
 
-    def __init__(self, index: int, patience: float):
+    def __init__(self, index: int, timeout_seconds: float):
         self.index = index
         ours, theirs = socket.socketpair()
-        with theirs:
+        our_requests, their_requests = socket.socketpair()
+        with theirs, their_requests:
+            descriptors = (theirs.fileno(), their_requests.fileno())
             self.process = subprocess.Popen(
-                [sys.executable, "-m", WORKER_MODULE, str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-m", WORKER_MODULE, *map(str, descriptors), str(os.getpid())],
+                pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 env=environment_of_a_child(),
                 start_new_session=True,  # Ctrl-C reaches only the policy, with which the engine ends
             )
         # Without a time limit, reads from a stopped process and writes to it would block.
-        limit = struct.pack("ll", int(patience), int(patience % 1 * 1e6))
+        limit = struct.pack("ll", int(timeout_seconds), int(timeout_seconds % 1 * 1e6))
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             ours.setsockopt(socket.SOL_SOCKET, option, limit)
-        self.connection = Connection(ours.detach())
+        our_requests.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)  # answers may take any time
+        self.connection, self.requests = Connection(ours.detach()), Connection(our_requests.detach())
 
     @property
     def name(self) -> str:
@@ -105,20 +109,26 @@ class _Worker:
 
 
 class EngineWorkers:
-    """Engine processes that get their requests together.
+    """Engine processes that are called together.
+
+    Attributes:
+        requests: The single requests to them.
 
     Args:
         count: The number of processes.
-        patience: Seconds that an answer may take.
+        timeout_seconds: Seconds that an answer may take.
     """
 
-    def __init__(self, count: int, patience: float):
-        self._patience = patience
-        self._workers = [_Worker(index, patience) for index in range(count)]
+    def __init__(self, count: int, timeout_seconds: float):
+        self._timeout_seconds = timeout_seconds
+        self._workers = [_Worker(index, timeout_seconds) for index in range(count)]
         self._waiting: dict[int, _Worker] = {}
         self._values: dict[int, Any] = {}
         self._answers = Answers()
         self._progress: dict[int, tuple[int, int]] = {}
+        self.requests = EngineRequests(
+            [worker.requests for worker in self._workers], [worker.name for worker in self._workers]
+        )
 
     def ask(self, method: str, *arguments_of_each: tuple[Any, ...]) -> None:
         """Send each of the first engines a request; `answers` returns the outcome.
@@ -127,8 +137,8 @@ class EngineWorkers:
             method: The method of the engine's worker.
             arguments_of_each: Its arguments, for each engine that is asked.
         """
-        self._deadline = time.monotonic() + self._patience
-        self._allowed = f"{self._patience / 60:.3g} minutes"
+        self._deadline = time.monotonic() + self._timeout_seconds
+        self._allowed = f"{self._timeout_seconds / 60:.3g} minutes"
         self._waiting, self._values, self._answers, self._progress = {}, {}, Answers(), {}
         for worker, arguments in zip(self._workers, arguments_of_each, strict=False):
             try:

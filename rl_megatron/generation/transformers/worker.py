@@ -1,7 +1,7 @@
 """Run a rollout engine's process: a Hugging Face model that gets all of its weights by refit, and samples from it.
 
-The module `process` starts it and sends requests over the socket that it inherits. It ends with the policy's process.
-It does not import megatron-core.
+The module `process` starts it, calls its methods over one of the two sockets that it inherits, and sends it single
+requests over the other. It ends with the policy's process. It does not import megatron-core.
 """
 
 from __future__ import annotations
@@ -9,34 +9,40 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 
 from rl_megatron import log
-from rl_megatron.generation.completions import sequence_uniforms
+from rl_megatron.generation.decoder import Decoder
 from rl_megatron.generation.decoding_progress import DecodingProgress
-from rl_megatron.generation.interfaces import Sampling
-from rl_megatron.generation.transformers.model import build_model, checkpoint_tensors, complete
+from rl_megatron.generation.interfaces import Completion, Request
+from rl_megatron.generation.ongoing import Ongoing
+from rl_megatron.generation.transformers.model import build_model, checkpoint_tensors
+from rl_megatron.generation.transformers.pending_requests import PendingRequests
+from rl_megatron.generation.transformers.replica import TransformersReplica
+from rl_megatron.generation.transformers.routing import RoutingRecorder
 from rl_megatron.topology.child_process import die_with
 from rl_megatron.weight_sync.ipc import WeightHandle, opened
 from rl_megatron.weight_sync.plan import RefitPlan, WeightsRefused
 from rl_megatron.weight_sync.process_group import CollectiveFailed, StandaloneGroup
-from rl_megatron.weight_sync.receiver import WeightReceiver
+from rl_megatron.weight_sync.receiver import ParameterSink, WeightReceiver
 
 
 class TransformersWorker:
     """The methods that the policy's process can call."""
 
-    def build(self, plan: RefitPlan, device: str, batch_size: int) -> None:
-        """Build the model without weights, on the device."""
-        self._plan, self._batch_size = plan, batch_size
+    def build(self, plan: RefitPlan, device: str, batch_size: int, records_routing: bool) -> None:
+        """Build the model without weights, on the device; `records_routing` makes it record routed experts."""
+        self._batch_size = batch_size
         self._device = torch.device(device)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self.model = build_model(plan, self._device)
-        self.receiver = WeightReceiver(checkpoint_tensors(self.model), plan)
+        self.receiver = WeightReceiver(ParameterSink(checkpoint_tensors(self.model)), plan)
+        recorder = RoutingRecorder(self.model) if records_routing else None
+        self._replica = TransformersReplica(self.model, plan.vocab_size, self._version, recorder)
 
     def join(self, ip: str, port: int, rank: int, world_size: int, timeout_seconds: float, kind: str) -> None:
         """Join the process group of the policy's ranks, whose type of device is `kind`."""
@@ -68,35 +74,45 @@ class TransformersWorker:
         self.receiver.finish()
         return self.receiver.seconds
 
-    def generate(
-        self, prompts: list[list[int]], first_sequence: int, num_sequences: int, sampling: Sampling, seed: int
-    ) -> tuple[int | None, tuple[Any, ...]]:
-        """Return the version of the weights, and the parts of `Completions` as arrays.
+    def generate(self, requests: list[Request]) -> list[Completion]:
+        """Return the completion of each request, in order."""
+        decoder = self.new_decoder()
+        decoder.add([Ongoing(request) for request in requests])
+        progress = DecodingProgress(len(requests))
+        found: dict[str, Completion] = {}
+        with decoder.active():
+            while (ended := decoder.advance()) is not None:
+                found |= {completion.request_id: completion for completion in ended}
+                progress.advanced(len(found), decoder.share_generated, len(decoder.running))
+        progress.batch_ended(len(found))
+        return [found[request.request_id] for request in requests]
 
-        Args:
-            prompts: Token ids of this engine's prompts.
-            first_sequence: The number of the first of them among all prompts.
-            num_sequences: The number of all prompts.
-            sampling: How tokens are sampled.
-            seed: The seed of the random numbers of all prompts.
-        """
-        uniforms = sequence_uniforms(num_sequences, sampling, seed)[first_sequence : first_sequence + len(prompts)]
-        batches = [slice(start, start + self._batch_size) for start in range(0, len(prompts), self._batch_size)]
-        progress = DecodingProgress(len(prompts))
-        drawn = [
-            complete(self.model, prompts[indices], uniforms[indices], sampling, self._plan.vocab_size, progress).parts()
-            for indices in batches
-        ]
-        return self.receiver.version, tuple(torch.cat(part).cpu().numpy() for part in zip(*drawn, strict=True))
+    def new_decoder(self) -> Decoder:
+        """Return a decoder without sequences. The model uses its cache, and no longer that of an earlier decoder."""
+        if self.receiver.version is None:
+            raise RuntimeError("no weights have arrived yet")
+        return Decoder(self._replica, self._batch_size)
+
+    def _version(self) -> int:
+        assert self.receiver.version is not None, "new_decoder checks it"
+        return self.receiver.version
 
 
-def serve(connection: Connection, worker: TransformersWorker) -> None:
-    """Answer requests until the connection ends."""
+def serve(connection: Connection, worker: TransformersWorker, pending: PendingRequests) -> None:
+    """Answer the policy's calls, and decode single requests between them, until a connection ends."""
     while True:
+        ready = wait([connection, pending.connection], 0 if pending.can_advance else None)
         try:
+            if pending.connection in ready:
+                pending.hear()
+            elif not ready:
+                pending.advance()
+            if connection not in ready:
+                continue
             method, arguments = connection.recv()
         except (EOFError, OSError):
             return
+        pending.hold()
         answer: Callable[..., Any] = getattr(worker, method)
         try:
             result = ("answer", answer(*arguments))
@@ -111,12 +127,12 @@ def serve(connection: Connection, worker: TransformersWorker) -> None:
 
 
 def main(arguments: list[str], worker: TransformersWorker) -> None:
-    """Serve the parent process. The arguments are the socket's descriptor and the parent's process id."""
-    descriptor, parent = map(int, arguments)
+    """Serve the parent process. The arguments are the sockets' descriptors and the parent's process id."""
+    descriptor, requests, parent = map(int, arguments)
     die_with(parent)
     connection = Connection(descriptor)
     log.watch_progress(lambda *progress: connection.send(("progress", progress)))
-    serve(connection, worker)
+    serve(connection, worker, PendingRequests(Connection(requests), worker.new_decoder))
 
 
 if __name__ == "__main__":

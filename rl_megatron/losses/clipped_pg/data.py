@@ -13,8 +13,8 @@ class ClippedPGLossDataDict(TypedDict):
     Attributes:
         input_ids: Token ids.
         advantages: Advantages, [B, S] or [B].
-        prev_logprobs: log π_prev. It is not needed with force_on_policy_ratio, nor by REINFORCE without a correction,
-            but the generation metrics need it.
+        prev_logprobs: log π_prev. Without it, π_prev is the policy of this forward pass, which is right for the first
+            update after the completions were sampled.
         generation_logprobs: log π_generation. It is needed only for the importance sampling correction, the on-policy
             KL approximation and the generation metrics.
         reference_policy_logprobs: log π_ref. It is needed only with a KL penalty in the loss.

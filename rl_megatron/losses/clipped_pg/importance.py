@@ -61,7 +61,9 @@ def generation_metrics(
         outside: Which weights were outside their bounds, from `importance_weights`.
         means: The averages over the global batch.
     """
-    metrics = mismatch_metrics(prev_logprobs, generation_logprobs, means.over_tokens, cfg.reference_policy_kl_type)
+    metrics = mismatch_metrics(
+        prev_logprobs, generation_logprobs, means.streams.mask, means.over_tokens, cfg.reference_policy_kl_type
+    )
     weight_mean = means.over_sequences if cfg.sequence_level_importance_ratios else means.over_tokens
     metrics["sampling_importance_ratio"] = weight_mean(weights)
     metrics["approx_entropy"] = -means.over_tokens(F.bounded_exp(logprobs - generation_logprobs) * logprobs)

@@ -23,7 +23,7 @@ from rl_megatron.losses.clipped_pg.means import Means
 from rl_megatron.losses.clipped_pg.ratios import policy_ratio, ratio_metrics
 from rl_megatron.losses.clipped_pg.surrogates import surrogate_loss
 from rl_megatron.losses.contract import Count, LossType, Reduction
-from rl_megatron.losses.mismatch import MISMATCH_METRICS
+from rl_megatron.losses.mismatch import MISMATCH_MAXIMA, MISMATCH_MEANS
 from rl_megatron.losses.registry import register_loss
 from rl_megatron.losses.streams import TokenStreams
 
@@ -35,6 +35,9 @@ class ClippedPGLossFn(LogprobLoss):
     The defaults are GRPO's:
 
         ℓ = −min( r·A, clip(r, 1−ε_min, 1+ε_max)·A ),  r = π/π_prev,  w = 1,  mean over the global batch's tokens
+
+    If the batch has no prev_logprobs, π_prev is π without its gradient, so that r is 1. This is right for the first
+    update after the completions were sampled.
 
     NLL⁺ is the mean of −log π over the tokens of samples with a positive reward. Its denominator is a global count, so
     that the term does not grow with the number of microbatches. If the batch has data["global_positive_toks"] (the
@@ -81,24 +84,29 @@ class ClippedPGLossFn(LogprobLoss):
         ratios = ("probs_ratio", "probs_ratio_clamped")
         return Reduction.table(
             "loss", *ratios, "kl_penalty", "clip_fraction", "num_valid_samples", "positive_nll_loss", "entropy",
-            "sampling_importance_ratio", "approx_entropy", *MISMATCH_METRICS,
+            "sampling_importance_ratio", "approx_entropy", *MISMATCH_MEANS,
             *(["is_oob_ratio"] if self.cfg.truncation_type is not None else []),
             minima=[f"{name}_min" for name in ratios],
-            maxima=[f"{name}_max" for name in ratios],
+            maxima=[*(f"{name}_max" for name in ratios), *MISMATCH_MAXIMA],
         )  # fmt: skip
 
     @property
     def required_keys(self) -> tuple[str, ...]:
         """Return the keys of the batch that these settings need."""
         cfg = self.cfg
-        corrects = cfg.use_importance_sampling_correction
+        approximates = cfg.use_on_policy_kl_approximation and cfg.kl_coefficient > 0
         conditional = {
-            "prev_logprobs": not cfg.force_on_policy_ratio and (corrects or not cfg.disable_ppo_ratio),
-            "generation_logprobs": corrects or (cfg.use_on_policy_kl_approximation and cfg.kl_coefficient > 0),
+            "generation_logprobs": cfg.use_importance_sampling_correction or approximates,
             "reference_policy_logprobs": cfg.kl_coefficient > 0,
             "rewards": cfg.positive_example_nll_weight > 0,
         }
         return (*super().required_keys, "advantages", *(key for key, needed in conditional.items() if needed))
+
+    @property
+    def on_policy_keys(self) -> frozenset[str]:
+        """Return "prev_logprobs", unless a subclass replaces the method that can do without them."""
+        replaced = self.has_own_call or type(self).evaluate is not ClippedPGLossFn.evaluate
+        return frozenset(() if replaced else ("prev_logprobs",))
 
     @property
     def needs_entropy(self) -> bool:
@@ -122,14 +130,15 @@ class ClippedPGLossFn(LogprobLoss):
         means = Means(cfg, streams, global_valid_seqs, global_valid_toks)
         logprobs = streams.select("next_token_logprobs", next_token_logprobs)
         entropy = None if next_token_entropy is None else streams.select("next_token_entropy", next_token_entropy)
-        prev = logprobs.detach() if cfg.force_on_policy_ratio else streams.get("prev_logprobs")
+        known = "prev_logprobs" in streams and not cfg.force_on_policy_ratio
+        prev = streams["prev_logprobs"] if known else logprobs.detach()
         generation = streams.get("generation_logprobs")
         metrics: dict[str, Tensor] = {}
 
         ratio, clipped_ratio = policy_ratio(cfg, logprobs, prev, streams.mask)
         metrics |= ratio_metrics(ratio, clipped_ratio, means)
         loss_of_tokens = surrogate_loss(cfg, streams["advantages"], ratio, clipped_ratio, logprobs)
-        if prev is not None and generation is not None:
+        if generation is not None:
             weights, outside = importance_weights(cfg, prev, generation, streams.token_mask)
             metrics |= generation_metrics(cfg, logprobs, prev, generation, weights, outside, means)
             if cfg.use_importance_sampling_correction:

@@ -13,7 +13,7 @@ from rl_megatron.losses.clipped_pg.means import Means
 def policy_ratio(
     cfg: ClippedPGLossConfig,
     logprobs: Float[Tensor, "batch tokens"],
-    prev_logprobs: Float[Tensor, "batch tokens"] | None,
+    prev_logprobs: Float[Tensor, "batch tokens"],
     mask: Shaped[Tensor, "batch tokens"],
 ) -> tuple[Float[Tensor, "batch tokens"], Float[Tensor, "batch tokens"]]:
     """Return (ratio π/π_prev, clipped ratio) of every token.
@@ -27,7 +27,6 @@ def policy_ratio(
         return ratio, ratio
     if cfg.disable_ppo_ratio:
         return logprobs, logprobs
-    assert prev_logprobs is not None  # a required key
     log_ratio = logprobs - prev_logprobs
     if cfg.sequence_level_importance_ratios:
         log_ratio = F.sequence_log_ratio(log_ratio, mask)

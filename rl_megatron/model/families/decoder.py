@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import head_size
-from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.families.hf_config import only
 from rl_megatron.model.families.rope import read_rope, write_rope
 

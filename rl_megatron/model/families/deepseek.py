@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import LatentShape, num_experts
-from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.families.family import Family
 from rl_megatron.model.families.rope import read_rope, write_rope
 from rl_megatron.model.families.table import TableBuilder, WeightTable, embeddings, gated_mlp

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.registry import Registry
-from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.families.table import WeightTable
 
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model import ModelConfig, YarnRope
 from rl_megatron.config.model_shape import head_size
-from rl_megatron.config.schema import ModelConfig, YarnRope
 from rl_megatron.model.families.family import Family
 from rl_megatron.model.families.rope import DEFAULT_BASE, read_scaling, write_scaling
 from rl_megatron.model.families.table import TableBuilder, WeightTable, attention, embeddings, gated_mlp

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rl_megatron.config.schema import ModelConfig
+from rl_megatron.config.model import ModelConfig
 from rl_megatron.model.families.decoder import read_decoder, read_window, write_decoder, write_window
 from rl_megatron.model.families.family import Family
 from rl_megatron.model.families.table import dense_decoder

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.schema import LinearRope, Llama3Rope, ModelConfig, RopeScaling, YarnRope
+from rl_megatron.config.model import LinearRope, Llama3Rope, ModelConfig, RopeScaling, YarnRope
 
 # For each kind of scaling: the class of our setting, and the keys that config.json and the class share.
 _KINDS: dict[str, tuple[type | None, frozenset[str]]] = {

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import head_size, num_experts
-from rl_megatron.config.schema import ModelConfig
 
 Shape = tuple[int, ...]
 

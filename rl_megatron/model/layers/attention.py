@@ -5,8 +5,9 @@ It supports padded batches and packs, context parallelism, grouped queries and s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,18 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from rl_megatron.model.layers.packed import PackedSequences, causal_mask
+from rl_megatron.model.layers.packed import LastBiases, PackedSequences, causal_bias
+from rl_megatron.model.layers.rotation import rotate, split_and_rotate, turns_of
 from rl_megatron.topology.context_parallel import gather_and_reduce, zigzag_gather_and_reduce, zigzag_positions
+
+BIASES = LastBiases()
+"""The biases of the microbatch that all layers are computing. `Runner` clears them after a pass."""
 
 
 @dataclass
@@ -38,25 +44,25 @@ class PortablePacking(PackedSeqParams):
 class PortableRotaryEmbedding(RotaryEmbedding):
     """megatron-core's RoPE, in which each token of a pack has its position in its own sequence.
 
-    One lookup gives the angles of the whole pack; megatron-core would loop over sequences in every layer.
+    It returns cosines and sines instead of angles (`turns_of`), which are computed once for all layers. One lookup
+    gives those of a whole pack; megatron-core would loop over sequences in every layer.
 
-    If layers with a window have their own frequencies (`local_frequencies` [D/2]), the angles of both kinds are side by
-    side, [S, 2, 1, D], because megatron-core passes one tensor to all layers. `PortableSelfAttention` selects its own.
+    If layers with a window have their own frequencies (`local_frequencies` [D/2]), the turns of both kinds are side by
+    side, [S, 1, 2, D], because megatron-core passes one tensor to all layers. `PortableSelfAttention` selects its own.
     """
 
     local_frequencies: Tensor | None = None
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """Return the angles of `max_seq_len` positions from `offset` on.
+        """Return the turns of `max_seq_len` positions from `offset` on.
 
-        The shape is [S, 1, 1, D], or [S, 2, 1, D] if layers with a window have their own frequencies.
+        The shape is [S, 1, 1, D], or [S, 1, 2, D] if layers with a window have their own frequencies.
         """
-        angles = super().get_emb(max_seq_len, offset)
-        if self.local_frequencies is None:
-            return angles
-        positions = torch.arange(max_seq_len, dtype=torch.float32, device=self.local_frequencies.device) + offset
-        local = torch.outer(positions, self.local_frequencies).repeat(1, 2)
-        return torch.cat([angles, local[:, None, None]], dim=1)
+        of_kinds = [self.get_freqs_non_repeated(max_seq_len, offset)]
+        if self.local_frequencies is not None:
+            positions = torch.arange(max_seq_len, dtype=torch.float32, device=self.local_frequencies.device) + offset
+            of_kinds.append(torch.outer(positions, self.local_frequencies))
+        return turns_of(torch.stack(of_kinds, dim=1))[:, None]
 
     def get_rotary_seq_len(
         self,
@@ -74,21 +80,58 @@ class PortableRotaryEmbedding(RotaryEmbedding):
         )
 
     def forward(self, max_seq_len: int | PackedSequences, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the angles of this rank's tokens, given the sequences of a pack or the length of a padded batch."""
+        """Return the turns of this rank's tokens, given the sequences of a pack or the length of a padded batch."""
         if isinstance(max_seq_len, PackedSequences):
             return self.get_emb(max_seq_len.longest)[max_seq_len.positions]
         return super().forward(max_seq_len, *args, **kwargs)
 
 
 class PortableSelfAttention(SelfAttention):
-    """megatron-core's self-attention, which selects the layer's RoPE if layers with a window have their own."""
+    """megatron-core's self-attention with our rotation of queries and keys.
 
-    def forward(self, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Return megatron-core's result with the RoPE angles of this layer."""
-        if rotary_pos_emb is not None and rotary_pos_emb.size(1) == 2:
+    It selects the layer's RoPE if layers with a window have their own.
+    """
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        rotary_pos_emb: Tensor,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,  # megatron-core's inference, which is not used
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the attention's output [S, B, H] and its bias, which is None.
+
+        Args:
+            hidden_states: [S, B, H].
+            attention_mask: Not used: `PortableAttention` is causal.
+            rotary_pos_emb: What `PortableRotaryEmbedding` returns.
+            packed_seq_params: The packing of a pack.
+        """
+        if rotary_pos_emb.size(2) == 2:
             own = 0 if sliding_window(self.config, self.layer_number) is None else 1
-            rotary_pos_emb = rotary_pos_emb[:, own : own + 1]
-        return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+            rotary_pos_emb = rotary_pos_emb[:, :, own : own + 1]
+        query, key, value = self._rotated(hidden_states, rotary_pos_emb)
+        if self.checkpoint_core_attention and self.training:
+            attended = self._checkpointed_attention_forward(
+                query, key, value, attention_mask, packed_seq_params=packed_seq_params
+            )
+        else:
+            core: Any = self.core_attention
+            attended = core(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
+        return self.linear_proj(attended)
+
+    def _rotated(self, hidden: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rotated query and key, and the value."""
+        make: Any = self.get_query_key_value_tensors  # its annotation is the union of what it returns
+        groups, has_norms = self.config.num_query_groups, not isinstance(self.q_layernorm, IdentityOp)
+        assert groups is not None, "TransformerConfig fills it in"
+        if has_norms or groups < self.world_size:  # ranks that share a group split its queries
+            query, key, value = make(hidden)
+            return rotate(query, turns), rotate(key, turns), value
+        mixed, _ = make(hidden, split_qkv=False)
+        return split_and_rotate(mixed, turns, self.hidden_size_per_attention_head)
 
 
 class PortableAttention(torch.nn.Module):
@@ -96,7 +139,8 @@ class PortableAttention(torch.nn.Module):
 
     Each token attends to itself and to the `sliding_window − 1` tokens before it, or to all tokens before it if there
     is no window. Under context parallelism the queries stay on their rank. Keys and values are gathered over the group
-    in one all-gather, whose backward is a reduce-scatter.
+    in one all-gather, whose backward is a reduce-scatter. A rank's two slices of a sequence then attend one after the
+    other, each to the keys up to its end, for which causal kernels need no mask.
 
     Shapes (positions S of the rank, batch B, heads N, key/value heads G, head dim D): query is [S, B, N, D]; key and
     value are [S, B, G, D]; the result is [S, B, N·D]. A pack has B = 1.
@@ -144,33 +188,91 @@ class PortableAttention(torch.nn.Module):
         return self._packed(query, key, value, packed_seq_params.sequences)
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        whole = zigzag_gather_and_reduce(torch.cat([key, value], dim=-1), self.cp_group, dim=0)
-        key, value = whole.split([key.size(-1), value.size(-1)], dim=-1)
-        mask, length, device = None, key.size(0), query.device
         if self.cp_group is not None and self.cp_group.size() > 1:
-            mask = _zigzag_mask(length, self.cp_group.rank(), self.cp_group.size(), self.window, device)
-        elif self.window is not None and self.window < length:
-            mask = causal_mask(torch.arange(length, device=device), length, self.window)
-        return attend(query, key, value, mask, self.softmax_scale)
+            whole = zigzag_gather_and_reduce(torch.cat([key, value], dim=-1), self.cp_group, dim=0)
+            key, value = whole.split([key.size(-1), value.size(-1)], dim=-1)
+        length = key.size(0)
+        cp_rank, cp_size = (0, 1) if self.cp_group is None else (self.cp_group.rank(), self.cp_group.size())
+        sequences = (length, cp_rank, cp_size, query.device)
+        if not self._has_window(length):
+            return self._attend_to_all(query, key, value, sequences)
+
+        def make() -> Tensor:
+            if cp_size == 1:
+                positions = torch.arange(length, device=query.device)
+            else:
+                positions = zigzag_positions(length, cp_rank, cp_size, query.device)
+            return causal_bias(positions, length, self.window, query.dtype)
+
+        bias = BIASES.get(sequences, (self.window, query.dtype), make)
+        return attend(query, key, value, bias, self.softmax_scale)
+
+    def _has_window(self, length: int) -> bool:
+        return self.window is not None and self.window < length
+
+    def _attend_to_all(self, query: Tensor, key: Tensor, value: Tensor, sequences: object) -> Tensor:
+        """Return the output without a window, of this rank's queries [S/cp, …] and all keys and values [S, …].
+
+        Args:
+            query: Of sequences that are cut zigzag over the ranks.
+            key: Of the whole sequences.
+            value: Of the whole sequences.
+            sequences: What tells these sequences from others (`LastBiases`).
+        """
+        if len(query) == len(key) or self.cp_group is None:
+            return self._attend_last(query, key, value, sequences)
+        rank, cp_size, slice_length = self.cp_group.rank(), self.cp_group.size(), len(query) // 2
+        ends = (slice_length * (rank + 1), slice_length * (2 * cp_size - rank))
+        outputs = [
+            self._attend_last(queries, key[:end], value[:end], sequences)
+            for queries, end in zip(query.chunk(2), ends, strict=True)
+        ]
+        return torch.cat(outputs)
+
+    def _attend_last(self, query: Tensor, key: Tensor, value: Tensor, sequences: object) -> Tensor:
+        """Return the output without a window of queries at the last positions of the keys."""
+        num_queries, length = len(query), len(key)
+        if num_queries == length:
+            return attend(query, key, value, None, self.softmax_scale)
+        if flash_attends_last(query, value):
+            return attend_last(query, key, value, self.softmax_scale)
+        positions = torch.arange(length - num_queries, length, device=query.device)
+        make = partial(causal_bias, positions, length, None, query.dtype)
+        bias = BIASES.get(sequences, (num_queries, length, query.dtype), make)
+        return attend(query, key, value, bias, self.softmax_scale)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
         """Return the output for a pack. Sequences of similar length are unpacked into one batch and attend together.
 
         So no scores are computed between tokens of different sequences.
         """
-        whole = gather_and_reduce(torch.cat([key, value], dim=-1)[:, 0], self.cp_group)
+        if self.cp_group is None or self.cp_group.size() == 1:
+            batches = zip(*(sequences.unpack(x[:, 0]) for x in (query, key, value)), strict=True)
+        else:
+            batches = self._gathered(query, key, value, sequences)
         outputs = []
+        for bucket, of_bucket in zip(sequences.buckets, batches, strict=True):
+            queries, keys, values = (x.transpose(0, 1) for x in of_bucket)
+            length = bucket.key_shape[1]
+            if not self._has_window(length) and (bucket.is_even or bucket.query_shape == bucket.key_shape):
+                output = self._attend_to_all(queries, keys, values, sequences)
+            else:
+                make = partial(causal_bias, bucket.positions[:, None], length, self.window, query.dtype)
+                bias = BIASES.get(sequences, (bucket.key_shape, self.window, query.dtype), make)
+                output = attend(queries, keys, values, bias, self.softmax_scale)
+            outputs.append(output.transpose(0, 1).flatten(0, 1))
+        return sequences.pack(outputs)[:, None]
+
+    def _gathered(
+        self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield each bucket's queries [b, L/cp, N, D] of this rank, and all ranks' keys and values [b, L, G, D]."""
+        whole = gather_and_reduce(torch.cat([key, value], dim=-1)[:, 0], self.cp_group)
         for bucket in sequences.buckets:
-            key, value = (
-                whole.index_select(0, bucket.keys)
-                .view(*bucket.key_shape, *whole.shape[1:])
-                .transpose(0, 1)
-                .split([key.size(-1), value.size(-1)], dim=-1)
-            )
-            queries = query[:, 0].index_select(0, bucket.queries).view(*bucket.query_shape, *query.shape[2:])
-            mask = bucket.mask(self.window)
-            outputs.append(attend(queries.transpose(0, 1), key, value, mask, self.softmax_scale).transpose(0, 1))
-        return torch.cat([output.flatten(0, 1) for output in outputs]).index_select(0, sequences.slots)[:, None]
+            queries = query[:, 0].index_select(0, bucket.queries).unflatten(0, bucket.query_shape)
+            both = whole.index_select(0, bucket.keys).unflatten(0, bucket.key_shape)
+            keys, values = both.split([key.size(-1), value.size(-1)], dim=-1)
+            yield queries, keys, values
 
 
 def sliding_window(config: TransformerConfig, layer_number: int) -> int | None:
@@ -188,33 +290,59 @@ def sliding_window(config: TransformerConfig, layer_number: int) -> int | None:
     return window[0] + 1 if has_window else None
 
 
-@lru_cache(maxsize=4)
-def _zigzag_mask(length: int, cp_rank: int, cp_size: int, window: int | None, device: torch.device) -> Tensor:
-    """Return the mask of a rank's zigzag slices. It is cached, because layers and most microbatches share it."""
-    return causal_mask(zigzag_positions(length, cp_rank, cp_size, device), length, window)
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:
     """Return scaled dot-product attention [S_q, B, N·D] of tensors in megatron-core's layout.
 
     Args:
         query: [S_q, B, N, D].
         key: [S_k, B, G, D].
         value: [S_k, B, G, D].
-        mask: Boolean, broadcastable to [B, N, S_q, S_k], and true if a query may attend to a key. None means causal
-            attention.
+        bias: What to add to the scores, broadcastable to [B, N, S_q, S_k] and of the query's dtype (`causal_bias`).
+            None means causal attention of as many queries as keys.
         scale: The factor of the scores. None means 1/√D.
     """
-    if mask is not None and key.size(2) != query.size(2):
-        # On a GPU, only the kernel that stores all scores supports a mask together with grouped queries.
+    if key.size(2) != query.size(2) and _lacks_grouped_kernel(query, bias):
         key, value = (x.repeat_interleave(query.size(2) // x.size(2), dim=2) for x in (key, value))
     output = scaled_dot_product_attention(
         query.permute(1, 2, 0, 3),
         key.permute(1, 2, 0, 3),
         value.permute(1, 2, 0, 3),
-        attn_mask=mask,
-        is_causal=mask is None,
+        attn_mask=bias,
+        is_causal=bias is None,
         scale=scale,
         enable_gqa=query.size(2) != key.size(2),
+    )
+    return output.permute(2, 0, 1, 3).flatten(2)
+
+
+def _lacks_grouped_kernel(query: Tensor, bias: Tensor | None) -> bool:
+    """Return whether grouped queries are supported only by the kernel that stores all scores.
+
+    On a GPU, the flash kernel supports them, but neither a bias nor fp32.
+    """
+    return query.is_cuda and (bias is not None or query.dtype is torch.float32)
+
+
+def flash_attends_last(query: Tensor, value: Tensor) -> bool:
+    """Return whether `attend_last` supports these queries and values [S, B, heads, D]."""
+    dim = query.size(-1)
+    return (
+        query.is_cuda
+        and query.dtype is not torch.float32
+        and dim == value.size(-1)
+        and dim % 8 == 0
+        and dim <= 256
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+def attend_last(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """Return causal attention [S_q, B, N·D] of queries at the last S_q of S_k positions, without a mask in memory.
+
+    torch offers it by `causal_lower_right`, which fails under dispatch modes, such as torch's counter of FLOPs. The
+    operator behind it understands causal attention in this way.
+    """
+    output, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), 0.0, True, scale=scale
     )
     return output.permute(2, 0, 1, 3).flatten(2)

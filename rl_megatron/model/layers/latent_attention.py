@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import checkpoint
@@ -19,11 +18,12 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import LatentShape
-from rl_megatron.config.schema import ModelConfig
 from rl_megatron.model.layers.attention import PortableAttention
 from rl_megatron.model.layers.norms import PortableRMSNorm
 from rl_megatron.model.layers.rope import rotary_scale
+from rl_megatron.model.layers.rotation import rotate
 
 LATENT_NORM_EPSILON = 1e-6  # DeepSeek's models have this ε here, whatever the ε of their other norms is
 
@@ -121,15 +121,15 @@ class LatentAttention(MegatronModule):
             return self.linear_proj(checkpoint(attend, False, query, key, value))
         return self.linear_proj(attend(query, key, value))
 
-    def _query(self, hidden: Tensor, angles: Tensor) -> Tensor:
+    def _query(self, hidden: Tensor, turns: Tensor) -> Tensor:
         if hasattr(self, "linear_q_proj"):
             query, _ = self.linear_q_proj(hidden)
         else:
             query, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))
         plain, turned = query.unflatten(-1, (-1, self.shape.query)).split([self.shape.nope, self.shape.rope], dim=-1)
-        return torch.cat([plain, self._turn(turned, angles)], dim=-1)
+        return torch.cat([plain, self._turn(turned, turns)], dim=-1)
 
-    def _key_and_value(self, hidden: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    def _key_and_value(self, hidden: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
         latent, shared = self.linear_kv_down_proj(hidden).split([self.shape.latent, self.shape.rope], dim=-1)
         if self.config.sequence_parallel:
             shared = gather_from_sequence_parallel_region(shared, group=self.tp_group)  # backward sums over all heads
@@ -138,10 +138,10 @@ class LatentAttention(MegatronModule):
         both, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
         of_heads = both.unflatten(-1, (-1, self.shape.key_and_value))
         key, value = of_heads.split([self.shape.nope, self.shape.value], dim=-1)
-        shared = self._turn(shared[:, :, None], angles).expand(*key.shape[:-1], self.shape.rope)
+        shared = self._turn(shared[:, :, None], turns).expand(*key.shape[:-1], self.shape.rope)
         return torch.cat([key, shared], dim=-1), value.contiguous()
 
-    def _turn(self, x: Tensor, angles: Tensor) -> Tensor:
+    def _turn(self, x: Tensor, turns: Tensor) -> Tensor:
         """Return [S, B, heads, rope] rotated by RoPE."""
         sorted_ = torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
-        return apply_rotary_pos_emb(sorted_, angles, self.config, mscale=self.rotary_scale, cp_group=self.tp_group)
+        return rotate(sorted_, turns, self.rotary_scale)

@@ -1,17 +1,21 @@
-"""The positions of a pack's sequences on this rank, computed once per microbatch for all model chunks and layers."""
+"""The positions of a pack's sequences on this rank, computed once per step for all model chunks and layers."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rl_megatron.topology.degrees import zigzag_slices
 from rl_megatron.topology.token_layout import zigzag_places
+
+_ALIGNED_NUMBERS = 16
 
 
 @dataclass(frozen=True)
@@ -26,13 +30,14 @@ class Bucket:
         queries: [b·L/cp] The index of each of this rank's positions among this rank's tokens.
         positions: [b, L/cp] The positions of these queries within their sequences.
         key_shape: (b, L).
+        is_even: Whether all sequences occupy L positions, padding included.
     """
 
     keys: Tensor
     queries: Tensor
     positions: Tensor
     key_shape: tuple[int, int]
-    _masks: dict[int | None, Tensor | None] = field(default_factory=dict, repr=False)
+    is_even: bool
 
     @property
     def query_shape(self) -> tuple[int, int]:
@@ -40,20 +45,8 @@ class Bucket:
         num_sequences, length = self.positions.shape
         return num_sequences, length
 
-    def mask(self, window: int | None) -> Tensor | None:
-        """Return the mask [b, 1, L/cp, L], true if a query attends to a key. It is made once for all layers.
 
-        The result is None if plain causal attention needs no mask: without context parallelism and without a window
-        shorter than L.
-        """
-        if window not in self._masks:
-            length = self.key_shape[1]
-            plain = self.query_shape == self.key_shape and (window is None or window >= length)
-            self._masks[window] = None if plain else causal_mask(self.positions, length, window)[:, None]
-        return self._masks[window]
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PackedSequences:
     """The sequences of one pack of T tokens, each padded and split zigzag over context-parallel ranks.
 
@@ -69,17 +62,32 @@ class PackedSequences:
     buckets: tuple[Bucket, ...]
     longest: int
 
+    @property
+    def is_one_batch(self) -> bool:
+        """Return whether the pack's tokens are those of one batch in order, so that no token has to be moved."""
+        return len(self.buckets) == 1 and math.prod(self.buckets[0].query_shape) == len(self.slots)
+
+    def unpack(self, tokens: Tensor) -> Sequence[Tensor]:
+        """Return this rank's tokens [T, …] as one batch [b, L, …] for each bucket, without context parallelism."""
+        batches = (tokens,) if self.is_one_batch else _Unpack.apply(tokens, self.slots, *self._indices)
+        return [batch.unflatten(0, bucket.query_shape) for batch, bucket in zip(batches, self.buckets, strict=True)]
+
+    def pack(self, batches: Sequence[Tensor]) -> Tensor:
+        """Return the tokens [T, …] of the buckets' batches [b·L/cp, …]."""
+        return batches[0] if self.is_one_batch else _Pack.apply(self.slots, *batches)
+
+    @property
+    def _indices(self) -> list[Tensor]:
+        return [bucket.queries for bucket in self.buckets]
+
     @classmethod
-    def of(
-        cls, padded_lengths: Sequence[int], cp_group: dist.ProcessGroup | None, device: torch.device
-    ) -> PackedSequences:
-        """Return the sequences of a pack.
+    def of(cls, padded_lengths: Sequence[int], cp_group: dist.ProcessGroup | None) -> PackedSequences:
+        """Return the sequences of a pack, on the host.
 
         Args:
             padded_lengths: The length of each sequence in tokens, padding included, over all ranks. Under context
                 parallelism they are multiples of 2·cp.
             cp_group: The context-parallel ranks that share the pack, or None for one rank.
-            device: The device of the model.
         """
         cp_size, cp_rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
         padded = torch.tensor(padded_lengths)
@@ -108,13 +116,46 @@ class PackedSequences:
             keys = zigzag_places(padded[members], start[members], padded[members], length, num_local, cp_size)
             buckets.append(
                 Bucket(
-                    keys.clamp(min=0).flatten().to(device),
-                    queries.to(device),
-                    query_positions.view(len(members), -1).to(device),
+                    keys.clamp(min=0).flatten(),
+                    queries,
+                    query_positions.view(len(members), -1),
                     (len(members), length),
+                    is_even=all(padded_lengths[member] == length for member in members),
                 )
             )
-        return cls(positions.to(device), slots.to(device), tuple(buckets), max(padded_lengths))
+        return cls(positions, slots, tuple(buckets), max(padded_lengths))
+
+
+class _Unpack(torch.autograd.Function):
+    """Gather the tokens of each bucket. The gradient of positions beyond a sequence's end is 0, and is not read."""
+
+    @staticmethod
+    def forward(ctx, tokens: Tensor, slots: Tensor, *indices: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(slots)
+        return tuple(tokens.index_select(0, index) for index in indices)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (slots,) = ctx.saved_tensors
+        return torch.cat(gradients).index_select(0, slots), None, *(None for _ in gradients)
+
+
+class _Pack(torch.autograd.Function):
+    """Gather the tokens of the pack from the batches of all buckets."""
+
+    @staticmethod
+    def forward(ctx, slots: Tensor, *batches: Tensor) -> Tensor:
+        ctx.save_for_backward(slots)
+        ctx.sizes = [len(batch) for batch in batches]
+        return torch.cat(batches).index_select(0, slots)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (slots,) = ctx.saved_tensors
+        whole = gradient.new_zeros(sum(ctx.sizes), *gradient.shape[1:])
+        return None, *whole.index_copy_(0, slots, gradient).split(ctx.sizes)
 
 
 def causal_mask(positions: Tensor, length: int, window: int | None) -> Tensor:
@@ -125,3 +166,44 @@ def causal_mask(positions: Tensor, length: int, window: int | None) -> Tensor:
     keys = torch.arange(length, device=positions.device)
     before = keys <= positions[..., None]
     return before if window is None else before & (keys > positions[..., None] - window)
+
+
+def causal_bias(positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Return `causal_mask` as the number to add to a score: 0 if the query may attend to the key, otherwise −inf.
+
+    torch would make it of a bool mask in each layer, and autograd would keep each of them. On a GPU, torch copies a
+    bias for each layer, too, unless its rows begin at multiples of 16 numbers. So there are some more columns in
+    memory than those that are returned.
+    """
+    seen = causal_mask(positions, length, window)
+    columns = -(-length // _ALIGNED_NUMBERS) * _ALIGNED_NUMBERS
+    bias = torch.full((*positions.shape, columns), -torch.inf, dtype=dtype, device=positions.device)[..., :length]
+    return bias.masked_fill_(seen, 0.0)
+
+
+class LastBiases:
+    """The biases of the sequences at hand. They are made once for all layers, and freed when other sequences follow."""
+
+    def __init__(self) -> None:
+        self._sequences: object = None
+        self._biases: dict[Hashable, Tensor] = {}
+
+    def get(self, sequences: object, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """Return the bias with this key, made by `make` if these sequences do not have it yet.
+
+        Args:
+            sequences: What the biases belong to. Biases of anything that does not equal it are freed.
+            key: What tells the biases of the same sequences apart.
+            make: Returns the bias.
+        """
+        if sequences != self._sequences:
+            self.clear()
+            self._sequences = sequences
+        if key not in self._biases:
+            self._biases[key] = make()
+        return self._biases[key]
+
+    def clear(self) -> None:
+        """Free the biases."""
+        self._sequences = None
+        self._biases.clear()

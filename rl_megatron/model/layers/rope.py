@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from rl_megatron.config.schema import Llama3Rope, RopeScaling, YarnRope
+from rl_megatron.config.model import Llama3Rope, RopeScaling, YarnRope
 
 
 def frequencies(dim: int, base: float, scaling: RopeScaling | None) -> Tensor:

@@ -21,7 +21,8 @@ class BalancedRouter(TopKRouter):
     losses' denominators, T is counted before the first forward. Padding and sequences with zero loss weight do not
     count. The tokens of a microbatch are those of all tensor- and context-parallel ranks. Every microbatch of every
     data-parallel rank is balanced separately, so L_aux depends on which sequences share a microbatch, but on no other
-    part of the layout.
+    part of the layout. With router replay, f_i still counts the experts that the router itself would choose, because
+    these are what the loss can balance. The bias, in contrast, follows the experts that compute the tokens.
 
     megatron-core's own balancing loss is not used for three reasons. It is multiplied by the number of tokens, by which
     megatron-core divides in its optimizer step and this package does not. It counts padding. And it is NaN for a
@@ -34,12 +35,15 @@ class BalancedRouter(TopKRouter):
         reported: This rank's part of L_aux in the current step.
         expert_bias: megatron-core's buffer, or None if the router has no bias.
         visits: [experts] The tokens of this rank per expert in the current step, or None if they do not move the bias.
+        replayed: [2] Of this rank's tokens in the current step that were routed to recorded experts: how many the
+            router would have routed to others, and how many there are. None outside a step.
     """
 
     step_tokens: Tensor | None = None
     reported: Tensor | None = None
     expert_bias: Tensor | None
     visits: Tensor | None = None
+    replayed: Tensor | None = None
 
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
@@ -120,6 +124,8 @@ def begin_step(model_chunks: Iterable[torch.nn.Module], tokens: Tensor) -> None:
         tokens: The number of tokens, a scalar tensor, without sequences of zero loss weight.
     """
     model_chunks = list(model_chunks)
+    for router in _routers(model_chunks):
+        router.replayed = torch.zeros(2, device=tokens.device, dtype=torch.float64)
     for router in balancing_routers(model_chunks):
         router.step_tokens, router.reported = tokens.clamp(min=1.0), torch.zeros_like(tokens)
     for router in moving_routers(model_chunks):
@@ -147,12 +153,28 @@ def _bias(router: BalancedRouter) -> Tensor:
     return router.expert_bias
 
 
-def balancing_loss(routers: list[BalancedRouter], group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return L_aux of the current step, summed over a pipeline stage's layers and all ranks of `group`. Collective."""
+def balancing_loss(routers: list[BalancedRouter], group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """Return L_aux of the current step, summed over a pipeline stage's layers and all ranks of `group`. Collective.
+
+    It is a scalar on the device.
+    """
     total = torch.zeros((), device=device)
     for router in routers:
         if router.reported is None:
             raise RuntimeError("the router has no balancing loss in this step; call begin_step first")
         total += router.reported
     dist.all_reduce(total, group=group)
-    return total.item()
+    return total
+
+
+def replaced_share(model_chunks: Iterable[torch.nn.Module], group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """Return the share of replayed (token, layer) pairs of the step for which the router would choose other experts.
+
+    Collective over `group`, all ranks. The result is a scalar on the device, and NaN if nothing was replayed.
+    """
+    counts = torch.zeros(2, device=device, dtype=torch.float64)
+    for router in _routers(model_chunks):
+        if router.replayed is not None:
+            counts += router.replayed
+    dist.all_reduce(counts, group=group)
+    return counts[0] / counts[1]

@@ -5,12 +5,14 @@ from types import SimpleNamespace
 
 import torch
 
+from rl_megatron.config.load import load_config
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tasks import Problem
 from rl_megatron.rewards.scorer import RewardMetrics, decoded
 
 EOS = 0
+_DATA = load_config([]).first.data
 
 
 class Characters:
@@ -20,6 +22,7 @@ class Characters:
 
     eos_id = pad_id = EOS
     vocab_size = 128
+    prefix_ids, chat_templates, named_tokens = [], {}, {}
 
     def encode(self, text):
         return [ord(character) for character in text]
@@ -52,10 +55,11 @@ class Problems:
         return self.of_task
 
     def renderer(self, tokenizer):
-        def prompt(problem):
-            return EncodedPrompt(tokenizer.encode(problem.prompt), problem, problem.as_record())
-
-        return SimpleNamespace(prompt=prompt, end_of_turn_ids=())
+        return SimpleNamespace(
+            tokenizer=tokenizer, data=_DATA, end_of_turn_ids=(),
+            prompt_ids=lambda record: tokenizer.encode(record.prompt),
+            with_prompt=lambda problem, record, ids: EncodedPrompt(ids, problem, record),
+        )  # fmt: skip
 
     def problems(self, wanted):
         return self.of_task.train_problems(wanted)
@@ -82,6 +86,8 @@ class Scripted:
 
     answers: dict[str, list[str]]
     calls: list[tuple[list[str], int]] = field(default_factory=list)
+
+    def sleep(self): ...
 
     def generate(self, prompts, sampling, seed):
         words = ["".join(map(chr, prompt)) for prompt in prompts]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_megatron.algorithms.advantage_estimators import ADVANTAGES, estimated_advantages
+from rl_megatron.algorithms.advantage_estimators import ADVANTAGES, AdvantagesFailed, estimated_advantages
 from rl_megatron.algorithms.advantages import group_relative
+from rl_megatron.algorithms.run import FAILURES
 from rl_megatron.config.advantages import ESTIMATORS, parameters_of
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
@@ -85,7 +86,8 @@ def test_an_unknown_estimator_names_the_nearest():
         ("{}['x']", r"raised KeyError: 'x' \(.*mine.py:2\)"),
     ],
 )
-def test_a_wrong_result_is_named(estimator, rollouts, body, message):
+def test_a_wrong_result_is_named_and_ends_the_run_with_status_1(estimator, rollouts, body, message):
     mine = estimator(f"def mine(rewards):\n    return {body}\n")
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(AdvantagesFailed, match=message):
         estimated_advantages(rollouts, mine, build_loss("clipped_pg"))
+    assert AdvantagesFailed in FAILURES

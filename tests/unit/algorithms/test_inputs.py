@@ -49,7 +49,7 @@ def test_pairs_are_split_by_question(configured):
     assert all(text.startswith("Question: ") and "\nAnswer: There are" in text for text in texts[0])
 
 
-@pytest.mark.parametrize(("limit", "rows"), [(2, 2), (6, 6), (100, 16)])
+@pytest.mark.parametrize(("limit", "rows"), [(2, 2), (6, 6), ("null", 16)])
 def test_every_evaluation_uses_the_same_heldout_pairs(configured, limit, rows):
     stage = configured(f"data.num_eval_examples={limit}").first
     tokenizer = build_tokenizer(stage)
@@ -72,6 +72,7 @@ def test_the_tokenizer_learns_prompts_and_both_answers_of_the_training_questions
     [
         (["train.global_batch_size=66"], ["train.global_batch_size=66 is 33 pairs", "has 32"]),
         (["data.heldout_fraction=0"], ["data.heldout_fraction=0.0 leaves nothing"]),
+        (["data.num_eval_examples=18"], ["data.num_eval_examples=18 exceeds the number of held-out sequences, 16"]),
         (["data.path=absent.jsonl"], ["data.path: there is nothing at"]),
         (["data.prompt_template='{qestion}'"], ["solutions.jsonl:1", "'qestion'; did you mean 'question'"]),
         (["data.answer_template='{anwer}'"], ["data.answer_template='{anwer}' has no {answer}"]),

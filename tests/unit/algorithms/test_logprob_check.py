@@ -90,6 +90,12 @@ def synced(engine, trainer, noted):
     return SyncedEngine(engine, check_of(trainer), lambda metrics: noted.extend([metrics] * bool(metrics)))
 
 
+def test_completions_without_routed_experts_are_refused_if_they_are_to_be_replayed():
+    wrapped = SyncedEngine(Engine({"a": list("123456")}), check_of(Trainer()), lambda metrics: None, needs_routing=True)
+    with pytest.raises(EngineFailed, match="no routed experts came with the completions"):
+        wrapped.generate([[97]], RUN, seed=5)
+
+
 def calls_of(engine):
     """Return what the engine was asked for since the last call: "c" for the check, "g" for the caller's completions."""
     asked = "".join("g" if seed == 5 else "c" for _, seed in engine.calls)

@@ -11,6 +11,7 @@ from rl_megatron.config.load import load_config
 from rl_megatron.config.metrics import METRICS
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import MSEValueLoss, build_loss
+from rl_megatron.losses import metrics as losses
 from rl_megatron.weight_sync.sender import SyncTimings
 
 
@@ -27,7 +28,9 @@ def test_the_statistics_of_rollouts_are_declared():
     )  # fmt: skip
     loss = build_loss("clipped_pg", {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.1})
     reported = statistics(rollouts, 2) | logprob_mismatch(rollouts) | reward_kl(rollouts, loss)
-    assert reported.keys() | {"sampling_rounds"} == names(metrics.ROLLOUT)
+    elsewhere = {"sampling_rounds", "mismatch_routing"}
+    assert reported.keys() | elsewhere == names(metrics.ROLLOUT) | set(logprob_mismatch(rollouts))
+    assert logprob_mismatch(rollouts).keys() <= names(losses.MISMATCH)
 
 
 def test_the_metrics_of_a_weight_sync_are_declared():

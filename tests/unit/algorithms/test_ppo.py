@@ -18,8 +18,12 @@ from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.load import load_config
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import ClippedPGLossFn, MSEValueLoss
+from tests.unit.algorithms.fakes import Scripted
 
-OVERRIDES = ("algorithm=ppo", "algorithm.samples_per_prompt=2", "loss.reference_policy_kl_penalty=0")
+OVERRIDES = (
+    "algorithm=ppo", "algorithm.samples_per_prompt=2", "loss.reference_policy_kl_penalty=0",
+    "train.global_batch_size=64",
+)  # fmt: skip
 
 
 class Model:
@@ -103,7 +107,7 @@ def run(monkeypatch):
         tokenizer = SimpleNamespace(digest="t")
         where = Path("checkpoints/ppo")
         stage = Stage(
-            "ppo", config, Model("policy", log), None, tokenizer, metrics_logger, where, None, lambda: ({}, []),
+            "ppo", config, Model("policy", log), Scripted({}), tokenizer, metrics_logger, where, None, lambda: ({}, []),
             "init_from=null", Model("critic", log),
         )  # fmt: skip
         training_loop.ppo(stage, config.algorithm)
@@ -120,6 +124,23 @@ def test_only_the_critic_learns_during_its_warmup(run):
     log, records = run("algorithm.critic_warmup_steps=2", steps=3)
     assert trained(log) == ["critic", "critic", "critic", "policy"]
     assert "loss" not in records[2] and {"loss", "critic_loss", "critic_grad_norm", "reward"} <= records[3].keys()
+
+
+def test_logprobs_are_recomputed_only_if_something_needs_them(run):
+    """The mismatch with the engine is recorded in every step, here by the fake policy's own report or not at all."""
+
+    def recomputed(*overrides, **train):
+        log, records = run(*overrides, **train)
+        batches = [entry[2] for entry in log if entry[0] == "critic"]
+        assert ["prev_logprobs" in batch for batch in batches] == ["mismatch_mean" in r for r in records.values()]
+        return ["prev_logprobs" in batch for batch in batches]
+
+    assert recomputed(steps=1) == [False]
+    assert recomputed("algorithm.recompute_logprobs=always", steps=1) == [True]
+    assert recomputed("algorithm.recompute_logprobs=never", steps=1) == [False]
+    assert recomputed("algorithm.critic_warmup_steps=1", steps=2) == [True, False]
+    in_reward = ("loss.use_kl_in_reward=true", "loss.reference_policy_kl_penalty=0.1")
+    assert recomputed(*in_reward, steps=1) == [True]
 
 
 def test_every_pass_over_a_rollout_trains_both(run):

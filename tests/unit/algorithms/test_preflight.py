@@ -22,6 +22,7 @@ from rl_megatron.generation.transformers.engine import engine_devices
 from rl_megatron.losses import LOSSES, ClippedPGLossFn, LossFunction, LossInputType, LossType
 from rl_megatron.observability.sinks import check_sinks
 from rl_megatron.topology.collective_errors import on_all_or_none
+from rl_megatron.weight_sync import ipc
 
 PAIRS = ["data=gsm8k_pairs", "data.path=x"]
 OVERRIDES = {
@@ -246,6 +247,40 @@ def test_an_engine_on_the_cpu_needs_shared_memory_if_the_policy_is_on_gpus():
     ).first.generation
     with pytest.raises(ConfigError, match="engine_device=cpu and generation.refit=collective.*set generation.refit="):
         engine_devices(settings, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    ("device", "refit", "refused"),
+    [("cuda", "collective", True), ("cuda:1", "collective", True), ("cuda:2", "collective", False)]
+    + [("auto", "collective", False), ("cuda", "shared_memory", False)],
+)
+def test_an_engine_on_a_ranks_gpu_is_refused_if_weights_are_sent_by_nccl(monkeypatch, device, refit, refused):
+    """NCCL refuses two processes on one GPU, but only when the first weights are sent."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    given = [f"generation.engine_device={device}", f"generation.refit={refit}"]
+    settings = load_config(["algorithm=grpo", "generation.engine=transformers", *given]).first.generation
+    words = "generation.engine_device=cuda.*generation.refit=collective.*set engine_device=cuda:2 or higher, or refit="
+    with pytest.raises(ConfigError, match=words) if refused else nullcontext():
+        engine_devices(settings, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_expandable_segments_that_engines_cannot_open_are_refused(monkeypatch, engine, variable):
+    monkeypatch.setattr(ipc, "_PIDFD_GETFD", 100_000)  # as in a container that forbids the system call
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    settings = ["generation.refit=shared_memory", f"generation.engine={engine}", "device=cuda"]
+    settings += ["generation.vllm.python=sh"] if engine == "vllm" else []
+    stage = load_config(["algorithm=grpo", *settings]).first
+    check_engine(stage, 50)
+    monkeypatch.setenv(variable, "max_split_size_mb:64,expandable_segments:False")
+    check_engine(stage, 50)
+    monkeypatch.setenv(variable, "max_split_size_mb:64,expandable_segments:True")
+    words = rf"generation.refit=shared_memory: {variable} has expandable_segments:True.*Function not implemented.*leave"
+    with pytest.raises(ConfigError, match=words):
+        check_engine(stage, 50)
 
 
 def test_an_unknown_eval_metric_is_refused_with_the_known_ones():

@@ -1,5 +1,6 @@
 """From prompts to scored rollouts, with an engine that gives scripted answers."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,11 +15,13 @@ from rl_megatron.algorithms.rollout import (
     keep_informative,
     logprob_mismatch,
     needs_reference,
+    recomputes_logprobs,
     reward_kl,
     rewards_per_token,
     statistics,
 )
 from rl_megatron.config.algorithms import GRPOConfig, PPOConfig
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
 from rl_megatron.data import stage_loader, training_data
 from rl_megatron.data.batch import BatchedDataDict
@@ -184,3 +187,31 @@ def test_mismatch_is_not_hidden_by_a_masked_nan():
         prev_logprobs=torch.tensor([[0.0, -1.25]]),
     )
     assert logprob_mismatch(rollouts) == {"mismatch_mean": 0.25, "mismatch_max": 0.25}
+
+
+def test_nothing_is_compared_here_if_the_logprobs_were_not_recomputed(rollouts_of):
+    assert logprob_mismatch(rollouts_of({"a": ["1", "2"]})[0]) == {}
+
+
+def reads_the_batch(rewards, rollouts):
+    return rewards
+
+
+def test_logprobs_are_recomputed_if_the_loss_or_the_advantages_may_read_them():
+    class Needy:
+        required_keys = ("advantages", "prev_logprobs")
+
+    def recomputed(loss_fn, **settings):
+        stage = load_config(["algorithm=grpo", "train.global_batch_size=256"]).first
+        settings = GRPOConfig(**settings)
+        return recomputes_logprobs(replace(stage, algorithm=settings), settings, loss_fn)
+
+    own = build_loss("clipped_pg", {})
+    assert not recomputed(own)
+    assert recomputed(own, recompute_logprobs="always")
+    assert recomputed(own, updates_per_rollout=2)
+    assert recomputed(own, advantage_estimator=f"{__name__}:reads_the_batch")
+    assert recomputed(Needy()) and recomputed(lambda **_: None)
+    assert not recomputed(lambda **_: None, recompute_logprobs="never")
+    with pytest.raises(ConfigError, match=r"recompute_logprobs=never: loss.name=clipped_pg needs 'prev_logprobs'"):
+        recomputed(Needy(), recompute_logprobs="never")

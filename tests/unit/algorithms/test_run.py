@@ -1,4 +1,4 @@
-"""A stage that fails completes the checkpoint under way, whatever ended it."""
+"""A stage that fails completes the checkpoint under way, and every collective of a run has its timeout."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +9,7 @@ from rl_megatron.algorithms import run
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
 from rl_megatron.rewards.scorer import RewardFailed
+from rl_megatron.topology import topology
 
 
 @pytest.mark.parametrize("error", [ConfigError, RewardFailed])
@@ -26,8 +27,21 @@ def test_an_error_in_a_step_completes_the_checkpoint_under_way(monkeypatch, erro
     fakes = {"SyncedEngine": closing("shutdown"), "Scorer": closing("close"), "build_evaluation": closing("x")}
     fakes |= {"_model": None, "build_engine": None, "_logprob_check": None, "Stage": stage, "algorithm_of": algorithm}
     for name, made in fakes.items():
-        monkeypatch.setattr(run, name, lambda *args, made=made: made)
-    logger = SimpleNamespace(note=None)
+        monkeypatch.setattr(run, name, lambda *args, made=made, **options: made)
+    logger = SimpleNamespace(note=None, output_dir=Path("x"))
     with pytest.raises(error, match="a later record is bad"):
         run._run_stage(load_config(["algorithm=sft"]), "sft", None, None, logger, Path("x"), None, "", "")
     assert done == ["complete", "shutdown", "close"]
+
+
+def test_every_collective_of_a_run_has_the_timeout_of_the_run(monkeypatch):
+    class Built(Exception):
+        pass
+
+    def build(parallel, device, seed, timeout_minutes):
+        raise Built(device, timeout_minutes)
+
+    monkeypatch.setattr(topology, "start_device", lambda device, timeout_minutes: timeout_minutes)
+    monkeypatch.setattr(topology, "build", build)
+    with pytest.raises(Built, match="3.5, 3.5"):
+        run.run_stages(load_config(["train.collective_timeout_minutes=3.5"]))

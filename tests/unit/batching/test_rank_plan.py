@@ -7,13 +7,14 @@ zero loss weight.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rl_megatron.batching.config import Batching
-from rl_megatron.batching.plan import plan_microbatches, sequence_lengths
+from rl_megatron.batching.rank_plan import GlobalPlan, RankPlan, plan_global_batch, sequence_lengths
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
 
@@ -21,11 +22,9 @@ LENGTHS = [9, 3, 12, 1, 7, 7, 2]
 WIDTH = 12
 
 
-def topology(data_rank: int = 0, data: int = 1, context: int = 1, tensor: int = 1):
+def topology(data: int = 1, context: int = 1, tensor: int = 1):
     multiple = (2 * context if context > 1 else 1) * tensor
-    return SimpleNamespace(
-        data=data, data_rank=data_rank, context=context, sequence=tensor > 1, sequence_multiple=multiple
-    )
+    return SimpleNamespace(data=data, context=context, sequence=tensor > 1, sequence_multiple=multiple)
 
 
 def batch(lengths=LENGTHS) -> BatchedDataDict:
@@ -37,12 +36,13 @@ def batch(lengths=LENGTHS) -> BatchedDataDict:
     )  # fmt: skip
 
 
-def plans(batching: Batching, data: int = 1, group_size: int = 1, lengths=LENGTHS, **degrees):
-    whole = batch(lengths)
-    return [
-        plan_microbatches(whole, list(lengths), batching, topology(rank, data, **degrees), group_size)
-        for rank in range(data)
-    ]
+def global_plan(batching: Batching, data: int = 1, group_size: int = 1, lengths=LENGTHS, **degrees) -> GlobalPlan:
+    return plan_global_batch(batch(lengths), list(lengths), batching, topology(data, **degrees), group_size)
+
+
+def plans(batching: Batching, data: int = 1, **options) -> list[RankPlan]:
+    planned = global_plan(batching, data, **options)
+    return [planned.of_rank(rank) for rank in range(data)]
 
 
 KINDS = [Batching("padded", sequences=2), Batching("dynamic", tokens=16), Batching("packed", tokens=16)]
@@ -51,16 +51,16 @@ KINDS = [Batching("padded", sequences=2), Batching("dynamic", tokens=16), Batchi
 @pytest.mark.parametrize("data", [1, 2, 3])
 @pytest.mark.parametrize("batching", KINDS, ids=lambda b: b.kind)
 def test_every_sequence_is_in_one_microbatch_and_every_rank_has_as_many(batching, data):
-    found = plans(batching, data)
-    assert len({len(planned.microbatches) for planned in found}) == 1
-    sequences = sorted(sequence for planned in found for sequence in planned.sequences)
-    assert sequences == list(range(found[0].num_padded)) and found[0].num_sequences == len(LENGTHS)
+    found = global_plan(batching, data)
+    microbatches = [found.microbatches(rank) for rank in range(data)]
+    assert len(set(map(len, microbatches))) == 1
+    sequences = sorted(chain.from_iterable(chain.from_iterable(found.plan.sequences)))
+    assert sequences == list(range(found.batch.size)) and found.num_sequences == len(LENGTHS)
     total_weight = 0
-    for planned in found:
-        start = 0
-        for microbatch in planned.microbatches:
-            size = microbatch.batch.size
-            for place, sequence in enumerate(planned.sequences[start : start + size]):
+    for of_rank, chosen in zip(microbatches, found.plan.sequences, strict=True):
+        for microbatch, numbers in zip(of_rank, chosen, strict=True):
+            assert microbatch.batch.size == len(numbers)
+            for place, sequence in enumerate(numbers):
                 weight = microbatch.batch["sample_mask"][place].item()
                 assert weight == (sequence < len(LENGTHS))
                 total_weight += weight
@@ -71,7 +71,6 @@ def test_every_sequence_is_in_one_microbatch_and_every_rank_has_as_many(batching
                         == batch()["input_ids"][sequence, :length].tolist()
                     )
                     assert microbatch.lengths is None or microbatch.lengths[place] == length
-            start += size
     assert total_weight == len(LENGTHS)
 
 
@@ -112,17 +111,18 @@ OF_PAIRS = [Batching("padded", sequences=2), Batching("dynamic", tokens=48), Bat
 @pytest.mark.parametrize("batching", OF_PAIRS, ids=lambda b: b.kind)
 @pytest.mark.parametrize("data", [1, 2])
 def test_pairs_stay_together_in_order(batching, data):
-    lengths = LENGTHS + [5]
-    for planned in plans(batching, data, group_size=2, lengths=lengths):
-        assert all(sequence % 2 == place % 2 for place, sequence in enumerate(planned.sequences))
-        assert all(planned.sequences[i] + 1 == planned.sequences[i + 1] for i in range(0, len(planned.sequences), 2))
-        assert all(microbatch.batch.size % 2 == 0 for microbatch in planned.microbatches)
+    planned = global_plan(batching, data, group_size=2, lengths=LENGTHS + [5])
+    for shard in planned.plan.sequences:
+        for sequences in shard:
+            assert len(sequences) % 2 == 0
+            assert all(first % 2 == 0 for first in sequences[::2])
+            assert [first + 1 for first in sequences[::2]] == sequences[1::2]
 
 
 @pytest.mark.parametrize("batching", KINDS[1:], ids=lambda b: b.kind)
 def test_only_tensors_with_one_value_per_token_are_cut(batching):
     wide = batch() | {"features": torch.arange(7 * 30).view(7, 30), "once": torch.ones(7, 1), "names": list("abcdefg")}
-    for microbatch in plan_microbatches(BatchedDataDict(wide), LENGTHS, batching, topology()).microbatches:
+    for microbatch in plan_global_batch(BatchedDataDict(wide), LENGTHS, batching, topology()).microbatches(0):
         found = microbatch.batch
         assert found["features"].size(1) == 30 and found["once"].size(1) == 1
         assert found["token_mask"].shape == found["input_ids"].shape == (found.size, found["input_ids"].size(1))

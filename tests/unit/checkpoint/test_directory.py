@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from rl_megatron.checkpoint.digests import check_digests
 from rl_megatron.checkpoint.directory import (
     REPLACED,
     Damaged,
@@ -15,10 +16,9 @@ from rl_megatron.checkpoint.directory import (
     put_back,
     read_manifest,
 )
-from rl_megatron.checkpoint.verify import check_digests
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.schema import ModelConfig
+from rl_megatron.config.model import ModelConfig
 
 MODEL = ModelConfig(num_layers=3)
 

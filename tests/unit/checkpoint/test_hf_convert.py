@@ -19,7 +19,7 @@ from rl_megatron.checkpoint.hf_weights import find_tensors
 from rl_megatron.checkpoint.tensors import TensorWriter
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.schema import ModelConfig
+from rl_megatron.config.model import ModelConfig
 from rl_megatron.model.families.llama import LLAMA
 from tests.parallel.family_cases import assert_same_tensors, save_tokenizer, tensors
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from rl_megatron.api.settings import run_config
 from rl_megatron.checkpoint.rerun import earlier_run, move_aside, recorded_config, refuse_changes, weights_source
 from rl_megatron.checkpoint.user_files import file_digests
 from rl_megatron.config.errors import ConfigError
@@ -269,7 +270,7 @@ def test_the_number_of_held_out_examples_may_not_change_if_it_decides_what_is_tr
     saved(tmp_path / "run" / "checkpoints" / "sft", 3, to_yaml(load_config([*of_one_file, "data.streaming=true"])))
     changes = ["data.streaming=true", "data.num_eval_examples=4", "data.cache_dir=off"]
     message = refusal(load_config([*of_one_file, *changes]))
-    assert "data.num_eval_examples: 256 → 4" in message and "cache_dir" not in message
+    assert "data.num_eval_examples: None → 4" in message and "cache_dir" not in message
     with_own_split = [*of_one_file, f"data.eval_path={tmp_path}/test.jsonl"]
     config = load_config([*with_own_split, "data.streaming=true"])
     saved(tmp_path / "run" / "checkpoints" / "sft", 4, to_yaml(config))
@@ -293,3 +294,26 @@ def test_a_changed_file_is_reported_when_a_run_goes_on(tmp_path, loaded, logged)
     recorded_config(config, tmp_path / "run")
     said = f"stage grpo: {code} changed since the stage began, so its steps up to 4 were trained with other content"
     assert said in logged
+
+
+def test_a_changed_python_reward_function_is_reported_when_a_run_goes_on(tmp_path, logged):
+    def short(completion):
+        return -len(completion)
+
+    def settings(function):
+        return run_config("grpo", None, data, function, tmp_path / "run", {})
+
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "1+1="}\n')
+    config = settings(short)
+    digests = file_digests(config.first)
+    assert digests.keys() == {str(data), "the function short"}
+    saved(tmp_path / "run" / "checkpoints" / "grpo", 4, to_yaml(config), user_files=digests)
+    recorded_config(settings(short), tmp_path / "run")
+    assert not any("changed" in line for line in logged)
+
+    def short(completion):
+        return 1.0 - len(completion)
+
+    recorded_config(settings(short), tmp_path / "run")
+    assert any(line.startswith("stage grpo: the function short changed since the stage began") for line in logged)

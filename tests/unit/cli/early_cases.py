@@ -15,9 +15,11 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 from rl_megatron.cli import main
+from rl_megatron.data.byte_level_bpe import train_bpe
 
 _SFT = ("train", "algorithm=sft", "data=gsm8k")
 _GRPO = ("train", "algorithm=grpo", "data=arithmetic")
+_GENERATE = ("generate", "init_from=tiny", "--prompts", "good.jsonl", "--output", "out.jsonl")
 
 CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "data.path is missing": ((*_SFT, "data.path=absent"), "data.path: there is nothing at .*absent"),
@@ -112,7 +114,56 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
         ("convert", "import", "llama", "new"),
         "llama has neither model.safetensors nor model.safetensors.index.json",
     ),
+    "the directory to import into cannot be made": (
+        ("convert", "import", "whole", "bad.jsonl/new"),
+        "bad.jsonl/new cannot be made, because .*bad.jsonl is a file",
+    ),
+    "the checkpoint to inspect is missing": (("inspect", "absent"), "absent is not a checkpoint .* and contains none"),
+    "the step to inspect is missing": (
+        ("inspect", "absent/step-000001"),
+        "checkpoint absent/step-000001 does not exist",
+    ),
+    "pretraining data has no text": (
+        ("train", "algorithm=pretrain", "data.path=pairs.jsonl"),
+        r"pairs.jsonl:1: pretraining reads the field 'text', .*its fields: question, chosen\); .*data.columns={text: q",
+    ),
+    "the task's question has another name": (
+        (*_GRPO, "data.source=task", "data.task={name: gsm8k, path: pairs.jsonl}"),
+        r"pairs.jsonl:1: the record has no field 'answer' \(its fields: question, chosen\); set data.task.answer_field",
+    ),
     "the checkpoint to export is missing": (("convert", "export", "absent", "new"), "checkpoint absent does not exist"),
+    "generate has no weights": (
+        ("generate", "--prompts", "good.jsonl", "--output", "out.jsonl"),
+        "init_from is not set, and generate needs trained weights",
+    ),
+    "the weights to generate with are missing": (
+        ("generate", "init_from=absent", *_GENERATE[2:]),
+        "checkpoint absent does not exist",
+    ),
+    "the directory to generate with has no weights": (
+        ("generate", "init_from=llama", "tokenizer.path=tiny", *_GENERATE[2:]),
+        "llama has neither model.safetensors nor",
+    ),
+    "a setting has no effect on generate": (
+        (*_GENERATE, "optimizer.lr=1"),
+        "override 'optimizer.lr=1' has no effect on generate; leave it out",
+    ),
+    "generate reads --prompts": ((*_GENERATE, "data.path=x"), "has no effect on generate; set --prompts"),
+    "there is no such stage to generate with": ((*_GENERATE, "--stage", "stf"), "--stage stf: .*did you mean 'sft'"),
+    "no samples are asked for": ((*_GENERATE, "-n", "0"), "--samples-per-prompt 0: must be at least 1"),
+    "the seed is negative": ((*_GENERATE, "--seed=-1"), "--seed -1: must be at least 0"),
+    "greedy samples would be the same": ((*_GENERATE, "-n", "2", "--greedy"), "greedy samples of a prompt are all the"),
+    "the prompts are missing": ((*_GENERATE, "--prompts", "absent"), "--prompts: there is nothing at .*absent"),
+    "a prompt is not JSON": ((*_GENERATE, "--prompts", "bad.jsonl"), "bad.jsonl:2 is not JSON"),
+    "a prompt is too long": (
+        (*_GENERATE, "--prompts", "ids.jsonl", "generation.max_new_tokens=6"),
+        r"ids.jsonl:2: this prompt has 4 tokens, and model.max_sequence_length=9 without .*max_new_tokens=6 is 3",
+    ),
+    "the output is a directory": ((*_GENERATE, "--output", "llama"), "--output llama is a directory"),
+    "the output is another file": (
+        (*_GENERATE, "--prompts", "ids.jsonl", "generation.max_new_tokens=4", "--output", "bad.jsonl"),
+        "--output bad.jsonl exists, and bad.jsonl.settings.json beside it cannot be read",
+    ),
     "certify checks losses": (
         ("certify", *_GRPO[1:], "loss.name=raises.py:Loss"),
         "importing .* raised Value",
@@ -126,6 +177,7 @@ def write_files(directory: Path) -> None:
     (directory / "bad.jsonl").write_text(f"{good}\n{{oops\n")
     (directory / "short.jsonl").write_text(f'{good}\n{{"question": "1+1="}}\n' * 8)
     (directory / "good.jsonl").write_text(f"{good}\n" * 8)
+    (directory / "ids.jsonl").write_text('{"prompt_ids": [2]}\n{"prompt_ids": [2, 3, 4, 5]}\n')
     (directory / "pairs.jsonl").write_text('{"question": "1+1=", "chosen": "2"}\n')
     (directory / "mine.py").write_text("class Task:\n    def train_problems(self): ...\n\ndef wrong(x): ...\n")
     (directory / "raises.py").write_text("raise ValueError('no')\n")
@@ -133,9 +185,20 @@ def write_files(directory: Path) -> None:
     llama = {"architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     llama |= {"num_attention_heads": 2, "vocab_size": 9, "max_position_embeddings": 9, "rms_norm_eps": 1e-5}
     (directory / "llama" / "config.json").write_text(json.dumps(llama))
+    write_hugging_face(directory / "tiny", llama | {"vocab_size": 260})
+    (directory / "whole").mkdir()
+    (directory / "whole" / "config.json").write_text(json.dumps(llama))
+    (directory / "whole" / "model.safetensors").write_bytes(b"")
     (directory / "tokenizer").mkdir()
     (directory / "tokenizer" / "tokenizer.json").write_text("{}")
     (directory / "tokenizer" / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+
+
+def write_hugging_face(directory: Path, config: dict) -> None:
+    """Write a Hugging Face directory whose weights are an empty file."""
+    train_bpe(["1+1=2\n"], 260).save(directory)
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "model.safetensors").write_text("")
 
 
 def run_all(directory: Path) -> dict[str, list]:

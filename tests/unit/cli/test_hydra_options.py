@@ -142,6 +142,9 @@ def test_values_that_are_no_file_names_have_directories_that_differ():
     first, second, long = (name for name, _ in swept(f"data.path=a/b,a-b,{'x' * 300}"))
     assert re.fullmatch(r"data.path=a-b-[0-9a-f]{8}", first) and second == "data.path=a-b"
     assert len(long) < 140
+    ((template, _), (other, _)) = swept('data.prompt_template="Q: {question}\\nA: ","{question} ... {prompt}"')
+    assert re.fullmatch(r"data.prompt_template=Q-question-A-[0-9a-f]{8}", template)
+    assert re.fullmatch(r"data.prompt_template=question-...-prompt-[0-9a-f]{8}", other)
 
 
 def test_quoted_values_reach_every_job_unchanged():
@@ -204,6 +207,7 @@ def test_the_script_for_bash_completes_this_command(capsys, monkeypatch):
     assert "unset hydra_bash_completion" in printed("uninstall=bash")
     monkeypatch.setenv("COMP_LINE", "rl-megatron train model=na")
     assert printed("query=bash").split() == ["model=nano", "model=nano_moe"]
-    with pytest.raises(SystemExit) as end:
-        main(["-sc", "install=fish"])
-    assert end.value.code == 2
+    for shell in ("fish", "zsh"):
+        with pytest.raises(SystemExit) as end:
+            main(["-sc", f"install={shell}"])
+        assert end.value.code == 2 and "only bash is supported, and not zsh, fish" in capsys.readouterr().err

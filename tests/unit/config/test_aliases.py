@@ -119,13 +119,16 @@ def test_the_config_of_an_older_run_is_read_and_noted_once(notes):
 
 
 def test_both_names_in_the_config_of_a_run_are_refused():
-    text = to_yaml(load_config([])).replace("num_eval_examples: 256", "num_eval_examples: 256\n      num_eval_rows: 2")
+    text = to_yaml(load_config([])).replace(
+        "num_eval_examples: null", "num_eval_examples: null\n      num_eval_rows: 2"
+    )
     with pytest.raises(ConfigError, match=rf"run/config.yaml: stages.sft.{OLD} and stages.sft.{NEW} are both set"):
         from_yaml(text, "run/config.yaml")
 
 
 def test_an_unknown_engine_names_the_engines():
-    with pytest.raises(ConfigError, match="'embeded'; did you mean 'embedded'.*Known: embedded, transformers"):
+    engines = "embedded, sglang, transformers, vllm"
+    with pytest.raises(ConfigError, match=f"'embeded'; did you mean 'embedded'.*Known: {engines}"):
         load_config(["generation.engine=embeded"])
 
 

@@ -15,7 +15,7 @@ from rl_megatron.cli.convert import convert
 from rl_megatron.config.checkpoint_metadata import carried_tokenizer, hugging_face_files, run_tokenizer
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config, to_yaml
-from rl_megatron.config.schema import Llama3Rope, ModelConfig
+from rl_megatron.config.model import Llama3Rope, ModelConfig
 
 SCALED = Llama3Rope(factor=8.0, original_max_position_embeddings=64)
 MODEL = ModelConfig(

@@ -315,7 +315,7 @@ def test_a_section_hydra_of_an_own_file_is_refused(refused, experiment):
     [
         ("stages.grpo.optimizer.min_lr=1", ["stages.grpo.optimizer.min_lr=1.0", "stages.grpo.optimizer.lr=0.0005"]),
         ("stages.grpo.generation.temperature=0", ["stages.grpo: generation.temperature=0"]),
-        ("stages.sft.generation.engine=vllm", ["stages.sft: generation.engine='vllm'"]),
+        ("stages.sft.generation.engine=vlm", ["stages.sft: generation.engine='vlm'"]),
     ],
 )
 def test_a_rule_that_a_stage_breaks_is_named_with_the_stage(refused, three, override, words):

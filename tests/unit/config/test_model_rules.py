@@ -8,7 +8,7 @@ import pytest
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import from_yaml, load_config, to_yaml
-from rl_megatron.config.schema import LinearRope, YarnRope
+from rl_megatron.config.model import LinearRope, YarnRope
 
 LATENT = ["model=deepseek_v3"]
 LLAMA3 = "kind:llama3,factor:8,original_max_position_embeddings:512"

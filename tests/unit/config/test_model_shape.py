@@ -2,8 +2,8 @@
 
 import pytest
 
+from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import LatentShape, head_size, num_experts, query_size, rotary_size
-from rl_megatron.config.schema import ModelConfig
 
 LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 

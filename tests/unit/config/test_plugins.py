@@ -10,8 +10,9 @@ from rl_megatron.cli import main
 from rl_megatron.config import plugins
 from rl_megatron.config.algorithms import register_algorithm_config
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.field_types import section
 from rl_megatron.config.load import from_yaml, load_config, to_yaml
-from rl_megatron.config.schema import AlgorithmConfig, section
+from rl_megatron.config.schema import AlgorithmConfig
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from rl_megatron.config.data_sources import PreferenceConfig
+from rl_megatron.data.byte_level_bpe import train_bpe
 from rl_megatron.data.preferences import PreferenceDataset
 from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.sources import PreferenceSource
-from rl_megatron.data.tokenizer import train_bpe
 from tests.unit.data.shared_data import shared
 
 

@@ -2,12 +2,14 @@
 
 import gzip
 import json
+import time
 
 import pytest
 
 from rl_megatron.config.data_sources import PromptsConfig, TextConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.readers.places import find_parts
+from rl_megatron.data.readers.tables import hub_splits
 from rl_megatron.data.records import Part
 from rl_megatron.data.sources import PromptsSource, TextSource
 
@@ -180,8 +182,8 @@ def test_documents_are_text_files_and_records_with_a_text(tmp_path):
     path = [str(tmp_path / name) for name in ("a.txt", "b.txt", "t.jsonl")]
     mixed = TextSource(None, TextConfig(path=path, heldout_fraction=0.0))
     assert mixed.documents() == (["one\ntwo\n", "three\nfour\n", "five", "six"], [])
-    (tmp_path / "t.jsonl").write_text(jsonl([{"texts": "five"}]))
-    with pytest.raises(ValueError, match=r"t.jsonl:1: .*'text'; did you mean 'texts'"):
+    (tmp_path / "t.jsonl").write_text(jsonl([{"id": 1, "texts": "five"}]))
+    with pytest.raises(ValueError, match=r"t.jsonl:1: .*'text', .*its fields: id, texts\).*\{text: texts\}"):
         mixed.documents()
 
 
@@ -191,3 +193,21 @@ def test_the_first_records_can_be_left_out(written):
     rest = list(Part(reader, skipped=3).read())
     assert [without_nulls_in("extra_info", record.values) for record, _ in rest] == RECORDS[3:]
     assert list(Part(reader, skipped=3).read(rest[1][1])) == rest[2:]
+
+
+def test_a_hub_that_does_not_answer_is_named_without_the_retries_of_the_library(monkeypatch, logged):
+    library = pytest.importorskip("datasets")
+    from huggingface_hub import constants, utils
+
+    class Silent:
+        def head(self, *address, timeout):
+            raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(utils, "get_session", Silent)
+    for module in (constants, library.config):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="data.dataset_name=no/such cannot be found: .*set data.path to local files"):
+        hub_splits("no/such", None)
+    assert time.monotonic() - began < 10
+    assert any("does not answer" in line and "no route to host" in line for line in logged)

@@ -8,7 +8,7 @@ from rl_megatron.config.data_sources import PreferenceConfig, PromptAnswerConfig
 from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.tasks import Problem
-from rl_megatron.data.tokenizer import load_tokenizer
+from rl_megatron.data.tokenizer_files import load_tokenizer
 from tests.unit.data.chat_families import (
     FAMILIES,
     LONG,

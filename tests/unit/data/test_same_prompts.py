@@ -9,6 +9,7 @@ import pytest
 from rl_megatron.algorithms.evaluate import build_evaluation
 from rl_megatron.algorithms.rollout import Sampler
 from rl_megatron.config.load import load_config
+from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.run_tokenizer import build_tokenizer
 from rl_megatron.data.same_prompts import different_prompts
 from rl_megatron.data.tasks import Problem
@@ -132,7 +133,7 @@ def test_problems_with_the_same_prompt_keep_their_answers_and_messages(gsm8k, tm
     messages = [{"messages": [{"role": "user", "content": content}]} for content in ("Hi.", "Hello.")]
     problems = [Problem("a conversation", "", fields) for fields in messages]
     chat = replace(stage, data=replace(stage.data, format="chat"))
-    first, second = encoded_prompts(chat, problems, tokenizer).prompts
+    first, second = encoded_prompts(chat, problems, Renderer(chat.data, tokenizer)).prompts
     assert "Hi." in tokenizer.decode(first.ids) and "Hello." in tokenizer.decode(second.ids)
 
 

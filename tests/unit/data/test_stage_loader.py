@@ -7,9 +7,9 @@ import pytest
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
+from rl_megatron.data.byte_level_bpe import train_bpe
 from rl_megatron.data.sources import HeldoutBatch, build_source
 from rl_megatron.data.stage_loader import dataset_loader
-from rl_megatron.data.tokenizer import train_bpe
 from rl_megatron.data.training_data import RolloutPrompts, check_dataset
 
 TOKENIZER = train_bpe(["question answer good bad text 0123456789\n" * 3], 270)
@@ -105,7 +105,8 @@ def test_weights_may_come_from_a_function_of_the_user(files):
 @pytest.mark.parametrize("streaming", [(), STREAM], ids=["memory", "stream"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_held_out_data_comes_from_every_data_set(files, kind, streaming):
-    heldout = build_source(stage_of(*KINDS[kind], MIX, *streaming)).heldout(TOKENIZER)
+    number = f"data.num_eval_examples={4 if streaming else 'null'}"
+    heldout = build_source(stage_of(*KINDS[kind], MIX, number, *streaming)).heldout(TOKENIZER)
     assert isinstance(heldout, HeldoutBatch)
     texts = " ".join(TOKENIZER.decode(ids) for ids in ids_of(heldout.batch))
     assert all(f"{'text' if kind == 'pretrain' else 'question'} {source}" in texts for source in "abc")
@@ -142,6 +143,21 @@ def test_records_that_are_too_long_are_reported_of_some_blocks_only(files, logge
     for number in range(7):  # 56 of the 64 records that fit, in 14 blocks
         loader.batch(number)
     assert len([message for message in logged if "1 of 5 sequences exceed" in message]) == 4, "blocks 1, 2, 4 and 8"
+
+
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_all_blocks_of_a_stream_have_the_templates_that_the_first_one_chose(files, kind):
+    first, later = {"question": "question a", "answer": "1"}, {"prompt": "question b", "answer": "2"}
+    lines = [json.dumps(first)] * 9 + [json.dumps(later)] * 15
+    (files / "two.jsonl").write_text("\n".join(lines))
+    overrides = {"sft": KINDS["sft"], "grpo": ("algorithm=grpo", "algorithm.prompts_per_step=4")}[kind]
+    rewards = () if kind == "sft" else ("reward.functions=[{name: exact_match}]",)
+    stage = stage_of(*overrides, *rewards, "data.path=two.jsonl", *STREAM)
+    prompts = RolloutPrompts(stage, stage.algorithm, TOKENIZER) if kind == "grpo" else None
+    loader = dataset_loader(stage, TOKENIZER) if prompts is None else prompts.loader
+    with pytest.raises(ConfigError, match="two.jsonl:10: data.prompt_template '{question}.*needs a field .*'question'"):
+        for number in range(5):
+            loader.batch(number)
 
 
 @pytest.mark.parametrize(

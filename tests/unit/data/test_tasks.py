@@ -149,6 +149,22 @@ class TestGsm8k:
         with pytest.raises(ValueError, match="gsm8k has 4 of these problems"):
             task.heldout_problems(5)
 
+    def test_records_may_have_other_names_of_fields(self, tmp_path):
+        file = tmp_path / "problems.jsonl"
+        rows = [{"problem": f"{n}?", "solution": f"well #### {n}", "level": n} for n in range(20)]
+        file.write_text("\n".join(map(json.dumps, rows)))
+        task = GSM8K(path=str(file), question_field="problem", answer_field="solution")
+        usual = tmp_path / "usual.jsonl"
+        names = {"problem": "question", "solution": "answer", "level": "level"}
+        usual.write_text("\n".join(json.dumps({names[key]: row[key] for key in row}) for row in rows))
+        found, wanted = task.demonstrations(), GSM8K(path=str(usual)).demonstrations()
+        assert [(each.prompt, each.answer) for each in found] == [(each.prompt, each.answer) for each in wanted]
+        assert found[0].record.items() >= wanted[0].record.items()
+        with pytest.raises(
+            ValueError, match=r"problems.jsonl:\d+: .*no field 'question' .*problem, solution, level.*_field"
+        ):
+            GSM8K(path=str(file)).train_problems()
+
     @pytest.mark.parametrize("answer", ["no marker", "#### none", 18])
     def test_an_answer_without_a_number_names_its_line(self, tmp_path, answer):
         file = tmp_path / "problems.jsonl"

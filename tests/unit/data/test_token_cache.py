@@ -1,18 +1,19 @@
 """Tokens of large data are kept on disk: equal to those that are made, found by content, and made again if damaged."""
 
 import json
+from collections import OrderedDict
 
 import numpy as np
 import pytest
 
 from rl_megatron.config.data_sources import PreferenceConfig, PromptAnswerConfig
 from rl_megatron.data import token_cache
+from rl_megatron.data.byte_level_bpe import train_bpe
 from rl_megatron.data.datasets import PromptAnswerDataset, TextDataset
 from rl_megatron.data.preferences import PreferenceDataset
 from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.tasks import Demonstration
-from rl_megatron.data.tokenizer import train_bpe
 
 TOKENIZER = train_bpe(["question answer 0123456789\n" * 3], 270)
 
@@ -50,6 +51,17 @@ def built(tmp_path, monkeypatch):
         return {key: value.tolist() for key, value in batch.items()}, bool(made)
 
     return build
+
+
+def test_small_data_is_made_into_tokens_once_in_a_process(built, tmp_path, monkeypatch):
+    monkeypatch.setattr(token_cache, "_SMALLEST", 1 << 20)
+    monkeypatch.setattr(token_cache, "_in_memory", OrderedDict())
+    records = [Record(each.values, f"g:{number}") for number, each in enumerate(RECORDS)]
+    (first, was_made), (second, is_made) = built(), built(records=records, cache_dir=tmp_path / "unused")
+    assert was_made and not is_made and first == second and not (tmp_path / "unused").exists()
+    renderer = Renderer(PromptAnswerConfig(), TOKENIZER)
+    prompts = token_cache.encoded_prompts(renderer, records)
+    assert prompts == [renderer.prompt_ids(each) for each in records]
 
 
 @pytest.mark.parametrize("kind", ["answers", "pairs", "text"])

@@ -26,7 +26,7 @@ def answer(method: str, arguments: tuple) -> tuple[str, object]:
 
 
 if __name__ == "__main__":
-    die_with(int(sys.argv[2]))
+    die_with(int(sys.argv[3]))
     connection = Connection(int(sys.argv[1]))
     while True:
         try:

@@ -4,14 +4,10 @@ import pickle
 import random
 
 import pytest
-import torch
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
-from rl_megatron.data.tokenizer import train_bpe
-from rl_megatron.generation.completion_batch import rollouts
-from rl_megatron.generation.completions import Completions
-from rl_megatron.generation.interfaces import Sampling
+from rl_megatron.data.byte_level_bpe import train_bpe
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.generation.stop_strings import StopStrings
 
@@ -21,15 +17,9 @@ WIDTH = 60
 
 def completed(sequences, texts):
     """Grow completions token by token, as engines do."""
-    sampling = Sampling(WIDTH, stop_strings=StopStrings(texts, TOKENIZER.definition))
-    completions = Completions(len(sequences), sampling, torch.device("cpu"))
-    columns = torch.tensor(sequences).T
-    for step in range(WIDTH):
-        completions.add(step, columns[step], torch.zeros(len(sequences)))
-        if not completions.running.any():
-            break
-    batch = rollouts([[5]] * len(sequences), completions.parts(), sampling, weight_version=0)
-    return completions.lengths.tolist(), batch["stopped"].tolist()
+    stop_strings = StopStrings(texts, TOKENIZER.definition)
+    ends = [next((n for n in range(1, WIDTH + 1) if stop_strings.ends(ids[:n])), None) for ids in sequences]
+    return [end or WIDTH for end in ends], [end is not None for end in ends]
 
 
 def expected(ids, texts):

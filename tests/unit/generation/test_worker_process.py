@@ -22,8 +22,8 @@ def start(monkeypatch):
     monkeypatch.setattr(process, "WORKER_MODULE", "tests.unit.generation.echo_worker")
     started = []
 
-    def run(count=1, patience=SOON):
-        started.append(EngineWorkers(count, patience))
+    def run(count=1, timeout_seconds=SOON):
+        started.append(EngineWorkers(count, timeout_seconds))
         return started[-1]
 
     yield run
@@ -82,7 +82,7 @@ def test_a_death_while_idle_is_found_by_the_next_request(start):
 
 
 def test_an_engine_that_does_not_answer_counts_as_dead(start):
-    workers = start(patience=1.0)
+    workers = start(timeout_seconds=1.0)
     began = time.monotonic()
     workers.ask("sleep", (60.0,))
     assert "did not answer within 0.0167 minutes" in workers.answers(SOON).died
@@ -106,7 +106,7 @@ def test_hurried_engines_have_less_time_and_an_error_has_priority_over_a_timeout
 
 
 def test_an_engine_that_does_not_read_counts_as_dead(start):
-    workers = start(patience=1.0)
+    workers = start(timeout_seconds=1.0)
     os.kill(pids(workers)[0], signal.SIGSTOP)
     workers.ask("echo", ("x" * 10_000_000,))  # more than the connection buffers
     assert "stopped answering" in workers.answers(SOON).died
@@ -149,7 +149,7 @@ def test_a_worker_imports_no_megatron_and_ends_without_a_parent():
     program = (
         "import sys, rl_megatron.generation.transformers.worker as worker\n"
         "assert not [name for name in sys.modules if name.startswith('megatron')]\n"
-        "worker.main(['0', '1'], None)\n"  # process 1 is not its parent
+        "worker.main(['0', '0', '1'], None)\n"  # process 1 is not its parent
         "sys.exit('still here')"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -151,6 +151,23 @@ def test_dw_goes_to_main_grad_the_way_megatrons_ddp_wants_it(is_the_embedding_to
     torch.testing.assert_close(weight.main_grad - 1, want.float(), rtol=2.0**-8, atol=1e-5)
 
 
+@pytest.mark.parametrize("most_counted", [36, 30])
+def test_a_known_number_of_counted_rows_changes_no_result(most_counted):
+    hidden, weight, targets, ids, upstream = random_case()
+    targets = targets.index_fill(0, torch.arange(6), -100)
+    options = {"gather_ids": ids, "entropy": True, "block_tokens": 7}
+    wanted = results(linear_logprobs(hidden, weight, targets, **options), (hidden, weight), upstream)
+    found = linear_logprobs(hidden, weight, targets, most_counted=most_counted, **options)
+    for one, other in zip(results(found, (hidden, weight), upstream), wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_more_counted_rows_than_were_announced_are_refused():
+    hidden, weight, targets, _, _ = random_case()
+    with pytest.raises(ValueError, match="most_counted=3, but .* rows of the ranks count"):
+        linear_logprobs(hidden, weight, targets, most_counted=3)
+
+
 class TestMemory:
     @staticmethod
     def peak(monkeypatch, rows, vocab, ignored=10**6):

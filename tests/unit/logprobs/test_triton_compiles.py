@@ -1,19 +1,44 @@
-"""The Triton kernels through Triton's compiler, for a GPU that nobody needs to have: it refuses what its interpreter
-accepts, and shows how the logits are read."""
+"""The Triton kernels through Triton's compiler and NVIDIA's assembler, for GPUs that nobody needs to have.
 
+The compiler refuses what its interpreter accepts. Its results show how the logits are read and written, and what a
+program takes of a multiprocessor.
+"""
+
+import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
+ARCHITECTURES = (80, 90, 100)  # A100, H100 and H200, B200
 DTYPES = {"logits": "{}", "out": "{}", "columns": "i64", "active": "i1"}
 INTEGERS = ("row_stride", "out_stride", "num_columns", "num_targets")
-HOPPER = ("cuda", 90, 32)
+FORWARD = tuple({"ENTROPY": entropy} for entropy in (True, False))
+BACKWARD = (*({"TARGETS": targets} for targets in (0, 1, 4)), {"TARGETS": 1, "entropy_grad": None})
+PLAIN = {"temperature": None, "threshold": None}
+# (columns, dtype of the logits, arguments that are None, whether rows begin at multiples of 16 elements): every two of
+# rows of eight warps or four, bf16 or fp32, and temperature and threshold or neither come together.
+LOGITS = (
+    (151936, "bf16", {}, True),
+    (151936, "fp32", PLAIN, True),
+    (5000, "bf16", PLAIN, True),
+    (5000, "fp32", {}, True),
+    (50257, "bf16", {}, False),
+)
+# With so many per thread, a multiprocessor's 65,536 registers are enough for three programs of eight warps if rows are
+# aligned, and otherwise for five programs of four warps.
+MOST_REGISTERS = {True: 80, False: 96}
+# Triton 3.8's assembler keeps one value of one variant for sm_100 in memory, outside the loop over the columns.
+MOST_STACK_BYTES = 8
 
 
-def compiled(kernel, dtype, num_warps, **constants):
-    """The kernel's PTX where rows and strides are aligned to 16 elements; arguments in `constants` are no tensors."""
+def compiled(kernel, architecture, dtype, num_warps, aligned, constants):
+    """Return the kernel as Triton compiles it; `constants` are the values of arguments that are no tensors."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
@@ -21,45 +46,87 @@ def compiled(kernel, dtype, num_warps, **constants):
     for position, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name], constexprs[(position,)] = "constexpr", constants[name]
-        else:
-            signature[name] = "i32" if name in INTEGERS else "*" + DTYPES.get(name, "fp32").format(dtype)
+            continue
+        signature[name] = "i32" if name in INTEGERS else "*" + DTYPES.get(name, "fp32").format(dtype)
+        if aligned or name not in INTEGERS:
             attributes[(position,)] = [["tt.divisibility", 16]]
     options = {"num_warps": num_warps, "enable_fp_fusion": False}
-    return compile(ASTSource(kernel, signature, constexprs, attributes), GPUTarget(*HOPPER), options).asm["ptx"]
+    return compile(ASTSource(kernel, signature, constexprs, attributes), GPUTarget("cuda", architecture, 32), options)
 
 
-def check_kernels():
-    from rl_megatron.logprobs.kernels import triton as triton_kernels
+def resources(cubin):
+    """Return what cuobjdump says that a thread of the only kernel of `cubin` uses: registers, bytes of memory."""
+    from triton import knobs
 
-    assert not triton_kernels.INTERPRETED
-    for num_columns, dtype, optional in (
-        (151936, "bf16", {}),
-        (5000, "fp32", {"temperature": None, "threshold": None}),
-    ):
-        block, warps = triton_kernels.block_of(num_columns)
-        vector_loads = block * {"fp32": 4, "bf16": 2}[dtype] // (16 * 32 * warps)
-        shape = {"BLOCK": block, **optional}
-        forward = [
-            compiled(triton_kernels._row_stats_kernel, dtype, warps, ENTROPY=entropy, **shape)
-            for entropy in (True, False)
-        ]
-        backward = [
-            compiled(triton_kernels._row_gradients_kernel, dtype, warps, TARGETS=targets, **shape)
-            for targets in (0, 1, 4)
-        ]
-        backward += [
-            compiled(triton_kernels._row_gradients_kernel, dtype, warps, TARGETS=1, entropy_grad=None, **shape)
-        ]
-        for ptx in forward + backward:
-            # In the loop over whole blocks and in what is left after it: 128 bits each, and no second read of a logit.
-            assert ptx.count("ld.global.v4.b32") == 2 * vector_loads, ptx
-            assert "atom." not in ptx and ".local" not in ptx
-        assert all("st.global.v4.b32" in ptx for ptx in backward)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
 
 
-def test_the_kernels_compile_for_a_gpu_and_read_128_bits_at_a_time(tmp_path):
+def print_variants():
+    """Compile every variant in this process, and print what there is to know about each."""
+    from rl_megatron.logprobs.kernels import triton as kernels
+
+    assert not kernels.INTERPRETED
+    variants = []
+    for architecture in ARCHITECTURES:
+        for num_columns, dtype, absent, aligned in LOGITS:
+            block, warps = kernels.block_of(num_columns)
+            for kernel, modes in ((kernels._row_stats_kernel, FORWARD), (kernels._row_gradients_kernel, BACKWARD)):
+                for mode in modes if aligned else modes[:1]:
+                    constants = {"BLOCK": block} | absent | mode
+                    result = compiled(kernel, architecture, dtype, warps, aligned, constants)
+                    ptx = result.asm["ptx"]
+                    variant = {
+                        "name": f"{kernel.fn.__name__}, {num_columns} columns of {dtype}, {constants}",
+                        "architecture": architecture,
+                        "aligned": aligned,
+                        "writes": kernel is kernels._row_gradients_kernel,
+                        "vectors": block * {"fp32": 4, "bf16": 2}[dtype] // (16 * 32 * warps),
+                        "loads": ptx.count("ld.global.v4.b32"),
+                        "stores": ptx.count("st.global.v4.b32"),
+                        "atomics": ptx.count("atom."),
+                        **resources(result.asm["cubin"]),
+                    }
+                    variants.append(variant)
+    print(json.dumps(variants))
+
+
+@pytest.fixture(scope="module")
+def variants():
+    """Return what another process says, because the kernels of this one are interpreted."""
     pytest.importorskip("triton", minversion="3.6")  # the compiler's entry points are no public interface
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    program = f"import {__name__} as this; this.check_kernels()"
+    program = f"import {__name__} as this; this.print_variants()"
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+class TestOnAnArchitecture:
+    @pytest.fixture
+    def here(self, variants, architecture):
+        here = [variant for variant in variants if variant["architecture"] == architecture]
+        assert len(here) == 4 * (len(FORWARD) + len(BACKWARD)) + 2
+        return here
+
+    def test_several_programs_fit_on_a_multiprocessor(self, here):
+        assert not [variant for variant in here if not 0 < variant["REG"] <= MOST_REGISTERS[variant["aligned"]]]
+
+    def test_values_stay_in_registers(self, here):
+        assert not [variant for variant in here if variant["STACK"] > MOST_STACK_BYTES or variant["LOCAL"]]
+
+    def test_logits_are_read_once_and_128_bits_at_a_time(self, here):
+        # In the loop over whole blocks, and once more in what is left after it.
+        assert not [v for v in here if v["aligned"] and v["loads"] != 2 * v["vectors"]]
+
+    def test_gradients_are_written_128_bits_at_a_time(self, here):
+        # As they are read, and zeros in the rows that are not active.
+        assert not [v for v in here if v["aligned"] and v["stores"] != (3 * v["vectors"] if v["writes"] else 0)]
+
+    def test_no_sum_depends_on_an_order_of_programs(self, here):
+        assert not [variant for variant in here if variant["atomics"]]

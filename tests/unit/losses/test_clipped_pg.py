@@ -132,6 +132,8 @@ class TokenByToken:
             "gen_kl_error": mean(lambda t: kl_estimate(t["gen"], t["prev"], kind)),
             "policy_kl_error": mean(lambda t: kl_estimate(t["prev"], t["gen"], kind)),
             "js_divergence_error": mean(self.js),
+            "mismatch_mean": mean(lambda t: abs(t["gen"] - t["prev"])),
+            "mismatch_max": max(abs(t["gen"] - t["prev"]) for t in self.all_tokens),
             "sampling_importance_ratio": by_sequence(lambda t: t["w"]),
             "approx_entropy": mean(lambda t: -math.exp(t["lp"] - t["gen"]) * t["lp"]),
             "num_valid_samples": self.num_samples,
@@ -238,6 +240,43 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_is_the_policy_gradient():
     torch.testing.assert_close(gradient, -batch["advantages"][:, 1:] * mask / num_toks)
 
 
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        {},
+        {"use_importance_sampling_correction": True, "truncated_importance_sampling_type": "tis",
+         "truncated_importance_sampling_ratio": 1.1},
+        {"sequence_level_importance_ratios": True, "token_level_loss": False},
+        {"use_cispo": True},
+        {"ratio_clip_c": 3.0},
+        {"disable_ppo_ratio": True},
+    ],
+)  # fmt: skip
+def test_without_prev_logprobs_the_policy_of_this_forward_pass_is_the_previous_one(cfg):
+    batch, logprobs, _, num_seqs, num_toks = make()
+    batch["prev_logprobs"] = torch.nn.functional.pad(logprobs.detach(), (1, 0))
+    wanted_loss, wanted, wanted_gradient = run(cfg, batch, logprobs, num_seqs, num_toks)
+    del batch["prev_logprobs"]
+    loss, metrics, gradient = run(cfg, batch, logprobs, num_seqs, num_toks)
+    assert loss == wanted_loss and metrics == wanted and torch.equal(gradient, wanted_gradient)
+    assert metrics["mismatch_max"] > metrics["mismatch_mean"] > 0
+
+
+class ReadsPrev(ClippedPGLossFn):
+    def evaluate(self, data, *args, **keywords):
+        return super().evaluate(data | {"prev_logprobs": data["prev_logprobs"] - 1}, *args, **keywords)
+
+
+class OwnCall(ClippedPGLossFn):
+    def __call__(self, *args, **keywords):
+        return super().__call__(*args, **keywords)
+
+
+def test_a_subclass_that_may_read_prev_logprobs_does_not_promise_to_do_without():
+    assert ClippedPGLossFn().on_policy_keys == {"prev_logprobs"}
+    assert ReadsPrev().on_policy_keys == OwnCall().on_policy_keys == frozenset()
+
+
 def test_one_advantage_per_sequence():
     batch, logprobs, _, num_seqs, num_toks = make()
     per_sequence = batch["advantages"][:, 3].clone()
@@ -285,10 +324,10 @@ def test_reinforce_needs_no_logprobs_but_the_policy_s_own():
     batch, logprobs, _, num_seqs, num_toks = make()
     cfg = {"disable_ppo_ratio": True, "reference_policy_kl_penalty": 0.0}
     want, _, want_gradient = run(cfg, batch, logprobs, num_seqs, num_toks)
-    del batch["prev_logprobs"]  # the generation engine's are still there, with nothing to compare them to
+    del batch["prev_logprobs"], batch["generation_logprobs"]
     loss, metrics, gradient = run(cfg, batch, logprobs, num_seqs, num_toks)
     assert loss == want and torch.equal(gradient, want_gradient) and "gen_kl_error" not in metrics
-    assert "prev_logprobs" in ClippedPGLossFn(cfg | {"use_importance_sampling_correction": True}).required_keys
+    assert "generation_logprobs" in ClippedPGLossFn(cfg | {"use_importance_sampling_correction": True}).required_keys
 
 
 def test_generation_logprobs_without_a_representable_weight_count_as_zero():

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 
-from rl_megatron.model.layers.attention import PortableAttention, PortablePacking, PortableRotaryEmbedding
-from rl_megatron.model.layers.packed import PackedSequences
+from rl_megatron.model.layers import attention as layers
+from rl_megatron.model.layers.attention import PortableAttention, PortablePacking, PortableRotaryEmbedding, attend_last
+from rl_megatron.model.layers.packed import LastBiases, PackedSequences
 from rl_megatron.topology.device import start_device
 
 HEADS, GROUPS, DIM = 4, 2, 8
@@ -63,13 +66,13 @@ def test_tokens_of_a_pack_attend_within_their_sequence(window, padded_lengths):
     query, key, value = inputs = random_qkv(sum(padded_lengths), 1)
     parts = zip(*(x[:, 0].split(padded_lengths) for x in inputs), strict=True)
     wanted = torch.cat([formula(*part, window) for part in parts])[:, None]
-    packing = PortablePacking(sequences=PackedSequences.of(padded_lengths, None, torch.device("cpu")))
+    packing = PortablePacking(sequences=PackedSequences.of(padded_lengths, None))
     found = attention(window)(query, key, value, packed_seq_params=packing)
     assert_same_values_and_gradients(found, wanted, inputs)
 
 
 def test_sequences_of_similar_length_share_a_bucket():
-    sequences = PackedSequences.of(PADDED_LENGTHS, None, torch.device("cpu"))
+    sequences = PackedSequences.of(PADDED_LENGTHS, None)
     assert [bucket.key_shape for bucket in sequences.buckets] == [(2, 6), (1, 1), (1, 40), (2, 3), (1, 17)]
     assert sorted(sequences.slots.tolist()) == sorted(set(sequences.slots.tolist())), "no two tokens share a slot"
     assert sequences.longest == 40
@@ -79,13 +82,13 @@ def frequencies() -> tuple[torch.Tensor, torch.Tensor]:
     """Return the angles of the packed tokens, and of each sequence by itself."""
     start_device("cpu")
     rope = PortableRotaryEmbedding(DIM, rotary_percent=1.0)
-    packing = PortablePacking(sequences=PackedSequences.of(PADDED_LENGTHS, None, torch.device("cpu")))
+    packing = PortablePacking(sequences=PackedSequences.of(PADDED_LENGTHS, None))
     packed = rope(rope.get_rotary_seq_len(None, None, None, None, packing), packed_seq=False, cp_group=None)
     return packed, torch.cat([rope.get_emb(length) for length in PADDED_LENGTHS])
 
 
 def test_a_packed_token_is_rotated_by_its_position_in_its_own_sequence(ranks):
-    sequences = PackedSequences.of(PADDED_LENGTHS, None, torch.device("cpu"))
+    sequences = PackedSequences.of(PADDED_LENGTHS, None)
     assert sequences.positions.tolist() == [position for length in PADDED_LENGTHS for position in range(length)]
     packed, each = ranks.run(1, frequencies)[0]
     torch.testing.assert_close(packed, each, rtol=0, atol=0)
@@ -97,3 +100,54 @@ def test_other_masks_and_other_packings_are_refused():
     query, key, value = random_qkv(4, 1)
     with pytest.raises(TypeError, match="PortablePacking, got SimpleNamespace"):
         attention(None)(query, key, value, packed_seq_params=SimpleNamespace())
+
+
+def masks_of_layers(run) -> list[object]:
+    """Return the masks that torch's attention gets while `run` is called."""
+    masks = []
+
+    def recorded(*args, attn_mask=None, **options):
+        masks.append(attn_mask)
+        return torch.nn.functional.scaled_dot_product_attention(*args, attn_mask=attn_mask, **options)
+
+    with mock.patch.object(layers, "scaled_dot_product_attention", recorded):
+        run()
+    return masks
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_layers_share_one_bias_that_torch_uses_without_a_copy(packed):
+    query, key, value = random_qkv(40, 1)
+    packing = PortablePacking(sequences=PackedSequences.of([17, 17, 6], None)) if packed else None
+    of_window, of_all = attention(4), attention(None)
+    shared = masks_of_layers(
+        lambda: [layer(query, key, value, packed_seq_params=packing) for layer in (of_window, of_all, of_window)]
+    )
+    with_bias = [mask for mask in shared if mask is not None]
+    assert len(with_bias) == (4 if packed else 2), "the layers with a window have one for each bucket"
+    assert len({mask.data_ptr() for mask in with_bias}) == len(with_bias) // 2
+    for mask in with_bias:
+        assert mask.dtype is query.dtype, "of a bool mask, each layer would make and keep a bias"
+        assert mask.stride(-1) == 1 and all(stride % 16 == 0 for stride in mask.stride()[:-1])
+    (later,) = masks_of_layers(lambda: of_window(query[:30], key[:30], value[:30]))
+    assert later.size(-1) == 30, "other sequences have biases of their own"
+
+
+def test_biases_of_earlier_sequences_are_freed():
+    biases = LastBiases()
+    kept = weakref.ref(biases.get((8,), "window", lambda: torch.zeros(3)))
+    assert biases.get((8,), "window", lambda: torch.ones(3)) is kept()
+    biases.get((9,), "window", lambda: torch.ones(3))
+    assert kept() is None
+
+
+def test_flash_attention_of_the_last_queries_has_the_right_shapes_and_gradients():
+    """The values are compared on a GPU (tests/gpu)."""
+    query, key, value = (
+        torch.empty(length, 2, heads, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        for length, heads in ((4, 8), (16, 2), (16, 2))
+    )
+    found = attend_last(query, key, value, None)
+    assert found.shape == (4, 2, 8 * 64)
+    gradients = torch.autograd.grad(found.sum(), (query, key, value))
+    assert [gradient.shape for gradient in gradients] == [x.shape for x in (query, key, value)]

@@ -9,7 +9,7 @@ import pytest
 from rl_megatron.config.compose import config_directory
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
-from rl_megatron.config.schema import ModelConfig
+from rl_megatron.config.model import ModelConfig
 from rl_megatron.model.families import FAMILIES, family_of_model, read_model, same_weights
 
 PRESETS = sorted(path.stem for path in (config_directory() / "model").glob("*.yaml") if path.stem != "init_from")

@@ -10,8 +10,8 @@ from transformers import AutoConfig, DeepseekV3Config, Gemma3TextConfig
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
+from rl_megatron.config.model import LinearRope, ModelConfig
 from rl_megatron.config.model_rules import check_model
-from rl_megatron.config.schema import LinearRope, ModelConfig
 from rl_megatron.model.families import family_of_config, family_of_model
 from rl_megatron.model.families.deepseek import DEEPSEEK_V3
 from rl_megatron.model.families.gemma3 import GEMMA3

@@ -8,7 +8,7 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.schema import LinearRope, Llama3Rope, YarnRope
+from rl_megatron.config.model import LinearRope, Llama3Rope, YarnRope
 from rl_megatron.model.families.llama import read_config, write_config
 from rl_megatron.model.layers.rope import frequencies, rotary_scale
 

@@ -159,10 +159,10 @@ def report(tmp_path):
     """`report(stages, commands, width)`: what the end of a run prints to a console of this width."""
     (tmp_path / "metrics.jsonl").write_text('{"stage": "sft", "step": 1, "kind": "train", "loss": 2.0}\n')
 
-    def printed(stages, commands=(), width=80):
+    def printed(stages, commands=(), width=80, has_trained=True):
         file = io.StringIO()
         summary = SUMMARY | {"stages": stages}
-        write_report(tmp_path, summary, Console(file=file, width=width, soft_wrap=True), commands)
+        write_report(tmp_path, summary, Console(file=file, width=width, soft_wrap=True), commands, has_trained)
         return file.getvalue()
 
     return printed
@@ -182,6 +182,15 @@ def test_commands_and_paths_stay_in_one_piece(report):
     command = f"rl-megatron convert export {LONG} exported[bold]"
     shown = report({"sft": {"accuracy": 0.5}}, [("Export it:", command)]).splitlines()
     assert shown[-3:] == ["What you can do next:", "  Export it:", f"    {command}"]
+
+
+def test_a_run_that_trained_nothing_writes_no_report_over_the_earlier_one(report, tmp_path):
+    stages = {"sft": {"accuracy": 0.5}}
+    assert f"Written to {tmp_path}" in report(stages, has_trained=False), "the earlier attempt left no report"
+    before = (tmp_path / "summary.json").read_text()
+    shown = report({"sft": {"accuracy": 0.75}}, has_trained=False)
+    assert "nothing was trained" in shown and "Written to" not in shown
+    assert (tmp_path / "summary.json").read_text() == before
 
 
 def test_a_negative_mean_reward_is_not_called_accuracy(report):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from rl_megatron.algorithms.stage import Stage
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.microbatch import padded_lengths
-from rl_megatron.batching.plan import plan_microbatches, sequence_lengths
+from rl_megatron.batching.rank_plan import plan_global_batch, sequence_lengths
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
 from rl_megatron.data.run_tokenizer import build_tokenizer
@@ -95,6 +96,7 @@ def test_the_batch_is_the_one_that_training_gets_at_that_step(stages, data, kind
     ]
     view = view_step(data, stage, tokenizer, STEP, ranks=1)
     assert shown_in_order(view) == wanted
+    assert all(re.search(rf", \S+/{data}.jsonl:\d+$", shown.title) for shown in sequences(view) if shown.tokens)
     assert shown_in_order(view_step(data, stage, tokenizer, STEP - 1, ranks=1)) != wanted
 
 
@@ -105,9 +107,10 @@ def test_the_microbatches_are_those_of_every_data_parallel_rank(stages, kind):
     layout = ConfiguredLayout.of(stage.parallel, 6)
     shown = iter(view.groups)
     for rank in range(layout.data):
-        place = SimpleNamespace(**vars(layout), data_rank=rank)
         cost = SequenceCost.of_model(stage.model, tokenizer.vocab_size)
-        plan = plan_microbatches(batch, sequence_lengths(batch), Batching.of(stage.train), place, 2, cost)
+        plan = plan_global_batch(batch, sequence_lengths(batch), Batching.of(stage.train), layout, 2, cost).of_rank(
+            rank
+        )
         for microbatch in plan.microbatches:
             group = next(shown)
             assert f"rank {rank}" in group.title and len(group.sequences) == microbatch.batch.size

@@ -75,7 +75,7 @@ def test_calls_of_an_async_function_wait_at_the_same_time(workers_of):
 
 MISBEHAVIOUR = {
     "sleep": ("timeout", "took longer than 1 seconds"),
-    "raise": ("error", "raised ValueError: no reward (/"),
+    "raise": ("error", "raised ValueError: raised on purpose (/"),
     "exit": ("error", "ended its worker process, which exited with status 3"),
     "leave": ("error", "raised SystemExit: 0"),
     "eat": ("error", "raised MemoryError"),
@@ -83,7 +83,7 @@ MISBEHAVIOUR = {
     "close": ("error", "ended its worker process"),
     "none": ("error", "returned None"),
     "nan": ("error", "returned nan"),
-    "string": ("error", "returned str '1'"),
+    "text": ("error", "returned str '1.0'"),
     "nothing": ("error", "returned a mapping without 'score'"),
 }
 HARMLESS = ("fork", "print", "well")
@@ -197,6 +197,12 @@ def test_a_registered_function_of_a_notebook_is_sent_with_its_code(workers_of):
 def test_a_function_that_cannot_be_called_is_refused_before_the_first_step(function, words):
     with pytest.raises(ConfigError, match=words):
         check_functions(settings(function), [Problem("p", "a", {"difficulty": 1})])
+
+
+def test_a_record_without_a_field_of_a_function_is_named_by_its_place():
+    problems = [Problem("p", "a", {"level": 1}, "x.jsonl:1"), Problem("p", "a", {"difficulty": 1}, "x.jsonl:2")]
+    with pytest.raises(ConfigError, match=r"no such field \(x.jsonl:2; its fields: difficulty\)"):
+        check_functions(settings(RewardFunctionConfig(path=FILE, name="fields")), problems)
 
 
 @pytest.mark.slow

@@ -1,10 +1,11 @@
 """A user's file of reward functions: good ones of every form, and ones that misbehave as the completion says."""
 
 import asyncio
-import os
 import time
 from dataclasses import dataclass
 from typing import ClassVar
+
+from benchmarks.misbehaving_rewards import act
 
 
 def length(completion_ids, scale=1.0):
@@ -66,27 +67,7 @@ class Stateful:
 
 def misbehave(completion):
     """Do what the completion says."""
-    if completion == "sleep":
-        time.sleep(1000)
-    if completion == "raise":
-        raise ValueError("no\nreward")
-    if completion == "exit":
-        os._exit(3)
-    if completion == "leave":
-        raise SystemExit(0)
-    if completion == "eat":
-        return len(bytearray(8 << 30))
-    if completion == "fork" and os.fork() == 0:
-        return 5.0
-    if completion == "orphan":
-        if os.fork() == 0:
-            time.sleep(1000)
-        os._exit(0)
-    if completion == "close":
-        os.closerange(3, 100)
-    if completion == "print":
-        print("printed by a reward function")
-    return {"none": None, "nan": float("nan"), "string": "1", "nothing": {}}.get(completion, 1.0)
+    return act(completion)
 
 
 async def misbehave_async(completion):

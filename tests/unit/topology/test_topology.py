@@ -1,12 +1,17 @@
 """Degrees that fit the world size and the model are accepted; the error for others proposes degrees that fit."""
 
 import itertools
+import os
 import re
+from datetime import timedelta
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.schema import ModelConfig, ParallelConfig
+from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.topology import topology
 from rl_megatron.topology.degrees import padded_vocab_size, validate, validate_model
 from rl_megatron.topology.device import start_device
@@ -206,6 +211,50 @@ def test_context_ranks_pad_to_zigzag_slices(ranks):
     found = ranks.run(4, _places, {"context": 2})
     assert [place for _, place, *_ in found] == [(0, 0, 0, 0), (0, 1, 0, 0), (0, 0, 0, 1), (0, 1, 0, 1)]
     assert {multiple for *_, multiple in found} == {4}
+
+
+def _timeouts_of_groups() -> dict[str, set[timedelta]]:
+    """Return the timeouts of this rank's process groups, by the backends of the groups, except the default group."""
+    device = start_device("cpu")
+    degrees = {"tensor": 2, "sequence": True, "pipeline": 2, "expert": 2}
+    topology.build(ParallelConfig(**degrees), device, seed=1, timeout_minutes=2.5)
+    found: dict[str, set[timedelta]] = {}
+    for group in dist.distributed_c10d._world.pg_map:
+        if group != dist.group.WORLD:
+            timeout = group._get_backend(torch.device("cpu")).options._timeout
+            found.setdefault(group.group_desc, set()).add(timeout)
+    return found
+
+
+def test_every_process_group_has_the_timeout_of_the_run_and_none_is_a_second_one_of_gloo(ranks):
+    for found in ranks.run(4, _timeouts_of_groups):
+        assert "TENSOR_MODEL_PARALLEL_GROUP" in found and "EXPERT_MODEL_PARALLEL_GROUP" in found
+        assert {name: times for name, times in found.items() if times != {timedelta(minutes=2.5)}} == {}
+        assert [name for name in found if "GLOO" in name] == []
+
+
+def _connections(degrees: dict[str, int], set_by_user: str | None) -> str | None:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    os.environ.pop(name, None)
+    os.environ.update({} if set_by_user is None else {name: set_by_user})
+    topology.start_topology(ParallelConfig(**degrees), device="cpu")
+    return os.environ.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "set_by_user", "expected"),
+    [
+        ({"tensor": 2}, None, "1"),
+        ({"context": 2}, None, "1"),
+        ({"tensor": 2}, "8", "8"),
+        ({}, None, None),
+        ({"pipeline": 2}, None, None),
+    ],
+)
+def test_kernels_start_in_launch_order_if_collectives_overlap_with_matrix_products(
+    ranks, degrees, set_by_user, expected
+):
+    assert set(ranks.run(2, _connections, degrees, set_by_user)) == {expected}
 
 
 def test_first_layers_without_experts_divide_over_tensor_parallelism():

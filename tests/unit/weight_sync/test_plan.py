@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_megatron.weight_sync.plan import (
     Bucket,
@@ -48,9 +49,28 @@ def test_sums_over_columns_are_exact_at_the_limit_of_fp64(monkeypatch):
     tensor = torch.full((2, 40_000), -(2**15), dtype=torch.int16)  # the largest integers, all of one sign
     whole = fingerprint(tensor)
     monkeypatch.setattr("rl_megatron.weight_sync.plan._COLUMNS_AT_ONCE", 97)
-    monkeypatch.setattr("rl_megatron.weight_sync.plan._ELEMENTS_AT_ONCE", 97)
+    monkeypatch.setattr("rl_megatron.weight_sync.plan._ELEMENTS_AT_ONCE_CPU", 97)
     assert torch.equal(fingerprint(tensor), whole)
     assert whole == -(2**15) * fingerprint_of_ones(tensor.shape, (0, 0), CPU)
+
+
+class MatrixProducts(TorchDispatchMode):
+    """Count matrix products, of which there is one per block of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("device", "blocks"), [("cpu", 64), ("meta", 1)])  # "meta" stands for a GPU
+def test_a_gpu_gets_large_blocks_and_a_cpu_blocks_that_fit_its_cache(device, blocks):
+    with MatrixProducts() as products:
+        fingerprint(torch.zeros(4096, 4096, dtype=torch.bfloat16, device=device))
+    assert products.count == blocks
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rl_megatron.weight_sync.process_group import CollectiveFailed, StandaloneGroup
 
@@ -56,3 +61,27 @@ def test_a_peer_that_never_joins_raises_within_the_timeout():
     with pytest.raises(CollectiveFailed, match="rank 0 of the 2 around 127.0.0.1:.* could not join"):
         StandaloneGroup("127.0.0.1", free_port(), 0, 2, CPU, timeout_seconds=0.5)
     assert time.monotonic() - began < 10
+
+
+class NcclGroup:
+    """A stand-in for torch's NCCL group, which reads its settings from the environment when it is made."""
+
+    Options: Any = SimpleNamespace
+
+    def __init__(self, store, rank, world_size, options):
+        self.settings = {name: value for name, value in os.environ.items() if name.startswith("TORCH_NCCL_")}
+
+
+def test_a_dead_peer_raises_an_error_in_an_nccl_group_and_does_not_end_the_process(monkeypatch):
+    """torch reads the variables by these names, and the number 0 means that its watchdog handles no error."""
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", NcclGroup, raising=False)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    group: Any = StandaloneGroup("127.0.0.1", free_port(), 0, 1, torch.device("cuda", 0), 5)._group
+    assert group.settings["TORCH_NCCL_BLOCKING_WAIT"] == "1"
+    assert group.settings["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"  # other groups of the process keep their settings
+    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
+    source = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
+    text = source.read_text()
+    assert "NoHandling = 0," in text and all(f'"{name}"' in text for name in group.settings)

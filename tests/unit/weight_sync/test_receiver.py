@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_megatron.weight_sync.plan import RefitPlan, TensorSpec, WeightsRefused, fingerprint, plan_buckets
-from rl_megatron.weight_sync.receiver import WeightReceiver
+from rl_megatron.weight_sync.receiver import ParameterSink, WeightReceiver
 
 SPECS = [TensorSpec("a", (4, 3), "bfloat16"), TensorSpec("b", (5,), "float32"), TensorSpec("c", (2, 2), "bfloat16")]
 PLAN = RefitPlan({}, 10, plan_buckets(SPECS, max_bytes=24))
@@ -31,7 +31,7 @@ def sent(index: int) -> torch.Tensor:
 
 def test_a_complete_refit_is_served():
     parameters = model()
-    receiver = WeightReceiver(parameters, PLAN)
+    receiver = WeightReceiver(ParameterSink(parameters), PLAN)
     assert receiver.version is None
     receiver.begin(7)
     for index in reversed(range(len(PLAN.buckets))):
@@ -71,7 +71,7 @@ def test_a_refused_tensor_is_named_and_nothing_is_served_until_a_refit_succeeds(
         "c is missing: bucket 2 came with 1 words": lambda r: r.accept(2, sent(2)[:1]),
         "bucket 3 is unknown": lambda r: r.accept(3, sent(0)),
     }.items():
-        receiver = WeightReceiver(model(), PLAN)
+        receiver = WeightReceiver(ParameterSink(model()), PLAN)
         receiver.begin(1)
         refuse(receiver, message, lambda act=act, receiver=receiver: act(receiver))
 
@@ -84,9 +84,9 @@ def test_a_model_that_differs_from_the_plan_is_refused():
         (model() | {"b": torch.zeros(5).half()}, "b will come as float32 .* float16"),
     ):
         with pytest.raises(WeightsRefused, match=message):
-            WeightReceiver(parameters, PLAN)
+            WeightReceiver(ParameterSink(parameters), PLAN)
     tied = model()
-    WeightReceiver(tied | {"a_again": tied["a"]}, PLAN)  # filled under its other name
+    WeightReceiver(ParameterSink(tied | {"a_again": tied["a"]}), PLAN)  # filled under its other name
 
 
 def test_the_engine_side_imports_neither_megatron_nor_a_model_nor_a_policy():

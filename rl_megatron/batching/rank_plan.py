@@ -1,0 +1,179 @@
+"""The microbatches of each rank: one plan for all ranks, made from the whole global batch before any of them starts.
+
+Ranks that chose their own microbatches would disagree on how many there are and wait for each other for ever. So every
+rank plans for every rank, and all have the same number of microbatches, of similar cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from rl_megatron.batching.config import Batching, BatchingKind, DynamicPlanArgs, PackingPlanArgs
+from rl_megatron.batching.cost import SequenceCost
+from rl_megatron.batching.microbatch import Microbatch
+from rl_megatron.batching.packing import round_up
+from rl_megatron.batching.plan import MicrobatchPlan, plan_dynamic_batching, plan_padded, plan_sequence_packing
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.topology.degrees import SequenceLayout, zigzag_slices
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """The microbatches of this data-parallel rank; every rank has the same number of them.
+
+    Attributes:
+        microbatches: In the order in which they run.
+        efficiency: Tokens of the global batch per token slot that the model computes, over all ranks. The zero-weight
+            microbatches that an interleaved pipeline may add are not counted.
+    """
+
+    microbatches: list[Microbatch]
+    efficiency: float
+
+
+@dataclass(frozen=True)
+class GlobalPlan:
+    """The microbatches of a global batch on all data-parallel ranks.
+
+    Attributes:
+        kind: How sequences form microbatches.
+        batch: The global batch with its padding sequences.
+        num_sequences: Sequences of the global batch without its padding sequences.
+        lengths: Tokens of each of the batch's sequences, at least 1.
+        plan: Which sequences form which microbatch.
+        efficiency: Tokens of the global batch per token slot that the model computes, over all ranks.
+    """
+
+    kind: BatchingKind
+    batch: BatchedDataDict
+    num_sequences: int
+    lengths: list[int]
+    plan: MicrobatchPlan
+    efficiency: float
+
+    def of_rank(self, data_rank: int) -> RankPlan:
+        """Return the plan of a data-parallel rank."""
+        return RankPlan(self.microbatches(data_rank), self.efficiency)
+
+    def microbatches(self, shard: int) -> list[Microbatch]:
+        """Return the microbatches of a data-parallel rank, in the order in which they run."""
+        planned = zip(self.plan.sequences[shard], self.plan.lengths[shard], strict=True)
+        return [_microbatch(self.kind, self.batch, chosen, self.lengths, width) for chosen, width in planned]
+
+
+def plan_global_batch(
+    batch: BatchedDataDict,
+    lengths: list[int],
+    batching: Batching,
+    layout: SequenceLayout,
+    group_size: int = 1,
+    cost: SequenceCost = SequenceCost(),
+) -> GlobalPlan:
+    """Return the microbatches of all data-parallel ranks.
+
+    Args:
+        batch: The global batch, the same on every rank. It stays as it is.
+        lengths: Tokens of each sequence, see `sequence_lengths`.
+        batching: How sequences form microbatches.
+        layout: The layout; its data-parallel ranks share the batch.
+        group_size: Sequences that stay together, in order: 2 for preference pairs.
+        cost: The cost of a sequence, by which packs are balanced.
+
+    Raises:
+        ConfigError: A group alone exceeds `batching.tokens`.
+    """
+    num_sequences, num_shards = batch.size, layout.data
+    per_rank = -(-num_sequences // (num_shards * group_size)) * group_size
+    padded_batching = min(batching.sequences, per_rank)
+    batch = batch.pad_to_multiple(num_shards * (padded_batching if batching.kind == "padded" else group_size))
+    if batch.size > num_sequences and "input_lengths" in batch:
+        batch["input_lengths"][num_sequences:] = 1  # a padding sequence needs no more than one token
+    num_tokens = sum(lengths)
+    lengths = [max(length, 1) for length in lengths] + [1] * (batch.size - num_sequences)
+    try:
+        plan = _plan_for_layout(
+            batching, lengths, batch["input_ids"].size(1), layout, padded_batching, group_size, cost
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"train.batching={batching.kind}, train.micro_batch_tokens={batching.tokens}: {error}"
+        ) from error
+    slots = sum(round_up(slots, layout.sequence_multiple) for slots in chain.from_iterable(plan.slots))
+    return GlobalPlan(batching.kind, batch, num_sequences, lengths, plan, num_tokens / slots)
+
+
+def _plan_for_layout(
+    batching: Batching,
+    lengths: list[int],
+    width: int,
+    layout: SequenceLayout,
+    sequences_per_microbatch: int,
+    group_size: int,
+    cost: SequenceCost,
+) -> MicrobatchPlan:
+    """Return the plan for all ranks, within the budget even after the layout has padded the microbatches."""
+    multiple, num_shards = layout.sequence_multiple, layout.data
+    width = round_up(width, multiple)
+    budget = batching.tokens // multiple * multiple
+    if batching.kind == "padded":
+        return plan_padded(lengths, width, num_shards, sequences_per_microbatch, cost)
+    if batching.kind == "dynamic":
+        dynamic = DynamicPlanArgs(budget, group_size=group_size, cost=cost, sequence_length_round=multiple)
+        return plan_dynamic_batching(lengths, width, num_shards, dynamic)
+    slices = zigzag_slices(layout.context)
+    packing = PackingPlanArgs(budget, group_size=group_size, cost=cost, sequence_length_pad_multiple=slices)
+    return plan_sequence_packing(lengths, num_shards, packing)
+
+
+def _microbatch(
+    kind: BatchingKind, batch: BatchedDataDict, chosen: list[int], lengths: list[int], width: int
+) -> Microbatch:
+    if kind == "padded":
+        return Microbatch(batch.select_indices(chosen))
+    if kind == "dynamic":
+        return Microbatch(_cut(batch, width).select_indices(chosen))
+    ours = tuple(lengths[sequence] for sequence in chosen)
+    return Microbatch(_cut(batch, max(ours)).select_indices(chosen), ours)
+
+
+def _cut(batch: BatchedDataDict, width: int) -> BatchedDataDict:
+    """Return the first `width` tokens of every tensor that is as wide as the tokens, and all of every other."""
+    whole = batch["input_ids"].size(1)
+    return BatchedDataDict(
+        {
+            key: value[:, :width] if isinstance(value, Tensor) and value.dim() > 1 and value.size(1) == whole else value
+            for key, value in batch.items()
+        }
+    )
+
+
+def sequence_lengths(batch: Mapping[str, Tensor]) -> list[int]:
+    """Return the tokens of each sequence: its `input_lengths`, or all of its width.
+
+    Raises:
+        ValueError: A length does not fit the width, or a token that counts lies past the end of its sequence.
+    """
+    num_sequences, width = batch["input_ids"].shape
+    if "input_lengths" not in batch:
+        return [width] * num_sequences
+    lengths = batch["input_lengths"].cpu()
+    wrong = ((lengths < 0) | (lengths > width)).nonzero()
+    if len(wrong):
+        number = int(wrong[0].item())
+        raise ValueError(f"input_lengths[{number}]={lengths[number].item()} does not fit sequences of {width} tokens")
+    if "token_mask" in batch:
+        mask = batch["token_mask"].cpu()
+        lost = ((mask != 0) & (torch.arange(width) >= lengths[:, None])).nonzero()
+        if len(lost):
+            number, position = lost[0].tolist()
+            raise ValueError(
+                f"token_mask[{number}, {position}] counts a token past the sequence's end: input_lengths[{number}]="
+                f"{lengths[number].item()}"
+            )
+    return lengths.tolist()

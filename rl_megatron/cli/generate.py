@@ -1,0 +1,216 @@
+"""Complete the prompts of a file with a checkpoint or a Hugging Face directory, for `rl-megatron generate`.
+
+Mistakes in options, paths and prompts are answered before torch is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from rl_megatron import log
+from rl_megatron.checkpoint.directory import check_checkpoint, check_head, read_manifest, saved_model
+from rl_megatron.checkpoint.hf_directory import read_directory, weight_files
+from rl_megatron.config.checkpoint_metadata import MANIFEST, carried_tokenizer, run_tokenizer
+from rl_megatron.config.errors import ConfigError, nearest
+from rl_megatron.config.hints import key_of
+from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.model_rules import check_model
+from rl_megatron.config.schema import RunConfig, StageConfig
+from rl_megatron.data.prompt_files import RENDERING_KEYS, FilePrompts, read_prompts, rendering_of
+from rl_megatron.data.run_tokenizer import build_tokenizer
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.generation.completions_file import COMPLETIONS_PER_BLOCK, CompletionsFile, check_output
+
+# What has an effect: whole sections, and single keys. A key of a stage comes after `stages.NAME.`.
+_SECTIONS = ("model", "parallel", "generation", "tokenizer")
+_KEYS = frozenset(
+    ("experiment", "data", "init_from", "plugins", "precision", "device", "train.collective_timeout_minutes")
+).union(f"data.{key}" for key in RENDERING_KEYS)
+_MAPPINGS = ("data.columns.", "data.chat_template_kwargs.")
+# Keys that have no effect, and the option that is meant.
+_OPTIONS = {"data.path": "--prompts", "train.seed": "--seed", "algorithm.samples_per_prompt": "--samples-per-prompt"}
+_FILTERS = ("temperature", "top_k", "top_p")
+_MAX_SEED = 2**63
+
+
+def generation_run(config: RunConfig, options: argparse.Namespace) -> RunConfig:
+    """Return the run whose only stage has the model and the tokenizer of `init_from`.
+
+    Keys of the model section that the command gives keep their values.
+
+    Args:
+        config: The composed configuration.
+        options: The options of the command, which rl_megatron/cli/parser.py declares.
+
+    Raises:
+        ConfigError: A key has no effect, there is no such stage, or there are no weights at `init_from`.
+    """
+    given = [key_of(override) for override in options.overrides]
+    for override, key in zip(options.overrides, given, strict=True):
+        _refuse_without_effect(override, key)
+    name = list(config.stages)[-1] if options.stage is None else options.stage
+    if name not in config.stages:
+        raise ConfigError(f"--stage {name}: the run has no such stage{nearest(name, config.stages)}")
+    if config.init_from is None:
+        raise ConfigError(
+            "init_from is not set, and generate needs trained weights; set init_from=CHECKPOINT, or to a Hugging Face "
+            "directory"
+        )
+    stage, weights = config.stages[name], Path(config.init_from)
+    model = _model_at(weights)
+    kept: dict[str, Any] = {
+        field.name: getattr(stage.model, field.name)
+        for field in fields(ModelConfig)
+        if any(key.removeprefix(f"stages.{name}.").startswith(f"model.{field.name}") for key in given)
+    }
+    model = replace(model, **kept)
+    check_model(model)
+    stage = replace(stage, model=model, tokenizer=replace(stage.tokenizer, path=_tokenizer_path(stage, weights)))
+    return replace(config, stages={name: stage})
+
+
+@dataclass(frozen=True)
+class PreparedGeneration:
+    """What `generate` needs, after all checks that need no torch.
+
+    Attributes:
+        stage: The model, the layout, the sampling and the engine.
+        weights: A checkpoint, or a Hugging Face directory.
+        tokenizer: The tokenizer.
+        prompts: The prompts.
+        output: The file of the completions.
+    """
+
+    stage: StageConfig
+    weights: Path
+    tokenizer: Tokenizer
+    prompts: FilePrompts
+    output: CompletionsFile
+
+
+def prepare(config: RunConfig, options: argparse.Namespace) -> PreparedGeneration:
+    """Check options, paths and prompts.
+
+    Args:
+        config: What `generation_run` returned.
+        options: The options of the command.
+
+    Raises:
+        ConfigError: One of them is wrong.
+    """
+    if options.samples_per_prompt < 1:
+        raise ConfigError(f"--samples-per-prompt {options.samples_per_prompt}: must be at least 1")
+    if not 0 <= options.seed < _MAX_SEED:
+        raise ConfigError(f"--seed {options.seed}: must be at least 0 and below 2**63")
+    stage, weights = config.first, Path(str(config.init_from))
+    if options.samples_per_prompt > 1 and (options.greedy or stage.generation.temperature == 0):
+        raise ConfigError(
+            f"--samples-per-prompt {options.samples_per_prompt}: greedy samples of a prompt are all the same; leave it "
+            "out, or sample (without --greedy, generation.temperature above 0)"
+        )
+    if log.is_main_rank():  # which alone writes to it
+        check_output(Path(options.output))
+    tokenizer = _tokenizer(stage)
+    identity = _check_weights(weights, stage, tokenizer)
+    data = rendering_of(stage.data, options.prompts)
+    data.check(stage)
+    prompts = read_prompts(data, tokenizer, stage.model.max_sequence_length, stage.generation.max_new_tokens)
+    settings = {
+        "weights": identity,
+        "precision": stage.precision,
+        "tokenizer": tokenizer.digest,
+        "prompts": {"number": len(prompts.prompts), "digest": prompts.digest},
+        **_sampling_settings(stage, options),
+    }
+    output = CompletionsFile(Path(options.output), settings)
+    if log.is_main_rank():
+        output.num_lines()
+    return PreparedGeneration(stage, weights, tokenizer, prompts, output)
+
+
+def generate(config: RunConfig, options: argparse.Namespace) -> int:
+    """Write the completions of all prompts, and return the exit status.
+
+    Args:
+        config: What `generation_run` returned.
+        options: The options of the command.
+
+    Raises:
+        ConfigError: An option, a path or a prompt is wrong.
+    """
+    prepared = prepare(config, options)
+    from rl_megatron.algorithms.generate import CompletionJob, complete_prompts
+
+    job = CompletionJob(
+        prepared.stage, prepared.weights, prepared.tokenizer, prepared.prompts, prepared.output,
+        options.samples_per_prompt, options.seed, options.greedy,
+    )  # fmt: skip
+    return complete_prompts(job)
+
+
+def _sampling_settings(stage: StageConfig, options: argparse.Namespace) -> dict[str, Any]:
+    """Return what completions of the same prompts and weights depend on. The seed decides nothing if it is greedy."""
+    generation = stage.generation
+    greedy = options.greedy or generation.temperature == 0
+    shared = {key: getattr(generation, key) for key in ("max_new_tokens", "stop_tokens", "stop_strings")}
+    if greedy:
+        return {"sampling": {"greedy": True, **shared}}
+    return {
+        "samples_per_prompt": options.samples_per_prompt,
+        "seed": options.seed,
+        "completions_per_block": COMPLETIONS_PER_BLOCK,
+        "sampling": {"greedy": False, **shared, **{key: getattr(generation, key) for key in _FILTERS}},
+    }
+
+
+def _refuse_without_effect(override: str, key: str) -> None:
+    """Refuse an override that changes nothing of what `generate` does."""
+    of_stage = key.split(".", 2)[2] if key.startswith("stages.") and key.count(".") > 1 else key
+    if of_stage in _KEYS or of_stage.partition(".")[0] in _SECTIONS:
+        return
+    if of_stage.startswith(_MAPPINGS):
+        return
+    remedy = f"set {_OPTIONS[of_stage]}" if of_stage in _OPTIONS else "leave it out"
+    raise ConfigError(f"override {override!r} has no effect on generate; {remedy}")
+
+
+def _model_at(weights: Path) -> ModelConfig:
+    """Return the model section of a checkpoint or of a Hugging Face directory."""
+    if not (weights / MANIFEST).is_file() and (weights / "config.json").is_file():
+        return read_directory(weights)[1]
+    return saved_model(weights, read_manifest(weights))
+
+
+def _tokenizer_path(stage: StageConfig, weights: Path) -> str:
+    """Return `tokenizer.path` or, if it is not set, the directory of the tokenizer that belongs to the weights."""
+    if stage.tokenizer.path is not None:
+        return stage.tokenizer.path
+    if (weights / "config.json").is_file():
+        return str(weights)
+    found = carried_tokenizer(weights) or run_tokenizer(weights)
+    if found is None:
+        raise ConfigError(
+            f"init_from={weights} lies in no run's output_dir, so its tokenizer is not known; set tokenizer.path to "
+            "the tokenizer directory of the run that made the checkpoint"
+        )
+    return str(found)
+
+
+def _tokenizer(stage: StageConfig) -> Tokenizer:
+    tokenizer = build_tokenizer(stage)
+    if stage.model.vocab_size is not None:
+        tokenizer.leave_out_special_tokens_from(stage.model.vocab_size)
+    return tokenizer
+
+
+def _check_weights(weights: Path, stage: StageConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Check that the weights can be read, and return what identifies them."""
+    if (weights / MANIFEST).is_file():
+        manifest = check_checkpoint(weights, stage.model, tokenizer.digest)
+        check_head(weights, manifest, "lm", weights_only=False)
+        return {"path": str(weights.resolve()), "step": manifest["step"], "digest": manifest.get("sha256")}
+    files = [weights / name for name in weight_files(weights)]
+    return {"path": str(weights.resolve()), "bytes": {file.name: file.stat().st_size for file in files}}

@@ -1,0 +1,141 @@
+"""The settings of rollout engines on inference servers: `generation.vllm`, `generation.sglang`, and what they share."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+from urllib.parse import urlsplit
+
+from pydantic import Field
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.field_types import Positive, PositiveFloat, section
+
+
+@section
+class ServersConfig:
+    """Inference servers, which a run starts on its nodes, or which run already (`server_urls`).
+
+    Attributes:
+        key: Where the section is.
+        of_launches: The keys that only servers which the run starts have.
+    """
+
+    key: ClassVar[str]
+    of_launches: ClassVar[tuple[str, ...]] = ("num_servers", "host", "port", "extra_args")
+
+    # Addresses of servers that run already, such as http://10.0.0.5:8000. Empty: the run starts servers, and ends them.
+    server_urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+/?$")], ...] = ()
+    num_servers: Positive = 1  # servers that each node starts
+    host: str = "127.0.0.1"  # address that servers bind to. On several nodes: 0.0.0.0 or an address that nodes reach
+    port: Positive | None = None  # port of a node's first server; the next ones follow. null: free ports
+    # A server that is not ready within this time ends the run; one that the run did not start is waited for as well.
+    startup_timeout_seconds: PositiveFloat = 1800.0
+    max_requests_in_flight: Positive = 256  # requests that one server has at the same time; further ones wait here
+    extra_args: tuple[str, ...] = ()  # further arguments of the server's command, passed on as they are
+
+    def check(self) -> None:
+        """Check that every key has an effect.
+
+        Raises:
+            ConfigError: An address cannot be used, or a key is for servers that the run starts, and `server_urls` names
+                servers that run already.
+        """
+        for url in self.server_urls:
+            try:
+                usable = bool(urlsplit(url).hostname) and urlsplit(url).port != 0
+            except ValueError:  # the port is no number, or above 65535
+                usable = False
+            if not usable:
+                raise ConfigError(
+                    f"{self.key}.server_urls has {url!r}, whose host or port is wrong; write it as http://10.0.0.5:8000"
+                )
+        if not self.server_urls:
+            return
+        default = type(self)()
+        for name in self.of_launches:
+            value = getattr(self, name)
+            if value != getattr(default, name):
+                raise ConfigError(
+                    f"{self.key}.{name}={value} does nothing: {self.key}.server_urls names servers that run already; "
+                    f"leave {name} out and start the servers with this setting, or leave server_urls out"
+                )
+        if len(set(self.server_urls)) < len(self.server_urls):
+            raise ConfigError(f"{self.key}.server_urls={list(self.server_urls)} names a server twice; name each once")
+
+
+@section
+class VllmConfig(ServersConfig):
+    """vLLM servers (`generation.engine=vllm`). Keys that vLLM has too are named as its arguments, and mean the same."""
+
+    key: ClassVar[str] = "generation.vllm"
+    of_launches: ClassVar[tuple[str, ...]] = (
+        *ServersConfig.of_launches,
+        "python",
+        "tensor_parallel_size",
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "enforce_eager",
+        "enable_sleep_mode",
+    )
+
+    # Python of the environment that has vLLM, which scripts/install_vllm.sh makes. A relative path is relative to the
+    # current directory.
+    python: str = ".venv-vllm/bin/python"
+    tensor_parallel_size: Positive = 1  # GPUs, or processes on a CPU, among which a server divides the model
+    # Share of a GPU's memory that a server takes. null: vLLM's default; on a CPU, see kv_cache_memory_bytes.
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    kv_cache_memory_bytes: Positive | None = None  # memory of the KV cache. null: on a CPU 1 GiB; on a GPU what is left
+    max_model_len: Positive | None = None  # most tokens of a prompt and its completion. null: model.max_sequence_length
+    max_num_seqs: Positive | None = None  # most sequences that a server decodes together. null: vLLM's default
+    # Most tokens that a server processes in one step. null: vLLM's default; on a CPU at least 32768, because there a
+    # prompt with a seed must not be divided.
+    max_num_batched_tokens: Positive | None = None
+    enforce_eager: bool | None = None  # no CUDA graphs and no compilation: slower, but ready sooner. null: on a CPU
+    # Release the GPUs' memory while the policy trains. null: if servers compute on the policy's GPUs, which
+    # generation.refit decides.
+    enable_sleep_mode: bool | None = None
+
+    def check(self) -> None:
+        """Check the keys; see `ServersConfig.check`."""
+        super().check()
+        if self.gpu_memory_utilization is not None and self.kv_cache_memory_bytes is not None:
+            raise ConfigError(
+                f"generation.vllm.gpu_memory_utilization={self.gpu_memory_utilization} does nothing, because "
+                f"generation.vllm.kv_cache_memory_bytes={self.kv_cache_memory_bytes} decides the memory; leave one out"
+            )
+
+
+@section
+class SglangConfig(ServersConfig):
+    """SGLang servers (`generation.engine=sglang`). Keys that SGLang has too are named as its arguments.
+
+    These servers were tried only as a stand-in that answers as SGLang does, because SGLang needs a GPU.
+    """
+
+    key: ClassVar[str] = "generation.sglang"
+    of_launches: ClassVar[tuple[str, ...]] = (
+        *ServersConfig.of_launches,
+        "python",
+        "tp_size",
+        "mem_fraction_static",
+        "context_length",
+        "max_running_requests",
+        "disable_cuda_graph",
+        "enable_deterministic_inference",
+    )
+
+    # Python of the environment that has SGLang. A relative path is relative to the current directory.
+    python: str = ".venv-sglang/bin/python"
+    tp_size: Positive = 1  # GPUs among which a server divides the model
+    # Share of a GPU's memory for weights and KV cache. null: SGLang's default.
+    mem_fraction_static: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    context_length: Positive | None = None  # most tokens of a prompt and completion. null: model.max_sequence_length
+    # Most sequences that a server decodes together. null: SGLang's default.
+    max_running_requests: Positive | None = None
+    disable_cuda_graph: bool = False  # no CUDA graphs: slower, but ready sooner
+    # Give each request a seed, with kernels that do not depend on the batch. Without it SGLang takes no seeds, so that
+    # another run samples other tokens.
+    enable_deterministic_inference: bool = False

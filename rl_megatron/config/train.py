@@ -1,0 +1,44 @@
+"""The section `train`: steps, batches, evaluations and checkpoints of a stage."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from rl_megatron.config.eval_metrics import HIGHER_IS_BETTER
+from rl_megatron.config.field_types import NonNegative, Positive, PositiveFloat, section
+
+if TYPE_CHECKING:
+    EvalMetric = str  # the names are not known to a type checker
+else:
+    EvalMetric = Literal[tuple(HIGHER_IS_BETTER)]
+
+
+@section
+class TrainConfig:
+    """How a stage trains: its length, its batches, its evaluations and its checkpoints."""
+
+    steps: Positive = 100  # optimizer steps of the stage; for grpo and ppo, rollout steps
+    global_batch_size: Positive = 32  # sequences per optimizer step over all ranks; a preference pair is two sequences
+    # How sequences form the microbatches of one forward pass. padded: micro_batch_size sequences, padded to the longest
+    # of the batch. dynamic: sequences of similar length, padded to their longest, up to micro_batch_tokens. packed:
+    # sequences one after the other without padding, up to micro_batch_tokens. null: packed for algorithms that sample
+    # completions (grpo and ppo), because these differ in length, and padded for others.
+    batching: Literal["padded", "dynamic", "packed"] = "padded"
+    micro_batch_size: Positive = 8  # sequences per forward pass on one rank; used by batching=padded only
+    # Tokens per forward pass on one rank, at most; used by batching=dynamic and packed. Every sequence must fit, and
+    # both sequences of a preference pair must fit together.
+    micro_batch_tokens: Positive = 4096
+    # Compute logits from the last hidden states for one block of tokens at a time (a block's logits are 512 MiB in bf16
+    # on a GPU, 32 MiB on a CPU). The full logits tensor never exists, and backward computes the blocks again. Losses
+    # that read whole logits do not use it.
+    fused_head: bool = False
+    # Where the reference policy of dpo, grpo and ppo is kept. resident: on the device, beside the policy. offload: in
+    # host memory, and on the device during a call.
+    reference: Literal["resident", "offload"] = "resident"
+    seed: NonNegative = 0  # seed of the initial weights, of generated data, of the data's order and of sampling
+    eval_every: NonNegative = 0  # steps between evaluations; 0: only before the first step and after the last
+    save_every: NonNegative = 0  # steps between checkpoints; 0: only after the last step
+    async_save: bool = True  # write checkpoints while training goes on; a stage still waits for its last one
+    keep_checkpoints: Positive = 2  # newest checkpoints kept per stage; older ones are deleted
+    keep_best: EvalMetric | None = None  # also keep the checkpoint that is best by this eval metric; null: none
+    collective_timeout_minutes: PositiveFloat = 10.0  # how long a rank waits for the others before the run fails

@@ -1,0 +1,133 @@
+"""A file of completions as JSON lines, which a command that was killed goes on with. This module needs no torch."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from rl_megatron.config.errors import ConfigError
+
+SETTINGS_SUFFIX = ".settings.json"
+# Completions that are generated together and then written. Their random numbers depend on it.
+COMPLETIONS_PER_BLOCK = 1024
+_BYTES_READ = 1 << 20
+
+
+class CompletionsFile:
+    """The lines of completions that were written, one for each, in order, and the settings that they depend on.
+
+    The settings lie beside the file, so that a command with other settings does not go on with its lines.
+
+    Args:
+        path: The file.
+        settings: Everything that the completions depend on, as JSON values.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]):
+        self.path = path
+        self.settings_path = path.with_name(path.name + SETTINGS_SUFFIX)
+        self._settings = json.loads(json.dumps(settings))
+        self._file: IO[bytes] | None = None
+
+    def num_lines(self) -> int:
+        """Return how many complete lines the file has; 0 if there is no file.
+
+        Raises:
+            ConfigError: The file cannot be written, was made with other settings, or is no file of completions.
+        """
+        check_output(self.path)
+        if not self.path.exists():
+            return 0
+        self._refuse_other_settings()
+        with self.path.open("rb") as file:
+            return sum(block.count(b"\n") for block in iter(lambda: file.read(_BYTES_READ), b""))
+
+    def open(self) -> int:
+        """Open the file behind its last complete line, and return how many lines it has.
+
+        An incomplete line at its end, which a killed command may leave, is removed.
+
+        Raises:
+            ConfigError: See `num_lines`; or another process writes to the file.
+            OSError: The file cannot be written.
+        """
+        num_lines = self.num_lines()
+        if not self.path.exists():
+            self._write_settings()
+        self._file = self.path.open("ab+")
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"--output {self.path}: another process writes to it; choose another file") from error
+        self._file.truncate(_end_of_last_line(self._file))
+        return num_lines
+
+    def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Write lines, and sync them to the disk.
+
+        Raises:
+            OSError: They cannot be written.
+        """
+        assert self._file is not None  # `open` was called
+        self._file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file, if it is open."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write_settings(self) -> None:
+        partial = self.settings_path.with_name(self.settings_path.name + ".incomplete")
+        partial.write_text(json.dumps(self._settings, indent=1) + "\n", "utf-8")
+        partial.replace(self.settings_path)
+
+    def _refuse_other_settings(self) -> None:
+        try:
+            before = json.loads(self.settings_path.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"--output {self.path} exists, and {self.settings_path.name} beside it cannot be read, so it is not "
+                "known what it was made with; choose another file, or delete it"
+            ) from error
+        changed = [key for key in self._settings if before.get(key) != self._settings[key]]
+        if changed:
+            key = changed[0]
+            raise ConfigError(
+                f"--output {self.path} has completions of other settings ({key}: {before.get(key)} → "
+                f"{self._settings[key]}); choose another file, delete it to begin anew, or repeat the settings of "
+                f"{self.settings_path.name} to go on"
+            )
+
+
+def check_output(path: Path) -> None:
+    """Check that a file can be written.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    directory = path.absolute().parent
+    if path.is_dir() or not directory.is_dir():
+        why = "is a directory" if path.is_dir() else "lies in a directory that does not exist"
+        raise ConfigError(f"--output {path} {why}; give the path of a file")
+    if not os.access(path if path.exists() else directory, os.W_OK):
+        raise ConfigError(f"--output {path} cannot be written: permission denied; choose another file")
+
+
+def _end_of_last_line(file: IO[bytes]) -> int:
+    """Return the size of a file up to its last line break."""
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - _BYTES_READ)
+        file.seek(start)
+        found = file.read(end - start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+    return 0

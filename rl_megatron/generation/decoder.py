@@ -1,0 +1,299 @@
+"""Decode requests with continuous batching: a sequence that ends leaves the batch, and a waiting one takes its slot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rl_megatron.generation.interfaces import Completion, Sampling
+from rl_megatron.generation.ongoing import Ongoing
+from rl_megatron.generation.replica import Replica
+from rl_megatron.generation.slots import Slots
+from rl_megatron.topology.transfer import send, to_host
+
+_WIDTH_STEP = 32  # widths of the cache are multiples of it, so that many steps have the same shapes
+_BATCH_STEP = 8  # the same for the number of slots on a GPU, where unused slots cost little
+PROMPT_TOKENS = {"cpu": 2048, "cuda": 16384}  # read in one pass at most, padding included, unless one prompt is longer
+_REFILL_SHARE = 16  # prompts are read once this part of the slots is free: reading few at a time is slow
+_STEPS_PER_CHECK = {"cuda": 8}  # looking for ended sequences waits for the device; a CPU looks after each step
+
+
+class _State(NamedTuple):
+    """The state of a sequence: why it ended, or None, and how many tokens it has in its slot."""
+
+    end: Literal["stop", "length"] | None
+    num_tokens: int
+
+
+class Decoder:
+    """Running and waiting sequences of one model replica. It owns the cache and the state of the running ones.
+
+    All ranks of the replica make the same calls. With expert parallelism, so do all ranks that share experts, because
+    they compute each other's tokens: a rank that has nothing to do passes a single token.
+    """
+
+    def __init__(self, replica: Replica, max_slots: int):
+        self.replica, self.max_slots, self.device = replica, max_slots, replica.device
+        self.slots = Slots.empty(1, self.device)
+        self.cache = replica.new_cache(2, _WIDTH_STEP)  # the last slot is never read
+        self.waiting: list[Ongoing] = []
+        self.running: list[Ongoing] = []  # by slot
+        self._num_cached: list[int] = []  # cached tokens of each slot, at most
+        self._num_searched: list[int] = []  # tokens of each slot that have been searched for stop strings
+        self._by_sampling: list[tuple[Sampling, slice | Tensor]] | None = None
+        self._steps_left = 0  # until it is looked for ended sequences
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Let the model use the cache within the context."""
+        with torch.no_grad(), self.replica.active():
+            yield
+
+    def add(self, sequences: Sequence[Ongoing]) -> None:
+        """Let sequences wait for a slot, behind those that wait already."""
+        self.waiting += sequences
+
+    def advance(self) -> list[Completion] | None:
+        """Read prompts into free slots, or generate one token of every running sequence.
+
+        Returns:
+            The completions that ended, or None if there was nothing to do.
+        """
+        if not self._steps_left or not self.replica.shares_experts:  # to agree, ranks wait for the device
+            free = self.max_slots - len(self.running)
+            refills = bool(self.waiting) and free >= min(len(self.waiting), -(-self.max_slots // _REFILL_SHARE))
+            refills, decodes = self.replica.agree(refills, bool(self.running))
+            if refills:
+                self._read_prompts(self._take(free) if self.waiting and free else [])
+                return []
+            if not decodes:
+                self._steps_left = 0
+                return None
+        self._decode()
+        self._steps_left = (self._steps_left or _STEPS_PER_CHECK.get(self.device.type, 1)) - 1
+        return [] if self._steps_left else self._remove_ended()
+
+    def abort(self, request_ids: Set[str]) -> list[Completion]:
+        """End these sequences now, and return what they have."""
+        ended = [each for each in self.waiting if each.request.request_id in request_ids]
+        self.waiting = [each for each in self.waiting if each.request.request_id not in request_ids]
+        slots = [slot for slot, each in enumerate(self.running) if each.request.request_id in request_ids]
+        if slots:
+            states = self._states()
+            self._read_out(slots, [states[slot].num_tokens for slot in slots])
+        ended += self._vacate(slots)
+        return [each.completion("abort") for each in ended]
+
+    def evict(self) -> tuple[list[Completion], list[Ongoing]]:
+        """Return the completions that ended, and all other sequences with what they have. None of them is held."""
+        ended, slots = self._remove_ended(), list(range(len(self.running)))
+        if slots:
+            self._read_out(slots, [state.num_tokens for state in self._states()])
+        sequences = self._vacate(slots) + self.waiting
+        self.waiting, self._steps_left = [], 0
+        return ended, sequences
+
+    def share_generated(self) -> float:
+        """Return the sum of the shares of their tokens that the running sequences have."""
+        count = len(self.running)
+        return float((self.slots.generated[:count] / self.slots.limit[:count]).sum())
+
+    # --- prompts ---
+
+    def _take(self, free: int) -> list[Ongoing]:
+        """Return the next waiting sequences: as many as there are slots, and as a pass may read tokens.
+
+        Sequences of similar lengths are read together, because all are padded to the longest. Equal prompts are read
+        once.
+        """
+        self.waiting[:free] = sorted(self.waiting[:free], key=lambda each: (len(each.all_ids), each.all_ids))
+        limit = PROMPT_TOKENS[self.device.type]
+        taken, different = 0, set()
+        for sequence in self.waiting[:free]:
+            different.add(tuple(sequence.all_ids))
+            if taken and len(sequence.all_ids) * len(different) > limit:
+                break
+            taken += 1
+        sequences, self.waiting = self.waiting[:taken], self.waiting[taken:]
+        return sequences
+
+    def _read_prompts(self, sequences: list[Ongoing]) -> None:
+        """Give sequences slots, and cache all their tokens but the last, which the first decoding step reads."""
+        first = len(self.running)
+        self._make_space(sequences)
+        texts = [tuple(sequence.all_ids[:-1]) for sequence in sequences]
+        if sequences:
+            self.slots.fill(first, sequences)
+            self.running += sequences
+            self._num_cached += map(len, texts)
+            self._num_searched += [0] * len(texts)
+            self._by_sampling = None
+        slots = list(range(first, first + len(texts)))
+        if not any(texts):
+            if not self.replica.shares_experts:
+                return
+            texts, slots = [(0,)], [self.cache.num_slots - 1]
+        width = max(map(len, texts))
+        place = {text: index for index, text in enumerate(dict.fromkeys(texts))}
+        tokens = torch.tensor([[*text, *[0] * (width - len(text))] for text in place])
+        sources = torch.tensor([place[text] for text in texts])
+        tokens, sources, at = send((tokens, sources, torch.tensor(slots)), self.device)
+        self.cache.write_prompts(at, sources, len(place))
+        self.replica.read(tokens)
+
+    def _make_space(self, sequences: list[Ongoing]) -> None:
+        samplings = [sequence.request.sampling for sequence in sequences]
+        num_slots = len(self.running) + len(sequences)
+        num_tokens = max([self.slots.tokens.size(1), *(sampling.max_new_tokens for sampling in samplings)])
+        num_stops = max([self.slots.stop_ids.size(1), *(len(sampling.stop_ids) for sampling in samplings)])
+        longest = max((len(each.all_ids) + each.tokens_left for each in sequences), default=1)
+        rounded = min(-(-num_slots // _BATCH_STEP) * _BATCH_STEP, -(-self.max_slots // _BATCH_STEP) * _BATCH_STEP)
+        count, capacity = len(self.slots.running), -(-longest // _WIDTH_STEP) * _WIDTH_STEP
+        if rounded > count or num_tokens > self.slots.tokens.size(1) or num_stops > self.slots.stop_ids.size(1):
+            count = max(rounded, count)
+            self.slots.resize(count, num_tokens, num_stops)
+        if count + 1 > self.cache.num_slots or capacity > self.cache.capacity:
+            self.cache.resize(count + 1, max(capacity, self.cache.capacity))
+
+    # --- tokens ---
+
+    def _decode(self) -> None:
+        """Generate one token of every running sequence. Nothing waits for the device."""
+        count = self._batch_size()
+        width = max(self._num_cached, default=0) + 1
+        width = min(-(-width // _WIDTH_STEP) * _WIDTH_STEP, self.cache.capacity)
+        positions = self.slots.position[:count]
+        slots = torch.arange(count, device=self.device)
+        self.cache.write_tokens(slots, positions, width)
+        logits = self.replica.logits(self.slots.next_token[:count], positions)
+        self.slots.add(*self._draw(logits, count))
+        self._num_cached = [cached + 1 for cached in self._num_cached]
+
+    def _batch_size(self) -> int:
+        """Return how many slots a step computes: those that are used, rounded up on a GPU."""
+        used = max(len(self.running), 1)
+        return (
+            used if self.device.type == "cpu" else min(-(-used // _BATCH_STEP) * _BATCH_STEP, len(self.slots.running))
+        )
+
+    def _draw(self, logits: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
+        """Return the next token of the first slots and its logprob, [count] each, on every rank of the replica."""
+        drawn = torch.zeros(2, count, dtype=torch.float64, device=self.device)  # ids are exact in fp64
+        if logits is not None:
+            uniforms = self.slots.next_uniforms(count)
+            for sampling, slots in self._slots_by_sampling():
+                result = self.replica.sample(logits, uniforms, sampling)
+                for each, values in zip(drawn, result, strict=True):
+                    each[slots] = values[slots].double()
+        self.replica.share(drawn)
+        return drawn[0].long(), drawn[1]
+
+    def _slots_by_sampling(self) -> list[tuple[Sampling, slice | Tensor]]:
+        """Return the different ways in which running sequences are sampled, and the slots of each."""
+        if self._by_sampling is None:
+            found: dict[tuple[float, int, float], list[int]] = {}
+            for slot, sequence in enumerate(self.running):
+                own = sequence.request.sampling
+                found.setdefault((own.temperature, own.top_k, own.top_p), []).append(slot)
+            places: list[slice | Tensor] = [slice(None)]
+            if len(found) > 1:
+                places[:] = send([torch.tensor(slots) for slots in found.values()], self.device)
+            samplings = [Sampling(1, *settings) for settings in found] or [Sampling(1)]
+            self._by_sampling = list(zip(samplings, places, strict=True))
+        return self._by_sampling
+
+    # --- ends ---
+
+    def _remove_ended(self) -> list[Completion]:
+        """Return the completions that ended, and let the last slots take their place."""
+        if not self.running:
+            return []
+        states = self._states()
+        ended = [slot for slot, state in enumerate(states) if state.end is not None]
+        self._read_out(ended, [states[slot].num_tokens for slot in ended])
+        completions = []
+        for slot, sequence in zip(ended, self._vacate(ended), strict=True):
+            reason = states[slot].end
+            assert reason is not None  # it was chosen for that
+            completions.append(sequence.completion(reason))
+        return completions
+
+    def _states(self) -> list[_State]:
+        """Return the state of each running sequence. It waits for the device once.
+
+        A sequence in which a stop string has appeared has the tokens up to there.
+        """
+        count = len(self.running)
+        columns = [~self.slots.running[:count], self.slots.stopped[:count], self.slots.generated[:count]]
+        found = torch.stack(columns, dim=1)
+        if any(sequence.request.sampling.stop_strings is not None for sequence in self.running):
+            cached = zip(self.running, self._num_cached, strict=True)
+            most_generated = max(number + 1 - len(sequence.all_ids) for sequence, number in cached)
+            found = torch.cat([found, self.slots.tokens[:count, :most_generated]], dim=1)
+        states = []
+        for slot, (has_ended, stopped, generated, *tokens) in enumerate(to_host(found).tolist()):
+            until = self._stop_string_ends(slot, tokens[:generated])
+            if until is not None:
+                states.append(_State("stop", until))
+            else:
+                states.append(_State(("stop" if stopped else "length") if has_ended else None, generated))
+        return states
+
+    def _stop_string_ends(self, slot: int, generated: list[int]) -> int | None:
+        """Return the number of a slot's generated tokens up to the first stop string, or None if there is none."""
+        sequence, first = self.running[slot], self._num_searched[slot] + 1
+        texts = sequence.request.sampling.stop_strings
+        if texts is None:
+            return None
+        numbers = range(first, len(generated) + 1)
+        until = next((number for number in numbers if texts.ends([*sequence.ids, *generated[:number]])), None)
+        self._num_searched[slot] = len(generated) if until is None else until - 1
+        return until
+
+    def _read_out(self, slots: list[int], lengths: list[int]) -> None:
+        """Move the first tokens of slots, as many as `lengths` says, from the device to their sequences."""
+        if not slots:
+            return
+        at, width = send(torch.tensor(slots), self.device), max(lengths)
+        tokens, bits = self.slots.tokens[at, :width], self.slots.logprobs[at, :width].view(torch.int32)
+        tokens, bits = to_host(torch.stack([tokens, bits.long()])).unbind(0)  # both at once
+        logprobs = bits.int().view(torch.float32)
+        failed = [slot for slot, fails in zip(slots, logprobs.isnan().any(1).tolist(), strict=True) if fails]
+        if failed:
+            self.cache.clear(send(torch.tensor(failed), self.device))
+        for slot, length, ids, values in zip(slots, lengths, tokens.tolist(), logprobs.tolist(), strict=True):
+            self.running[slot].add(ids[:length], values[:length], self.replica.weight_version)
+        if self.cache.experts is not None:
+            self._read_out_experts(slots, self.cache.experts[at])
+
+    def _read_out_experts(self, slots: list[int], experts: Tensor) -> None:
+        """Move the routed experts of slots, [slots, layers, capacity, k], from the device to their sequences.
+
+        The last token of a sequence was not read by the model, so it has none.
+        """
+        by_position = to_host(self.replica.of_all_stages(experts).transpose(1, 2))
+        for slot, each in zip(slots, by_position, strict=True):
+            self.running[slot].routed_experts = each[: len(self.running[slot].all_ids) - 1].clone()
+
+    def _vacate(self, slots: list[int]) -> list[Ongoing]:
+        """Return the sequences of these slots (ascending), and move the last ones into the slots that become free."""
+        removed = [self.running[slot] for slot in slots]
+        count = len(self.running) - len(slots)
+        gone = set(slots)
+        targets = [slot for slot in slots if slot < count]
+        sources = [slot for slot in range(count, len(self.running)) if slot not in gone]
+        if targets:
+            self.slots.move(*(pair := send([torch.tensor(each) for each in (sources, targets)], self.device)))
+            self.cache.move(*pair)
+        for source, target in zip(sources, targets, strict=True):
+            self.running[target] = self.running[source]
+            self._num_cached[target] = self._num_cached[source]
+            self._num_searched[target] = self._num_searched[source]
+        del self.running[count:], self._num_cached[count:], self._num_searched[count:]
+        self._by_sampling = None
+        self.slots.running[count:] = False
+        return removed

@@ -1,0 +1,63 @@
+"""What the decoder needs of a model: a cache with slots, and forward passes that read and write it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rl_megatron.generation.interfaces import Sampling
+from rl_megatron.generation.slot_cache import SlotCache
+
+
+class Replica(Protocol):
+    """One copy of the model, on one or several ranks, all of which make the same calls."""
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the model."""
+        ...
+
+    @property
+    def weight_version(self) -> int:
+        """Return the version of the weights."""
+        ...
+
+    @property
+    def shares_experts(self) -> bool:
+        """Return whether other replicas compute tokens of this one, so that all take part in every pass."""
+        ...
+
+    def new_cache(self, num_slots: int, capacity: int) -> SlotCache:
+        """Return the cache that `active` lets the model use."""
+        ...
+
+    def active(self) -> AbstractContextManager[None]:
+        """Let the model use the cache within the context."""
+        ...
+
+    def agree(self, refills: bool, decodes: bool) -> tuple[bool, bool]:
+        """Return what any of the replicas that share experts has to do."""
+        ...
+
+    def read(self, tokens: Tensor) -> None:
+        """Write the keys and values of tokens [b, s] to the cache; they are at the positions 0 … s − 1."""
+        ...
+
+    def logits(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
+        """Return this rank's logits [n, V/tp] after tokens [n] at positions [n], or None if another stage has them."""
+        ...
+
+    def of_all_stages(self, experts: Tensor) -> Tensor:
+        """Return experts [slots, layers, capacity, k] of this rank's cache with those of other stages, int16."""
+        ...
+
+    def sample(self, logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """Return a token of each sequence and its logprob, [n] each; see `sampling.sample`."""
+        ...
+
+    def share(self, drawn: Tensor) -> None:
+        """Give every stage what the last stage has in `drawn`."""
+        ...

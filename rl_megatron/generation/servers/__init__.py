@@ -1,0 +1,1 @@
+"""What rollout engines over HTTP share: the client, the routing of requests, server processes and `ServerEngine`."""

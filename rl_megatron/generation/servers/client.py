@@ -1,0 +1,130 @@
+"""`ServerClient`: requests to one inference server, each with a limit on its time, and errors that name the server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from concurrent.futures import Future
+from typing import Any
+
+import httpx2
+
+from rl_megatron.weight_sync.servers import ServerDied, ServerRefused
+
+_SECONDS_TO_CONNECT = 10.0
+_SECONDS_OF_HEALTH = 10.0
+_SECONDS_KEPT_ALIVE = 2.0  # less than servers keep idle connections, so that a request does not meet a closing one
+_LONGEST_EXCERPT = 400  # characters of a server's own message
+_PERHAPS_LATER = (408, 429, 500, 502, 503, 504)
+
+
+class ConnectionLost(ServerDied):
+    """The server could not be reached, or the connection ended before the whole answer had arrived."""
+
+
+class RefusedForNow(ServerRefused):
+    """The server answered with an error that the same request may not meet again, such as 500 or 503."""
+
+
+class ServerClient:
+    """The connections to one server. It is made on any thread, and works on one asyncio loop.
+
+    Attributes:
+        name: What messages call the server, with its address.
+        url: Its address.
+    """
+
+    def __init__(self, kind: str, url: str, loop: asyncio.AbstractEventLoop, health_path: str, timeout_seconds: float):
+        """Prepare connections; nothing is sent yet.
+
+        Args:
+            kind: What messages call the server, such as "vLLM server 0".
+            url: The server's address, such as http://127.0.0.1:8000.
+            loop: The loop that the requests run on.
+            health_path: The path that answers 200 if the server can take requests.
+            timeout_seconds: Seconds that an answer may take, if a request does not say otherwise.
+        """
+        self.url = url.rstrip("/")
+        self.name = f"{kind} ({self.url})"
+        self._loop, self._health_path, self._timeout_seconds = loop, health_path, timeout_seconds
+        limits = httpx2.Limits(max_connections=None, keepalive_expiry=_SECONDS_KEPT_ALIVE)
+        timeout = httpx2.Timeout(None, connect=_SECONDS_TO_CONNECT)  # `call` limits the time of the whole answer
+        verify = url.startswith("https:")  # certificates take long to load
+        self._http = httpx2.AsyncClient(limits=limits, timeout=timeout, trust_env=False, verify=verify)
+
+    def request(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_seconds: float | None = None
+    ) -> Future[Any]:
+        """Start a request from another thread, and return the future of its answer; see `call`."""
+        return asyncio.run_coroutine_threadsafe(self.call(method, path, body, timeout_seconds), self._loop)
+
+    async def get(self, path: str, seconds: float | None = None) -> Any:
+        """Return the JSON that a GET gives; see `call`."""
+        return await self.call("GET", path, None, seconds)
+
+    async def post(self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None) -> Any:
+        """Return the JSON that a POST gives; see `call`."""
+        return await self.call("POST", path, body, seconds)
+
+    async def call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float | None = None
+    ) -> Any:
+        """Send a request once, and return the decoded JSON of the answer; None if the answer is empty.
+
+        Args:
+            method: "GET" or "POST".
+            path: The path on the server, with its query.
+            body: The JSON body, if the request has one.
+            seconds: The longest time until the whole answer. None: the usual time.
+
+        Raises:
+            ConnectionLost: The server cannot be reached, or closed the connection.
+            ServerDied: The answer took longer.
+            RefusedForNow: The status is 500, 503 or another one that may pass.
+            ServerRefused: The status is another error, or the answer is not JSON.
+        """
+        timeout_seconds = seconds or self._timeout_seconds
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                response = await self._http.request(method, self.url + path, json=body)
+        except TimeoutError as error:
+            raise ServerDied(f"{self.name} did not answer {method} {path} within {timeout_seconds:g} s") from error
+        except httpx2.RequestError as error:
+            what = str(error) or type(error).__name__
+            raise ConnectionLost(f"{self.name} did not answer {method} {path}: {what}") from error
+        status, text = response.status_code, response.text
+        if status in _PERHAPS_LATER:
+            raise RefusedForNow(f"{self.name} answered {method} {path} with status {status}: {_excerpt(text)}")
+        if status != 200:
+            raise ServerRefused(f"{self.name} answered {method} {path} with status {status}: {_excerpt(text)}")
+        try:
+            return json.loads(text) if text else None
+        except ValueError as error:
+            raise ServerRefused(
+                f"{self.name} answered {method} {path} with {_excerpt(text)!r}, which is not JSON"
+            ) from error
+
+    async def is_healthy(self) -> bool:
+        """Return whether the server says that it can take requests."""
+        try:
+            await self.call("GET", self._health_path, None, _SECONDS_OF_HEALTH)
+        except (ServerDied, ServerRefused):
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+
+def _excerpt(text: str) -> str:
+    """Return the message in a server's answer, or the beginning of the answer."""
+    try:
+        body = json.loads(text)
+    except ValueError:
+        body = text
+    for key in ("error", "message", "detail"):
+        if isinstance(body, dict) and key in body:
+            body = body[key]
+    text = body if isinstance(body, str) else json.dumps(body)
+    return text if len(text) <= _LONGEST_EXCERPT else text[:_LONGEST_EXCERPT] + "…"

@@ -1,0 +1,74 @@
+"""Check that a node can start inference servers for a stage, and choose their GPUs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import torch
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.schema import StageConfig
+from rl_megatron.config.servers import ServersConfig
+from rl_megatron.model.families import family_of_model
+
+
+def check_servers(
+    stage: StageConfig, vocab_size: int, settings: ServersConfig, python: str, length_key: str, remedy: str
+) -> None:
+    """Check that Hugging Face's format has a stage's model, that servers take its sequences, and can be started.
+
+    Args:
+        stage: The stage.
+        vocab_size: The number of tokens of its tokenizer.
+        settings: The section of the servers.
+        python: The Python that starts them.
+        length_key: The section's key with the most tokens of a sequence.
+        remedy: What to do if `python` is not there.
+
+    Raises:
+        ConfigError: Something is missing; the message names the key.
+    """
+    try:
+        family_of_model(stage.model, stage.model.vocab_size or vocab_size)
+    except ConfigError as error:
+        raise ConfigError(
+            f"generation.engine={stage.generation.engine}: {error}; set generation.engine=embedded"
+        ) from error
+    longest, length = stage.model.max_sequence_length, getattr(settings, length_key)
+    if length is not None and length > longest:
+        raise ConfigError(
+            f"{settings.key}.{length_key}={length} exceeds model.max_sequence_length={longest}; lower it, or leave it "
+            "out"
+        )
+    if not settings.server_urls and shutil.which(python) is None:
+        raise ConfigError(f"{settings.key}.python={python} is not there: {remedy}")
+
+
+def server_devices(
+    settings: ServersConfig, size_key: str, policy: torch.device, shared: bool = False
+) -> tuple[tuple[int, ...], ...]:
+    """Return the numbers of the GPUs of each server that a node starts; empty if the policy computes on the CPU.
+
+    Args:
+        settings: The section of the servers.
+        size_key: Its key with the number of GPUs of a server.
+        policy: The device of the policy.
+        shared: Whether servers and ranks share GPUs, from number 0 on. Otherwise the servers have those after the
+            ranks'.
+
+    Raises:
+        ConfigError: This machine has too few GPUs.
+    """
+    if policy.type == "cpu" or settings.server_urls:
+        return ()
+    count, size = settings.num_servers, getattr(settings, size_key)
+    first = 0 if shared else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    there = torch.cuda.device_count()
+    if first + count * size > there:
+        raise ConfigError(
+            f"{settings.key}.num_servers={count} and {settings.key}.{size_key}={size} need {count * size} GPUs from "
+            f"number {first} on, and this machine has {there}; lower them, start fewer ranks, or choose "
+            "generation.engine=vllm with generation.refit=shared_memory, with which servers and ranks share GPUs"
+        )
+    return tuple(tuple(range(first + index * size, first + (index + 1) * size)) for index in range(count))

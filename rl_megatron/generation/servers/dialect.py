@@ -1,0 +1,136 @@
+"""`ServerDialect`: what differs between kinds of inference servers: launch commands, URLs, and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from rl_megatron.generation.interfaces import Request
+from rl_megatron.generation.servers.client import ServerClient
+from rl_megatron.weight_sync.plan import RefitPlan
+
+
+@dataclass(frozen=True)
+class RawAnswer:
+    """A server's answer before it is checked, in the words of `Completion`.
+
+    Attributes:
+        ids: The completion's token ids, its stop token included.
+        logprobs: Their logprobs as the server gave them; None or NaN if a logprob is missing or NaN.
+        versions: (version, start, end) of each span of tokens, as the server gave them.
+        reason: Why the completion ended: stop, length or abort, or a word that the server has for another reason.
+        routed_experts: The experts of each token that the model read, [tokens, layers, k], if they were asked for.
+    """
+
+    ids: Sequence[int]
+    logprobs: Sequence[float | None]
+    versions: Sequence[tuple[Any, int, int]]
+    reason: str
+    routed_experts: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What a server says of itself once it is ready.
+
+    Attributes:
+        takes_seeds: Whether requests may have seeds.
+        max_tokens_in_flight: The most tokens of prompts and completions that requests in flight may have together;
+            None if there is no limit.
+        why_no_seeds: The reason if it takes none, for a log line.
+    """
+
+    takes_seeds: bool = True
+    max_tokens_in_flight: int | None = None
+    why_no_seeds: str = ""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a server that is launched here has to be told.
+
+    Attributes:
+        index: The number of the server on this node.
+        model_directory: A directory with the model's config.json, and without weights or a tokenizer.
+        plan: The model and the weights that will be sent.
+        host: The address to which the server binds.
+        port: The port at which it listens.
+        devices: The numbers of the node's GPUs on which it computes; empty for the CPU.
+    """
+
+    index: int
+    model_directory: Path
+    plan: RefitPlan
+    host: str
+    port: int
+    devices: tuple[int, ...] = ()
+
+
+class ServerDialect(Protocol):
+    """One kind of inference server: its launch command, its URLs and its JSON. It has no state.
+
+    Attributes:
+        name: What messages call such a server, such as "vLLM server".
+        key: The configuration section of the engine, such as "generation.vllm".
+        health_path: The path that answers 200 once the server is ready.
+    """
+
+    name: str
+    key: str
+    health_path: str
+
+    def command(self, launch: Launch) -> tuple[list[str], dict[str, str]]:
+        """Return the command that starts a server, and the environment variables to set for it.
+
+        A variable that the user has set should keep its value.
+        """
+        ...
+
+    def explain(self, log: str) -> str | None:
+        """Return what to do about a server that ended before it was ready, from its log, or None if it is unknown."""
+        ...
+
+    async def facts(self, server: ServerClient) -> ServerFacts:
+        """Ask a server that is ready for its version, model and settings.
+
+        Raises:
+            ServerRefused: It is a version that was not tried, or a setting makes its answers unusable.
+            ServerDied: There is no answer.
+        """
+        ...
+
+    def http_request(self, request: Request, with_seed: bool) -> tuple[str, dict[str, Any]]:
+        """Return the path and the JSON body of a request, which may be sent again if there is no answer."""
+        ...
+
+    def parse_response(self, body: Any) -> RawAnswer:
+        """Return what a server answered to an `http_request`.
+
+        Raises:
+            KeyError: A key is missing. So do IndexError, TypeError and ValueError mean an answer of another form.
+        """
+        ...
+
+    async def pause(self, server: ServerClient, abort: bool) -> None:
+        """Stop generation. Requests in flight wait if `abort` is false, and otherwise end with what they have."""
+        ...
+
+    async def resume(self, server: ServerClient) -> None:
+        """Start to generate again after `pause`."""
+        ...
+
+    async def abort(self, server: ServerClient, request_ids: Sequence[str] | None) -> None:
+        """End requests in flight, all of them if `request_ids` is None; their answers have the tokens so far."""
+        ...
+
+    async def sleep(self, server: ServerClient) -> None:
+        """Release the memory of weights and keys and values. The server has no requests."""
+        ...
+
+    async def wake(self, server: ServerClient, part: str) -> None:
+        """Take memory again: of the "weights" before a weight sync, and of the "kv_cache" before generation."""
+        ...

@@ -1,0 +1,326 @@
+"""`ServerEngine`: a rollout engine on inference servers that this run starts, or that run already."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rl_megatron import log
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.generation import GenerationConfig
+from rl_megatron.config.servers import ServersConfig
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.generation.completion_batch import check_prompts, rollouts
+from rl_megatron.generation.completions import requests_of, seed_of_id
+from rl_megatron.generation.interfaces import Completion, EngineFailed, Request, Sampling, Served
+from rl_megatron.generation.servers.client import ServerClient
+from rl_megatron.generation.servers.dialect import ServerDialect
+from rl_megatron.generation.servers.loop import RankZeroLoop
+from rl_megatron.generation.servers.pool import ServerPool
+from rl_megatron.generation.servers.requests import RequestSender
+from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.weight_sync.policy_ranks import PolicyRanks
+from rl_megatron.weight_sync.servers import ServerDied, ServerRefused, ServerSync, WeightServers
+
+_T = TypeVar("_T")
+_SECONDS_TO_NOTICE = 0.5  # a guardian notices within this time that its server has ended
+
+
+@dataclass(frozen=True)
+class ServerKind:
+    """What a `ServerEngine` needs to know of one kind of servers.
+
+    Attributes:
+        dialect: Their commands, URLs and JSON.
+        settings: Their configuration section.
+        make_sync: Makes the way in which weights are sent to them, from the servers.
+        max_tokens: The most tokens that a server takes for a prompt with its completion.
+        devices: The numbers of the GPUs of each server of a node; empty for the CPU.
+        sleeps: Whether servers release their memory while the policy trains.
+    """
+
+    dialect: ServerDialect
+    settings: ServersConfig
+    make_sync: Callable[[WeightServers], ServerSync]
+    max_tokens: int
+    devices: Sequence[tuple[int, ...]] = ()
+    sleeps: bool = False
+
+
+class ServerEngine:
+    """A `RolloutEngine` on inference servers. They are started, or reached first, by the first weight sync.
+
+    Only rank 0 sends requests, on an asyncio loop in a thread of its own; every rank gets the answers or the failure.
+    All ranks take part in weight syncs. If a server dies, it is started again, all servers get the weights again, and
+    the requests that were not answered are sent again.
+    """
+
+    def __init__(
+        self,
+        policy: MegatronPolicy,
+        generation: GenerationConfig,
+        kind: ServerKind,
+        directory: Path,
+        collective_timeout_minutes: float = 10.0,
+    ):
+        """Keep the settings; no server is started yet.
+
+        Args:
+            policy: The policy.
+            generation: The stage's generation section.
+            kind: The kind of servers.
+            directory: The run's directory, in which servers log.
+            collective_timeout_minutes: The longest time of a collective, and of a request of a weight sync.
+        """
+        self.policy, self.settings = policy, generation
+        self._kind, self._timeout = kind, 60 * collective_timeout_minutes
+        topology = policy.topology
+        self._ranks = PolicyRanks(topology.rank, topology.world_size, topology.device)
+        self._loop = RankZeroLoop(self._ranks, self._timeout)
+        timeout_seconds = 60 * generation.engine_timeout_minutes
+        self._pool = ServerPool(
+            kind.dialect, kind.settings, self._ranks, self._loop, directory / "servers", timeout_seconds
+        )  # fmt: skip
+        self._sender: RequestSender | None = None  # on rank 0
+        self._sync: ServerSync | None = None
+        self._broken: list[str] = []  # addresses of servers to start again
+        self._served: Served | None = None
+        self._starts = self._restarts = 0
+        self._asleep = False
+        self._paused = self._has_lost_a_server = False  # on rank 0, which alone takes single requests
+        self._sync_metrics: dict[str, float] = {}  # of a weight sync that was not reported yet
+
+    @property
+    def served(self) -> Served | None:
+        """Return the copy of the weights that all servers serve, or None."""
+        return self._served
+
+    def update_weights(self) -> dict[str, float]:
+        """Send the policy's current weights to the servers; see `RolloutEngine.update_weights`.
+
+        Raises:
+            WeightsRefused: On every rank, if the weights that arrived are not those that were sent.
+            EngineFailed: On every rank, if servers die more often than `generation.max_engine_restarts`, or one cannot
+                be used.
+        """
+        if self._ranks.from_rank_0(lambda: self._has_lost_a_server):
+            self._served, self._has_lost_a_server = None, False
+        if self._served is None or self._served.version != self.policy.weight_version:
+            self._served = None
+            self._with_restarts(self._sync_weights)
+        metrics, self._sync_metrics = self._sync_metrics, {}
+        return metrics
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> BatchedDataDict:
+        """Generate one completion for each prompt; see `RolloutEngine.generate`.
+
+        Raises:
+            ConfigError: On every rank, if a prompt is too long for `max_new_tokens`.
+            NonFiniteLoss: On every rank, if logits are NaN or infinite.
+            EngineFailed: On every rank, if an answer cannot be used, or servers die more often than
+                `generation.max_engine_restarts`.
+        """
+        self.policy.model.require_head("lm", "generate")
+        self._check_lengths(prompts, sampling)
+        if self._served is None:
+            raise EngineFailed("the rollout engine serves no weights; call update_weights() first")
+        requests, done = requests_of(prompts, sampling, seed), {}
+        completions = self._with_restarts(lambda: self._complete_all(requests, done))
+        self._check_versions(completions)
+        return rollouts(prompts, completions, sampling)
+
+    async def complete(
+        self, ids: Sequence[int], sampling: Sampling, request_id: str, *, seed: int | None = None
+    ) -> Completion:
+        """Return the completion of one prompt; see `RequestEngine.complete`. It may be called on any asyncio loop.
+
+        Raises:
+            ConfigError: The prompt is too long for `max_new_tokens`.
+            EngineFailed: The answer cannot be used, or the server died. After `update_weights` has started it again,
+                the request may be repeated.
+            ValueError: Another request that has no completion yet has this id.
+        """
+        if self._served is None or self._has_lost_a_server:
+            raise EngineFailed("the rollout engine serves no weights; call update_weights() first")
+        self._check_lengths([list(ids)], sampling)
+        if seed is None:
+            seed = seed_of_id(request_id)
+        request = Request(request_id, tuple(ids), sampling, seed)
+        try:
+            return await asyncio.wrap_future(self._loop.start(self._requests().complete(request)))
+        except ServerDied as death:
+            self._has_lost_a_server = True  # all ranks hear of it in the next `update_weights`
+            raise EngineFailed(f"{death}; update_weights() starts the server again") from death
+
+    def pause(self, abort: bool = False) -> None:
+        """Generate no further tokens until `resume`; see `RequestEngine.pause`."""
+        self._tell(self._requests().of_each(lambda server: self._kind.dialect.pause(server, abort)))
+        self._paused = True
+
+    def resume(self) -> None:
+        """Start to generate again; see `RequestEngine.resume`."""
+        self._tell(self._requests().of_each(self._kind.dialect.resume))
+        self._paused = False
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End requests now; see `RequestEngine.abort`."""
+        self._tell(self._requests().abort(request_ids))
+
+    def sleep(self) -> None:
+        """Let the servers release their memory, so that the policy can train on the same GPUs.
+
+        The next `update_weights` wakes them. Every rank calls it. It does nothing if no server runs, if they sleep
+        already, or if they are of a kind that does not sleep.
+        """
+        if self._kind.sleeps and self._sync is not None and not self._asleep:
+            self._served, self._asleep = None, True
+            try:
+                self._tell_all(self._kind.dialect.sleep)
+            except ServerRefused as refusal:
+                raise EngineFailed(str(refusal)) from refusal
+            except ServerDied as death:
+                log.LOGGER.warning("%s; the next weight sync starts it again", death)
+
+    def shutdown(self) -> None:
+        """End the servers that the run has started, and close the connections to others. It is not collective."""
+        self._served = None
+        if self._sync is not None:
+            self._sync.close()
+            self._sync = None
+        self._pool.end()
+        self._loop.close()
+
+    # --- work that is repeated if a server dies ---
+
+    def _with_restarts(self, attempt: Callable[[], _T]) -> _T:
+        """Return what `attempt` returns. If a server dies in it, note which servers to start again, and try again."""
+        while True:
+            try:
+                return attempt()
+            except (ServerDied, ServerRefused) as failure:
+                self._served = None
+                time.sleep(_SECONDS_TO_NOTICE)
+                self._broken, tails = self._pool.deaths(str(failure) if isinstance(failure, ServerDied) else "")
+                if isinstance(failure, ServerRefused) and not self._broken:
+                    raise EngineFailed(str(failure)) from failure
+                self._restarts += 1
+                allowed, said = self.settings.max_engine_restarts, "; ".join([str(failure), *tails])
+                if self._restarts > allowed:
+                    raise EngineFailed(
+                        f"{said}; generation.max_engine_restarts={allowed} does not allow another restart"
+                    ) from failure
+                log.LOGGER.warning("%s; starting again (%d of at most %d times)", said, self._restarts, allowed)
+                self._forget_servers()
+
+    def _complete_all(self, requests: Sequence[Request], done: dict[str, Completion]) -> list[Completion]:
+        """Return the completions of a batch, on every rank."""
+        if self._served is None:  # servers died in the last attempt
+            self._sync_weights()
+        return self._loop.on_all_ranks(
+            lambda: self._requests().complete_all(requests, done),
+            lambda: log.report_progress(len(done), len(requests), "sequences"),
+        )
+
+    def _check_versions(self, completions: Sequence[Completion]) -> None:
+        """Check that every token was generated with the policy's current weights.
+
+        Raises:
+            EngineFailed: A token was not, or a request was aborted.
+        """
+        wanted = self.policy.weight_version
+        for completion in completions:
+            wrong = next((span for span in completion.versions if span.version != wanted), None)
+            if wrong is not None:
+                raise EngineFailed(
+                    f"request {completion.request_id!r}: the rollout engine generated tokens {wrong.start + 1} to "
+                    f"{wrong.end} with version {wrong.version} of the weights, and the policy's is {wanted}; call "
+                    "update_weights() before generate()"
+                )
+            if completion.reason == "abort":
+                raise EngineFailed(
+                    f"request {completion.request_id!r} was aborted at token {len(completion.ids)}; abort() and "
+                    "pause(abort=True) are for requests of complete(), and not for generate()"
+                )
+
+    # --- weights ---
+
+    def _sync_weights(self) -> None:
+        """Start servers if needed, and send them the policy's current weights. It keeps the metrics."""
+        if self._kind.sleeps:  # the servers are about to take memory
+            self.policy.offload_after_refit()
+        if self._sync is None:
+            self._start()
+        assert self._sync is not None  # `_start` has made it
+        version, dialect = self.policy.weight_version, self._kind.dialect
+        self._tell_all(lambda server: dialect.pause(server, abort=False))
+        if self._asleep:
+            self._tell_all(lambda server: dialect.wake(server, "weights"))
+        metrics = self._sync.send(version)
+        if self._kind.sleeps:
+            self.policy.offload_after_refit()
+        if self._asleep:
+            self._tell_all(lambda server: dialect.wake(server, "kv_cache"))
+            self._asleep = False
+        if not self._ranks.from_rank_0(lambda: self._paused):
+            self._tell_all(dialect.resume)
+        self._served, self._sync_metrics = Served(version, self._starts), metrics
+
+    def _start(self) -> None:
+        """Start the servers that do not run, and prepare all servers for weights."""
+        self.policy.prepare_weights_for_ipc(int(self.settings.refit_bucket_mb * (1 << 20)))
+        plan = self.policy.refit_plan
+        self._starts += 1
+        self._pool.start(plan, self._kind.devices, self._broken)
+        self._broken = []
+        if self._ranks.leads:
+            settings, clients, facts = self._kind.settings, self._pool.clients, self._pool.facts
+            dialect = self._kind.dialect
+            self._sender = RequestSender(clients, facts, dialect, plan.vocab_size, settings.max_requests_in_flight)
+        self._sync = self._kind.make_sync(WeightServers(self._pool.clients, self._ranks, self._timeout))
+        self._sync.connect()
+
+    def _requests(self) -> RequestSender:
+        """Return what sends requests, on rank 0.
+
+        Raises:
+            EngineFailed: No server was started or reached yet, or one has died.
+        """
+        if self._sender is None:
+            raise EngineFailed("no server runs; update_weights() starts the servers")
+        return self._sender
+
+    def _check_lengths(self, prompts: list[list[int]], sampling: Sampling) -> None:
+        """Check that the policy and the servers take prompts with completions as long as they may become.
+
+        Raises:
+            ConfigError: They do not.
+        """
+        check_prompts(prompts, sampling, self.policy.model_config.max_sequence_length)
+        longest, most = max(map(len, prompts)) + sampling.max_new_tokens, self._kind.max_tokens
+        if longest > most:
+            raise ConfigError(
+                f"a prompt with its completion can have {longest} tokens, and the servers take {most}: raise their "
+                f"limit in {self._kind.dialect.key}, or lower generation.max_new_tokens"
+            )
+
+    def _tell(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine that tells the servers something; rank 0 alone does it."""
+        try:
+            self._loop.wait(work)
+        except (ServerDied, ServerRefused) as failure:
+            raise EngineFailed(str(failure)) from failure
+
+    def _tell_all(self, call: Callable[[ServerClient], Coroutine[Any, Any, None]]) -> None:
+        """Call something of every server; all ranks wait for it."""
+        self._loop.on_all_ranks(lambda: self._requests().of_each(call))
+
+    def _forget_servers(self) -> None:
+        """Leave what connects the policy with the servers, because one of them died."""
+        self._sender = None
+        if self._sync is not None:
+            self._sync.close()
+            self._sync = None

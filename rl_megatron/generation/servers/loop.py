@@ -1,0 +1,123 @@
+"""`RankZeroLoop`: an asyncio loop on rank 0 that talks to servers, and whose results every rank gets."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.generation.interfaces import EngineFailed
+from rl_megatron.weight_sync.policy_ranks import PolicyRanks
+from rl_megatron.weight_sync.servers import ServerDied, ServerRefused
+
+_T = TypeVar("_T")
+_SECONDS_TO_END = 5.0
+_TICK_SECONDS = 0.2
+_SENT_TO_ALL = (ServerDied, ServerRefused, EngineFailed, ConfigError)
+
+
+class RankZeroLoop:
+    """A running loop in a thread of rank 0. It does not keep the process alive. Other ranks have no loop."""
+
+    def __init__(self, ranks: PolicyRanks, collective_timeout: float):
+        """Start the thread.
+
+        Args:
+            ranks: The exchange among the policy's ranks.
+            collective_timeout: Seconds after which a collective fails. Ranks that wait hear of rank 0 before.
+        """
+        self._ranks, self._longest_silence = ranks, collective_timeout / 4
+        self._loop: asyncio.AbstractEventLoop | None = None
+        if ranks.leads:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="requests to servers", daemon=True)
+            self._thread.start()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Return the loop.
+
+        Raises:
+            RuntimeError: This is not rank 0, or the engine was shut down.
+        """
+        if self._loop is None:
+            raise RuntimeError("only rank 0 of the policy sends requests to servers, until the engine is shut down")
+        return self._loop
+
+    def start(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Run a coroutine on rank 0's loop, and return the future of its result."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def wait(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run a coroutine on rank 0's loop, and return its result on rank 0. Do not call it from the loop's thread."""
+        future = self.start(work)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # it has no effect on a future that is done
+
+    def on_all_ranks(self, work: Callable[[], Coroutine[Any, Any, _T]], tick: Callable[[], None] | None = None) -> _T:
+        """Run a coroutine on rank 0's loop, and return its result, or raise its exception, on every rank.
+
+        Every rank calls it at the same time.
+
+        Args:
+            work: Makes the coroutine; it is only called on rank 0.
+            tick: Called on rank 0 a few times per second while the coroutine runs.
+        """
+        future = self.start(work()) if self._ranks.leads else None
+        try:
+            outcome = None
+            while outcome is None:
+                outcome = self._ranks.from_rank_0(lambda: self._outcome(future, tick))
+        finally:
+            if future is not None:
+                future.cancel()
+        result, error = outcome
+        if error is not None:
+            kind, message = error
+            raise kind(message)
+        return result
+
+    def _outcome(
+        self, future: Future[_T] | None, tick: Callable[[], None] | None
+    ) -> tuple[Any, tuple[type[Exception], str] | None] | None:
+        """Return the result or the failure of a coroutine on rank 0, or None if it takes longer."""
+        assert future is not None  # it is rank 0 that is asked
+        until = time.monotonic() + self._longest_silence
+        while time.monotonic() < until:
+            try:
+                return future.result(_TICK_SECONDS), None
+            except concurrent.futures.TimeoutError:
+                if future.done() and isinstance(future.exception(), TimeoutError):
+                    return None, (RuntimeError, "a request to a server timed out without saying so")
+                if tick is not None:
+                    tick()
+            except _SENT_TO_ALL as error:
+                return None, (type(error), str(error))
+            except Exception as error:  # a mistake in this package: it has to end the run on every rank
+                return None, (RuntimeError, f"{type(error).__name__}: {error}")
+        return None
+
+    def close(self) -> None:
+        """End what runs, and the thread."""
+        if self._loop is None:
+            return
+        loop, self._loop = self._loop, None
+        try:
+            asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result(_SECONDS_TO_END)
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
+            self._thread.join(_SECONDS_TO_END)
+
+
+async def _cancel_all() -> None:
+    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

@@ -1,0 +1,208 @@
+"""`ServerPool`: all servers of an engine, those that the nodes start and those that run already."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl_megatron import log
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.servers import ServersConfig
+from rl_megatron.generation.interfaces import EngineFailed
+from rl_megatron.generation.servers.client import ServerClient
+from rl_megatron.generation.servers.dialect import ServerDialect, ServerFacts
+from rl_megatron.generation.servers.loop import RankZeroLoop
+from rl_megatron.generation.servers.process import LocalServers
+from rl_megatron.weight_sync.plan import RefitPlan
+from rl_megatron.weight_sync.policy_ranks import PolicyRanks
+from rl_megatron.weight_sync.servers import ServerDied, ServerRefused
+
+_POLL_SECONDS = 0.5
+_LOOPBACK = ("127.", "localhost", "::1")
+
+
+class ServerPool:
+    """The servers, started by the first rank of each node, and rank 0's clients. Every rank calls every method.
+
+    Attributes:
+        clients: On rank 0, one client for each server; empty on other ranks.
+        facts: On rank 0, what each server said of itself.
+    """
+
+    def __init__(
+        self,
+        dialect: ServerDialect,
+        settings: ServersConfig,
+        ranks: PolicyRanks,
+        loop: RankZeroLoop,
+        log_directory: Path,
+        timeout_seconds: float,
+    ):
+        """Keep the settings; nothing is started yet.
+
+        Args:
+            dialect: The kind of the servers.
+            settings: The configuration section of their kind.
+            ranks: The exchange among the policy's ranks.
+            loop: Rank 0's loop.
+            log_directory: The directory of the logs of servers that are started here.
+            timeout_seconds: Seconds that an answer may take.
+        """
+        self.clients: list[ServerClient] = []
+        self.facts: list[ServerFacts] = []
+        self._dialect, self._settings, self._ranks, self._loop = dialect, settings, ranks, loop
+        self._log_directory, self._timeout_seconds = log_directory, timeout_seconds
+        self._local: LocalServers | None = None
+
+    def start(self, plan: RefitPlan, devices: Sequence[tuple[int, ...]], broken: Collection[str] = ()) -> None:
+        """Start the servers that do not run, wait until all are ready, and ask each for its settings.
+
+        Args:
+            plan: The model that they serve.
+            devices: The numbers of the GPUs of each server of a node; empty for the CPU.
+            broken: The addresses of servers to start again although their processes run.
+
+        Raises:
+            ServerDied: A server died, and a new start may help.
+            EngineFailed: A server cannot be used; the message says why.
+            ConfigError: A port is in use, or other nodes cannot reach the servers.
+        """
+        if self._local is None:
+            first_on_its_node = os.environ.get("LOCAL_RANK", "0") == "0" and not self._settings.server_urls
+            count = self._settings.num_servers if first_on_its_node else 0
+            self._local = LocalServers(count, self._dialect, self._settings, plan, devices, self._log_directory)
+        self._check_host()
+        urls = self._wait(broken)
+        self._close_clients()
+        if self._ranks.leads:
+            self.clients = [self._client(index, url) for index, url in enumerate(urls)]
+        try:
+            self.facts = self._loop.on_all_ranks(self._facts)
+        except ServerRefused as refusal:
+            raise EngineFailed(str(refusal)) from refusal
+
+    def deaths(self, death: str) -> tuple[list[str], list[str]]:
+        """Return what is known of a death, on every rank.
+
+        Args:
+            death: The message of a death; a server that it names counts as dead. Empty if none has died.
+
+        Returns:
+            The addresses of the servers that cannot take requests, and the ends of their logs.
+        """
+        broken = self._loop.on_all_ranks(self._unhealthy)
+        broken += [
+            url for url in self._ranks.from_rank_0(lambda: [client.url for client in self.clients])
+            if f"({url})" in death and url not in broken
+        ]  # fmt: skip
+        local = self._local
+        tails = [] if local is None else [tail for url in broken if (tail := local.describe(url)) is not None]
+        return broken, [tail for each in self._ranks.of_every_rank(tails) for tail in each]
+
+    def end(self) -> None:
+        """End the servers that were started here, and close the connections. This is not collective."""
+        self._close_clients()
+        if self._local is not None:
+            self._local.end()
+
+    # --- starting ---
+
+    def _wait(self, broken: Collection[str]) -> list[str]:
+        """Return the addresses of all servers, on every rank, once all are ready."""
+        assert self._local is not None  # `start` has made it
+        began, waits = time.monotonic(), False
+        failure: Exception | None = None
+        try:
+            self._local.start(broken)
+        except ConfigError as error:
+            failure = error
+        except OSError as error:
+            failure = EngineFailed(f"{self._dialect.name}s cannot be started: {error}")
+        while True:
+            ready = False
+            try:
+                ready = failure is None and self._local.are_ready() and self._others_are_ready(began)
+            except (ServerDied, EngineFailed) as error:
+                failure = error
+            said = None if failure is None else (type(failure), str(failure))
+            states = self._ranks.of_every_rank((ready, said, self._local.urls))
+            for _, said, _ in states:
+                if said is not None:
+                    kind, message = said
+                    raise kind(message) from failure
+            if all(state[0] for state in states):
+                return list(self._settings.server_urls) or [url for state in states for url in state[2]]
+            if not waits and self._settings.server_urls:
+                log.LOGGER.info("waiting until %s answer", ", ".join(self._settings.server_urls))
+            waits = True
+            time.sleep(_POLL_SECONDS)
+
+    def _others_are_ready(self, began: float) -> bool:
+        """Return whether the servers that run already answer; only rank 0 asks them.
+
+        Raises:
+            EngineFailed: One did not answer within `startup_timeout_seconds`.
+        """
+        if not self._ranks.leads or not self._settings.server_urls:
+            return True
+        clients = [self._client(index, url) for index, url in enumerate(self._settings.server_urls)]
+        silent = [client.name for client in clients if not self._loop.wait(_healthy_once(client))]
+        limit = self._settings.startup_timeout_seconds
+        if silent and time.monotonic() - began > limit:
+            raise EngineFailed(
+                f"{silent[0]} does not answer GET {self._dialect.health_path} with status 200, and did not within "
+                f"{self._dialect.key}.startup_timeout_seconds={limit:g}; start the server, or correct "
+                f"{self._dialect.key}.server_urls"
+            )
+        return not silent
+
+    def _check_host(self) -> None:
+        """Check that rank 0 reaches the servers of other nodes.
+
+        Raises:
+            ConfigError: There are several nodes, and servers would listen at the loopback address.
+        """
+        nodes = sum(self._ranks.of_every_rank(os.environ.get("LOCAL_RANK", "0") == "0"))
+        host, key = self._settings.host, self._dialect.key
+        if nodes > 1 and not self._settings.server_urls and host.startswith(_LOOPBACK):
+            raise ConfigError(
+                f"{key}.host={host}: the run has {nodes} nodes, and rank 0 cannot reach this address of another node; "
+                f"set {key}.host to 0.0.0.0, or to an address that the nodes reach"
+            )
+
+    def _client(self, index: int, url: str) -> ServerClient:
+        kind = f"{self._dialect.name} {index}"
+        return ServerClient(kind, url, self._loop.loop, self._dialect.health_path, self._timeout_seconds)
+
+    def _close_clients(self) -> None:
+        clients, self.clients = self.clients, []
+        for client in clients:
+            self._loop.wait(client.close())
+
+    async def _facts(self) -> list[ServerFacts]:
+        return list(await asyncio.gather(*(self._facts_of(client) for client in self.clients)))
+
+    async def _facts_of(self, client: ServerClient) -> ServerFacts:
+        try:
+            return await self._dialect.facts(client)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ServerRefused(
+                f"{client.name} describes itself in another form ({type(error).__name__}: {error}); check that "
+                f"{self._dialect.key}.server_urls are servers of this kind, and of a version that "
+                "docs/rollout_engines.md lists"
+            ) from error
+
+    async def _unhealthy(self) -> list[str]:
+        healthy = await asyncio.gather(*(client.is_healthy() for client in self.clients))
+        return [client.url for client, well in zip(self.clients, healthy, strict=True) if not well]
+
+
+async def _healthy_once(client: ServerClient) -> Any:
+    try:
+        return await client.is_healthy()
+    finally:
+        await client.close()

@@ -1,0 +1,229 @@
+"""`LocalServers`: the server processes that this node's first rank starts, watches, starts again and ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import httpx2
+
+from rl_megatron import log
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.servers import ServersConfig
+from rl_megatron.generation.interfaces import EngineFailed
+from rl_megatron.generation.servers.dialect import Launch, ServerDialect
+from rl_megatron.topology.child_process import environment_of_a_server
+from rl_megatron.weight_sync.plan import RefitPlan
+from rl_megatron.weight_sync.servers import ServerDied
+
+GUARDIAN = "rl_megatron.generation.servers.guardian"
+_SECONDS_TO_LEAVE = 15.0  # more than a guardian needs to end a server that ignores SIGTERM
+_SECONDS_OF_HEALTH = 2.0
+_POLL_SECONDS = 0.5
+_LINES_SHOWN = 5
+_BYTES_READ = 1 << 16
+_PORT_IN_USE = "address already in use"
+_EVERYWHERE = ("0.0.0.0", "::")  # what a user may bind to
+
+
+class ServerProcess:
+    """One server process with its guardian, and the file with what it prints."""
+
+    def __init__(self, launch: Launch, dialect: ServerDialect, log_path: Path):
+        """Start the server; its log is appended to `log_path`."""
+        self.name, self.log_path, self._dialect = f"{dialect.name} {launch.index}", log_path, dialect
+        reached_at = socket.gethostname() if launch.host in _EVERYWHERE else launch.host
+        self.url = f"http://{f'[{reached_at}]' if ':' in reached_at else reached_at}:{launch.port}"
+        command, environment = dialect.command(launch)
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("ab") as output:
+            self._began = output.tell()
+            self._guardian = subprocess.Popen(
+                [sys.executable, "-m", GUARDIAN, str(launch.model_directory), *command],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment_of_a_server(environment, {"CUDA_VISIBLE_DEVICES": _visible(launch.devices)}),
+                start_new_session=True,  # Ctrl-C reaches only the policy, with which the server ends
+            )
+        self.is_ready = False
+
+    @property
+    def pid(self) -> int:
+        """Return the process id of the guardian, whose child is the server."""
+        return self._guardian.pid
+
+    def has_ended(self) -> bool:
+        """Return whether the server's process has ended."""
+        return self._guardian.poll() is not None
+
+    def check_start(self) -> None:
+        """Find out whether the server is ready now.
+
+        Raises:
+            ServerDied: It ended because another process took its port in the meantime.
+            EngineFailed: It ended before it was ready, and would again.
+        """
+        if self.has_ended():
+            lines = self.log()
+            if _PORT_IN_USE in lines.lower():
+                raise ServerDied(f"{self.name} found its port in use: {self.url}")
+            remedy = self._dialect.explain(lines) or "look at the log"
+            raise EngineFailed(
+                f"{self.name} ended with status {self._guardian.returncode} before it was ready; {remedy}; "
+                f"{self.last_lines()}"
+            )
+        try:
+            url = self.url + self._dialect.health_path
+            answer = httpx2.get(url, timeout=_SECONDS_OF_HEALTH, trust_env=False, verify=False)
+            self.is_ready = answer.status_code == 200
+        except httpx2.RequestError:
+            self.is_ready = False
+
+    def log(self) -> str:
+        """Return the end of what this process has printed."""
+        with self.log_path.open("rb") as output:
+            output.seek(max(self._began, output.seek(0, os.SEEK_END) - _BYTES_READ))
+            return output.read().decode(errors="replace")
+
+    def last_lines(self) -> str:
+        """Return where the log is, and its last lines in one line, for a message."""
+        lines = [line.strip() for line in self.log().splitlines() if line.strip()]
+        return f"its log {self.log_path} ends: {' | '.join(lines[-_LINES_SHOWN:]) or 'it is empty'}"
+
+    def end(self) -> None:
+        """End the server and all its processes."""
+        if self._guardian.stdin is not None:
+            self._guardian.stdin.close()  # the guardian reads the end of the stream, and ends the server
+        try:
+            self._guardian.wait(_SECONDS_TO_LEAVE)
+        except subprocess.TimeoutExpired:
+            self._guardian.kill()  # the server ends with it
+            self._guardian.wait()
+
+
+def _visible(devices: Sequence[int]) -> str:
+    """Return the value of CUDA_VISIBLE_DEVICES for some of the GPUs that this process sees; empty for none."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = None if seen is None else seen.split(",")
+    return ",".join(str(device) if names is None else names[device] for device in devices)
+
+
+class LocalServers:
+    """The servers of this node. On a rank that starts none, it is empty."""
+
+    def __init__(
+        self,
+        count: int,
+        dialect: ServerDialect,
+        settings: ServersConfig,
+        plan: RefitPlan,
+        devices: Sequence[tuple[int, ...]],
+        log_directory: Path,
+    ):
+        """Keep what is needed to start the servers.
+
+        Args:
+            count: The number of servers that this rank starts.
+            dialect: Their kind.
+            settings: The configuration section of their kind.
+            plan: The model that they serve.
+            devices: The numbers of the GPUs of each server.
+            log_directory: The directory of their logs.
+        """
+        self._dialect, self._settings, self._plan = dialect, settings, plan
+        self._devices, self._directory = devices, log_directory
+        self._servers: list[ServerProcess | None] = [None] * count
+        self._began = 0.0
+
+    @property
+    def urls(self) -> list[str]:
+        """Return the addresses of the servers that run."""
+        return [server.url for server in self._servers if server is not None]
+
+    @property
+    def processes(self) -> list[ServerProcess]:
+        """Return the servers that run."""
+        return [server for server in self._servers if server is not None]
+
+    def start(self, broken: Collection[str] = ()) -> None:
+        """Start the servers that do not run, and those at the addresses `broken` again.
+
+        Raises:
+            ConfigError: The configured port is in use.
+        """
+        self._began = time.monotonic()
+        for index, server in enumerate(self._servers):
+            if server is not None and (server.has_ended() or server.url in broken):
+                server.end()
+                server = self._servers[index] = None
+            if server is None:
+                self._servers[index] = self._start(index)
+
+    def _start(self, index: int) -> ServerProcess:
+        port = self._port(index)
+        directory = Path(tempfile.mkdtemp(prefix=f"rl_megatron_{self._dialect.key.rpartition('.')[2]}_"))
+        (directory / "config.json").write_text(json.dumps(self._plan.hf_config, indent=1))
+        devices = self._devices[index] if self._devices else ()
+        launch = Launch(index, directory, self._plan, self._settings.host, port, devices)
+        path = self._directory / f"{self._dialect.key.rpartition('.')[2]}-{socket.gethostname()}-{index}.log"
+        server = ServerProcess(launch, self._dialect, path)
+        log.LOGGER.info("%s starts at %s; its log is %s", server.name, server.url, path)
+        return server
+
+    def _port(self, index: int) -> int:
+        host, first = self._settings.host, self._settings.port
+        port = 0 if first is None else first + index
+        with closing(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                key = self._dialect.key
+                raise ConfigError(
+                    f"{key}.host={host} and {key}.port={first}: {self._dialect.name} {index} cannot listen at port "
+                    f"{port} ({error.strerror}); set {key}.port=null, which takes a free port, or end what uses it"
+                ) from error
+            return probe.getsockname()[1]
+
+    def are_ready(self) -> bool:
+        """Return whether all servers of this node are ready.
+
+        Raises:
+            ServerDied: A server ended in a way that a new start may avoid.
+            EngineFailed: A server ended, or none was ready within `startup_timeout_seconds`.
+        """
+        for server in self.processes:
+            if not server.is_ready:
+                server.check_start()
+        slow = next((server for server in self.processes if not server.is_ready), None)
+        limit = self._settings.startup_timeout_seconds
+        if slow is not None and time.monotonic() - self._began > limit:
+            raise EngineFailed(
+                f"{slow.name} was not ready within {self._dialect.key}.startup_timeout_seconds={limit:g}; raise it, "
+                f"or free the machine; {slow.last_lines()}"
+            )
+        return slow is None
+
+    def wait(self) -> None:
+        """Wait until all servers of this node are ready; see `are_ready`."""
+        while not self.are_ready():
+            time.sleep(_POLL_SECONDS)
+
+    def describe(self, url: str) -> str | None:
+        """Return the end of the log of the server at `url`, or None if it is not one of these."""
+        return next((server.last_lines() for server in self.processes if server.url == url), None)
+
+    def end(self) -> None:
+        """End all servers."""
+        for server in self.processes:
+            server.end()
+        self._servers = [None] * len(self._servers)

@@ -1,0 +1,188 @@
+"""`RequestSender`: sends requests to servers, repeats those that a failure left unanswered, and checks answers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_megatron import log
+from rl_megatron.generation.interfaces import Completion, EngineFailed, Request
+from rl_megatron.generation.servers.answers import checked
+from rl_megatron.generation.servers.client import ConnectionLost, RefusedForNow, ServerClient
+from rl_megatron.generation.servers.dialect import ServerDialect, ServerFacts
+from rl_megatron.generation.servers.routing import Load, Router
+from rl_megatron.weight_sync.servers import ServerDied, ServerRefused
+
+_ATTEMPTS = 3
+_SECONDS_BEFORE_THE_NEXT = 0.5  # doubled after each attempt
+_ATTEMPTS_TO_ABORT = 20
+_SECONDS_TO_ABORT = 0.1
+
+
+@dataclass
+class _Open:
+    """The state of a request without a completion."""
+
+    work: asyncio.Future[Completion] | None = None
+    is_sent: bool = False
+    ended_before_it_was_sent: bool = False
+
+
+class RequestSender:
+    """All servers of an engine, as rank 0 sends them requests. Its coroutines run on one asyncio loop.
+
+    Attributes:
+        servers: The clients.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[ServerClient],
+        facts: Sequence[ServerFacts],
+        dialect: ServerDialect,
+        vocab_size: int,
+        max_requests: int,
+    ):
+        """Start with idle servers.
+
+        Args:
+            servers: The clients.
+            facts: What each server said of itself.
+            dialect: The kind of the servers.
+            vocab_size: The number of valid token ids.
+            max_requests: The most requests that one server may have in flight.
+        """
+        self.servers, self._dialect, self._vocab_size = list(servers), dialect, vocab_size
+        self._open: dict[str, _Open] = {}  # by request id
+        self._router = Router([Load(max_requests, each.max_tokens_in_flight) for each in facts])
+        self._with_seeds = all(each.takes_seeds for each in facts)
+        if not self._with_seeds:
+            why = next(each.why_no_seeds for each in facts if not each.takes_seeds)
+            log.once(f"requests to {dialect.name}s have no seeds, so another run samples other tokens: {why}")
+
+    async def complete(self, request: Request) -> Completion:
+        """Return the completion of a request, which is sent once a server can take it.
+
+        Only requests for completions are sent again, because they change nothing on a server.
+
+        Raises:
+            ServerDied: A server died, or did not answer in time.
+            EngineFailed: A server answered with an error, or with something that cannot be true.
+            ValueError: Another open request has this id.
+        """
+        if request.request_id in self._open:
+            raise ValueError(f"request id {request.request_id!r} belongs to a request that has no completion yet")
+        state = self._open[request.request_id] = _Open()
+        state.work = asyncio.ensure_future(self._completed(request, state))
+        try:
+            return await state.work
+        except asyncio.CancelledError:
+            if not state.ended_before_it_was_sent:
+                raise
+            return Completion(request.request_id, (), (), (), "abort")
+        finally:
+            del self._open[request.request_id]
+
+    async def _completed(self, request: Request, state: _Open) -> Completion:
+        outside = next((token for token in request.prompt if not 0 <= token < self._vocab_size), None)
+        if outside is not None:  # vLLM ends all its requests if it meets one
+            raise EngineFailed(
+                f"the prompt of request {request.request_id!r} has the token id {outside}, and the tokenizer has "
+                f"{self._vocab_size} tokens"
+            )
+        most_tokens = len(request.prompt) + request.sampling.max_new_tokens
+        async with self._router.place(request.prompt, most_tokens) as index:
+            state.is_sent, server = True, self.servers[index]
+            body = await self._answer_of(server, request)
+            try:
+                completion = checked(request, self._dialect.parse_response(body), self._vocab_size, server.name)
+            except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+                raise EngineFailed(
+                    f"{server.name} answered request {request.request_id!r} in another form "
+                    f"({type(error).__name__}: {error}); check that {self._dialect.key}.server_urls are servers of "
+                    "this kind, and of a version that docs/rollout_engines.md lists"
+                ) from error
+            _report_nan(completion, server)
+            return completion
+
+    async def complete_all(self, requests: Sequence[Request], done: dict[str, Completion]) -> list[Completion]:
+        """Return the completions of a batch, in order.
+
+        Args:
+            requests: The batch.
+            done: The completions so far, by request id. They stay there if this raises, and are not asked for again.
+
+        Raises:
+            ServerDied: See `complete`.
+            EngineFailed: See `complete`.
+        """
+
+        async def one(request: Request) -> None:
+            done[request.request_id] = await self.complete(request)
+
+        tasks = [asyncio.ensure_future(one(each)) for each in requests if each.request_id not in done]
+        try:
+            await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        return [done[each.request_id] for each in requests]
+
+    async def of_each(self, call: Callable[[ServerClient], Coroutine[Any, Any, None]]) -> None:
+        """Make a call for every server, all at the same time."""
+        await asyncio.gather(*(call(server) for server in self.servers))
+
+    async def abort(self, request_ids: Sequence[str] | None) -> None:
+        """End open requests, all of them if `request_ids` is None, with the tokens that they have.
+
+        A server ignores an abort of a request that it does not know yet. So the abort is repeated until the requests
+        have ended.
+        """
+        chosen = [each for each in (self._open if request_ids is None else request_ids) if each in self._open]
+        for state in (self._open[each] for each in chosen):
+            if not state.is_sent and state.work is not None:
+                state.ended_before_it_was_sent = True
+                state.work.cancel()
+        await asyncio.sleep(0)
+        for _ in range(_ATTEMPTS_TO_ABORT):
+            chosen = [each for each in chosen if each in self._open]
+            if not chosen:
+                return
+            await asyncio.gather(*(self._dialect.abort(server, chosen) for server in self.servers))
+            await asyncio.sleep(_SECONDS_TO_ABORT)
+
+    async def _answer_of(self, server: ServerClient, request: Request) -> Any:
+        """Return a server's answer. An error that may pass is no answer, unless the server is dead or it persists."""
+        path, body = self._dialect.http_request(request, self._with_seeds)
+        pause = _SECONDS_BEFORE_THE_NEXT
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                return await server.post(path, body)
+            except (ConnectionLost, RefusedForNow) as error:
+                if not await server.is_healthy():
+                    raise ServerDied(str(error)) from error
+                if attempt == _ATTEMPTS:
+                    raise EngineFailed(
+                        f"{error}; all {_ATTEMPTS} attempts at request {request.request_id!r} failed, although the "
+                        "server reports that it is healthy; look at its log"
+                    ) from error
+            except ServerRefused as error:
+                raise EngineFailed(f"{error}; this is about request {request.request_id!r}") from error
+            await asyncio.sleep(pause)
+            pause *= 2
+        raise AssertionError("the last attempt returns or raises")
+
+
+def _report_nan(completion: Completion, server: ServerClient) -> None:
+    """Log which server computed logits that are NaN; `rollouts` then ends the run, as for every engine."""
+    first = next((index for index, logprob in enumerate(completion.logprobs) if math.isnan(logprob)), None)
+    if first is not None:
+        log.LOGGER.warning(
+            "%s has no logprob for token %d of request %r: its logits are NaN or infinite",
+            server.name, first + 1, completion.request_id,
+        )  # fmt: skip

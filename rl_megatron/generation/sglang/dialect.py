@@ -1,0 +1,169 @@
+"""`SglangDialect`: SGLang's launch command, URLs and JSON.
+
+Every request is ids in and ids out, on the native path `/generate`, which reports the version of the weights of each
+span of tokens. The server has no tokenizer and reads no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rl_megatron.config.servers import SglangConfig
+from rl_megatron.generation.interfaces import Request
+from rl_megatron.generation.servers.client import ServerClient
+from rl_megatron.generation.servers.dialect import Launch, RawAnswer, ServerFacts
+from rl_megatron.weight_sync.servers import ServerRefused
+
+# Against a stand-in that answers as this version does (docs/rollout_engines.md), and not against SGLang itself.
+TRIED_VERSIONS = ("0.5.23",)
+_ID_END = "/"  # SGLang aborts all requests whose ids *begin* with the given one; with it, no id begins with another
+
+
+class SglangDialect:
+    """The `ServerDialect` of SGLang 0.5.23."""
+
+    name = "SGLang server"
+    key = "generation.sglang"
+    health_path = "/health"
+
+    def __init__(self, settings: SglangConfig, context_length: int):
+        """Keep the settings.
+
+        Args:
+            settings: The configuration section.
+            context_length: The most tokens of a prompt with its completion.
+        """
+        self._settings, self._context_length = settings, context_length
+
+    # --- launching ---
+
+    def command(self, launch: Launch) -> tuple[list[str], dict[str, str]]:
+        """Return the command of `sglang.launch_server` and its environment."""
+        settings = self._settings
+        options = {
+            "model-path": launch.model_directory,
+            "load-format": "dummy",
+            "host": launch.host,
+            "port": launch.port,
+            "dtype": launch.plan.hf_config["dtype"],
+            "context-length": self._context_length,
+            "tp-size": settings.tp_size,
+            "mem-fraction-static": settings.mem_fraction_static,
+            "max-running-requests": settings.max_running_requests,
+            "log-level": "warning",
+        }
+        flags = {
+            "skip-tokenizer-init": True,
+            "disable-cuda-graph": settings.disable_cuda_graph,
+            "enable-deterministic-inference": settings.enable_deterministic_inference,
+        }
+        command = [settings.python, "-m", "sglang.launch_server"]
+        command += [part for key, value in options.items() if value is not None for part in (f"--{key}", str(value))]
+        command += [f"--{flag}" for flag, is_set in flags.items() if is_set]
+        # Its check of health would generate a token, and wait for it while the server is paused.
+        environment = {"HF_HUB_OFFLINE": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+        return [*command, *settings.extra_args], environment
+
+    def explain(self, log: str) -> str | None:
+        """Return what to do about a server that ended before it was ready."""
+        text = log.lower()
+        if "cannot be run" in text or "no module named sglang" in text or "no module named 'sglang'" in text:
+            return (
+                f"generation.sglang.python={self._settings.python} has no SGLang: set the key to the Python of an "
+                "environment in which SGLang is installed"
+            )
+        if "are not supported for now" in text or "does not recognize this architecture" in text:
+            return "this SGLang does not know the model's architecture; set generation.engine=transformers or embedded"
+        if "unrecognized arguments" in text or "invalid choice" in text:
+            return "SGLang does not take one of generation.sglang.extra_args, or this version of it was not tried"
+        if "out of memory" in text or "not enough memory" in text:
+            return "it has too little memory; set generation.sglang.mem_fraction_static or context_length"
+        return None
+
+    # --- the state of a server ---
+
+    async def facts(self, server: ServerClient) -> ServerFacts:
+        """Check the server's version and settings.
+
+        Raises:
+            ServerRefused: The version was not tried, or a setting makes its answers unusable.
+        """
+        info = await server.get("/server_info")
+        if info["version"] not in TRIED_VERSIONS:
+            raise ServerRefused(
+                f"{server.name} is SGLang {info['version']}, with which this package was not tried; install one of "
+                f"{', '.join(TRIED_VERSIONS)}, because SGLang's paths change between versions"
+            )
+        longest = info.get("context_length")
+        if longest is not None and longest < self._context_length:
+            raise ServerRefused(
+                f"{server.name} takes at most {longest} tokens, and the policy {self._context_length}: start it with "
+                f"--context-length {self._context_length}, or lower model.max_sequence_length"
+            )
+        if info.get("enable_deterministic_inference"):
+            return ServerFacts()
+        why = f"{server.name} was started without --enable-deterministic-inference"
+        return ServerFacts(takes_seeds=False, why_no_seeds=why)
+
+    async def pause(self, server: ServerClient, abort: bool) -> None:
+        """Stop generation. Requests in flight wait without keys and values, which a weight sync makes invalid."""
+        await server.post("/pause_generation", {"mode": "abort" if abort else "retract"})
+
+    async def resume(self, server: ServerClient) -> None:
+        """Start to generate again after `pause`."""
+        await server.post("/continue_generation", {})
+
+    async def abort(self, server: ServerClient, request_ids: Sequence[str] | None) -> None:
+        """End requests in flight, all of them if `request_ids` is None."""
+        if request_ids is None:
+            await server.post("/abort_request", {"abort_all": True})
+        for request_id in request_ids or ():
+            await server.post("/abort_request", {"rid": request_id + _ID_END})
+
+    async def sleep(self, server: ServerClient) -> None:
+        """Release the memory of weights and KV cache: the next weight sync sends all weights."""
+        await server.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+
+    async def wake(self, server: ServerClient, part: str) -> None:
+        """Take memory for a part again."""
+        await server.post("/resume_memory_occupation", {"tags": [part]})
+
+    # --- completions ---
+
+    def http_request(self, request: Request, with_seed: bool) -> tuple[str, dict[str, Any]]:
+        """Return the path and the JSON body of a request."""
+        sampling = request.sampling
+        parameters: dict[str, Any] = {
+            "max_new_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k or -1,
+            "top_p": sampling.top_p,
+            "stop_token_ids": list(sampling.stop_ids),
+            "no_stop_trim": True,
+            "skip_special_tokens": False,
+        }
+        if with_seed and sampling.temperature > 0:
+            parameters["sampling_seed"] = request.seed
+        return "/generate", {
+            "rid": request.request_id + _ID_END,
+            "input_ids": list(request.prompt),
+            "sampling_params": parameters,
+            "return_logprob": True,
+            "logprob_start_len": -1,  # those of the completion alone
+        }
+
+    def parse_response(self, body: Any) -> RawAnswer:
+        """Return what a server answered."""
+        ids, about = body["output_ids"], body["meta_info"]
+        entries = about.get("output_token_logprobs") or []
+        for token, entry in zip(ids, entries, strict=False):
+            if entry[1] != token:
+                raise ValueError(f"a logprob is that of token {entry[1]}, and the token is {token}")
+        spans = about.get("weight_versions") or []
+        return RawAnswer(
+            ids=ids,
+            logprobs=[entry[0] for entry in entries],
+            versions=[(span["version"], span["start"], span["end"]) for span in spans if span["end"] > span["start"]],
+            reason=about["finish_reason"]["type"],
+        )

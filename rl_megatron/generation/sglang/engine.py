@@ -1,0 +1,43 @@
+"""Build the rollout engine on SGLang servers, and check before the first step that it can serve a stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rl_megatron.config.schema import StageConfig
+from rl_megatron.generation.servers.devices import check_servers, server_devices
+from rl_megatron.generation.servers.engine import ServerEngine, ServerKind
+from rl_megatron.generation.sglang.dialect import SglangDialect
+from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.topology.device import choose_device
+from rl_megatron.weight_sync.servers import WeightServers
+from rl_megatron.weight_sync.sglang import SglangSync
+
+
+def build_sglang_engine(policy: MegatronPolicy, stage: StageConfig, output_dir: Path) -> ServerEngine:
+    """Return the engine of a stage's policy; its servers log into `output_dir`."""
+    settings, minutes = stage.generation.sglang, stage.train.collective_timeout_minutes
+    length = settings.context_length or policy.model_config.max_sequence_length
+
+    def make_sync(servers: WeightServers) -> SglangSync:
+        return SglangSync(servers, policy.weights, policy.topology, 60 * minutes)
+
+    devices = server_devices(settings, "tp_size", policy.topology.device)
+    dialect = SglangDialect(settings, length)
+    kind = ServerKind(dialect, settings, make_sync, max_tokens=length, devices=devices)
+    return ServerEngine(policy, stage.generation, kind, output_dir, minutes)
+
+
+def check_sglang(stage: StageConfig, vocab_size: int) -> None:
+    """Check that Hugging Face's format has the model, and that this machine has SGLang and the GPUs of its servers.
+
+    Raises:
+        ConfigError: Something is missing; the message names the key.
+    """
+    settings = stage.generation.sglang
+    remedy = (
+        "set the key to the Python of an environment in which SGLang is installed, or name servers in "
+        "generation.sglang.server_urls"
+    )
+    check_servers(stage, vocab_size, settings, settings.python, "context_length", remedy)
+    server_devices(settings, "tp_size", choose_device(stage.device))

@@ -1,0 +1,140 @@
+"""The keys and values of running sequences, and the attention of new tokens to them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from rl_megatron.model.layers.packed import causal_bias
+
+
+class SlotCache:
+    """The keys and values of every layer, for a number of slots of equal capacity. A slot holds one sequence.
+
+    It can also hold the experts to which the routers of this rank's layers sent the tokens.
+
+    The token at position p of a slot's sequence is in column p. Before each forward pass, `write_prompts` or
+    `write_tokens` says where the pass writes. Subclasses bring a model's layers to it.
+    """
+
+    def __init__(self, num_slots: int, capacity: int, device: torch.device, routing: tuple[int, int] | None = None):
+        """Make an empty cache.
+
+        Args:
+            num_slots: The number of slots.
+            capacity: The tokens of a slot.
+            device: The device of the routed experts; keys and values are where the model computes them.
+            routing: The layers of the whole model and the experts per token, if routed experts are kept.
+        """
+        self.num_slots, self.capacity = num_slots, capacity
+        self.experts: Tensor | None = None  # [slots, layers, capacity, k], 0 in layers of other pipeline stages
+        if routing is not None:
+            layers, experts_per_token = routing
+            shape = (num_slots, layers, capacity, experts_per_token)
+            self.experts = torch.zeros(shape, dtype=torch.int16, device=device)
+        # [slots, G, capacity, D] of each layer, so that the columns that a head reads are contiguous.
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._masks: dict[int | None, Tensor | None] = {}
+
+    def write_prompts(self, slots: Tensor, sources: Tensor, num_sequences: int) -> None:
+        """Let the next forward pass write the first columns of slots, and attend within itself.
+
+        Args:
+            slots: The slots, [b].
+            sources: The sequence of the pass that each slot gets, [b].
+            num_sequences: The sequences of the pass.
+        """
+        self.slots, self.sources, self.positions, self.width = slots, sources, None, 0
+        self.num_sequences = num_sequences
+        self._masks.clear()
+
+    def write_tokens(self, slots: Tensor, positions: Tensor, width: int) -> None:
+        """Let the next forward pass write one token into each of the first n slots.
+
+        Args:
+            slots: 0 … n − 1, on the device.
+            positions: The column of each token, [n].
+            width: The number of columns that are read. All positions are below it.
+        """
+        self.slots, self.positions, self.width = slots, positions, width
+        self._masks.clear()
+
+    def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Keep the keys and values [b, G, s, D] of a layer's new tokens; a pass that reads tokens has s = 1."""
+        if layer not in self._layers:
+            self._layers[layer] = self._empty_like(key), self._empty_like(value)
+        for kept, new in zip(self._layers[layer], (key, value), strict=True):
+            if self.positions is None:
+                kept[self.slots, :, : new.size(2)] = new[self.sources]
+            else:
+                kept[self.slots, :, self.positions] = new[:, :, 0]
+
+    def attend_to_kept(self, layer: int, query: Tensor, scale: float | None, window: int | None) -> Tensor:
+        """Return the attention's output [n, N, D] of one new token of each of the first n slots.
+
+        Args:
+            layer: The layer's number.
+            query: [n, N, D].
+            scale: The factor of the scores; None for 1/√D.
+            window: The number of tokens that a token attends to, itself included; None for all before it.
+        """
+        keys, values = self._layers[layer]
+        count = len(query)
+        # The heads that share a key attend as if they were several queries of one head, so no key is repeated.
+        output = scaled_dot_product_attention(
+            query.unflatten(1, (keys.size(1), -1)),
+            keys[:count, :, : self.width],
+            values[:count, :, : self.width],
+            attn_mask=self.mask(1, window, query),
+            scale=scale,
+        )
+        return output.flatten(1, 2)
+
+    def mask(self, num_new: int, window: int | None, like: Tensor) -> Tensor | None:
+        """Return the mask of a layer with this window. It is made once for all layers of a forward pass.
+
+        Returns:
+            What to add to each score, with the dtype of `like`: for prompts, [num_new, num_new], or None for plain
+            causal attention; for tokens, [n, 1, 1, width].
+        """
+        if window not in self._masks:
+            self._masks[window] = self._make_mask(num_new, window, like)
+        return self._masks[window]
+
+    def _make_mask(self, num_new: int, window: int | None, like: Tensor) -> Tensor | None:
+        if self.positions is not None:
+            return causal_bias(self.positions, self.width, window, like.dtype)[:, None, None]
+        if window is None or window >= num_new:
+            return None
+        return causal_bias(torch.arange(num_new, device=like.device), num_new, window, like.dtype)
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy slots to other slots."""
+        for tensor in self._tensors():
+            tensor[targets] = tensor[sources]
+
+    def clear(self, slots: Tensor) -> None:
+        """Set slots to 0. A NaN in a column that is not read would still reach its slot's next sequence."""
+        for tensor in self._tensors():
+            tensor[slots] = 0
+
+    def resize(self, num_slots: int, capacity: int) -> None:
+        """Make more slots or more columns. Nothing that is cached is lost."""
+        self.num_slots, self.capacity = num_slots, capacity
+        if self.experts is not None:
+            self.experts = self._enlarged(self.experts)
+        for layer, (keys, values) in self._layers.items():
+            self._layers[layer] = self._enlarged(keys), self._enlarged(values)
+
+    def _tensors(self) -> list[Tensor]:
+        tensors = [tensor for pair in self._layers.values() for tensor in pair]
+        return tensors if self.experts is None else [*tensors, self.experts]
+
+    def _empty_like(self, new: Tensor) -> Tensor:
+        return new.new_zeros(self.num_slots, new.size(1), self.capacity, new.size(3))
+
+    def _enlarged(self, old: Tensor) -> Tensor:
+        new = self._empty_like(old)
+        new[: old.size(0), :, : old.size(2)] = old
+        return new

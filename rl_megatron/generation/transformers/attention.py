@@ -1,0 +1,82 @@
+"""Cache keys and values of running sequences in an attention function that Hugging Face models call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+
+from rl_megatron.generation.slot_cache import SlotCache
+
+ATTENTION = "rl_megatron"  # its name in transformers, which makes no masks for an attention that it does not know
+
+
+class CachedAttention(SlotCache):
+    """A `SlotCache` of a Hugging Face model, and its attention."""
+
+    def __init__(self, model: PreTrainedModel, num_slots: int, capacity: int, routing: tuple[int, int] | None = None):
+        """Make an empty cache, and let the model use it.
+
+        Args:
+            model: The model.
+            num_slots: The number of slots.
+            capacity: The tokens of a slot.
+            routing: The layers of the model and the experts per token, if routed experts are kept.
+        """
+        super().__init__(num_slots, capacity, model.device, routing)
+        for module in model.modules():
+            if hasattr(module, "layer_idx"):
+                module.__dict__["slot_cache"] = self  # where `_attend` finds it
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        """Return the attention's output [B, S, N, D], and cache the new keys and values.
+
+        Args:
+            layer: The layer's number.
+            query: [B, N, S, D].
+            key: [B, G, S, D].
+            value: [B, G, S, D].
+            scale: The factor of the scores; None for 1/√D.
+            window: The number of tokens that a token attends to, itself included; None for all before it.
+        """
+        self.keep(layer, key, value)
+        if self.positions is not None:
+            return self.attend_to_kept(layer, query[:, :, 0], scale, window)[:, None]
+        mask, grouped = self.mask(key.size(2), window, query), query.size(1) != key.size(1)
+        output = scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        )
+        return output.transpose(1, 2)
+
+    def keep_experts(self, experts: Tensor) -> None:
+        """Keep the experts of the last pass, [sequences, tokens, layers, k]."""
+        if self.experts is None:
+            raise RuntimeError("the cache was made without `routing`, so it keeps no experts")
+        if self.positions is None:
+            self.experts[self.slots, :, : experts.size(1)] = experts.transpose(1, 2)[self.sources]
+        else:
+            self.experts[self.slots, :, self.positions] = experts[:, 0]
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Return the output [B, S, N, D] of a layer, in the form in which transformers calls attention functions."""
+    cache: CachedAttention = module.__dict__["slot_cache"]
+    layer = module.__dict__["layer_idx"]
+    return cache.attend(layer, query, key, value, scaling, sliding_window), None
+
+
+AttentionInterface.register(ATTENTION, _attend)

@@ -1,0 +1,115 @@
+"""`PendingRequests`: the single requests of an engine's process, which decodes them between the policy's calls."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+
+from rl_megatron.generation.decoder import Decoder
+from rl_megatron.generation.interfaces import Completion, Request
+from rl_megatron.generation.ongoing import Ongoing
+
+
+class PendingRequests:
+    """The requests without a completion. They arrive over a connection of their own, on which completions leave.
+
+    A message is the name of a method of this class and its arguments. An answer is (completions, None), or
+    (request ids, message) if decoding raised.
+    """
+
+    def __init__(self, connection: Connection, new_decoder: Callable[[], Decoder]):
+        """Start without requests.
+
+        Args:
+            connection: The end of the policy's connection.
+            new_decoder: Returns a decoder for the model.
+        """
+        self.connection, self._new_decoder = connection, new_decoder
+        self._decoder: Decoder | None = None  # it exists only while it decodes, because its cache takes memory
+        self._held: list[Ongoing] = []  # requests that the decoder does not have
+        self._paused = False
+
+    @property
+    def can_advance(self) -> bool:
+        """Return whether a token can be generated."""
+        return not self._paused and (self._decoder is not None or bool(self._held))
+
+    def hear(self) -> None:
+        """Take one message from the connection.
+
+        Raises:
+            EOFError: The policy's process has ended.
+        """
+        method, arguments = self.connection.recv()
+        getattr(self, method)(*arguments)
+
+    # --- messages ---
+
+    def add(self, request: Request) -> None:
+        """Take a request."""
+        self._held.append(Ongoing(request))
+
+    def abort(self, request_ids: Sequence[str] | None) -> None:
+        """End these requests, or all, with the tokens that they have."""
+        if request_ids is None:
+            self.hold()
+        chosen = frozenset(each.request.request_id for each in self._held) if request_ids is None else {*request_ids}
+        ended = [each.completion("abort") for each in self._held if each.request.request_id in chosen]
+        self._held = [each for each in self._held if each.request.request_id not in chosen]
+        if self._decoder is not None:
+            with self._decoder.active():
+                ended += self._decoder.abort(chosen)
+        self._answer(ended)
+
+    def pause(self, abort: bool) -> None:
+        """Generate nothing until `resume`; with `abort`, end the requests that have begun."""
+        self._paused = True
+        self.hold()
+        if abort:
+            self.abort([each.request.request_id for each in self._held if each.ids])
+
+    def resume(self) -> None:
+        """Generate again."""
+        self._paused = False
+
+    # --- decoding ---
+
+    def hold(self) -> None:
+        """Take all requests out of the decoder, because the weights may change or another decoder needs the model.
+
+        Their keys and values are computed again when they go on.
+        """
+        if self._decoder is not None:
+            with self._decoder.active():
+                ended, others = self._decoder.evict()
+            self._held = [*others, *self._held]
+            self._decoder = None
+            self._answer(ended)
+
+    def advance(self) -> None:
+        """Generate a token of each request that runs, and answer those that ended."""
+        try:
+            if self._decoder is None:
+                self._decoder = self._new_decoder()
+            with self._decoder.active():
+                self._decoder.add(self._held)
+                self._held = []
+                ended = self._decoder.advance()
+        except Exception as error:  # any failure: the policy's process reports it and decides
+            traceback.print_exc()
+            self._fail(error)
+            return
+        if ended is None:
+            self._decoder = None
+        self._answer(ended or [])
+
+    def _fail(self, error: Exception) -> None:
+        decoder, self._decoder = self._decoder, None
+        lost = [*self._held, *(() if decoder is None else [*decoder.running, *decoder.waiting])]
+        self._held = []
+        self.connection.send(([each.request.request_id for each in lost], f"{type(error).__name__}: {error}"))
+
+    def _answer(self, completions: list[Completion]) -> None:
+        if completions:
+            self.connection.send((completions, None))

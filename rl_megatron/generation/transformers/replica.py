@@ -1,0 +1,81 @@
+"""A Hugging Face model as a `Replica`, in the engine's process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rl_megatron.generation.interfaces import Sampling
+from rl_megatron.generation.sampling import sample
+from rl_megatron.generation.transformers.attention import CachedAttention
+from rl_megatron.generation.transformers.routing import RoutingRecorder
+
+
+class TransformersReplica:
+    """A `Replica` of one process."""
+
+    shares_experts = False
+
+    def __init__(
+        self, model: PreTrainedModel, vocab_size: int, version: Callable[[], int], recorder: RoutingRecorder | None
+    ):
+        """Keep the parts.
+
+        Args:
+            model: The model, whose attention is `CachedAttention`.
+            vocab_size: Tokens of the tokenizer.
+            version: Returns the version of the weights.
+            recorder: Records the experts of all tokens that the model reads, or None.
+        """
+        self.model, self.device = model, model.device
+        self._vocab_size, self._version, self._recorder = vocab_size, version, recorder
+        self.cache = self.new_cache(1, 1)
+
+    @property
+    def weight_version(self) -> int:
+        """Return the version of the weights that arrived last."""
+        return self._version()
+
+    def new_cache(self, num_slots: int, capacity: int) -> CachedAttention:
+        """Return a cache, which the model uses from now on."""
+        recorder = self._recorder
+        routing = None if recorder is None else (recorder.num_layers, recorder.experts_per_token)
+        self.cache = CachedAttention(self.model, num_slots, capacity, routing)
+        return self.cache
+
+    def active(self) -> AbstractContextManager[None]:
+        """Record experts within the context, if they are recorded."""
+        return nullcontext() if self._recorder is None else self._recorder.recording()
+
+    def agree(self, refills: bool, decodes: bool) -> tuple[bool, bool]:
+        """Return what there is to do: no other replica takes part."""
+        return refills, decodes
+
+    def read(self, tokens: Tensor) -> None:
+        """Write the keys and values of tokens [b, s] to the cache; they are at the positions 0 … s − 1."""
+        self._pass(tokens, torch.arange(tokens.size(1), device=self.device)[None])
+
+    def logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return the logits [n, V] after tokens [n] at positions [n]."""
+        return self._pass(tokens[:, None], positions[:, None])[:, -1]
+
+    def _pass(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        logits = self.model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1).logits
+        if self._recorder is not None:
+            self.cache.keep_experts(self._recorder.last(*tokens.shape))
+        return logits
+
+    def of_all_stages(self, experts: Tensor) -> Tensor:
+        """Return the experts: there is one stage."""
+        return experts
+
+    def sample(self, logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """Return a token of each sequence and its logprob, [n] each."""
+        return sample(logits, uniforms, sampling, None, self._vocab_size)
+
+    def share(self, drawn: Tensor) -> None:
+        """Do nothing: there is one stage."""

@@ -1,0 +1,262 @@
+"""`VllmDialect`: vLLM's launch command, URLs and JSON.
+
+Every request is ids in and ids out, on `/inference/v1/generate`, which reports the version of the weights of each span
+of tokens. The server has no tokenizer and reads no weights.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_megatron.config.servers import VllmConfig
+from rl_megatron.generation.interfaces import Request
+from rl_megatron.generation.servers.client import ServerClient
+from rl_megatron.generation.servers.dialect import Launch, RawAnswer, ServerFacts
+from rl_megatron.weight_sync.servers import ServerRefused
+
+TRIED_VERSIONS = ("0.32.0",)
+MODEL = "policy"  # the name under which a server that we launch serves the model
+_GENERATE = "/inference/v1/generate"
+_REQUEST_PREFIX = "generate-tokens-"  # vLLM puts it before the request ids of this path
+_RECORD_ROUTING = "--enable-return-routed-experts"
+_NO_LOGPROB = -9999.0  # vLLM's number for a logprob that is NaN or −∞
+_KV_CACHE_BYTES_ON_CPU = 1 << 30
+_TOKENS_OF_A_STEP_ON_CPU = 32768
+
+
+class VllmDialect:
+    """The `ServerDialect` of vLLM 0.32."""
+
+    name = "vLLM server"
+    key = "generation.vllm"
+    health_path = "/health"
+
+    def __init__(
+        self,
+        settings: VllmConfig,
+        max_model_len: int,
+        logprobs_mode: str,
+        launch_args: Sequence[str] = (),
+        launch_environment: Mapping[str, str] | None = None,
+        records_routing: bool = False,
+        sleeps: bool = False,
+        dtype: str = "float32",
+    ):
+        """Keep the settings.
+
+        Args:
+            settings: The configuration section.
+            max_model_len: The most tokens of a prompt with its completion.
+            logprobs_mode: The value of `--logprobs-mode` with which the logprobs are those that `Completion` has.
+            launch_args: Arguments that the weight sync needs.
+            launch_environment: Environment variables that the weight sync needs.
+            records_routing: Whether the servers record to which experts they route each token.
+            sleeps: Whether servers are started such that they can release their memory.
+            dtype: The dtype of the policy's weights, in which servers compute.
+        """
+        self._settings, self._max_model_len = settings, max_model_len
+        self._logprobs_mode, self._launch_args = logprobs_mode, tuple(launch_args)
+        self._launch_environment = dict(launch_environment or {})
+        self._records_routing, self._sleeps, self._dtype = records_routing, sleeps, dtype
+
+    # --- launching ---
+
+    def command(self, launch: Launch) -> tuple[list[str], dict[str, str]]:
+        """Return the command of `vllm serve` and its environment."""
+        settings, on_cpu = self._settings, not launch.devices
+        kv_bytes, step_tokens = settings.kv_cache_memory_bytes, settings.max_num_batched_tokens
+        if on_cpu and settings.gpu_memory_utilization is None:
+            kv_bytes = kv_bytes or _KV_CACHE_BYTES_ON_CPU
+        if on_cpu:
+            step_tokens = step_tokens or max(_TOKENS_OF_A_STEP_ON_CPU, self._max_model_len)
+        options = {
+            "host": launch.host,
+            "port": launch.port,
+            "served-model-name": MODEL,
+            "dtype": self._dtype,
+            "load-format": "dummy",
+            "generation-config": "vllm",
+            "max-model-len": self._max_model_len,
+            "logprobs-mode": self._logprobs_mode,
+            "tensor-parallel-size": settings.tensor_parallel_size,
+            "gpu-memory-utilization": settings.gpu_memory_utilization,
+            "kv-cache-memory-bytes": kv_bytes,
+            "max-num-seqs": settings.max_num_seqs,
+            "max-num-batched-tokens": step_tokens,
+            "uvicorn-log-level": "warning",
+        }
+        command = [settings.python, "-m", "vllm.entrypoints.cli.main", "serve", str(launch.model_directory)]
+        command += [part for key, value in options.items() if value is not None for part in (f"--{key}", str(value))]
+        command += ["--tokens-only"]  # it registers the path, and starts without a tokenizer
+        command += [_RECORD_ROUTING] if self._records_routing else []
+        eager = on_cpu if settings.enforce_eager is None else settings.enforce_eager
+        command += ["--enforce-eager"] if eager else []
+        command += ["--enable-sleep-mode"] if self._sleeps else []
+        return [*command, *self._launch_args, *settings.extra_args], self._environment(launch)
+
+    def _environment(self, launch: Launch) -> dict[str, str]:
+        environment = self._launch_environment | {
+            "VLLM_SERVER_DEV_MODE": "1",  # it registers the paths for weight syncs and pauses
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if self._records_routing else {}),  # only the second one records
+        }
+        if launch.devices:
+            return environment
+        return environment | {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would bind all servers to the same cores
+            "VLLM_CPU_CI_ENV": "1",  # no warm-up: it compiles for minutes
+        }
+
+    def explain(self, log: str) -> str | None:
+        """Return what to do about a server that ended before it was ready."""
+        text = log.lower()
+        if "cannot be run" in text or "no module named vllm" in text or "no module named 'vllm'" in text:
+            return (
+                f"generation.vllm.python={self._settings.python} has no vLLM: run scripts/install_vllm.sh, or set the "
+                "key to the Python of an environment that has it"
+            )
+        if "are not supported for now" in text or "does not recognize this architecture" in text:
+            return "this vLLM does not know the model's architecture; set generation.engine=transformers or embedded"
+        if "model runner v2 requires" in text or "routed-experts capture is not supported" in text:
+            return (
+                "this vLLM cannot record routed experts here, for example on a CPU; set generation.router_replay=false"
+            )
+        if "unrecognized arguments" in text or "invalid choice" in text:
+            return "vLLM does not take one of generation.vllm.extra_args, or this version of vLLM was not tried"
+        if "out of memory" in text or "available kv cache memory" in text or "no available memory" in text:
+            return (
+                "it has too little memory; set generation.vllm.gpu_memory_utilization, kv_cache_memory_bytes or "
+                "max_model_len"
+            )
+        return None
+
+    # --- the state of a server ---
+
+    async def facts(self, server: ServerClient) -> ServerFacts:
+        """Check the server's version and settings.
+
+        Raises:
+            ServerRefused: The version was not tried, or a setting makes its answers unusable.
+        """
+        version = (await server.get("/version"))["version"]
+        if version.partition("+")[0] not in TRIED_VERSIONS:
+            raise ServerRefused(
+                f"{server.name} is vLLM {version}, with which this package was not tried; install one of "
+                f"{', '.join(TRIED_VERSIONS)} (scripts/install_vllm.sh), because vLLM's paths change between versions"
+            )
+        try:
+            config = (await server.get("/server_info?config_format=json"))["vllm_config"]
+        except ServerRefused as refusal:
+            raise ServerRefused(f"{refusal}; start the server with VLLM_SERVER_DEV_MODE=1") from refusal
+        model, scheduler = config["model_config"], config["scheduler_config"]
+        if model["logprobs_mode"] != self._logprobs_mode:
+            raise ServerRefused(
+                f"{server.name} was started with --logprobs-mode {model['logprobs_mode']}, and generation.temperature, "
+                f"top_k and top_p need {self._logprobs_mode}: start it with --logprobs-mode {self._logprobs_mode}"
+            )
+        if model["dtype"] != f"torch.{self._dtype}":
+            raise ServerRefused(
+                f"{server.name} computes in {model['dtype'].removeprefix('torch.')}, and the policy in {self._dtype}: "
+                f"start it with --dtype {self._dtype}"
+            )
+        if model["max_model_len"] < self._max_model_len:
+            raise ServerRefused(
+                f"{server.name} takes at most {model['max_model_len']} tokens, and the policy {self._max_model_len}: "
+                f"start it with --max-model-len {self._max_model_len}, or lower model.max_sequence_length"
+            )
+        if self._records_routing and not config["aux_output_config"]["enable_return_routed_experts"]:
+            raise ServerRefused(
+                f"{server.name} does not record routed experts, which generation.router_replay=true needs: start it "
+                f"with {_RECORD_ROUTING}, or set router_replay=false"
+            )
+        if config["device_config"]["device"] != "cpu" or not scheduler["enable_chunked_prefill"]:
+            return ServerFacts()
+        most = scheduler["max_num_batched_tokens"]
+        if most < self._max_model_len:
+            why = f"{server.name} computes on a CPU with --max-num-batched-tokens {most}, less than a sequence can have"
+            return ServerFacts(takes_seeds=False, why_no_seeds=why)
+        # A CPU's random numbers cannot be set back, so vLLM's engine ends if a step has only a part of a prompt with a
+        # seed. If all tokens in flight fit into one step, no prompt is divided.
+        return ServerFacts(max_tokens_in_flight=most)
+
+    async def pause(self, server: ServerClient, abort: bool) -> None:
+        """Stop generation; requests in flight are kept unless `abort`."""
+        await server.post(f"/pause?mode={'abort' if abort else 'keep'}")
+
+    async def resume(self, server: ServerClient) -> None:
+        """Start to generate again after `pause`."""
+        await server.post("/resume")
+
+    async def abort(self, server: ServerClient, request_ids: Sequence[str] | None) -> None:
+        """End requests in flight, all of them if `request_ids` is None."""
+        if request_ids is None:
+            await server.post("/abort_requests", {})
+        elif request_ids:
+            await server.post("/abort_requests", {"request_ids": [_REQUEST_PREFIX + each for each in request_ids]})
+
+    async def sleep(self, server: ServerClient) -> None:
+        """Drop weights and KV cache: the next weight sync sends all weights."""
+        await server.post("/sleep?level=2")
+
+    async def wake(self, server: ServerClient, part: str) -> None:
+        """Take memory for a part again."""
+        await server.post(f"/wake_up?tags={part}")
+
+    # --- completions ---
+
+    def http_request(self, request: Request, with_seed: bool) -> tuple[str, dict[str, Any]]:
+        """Return the path and the JSON body of a request."""
+        sampling = request.sampling
+        parameters = {
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "stop_token_ids": list(sampling.stop_ids),
+            "ignore_eos": True,  # `stop_ids` has all tokens that end a completion
+            "logprobs": 0,  # that of the sampled token alone
+            "detokenize": False,
+        }
+        if with_seed and sampling.temperature > 0:
+            parameters["seed"] = request.seed
+        body = {"request_id": request.request_id, "token_ids": list(request.prompt), "sampling_params": parameters}
+        return _GENERATE, body
+
+    def parse_response(self, body: Any) -> RawAnswer:
+        """Return what a server answered."""
+        (choice,) = body["choices"]
+        ids, content = choice["token_ids"], choice["logprobs"]["content"]
+        for token, entry in zip(ids, content, strict=False):
+            if entry["token_id"] != token:
+                raise ValueError(f"a logprob is that of token {entry['token_id']}, and the token is {token}")
+        return RawAnswer(
+            ids=ids,
+            logprobs=[None if _is_none(entry["logprob"]) else entry["logprob"] for entry in content],
+            versions=[(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or ()],
+            reason=choice["finish_reason"],
+            routed_experts=_experts_of(choice["routed_experts"]) if self._records_routing else None,
+        )
+
+
+def _is_none(logprob: float | None) -> bool:
+    return logprob is None or logprob <= _NO_LOGPROB
+
+
+def _experts_of(encoded: str | None) -> Tensor:
+    """Return [tokens, layers, k] int16 of an array in the format .npy in base64.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if encoded is None:
+        raise ValueError("it has no routed experts")
+    array = np.load(BytesIO(b64decode(encoded)), allow_pickle=False)
+    return torch.from_numpy(array.astype(np.int16))

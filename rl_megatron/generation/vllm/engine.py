@@ -1,0 +1,103 @@
+"""Build the rollout engine on vLLM servers, and check before the first step that it can serve a stage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from rl_megatron.config.engines import vllm_logprobs_mode
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.generation import GenerationConfig
+from rl_megatron.config.refits import releases_memory, shares_gpus
+from rl_megatron.config.schema import StageConfig
+from rl_megatron.generation.servers.devices import check_servers, server_devices
+from rl_megatron.generation.servers.engine import ServerEngine, ServerKind
+from rl_megatron.generation.vllm.dialect import VllmDialect
+from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.topology.device import choose_device
+from rl_megatron.weight_sync.ipc import check_gpu_memory_can_be_shared
+from rl_megatron.weight_sync.servers import ServerSync, WeightServers
+from rl_megatron.weight_sync.vllm_sync import transfer_config, transfer_environment, vllm_sync
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+def build_vllm_engine(policy: MegatronPolicy, stage: StageConfig, output_dir: Path) -> ServerEngine:
+    """Return the engine of a stage's policy; its servers log into `output_dir`."""
+    generation, settings = stage.generation, stage.generation.vllm
+    minutes = stage.train.collective_timeout_minutes
+
+    def make_sync(servers: WeightServers) -> ServerSync:
+        return vllm_sync(
+            generation.refit,
+            policy.weights,
+            servers,
+            bucket_bytes=int(generation.refit_bucket_mb * (1 << 20)),
+            timeout_seconds=60 * minutes,
+            directory=Path(generation.refit_directory or output_dir / "servers"),
+        )
+
+    length = settings.max_model_len or policy.model_config.max_sequence_length
+    dialect = vllm_dialect(generation, length, policy.topology.device, _DTYPES[stage.precision])
+    devices = _devices(generation, policy.topology.device)
+    kind = ServerKind(dialect, settings, make_sync, length, devices, sleeps(generation, policy.topology.device))
+    return ServerEngine(policy, generation, kind, output_dir, minutes)
+
+
+def vllm_dialect(
+    generation: GenerationConfig, max_model_len: int, device: torch.device, dtype: str = "float32"
+) -> VllmDialect:
+    """Return how to start servers for a generation section, and how to talk to them.
+
+    Args:
+        generation: The section.
+        max_model_len: The most tokens of a prompt with its completion.
+        device: The device of the policy.
+        dtype: The dtype of its weights.
+    """
+    transfer = transfer_config(generation.refit)
+    launch_args = () if transfer is None else ("--weight-transfer-config", json.dumps(transfer))
+    return VllmDialect(
+        generation.vllm,
+        max_model_len,
+        vllm_logprobs_mode(generation),
+        launch_args,
+        transfer_environment(generation.refit),
+        generation.router_replay,
+        sleeps(generation, device),
+        dtype,
+    )
+
+
+def sleeps(generation: GenerationConfig, device: torch.device) -> bool:
+    """Return whether the servers that a run starts release their memory while the policy trains on `device`."""
+    return device.type == "cuda" and releases_memory(generation)
+
+
+def check_vllm(stage: StageConfig, vocab_size: int) -> None:
+    """Check that Hugging Face's format has the model, and that this machine has vLLM and the GPUs of its servers.
+
+    Raises:
+        ConfigError: Something is missing; the message names the key.
+    """
+    generation, settings = stage.generation, stage.generation.vllm
+    remedy = (
+        "run scripts/install_vllm.sh, which makes an environment with vLLM, or set the key to the Python of one, or "
+        "name servers in generation.vllm.server_urls"
+    )
+    check_servers(stage, vocab_size, settings, settings.python, "max_model_len", remedy)
+    device = choose_device(stage.device)
+    if generation.refit == "disk" and stage.model.tie_embeddings and device.type == "cpu" and not settings.server_urls:
+        raise ConfigError(
+            "generation.refit=disk: on a CPU, vLLM keeps the old weights of a head that is tied to the embedding "
+            "(model.tie_embeddings=true) when it reloads files; set generation.refit=collective"
+        )
+    _devices(generation, device)
+    if device.type == "cuda" and generation.refit in ("shared_memory", "ipc"):
+        check_gpu_memory_can_be_shared(generation.refit)
+
+
+def _devices(generation: GenerationConfig, policy: torch.device) -> tuple[tuple[int, ...], ...]:
+    return server_devices(generation.vllm, "tensor_parallel_size", policy, shares_gpus(generation))

@@ -1,0 +1,161 @@
+"""Router replay: record the experts that routers choose, and make routers use recorded experts instead of their own.
+
+megatron-core passes each top-k of a router through the router's `router_replay`, if it has one. The objects of this
+module take that place for the time of a context. megatron-core's own `RouterReplay` is not used, for three reasons. All
+models of a process share its list of routers. It expects the forward passes and the recomputations of a run in a fixed
+order, and someone who switches it between them. And it needs recorded experts for every token.
+
+Source: Ma et al. 2025 (arXiv:2510.11370), rollout routing replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor
+
+from rl_megatron.batching.routing import UNKNOWN_EXPERT
+from rl_megatron.model.layers.router import BalancedRouter
+
+
+def expert_layers(model_chunks: Iterable[torch.nn.Module]) -> list[int]:
+    """Return the index, counted from 0 over the whole model, of each layer of these model chunks that has experts."""
+    return [layer.router.layer_number - 1 for layer in _layers(model_chunks)]
+
+
+def number_tokens(padding: Tensor, first: int) -> Tensor:
+    """Return the numbers of a microbatch's tokens, and which tokens are padding, for `replaying`.
+
+    Args:
+        padding: [R, L] bool, true for tokens that do not count in the balance of experts.
+        first: The number of the first token.
+
+    Returns:
+        [R, L] int64, to be passed to the model as megatron-core's padding mask.
+    """
+    numbers = torch.arange(first, first + padding.numel(), device=padding.device)
+    return 2 * numbers.view_as(padding) + padding
+
+
+@contextmanager
+def replaying(model_chunks: Iterable[torch.nn.Module], experts: Tensor) -> Iterator[None]:
+    """Make the routers of these model chunks use the recorded experts of each token, within the context.
+
+    A router computes its scores as always. The weights of the recorded experts, and their gradients, are made of its
+    own scores of these experts, normalised as the model says. A token without recorded experts is routed by its scores.
+
+    megatron-core passes the padding mask to every layer, splits it over sequence-parallel ranks, and keeps it with a
+    layer's input for the recomputation of activations. The tokens' numbers take its place, so every layer knows its
+    tokens in a forward pass and in its recomputation, in whatever order the pipeline runs them.
+
+    Args:
+        model_chunks: This rank's model chunks. Their padding mask must be what `number_tokens` returns.
+        experts: [N, layers, k] The experts of each token of this rank by its number, or `UNKNOWN_EXPERT`, in the
+            layers of `expert_layers`.
+    """
+    handles = []
+    layers = _layers(model_chunks)
+    try:
+        for layer, recorded in zip(layers, experts.unbind(1), strict=True):
+            replay = ReplayedTopK(layer.router, recorded)
+            _set_top_k(layer.router, replay)
+            handles.append(layer.register_forward_pre_hook(replay.take_numbers, with_kwargs=True))
+        yield
+    finally:
+        for layer in layers:
+            _set_top_k(layer.router, None)
+        for handle in handles:
+            handle.remove()
+
+
+class ReplayedTopK:
+    """The top-k of one layer's router while recorded experts are replayed.
+
+    Attributes:
+        numbers: [tokens] The numbers of the tokens that the layer is computing.
+        padding: [tokens] Which of them are padding.
+    """
+
+    numbers: Tensor
+    padding: Tensor
+
+    def __init__(self, router: BalancedRouter, experts: Tensor):
+        self._router, self._experts = router, experts
+
+    def take_numbers(self, layer: MoELayer, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Take the tokens' numbers out of the arguments of a layer's forward, before it runs."""
+        codes: Tensor = kwargs["padding_mask"]
+        in_order = codes.transpose(0, 1).flatten()  # hidden states are [L, R, hidden]
+        self.numbers, self.padding = in_order // 2, in_order % 2 == 1
+        return args, kwargs | {"padding_mask": codes % 2 == 1}
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Return the scores and numbers of each token's experts, [tokens, k] each. megatron-core calls it."""
+        _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        recorded = self._experts[self.numbers].long()
+        known = recorded[:, :1] != UNKNOWN_EXPERT
+        chosen = torch.where(known, recorded, own)
+        if self._router.replayed is not None and self._router.training and torch.is_grad_enabled():
+            counted = known[:, 0] & ~self.padding
+            differs = (own.sort().values != chosen.sort().values).any(dim=-1)
+            self._router.replayed += torch.stack([(counted & differs).sum(), counted.sum()])
+        return scores.gather(1, chosen), chosen
+
+
+@contextmanager
+def recording(model_chunks: Iterable[torch.nn.Module], keep: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Give the choices of the routers of these model chunks to `keep`, within the context.
+
+    Args:
+        model_chunks: This rank's model chunks.
+        keep: Called in each layer's forward pass with the layer's index, counted from 0 over the whole model, and the
+            experts of its tokens, [tokens, k]. The tokens are in the order of the hidden states [L, R, hidden].
+    """
+    layers = _layers(model_chunks)
+    try:
+        for layer in layers:
+            _set_top_k(layer.router, RecordedTopK(partial(keep, layer.router.layer_number - 1)))
+        yield
+    finally:
+        for layer in layers:
+            _set_top_k(layer.router, None)
+
+
+class RecordedTopK:
+    """The top-k of one layer's router while its choices are recorded."""
+
+    def __init__(self, keep: Callable[[Tensor], None]):
+        self._keep = keep
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Return the scores and numbers of each token's experts, and keep the numbers. megatron-core calls it."""
+        values, experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        self._keep(experts)
+        return values, experts
+
+
+def _layers(model_chunks: Iterable[torch.nn.Module]) -> list[Any]:
+    return [module for model_chunk in model_chunks for module in model_chunk.modules() if isinstance(module, MoELayer)]
+
+
+def _set_top_k(router: BalancedRouter, top_k: ReplayedTopK | RecordedTopK | None) -> None:
+    setattr(router, "router_replay", top_k)  # noqa: B010  # megatron-core's annotation names its own class only

@@ -1,0 +1,271 @@
+"""Closed forms of the device memory of a rank. docs/sizing.md and docs/plan.md explain them.
+
+Parameters, gradients and optimizer state are exact. Activations are what the computation itself needs, with one
+assumption: every expert gets the same number of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.model_shape import LatentShape, head_size
+from rl_megatron.logprobs.linear import BLOCK_ELEMENTS_CUDA
+from rl_megatron.plan.weights import ShardedShape, gradient_buffers
+
+GRADIENT_BYTES = 4  # gradients are summed in fp32
+
+
+def element_bytes(precision: str) -> int:
+    """Return the bytes of a weight or an activation."""
+    return 2 if precision == "bf16" else 4
+
+
+def optimizer_bytes_per_element(precision: str) -> int:
+    """Return the bytes of Adam's two moments in fp32 and, under bf16, of the fp32 copy of the weight."""
+    return 12 if precision == "bf16" else 8
+
+
+@dataclass(frozen=True)
+class TrainingBytes:
+    """The bytes of a model that is trained, on one rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """Return the sum."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def training_bytes(
+    shape: ShardedShape, rank: int, *, precision: str, distributed: bool, overlap: bool = False
+) -> TrainingBytes:
+    """Return exactly what a rank allocates for the weights, the gradients and the optimizer state of a model.
+
+    Args:
+        shape: The model in its layout.
+        rank: The rank, from 0 to the world size − 1.
+        precision: "bf16" or "fp32".
+        distributed: `optimizer.distributed`. If it is set and several ranks hold the same weights, weights and
+            gradients are in buffers with alignment.
+        overlap: `optimizer.overlap`, which splits the buffers of the first stage into buckets.
+    """
+    place = shape.place(rank)
+    buffers = gradient_buffers(shape, place.stage, distributed=distributed, overlap=overlap)
+    elements = sum(buffer.elements for buffer in buffers)
+    if distributed and shape.has_replicas:
+        of_rank = sum(
+            buffer.shard_elements(place.expert_data if buffer.of_experts else place.data) for buffer in buffers
+        )
+    else:
+        of_rank = elements
+    return TrainingBytes(
+        element_bytes(precision) * elements, GRADIENT_BYTES * elements, optimizer_bytes_per_element(precision) * of_rank
+    )
+
+
+def mean_training_bytes(shape: ShardedShape, stage: int, *, precision: str, distributed: bool) -> TrainingBytes:
+    """Return the bytes of a model without alignment, with the mean of the optimizer state over the ranks of a stage.
+
+    It is fast enough for thousands of layouts. `training_bytes` is larger by less than 1 %, if the model is not tiny.
+
+    Args:
+        shape: The model in its layout.
+        stage: The pipeline stage.
+        precision: "bf16" or "fp32".
+        distributed: `optimizer.distributed`.
+    """
+    dense, experts = shape.elements(stage)
+    shards, expert_shards = (shape.data_shards, shape.expert_shards) if distributed else (1, 1)
+    return TrainingBytes(
+        element_bytes(precision) * (dense + experts),
+        GRADIENT_BYTES * (dense + experts),
+        round(optimizer_bytes_per_element(precision) * (dense / shards + experts / expert_shards)),
+    )
+
+
+def attention_elements(model: ModelConfig) -> int:
+    """Return the elements of queries, keys, values and outputs of all heads that a token keeps for backward."""
+    if model.kv_lora_rank is None:
+        size = head_size(model)
+        return (2 + model.qk_norm) * size * (model.num_attention_heads + model.num_query_groups)
+    shape = LatentShape.of(model)
+    latents = 2 * (shape.latent + (model.q_lora_rank or 0)) + shape.rope  # before and after their norms
+    return latents + model.num_attention_heads * 2 * (shape.query + shape.value)
+
+
+def layer_activation_elements(model: ModelConfig, has_experts: bool) -> int:
+    """Return the elements that a layer keeps of each token for backward, without recomputation.
+
+    They are the sums over tensor-parallel ranks, which split them under sequence parallelism.
+    """
+    outside = 4 * model.hidden_size + attention_elements(model)
+    if not has_experts:
+        return outside + 3 * model.ffn_hidden_size
+    width = model.expert_ffn_hidden_size or model.ffn_hidden_size
+    experts = model.experts_per_token * (2 * model.hidden_size + 3 * width)
+    return outside + experts + 3 * (model.shared_expert_ffn_hidden_size or 0)
+
+
+def reading_bytes(shape: ShardedShape, stage: int, *, tokens: int, precision: str) -> float:
+    """Return the bytes that a rank of a stage holds while prompts are read into the cache of the embedded engine.
+
+    Between attention and MLP nothing is split then. megatron-core's calls hold a layer's input and the embeddings until
+    they return.
+
+    Args:
+        shape: The model in its layout.
+        stage: The pipeline stage.
+        tokens: The tokens of a pass.
+        precision: "bf16" or "fp32".
+    """
+    model, tensor = shape.model, shape.parallel.tensor
+    dense, with_experts = shape.layer_counts(stage)
+    width = model.expert_ffn_hidden_size or model.ffn_hidden_size
+    of_experts = model.experts_per_token * (4 * model.hidden_size + 2 * width)
+    of_shared = 3 * (model.shared_expert_ffn_hidden_size or 0) / tensor
+    within = max(
+        attention_elements(model) / tensor,
+        3 * model.ffn_hidden_size / tensor if dense else 0,
+        of_experts + of_shared if with_experts else 0,
+    )
+    return element_bytes(precision) * tokens * (4 * model.hidden_size + within)
+
+
+def activation_bytes(
+    shape: ShardedShape, stage: int, *, tokens: int, precision: str, microbatches: int | None = None
+) -> float:
+    """Return the bytes of activations on a rank of a stage, at the moment of the step when they are most.
+
+    Args:
+        shape: The model in its layout.
+        stage: The pipeline stage.
+        tokens: The tokens of a microbatch, over all ranks that share it.
+        precision: "bf16" or "fp32".
+        microbatches: The microbatches of an optimizer step, or None for so many that the pipeline is full.
+    """
+    model, held = shape.model, _microbatches_in_flight(shape, stage, microbatches)
+    of_kinds = [
+        (count, layer_activation_bytes(shape, bool(kind), tokens=tokens, precision=precision))
+        for kind, count in enumerate(shape.layer_counts(stage))
+        if count
+    ]
+    if model.recompute == "full":
+        between = tokens / shape.parallel.context / (shape.parallel.tensor if shape.parallel.sequence else 1)
+        kept = element_bytes(precision) * between * model.hidden_size * sum(count for count, _ in of_kinds)
+        return held * kept + max((size for _, size in of_kinds), default=0.0)
+    return held * sum(count * size for count, size in of_kinds)
+
+
+def backward_bytes(shape: ShardedShape, stage: int, *, tokens: int, precision: str) -> float:
+    """Return the bytes of temporary tensors while the backward pass of an MLP runs.
+
+    They are the activation, which is computed again, and the gradients of gate and up.
+
+    Args:
+        shape: The model in its layout.
+        stage: The pipeline stage.
+        tokens: The tokens of a microbatch, over all ranks that share it.
+        precision: "bf16" or "fp32".
+    """
+    model, parallel = shape.model, shape.parallel
+    dense, with_experts = shape.layer_counts(stage)
+    width = model.expert_ffn_hidden_size or model.ffn_hidden_size
+    widest = max(model.ffn_hidden_size if dense else 0, model.experts_per_token * width if with_experts else 0)
+    return element_bytes(precision) * tokens / parallel.context / parallel.tensor * 3 * widest
+
+
+def layer_activation_bytes(shape: ShardedShape, has_experts: bool, *, tokens: int, precision: str) -> float:
+    """Return the bytes that a layer keeps of a microbatch for backward on one rank, without recomputation.
+
+    Args:
+        shape: The model in its layout.
+        has_experts: Whether the layer has experts instead of a dense MLP.
+        tokens: The tokens of a microbatch, over all ranks that share it.
+        precision: "bf16" or "fp32".
+    """
+    model, parallel = shape.model, shape.parallel
+    whole = 4 * model.hidden_size  # between attention and MLP, which are split over tensor-parallel ranks
+    rest = layer_activation_elements(model, has_experts) - whole
+    local = tokens / parallel.context
+    between = local / (parallel.tensor if parallel.sequence else 1)
+    elements = between * whole + local / parallel.tensor * rest
+    keys = tokens / parallel.tensor  # under context parallelism, a rank gathers those of whole sequences
+    if parallel.context > 1:
+        elements += keys * cached_elements(model)
+    if model.sliding_window is not None or precision == "fp32":
+        elements += keys * _repeated_elements(model)
+    return element_bytes(precision) * elements
+
+
+def _repeated_elements(model: ModelConfig) -> int:
+    """Return the elements of a token's keys and values as GPUs repeat them for each query head, or 0.
+
+    The kernel for grouped queries supports neither windows nor fp32.
+    """
+    times = model.num_attention_heads // model.num_query_groups
+    return times * cached_elements(model) if times > 1 else 0
+
+
+def _microbatches_in_flight(shape: ShardedShape, stage: int, microbatches: int | None) -> float:
+    """Return how many microbatches of all its layers a stage holds at once.
+
+    An interleaved first stage holds 1 + (p − 1) / (p · v) times as many as one that is not interleaved.
+    """
+    parallel = shape.parallel
+    depth, per_stage = parallel.pipeline, parallel.virtual_pipeline
+    if per_stage == 1:
+        held = float(depth - stage)
+    else:  # the warmup of the interleaved schedule and the model chunk that runs, each with 1/v of the layers
+        held = (2 * (depth - stage - 1) + (per_stage - 1) * depth + 1) / per_stage
+    return held if microbatches is None else min(held, float(microbatches))
+
+
+def logits_bytes(shape: ShardedShape, *, tokens: int, precision: str, fused_head: bool) -> float:
+    """Return the bytes of the logits of one microbatch on the last stage. Their gradient is written over them.
+
+    Args:
+        shape: The model in its layout.
+        tokens: The tokens of a microbatch, over all ranks that share it.
+        precision: "bf16" or "fp32".
+        fused_head: `train.fused_head`: one token block at a time.
+    """
+    places = tokens / shape.parallel.context
+    if fused_head:
+        places = min(places, head_block_tokens(shape.vocab_shard))
+    return element_bytes(precision) * places * shape.vocab_shard
+
+
+def head_block_tokens(vocab_shard: int) -> int:
+    """Return the most tokens of a token block of the fused head on a GPU.
+
+    Args:
+        vocab_shard: The rows of the head's weight on one rank.
+    """
+    return max(1024, BLOCK_ELEMENTS_CUDA // vocab_shard // 1024 * 1024)
+
+
+def cache_bytes(shape: ShardedShape, stage: int, *, sequences: int, columns: int, precision: str) -> int:
+    """Return the bytes of the embedded engine's keys and values on a rank of a stage.
+
+    Args:
+        shape: The model in its layout.
+        stage: The pipeline stage.
+        sequences: The sequences that are decoded together.
+        columns: The tokens of the longest prompt and of a completion.
+        precision: "bf16" or "fp32".
+    """
+    slots, width = -(-sequences // 8) * 8 + 1, -(-columns // 32) * 32
+    token = cached_elements(shape.model) * element_bytes(precision)
+    return slots * width * sum(shape.layer_counts(stage)) * token // shape.parallel.tensor
+
+
+def cached_elements(model: ModelConfig) -> int:
+    """Return the elements of a token's keys and values in a layer, of all heads. Latents are not kept instead."""
+    if model.kv_lora_rank is None:
+        return 2 * head_size(model) * model.num_query_groups
+    of_head = LatentShape.of(model)
+    return (of_head.query + of_head.value) * model.num_attention_heads

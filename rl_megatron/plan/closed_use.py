@@ -1,0 +1,280 @@
+"""What a rank uses in each phase, by closed forms alone: for the search over layouts, and where nothing is run.
+
+Parameters, gradients, optimizer state and FLOPs are exact, up to alignment. Activations, operators, the bytes that they
+read and write, and collectives are estimates: docs/plan.md has the formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from rl_megatron.config.parallel import ParallelConfig
+from rl_megatron.generation.decoder import PROMPT_TOKENS
+from rl_megatron.plan import closed_forms
+from rl_megatron.plan.batches import BatchShape
+from rl_megatron.plan.flops import ForwardFlops, decoding_flops, forward_flops
+from rl_megatron.plan.phases import Collective, PhaseName, PhaseUse, RankKind, RankUse
+from rl_megatron.plan.settings import Settings
+from rl_megatron.plan.weights import ShardedShape
+
+# Operators of a layer's forward pass, without experts, and of each expert, as counted on the portable layers.
+_OPERATORS_OF_LAYER, _OPERATORS_OF_EXPERT, _OPERATORS_OF_OPTIMIZER = 38, 9, 20
+# How often a forward and a backward pass read or write what a layer keeps for backward.
+_PASSES_OVER_ACTIVATIONS = 14
+_FORWARD_PASSES = 5  # of these, in a forward pass alone
+# What the optimizer reads and writes, as a multiple of its state: also the gradient and the weight, and all twice.
+_UPDATE_TRAFFIC = 2.5
+
+
+def closed_use_of(settings: Settings, stage: int) -> RankUse:
+    """Return what a rank of a pipeline stage uses in each phase of a step.
+
+    Args:
+        settings: The settings.
+        stage: The pipeline stage.
+    """
+    stages = settings.shape.parallel.pipeline
+    kind: RankKind = "last stage" if stage == stages - 1 else "middle stage" if stage else "first stage"
+    phases = tuple(_Phases(settings, stage).all())
+    if settings.servers is not None:
+        phases = settings.servers.beside(phases)
+    return RankUse(kind, stage * settings.shape.stage_ranks, phases)
+
+
+class _Phases:
+    """The phases of one rank."""
+
+    def __init__(self, settings: Settings, stage: int):
+        self._settings, self._stage, self._shape = settings, stage, settings.shape
+        parallel = self._shape.parallel
+        self._kept = settings.held(stage)
+        self._size = closed_forms.element_bytes(settings.precision)
+        self._weights = self._size * sum(self._shape.elements(stage))
+        self._is_last = stage == parallel.pipeline - 1
+        self._dense_layers, self._expert_layers = self._shape.layer_counts(stage)
+        self._layers = self._dense_layers + self._expert_layers
+        local_experts = (self._shape.model.num_experts or 0) // parallel.expert
+        self._operators = (
+            self._layers * _OPERATORS_OF_LAYER + self._expert_layers * local_experts * _OPERATORS_OF_EXPERT
+        )
+
+    def all(self) -> Iterator[PhaseUse]:
+        """Yield the phases in their order."""
+        settings, kept = self._settings, self._kept
+        yield PhaseUse("build", kept, kept.total)
+        if settings.bucket_bytes:
+            yield self._with_offload(self._refit())
+        if settings.completions:
+            yield self._generate()
+        policy, *critics = settings.models
+        if settings.recomputes_logprobs:
+            yield self._forward("logprobs", policy[0])
+        if settings.reference is not None:
+            yield self._forward("reference", policy[0])
+        for critic in critics:
+            yield self._forward("values", critic[0])
+            yield self._train("train_critic", *critic)
+        yield self._train("train", *policy)
+        written = kept.parameters - (self._weights if settings.reference == "resident" else 0)
+        yield PhaseUse("save", kept, kept.total, host_bytes=kept.optimizer + written)
+
+    def _train(self, name: PhaseName, shape: ShardedShape, distributed: bool) -> PhaseUse:
+        settings, recomputes = self._settings, shape.model.recompute == "full"
+        held = closed_forms.mean_training_bytes(
+            shape, self._stage, precision=settings.precision, distributed=distributed
+        )
+        batch, steps = settings.batches.training, settings.batches.optimizer_steps
+        activations = closed_forms.activation_bytes(
+            shape, self._stage, tokens=settings.microbatch.tokens, precision=settings.precision,
+            microbatches=settings.microbatches,
+        )  # fmt: skip
+        logits = self._logits_bytes(shape, batch)
+        backward = closed_forms.backward_bytes(
+            shape, self._stage, tokens=settings.microbatch.tokens, precision=settings.precision
+        )
+        activations += max(0.0, backward - logits)  # the logits are freed before the layers' backward pass
+        count, passes = settings.mean_number(batch, steps), 4 if recomputes else 3
+        return PhaseUse(
+            name,
+            replace(self._kept, activations=round(activations), logits=logits),
+            self._kept.total,
+            flops=round(
+                settings.computed_share
+                * self._flops(shape, batch, lambda flops: flops.with_backward(shape.model.recompute), all_tokens=False)
+            ),
+            kernels=count * passes * self._operators + steps * _OPERATORS_OF_OPTIMIZER,
+            memory_bytes=round(
+                settings.computed_share
+                * (_PASSES_OVER_ACTIVATIONS + _FORWARD_PASSES * recomputes)
+                * self._layers
+                * self._bytes_of_layer(batch.tokens)
+                + count * passes * held.parameters
+                + steps * _UPDATE_TRAFFIC * held.optimizer
+            ),
+            collectives=(
+                *self._of_layers(batch, count, forwards=2 if recomputes else 1, backwards=1),
+                *self._of_gradients(shape, distributed),
+            ),
+        )
+
+    def _forward(self, name: PhaseName, shape: ShardedShape) -> PhaseUse:
+        settings, batch = self._settings, self._settings.batches.rollout
+        count = settings.mean_number(batch)
+        arriving = self._weights if name == "reference" and settings.reference == "offload" else 0
+        return PhaseUse(
+            name,
+            replace(
+                self._kept, parameters=self._kept.parameters + arriving,
+                activations=round(self._bytes_of_layer(batch.largest.tokens)), logits=self._logits_bytes(shape, batch),
+            ),
+            self._kept.total,
+            flops=round(
+                settings.computed_share * self._flops(shape, batch, lambda flops: flops.total, all_tokens=True)
+            ),
+            kernels=count * self._operators,
+            memory_bytes=round(
+                settings.computed_share * _FORWARD_PASSES * self._layers * self._bytes_of_layer(batch.tokens)
+                + count * self._weights
+            ),
+            collectives=tuple(self._of_layers(batch, count, forwards=1, backwards=0)),
+            host_bytes=arriving,
+        )  # fmt: skip
+
+    def _generate(self) -> PhaseUse:
+        """Return what the embedded engine uses: prompts are read, and then each token is a forward pass."""
+        settings, shape = self._settings, self._shape
+        together, prompt, tensor = settings.decoded_together, settings.prompt_tokens, shape.parallel.tensor
+        columns = prompt + settings.response_tokens
+        cache = closed_forms.cache_bytes(
+            shape, self._stage, sequences=together, columns=columns, precision=settings.precision
+        )
+        new = settings.mean_response_tokens
+        passes, width = new * settings.completions / together, prompt + new / 2
+        of_prompt = prompt * decoding_flops(shape, self._stage, columns=prompt)
+        of_token = decoding_flops(shape, self._stage, columns=width)
+        logits = 4 * together * shape.vocab_shard * 2 if self._is_last else 0  # fp32, and a copy to sample from
+        texts = min(settings.prompts, together, max(1, PROMPT_TOKENS["cuda"] // max(1, prompt)))
+        reading = closed_forms.reading_bytes(
+            shape, self._stage, tokens=texts * (prompt - 1), precision=settings.precision
+        )
+        peak = replace(self._kept, kv_cache=cache, logits=logits)
+        if reading > logits:
+            peak = replace(self._kept, kv_cache=cache, activations=round(reading))
+        hidden = together * shape.model.hidden_size * self._size
+        exchanges = []
+        if tensor > 1:
+            exchanges.append(Collective("all_reduce", "tensor", tensor, hidden, round(passes * 2 * self._layers)))
+        if shape.parallel.expert > 1 and self._expert_layers:
+            routed, calls = hidden * shape.model.experts_per_token, round(passes * 2 * self._expert_layers)
+            exchanges.append(Collective("all_to_all", "expert", shape.parallel.expert, routed, calls))
+        return PhaseUse(
+            "generate",
+            peak,
+            self._kept.total,
+            flops=round(settings.prompts * of_prompt + settings.completions * new * of_token),
+            kernels=round(passes * self._operators),
+            memory_bytes=round(passes * (self._weights + cache * width / columns)),
+            collectives=tuple(exchanges),
+        )
+
+    def _refit(self) -> PhaseUse:
+        """Return what it takes to fill the buckets of a weight sync, while the policy's gradients are freed."""
+        model, dense_and_experts = self._shape.model, sum(self._shape.elements(self._stage))
+        alone = replace(self._shape, parallel=ParallelConfig(), world_size=1)  # every rank fills buckets of all weights
+        whole = sum(alone.elements(0)) * self._size
+        largest = max(alone.vocab_shard, model.ffn_hidden_size) * model.hidden_size * self._size  # has its own bucket
+        number = -(-whole // self._settings.bucket_bytes)
+        buffers = min(2, number) * min(whole, max(self._settings.bucket_bytes, largest))
+        sums = Collective("all_reduce", "world", self._shape.world_size, whole // number, number)
+        gradients = self._kept.gradients - closed_forms.GRADIENT_BYTES * dense_and_experts
+        peak = replace(self._kept, gradients=gradients, buffers=buffers)
+        return PhaseUse("refit", peak, peak.total - buffers, memory_bytes=4 * whole, collectives=(sums,))
+
+    def _with_offload(self, refit: PhaseUse) -> PhaseUse:
+        """Return a weight sync with the policy's optimizer state on the host, if servers take its place meanwhile."""
+        settings, (shape, distributed) = self._settings, self._settings.models[0]
+        if settings.servers is None or not settings.servers.releases_memory:
+            return refit
+        moved = closed_forms.mean_training_bytes(
+            shape, self._stage, precision=settings.precision, distributed=distributed
+        ).optimizer
+        peak = replace(refit.peak, optimizer=refit.peak.optimizer - moved)
+        return replace(refit, peak=peak, after_bytes=refit.after_bytes - moved, host_bytes=refit.host_bytes + moved)
+
+    def _of_layers(self, batch: BatchShape, count: int, *, forwards: int, backwards: int) -> Iterator[Collective]:
+        """Yield the collectives of the layers, for `count` microbatches with so many forward and backward passes."""
+        model, parallel = self._shape.model, self._shape.parallel
+        tokens = self._settings.computed_share * batch.tokens / count  # of a microbatch, on average
+        local = tokens / parallel.context
+        between = local / parallel.tensor if parallel.sequence else local
+        both, layers = forwards + backwards, count * self._layers
+        split_mlps = self._dense_layers + self._expert_layers * (model.shared_expert_ffn_hidden_size is not None)
+        split = count * (self._layers + split_mlps)  # attention and MLPs whose matrices are split
+        hidden = round(local * model.hidden_size * self._size)
+        if parallel.tensor > 1 and parallel.sequence:  # the backward pass gathers each input once more
+            yield Collective("all_gather", "tensor", parallel.tensor, hidden, split * (both + backwards))
+            yield Collective("reduce_scatter", "tensor", parallel.tensor, hidden, split * both)
+        elif parallel.tensor > 1:
+            yield Collective("all_reduce", "tensor", parallel.tensor, hidden, split * both)
+        if parallel.context > 1:
+            keys = round(closed_forms.cached_elements(model) * tokens / parallel.tensor * self._size)
+            yield Collective("all_gather", "context", parallel.context, keys, layers * forwards)
+            if backwards:
+                yield Collective("reduce_scatter", "context", parallel.context, keys, layers * backwards)
+        if parallel.expert > 1 and self._expert_layers:
+            routed = round(between * model.experts_per_token * model.hidden_size * self._size)
+            calls = count * self._expert_layers * 2 * both
+            yield Collective("all_to_all", "expert", parallel.expert, routed, calls)
+        if parallel.pipeline > 1:
+            sent, per_stage = round(between * model.hidden_size * self._size), parallel.virtual_pipeline
+            # A forward pass sends to the next stage, a backward pass to the one before. Recomputation sends nothing.
+            before, after = per_stage - (self._stage == 0), per_stage - self._is_last
+            yield Collective("send", "pipeline", parallel.pipeline, sent, count * (after + backwards * before))
+            yield Collective("recv", "pipeline", parallel.pipeline, sent, count * (before + backwards * after))
+
+    def _of_gradients(self, shape: ShardedShape, distributed: bool) -> Iterator[Collective]:
+        """Yield the collectives of optimizer steps: gradients are summed, and updated weights are gathered."""
+        steps = self._settings.batches.optimizer_steps
+        shards = (shape.data_shards, shape.expert_shards)
+        for elements, size in zip(shape.elements(self._stage), shards, strict=True):
+            if size < 2 or not elements:
+                continue
+            gradients = closed_forms.GRADIENT_BYTES * elements
+            if distributed:
+                yield Collective("reduce_scatter", "data", size, gradients, steps)
+                # megatron-core has an optimizer for dense weights and one for experts, and each gathers all weights.
+                gathers = steps * (2 if self._expert_layers else 1)
+                yield Collective("all_gather", "data", size, self._size * elements, gathers)
+            else:
+                yield Collective("all_reduce", "data", size, gradients, steps)
+
+    def _bytes_of_layer(self, tokens: int) -> float:
+        """Return the bytes that the largest layer of the stage keeps of so many tokens."""
+        return closed_forms.layer_activation_bytes(
+            self._shape, self._expert_layers > 0, tokens=tokens, precision=self._settings.precision
+        )
+
+    def _logits_bytes(self, shape: ShardedShape, batch: BatchShape) -> int:
+        settings = self._settings
+        if not self._is_last or shape.head == "score":
+            return 0
+        return round(
+            closed_forms.logits_bytes(
+                shape, tokens=batch.largest.tokens, precision=settings.precision, fused_head=settings.fused_head
+            )
+        )
+
+    def _flops(
+        self, shape: ShardedShape, batch: BatchShape, of_microbatch: Callable[[ForwardFlops], int], *, all_tokens: bool
+    ) -> int:
+        """Return the operations of all microbatches of a batch, of which each has what a function says."""
+        return sum(
+            count
+            * of_microbatch(
+                forward_flops(
+                    shape, self._stage, microbatch, fused_head=self._settings.fused_head, all_tokens=all_tokens
+                )
+            )
+            for microbatch, count in batch.parts
+        )

@@ -1,0 +1,280 @@
+"""`rl-megatron plan`: the memory, FLOPs and estimated time of a stage on a cluster, and the search for a layout."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from rl_megatron import log
+from rl_megatron.algorithms.registry import algorithm_of
+from rl_megatron.algorithms.rollout import recomputes_logprobs
+from rl_megatron.config.algorithms import PolicyGradientConfig, RolloutConfig
+from rl_megatron.config.data_kinds import DOCUMENTS
+from rl_megatron.config.errors import ConfigError, nearest
+from rl_megatron.config.hints import key_of
+from rl_megatron.config.parallel import ParallelConfig
+from rl_megatron.config.plan import PlanConfig
+from rl_megatron.config.schema import RunConfig, StageConfig
+from rl_megatron.losses.registry import configured_loss
+from rl_megatron.plan.closed_use import closed_use_of
+from rl_megatron.plan.devices import Cluster
+from rl_megatron.plan.mean_lengths import with_mean_lengths
+from rl_megatron.plan.phases import RankUse
+from rl_megatron.plan.report import Report, draw, print_json, print_report, print_search, search_as_json
+from rl_megatron.plan.search import Candidate, Search, search, without_layout
+from rl_megatron.plan.servers import Servers
+from rl_megatron.plan.settings import Settings
+from rl_megatron.plan.stages import stages_to_plan
+from rl_megatron.plan.step import estimate_step
+from rl_megatron.plan.workload import Critic, Workload
+
+_WIDTH_IN_FILES = 150  # wide enough for the tables
+_MOST_RANKS = 16_384
+_CLOSED_FORMS = (
+    "Closed forms: FLOPs are exact; parameters, gradients and optimizer state leave out alignment, less than 1%; "
+    "activations, operators and bytes are estimates (docs/plan.md)."
+)
+
+
+def plan(config: RunConfig, section: PlanConfig, options: argparse.Namespace) -> int:
+    """Print the plan of a stage or the result of a search, and return the exit status.
+
+    Args:
+        config: The run.
+        section: The section `plan`.
+        options: The options of the command, which rl_megatron/cli/parser.py declares.
+
+    Returns:
+        0 if the stage, or a layout that was found, fits the memory; 1 otherwise.
+
+    Raises:
+        ConfigError: The GPU or a link is unknown, the layout does not fit the model, or a phase cannot be planned.
+    """
+    _check(options)
+    name, stage = _stage(config, options.stage)
+    cluster = Cluster.of(section, options.gpu, options.nodes, options.gpus_per_node)
+    if cluster.world_size > _MOST_RANKS:
+        raise ConfigError(
+            f"--nodes {cluster.nodes} × --gpus-per-node {cluster.gpus_per_node} = {cluster.world_size} ranks: a plan "
+            f"has at most {_MOST_RANKS}; lower one of them"
+        )
+    if stage.model.vocab_size is None and stage.tokenizer.path is None:
+        log.LOGGER.warning(
+            "model.vocab_size=null: planned with tokenizer.vocab_size=%d; set model.vocab_size to the rows of the "
+            "model's embedding",
+            stage.tokenizer.vocab_size,
+        )
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH_IN_FILES, highlight=False)
+    if options.search:
+        return _search(config, name, stage, section, cluster, options, console)
+    report = _report(name, workload_of(stage, cluster.world_size, section), section, cluster, options)
+    if options.json:
+        print_json(report.as_json())
+    else:
+        print_report(report, console)
+    if options.picture is not None:
+        draw(report, Path(options.picture))
+    return 0 if report.fits else 1
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse options that contradict each other or are out of range, before anything is planned."""
+    if options.picture is not None:
+        _check_picture(Path(options.picture))
+    for option, value in (("--top", options.top), ("--verify", options.verify)):
+        if value < 1:
+            raise ConfigError(
+                f"{option} {value}: must be at least 1" + "; --closed-forms runs none" * (option == "--verify")
+            )
+
+
+def _check_picture(file: Path) -> None:
+    """Refuse a picture that could not be written."""
+    if file.suffix != ".png":
+        raise ConfigError(f"--picture {file}: the picture is a PNG; give a name that ends in .png")
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"--picture {file} cannot be written: its directory is missing or may not be written to")
+
+
+def workload_of(stage: StageConfig, world_size: int, section: PlanConfig) -> Workload:
+    """Return the workload of a stage.
+
+    Raises:
+        ConfigError: The layout does not fit the model or the ranks, or the lengths do not fit the model.
+    """
+    prompt, response = _lengths(stage, section)
+    algorithm, settings = algorithm_of(stage), stage.algorithm
+    needs, critic = algorithm.critic, None
+    if needs is not None:
+        critic = Critic(needs.optimizer(settings), needs.loss(settings))
+    recomputes = False
+    if isinstance(stage.algorithm, PolicyGradientConfig):
+        recomputes = recomputes_logprobs(stage, stage.algorithm, configured_loss(stage.loss))
+    return Workload(
+        stage, world_size, _vocab_size(stage), prompt, response, uses_reference=algorithm.uses_reference(stage),
+        recomputes_logprobs=recomputes, critic=critic, head=algorithm.head,
+    )  # fmt: skip
+
+
+def _lengths(stage: StageConfig, section: PlanConfig) -> tuple[int, int]:
+    """Return the tokens of a prompt and of a response, by default all that the model and the stage allow."""
+    longest = stage.model.max_sequence_length
+    reads_windows = stage.algorithm.learns_from == DOCUMENTS
+    prompt = (0 if reads_windows else longest // 2) if section.prompt_tokens is None else section.prompt_tokens
+    response = section.response_tokens
+    if response is None:
+        response = stage.data.sequence_length if reads_windows else longest - prompt
+        if isinstance(stage.algorithm, RolloutConfig):
+            response = min(response, stage.generation.max_new_tokens)
+    if response < 1:
+        raise ConfigError(
+            f"plan.prompt_tokens={prompt} leaves no response: model.max_sequence_length={longest}; lower the one or "
+            "raise the other"
+        )
+    return prompt, response
+
+
+def _vocab_size(stage: StageConfig) -> int:
+    """Return the vocabulary: the model's, or that of a tokenizer which the run would train."""
+    if stage.model.vocab_size is not None:
+        return stage.model.vocab_size
+    if stage.tokenizer.path is not None:
+        raise ConfigError(
+            f"model.vocab_size=null: a plan does not read the tokenizer (tokenizer.path={stage.tokenizer.path}); set "
+            "model.vocab_size to the rows of the model's embedding"
+        )
+    return stage.tokenizer.vocab_size
+
+
+def _stage(config: RunConfig, name: str | None) -> tuple[str, StageConfig]:
+    """Return the chosen stage, by default the last."""
+    name = list(config.stages)[-1] if name is None else name
+    if name not in config.stages:
+        raise ConfigError(f"--stage {name}: the run has no such stage{nearest(name, config.stages)}")
+    return name, config.stages[name]
+
+
+def _report(
+    name: str, workload: Workload, section: PlanConfig, cluster: Cluster, options: argparse.Namespace
+) -> Report:
+    servers = Servers.of(workload, cluster)
+    settings = replace(Settings.of(workload, section.mean_response_tokens), servers=servers)
+    stages = stages_to_plan(settings, cluster)
+    if options.closed_forms:
+        uses = means = tuple(closed_use_of(settings, stage) for stage in stages)
+        source = _CLOSED_FORMS
+    else:
+        uses = run_stages(workload, stages, options.exact, servers)
+        means = tuple(with_mean_lengths(use, settings) for use in uses)
+        ranks = ", ".join(str(use.rank) for use in uses)
+        depth = "with all layers" if options.exact else "stacks of many equal layers at two depths"
+        source = f"The phases of a step were run on fake GPUs as rank(s) {ranks}, {depth} (docs/plan.md)."
+    return Report(name, workload, cluster, uses, estimate_step(means, settings, cluster), source, servers)
+
+
+def run_stages(workload: Workload, stages: Sequence[int], exact: bool, servers: Servers | None) -> tuple[RankUse, ...]:
+    """Run the phases of a step on fake GPUs, as a rank of each of some pipeline stages.
+
+    Args:
+        workload: What to run.
+        stages: The pipeline stages.
+        exact: Run all layers.
+        servers: The rollout engine's processes, whose memory counts if they share the GPUs.
+    """
+    from rl_megatron.plan.run import use_of  # slow to import
+
+    stage_ranks = workload.world_size // workload.stage.parallel.pipeline
+    uses = [use_of(workload, stage * stage_ranks, exact=exact) for stage in stages]
+    return tuple(uses if servers is None else (replace(use, phases=servers.beside(use.phases)) for use in uses))
+
+
+def _search(
+    config: RunConfig,
+    name: str,
+    stage: StageConfig,
+    section: PlanConfig,
+    cluster: Cluster,
+    options: argparse.Namespace,
+    console: Console,
+) -> int:
+    """Print the ranking of layouts with the command line of the first, and return the exit status."""
+    if options.picture is not None:
+        raise ConfigError(f"--picture {options.picture} shows one layout; plan that layout without --search")
+    workload = workload_of(without_layout(stage), cluster.world_size, section)
+    result = search(workload, cluster, section.mean_response_tokens)
+    own = name if len(config.stages) > 1 else None
+    wanted = 0 if options.closed_forms else options.verify
+    verified = _verified(result, stage, section, cluster, wanted, options.exact)
+    fits = [place for place, run in verified.items() if run <= cluster.usable_bytes]
+    chosen = fits[:1] if wanted else [1][: len(result.ranked)]
+    commands = {place: command_line(result.ranked[place - 1], options, own, cluster) for place in chosen}
+    if options.json:
+        print_json(search_as_json(result, commands, verified, own, options.top))
+    else:
+        print_search(result, console, commands, verified, cluster.usable_bytes, options.top)
+        if not commands:
+            console.print(_why_no_command(result, verified))
+    return 0 if commands else 1
+
+
+def _verified(
+    result: Search, stage: StageConfig, section: PlanConfig, cluster: Cluster, wanted: int, exact: bool
+) -> dict[int, int]:
+    """Return the peak bytes of the best layouts by their place, of which so many as wanted fit.
+
+    At most three times as many are run, and if none of them fits, the one with the lowest peak by closed forms.
+    """
+    found: dict[int, int] = {}
+    if not wanted or not result.ranked:
+        return found
+    ranked = dict(enumerate(result.ranked, 1))
+    lowest = min(ranked, key=lambda place: ranked[place].peak_bytes)
+    for place in dict.fromkeys([*list(ranked)[: 3 * wanted], lowest]):
+        candidate = ranked[place]
+        if place == lowest and place > 3 * wanted and any(peak <= cluster.usable_bytes for peak in found.values()):
+            break
+        workload = workload_of(candidate.stage(stage), cluster.world_size, section)
+        stages = stages_to_plan(candidate.settings, cluster)
+        found[place] = max(use.peak_phase.peak_bytes for use in run_stages(workload, stages, exact, result.servers))
+        if sum(peak <= cluster.usable_bytes for peak in found.values()) == wanted:
+            break
+    return found
+
+
+def _why_no_command(result: Search, verified: Mapping[int, int]) -> str:
+    """Return why a search has found nothing, and what to do."""
+    if not result.ranked:
+        return "No layout fits: take more or larger GPUs, shorter sequences, or a smaller model."
+    return (
+        f"{len(verified)} of {len(result.ranked):,} layouts that fit by closed forms were run, and none of them fits: "
+        "--verify N runs more"
+    )
+
+
+def command_line(candidate: Candidate, options: argparse.Namespace, stage: str | None, cluster: Cluster) -> str:
+    """Return the command line that trains with a candidate, to be started on each node."""
+    chosen = candidate.overrides(stage)
+    replaced = {*chosen, *_REPLACED}
+    kept = [override for override in options.overrides if key_of(override) not in replaced]
+    sources = [] if options.config_dir is None else ["--config-dir", options.config_dir]
+    words = ["train", *kept, *(f"{key}={value}" for key, value in chosen.items()), *sources]
+    return _launcher(cluster) + shlex.join(words)
+
+
+# Keys that the search chooses: an override of the user's must not stay beside them.
+_REPLACED = frozenset({"train.micro_batch_size", *(f"parallel.{field.name}" for field in fields(ParallelConfig))})
+
+
+def _launcher(cluster: Cluster) -> str:
+    if cluster.world_size == 1:
+        return "rl-megatron "
+    if cluster.nodes == 1:
+        return f"torchrun --nproc-per-node {cluster.gpus_per_node} -m rl_megatron "
+    return f"NNODES={cluster.nodes} NPROC_PER_NODE={cluster.gpus_per_node} MASTER_ADDR=first-node scripts/train.sh "

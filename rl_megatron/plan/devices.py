@@ -1,0 +1,149 @@
+"""A small table of GPUs and links, and the cluster that a plan is made for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rl_megatron.config.errors import ConfigError, nearest
+from rl_megatron.config.plan import PlanConfig
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, as its maker states it.
+
+    Attributes:
+        name: Its name in the table.
+        memory_gib: The memory that a process can use, in GiB: what the driver reports.
+        bf16_tflops: Dense matrix products in bf16, in 10¹² operations per second.
+        fp32_tflops: Matrix products in fp32 without TF32.
+        memory_gb_per_s: The bandwidth of its memory, in 10⁹ bytes per second.
+        link: The name of the usual link within a node.
+    """
+
+    name: str
+    memory_gib: float
+    bf16_tflops: float
+    fp32_tflops: float
+    memory_gb_per_s: float
+    link: str
+
+    def tflops(self, precision: str) -> float:
+        """Return the matrix products of a precision, in 10¹² operations per second."""
+        return self.bf16_tflops if precision == "bf16" else self.fp32_tflops
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("a100_40", 39.4, 312, 19.5, 1555, "nvlink3"),
+        Gpu("a100_80", 79.1, 312, 19.5, 2039, "nvlink3"),
+        Gpu("h100", 79.1, 989, 67, 3350, "nvlink4"),
+        Gpu("h200", 139.8, 989, 67, 4800, "nvlink4"),
+        Gpu("h20", 95.1, 148, 44, 4000, "nvlink4"),
+        Gpu("b200", 178.3, 2250, 75, 8000, "nvlink5"),
+        Gpu("l40s", 44.4, 362, 91.6, 864, "pcie4"),
+        Gpu("rtx_4090", 23.5, 165, 82.6, 1008, "pcie4"),
+    )
+}
+# 10⁹ bytes per second of one GPU in one direction.
+LINKS = {"nvlink3": 300.0, "nvlink4": 450.0, "nvlink5": 900.0, "pcie4": 32.0, "pcie5": 64.0}
+NETWORKS = {
+    "infiniband_hdr": 25.0,
+    "infiniband_ndr": 50.0,
+    "infiniband_xdr": 100.0,
+    "ethernet_100g": 12.5,
+    "ethernet_400g": 50.0,
+}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes of equal GPUs.
+
+    Attributes:
+        gpu: The GPU.
+        nodes: The number of nodes.
+        gpus_per_node: The GPUs of a node.
+        link_gb_per_s: The bandwidth of a GPU within its node, in one direction.
+        network_gb_per_s: The bandwidth of a GPU between nodes, in one direction.
+        memory_margin: The share of memory to leave free.
+        compute_efficiency: What matrix products achieve of the GPU's FLOPs.
+        memory_efficiency: What operators achieve of the bandwidth of its memory.
+        link_efficiency: What collectives achieve of the bandwidth of links.
+    """
+
+    gpu: Gpu
+    nodes: int
+    gpus_per_node: int
+    link_gb_per_s: float
+    network_gb_per_s: float
+    memory_margin: float
+    compute_efficiency: float
+    memory_efficiency: float
+    link_efficiency: float
+
+    @classmethod
+    def of(cls, plan: PlanConfig, gpu: str, nodes: int, gpus_per_node: int) -> Cluster:
+        """Return the cluster that the options and the section `plan` describe.
+
+        Raises:
+            ConfigError: The table lacks the GPU or a link, and numbers are missing.
+        """
+        for option, value in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)):
+            if value < 1:
+                raise ConfigError(f"{option} {value}: must be at least 1")
+        chosen = _gpu(plan, gpu)
+        link = _bandwidth("link", plan.link or chosen.link, LINKS, plan.link_gb_per_s)
+        network = _bandwidth("network", plan.network, NETWORKS, plan.network_gb_per_s)
+        return cls(
+            chosen, nodes, gpus_per_node, link, network, plan.memory_margin, plan.compute_efficiency,
+            plan.memory_efficiency, plan.link_efficiency,
+        )  # fmt: skip
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of GPUs, of which each is a rank."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def usable_bytes(self) -> float:
+        """Return the bytes of a GPU that a run may use, without the margin."""
+        return (1 - self.memory_margin) * self.gpu.memory_gib * GIB
+
+
+def _gpu(plan: PlanConfig, name: str) -> Gpu:
+    """Return a GPU of the table, or one of the numbers that are given."""
+    numbers = {
+        "memory_gib": plan.gpu_memory_gib,
+        "bf16_tflops": plan.gpu_bf16_tflops,
+        "fp32_tflops": plan.gpu_fp32_tflops,
+        "memory_gb_per_s": plan.gpu_memory_gb_per_s,
+    }
+    given = {key: value for key, value in numbers.items() if value is not None}
+    if name in GPUS:
+        return replace(GPUS[name], **given)
+    missing = [f"plan.gpu_{key}=…" for key in ("memory_gib", "bf16_tflops", "memory_gb_per_s") if key not in given]
+    if missing:
+        raise ConfigError(
+            f"--gpu {name}: the table has no such GPU{nearest(name.lower(), GPUS)}; for another one, give its numbers: "
+            f"{' '.join(missing)}"
+        )
+    if plan.link is None and plan.link_gb_per_s is None:
+        raise ConfigError(
+            f"--gpu {name}: the link within a node is unknown; give plan.link, one of {', '.join(LINKS)}, or "
+            "plan.link_gb_per_s=…"
+        )
+    return Gpu(name=name, link=plan.link or "", **({"fp32_tflops": given["bf16_tflops"] / 16} | given))
+
+
+def _bandwidth(key: str, name: str, table: dict[str, float], given: float | None) -> float:
+    """Return the bandwidth that is given, or that of a name. A wrong name is refused even beside a number."""
+    if name and name not in table:
+        raise ConfigError(
+            f"plan.{key}={name}: the table has no such {key}{nearest(name, table)}; for another one, give "
+            f"plan.{key}_gb_per_s=… without plan.{key}"
+        )
+    return table[name] if given is None else given

@@ -1,0 +1,368 @@
+"""Closed forms of the floating-point operations of a rank: matrix products, attention by lengths, and the head.
+
+They are exact, and count as torch's FlopCounterMode does: a multiplication and an addition are two operations, and
+causal attention counts as if all scores were computed. Which of these scores a kernel computes is known besides. Only
+for experts is something assumed: that every rank gets the same number of tokens. tests/unit/plan/test_flops.py compares
+them with what a `MegatronPolicy` computes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Self
+
+from rl_megatron.batching.microbatch import padded_lengths
+from rl_megatron.batching.packing import round_up
+from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.model_shape import LatentShape, head_size
+from rl_megatron.plan.closed_forms import head_block_tokens
+from rl_megatron.plan.weights import ShardedShape
+from rl_megatron.topology.degrees import SequenceLayout
+
+
+@dataclass(frozen=True)
+class MicrobatchShape:
+    """The sequences of one microbatch, over all ranks that share it.
+
+    Attributes:
+        lengths: The tokens of each sequence.
+        padded_lengths: The tokens of each sequence, padding included.
+        width: The columns of the batch of these sequences, at least as many as the longest has tokens.
+        prompt_tokens: The tokens at the beginning of each sequence that are not learned from.
+        is_packed: Whether the sequences are one after the other. Otherwise they are side by side, and all padded to
+            the width.
+    """
+
+    lengths: tuple[int, ...]
+    padded_lengths: tuple[int, ...]
+    width: int
+    prompt_tokens: int
+    is_packed: bool
+
+    @classmethod
+    def of(
+        cls,
+        lengths: Sequence[int],
+        layout: SequenceLayout,
+        *,
+        is_packed: bool,
+        width: int | None = None,
+        prompt_tokens: int = 0,
+    ) -> Self:
+        """Return the shape of a microbatch of sequences with these lengths in a layout."""
+        width = width or max(lengths)
+        if is_packed:
+            padded = padded_lengths(lengths, layout)
+        else:
+            padded = [round_up(width, layout.sequence_multiple)] * len(lengths)
+        return cls(tuple(lengths), tuple(padded), width, prompt_tokens, is_packed)
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens, padding included."""
+        return sum(self.padded_lengths)
+
+    def pairs(self, context: int, window: int | None) -> int:
+        """Return how many pairs of a query and a key attention computes on one rank, padding included.
+
+        Sequences of a pack attend together if their lengths have the same number of binary digits, and each is then as
+        long as the longest of these. A context-parallel rank has two slices of each sequence, of which each attends to
+        the keys up to its end, if no window or other length among those that attend together needs a mask.
+
+        Args:
+            context: The context-parallel degree.
+            window: The tokens that a token attends to, or None for all before it.
+        """
+        total, slices = 0, 2 * context
+        for lengths, longest, has_mask in self._attending_together(window):
+            if context == 1 or has_mask:
+                total += len(lengths) * longest**2 // context
+            else:
+                total += len(lengths) * (longest // slices) ** 2 * (slices + 1)
+        return total
+
+    def computed_pairs(self, context: int, window: int | None) -> float:
+        """Return how many of these pairs kernels compute: all under a mask, and otherwise those of causal attention."""
+        return sum(
+            len(lengths) * (longest**2 if has_mask else _causal_pairs(longest, window)) / context
+            for lengths, longest, has_mask in self._attending_together(window)
+        )
+
+    def needed_pairs(self, context: int, window: int | None) -> float:
+        """Return the mean number of pairs on a rank whose scores the result depends on."""
+        return sum(_causal_pairs(length, window) for length in self.padded_lengths) / context
+
+    def _attending_together(self, window: int | None) -> list[tuple[list[int], int, bool]]:
+        """Return the lengths of sequences that attend together, the longest of them, and whether they need a mask."""
+        together: dict[int, list[int]] = defaultdict(list)
+        for length in self.padded_lengths:
+            together[length.bit_length() if self.is_packed else 0].append(length)
+        found = []
+        for lengths in together.values():
+            longest = max(lengths)
+            found.append((lengths, longest, len(set(lengths)) > 1 or (window is not None and window < longest)))
+        return found
+
+    def predicting(self, *, all_tokens: bool) -> list[tuple[int, int]]:
+        """Return the tokens of each sequence that predict a token which is read, as (first, last + 1).
+
+        Args:
+            all_tokens: Whether all tokens are read, and not only those that are learned from. The padding after a
+                shorter sequence is then read too.
+        """
+        if all_tokens:
+            return [(0, min(length, self.width - 1) if self.is_packed else self.width - 1) for length in self.lengths]
+        return [(max(0, self.prompt_tokens - 1), length - 1) for length in self.lengths]
+
+
+@dataclass(frozen=True)
+class ForwardFlops:
+    """The operations of the forward pass of one microbatch on one rank.
+
+    Attributes:
+        linear: The linear layers of all transformer layers.
+        attention: The scores of attention and their products with values.
+        attention_backward: The operations of the backward pass of attention, which computes the scores again.
+        head: The head.
+        head_again: The part of the head that a backward pass computes again.
+        computed_share: The share of attention that kernels compute, since attention is causal.
+        needed_share: The share of attention that the result depends on.
+    """
+
+    linear: int
+    attention: int
+    attention_backward: int
+    head: int
+    head_again: int
+    computed_share: float
+    needed_share: float
+
+    @property
+    def total(self) -> int:
+        """Return the operations of a forward pass."""
+        return self.linear + self.attention + self.head
+
+    def with_backward(self, recompute: str) -> int:
+        """Return the operations of a forward and a backward pass, with those that are computed again.
+
+        Args:
+            recompute: The value of `model.recompute`.
+        """
+        again = {"none": 0, "selective": self.attention, "full": self.linear + self.attention}[recompute]
+        return self.total + 2 * (self.linear + self.head) + self.attention_backward + again + self.head_again
+
+    @property
+    def computed(self) -> ForwardFlops:
+        """Return the operations with attention as kernels compute it, for times."""
+        share = self.computed_share
+        return replace(
+            self,
+            attention=round(share * self.attention),
+            attention_backward=round(share * self.attention_backward),
+        )
+
+    @property
+    def of_model(self) -> float:
+        """Return the operations of a forward and a backward pass that the result depends on, for MFU.
+
+        Operations that are computed again do not count, nor does attention to later tokens.
+        """
+        return 3 * (self.linear + self.needed_share * self.attention + self.head)
+
+
+@lru_cache(maxsize=64)  # closed forms and the estimate of a layout ask for the same
+def forward_flops(
+    shape: ShardedShape,
+    stage: int,
+    microbatch: MicrobatchShape,
+    *,
+    fused_head: bool,
+    all_tokens: bool = False,
+    block_tokens: int | None = None,
+    context_rank: int = 0,
+) -> ForwardFlops:
+    """Return the operations of a microbatch on a rank of a pipeline stage.
+
+    Args:
+        shape: The model in its layout.
+        stage: The pipeline stage.
+        microbatch: The microbatch.
+        fused_head: `train.fused_head`, which skips tokens whose prediction is not read.
+        all_tokens: Whether the predictions of all tokens are read, as for logprobs.
+        block_tokens: The tokens of a token block of the fused head, or None for what a GPU chooses.
+        context_rank: The place of the rank in its context-parallel group, on which the fused head's tokens depend.
+    """
+    model, parallel = shape.model, shape.parallel
+    counts = shape.layer_counts(stage)
+    linear = sum(
+        count * layer_matmul_flops(shape, bool(kind), microbatch.tokens) for kind, count in enumerate(counts) if count
+    )
+    of_keys, of_values = _head_sizes(model)
+    windows, context = shape.windows(stage).items(), parallel.context
+    pairs = sum(count * microbatch.pairs(context, window) for window, count in windows)
+    computed = sum(count * microbatch.computed_pairs(context, window) for window, count in windows)
+    needed = sum(count * microbatch.needed_pairs(context, window) for window, count in windows)
+    scores = 2 * model.num_attention_heads // parallel.tensor * pairs
+    head = again = 0
+    if stage == parallel.pipeline - 1:
+        read = _read_tokens(shape, microbatch, all_tokens, _head_shards(shape), context_rank) if fused_head else None
+        head, again = _head_flops(shape, microbatch.tokens, read, block_tokens)
+    return ForwardFlops(
+        linear,
+        scores * (of_keys + of_values),
+        scores * (3 * of_keys + 2 * of_values),
+        head,
+        again,
+        computed_share=computed / pairs if pairs else 1.0,
+        needed_share=needed / pairs if pairs else 1.0,
+    )
+
+
+def _causal_pairs(length: int, window: int | None) -> float:
+    """Return the pairs of a token and one that it attends to, in a sequence; the diagonal counts half."""
+    if window is None or window >= length:
+        return length**2 / 2
+    return length * window - window**2 / 2
+
+
+def layer_matmul_flops(shape: ShardedShape, has_experts: bool, tokens: int) -> int:
+    """Return the operations of a layer's matrix products in the forward pass, on one rank.
+
+    Args:
+        shape: The model in its layout.
+        has_experts: Whether the layer has experts instead of a dense MLP.
+        tokens: The tokens of the microbatch, over all ranks that share it.
+    """
+    model, parallel = shape.model, shape.parallel
+    local = tokens // parallel.context
+    between = local // parallel.tensor if parallel.sequence else local  # the tokens of a rank between matrix products
+    split, whole = _layer_weights(model, has_experts)
+    return 2 * (local * split // parallel.tensor + between * whole)
+
+
+def decoding_flops(shape: ShardedShape, stage: int, *, columns: float) -> float:
+    """Return the operations of one token's forward pass that attends to cached tokens, on a rank of a stage.
+
+    Decoding splits neither tokens over context-parallel ranks nor hidden states over tensor-parallel ranks.
+
+    Args:
+        shape: The model in its layout.
+        stage: The pipeline stage.
+        columns: The tokens that it attends to.
+    """
+    model, tensor, counts = shape.model, shape.parallel.tensor, shape.layer_counts(stage)
+    total = sum(counts) * 2 * model.num_attention_heads // tensor * columns * sum(_head_sizes(model))
+    for kind, count in enumerate(counts):
+        if count:
+            split, whole = _layer_weights(model, bool(kind))
+            total += 2 * count * (split / tensor + whole)
+    return total + (2 * model.hidden_size * shape.vocab_shard if stage == shape.parallel.pipeline - 1 else 0)
+
+
+def _layer_weights(model: ModelConfig, has_experts: bool) -> tuple[int, int]:
+    """Return the elements of a layer's matrices that a token passes through.
+
+    Returns:
+        Those that tensor parallelism splits, and those that it does not.
+    """
+    split, whole = _attention_weights(model)
+    if not has_experts:
+        return split + 3 * model.hidden_size * model.ffn_hidden_size, whole
+    width = model.expert_ffn_hidden_size or model.ffn_hidden_size
+    split += 3 * model.hidden_size * (model.shared_expert_ffn_hidden_size or 0)
+    whole += model.hidden_size * ((model.num_experts or 0) + model.shared_expert_gate)
+    return split, whole + model.experts_per_token * 3 * model.hidden_size * width
+
+
+def _attention_weights(model: ModelConfig) -> tuple[int, int]:
+    """Return the elements of attention's matrices that tensor parallelism splits, and of those that it does not."""
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    if model.kv_lora_rank is None:
+        return hidden * head_size(model) * (2 * heads + 2 * model.num_query_groups), 0
+    shape = LatentShape.of(model)
+    split = heads * (shape.latent * shape.key_and_value + shape.value * hidden)
+    whole = hidden * (shape.latent + shape.rope)
+    if model.q_lora_rank is None:
+        return split + hidden * heads * shape.query, whole
+    return split + model.q_lora_rank * heads * shape.query, whole + hidden * model.q_lora_rank
+
+
+def _head_sizes(model: ModelConfig) -> tuple[int, int]:
+    """Return the dimensions of a head's queries and keys, and of its values."""
+    if model.kv_lora_rank is None:
+        return head_size(model), head_size(model)
+    shape = LatentShape.of(model)
+    return shape.query, shape.value
+
+
+def _head_shards(shape: ShardedShape) -> int:
+    """Return the ranks that split the tokens between layers."""
+    return shape.parallel.tensor if shape.parallel.sequence else 1
+
+
+def _head_flops(shape: ShardedShape, tokens: int, read: list[int] | None, block_tokens: int | None) -> tuple[int, int]:
+    """Return the operations of the head in the forward pass, and those that the backward pass repeats.
+
+    Args:
+        shape: The model in its layout.
+        tokens: The tokens of the microbatch.
+        read: The tokens of each sequence-parallel rank that the fused head reads, or None without a fused head.
+        block_tokens: The tokens of a token block, or None for what a GPU chooses.
+    """
+    hidden, local = shape.model.hidden_size, tokens // shape.parallel.context
+    if shape.head == "score":
+        return 2 * local * hidden, 0
+    of_token = 2 * hidden * shape.vocab_shard
+    if read is None:
+        return local * of_token, 0
+    places, shards = max(read), len(read)  # all ranks have as many places as the one with the most
+    if not places:
+        return 0, 0
+    block = block_tokens or head_block_tokens(shape.vocab_shard)
+    blocks = -(-places * shards // max(shards, block))
+    longest = -(-places // blocks)
+    last = max(0, places - longest * (blocks - 1))  # the backward pass begins with the last block, which is kept
+    return places * shards * of_token, (places - last) * shards * of_token
+
+
+def _read_tokens(
+    shape: ShardedShape, microbatch: MicrobatchShape, all_tokens: bool, shards: int, context_rank: int
+) -> list[int]:
+    """Return how many tokens of each sequence-parallel rank predict a token that is read."""
+    context = shape.parallel.context
+    sequences = [
+        [(part, first, end) for part in _positions(length, context, context_rank)]
+        for length, (first, end) in zip(
+            microbatch.padded_lengths, microbatch.predicting(all_tokens=all_tokens), strict=True
+        )
+    ]
+    if microbatch.is_packed:
+        side_by_side = [[part for parts in sequences for part in parts]]
+    else:
+        side_by_side = sequences
+    width = microbatch.tokens // context // len(side_by_side) // shards
+    return [
+        sum(_overlap(parts, (rank + 1) * width) - _overlap(parts, rank * width) for parts in side_by_side)
+        for rank in range(shards)
+    ]
+
+
+def _overlap(parts: list[tuple[range, int, int]], limit: int) -> int:
+    """Return how many of the first `limit` positions are between the bounds that each part of them has."""
+    total = 0
+    for part, first, end in parts:
+        taken = min(len(part), limit)
+        total += max(0, min(end, part.start + taken) - max(first, part.start))
+        limit -= taken
+    return total
+
+
+def _positions(length: int, context: int, context_rank: int) -> list[range]:
+    """Return the positions of a sequence on a context-parallel rank: all, or two slices in zigzag order."""
+    if context == 1:
+        return [range(length)]
+    size = length // (2 * context)
+    return [range(i * size, (i + 1) * size) for i in (context_rank, 2 * context - 1 - context_rank)]

@@ -1,0 +1,264 @@
+"""`Ledger`: counts what a rank does on fake GPUs: live bytes, operators, collectives and waits, each with its place."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from rl_megatron.plan.measured import CATEGORIES, Count, Live, Measured, thinned
+from rl_megatron.plan.phases import GroupName, PhaseName
+from rl_megatron.topology import fake_cuda, transfer
+from rl_megatron.topology.topology import Topology
+
+aten = torch.ops.aten
+_GROUPS: dict[str, GroupName] = {
+    "tp": "tensor", "cp": "context", "pp": "pipeline", "embd": "pipeline", "pos_embd": "pipeline", "dp": "data",
+    "dp_cp": "data", "expt_dp": "data", "ep": "expert", "tp_ep": "expert", "expt_tp": "tensor", "tp_cp": "context",
+    "tp_dp_cp": "data", "mp": "tensor", "tp_ep_pp": "expert", "intra_dp_cp": "data", "intra_expt_dp": "data",
+}  # fmt: skip
+_TORCH = str(Path(torch.__file__).parent)
+_FAKE_CUDA = str(Path(fake_cuda.__file__).parent)
+_NOT_A_PLACE = (_FAKE_CUDA, transfer.__file__, __file__, "<")  # callers of these are of interest
+# Operators that allocate or rename memory, and launch nothing.
+_NO_KERNELS = {
+    f"aten::{name}"
+    for name in ("empty.memory_format", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach")
+}
+
+# Operators of attention, and how many operands come before the query.
+_ATTENTION = {
+    aten._scaled_dot_product_flash_attention: 0,
+    aten._scaled_dot_product_efficient_attention: 0,
+    aten._scaled_dot_product_flash_attention_backward: 1,
+    aten._scaled_dot_product_efficient_attention_backward: 1,
+}
+
+
+class Ledger(fake_cuda.Observer):
+    """What one rank uses, phase by phase.
+
+    Attributes:
+        logits_width: The last dimension by which logits are known, or None.
+        held: Live bytes on the device by the place (file and line) that allocated them.
+        held_at_peak: `held` at the peak of the current phase, if `keeps_places`.
+    """
+
+    def __init__(self, keeps_places: bool = False) -> None:
+        """Begin with nothing.
+
+        Args:
+            keeps_places: Keep `held_at_peak`, which takes time.
+        """
+        self.logits_width: int | None = None
+        self.held: Counter[str] = Counter()
+        self._keeps_places = keeps_places
+        self._live = [0] * len(CATEGORIES)
+        self._now = self._host_now = 0
+        self._known: dict[int, _Allocation] = {}
+        self._group_names: dict[str, GroupName] = {}
+        self._pipeline = 1
+        self._launches: dict[Any, bool] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._peaks: dict[str, Live] = {"before": tuple(self._live)}
+        self._peak_of: dict[str, int] = {}
+        self._peak, self.held_at_peak = self._now, Counter(self.held)
+        self._before = self._now
+        self._host_peak = self._host_now
+        self._counts: Counter[Count] = Counter()
+        self._kernels = 0
+        self._timeline: list[tuple[int, int]] = [(0, self._now)]
+
+    def begin_topology(self, topology: Topology) -> None:
+        """Record the names of the process groups."""
+        self._pipeline = topology.pipeline
+        for name, group in vars(topology.groups).items():
+            if isinstance(group, dist.ProcessGroup) and name in _GROUPS:
+                self._group_names.setdefault(group.group_name, _GROUPS[name])
+
+    def label(self, tensors: Iterable[Tensor | None], category: str) -> None:
+        """Count the memory of tensors that exist as `category` from now on."""
+        index = CATEGORIES.index(category)
+        for tensor in tensors:
+            known = None if tensor is None else self._known.get(tensor.untyped_storage()._cdata)
+            if known is not None and known.on_device:
+                self._live[known.category] -= known.num_bytes
+                self._live[index] += known.num_bytes
+                known.category = index
+
+    @contextmanager
+    def phase(self, name: PhaseName) -> Iterator[list[Measured]]:
+        """Count a phase within the block. The list has what it used when the block has ended.
+
+        Memory that is labelled only at the end of "build" counts under its label, and what was freed as activations.
+        """
+        self._begin()
+        result: list[Measured] = []
+        yield result
+        if name == "build":
+            self._peaks = _relabelled(self._peaks, tuple(self._live))
+        counts = {**self._counts, ("kernels",): float(self._kernels)}
+        timeline = thinned(self._timeline)
+        result.append(Measured(name, counts, dict(self._peaks), self._before, self._now, self._host_peak, timeline))
+
+    # --- what `FakeCuda` reports ---
+
+    def allocated(self, storage: torch.UntypedStorage, tensor: Tensor, on_device: bool, operator: Any) -> None:
+        """Count new memory."""
+        key = storage._cdata
+        if key in self._known:
+            self.resized(storage)  # an operator may have made the memory of an output larger
+            return
+        place = _place() if on_device and storage.nbytes() else ""
+        self._known[key] = _Allocation(0, self._category(tensor, place, operator), place, on_device)
+        weakref.finalize(storage, self._freed, key)
+        self.resized(storage)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count memory at the size that it has now."""
+        known = self._known.get(storage._cdata)
+        if known is not None:
+            self._change(known, storage.nbytes())
+
+    def _freed(self, key: int) -> None:
+        self._change(self._known.pop(key), 0)
+
+    def _change(self, known: _Allocation, num_bytes: int) -> None:
+        """Count an allocation with another size, and take note if the live bytes are most then."""
+        change, known.num_bytes = num_bytes - known.num_bytes, num_bytes
+        if not known.on_device:
+            self._host_now += change
+            self._host_peak = max(self._host_peak, self._host_now)
+            return
+        place = known.place
+        self._live[known.category] += change
+        self.held[place] += change
+        self._now += change
+        if change > 0 and self._now > self._peak_of.get(place, 0):
+            self._peak_of[place], self._peaks[place] = self._now, tuple(self._live)
+        if self._now > self._peak:
+            self._peak = self._now
+            if self._keeps_places:
+                self.held_at_peak = Counter(self.held)
+
+    def _category(self, tensor: Tensor, place: str, operator: Any) -> int:
+        category = "activations"
+        is_upload = operator is aten._to_copy.default and place.startswith("rl_megatron/")
+        if self.logits_width is not None and tensor.dim() > 1 and tensor.size(-1) == self.logits_width:
+            category = "logits"
+        elif place.startswith("rl_megatron/generation/slot_cache.py") and operator is aten.new_zeros.default:
+            category = "kv_cache"
+        elif place.startswith("rl_megatron/weight_sync/") or (is_upload and "/model/" not in place):
+            category = "buffers"
+        return CATEGORIES.index(category)
+
+    def launched(self, operator: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        """Count an operator."""
+        formula = flop_registry.get(operator._overloadpacket)
+        if formula is not None:
+            # Formulas take neither an output nor its dtype.
+            operands = [arg for arg in args if not isinstance(arg, torch.dtype)]
+            before_query = _ATTENTION.get(operator._overloadpacket)
+            if before_query is not None:
+                operands = _with_all_heads(operands, before_query)
+            options = {name: value for name, value in kwargs.items() if name != "out"}
+            self._counts["flops",] += formula(*operands, **options, out_val=result)
+        if not self._launches_kernel(operator):
+            return
+        self._kernels += 1
+        self._counts["memory_bytes",] += sum(
+            min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
+            for x in tree_leaves((args, kwargs, result))
+            if isinstance(x, Tensor)
+        )
+        if self._timeline[-1][1] != self._now:
+            self._timeline.append((self._kernels, self._now))
+
+    def _launches_kernel(self, operator: Any) -> bool:
+        if operator not in self._launches:
+            aliases = [argument.alias_info for argument in operator._schema.arguments]
+            is_view = any(alias is not None and not alias.is_write for alias in aliases)
+            self._launches[operator] = not is_view and operator.name() not in _NO_KERNELS
+        return self._launches[operator]
+
+    def waited(self, reason: str) -> None:
+        """Count a wait at its place."""
+        self._counts["sync", _place()] += 1
+
+    def communicated(self, kind: str, group: dist.ProcessGroup, num_bytes: int) -> None:
+        """Count a collective."""
+        if group.size() > 1:
+            name, size = self._group_names.get(group.group_name, "world"), group.size()
+            if kind in ("send", "recv") and name == "world":
+                # With two pipeline stages, megatron-core sends in one direction over the group of all ranks.
+                name, size = "pipeline", self._pipeline
+            key = (kind, name, size, _place())
+            self._counts["calls", *key] += 1
+            self._counts["bytes", *key] += num_bytes
+
+
+def _with_all_heads(operands: list[Any], before_query: int) -> list[Any]:
+    """Return the shapes of query, keys and values with as many heads of keys as of queries, and all other operands.
+
+    The kernels repeat the heads of keys and values. The formulas of torch up to 2.12 do not know that.
+    """
+    query, *keys = (operand.shape for operand in operands[before_query : before_query + 3])
+    shapes = [query, *((batch, query[1], length, size) for batch, _, length, size in keys)]
+    return [*operands[:before_query], *shapes, *operands[before_query + 3 :]]
+
+
+class _Allocation:
+    """One piece of memory."""
+
+    __slots__ = ("category", "num_bytes", "on_device", "place")
+
+    def __init__(self, num_bytes: int, category: int, place: str, on_device: bool):
+        self.num_bytes, self.category, self.place, self.on_device = num_bytes, category, place, on_device
+
+
+def _relabelled(peaks: dict[str, Live], end: Live) -> dict[str, Live]:
+    """Return peaks above `end` with the categories of `end`, and what was freed since as activations."""
+    index = CATEGORIES.index("activations")
+    above = {place: sum(live) - sum(end) for place, live in peaks.items() if sum(live) > sum(end)}
+    higher = {place: (*end[:index], end[index] + more, *end[index + 1 :]) for place, more in above.items()}
+    return {"end": end, **higher}
+
+
+def _place() -> str:
+    """Return "file:line" of the innermost call that is neither torch's nor the ledger's own."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_TORCH, *_NOT_A_PLACE)):
+            return f"{short_name(name)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "torch's backward pass:0"
+
+
+def place_of(error: BaseException) -> str:
+    """Return "file:line" of the innermost call in which an error was raised, as `_place` chooses it."""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    own = [frame for frame in frames if not frame[0].startswith((_TORCH, *_NOT_A_PLACE))]
+    name, line = (own or frames)[-1]
+    return f"{short_name(name)}:{line}"
+
+
+def short_name(path: str) -> str:
+    """Return a path from the directory of its package on, for rl_megatron and megatron-core, or the whole path."""
+    for package in ("megatron/core/", "rl_megatron/"):
+        if package in path:
+            return package + path.rpartition(package)[2]
+    return path

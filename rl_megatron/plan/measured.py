@@ -1,0 +1,163 @@
+"""What was counted while a phase ran, and what more microbatches, layers, tokens or steps would add to it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from rl_megatron.plan.phases import Bytes, Collective, PhaseName, PhaseUse
+
+CATEGORIES = tuple(field.name for field in fields(Bytes))
+_TIMELINE_POINTS = 512
+
+# A counted thing: ("flops",), ("kernels",), ("memory_bytes",), ("sync", place), or a collective's calls or bytes, with
+# its kind, group, group size and place.
+Count = tuple
+Live = tuple[int, ...]  # live bytes by category, in the order of CATEGORIES
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A phase on one rank.
+
+    Attributes:
+        name: The phase.
+        counts: What was counted.
+        peaks: By the place (file and line) of an allocation, the live bytes after it, when they were most.
+        before: The live bytes at the beginning.
+        after: The live bytes at the end.
+        host_bytes: What the host held for the rank at its peak.
+        timeline: (number of the operator, live bytes after it).
+    """
+
+    name: PhaseName
+    counts: dict[Count, float]
+    peaks: dict[str, Live]
+    before: int
+    after: int
+    host_bytes: int
+    timeline: tuple[tuple[int, int], ...]
+
+    @property
+    def peak(self) -> Live:
+        """Return the live bytes at the peak."""
+        return max(self.peaks.values(), key=sum)
+
+    def after_others(self, before: int) -> Measured:
+        """Return the phase as it would be if more bytes were live at its beginning. They count as activations."""
+        more, index = before - self.before, CATEGORIES.index("activations")
+        peaks = {place: (*live[:index], live[index] + more, *live[index + 1 :]) for place, live in self.peaks.items()}
+        timeline = tuple((number, live + more) for number, live in self.timeline)
+        return replace(self, peaks=peaks, before=before, after=self.after + more, timeline=timeline)
+
+    def use(self) -> PhaseUse:
+        """Return the phase as the report shows it."""
+        counts = self.counts
+        collectives = sorted(key[1:] for key in counts if key[0] == "calls" and round(counts[key]))
+        syncs = {key[1]: round(value) for key, value in counts.items() if key[0] == "sync" and round(value)}
+        return PhaseUse(
+            self.name,
+            Bytes(**dict(zip(CATEGORIES, self.peak, strict=True))),
+            after_bytes=self.after,
+            flops=round(counts.get(("flops",), 0)),
+            kernels=round(counts.get(("kernels",), 0)),
+            memory_bytes=round(counts.get(("memory_bytes",), 0)),
+            collectives=tuple(_collective(key, counts["calls", *key], counts["bytes", *key]) for key in collectives),
+            syncs=tuple(sorted(syncs.items(), key=lambda entry: -entry[1])),
+            host_bytes=self.host_bytes,
+            timeline=self.timeline,
+        )
+
+
+def _collective(key: Count, calls: float, num_bytes: float) -> Collective:
+    kind, group, group_size, _ = key
+    return Collective(kind, group, group_size, round(num_bytes / calls), round(calls))
+
+
+def along_microbatches(few: Measured, more: Measured, factor: float) -> Measured:
+    """Return few + factor · (more − few), with the memory of `more`, in which the pipeline is full."""
+    host_bytes = _line(few.host_bytes, more.host_bytes, factor)
+    return replace(more, counts=_sum((1 - factor, few), (factor, more)), host_bytes=host_bytes)
+
+
+def of_steps(one: Measured, count: float) -> Measured:
+    """Return what `count` such steps use, one after the other."""
+    return replace(one, counts=_sum((count, one)))
+
+
+def one_after_the_other(parts: Sequence[Measured]) -> Measured:
+    """Return what all parts use, with the memory of the one that has the highest peak."""
+    highest = max(parts, key=lambda part: sum(part.peak))
+    host_bytes = max(part.host_bytes for part in parts)
+    return replace(highest, counts=_sum(*((1.0, part) for part in parts)), host_bytes=host_bytes)
+
+
+def without(all_of_it: Measured, more: Measured, less: Measured, factor: float) -> Measured:
+    """Return all of it − factor · (more − less), with the memory of all of it."""
+    return replace(all_of_it, counts=_sum((1.0, all_of_it), (-factor, more), (factor, less)))
+
+
+def along_depth(shallow: Measured, deep: Measured, factor: float) -> Measured:
+    """Return shallow + factor · (deep − shallow), memory included.
+
+    The peak of few layers may be at another place than the peak of many. So the live bytes at each place grow by
+    themselves, and the highest of them is the peak.
+    """
+    before, after = _line(shallow.before, deep.before, factor), _line(shallow.after, deep.after, factor)
+    peaks = {
+        place: tuple(_line(a, b, factor) for a, b in zip(shallow.peaks[place], live, strict=True))
+        for place, live in deep.peaks.items()
+        if place in shallow.peaks
+    }
+    counts = _sum((1 - factor, shallow), (factor, deep))
+    # The picture is that of the deeper stack, drawn to scale.
+    width = counts.get(("kernels",), 0) / max(1, deep.counts.get(("kernels",), 0))
+    highest = max(map(sum, peaks.values()))
+    height = (highest - before) / max(1, sum(deep.peak) - deep.before)
+    timeline = tuple(
+        (round(number * width), before + round((live - deep.before) * height)) for number, live in deep.timeline
+    )
+    host_bytes = _line(shallow.host_bytes, deep.host_bytes, factor)
+    return Measured(deep.name, counts, peaks, before, after, host_bytes, timeline)
+
+
+def of_decoding(prompts: Measured, first: Measured, last: Measured, tokens: int, rounds: float) -> Measured:
+    """Return what it takes to generate completions.
+
+    Args:
+        prompts: What it takes to read the prompts.
+        first: What the first token of each completion takes.
+        last: What the last one takes, which reads the longest cache. The others lie between the two.
+        tokens: The tokens of each completion.
+        rounds: How many times the slots are filled.
+    """
+    counts = _sum((rounds, prompts), (rounds * tokens / 2, first), (rounds * tokens / 2, last))
+    peaks: dict[str, Live] = {}
+    for part in (prompts, first, last):
+        peaks |= {place: live for place, live in part.peaks.items() if sum(live) > sum(peaks.get(place, ()))}
+    timeline, start = [], 0
+    for part in (prompts, first, last):
+        timeline += [(start + number, live) for number, live in part.timeline]
+        start += round(part.counts.get(("kernels",), 0))
+    host_bytes = max(part.host_bytes for part in (prompts, first, last))
+    return Measured(prompts.name, counts, peaks, prompts.before, prompts.before, host_bytes, thinned(timeline))
+
+
+def thinned(timeline: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return at most `_TIMELINE_POINTS` points, each the highest of those that it stands for."""
+    step = math.ceil(len(timeline) / _TIMELINE_POINTS)
+    return tuple(max(timeline[i : i + step], key=lambda point: point[1]) for i in range(0, len(timeline), step))
+
+
+def _sum(*parts: tuple[float, Measured]) -> dict[Count, float]:
+    total: Counter[Count] = Counter()
+    for weight, part in parts:
+        for key, value in part.counts.items():
+            total[key] += weight * value  # pyright: ignore[reportArgumentType]  # a Counter holds any numbers
+    return dict(total)
+
+
+def _line(shallow: int, deep: int, factor: float) -> int:
+    return round(shallow + factor * (deep - shallow))

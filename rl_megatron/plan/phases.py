@@ -1,0 +1,115 @@
+"""What a rank uses in each phase of a step: bytes by category, FLOPs, collectives and host syncs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+PhaseName = Literal[
+    "build", "generate", "logprobs", "reference", "values", "train_critic", "train", "refit", "save"
+]  # fmt: skip
+RankKind = Literal["first stage", "middle stage", "last stage"]
+GroupName = Literal["tensor", "data", "context", "pipeline", "expert", "world"]
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Device memory in bytes, by what it is used for.
+
+    Attributes:
+        parameters: The weights of the policy, the critic and the reference policy.
+        gradients: The buffers that gradients are summed in.
+        optimizer: Adam's moments and the fp32 copy of the weights.
+        activations: What the forward pass keeps for the backward pass, and temporary tensors.
+        logits: Logits and their gradient.
+        buffers: Batches, token positions, masks, and the buckets of a weight sync.
+        kv_cache: Keys and values of the sequences that are being decoded.
+        servers: What servers of the rollout engine take on the same GPU.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    logits: int = 0
+    buffers: int = 0
+    kv_cache: int = 0
+    servers: int = 0
+
+    @property
+    def total(self) -> int:
+        """Return the sum of all categories."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Equal collectives of a phase on one rank.
+
+    Attributes:
+        kind: The operation: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send" or "recv".
+        group: The process group.
+        group_size: The ranks of that group.
+        bytes: The bytes of the whole tensor on one rank, for each call.
+        count: The calls.
+    """
+
+    kind: str
+    group: GroupName
+    group_size: int
+    bytes: int
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class PhaseUse:
+    """What one rank uses in one phase.
+
+    Attributes:
+        name: The phase.
+        peak: The live bytes at the moment when they are most.
+        after_bytes: The live bytes at the end of the phase.
+        flops: Floating-point operations of matrix products and attention, as torch's FlopCounterMode counts them.
+        kernels: The operators that were launched.
+        memory_bytes: The bytes that these operators read and write.
+        collectives: The collectives.
+        syncs: The host syncs: (file and line, how often).
+        host_bytes: The host memory of this rank at its peak, with what it holds throughout.
+        timeline: (number of the operator, live bytes after it), for a picture.
+    """
+
+    name: PhaseName
+    peak: Bytes
+    after_bytes: int = 0
+    flops: int = 0
+    kernels: int = 0
+    memory_bytes: int = 0
+    collectives: tuple[Collective, ...] = ()
+    syncs: tuple[tuple[str, int], ...] = ()
+    host_bytes: int = 0
+    timeline: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the live bytes at the peak."""
+        return self.peak.total
+
+
+@dataclass(frozen=True)
+class RankUse:
+    """What a rank of one kind uses in every phase of a step.
+
+    Attributes:
+        kind: The pipeline stage of the rank.
+        rank: The rank that was planned.
+        phases: The phases, in the order in which a step has them.
+    """
+
+    kind: RankKind
+    rank: int
+    phases: tuple[PhaseUse, ...]
+
+    @property
+    def peak_phase(self) -> PhaseUse:
+        """Return the phase with the highest peak."""
+        return max(self.phases, key=lambda phase: phase.peak_bytes)

@@ -1,0 +1,311 @@
+"""The phases of a step on one rank, with the real policy, critic, optimizer and engine, on fake or real GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_megatron.batching.config import Batching
+from rl_megatron.checkpoint.optimizer_state import parts
+from rl_megatron.checkpoint.training_state import TrainingState
+from rl_megatron.config.optimizer import OptimizerConfig
+from rl_megatron.config.refits import releases_memory
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.execution import FusedHead
+from rl_megatron.generation.decoder import Decoder
+from rl_megatron.generation.embedded_replica import EmbeddedReplica
+from rl_megatron.generation.interfaces import Request, Sampling
+from rl_megatron.generation.ongoing import Ongoing
+from rl_megatron.losses import as_loss
+from rl_megatron.losses.contract import LossFunction
+from rl_megatron.losses.registry import configured_loss
+from rl_megatron.model.build import Head, unwrap
+from rl_megatron.plan.measured import Measured, along_microbatches, of_decoding, of_steps, one_after_the_other, without
+from rl_megatron.plan.microbatches import MicrobatchSizes
+from rl_megatron.plan.phases import PhaseName
+from rl_megatron.plan.workload import Workload
+from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.policy.reference import ReferenceModel
+from rl_megatron.policy.training_memory import offloadable_states
+from rl_megatron.topology.topology import Topology
+
+_PER_SEQUENCE = ("sample_mask", "rewards", "temperature")
+_TOP_K = 64  # teacher logits per token, if a loss reads any
+_MEGABYTE = 1 << 20
+
+
+class PhaseCounter(Protocol):
+    """What counts a phase: `Ledger` on fake GPUs. On a real device, something else may measure the same phases."""
+
+    def phase(self, name: PhaseName) -> AbstractContextManager[list[Measured]]:
+        """Count a phase within the block. The list has what it used when the block has ended."""
+        ...
+
+    def label(self, tensors: Iterable[Tensor | None], category: str) -> None:
+        """Count the memory of tensors that exist as `category` from now on."""
+        ...
+
+
+@dataclass
+class RankPhases:
+    """A policy, its critic if it has one, and the phases of a step. `build` comes first.
+
+    Attributes:
+        workload: What runs.
+        topology: The layout.
+        ledger: What counts.
+    """
+
+    workload: Workload
+    topology: Topology
+    ledger: PhaseCounter
+    _models: list[MegatronPolicy] = field(default_factory=list)  # the policy, and then the critic
+
+    @property
+    def policy(self) -> MegatronPolicy:
+        """Return the policy."""
+        return self._models[0]
+
+    @property
+    def critic(self) -> MegatronPolicy:
+        """Return the critic."""
+        return self._models[1]
+
+    def build(self) -> Measured:
+        """Build the policy, the critic and the reference policy."""
+        work = self.workload
+        with self.ledger.phase("build") as result:
+            self._models.append(self._model(work.stage.optimizer, work.head))
+            self._label(self.policy)
+            if work.critic is not None:
+                self._models.append(self._model(work.critic.optimizer, "score"))
+                self._label(self.critic)
+            if work.uses_reference:
+                self.policy.freeze_reference()
+                self._label(self.policy)
+        return result[0]
+
+    def _model(self, optimizer: OptimizerConfig, head: Head) -> MegatronPolicy:
+        stage = self.workload.stage
+        return MegatronPolicy(
+            stage.model, self.topology, vocab_size=self.workload.vocab_size, precision=stage.precision,
+            seed=stage.train.seed, optimizer=optimizer, total_steps=stage.train.steps,
+            global_batch_size=stage.train.global_batch_size, batching=Batching.of(stage.train), head=head,
+            fused_head=FusedHead() if stage.train.fused_head else None, reference_placement=stage.train.reference,
+        )  # fmt: skip
+
+    def _label(self, policy: MegatronPolicy) -> None:
+        """Count the memory of a policy or critic by what it is used for."""
+        label = self.ledger.label
+        reference = policy.reference
+        models = [policy.model, *([reference.model] if isinstance(reference, ReferenceModel) else [])]
+        modules = [unwrap(model_chunk) for model in models for model_chunk in model.model_chunks]
+        parameters = [parameter for module in modules for parameter in module.parameters()]
+        label((buffer for module in modules for buffer in module.buffers()), "buffers")
+        label(parameters, "parameters")
+        label((getattr(parameter, "main_grad", None) for parameter in parameters), "gradients")
+        weights = {parameter.untyped_storage()._cdata for parameter in parameters}
+        for part in parts(policy.optimizer) if policy.optimizer is not None else ():
+            updated = [x for group in part.optimizer.param_groups for x in group["params"]]
+            states = [
+                # The counts of steps, one number for each parameter, are left out.
+                x
+                for state in part.optimizer.state.values()
+                for x in state.values()
+                if isinstance(x, Tensor) and x.dim()
+            ]
+            label((x for x in updated + states if x.untyped_storage()._cdata not in weights), "optimizer")
+
+    def logprobs(self) -> Measured:
+        """Compute logprobs of all sequences of a step."""
+        return self._forward("logprobs", self.policy.get_logprobs)
+
+    def reference(self) -> Measured:
+        """Compute the reference policy's logprobs of all sequences of a step."""
+        return self._forward("reference", self.policy.get_reference_policy_logprobs)
+
+    def values(self) -> Measured:
+        """Compute the critic's values of all sequences of a step."""
+        return self._forward("values", self.critic.get_values)
+
+    def _forward(self, name: PhaseName, compute: Callable[[BatchedDataDict], object]) -> Measured:
+        def run(sequences: int) -> Measured:
+            batch = self._batch(sequences, ("input_ids", "input_lengths", "temperature"))
+            with self.ledger.phase(name) as result:
+                compute(batch)
+            return result[0]
+
+        work = self.workload
+        return self._along_microbatches(run, work.sequences_per_step, work.microbatches_of_rollout)
+
+    def train(self) -> Measured:
+        """Take the policy's optimizer steps of a step."""
+        return self._train("train", self.policy, configured_loss(self.workload.stage.loss))
+
+    def train_critic(self) -> Measured:
+        """Take the critic's optimizer steps of a step."""
+        assert self.workload.critic is not None  # the phase is run only with one
+        return self._train("train_critic", self.critic, configured_loss(self.workload.critic.loss))
+
+    def _train(self, name: PhaseName, model: MegatronPolicy, loss: LossFunction) -> Measured:
+        keys = ("input_ids", "input_lengths", "temperature", *as_loss(loss).required_keys)
+
+        def run(sequences: int) -> Measured:
+            batch = self._batch(sequences, keys)
+            with self.ledger.phase(name) as result:
+                model.train(batch, loss, gbs=batch.size)
+            return result[0]
+
+        work = self.workload
+        of_batches = [
+            of_steps(self._along_microbatches(run, sequences, work.microbatches(sequences)), steps)
+            for sequences, steps in work.optimizer_batches
+        ]
+        return one_after_the_other(of_batches)
+
+    def _along_microbatches(
+        self, run: Callable[[int], Measured], sequences: int, microbatches: MicrobatchSizes
+    ) -> Measured:
+        """Return what a global batch uses. If it has many microbatches, smaller batches are run.
+
+        Args:
+            run: Runs a global batch of so many sequences.
+            sequences: The sequences of the global batch.
+            microbatches: The microbatches of it on this rank.
+        """
+        data, depth = self.topology.data, self.topology.pipeline
+        enough, most = 2 * depth + depth * (self.topology.virtual_pipeline > 1), microbatches.largest
+        if microbatches.number <= enough + depth:
+            return run(sequences)
+        few, more = run(data * enough * most), run(data * (enough + depth) * most)
+        result = along_microbatches(few, more, (microbatches.number - enough) / depth)
+        if microbatches.smallest == most:
+            return result
+        lacking = most - microbatches.smallest  # in one microbatch of `less`
+        less = run(data * ((enough + depth) * most - lacking))
+        lacking_of_all = microbatches.number * most - microbatches.sequences
+        return without(result, more, less, lacking_of_all / lacking)
+
+    def _batch(self, count: int, keys: Iterable[str]) -> BatchedDataDict:
+        """Return a global batch of so many sequences. All of them have the same length."""
+        work = self.workload
+        length = work.sequence_tokens
+        of_response = torch.zeros(count, length)
+        of_response[:, work.prompt_tokens :] = 1.0
+        batch = BatchedDataDict(
+            input_ids=torch.zeros(count, length, dtype=torch.long),
+            input_lengths=torch.full((count,), length),
+            token_mask=of_response,
+            sample_mask=torch.ones(count),
+        )
+        for key in keys:
+            if key in batch:
+                continue
+            if key in _PER_SEQUENCE:
+                batch[key] = torch.ones(count)
+            elif key.startswith("teacher_topk"):
+                dtype = torch.long if key.endswith("indices") else torch.float32
+                batch[key] = torch.zeros(count, length, _TOP_K, dtype=dtype)
+            else:
+                batch[key] = of_response.clone()
+        return batch
+
+    def generate(self) -> Measured:
+        """Generate the completions of this rank's prompts with the embedded engine.
+
+        The first and the last token of each completion are generated. What the others need lies between.
+        """
+        work, policy, generation = self.workload, self.policy, self.workload.stage.generation
+        replicas = self.topology.groups.dp_cp.size()
+        total = -(-work.sequences_per_step // replicas)
+        slots = min(total, generation.batch_size)
+        sampling = Sampling(work.response_tokens, generation.temperature, generation.top_k, generation.top_p)
+        policy.finish_training()
+
+        def decoder_with(done: int) -> Decoder:
+            decoder = Decoder(EmbeddedReplica(policy, generation.router_replay), slots)
+            # The samples of a prompt are spread over the ranks. Equal prompts are read once.
+            numbers = [index * replicas // work.samples_per_prompt for index in range(slots)]
+            prompts = [(number, *[0] * (work.prompt_tokens - 1)) for number in numbers]
+            requests = [Request(f"{index}", prompt, sampling, index) for index, prompt in enumerate(prompts)]
+            decoder.add([Ongoing(request, [0] * done, [0.0] * done) for request in requests])
+            return decoder
+
+        def read(decoder: Decoder) -> None:
+            while decoder.waiting:
+                decoder.advance()
+
+        with self.ledger.phase("generate") as prompt:
+            decoder = decoder_with(0)
+            with decoder.active():
+                read(decoder)
+        with self.ledger.phase("generate") as first, decoder.active():
+            decoder.advance()
+        if work.response_tokens == 1:
+            return of_decoding(prompt[0], first[0], first[0], 1, total / slots)
+        del decoder
+        decoder = decoder_with(work.response_tokens - 1)
+        with decoder.active():
+            read(decoder)
+        with self.ledger.phase("generate") as last, decoder.active():
+            decoder.advance()
+        return of_decoding(prompt[0], first[0], last[0], work.response_tokens, total / slots)
+
+    def refit(self) -> Measured:
+        """Fill the buckets of a weight sync, and sum them over the ranks."""
+        policy, offloads = self.policy, releases_memory(self.workload.stage.generation)
+        if offloads:  # the servers are about to take memory
+            policy.offload_after_refit()
+        with self.ledger.phase("refit") as result:
+            policy.offload_before_refit()
+            exporter = policy.weights.exporter(round(self.workload.stage.generation.refit_bucket_mb * _MEGABYTE))
+            num_buckets = len(exporter.plan.buckets)
+            buffers = [exporter.new_buffer() for _ in range(min(2, num_buckets))]
+            for index in range(num_buckets):
+                dist.all_reduce(exporter.fill(index, buffers[index % 2]))
+        if offloads and policy.optimizer is not None:  # as training does; the host keeps its copies
+            policy.memory.restore_optimizer()
+            self._label(policy)
+            copies = sum(s.tensor.nbytes for s in offloadable_states(policy.optimizer, policy.model.model_chunks))
+            return replace(result[0], host_bytes=max(result[0].host_bytes, copies))
+        return result[0]
+
+    def save(self) -> Measured:
+        """Copy the training state of all models to the host, as checkpoints do."""
+        for model in self._models:
+            model.memory.allocate_gradients()  # a checkpoint follows training
+        with self.ledger.phase("save") as result:
+            copies = []
+            for model in self._models:
+                model.memory.restore_optimizer()
+                model.finish_training()
+                state = TrainingState(model.model, model.optimizer, model.scheduler).sharded()
+                copies += [tensor.detach().cpu() for tensor in _written_tensors(state)]
+            del copies
+        return result[0]
+
+    def close(self) -> None:
+        """Free the models."""
+        while self._models:
+            self._models.pop().shutdown()
+
+
+def _written_tensors(state: object) -> Iterator[Tensor]:
+    """Yield the tensors of a sharded state that this rank writes: it is the first of those that have them."""
+    if isinstance(state, dict):
+        for value in state.values():
+            yield from _written_tensors(value)
+    elif isinstance(state, (list, tuple)):
+        for value in state:
+            yield from _written_tensors(value)
+    elif hasattr(state, "replica_id"):
+        sharded: Any = state  # one of megatron-core's, or a factory of some
+        replica = sharded.replica_id
+        if not any(replica if isinstance(replica, tuple) else (replica,)):
+            yield sharded.data

@@ -1,0 +1,158 @@
+"""Run the phases of a step on one rank, on fake GPUs, with the policy, the optimizer and the engine of a real run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rl_megatron.config.engines import ENGINE_DECLARATIONS
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.plan.depth import two_depths
+from rl_megatron.plan.ledger import Ledger, place_of
+from rl_megatron.plan.measured import Measured, along_depth
+from rl_megatron.plan.phases import PhaseName, RankKind, RankUse
+from rl_megatron.plan.rank_phases import RankPhases
+from rl_megatron.plan.workload import Workload
+from rl_megatron.topology.degrees import padded_vocab_size
+from rl_megatron.topology.fake_cuda import FakeCuda
+from rl_megatron.topology.topology import Topology, leave, start_topology
+
+_FORWARD: tuple[PhaseName, ...] = ("generate", "logprobs", "reference", "values", "train_critic", "train")
+
+
+@contextmanager
+def planned_rank(workload: Workload, rank: int, ledger: Ledger) -> Iterator[Topology]:
+    """Start the device without data as one rank of the workload, within the block."""
+    stage = workload.stage
+    with FakeCuda(rank, workload.world_size, ledger):
+        topology = start_topology(stage.parallel, device="plan", seed=stage.train.seed)
+        ledger.begin_topology(topology)
+        padded = padded_vocab_size(stage.model.vocab_size or workload.vocab_size, stage.parallel.tensor)
+        ledger.logits_width = padded // stage.parallel.tensor
+        try:
+            yield topology
+        finally:
+            leave()
+
+
+def use_of(workload: Workload, rank: int, *, exact: bool = False) -> RankUse:
+    """Return what `rank` uses in each phase of a step of the workload. The process must not have started a device.
+
+    Args:
+        workload: What to plan.
+        rank: The rank to run as.
+        exact: Run all layers. Otherwise stacks of equal layers are run at two depths, if they are deep.
+
+    Raises:
+        ConfigError: A phase cannot be run, or this process has started another device.
+    """
+    wanted = phases_of(workload)
+    depths = None if exact else two_depths(workload, stage_of(workload, rank))
+    if depths is None:
+        measured = run_phases(workload, rank, Ledger(), wanted)
+    else:
+        measured = _of_two_depths(workload, rank, wanted, depths)
+    return RankUse(kind_of(workload, rank), rank, tuple(each.use() for each in measured))
+
+
+def _of_two_depths(
+    workload: Workload, rank: int, wanted: Sequence[PhaseName], depths: tuple[Workload, Workload, float]
+) -> list[Measured]:
+    """Return what phases use. Those without a forward pass are run with all layers, since they take little time."""
+    shallow, deep, factor = depths
+    others: list[PhaseName] = [name for name in wanted if name not in _FORWARD]
+    forward: list[PhaseName] = [name for name in wanted if name in _FORWARD]
+    earlier: list[PhaseName] = [name for name in wanted if name == "refit"]  # it frees gradients until training
+    # Each in a run of its own: a weight sync frees the gradients, and a save follows training, which allocates them.
+    whole = [each for name in others for each in run_phases(workload, rank, Ledger(), [name])]
+    of_shallow, of_deep = (
+        run_phases(run, rank, Ledger(), earlier + forward)[1 + len(earlier) :] for run in (shallow, deep)
+    )
+    found = {each.name: each for each in whole}
+    pairs = zip(of_shallow, of_deep, strict=True)
+    found |= {few.name: along_depth(few, many, factor) for few, many in pairs}
+    ordered = [found["build"]]
+    for name in wanted:
+        # What the phases before have left is still there.
+        ordered.append(found[name] if name in _FORWARD else found[name].after_others(ordered[-1].after))
+    return ordered
+
+
+def stage_of(workload: Workload, rank: int) -> int:
+    """Return the pipeline stage of a rank. The ranks of a stage follow each other."""
+    return rank // (workload.world_size // workload.stage.parallel.pipeline)
+
+
+def kind_of(workload: Workload, rank: int) -> RankKind:
+    """Return the kind of a rank. With one pipeline stage, it is the last, which has the loss."""
+    stage = stage_of(workload, rank)
+    if stage == workload.stage.parallel.pipeline - 1:
+        return "last stage"
+    return "middle stage" if stage else "first stage"
+
+
+def run_phases(
+    workload: Workload, rank: int, ledger: Ledger, phases: Iterable[PhaseName] | None = None
+) -> list[Measured]:
+    """Run the phases of one step of a workload as `rank`, and return what each used.
+
+    Args:
+        workload: What to run.
+        rank: The rank to run as.
+        ledger: What counts.
+        phases: The phases to run besides "build"; by default those that the workload's step has.
+
+    Raises:
+        ConfigError: A phase raised an error, which is the cause; or this process has started another device.
+    """
+    wanted = set(phases_of(workload) if phases is None else phases)
+    runs: list[tuple[PhaseName, Callable[[RankPhases], Measured]]] = [
+        ("build", RankPhases.build),
+        ("refit", RankPhases.refit),
+        ("generate", RankPhases.generate),
+        ("logprobs", RankPhases.logprobs),
+        ("reference", RankPhases.reference),
+        ("values", RankPhases.values),
+        ("train_critic", RankPhases.train_critic),
+        ("train", RankPhases.train),
+        ("save", RankPhases.save),
+    ]
+    measured = []
+    with planned_rank(workload, rank, ledger) as topology:
+        phases_of_rank = RankPhases(workload, topology, ledger)
+        for name, run in runs:
+            if name == "build" or name in wanted:
+                with _named(name, workload, rank):
+                    measured.append(run(phases_of_rank))
+        phases_of_rank.close()
+    return measured
+
+
+@contextmanager
+def _named(phase: PhaseName, workload: Workload, rank: int) -> Iterator[None]:
+    """Let an error within the block say in which phase of which rank it was raised."""
+    try:
+        yield
+    except Exception as error:
+        kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__} at {place_of(error)}: "
+        raise ConfigError(
+            f"phase {phase} cannot be run on fake GPUs as rank {rank} ({kind_of(workload, rank)}): {kind}{error}; "
+            "--closed-forms plans without running anything"
+        ) from error
+
+
+def phases_of(workload: Workload) -> tuple[PhaseName, ...]:
+    """Return the phases that a step of a workload has, besides "build"."""
+    stage = workload.stage
+    in_processes = workload.generates and ENGINE_DECLARATIONS[stage.generation.engine].runs_in_processes
+    present: dict[PhaseName, bool] = {
+        "refit": in_processes,
+        "generate": workload.generates and not in_processes,
+        "logprobs": workload.recomputes_logprobs,
+        "reference": workload.uses_reference,
+        "values": workload.critic is not None,
+        "train_critic": workload.critic is not None,
+        "train": True,
+        "save": True,
+    }
+    return tuple(name for name, is_present in present.items() if is_present)

@@ -1,0 +1,341 @@
+"""Rank the layouts of a workload on a cluster by closed forms, and say why the others were rejected."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from rl_megatron.config.algorithms import PairsConfig
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.parallel import ParallelConfig
+from rl_megatron.config.schema import StageConfig
+from rl_megatron.plan import closed_forms
+from rl_megatron.plan.batches import Batches
+from rl_megatron.plan.closed_use import closed_use_of
+from rl_megatron.plan.devices import Cluster
+from rl_megatron.plan.microbatches import MicrobatchSizes
+from rl_megatron.plan.phases import RankUse
+from rl_megatron.plan.servers import Servers
+from rl_megatron.plan.settings import Settings
+from rl_megatron.plan.step import StepEstimate, estimate_step
+from rl_megatron.plan.weights import ShardedShape
+from rl_megatron.plan.workload import Workload
+from rl_megatron.topology.degrees import ConfiguredLayout, sequence_multiple, validate, validate_model
+
+_TENSOR = (1, 2, 4, 8, 16)
+_CONTEXT = (1, 2, 4, 8, 16, 32)
+_VIRTUAL = (1, 2, 4, 8)
+_EXPERT = tuple(2**i for i in range(9))
+_SEQUENCES = (1, 2, 4, 8, 16)
+_RECOMPUTE = ("none", "selective", "full")
+_BATCHING = ("packed", "dynamic", "padded")
+_SHORTEST_SLICE = 128  # tokens of a sequence on a context-parallel rank, at least
+_FEWEST_DECODED = 8
+
+REASONS = {
+    "node": "parallel.tensor exceeds the GPUs of a node",
+    "sequence": "parallel.sequence=false keeps whole activations between layers, and communicates as much",
+    "slices": f"parallel.context leaves a rank less than {_SHORTEST_SLICE} tokens of a sequence",
+    "idle": "more data-parallel ranks than sequences in a global batch",
+    "batching": "train.batching is not packed, so that a step computes padding",
+    "selective": "model.recompute=selective computes attention again, whose kernels keep no scores",
+    "microbatch": "a microbatch holds more sequences than a rank gets",
+    "state": "parameters, gradients and optimizer state exceed the memory",
+    "activations": "with activations and logits, training exceeds the memory",
+    "forward": "the reference policy's logprobs or a weight sync exceed the memory",
+    "generation": "with the keys and values of 8 sequences, generation exceeds the memory",
+    "no recomputation": "model.recompute=full, and training fits without it",
+    "no offload": "train.reference=offload, and all fits without it",
+    "slower": "the same layout is faster with other microbatches or another head",
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with its settings that fits the memory.
+
+    Attributes:
+        settings: The settings.
+        estimate: The time of a step.
+        peak_bytes: The highest peak of the pipeline's stages.
+    """
+
+    settings: Settings
+    estimate: StepEstimate
+    peak_bytes: int
+
+    def stage(self, base: StageConfig) -> StageConfig:
+        """Return a stage with the choices of the search."""
+        settings = self.settings
+        train = replace(
+            base.train, batching="packed", micro_batch_tokens=settings.microbatch.tokens,
+            fused_head=settings.fused_head, reference=settings.reference or "resident",
+        )  # fmt: skip
+        generation = base.generation
+        if settings.completions:
+            generation = replace(generation, batch_size=settings.decoded_together)
+        shape = settings.shape
+        return replace(base, model=shape.model, parallel=shape.parallel, train=train, generation=generation)
+
+    def overrides(self, stage: str | None) -> dict[str, str]:
+        """Return the keys that the search has chosen, as overrides of `train`.
+
+        Args:
+            stage: The name of the stage, if the run has several.
+        """
+        settings, parallel = self.settings, self.settings.shape.parallel
+        own = "" if stage is None else f"stages.{stage}."
+        usual = ParallelConfig()
+        chosen: dict[str, Any] = {
+            f"parallel.{field.name}": getattr(parallel, field.name)
+            for field in fields(ParallelConfig)
+            if getattr(parallel, field.name) != getattr(usual, field.name)
+        }
+        chosen |= {
+            "model.recompute": settings.shape.model.recompute,
+            f"{own}train.batching": "packed",
+            f"{own}train.micro_batch_tokens": settings.microbatch.tokens,
+            f"{own}train.fused_head": settings.fused_head,
+        }
+        if settings.reference is not None:
+            chosen[f"{own}train.reference"] = settings.reference
+        if settings.completions:
+            chosen[f"{own}generation.batch_size"] = settings.decoded_together
+        return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in chosen.items()}
+
+
+@dataclass(frozen=True)
+class Search:
+    """The result of a search.
+
+    Attributes:
+        ranked: The candidates that fit, fastest first.
+        rejected: How many combinations were rejected, by reason.
+        considered: How many combinations there were.
+        servers: The rollout engine's processes, or None if the policy generates itself.
+    """
+
+    ranked: tuple[Candidate, ...]
+    rejected: dict[str, int]
+    considered: int
+    servers: Servers | None = None
+
+
+def search(workload: Workload, cluster: Cluster, mean_response_tokens: int | None = None) -> Search:
+    """Return the layouts of a workload that fit a cluster, fastest first.
+
+    Args:
+        workload: The workload, of a stage `without_layout`.
+        cluster: The cluster.
+        mean_response_tokens: The mean tokens of a response, or None if all are the longest.
+    """
+    return _Searcher(workload, cluster, mean_response_tokens).run()
+
+
+def without_layout(stage: StageConfig) -> StageConfig:
+    """Return a stage without the choices that the search makes, which need not fit."""
+    group = 2 if isinstance(stage.algorithm, PairsConfig) else 1
+    train = replace(stage.train, batching="padded", micro_batch_size=group, fused_head=False, reference="resident")
+    model = replace(stage.model, recompute="none")
+    return replace(stage, parallel=ParallelConfig(), train=train, model=model)
+
+
+class _Searcher:
+    def __init__(self, workload: Workload, cluster: Cluster, mean_response_tokens: int | None):
+        self._workload, self._cluster = workload, cluster
+        model = workload.stage.model
+        self._models = {recompute: _with_recompute(model, recompute) for recompute in _RECOMPUTE}
+        self._template = replace(
+            Settings.of(workload, mean_response_tokens), pads=False, servers=Servers.of(workload, cluster)
+        )
+        self._placements = ("resident", "offload") if workload.uses_reference else (None,)
+        self._per_step = min(workload.stage.train.global_batch_size, workload.sequences_per_step)
+        self._rejected: Counter[str] = Counter()
+        self._found: list[Candidate] = []
+        # Combinations of each layout: recomputation, fused head, sequences of a microbatch, batching, placement.
+        self._of_layout = len(_RECOMPUTE) * 2 * len(_SEQUENCES) * len(_BATCHING) * len(self._placements)
+
+    def run(self) -> Search:
+        layouts = 0
+        for parallel in self._layouts():
+            layouts += 1
+            before = len(self._found)
+            self._try_layout(parallel)
+            of_layout = self._found[before:]
+            self._found[before:] = sorted(of_layout, key=_seconds)[:1]
+            self._reject(REASONS["slower"], len(of_layout) - 1)
+        self._found.sort(key=_seconds)
+        considered, servers = layouts * self._of_layout, self._template.servers
+        return Search(tuple(self._found), dict(self._rejected.most_common()), considered, servers)
+
+    def _reject(self, reason: str, count: int) -> None:
+        if count > 0:
+            self._rejected[reason] += count
+
+    def _layouts(self) -> Iterator[ParallelConfig]:
+        """Yield all layouts, those that do not fit the model or the cluster included."""
+        world, model = self._cluster.world_size, self._models["none"]
+        experts = [e for e in _EXPERT if e <= (model.num_experts or 1)]
+        stages = [p for p in range(1, min(model.num_layers, world) + 1) if world % p == 0]
+        for tensor in (t for t in _TENSOR if t <= world):
+            for sequence in (False, True)[: 1 + (tensor > 1)]:
+                for pipeline in stages:
+                    for last, virtual in _layers_of_stages(model.num_layers, pipeline):
+                        for context in (c for c in _CONTEXT if tensor * pipeline * c <= world):
+                            for expert in experts:
+                                yield ParallelConfig(
+                                    tensor=tensor, sequence=sequence, pipeline=pipeline, virtual_pipeline=virtual,
+                                    context=context, expert=expert, last_stage_layers=last,
+                                )  # fmt: skip
+
+    def _try_layout(self, parallel: ParallelConfig) -> None:
+        """Keep the combinations of a layout that fit, and count the others by their reasons."""
+        cluster, all_of_them = self._cluster, self._of_layout
+        if parallel.tensor > cluster.gpus_per_node:
+            return self._reject(REASONS["node"], all_of_them)
+        if parallel.tensor > 1 and not parallel.sequence:
+            return self._reject(REASONS["sequence"], all_of_them)
+        if self._workload.sequence_tokens < parallel.context * _SHORTEST_SLICE and parallel.context > 1:
+            return self._reject(REASONS["slices"], all_of_them)
+        try:
+            data = validate(parallel, cluster.world_size)
+            validate_model(self._models["none"], parallel)
+        except ConfigError as error:
+            return self._reject(rule_of(error), all_of_them)
+        if data > self._per_step // self._workload.group_size:
+            return self._reject(REASONS["idle"], all_of_them)
+        self._reject(REASONS["batching"], all_of_them - all_of_them // len(_BATCHING))
+        packed = all_of_them // len(_BATCHING)
+        self._reject(REASONS["selective"], packed // len(_RECOMPUTE))
+        self._try_microbatches(parallel, data)
+        return None
+
+    def _try_microbatches(self, parallel: ParallelConfig, data: int) -> None:
+        workload, of_size = self._workload, 2 * 2 * len(self._placements)
+        group = workload.group_size
+        of_rank = -(-self._per_step // data // group) * group
+        layout = ConfiguredLayout(data, parallel.context, sequence_multiple(parallel))
+        replicas, per_step = data * parallel.context, workload.sequences_per_step
+        completions = -(-per_step // replicas) if workload.generates_itself else 0
+        template = replace(
+            self._template,
+            completions=completions,
+            prompts=min(completions, -(-per_step // workload.samples_per_prompt)),
+            decoded_together=min(completions, workload.stage.generation.batch_size),
+        )
+        shapes = {
+            recompute: ShardedShape(
+                self._models[recompute], parallel, self._cluster.world_size, workload.vocab_size, workload.head
+            )
+            for recompute in ("none", "full")
+        }
+        multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
+        for sequences in (group * size for size in _SEQUENCES):
+            if sequences > of_rank:
+                self._reject(REASONS["microbatch"], of_size)
+                continue
+            # Packs are balanced, so that not even the largest may have as many as it could.
+            most = MicrobatchSizes.of(self._per_step, data, sequences, "packed", group_size=group).largest
+            sized = replace(template, batches=Batches.in_layout(workload, layout, most, "packed", multiple))
+            for fused_head in (False, True):
+                self._try_memory(replace(sized, fused_head=fused_head), shapes)
+
+    def _try_memory(self, settings: Settings, shapes: dict[str, ShardedShape]) -> None:
+        """Keep the fastest of the combinations of recomputation and placement that fits; the others are slower."""
+        tried = [(recompute, placement) for recompute in ("none", "full") for placement in self._placements]
+        for index, (recompute, placement) in enumerate(tried):
+            chosen = replace(settings, shape=shapes[recompute], reference=placement)
+            reason = self._why_too_large(chosen)
+            if reason is not None:
+                self._reject(reason, 1)
+                continue
+            fitting = self._with_fewer_decoded(chosen)
+            if isinstance(fitting, str):
+                self._reject(fitting, 1)
+                continue
+            self._found.append(self._candidate(fitting))
+            for later, _ in tried[index + 1 :]:
+                slower = "no recomputation" if later != recompute else "no offload"
+                self._reject(REASONS[slower], 1)
+            return
+
+    def _why_too_large(self, settings: Settings) -> str | None:
+        """Return why training does not fit, or None. It is much faster than all phases."""
+        limit, shape = self._cluster.usable_bytes, settings.shape
+        for stage in shape.stages_of_kinds():
+            kept = settings.held(stage).total
+            if kept > limit:
+                return REASONS["state"]
+            tokens = settings.microbatch.tokens
+            working = closed_forms.activation_bytes(
+                shape, stage, tokens=tokens, precision=settings.precision, microbatches=settings.microbatches
+            )
+            after = closed_forms.backward_bytes(shape, stage, tokens=tokens, precision=settings.precision)
+            if stage == shape.parallel.pipeline - 1 and shape.head == "lm":
+                logits = closed_forms.logits_bytes(
+                    shape, tokens=tokens, precision=settings.precision, fused_head=settings.fused_head
+                )
+                after = max(after, logits)
+            working += after
+            if kept + working > limit:
+                return REASONS["activations"]
+        return None
+
+    def _with_fewer_decoded(self, settings: Settings) -> Settings | str:
+        """Return the settings with as many sequences decoded together as fit, or why not even a few fit."""
+        while True:
+            peaks = _peaks(settings)
+            if max(peaks.values()) <= self._cluster.usable_bytes:
+                return settings
+            if max(peaks, key=peaks.__getitem__) != "generate":
+                return REASONS["forward"]
+            if settings.decoded_together <= _FEWEST_DECODED:
+                return REASONS["generation"]
+            settings = replace(settings, decoded_together=settings.decoded_together // 2)
+
+    def _candidate(self, settings: Settings) -> Candidate:
+        stages = settings.shape.stages_of_kinds()
+        uses = [closed_use_of(settings, stage) for stage in stages]
+        return Candidate(settings, estimate_step(uses, settings, self._cluster), max(map(_peak, uses)))
+
+
+def _layers_of_stages(num_layers: int, pipeline: int) -> Iterator[tuple[int | None, int]]:
+    """Yield (layers of the last stage or None for as many as others have, model chunks of a stage)."""
+    if pipeline == 1:
+        yield None, 1
+        return
+    for virtual in _VIRTUAL:
+        yield None, virtual
+    last = num_layers - (pipeline - 1) * -(-num_layers // pipeline)
+    if num_layers % pipeline and last > 0:
+        yield last, 1
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.estimate.seconds
+
+
+def _peaks(settings: Settings) -> dict[str, int]:
+    """Return the peak of each phase, on the pipeline stage where it is highest."""
+    peaks: Counter[str] = Counter()
+    for stage in settings.shape.stages_of_kinds():
+        peaks |= Counter({phase.name: phase.peak_bytes for phase in closed_use_of(settings, stage).phases})
+    return dict(peaks)
+
+
+def _peak(use: RankUse) -> int:
+    return use.peak_phase.peak_bytes
+
+
+def _with_recompute(model: ModelConfig, recompute: Any) -> ModelConfig:
+    return replace(model, recompute=recompute)
+
+
+def rule_of(error: ConfigError) -> str:
+    """Return the rule that a layout breaks, without its numbers: "parallel.tensor must divide model.hidden_size"."""
+    clause = re.split(r"[;:]|, which", str(error))[0]
+    return re.sub(r"=(\d+|true|false)|( = \d+)|(?<=world size) \d+|\b\d+ (?=ranks)", "", clause)

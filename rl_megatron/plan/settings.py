@@ -1,0 +1,148 @@
+"""All that closed forms and estimates need of a workload, in plain numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.plan import closed_forms
+from rl_megatron.plan.batches import Batches, BatchShape
+from rl_megatron.plan.flops import MicrobatchShape
+from rl_megatron.plan.phases import Bytes
+from rl_megatron.plan.servers import Servers
+from rl_megatron.plan.weights import ShardedShape
+from rl_megatron.plan.workload import Workload
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that the closed forms need of a workload, in plain numbers. The search changes some of them.
+
+    Attributes:
+        shape: The model in its layout, with its recomputation.
+        precision: "bf16" or "fp32".
+        distributed: `optimizer.distributed`.
+        fused_head: `train.fused_head`.
+        batches: The microbatches of a training step on a data-parallel rank.
+        pads: Whether every sequence is padded to the longest of its batch.
+        reference: Where the reference policy is kept, or None without one.
+        recomputes_logprobs: Whether the policy computes logprobs before it learns.
+        critic_distributed: `distributed` of the critic's optimizer, or None without a critic.
+        completions: Completions that each model replica generates in a step, or 0.
+        prompts: The different prompts of these.
+        decoded_together: The completions that are decoded together.
+        prompt_tokens: The tokens of a prompt.
+        response_tokens: The tokens of the longest response.
+        mean_response_tokens: The mean tokens of a response.
+        bucket_bytes: The bytes of a bucket of a weight sync, or 0 without one.
+        servers: The rollout engine's processes, or None if the policy itself generates or no GPU is chosen.
+    """
+
+    shape: ShardedShape
+    precision: str
+    distributed: bool
+    fused_head: bool
+    batches: Batches
+    pads: bool
+    reference: Literal["resident", "offload"] | None
+    recomputes_logprobs: bool
+    critic_distributed: bool | None
+    completions: int
+    prompts: int
+    decoded_together: int
+    prompt_tokens: int
+    response_tokens: int
+    mean_response_tokens: int
+    bucket_bytes: int
+    servers: Servers | None = None
+
+    @classmethod
+    def of(cls, workload: Workload, mean_response_tokens: int | None = None) -> Self:
+        """Return the settings of a workload.
+
+        Args:
+            workload: The workload.
+            mean_response_tokens: The mean tokens of a response, or None if all are the longest.
+
+        Raises:
+            ConfigError: The mean exceeds the longest.
+        """
+        stage, longest = workload.stage, workload.response_tokens
+        mean = longest if mean_response_tokens is None else mean_response_tokens
+        if mean > longest:
+            raise ConfigError(
+                f"plan.mean_response_tokens={mean} exceeds the longest response, plan.response_tokens={longest}; lower "
+                "the one or raise the other"
+            )
+        replicas = workload.data * stage.parallel.context
+        completions = -(-workload.sequences_per_step // replicas) if workload.generates_itself else 0
+        return cls(
+            shape=ShardedShape(stage.model, stage.parallel, workload.world_size, workload.vocab_size, workload.head),
+            precision=stage.precision,
+            distributed=stage.optimizer.distributed,
+            fused_head=stage.train.fused_head,
+            batches=Batches.of(workload),
+            pads=stage.train.batching == "padded",
+            reference=stage.train.reference if workload.uses_reference else None,
+            recomputes_logprobs=workload.recomputes_logprobs,
+            critic_distributed=None if workload.critic is None else workload.critic.optimizer.distributed,
+            completions=completions,
+            prompts=min(completions, -(-workload.sequences_per_step // workload.samples_per_prompt)),
+            decoded_together=min(completions, stage.generation.batch_size),
+            prompt_tokens=workload.prompt_tokens,
+            response_tokens=workload.response_tokens,
+            mean_response_tokens=mean,
+            bucket_bytes=round(stage.generation.refit_bucket_mb * 2**20) if workload.syncs_weights else 0,
+        )
+
+    @property
+    def microbatch(self) -> MicrobatchShape:
+        """Return the largest microbatch of an optimizer step."""
+        return self.batches.step.largest
+
+    @property
+    def microbatches(self) -> int:
+        """Return the microbatches of an optimizer step."""
+        return self.batches.step.number
+
+    @property
+    def models(self) -> list[tuple[ShardedShape, bool]]:
+        """Return the shapes of the models that are trained, the policy first, and whether their state is split."""
+        policy = (self.shape, self.distributed)
+        if self.critic_distributed is None:
+            return [policy]
+        return [policy, (replace(self.shape, head="score"), self.critic_distributed)]
+
+    def held(self, stage: int) -> Bytes:
+        """Return what a rank of a stage holds between phases: weights, gradients and optimizer state of all models."""
+        of_models = [
+            closed_forms.mean_training_bytes(shape, stage, precision=self.precision, distributed=distributed)
+            for shape, distributed in self.models
+        ]
+        copies = [*of_models, *[of_models[0]] * (self.reference == "resident")]
+        return Bytes(
+            sum(model.parameters for model in copies),
+            sum(model.gradients for model in of_models),
+            sum(model.optimizer for model in of_models),
+        )
+
+    @property
+    def useful_share(self) -> float:
+        """Return the mean tokens of a sequence, as a share of those of the longest."""
+        return (self.prompt_tokens + self.mean_response_tokens) / (self.prompt_tokens + self.response_tokens)
+
+    @property
+    def computed_share(self) -> float:
+        """Return the tokens that a step computes, as a share of those if all responses were the longest."""
+        return 1.0 if self.pads else self.useful_share
+
+    def mean_number(self, batch: BatchShape, at_least: int = 1) -> int:
+        """Return how many microbatches a batch has with responses of the mean length.
+
+        Args:
+            batch: The batch, as it is if all responses are the longest.
+            at_least: The optimizer steps, each of which has a microbatch.
+        """
+        return min(batch.number, max(at_least, math.ceil(self.computed_share * batch.number)))

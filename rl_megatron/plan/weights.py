@@ -1,0 +1,345 @@
+"""The parameters of each rank, counted without building the model, and how DDP and the optimizer lay them out.
+
+All counts are exact. tests/unit/plan/test_weights.py compares them with what a `MegatronPolicy` allocates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.model_shape import LatentShape, head_size
+from rl_megatron.config.parallel import ParallelConfig
+from rl_megatron.topology.degrees import padded_vocab_size, validate
+
+Head = Literal["lm", "score"]
+
+# megatron-core aligns each parameter, and the end of each bucket, to these numbers of elements.
+_PARAMETER_ALIGNMENT = 64
+_BUCKET_ALIGNMENT = 128
+# Elements of a bucket if gradients are reduced during backward: at least so many, and so many per data-parallel rank.
+_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK = 40_000_000, 1_000_000
+
+
+class Parameter(NamedTuple):
+    """A parameter of one rank.
+
+    Attributes:
+        elements: The number of its elements on this rank.
+        of_expert: Whether it belongs to a routed expert.
+        is_shared: Whether it is an embedding that the first and the last pipeline stage share.
+    """
+
+    elements: int
+    of_expert: bool = False
+    is_shared: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is in the layout.
+
+    Attributes:
+        stage: Its pipeline stage.
+        data: Its place among the ranks that split the optimizer state of dense parameters (data · context).
+        expert_data: Its place among the ranks that hold the same experts.
+    """
+
+    stage: int
+    data: int
+    expert_data: int
+
+
+@dataclass(frozen=True)
+class ShardedShape:
+    """The shape of a model in a layout: all that the number of parameters on each rank depends on.
+
+    Attributes:
+        model: The model section.
+        parallel: The parallel section.
+        world_size: The number of ranks.
+        vocab_size: The tokens of the vocabulary, if `model.vocab_size` is null.
+        head: "lm", or "score" for a reward model or a critic.
+    """
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    world_size: int
+    vocab_size: int
+    head: Head = "lm"
+
+    @property
+    def data(self) -> int:
+        """Return the data-parallel degree."""
+        return validate(self.parallel, self.world_size)
+
+    @property
+    def stage_ranks(self) -> int:
+        """Return the ranks of a pipeline stage."""
+        return self.world_size // self.parallel.pipeline
+
+    @property
+    def data_shards(self) -> int:
+        """Return the ranks that split the optimizer state of dense parameters."""
+        return self.stage_ranks // self.parallel.tensor
+
+    @property
+    def expert_shards(self) -> int:
+        """Return the ranks that hold the same experts, and split their optimizer state."""
+        return self.stage_ranks // self.parallel.expert
+
+    @property
+    def has_replicas(self) -> bool:
+        """Return whether several ranks hold the same weights. Otherwise no optimizer is distributed."""
+        return max(self.data_shards, 1 if self.model.num_experts is None else self.expert_shards) > 1
+
+    @property
+    def vocab_shard(self) -> int:
+        """Return the rows of the embedding on one rank, padding included."""
+        tensor = self.parallel.tensor
+        return padded_vocab_size(self.model.vocab_size or self.vocab_size, tensor) // tensor
+
+    @property
+    def ties_embeddings(self) -> bool:
+        """Return whether the embedding is the head's matrix."""
+        return self.model.tie_embeddings and self.head == "lm"
+
+    def place(self, rank: int) -> Place:
+        """Return where a rank is."""
+        stage, within = divmod(rank, self.stage_ranks)
+        return Place(stage, within // self.parallel.tensor, within // self.parallel.expert)
+
+    def layers(self, stage: int) -> list[range]:
+        """Return the layers of each model chunk of a stage, counted from 0 over the whole model."""
+        parallel, per_stage = self.parallel, self.parallel.virtual_pipeline
+        first, last = parallel.first_stage_layers, parallel.last_stage_layers
+        uneven = [count for count in (first, last) if count is not None]
+        middle = parallel.pipeline - len(uneven)
+        even = (self.model.num_layers - sum(uneven)) // middle // per_stage if middle else 0
+        sizes = [even] * parallel.pipeline
+        if first is not None:
+            sizes[0] = first // per_stage
+        if last is not None:
+            sizes[-1] = last // per_stage
+        starts = [model_chunk * sum(sizes) + sum(sizes[:stage]) for model_chunk in range(per_stage)]
+        return [range(start, start + sizes[stage]) for start in starts]
+
+    @lru_cache(maxsize=4096)  # noqa: B019  # shapes are few, and equal ones share the entry
+    def layer_counts(self, stage: int) -> tuple[int, int]:
+        """Return the layers of a stage with a dense MLP, and those with experts."""
+        layers = [layer for of_model_chunk in self.layers(stage) for layer in of_model_chunk]
+        with_experts = sum(map(self.has_experts, layers))
+        return len(layers) - with_experts, with_experts
+
+    def parameters(self, stage: int) -> list[list[Parameter]]:
+        """Return the parameters of each model chunk of a stage, in the order of `named_parameters`."""
+        return [
+            list(self._of_model_chunk(stage, model_chunk, layers))
+            for model_chunk, layers in enumerate(self.layers(stage))
+        ]
+
+    def elements(self, stage: int) -> tuple[int, int]:
+        """Return the elements of dense parameters and of experts' parameters on a rank of a stage."""
+        dense = experts = 0
+        for has_experts, count in enumerate(self.layer_counts(stage)):
+            of_layer = self._of_layer(bool(has_experts)) if count else ()
+            experts += count * sum(p.elements for p in of_layer if p.of_expert)
+            dense += count * sum(p.elements for p in of_layer if not p.of_expert)
+        last = self.parallel.virtual_pipeline - 1
+        dense += sum(p.elements for p in (*self._before(stage, 0), *self._after(stage, last)))
+        return dense, experts
+
+    @lru_cache(maxsize=4096)  # noqa: B019  # shapes are few, and equal ones share the entry
+    def stages_of_kinds(self) -> tuple[int, ...]:
+        """Return the first and the last stage, and the first of each group of others with the same kinds of layers.
+
+        Of equal stages, the first holds the most microbatches at once.
+        """
+        last, firsts = self.parallel.pipeline - 1, {}
+        for stage in range(1, last):
+            firsts.setdefault((self.layer_counts(stage), tuple(self.windows(stage).items())), stage)
+        return tuple(sorted({0, *firsts.values(), last}))
+
+    def _of_model_chunk(self, stage: int, model_chunk: int, layers: Iterable[int]) -> Iterator[Parameter]:
+        yield from self._before(stage, model_chunk)
+        for layer in layers:
+            yield from self._of_layer(self.has_experts(layer))
+        yield from self._after(stage, model_chunk)
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer, counted from 0, has experts instead of a dense MLP."""
+        return self.model.num_experts is not None and layer >= self.model.first_dense_layers
+
+    def windows(self, stage: int) -> Counter[int | None]:
+        """Return how many layers of a stage attend to so many tokens, and how many to all (None)."""
+        window, every = self.model.sliding_window, self.model.global_attention_every
+        if window is None:
+            return Counter({None: sum(self.layer_counts(stage))})
+        return Counter(
+            None if every is not None and (layer + 1) % every == 0 else window
+            for of_model_chunk in self.layers(stage)
+            for layer in of_model_chunk
+        )
+
+    def _of_layer(self, has_experts: bool) -> tuple[Parameter, ...]:
+        return layer_parameters(self.model, self.parallel.tensor, self.parallel.expert, has_experts)
+
+    def _before(self, stage: int, model_chunk: int) -> list[Parameter]:
+        """Return the embedding, on the first model chunk."""
+        if stage > 0 or model_chunk > 0:
+            return []
+        is_shared = self.ties_embeddings and self.parallel.pipeline > 1
+        return [Parameter(self.vocab_shard * self.model.hidden_size, is_shared=is_shared)]
+
+    def _after(self, stage: int, model_chunk: int) -> list[Parameter]:
+        """Return the final norm and the head, on the last model chunk."""
+        if stage < self.parallel.pipeline - 1 or model_chunk < self.parallel.virtual_pipeline - 1:
+            return []
+        hidden = self.model.hidden_size
+        if self.head == "score":
+            return [Parameter(hidden), Parameter(hidden)]
+        if self.ties_embeddings and self.parallel.pipeline == 1:
+            return [Parameter(hidden)]
+        return [Parameter(hidden), Parameter(self.vocab_shard * hidden, is_shared=self.ties_embeddings)]
+
+
+@lru_cache(maxsize=4096)
+def layer_parameters(model: ModelConfig, tensor: int, expert: int, has_experts: bool) -> tuple[Parameter, ...]:
+    """Return the parameters of a layer on one rank, in the order of `named_parameters`."""
+    hidden = model.hidden_size
+    norm, after = [Parameter(hidden)], [Parameter(hidden)] * model.sandwich_norms
+    attention = _latent_attention(model, tensor) if model.kv_lora_rank is not None else _attention(model, tensor)
+    mlp = _experts(model, tensor, expert) if has_experts else _mlp(hidden, model.ffn_hidden_size // tensor)
+    return (*norm, *attention, *after, *norm, *mlp, *after)
+
+
+def _attention(model: ModelConfig, tensor: int) -> list[Parameter]:
+    size, hidden = head_size(model), model.hidden_size
+    queries = size * model.num_attention_heads // tensor
+    mixed = queries + 2 * size * model.num_query_groups // tensor
+    return [
+        Parameter(queries * hidden),
+        Parameter(mixed * hidden),
+        *[Parameter(mixed)] * model.qkv_bias,
+        *[Parameter(size)] * (2 * model.qk_norm),
+    ]
+
+
+def _latent_attention(model: ModelConfig, tensor: int) -> list[Parameter]:
+    shape, hidden, heads = LatentShape.of(model), model.hidden_size, model.num_attention_heads // tensor
+    if model.q_lora_rank is None:
+        queries = [hidden * heads * shape.query]
+    else:  # the down projection and its norm are whole on every rank
+        queries = [model.q_lora_rank * hidden, model.q_lora_rank, model.q_lora_rank * heads * shape.query]
+    keys = [(shape.latent + shape.rope) * hidden, shape.latent, shape.latent * heads * shape.key_and_value]
+    return [Parameter(elements) for elements in (*queries, *keys, heads * shape.value * hidden)]
+
+
+def _mlp(hidden: int, width: int, of_expert: bool = False) -> list[Parameter]:
+    return [Parameter(2 * width * hidden, of_expert), Parameter(width * hidden, of_expert)]
+
+
+def _experts(model: ModelConfig, tensor: int, expert: int) -> list[Parameter]:
+    hidden, experts = model.hidden_size, model.num_experts or 0
+    width, shared = model.expert_ffn_hidden_size or model.ffn_hidden_size, model.shared_expert_ffn_hidden_size
+    routed = [Parameter(experts * hidden), *_mlp(hidden, width, of_expert=True) * (experts // expert)]
+    if shared is None:
+        return routed
+    return [*routed, *[Parameter(hidden)] * model.shared_expert_gate, *_mlp(hidden, shared // tensor)]
+
+
+@dataclass(frozen=True)
+class GradientBuffer:
+    """megatron-core's buffer of the gradients of some parameters of one model chunk.
+
+    Attributes:
+        elements: Its elements, alignment included.
+        parameters: (first element, last element + 1) of each parameter.
+        buckets: (first element, last element + 1) of each bucket. Each bucket is split over `shards` ranks.
+        shards: The ranks that split the optimizer state.
+        of_experts: Whether the parameters are those of routed experts.
+    """
+
+    elements: int
+    parameters: tuple[tuple[int, int], ...]
+    buckets: tuple[tuple[int, int], ...]
+    shards: int
+    of_experts: bool
+
+    @classmethod
+    def of(
+        cls, parameters: list[Parameter], shards: int, *, distributed: bool, bucket_elements: int | None
+    ) -> GradientBuffer:
+        """Return the buffer of some parameters, of which the last comes first.
+
+        Args:
+            parameters: The parameters of a model chunk, either dense ones or those of experts.
+            shards: The ranks that split the optimizer state.
+            distributed: Whether the optimizer is distributed. Otherwise nothing is aligned.
+            bucket_elements: The elements after which a bucket ends, or None for one bucket.
+        """
+        alignment = _PARAMETER_ALIGNMENT if distributed else 1
+        bucket_alignment = math.lcm(shards, _BUCKET_ALIGNMENT) if distributed else 1
+        places: list[tuple[int, int]] = []
+        buckets: list[tuple[int, int]] = []
+        end = bucket_start = in_bucket = 0
+
+        def close(end: int) -> int:
+            nonlocal bucket_start, in_bucket
+            buckets.append((bucket_start, _aligned(end, bucket_alignment)))
+            bucket_start, in_bucket = buckets[-1][1], 0
+            return bucket_start
+
+        for parameter in reversed(parameters):
+            start, alone = _aligned(end, alignment), parameter.is_shared and distributed
+            if alone and in_bucket:  # both pipeline stages must split a shared embedding alike
+                start = close(start)
+            end = start + parameter.elements
+            places.append((start, end))
+            in_bucket += 1
+            if alone or (bucket_elements is not None and end - bucket_start >= bucket_elements):
+                end = close(end)
+        if in_bucket:
+            end = close(end)
+        return cls(end, tuple(places), tuple(buckets), shards, any(parameter.of_expert for parameter in parameters))
+
+    def shard_elements(self, rank: int) -> int:
+        """Return the elements of parameters, without alignment, whose optimizer state is on one rank of the shards."""
+        total = 0
+        for first, last in self.buckets:
+            size = (last - first) // self.shards
+            begin, end = first + rank * size, first + (rank + 1) * size
+            total += sum(max(0, min(end, stop) - max(begin, start)) for start, stop in self.parameters)
+        return total
+
+
+def gradient_buffers(shape: ShardedShape, stage: int, *, distributed: bool, overlap: bool) -> list[GradientBuffer]:
+    """Return the buffers of a rank of a stage: one for the dense parameters of each model chunk, and one for experts'.
+
+    Args:
+        shape: The model in its layout.
+        stage: The pipeline stage.
+        distributed: `optimizer.distributed`.
+        overlap: `optimizer.overlap`.
+    """
+    distributed = distributed and shape.has_replicas
+    limit = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK * shape.data) if overlap else None
+    buffers = []
+    for model_chunk, parameters in enumerate(shape.parameters(stage)):
+        bucket_elements = limit if stage == 0 and model_chunk == 0 else None  # later ones are not split into buckets
+        for of_expert, shards in ((False, shape.data_shards), (True, shape.expert_shards)):
+            chosen = [parameter for parameter in parameters if parameter.of_expert == of_expert]
+            if chosen:
+                buffers.append(
+                    GradientBuffer.of(chosen, shards, distributed=distributed, bucket_elements=bucket_elements)
+                )
+    return buffers
+
+
+def _aligned(number: int, divisor: int) -> int:
+    return -(-number // divisor) * divisor

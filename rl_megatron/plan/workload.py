@@ -1,0 +1,187 @@
+"""What is planned: a stage of a run, the ranks it runs on, and the lengths of its sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rl_megatron.batching.packing import round_up
+from rl_megatron.config.algorithms import PairsConfig, PolicyGradientConfig, RolloutConfig
+from rl_megatron.config.engines import ENGINE_DECLARATIONS
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.optimizer import OptimizerConfig
+from rl_megatron.config.schema import StageConfig
+from rl_megatron.plan.microbatches import MicrobatchSizes
+from rl_megatron.plan.weights import Head
+from rl_megatron.topology.degrees import sequence_multiple, validate, validate_model, zigzag_slices
+
+
+@dataclass(frozen=True)
+class Critic:
+    """The critic of a stage, a second model with a score head.
+
+    Attributes:
+        optimizer: Its optimizer section.
+        loss: The name and settings of its loss.
+    """
+
+    optimizer: OptimizerConfig
+    loss: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A stage on a number of ranks. Every sequence has the same number of tokens.
+
+    Attributes:
+        stage: The configuration of the stage.
+        world_size: The number of ranks.
+        vocab_size: The tokens of the vocabulary.
+        prompt_tokens: The tokens of a prompt; they are read, but not learned from.
+        response_tokens: The tokens of a response, or of whatever is learned from.
+        uses_reference: Whether a reference policy computes logprobs of the batch.
+        recomputes_logprobs: Whether the policy computes the logprobs of a rollout before it learns from it.
+        critic: The critic, or None without one.
+        head: The policy's head: "score" for a reward model.
+    """
+
+    stage: StageConfig
+    world_size: int
+    vocab_size: int
+    prompt_tokens: int
+    response_tokens: int
+    uses_reference: bool = False
+    recomputes_logprobs: bool = False
+    critic: Critic | None = None
+    head: Head = "lm"
+
+    def __post_init__(self) -> None:
+        validate(self.stage.parallel, self.world_size)
+        validate_model(self.stage.model, self.stage.parallel)
+        longest = self.stage.model.max_sequence_length
+        if self.sequence_tokens > longest:
+            raise ConfigError(
+                f"plan.prompt_tokens={self.prompt_tokens} + plan.response_tokens={self.response_tokens} = "
+                f"{self.sequence_tokens} exceeds model.max_sequence_length={longest}; lower the one or raise the other"
+            )
+
+    @property
+    def data(self) -> int:
+        """Return the data-parallel degree."""
+        return validate(self.stage.parallel, self.world_size)
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Return the tokens of a sequence, prompt and response together."""
+        return self.prompt_tokens + self.response_tokens
+
+    @property
+    def padded_tokens(self) -> int:
+        """Return the tokens of a sequence in a microbatch: a multiple of what the layout cuts a sequence into."""
+        return round_up(self.sequence_tokens, sequence_multiple(self.stage.parallel))
+
+    @property
+    def generates(self) -> bool:
+        """Return whether the stage samples the completions that it learns from."""
+        return isinstance(self.stage.algorithm, RolloutConfig)
+
+    @property
+    def generates_itself(self) -> bool:
+        """Return whether the policy generates with its own weights."""
+        return self.generates and not self.syncs_weights
+
+    @property
+    def syncs_weights(self) -> bool:
+        """Return whether weights are sent to rollout engines in other processes."""
+        return self.generates and ENGINE_DECLARATIONS[self.stage.generation.engine].runs_in_processes
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Return the sequences that a training step learns from, over all ranks."""
+        algorithm = self.stage.algorithm
+        if isinstance(algorithm, RolloutConfig):
+            return algorithm.prompts_per_step * algorithm.samples_per_prompt
+        return self.stage.train.global_batch_size
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """Return how many completions of each prompt are sampled."""
+        algorithm = self.stage.algorithm
+        return algorithm.samples_per_prompt if isinstance(algorithm, RolloutConfig) else 1
+
+    @property
+    def group_size(self) -> int:
+        """Return the sequences that have to share a microbatch: two of a preference pair."""
+        return 2 if isinstance(self.stage.algorithm, PairsConfig) else 1
+
+    @property
+    def most_per_microbatch(self) -> int:
+        """Return the most sequences that one microbatch on one data-parallel rank may have.
+
+        Raises:
+            ConfigError: Not even one fits `train.micro_batch_tokens`.
+        """
+        train, parallel = self.stage.train, self.stage.parallel
+        if train.batching == "padded":
+            return train.micro_batch_size
+        length = self.padded_tokens
+        if train.batching == "packed":  # only the whole pack is cut over the sequence-parallel ranks
+            length = round_up(self.sequence_tokens, zigzag_slices(parallel.context))
+        budget = train.micro_batch_tokens // sequence_multiple(parallel) * sequence_multiple(parallel)
+        fits = budget // length // self.group_size * self.group_size
+        if not fits:
+            raise ConfigError(
+                f"train.micro_batch_tokens={train.micro_batch_tokens} is less than {self.group_size} sequence(s) of "
+                f"{length} tokens (plan.prompt_tokens={self.prompt_tokens}, plan.response_tokens="
+                f"{self.response_tokens}); raise it, or plan shorter sequences"
+            )
+        return fits
+
+    def microbatches(self, sequences: int, group_size: int | None = None) -> MicrobatchSizes:
+        """Return the microbatches of a global batch of so many sequences, on the rank that has the most.
+
+        Args:
+            sequences: The sequences of the global batch, over all ranks.
+            group_size: The sequences that have to share a microbatch, by default those of training.
+        """
+        return MicrobatchSizes.of(
+            sequences, self.data, self.most_per_microbatch, self.stage.train.batching,
+            group_size=group_size or self.group_size, multiple=self.filled_multiple,
+        )  # fmt: skip
+
+    @property
+    def filled_multiple(self) -> int:
+        """Return the number that the microbatches of a step are filled up to a multiple of."""
+        parallel = self.stage.parallel
+        return parallel.pipeline if parallel.virtual_pipeline > 1 else 1
+
+    @property
+    def microbatches_of_step(self) -> MicrobatchSizes:
+        """Return the microbatches of an optimizer step."""
+        return self.microbatches(self.optimizer_batches[0][0])
+
+    @property
+    def microbatches_of_rollout(self) -> MicrobatchSizes:
+        """Return the microbatches of a forward pass over all sequences of a training step."""
+        return self.microbatches(self.sequences_per_step, group_size=1)
+
+    @property
+    def optimizer_batches(self) -> list[tuple[int, int]]:
+        """Return the global batches of a training step: (sequences over all ranks, how many optimizer steps)."""
+        algorithm, size = self.stage.algorithm, min(self.stage.train.global_batch_size, self.sequences_per_step)
+        if not isinstance(algorithm, PolicyGradientConfig):
+            return [(size, 1)]
+        whole, rest = divmod(self.sequences_per_step, size)
+        passes = algorithm.updates_per_rollout
+        return [(size, whole * passes), *[(rest, passes)] * (rest > 0)]
+
+    @property
+    def idle_ranks(self) -> int:
+        """Return how many data-parallel ranks have no sequence of a global batch."""
+        return max(0, self.data - self.optimizer_batches[0][0] // self.group_size)
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Return the optimizer steps of one training step."""
+        return sum(steps for _, steps in self.optimizer_batches)

@@ -1,0 +1,35 @@
+"""Collectives from one tensor into one tensor, under the names that the installed version of torch gives them.
+
+NCCL gathers into one tensor. To gather into a list of tensors, torch would copy the parts once more.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renamed both functions.
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+
+def all_gather(into: Tensor, x: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
+    """Write all ranks' `x` [n, …] into `into` [ranks·n, …], in rank order."""
+    return getattr(dist, ALL_GATHER)(into, x, group=group, async_op=async_op)
+
+
+def reduce_scatter(into: Tensor, x: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
+    """Write this rank's part [n, …] of the sum of all ranks' `x` [ranks·n, …] into `into`."""
+    return getattr(dist, REDUCE_SCATTER)(into, x, group=group, async_op=async_op)
+
+
+def from_all_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return [ranks, n, …] of all ranks' `x` [n, …], in rank order. Without a group it is this rank's alone.
+
+    It has no gradient.
+    """
+    if group is None or group.size() == 1:
+        return x[None]
+    parts = x.new_empty(group.size(), *x.shape)
+    all_gather(parts.flatten(0, 1), x.contiguous(), group)
+    return parts

@@ -1,0 +1,74 @@
+"""The context in which one rank of a job runs on fake GPUs."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from contextlib import ExitStack
+from typing import Self
+
+import torch.distributed as dist
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.topology.cuda_on_cpu import is_redirected
+from rl_megatron.topology.fake_cuda.functions import Functions
+from rl_megatron.topology.fake_cuda.operators import Operators
+from rl_megatron.topology.fake_cuda.patches import patched, replacements
+from rl_megatron.topology.fake_cuda.sides import Observer, Sides, activate, is_planned
+
+
+class FakeCuda:
+    """A context in which one rank of a job runs on fake GPUs, without its peers.
+
+    Args:
+        rank: The rank that runs.
+        world_size: The number of ranks of the job.
+        observer: What is told of operators, memory, collectives and waits.
+
+    Raises:
+        ConfigError: This process has been started on the CPU, or has joined a process group.
+    """
+
+    def __init__(self, rank: int, world_size: int, observer: Observer | None = None):
+        self.rank, self.world_size, self.sides = rank, world_size, Sides(observer or Observer())
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Start the device, and join a process group without peers."""
+        if is_redirected() or dist.is_initialized() or is_planned():
+            raise ConfigError("device=plan: this process has started another device; start a new process to plan")
+        activate(self.sides)
+        self._undo.callback(activate, None)
+        self._undo.callback(_forget_tensors)
+        try:
+            functions = Functions(self.sides)
+            for owner, name, replacement in replacements(self.sides, functions):
+                self._undo.enter_context(patched(owner, name, replacement))
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+
+            dist.init_process_group("fake", rank=self.rank, world_size=self.world_size, store=FakeStore())
+            self._undo.callback(_leave)
+            self._undo.enter_context(Operators(self.sides))
+            self._undo.enter_context(functions)
+        except BaseException:
+            self._undo.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Put everything back."""
+        self._undo.close()
+
+
+def _forget_tensors() -> None:
+    """Clear the caches of this package's functions, which may hold tensors without data."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("rl_megatron."):
+            for function in list(vars(module).values()):
+                if isinstance(function, functools._lru_cache_wrapper):
+                    function.cache_clear()
+
+
+def _leave() -> None:
+    if dist.is_initialized():  # `topology.leave` may have left already
+        dist.destroy_process_group()

@@ -1,0 +1,100 @@
+"""What the parts of `FakeCuda` share: which tensors are on which side, and who is told of what happens."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_megatron.topology.fake_cuda.experts import BalancedExperts
+
+CUDA, META, CPU = torch.device("cuda", 0), torch.device("meta"), torch.device("cpu")
+
+_active: Sides | None = None
+
+
+class Observer:
+    """What `FakeCuda` reports. Every method does nothing; subclasses override those they need."""
+
+    def allocated(self, storage: torch.UntypedStorage, tensor: Tensor, on_device: bool, operator: Any) -> None:
+        """Take note of a tensor that an operator returned, on the device or on the host. Its memory may be known."""
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Take note that memory may have another size than before. It is 0 if it has been freed for a while."""
+
+    def launched(self, operator: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        """Take note of an operator on the device."""
+
+    def waited(self, reason: str) -> None:
+        """Take note that the host waits for the device."""
+
+    def communicated(self, kind: str, group: dist.ProcessGroup, num_bytes: int) -> None:
+        """Take note of a collective, or of a message between pipeline stages."""
+
+
+class Sides:
+    """The device and the host of an active `FakeCuda`.
+
+    Args:
+        observer: What is told of operators, memory, collectives and waits.
+    """
+
+    def __init__(self, observer: Observer):
+        self.observer = observer
+        self.experts = BalancedExperts()
+        self._on_host: set[int] = set()  # storages of tensors on the host that are too large to be real
+
+    def device_of(self, tensor: Tensor) -> torch.device:
+        """Return the device that a tensor claims to be on. The tensor's own `device` must not be asked."""
+        if not is_meta(tensor):
+            return CPU
+        return CPU if self.is_on_host(tensor) else CUDA
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Return whether a tensor without data belongs to the host."""
+        return bool(self._on_host) and tensor.untyped_storage()._cdata in self._on_host
+
+    def put_on_host(self, tensor: Tensor) -> None:
+        """Let a tensor without data belong to the host."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._on_host:
+            self._on_host.add(storage._cdata)
+            weakref.finalize(storage, self._on_host.discard, storage._cdata)
+            self.observer.allocated(storage, tensor, False, None)
+
+
+def is_planned() -> bool:
+    """Return whether tensors on "cuda" are fake."""
+    return _active is not None
+
+
+def launched(operator: Any, operands: tuple, result: Any) -> Any:
+    """Report a kernel that torch does not see, as `operator` of `operands`, and return its result."""
+    if _active is not None:
+        with torch._C.DisableTorchFunction():
+            _active.observer.launched(operator, operands, {}, result)
+    return result
+
+
+def activate(sides: Sides | None) -> None:
+    """Set which device is active; None if none is."""
+    global _active
+    _active = sides
+
+
+def is_meta(tensor: Tensor) -> bool:
+    """Return whether a tensor has no data, also within the modes."""
+    with torch._C.DisableTorchFunction():
+        return tensor.is_meta
+
+
+def names_cuda(device: Any) -> bool:
+    """Return whether the argument `device` of a function of torch means CUDA."""
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, int) and not isinstance(device, bool)

@@ -1,0 +1,90 @@
+"""Move tensors between the host and the device with as few waits as possible.
+
+A GPU computes while the host prepares what follows, as long as neither waits for the other. An ordinary copy to a GPU
+waits, however small it is. So `send` makes one copy of everything that a step needs, from pinned memory, which does not
+wait. Reading always waits. `to_host` is the only function by which training and logprobs read from the device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Tree = TypeVar("Tree")
+
+_ALIGNMENT = 64  # bytes; kernels read more than one number at once only if a tensor begins at a multiple of 16
+
+
+def send(tree: Tree, device: torch.device) -> Tree:
+    """Return a copy of `tree` with its tensors on `device`. All of them are sent in one transfer. Nothing waits.
+
+    A tensor that occurs twice is sent once. The sent tensors share their memory, which is freed with the last of them.
+
+    Args:
+        tree: Dataclasses, mappings, lists and tuples, one within the other. What is neither of them nor a tensor on the
+            host stays as it is.
+        device: The device.
+    """
+    if device.type == "cpu":
+        return tree
+    found: dict[int, Tensor] = {}
+    _map_tensors(tree, lambda tensor: found.setdefault(id(tensor), tensor))
+    on_host = [tensor for tensor in found.values() if tensor.device.type == "cpu"]
+    sent = {id(old): new for old, new in zip(on_host, _sent(on_host, device), strict=True)}
+    return _map_tensors(tree, lambda tensor: sent.get(id(tensor), tensor))
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Return the tensor on the host. It waits until the device has computed it."""
+    return tensor.detach().cpu()
+
+
+def read_numbers(tensor: Tensor) -> list[float]:
+    """Return the numbers of a tensor of one dimension. It waits until the device has computed them."""
+    return to_host(tensor).tolist()
+
+
+def _sent(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+    starts = [0, *accumulate(sizes)]
+    buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for tensor, view in zip(tensors, _views(buffer, tensors, starts), strict=True):
+        view.copy_(tensor)
+    # The allocator of pinned memory keeps the buffer until the copy has ended.
+    return _views(buffer.to(device, non_blocking=True), tensors, starts)
+
+
+def _views(buffer: Tensor, like: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
+    """Return tensors in the buffer with the shapes and dtypes of `like`, which begin at `starts`.
+
+    By `.data` each has its own version counter, so that writing to one does not count as a change of all others.
+    """
+    return [
+        buffer[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape).data
+        for tensor, start in zip(like, starts, strict=False)  # the last start is the end
+    ]
+
+
+def _map_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return the tree with `function` applied to each of its tensors."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, MutableMapping):
+        mapped = copy.copy(tree)
+        for key, value in tree.items():
+            mapped[key] = _map_tensors(value, function)
+        return mapped
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_map_tensors(value, function) for value in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_map_tensors(value, function) for value in tree)
+    if is_dataclass(tree) and not isinstance(tree, type):
+        values = {field.name: getattr(tree, field.name) for field in fields(tree) if field.init}
+        return replace(tree, **{name: _map_tensors(value, function) for name, value in values.items()})
+    return tree

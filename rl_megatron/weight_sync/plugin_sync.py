@@ -1,0 +1,201 @@
+"""Send weights to vLLM servers with our plugin (`weight_sync.vllm_plugin`): over a process group or in shared memory.
+
+Every worker of a server verifies what arrived, and reports it, before the server may serve the new version.
+"""
+
+from __future__ import annotations
+
+import abc
+import time
+from typing import Any
+
+from rl_megatron.weight_sync.plan import WeightsRefused
+from rl_megatron.weight_sync.process_group import free_address
+from rl_megatron.weight_sync.sender import WeightSender
+from rl_megatron.weight_sync.servers import ServerDied, ServerRefused, WeightServers
+from rl_megatron.weight_sync.vllm_plugin import BACKEND, PROTOCOL, REPORT
+
+_INTRODUCE = "/init_weight_transfer_engine"
+_REMEDY = (
+    f'start it with --weight-transfer-config \'{{"backend": "{BACKEND}"}}\' and VLLM_SERVER_DEV_MODE=1 from an '
+    "environment that scripts/install_vllm.sh has prepared, or choose generation.refit=disk, nccl or ipc, which need "
+    "no plugin"
+)
+
+
+class PluginSync(abc.ABC):
+    """A `ServerSync` to vLLM servers with our plugin. It owns the connection between the policy and the servers."""
+
+    def __init__(self, sender: WeightSender, servers: WeightServers, bucket_bytes: int, timeout_seconds: float):
+        """Keep what is needed; `connect` makes the connection.
+
+        Args:
+            sender: The policy's sender.
+            servers: The servers.
+            bucket_bytes: The most bytes of weights in a bucket.
+            timeout_seconds: The longest time for joining a process group, and for each collective.
+        """
+        self._sender, self._servers = sender, servers
+        self._bucket_bytes, self._timeout = bucket_bytes, timeout_seconds
+
+    def connect(self) -> None:
+        """Give the servers the plan, and connect them to the policy; see `ServerSync.connect`."""
+        self._sender.exporter(self._bucket_bytes)
+        # A server may have begun a weight sync that was not finished, because the trainer or another server has ended.
+        begun = [any(report.get("active") for report in reports) for reports in self._asked_reports()]
+        if any(begun):
+            self._servers.post("/finish_weight_update", to=begun)
+        init_info = {"protocol": PROTOCOL, "plan": self._sender.plan.to_json()}
+        self._servers.post(_INTRODUCE, [{"init_info": init_info}] * self._servers.count)
+        self._reports()  # before ranks wait for workers that refuse the model
+        self._join(init_info)
+        self._reports()
+
+    def send(self, version: int) -> dict[str, float]:
+        """Send the policy's current weights; see `ServerSync.send`."""
+        began = time.perf_counter()
+        self._servers.post("/start_weight_update")
+        self._transfer(version)
+        try:
+            reports = self._reports()
+        except WeightsRefused:
+            self._servers.post("/finish_weight_update")  # they serve nothing, and take the next weights
+            raise
+        finish = {"weight_version": str(version)}
+        self._servers.post("/finish_weight_update", [finish] * self._servers.count)
+        of_servers = self._reports()
+        for server, each in enumerate(of_servers):
+            for worker, report in enumerate(each):
+                if report["version"] != version:
+                    raise ServerRefused(
+                        f"vLLM server {server}, worker {worker} has version {report['version']} of the weights after "
+                        f"version {version} was sent"
+                    )
+        reports = [report for each in of_servers for report in each]
+        confirm(self._servers, version)
+        seconds = {phase: max(report["seconds"][phase] for report in reports) for phase in reports[0]["seconds"]}
+        return self._sender.timings.metrics_of_sync(time.perf_counter() - began, seconds)
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Leave process groups, and free memory; see `ServerSync.close`."""
+
+    @abc.abstractmethod
+    def _join(self, init_info: dict[str, Any]) -> None:
+        """Connect the servers, which know the plan, with the policy.
+
+        Args:
+            init_info: The parts of the plugin's `InitInfo` that all servers have got.
+        """
+
+    @abc.abstractmethod
+    def _transfer(self, version: int) -> None:
+        """Send all buckets."""
+
+    def _asked_reports(self) -> list[list[dict[str, Any]]]:
+        """Return the report of every worker of every server, also of workers that refused or failed.
+
+        Raises:
+            ServerRefused: A server has no plugin.
+        """
+        try:
+            answers = self._servers.post("/collective_rpc", [{"method": REPORT}] * self._servers.count)
+        except ServerRefused as error:
+            raise ServerRefused(f"{error}; the server has no plugin of rl_megatron: {_REMEDY}") from error
+        return [answer["results"] for answer in answers]
+
+    def _reports(self) -> list[list[dict[str, Any]]]:
+        """Return the report of every worker of every server, if all are well.
+
+        Raises:
+            WeightsRefused: A worker refused the weights, or its model differs from the policy's.
+            ServerRefused: A server has no plugin, or a worker failed in another way.
+        """
+        reports = self._asked_reports()
+        workers = [
+            (f"vLLM server {server}, worker {worker}", report)
+            for server, each in enumerate(reports)
+            for worker, report in enumerate(each)
+        ]
+        for worker, report in workers:
+            if report.get("refused") is not None:
+                raise WeightsRefused(f"{worker}: {report['refused']}")
+        for worker, report in workers:
+            if report["protocol"] != PROTOCOL or "version" not in report:
+                what = report.get("failed") or f"its plugin speaks version {report['protocol']} of the protocol"
+                raise ServerRefused(f"{worker} cannot take weights: {what}; {_REMEDY}")
+            if report["failed"] is not None:
+                raise ServerRefused(f"{worker} failed in the weight sync: {report['failed']}")
+        return reports
+
+
+class SyncOverGroup(PluginSync):
+    """Send weights over a process group of the policy's ranks and all workers of all servers (gloo, or NCCL on GPUs).
+
+    One all-reduce for each bucket gathers the shards of the policy's ranks and delivers them.
+    """
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self._sender.leave()
+
+    def _join(self, init_info: dict[str, Any]) -> None:
+        before = len(self._servers.ranks.of_every_rank(None))
+        sizes = [answer["world_size"] for answer in self._servers.get("/get_world_size?include_dp=true")]
+        world_size = before + sum(sizes)
+        address, port = self._servers.ranks.from_rank_0(free_address)
+        common = {"address": address, "port": port, "world_size": world_size, "timeout_seconds": self._timeout}
+        offsets = [before + sum(sizes[:index]) for index in range(len(sizes))]
+        bodies = [{"init_info": {**init_info, "group": {**common, "rank_offset": offset}}} for offset in offsets]
+        pending = self._sender.join(address, port, world_size, self._timeout)
+        try:
+            self._servers.post(_INTRODUCE, bodies, meanwhile=lambda: self._servers.meet(pending))
+        except ServerDied:
+            self._reports()  # a worker that could not join says why
+            raise
+
+    def _transfer(self, version: int) -> None:
+        def broadcast() -> None:
+            for handle in self._sender.broadcast():
+                handle.wait()
+
+        body = {"update_info": {"version": version}}
+        self._servers.post("/update_weights", [body] * self._servers.count, meanwhile=broadcast)
+
+
+class SyncInSharedMemory(PluginSync):
+    """Send weights through memory of rank 0 that servers on the same machine open (CUDA IPC on GPUs)."""
+
+    def close(self) -> None:
+        """Free the shared memory."""
+        self._sender.release()
+
+    def _join(self, init_info: dict[str, Any]) -> None:
+        pass  # servers open the memory that they are told of
+
+    def _transfer(self, version: int) -> None:
+        for keys in self._sender.groups_of_keys(self._bucket_bytes):
+            (handle,) = self._sender.share(keys).values()
+            body = {"update_info": {"version": version, "handle": handle.to_json()}}
+            self._servers.post("/update_weights", [body] * self._servers.count)
+
+
+def confirm(servers: WeightServers, version: int) -> None:
+    """Check that vLLM servers report the version, and make them drop what they computed with older weights.
+
+    Raises:
+        ServerRefused: A server reports another version, or keeps keys and values of older weights.
+    """
+    for server, answer in enumerate(servers.get("/weight_info")):
+        if answer["weight_version"] != str(version):
+            raise ServerRefused(
+                f"vLLM server {server} reports version {answer['weight_version']} of the weights, and version "
+                f"{version} was sent"
+            )
+    answers = servers.post("/reset_prefix_cache?reset_running_requests=true&reset_external=true")
+    for server, answer in enumerate(answers):
+        if not answer["success"]:
+            raise ServerRefused(
+                f"vLLM server {server} did not drop the keys and values of older weights (/reset_prefix_cache "
+                "answered success=false); pause it before the weight sync"
+            )

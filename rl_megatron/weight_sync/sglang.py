@@ -1,0 +1,307 @@
+"""Weight syncs into SGLang servers, over the endpoints that they have: buckets of bytes, broadcast in a torch group.
+
+SGLang has no fingerprints of tensors in flight. The policy's ranks check theirs before a bucket is sent. Afterwards
+SGLang's own checksums tell which of its tensors have changed, and whether all servers have the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_megatron.topology.topology import Topology
+from rl_megatron.weight_sync.plan import Bucket, RefitPlan, TensorSpec, WeightsRefused
+from rl_megatron.weight_sync.process_group import CollectiveFailed, free_address
+from rl_megatron.weight_sync.sender import PendingGroup, SyncTimings, WeightSender
+from rl_megatron.weight_sync.servers import ServerRefused, WeightServers
+
+_GROUP = "rl_megatron"
+# A tensor of SGLang's model → the tensors of a checkpoint that it consists of.
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+class SglangSync:
+    """A `ServerSync` that broadcasts flattened buckets from rank 0 to all ranks of all servers."""
+
+    def __init__(self, servers: WeightServers, weights: WeightSender, topology: Topology, timeout_seconds: float):
+        """Keep what is needed; nothing is sent yet.
+
+        Args:
+            servers: The servers.
+            weights: The sender of the policy's weights.
+            topology: The policy's topology.
+            timeout_seconds: The longest time for joining the process group, and for each collective.
+        """
+        self._servers, self._weights, self._topology = servers, weights, topology
+        self._timeout = timeout_seconds
+        self._pending: PendingGroup | None = None  # on rank 0
+        self._history = ChecksumHistory()
+
+    def connect(self) -> None:
+        """Join all servers' ranks in a process group with rank 0; see `ServerSync.connect`."""
+        self.close()
+        infos, models = self._servers.get("/server_info"), self._servers.get("/model_info")
+        plan = self._weights.plan
+        for number, (info, model) in enumerate(zip(infos, models, strict=True)):
+            check_server(f"SGLang server {number}", info, model, plan)
+        self._history = ChecksumHistory(all(info.get("dtype") == plan.hf_config["dtype"] for info in infos))
+        self._leave_earlier_group()
+        sizes = [int(info["tp_size"]) for info in infos]
+        address, port = self._servers.ranks.from_rank_0(free_address)
+        backend = "nccl" if self._topology.is_cuda else "gloo"
+        world_size = 1 + sum(sizes)
+        bodies = [
+            {
+                "master_address": address,
+                "master_port": port,
+                "rank_offset": 1 + sum(sizes[:number]),
+                "world_size": world_size,
+                "group_name": _GROUP,
+                "backend": backend,
+            }
+            for number in range(len(sizes))
+        ]
+        if self._servers.ranks.leads:
+            # torch puts the group's name before its keys twice, and then the type of the device.
+            prefixes = (_GROUP, f"{_GROUP}/", f"{self._topology.device.type}/")
+            self._pending = PendingGroup(
+                address, port, 0, world_size, self._topology.device, self._timeout, prefixes=prefixes
+            )
+        joining = self._pending or _Nothing()
+        self._servers.post("/init_weights_update_group", bodies, meanwhile=lambda: self._servers.meet(joining))
+
+    def send(self, version: int) -> dict[str, float]:
+        """Send the policy's current weights; see `ServerSync.send`.
+
+        Raises:
+            WeightsRefused: A bucket is not what the ranks have written, a server did not take a tensor, or servers
+                have different weights.
+        """
+        exporter = self._weights.exporter()
+        self._weights.timings = timings = SyncTimings(exporter.plan.num_bytes)
+        fingerprints: dict[str, int] = {}
+        self._begin()
+        for number, (bucket, buffer) in enumerate(exporter.whole_buckets()):
+            names = [spec.name for spec in bucket.tensors]
+            fingerprints |= dict(zip(names, bucket.fingerprints(buffer).tolist(), strict=True))
+            last = number + 1 == len(exporter.plan.buckets)
+            sending = time.perf_counter()
+            self._send_bucket(bucket, buffer, version if last else None)
+            timings.seconds["transfer"] += time.perf_counter() - sending
+        timings.ended = time.perf_counter()
+        timings.seconds["fill"] = timings.ended - timings.began - timings.seconds["transfer"]
+        self._servers.post("/end_weight_update")
+        self._confirm(version)
+        verifying = time.perf_counter()
+        answers = self._servers.post("/weights_checker", [{"action": "checksum"}] * self._servers.count)
+        self._history.check(answers, fingerprints)
+        ended = time.perf_counter()
+        return timings.metrics_of_sync(ended - timings.began, {"verify": ended - verifying})
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if self._pending is not None:
+            self._pending.leave()
+            self._pending = None
+
+    def _leave_earlier_group(self) -> None:
+        """Make the servers leave the group of an earlier connection, or of an earlier run, if there is one."""
+        try:
+            bodies = [{"group_name": _GROUP}] * self._servers.count
+            self._servers.post("/destroy_weights_update_group", bodies)
+        except ServerRefused:
+            pass  # it does not exist, which is usual
+
+    def _begin(self) -> None:
+        """Open an update on every server, after closing one that failed before its end."""
+        try:
+            self._servers.post("/begin_weight_update")
+        except ServerRefused as refusal:
+            if "already open" not in str(refusal):
+                raise
+            self._servers.post("/end_weight_update")
+            self._servers.post("/begin_weight_update")
+
+    def _send_bucket(self, bucket: Bucket, buffer: Tensor, version: int | None) -> None:
+        """Broadcast a bucket; with the last one, name the new version and drop what older weights computed."""
+        specs = flat_order(bucket)
+        body = {
+            "names": [spec.name for spec in specs],
+            "dtypes": [spec.dtype for spec in specs],
+            "shapes": [list(spec.shape) for spec in specs],
+            "group_name": _GROUP,
+            "load_format": "flattened_bucket",
+            "flush_cache": version is not None,
+            "weight_version": None if version is None else str(version),
+        }
+        bodies = [body] * self._servers.count
+        path = "/update_weights_from_distributed"
+        flat = flattened(bucket, buffer) if self._servers.ranks.leads else None
+        try:
+            self._servers.post(path, bodies, meanwhile=lambda: self._broadcast(flat))
+        except ServerRefused as refusal:
+            if "cache was not flushed" not in str(refusal):
+                raise
+            raise ServerRefused(
+                f"{refusal} The server is paused during a weight sync, so these requests are not this run's, or it was "
+                "resumed; let no other client use the server"
+            ) from refusal
+
+    def _broadcast(self, flat: Tensor | None) -> None:
+        """Send a bucket from rank 0 while the other ranks wait. If a server has failed, rank 0 leaves the group."""
+        try:
+            sending = self._pending.group().broadcast(flat) if self._pending and flat is not None else _Nothing()
+            self._servers.meet(sending)
+        except CollectiveFailed:
+            self.close()
+            raise
+
+    def _confirm(self, version: int) -> None:
+        for number, model in enumerate(self._servers.get("/model_info")):
+            if model.get("weight_version") != str(version):
+                raise WeightsRefused(
+                    f"SGLang server {number} says that its weights have version {model.get('weight_version')!r}, and "
+                    f"version {version} was sent"
+                )
+
+
+class _Nothing:
+    """A `Pending` that is over already, for ranks other than 0, which send nothing."""
+
+    def is_over(self, seconds: float) -> bool:
+        return True
+
+    def wait(self) -> None: ...
+
+
+class ChecksumHistory:
+    """The checksums of the servers' tensors after the last weight sync, and the fingerprints that were sent in it."""
+
+    def __init__(self, same_dtype: bool = False):
+        """Start without any.
+
+        Args:
+            same_dtype: Whether the servers keep the weights in the dtype in which they are sent. Otherwise a small
+                change of a weight may not change theirs, and only servers are compared with each other.
+        """
+        self._same_dtype = same_dtype
+        self._checksums: list[dict[str, tuple[str, ...]]] = []
+        self._fingerprints: dict[str, int] = {}
+
+    def check(self, answers: Sequence[Mapping[str, Any]], fingerprints: Mapping[str, int]) -> None:
+        """Compare the servers with each other, and their changes with what was sent. Keep the new values.
+
+        Args:
+            answers: What each server answered to `/weights_checker`.
+            fingerprints: The fingerprint of each tensor that was sent.
+
+        Raises:
+            WeightsRefused: They do not agree. The message names the server and the tensor.
+        """
+        found = [_by_tensor(answer["ranks"]) for answer in answers]
+        _check_equality(found)
+        if self._same_dtype and len(found) == len(self._checksums):
+            self._check_changes(found, fingerprints)
+        self._checksums, self._fingerprints = found, dict(fingerprints)  # a refused weight sync changes neither
+
+    def _check_changes(self, found: Sequence[Mapping[str, tuple[str, ...]]], fingerprints: Mapping[str, int]) -> None:
+        for number, (old, new) in enumerate(zip(self._checksums, found, strict=True)):
+            for name in sorted(old.keys() & new.keys()):
+                sources = sources_of(name, fingerprints)
+                sent = any(self._fingerprints.get(source) != fingerprints[source] for source in sources)
+                if sources and sent != (old[name] != new[name]):
+                    raise WeightsRefused(
+                        f"SGLang server {number}: {name} "
+                        + ("did not change, although" if sent else "changed, although no change of")
+                        + f" {' or '.join(sources)} was sent"
+                    )
+
+
+def sources_of(name: str, sent: Iterable[str]) -> list[str]:
+    """Return the tensors of a checkpoint that a tensor of SGLang's model consists of, as far as they were sent."""
+    sent = set(sent)
+    module = name.rpartition(".")[0].rpartition(".")[2]
+    if name in sent:
+        return [name]
+    if module in _FUSED:
+        parts = [name.replace(f".{module}.", f".{part}.") for part in _FUSED[module]]
+        return [part for part in parts if part in sent]
+    return [_TIED[name]] if _TIED.get(name) in sent else []
+
+
+def flat_order(bucket: Bucket) -> list[TensorSpec]:
+    """Return the tensors of a bucket in the order in which their bytes follow each other without gaps.
+
+    Each must begin at a multiple of the size of its elements. If all of them fill whole words, the order is the
+    bucket's own, and otherwise larger elements come first.
+    """
+    if _has_no_gaps(bucket):
+        return list(bucket.tensors)
+    return sorted(bucket.tensors, key=lambda spec: -spec.torch_dtype.itemsize)
+
+
+def flattened(bucket: Bucket, buffer: Tensor) -> Tensor:
+    """Return the bytes of a bucket's tensors in `flat_order`, [bytes] uint8; a view of `buffer` if it has no gaps."""
+    if _has_no_gaps(bucket):
+        return buffer[: bucket.starts[-1]].view(torch.uint8)
+    tensors = {spec.name: bucket.tensor(buffer, index) for index, spec in enumerate(bucket.tensors)}
+    return torch.cat([tensors[spec.name].flatten().view(torch.uint8) for spec in flat_order(bucket)])
+
+
+def _has_no_gaps(bucket: Bucket) -> bool:
+    return bucket.num_bytes == 8 * bucket.starts[-1]
+
+
+def check_server(name: str, info: Mapping[str, Any], model: Mapping[str, Any], plan: RefitPlan) -> None:
+    """Check that a server can take the policy's weights.
+
+    Raises:
+        ServerRefused: It serves another model, or has a layout that its endpoints do not support.
+    """
+    for key in ("dp_size", "pp_size"):
+        if int(info.get(key) or 1) > 1:
+            raise ServerRefused(
+                f"{name} has {key}={info[key]}, and its endpoints for weights need {key} 1; start several servers, or "
+                "raise its tp_size"
+            )
+    wanted, found = plan.hf_config.get("architectures"), model.get("architectures")
+    if wanted and found and list(found) != list(wanted):
+        raise ServerRefused(f"{name} serves {', '.join(found)}, and the policy is {', '.join(wanted)}; serve its model")
+    dtype = info.get("dtype")
+    if dtype not in (None, "auto", plan.hf_config["dtype"]):
+        raise ServerRefused(
+            f"{name} computes in {dtype}, and the policy in {plan.hf_config['dtype']}; start it with "
+            f"--dtype {plan.hf_config['dtype']}"
+        )
+
+
+def _check_equality(found: Sequence[Mapping[str, tuple[str, ...]]]) -> None:
+    """Check that servers of one layout have the same weights.
+
+    Raises:
+        WeightsRefused: They do not.
+    """
+    for number, checksums in enumerate(found):
+        first = next(index for index, other in enumerate(found) if _layout(other) == _layout(checksums))
+        for name, checksum in checksums.items():
+            if found[first][name] != checksum:
+                raise WeightsRefused(
+                    f"SGLang server {number} has other weights than server {first} in {name}, although both got the "
+                    "same"
+                )
+
+
+def _by_tensor(ranks: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
+    """Return the checksum of every tensor on each rank of a server."""
+    names = dict.fromkeys(name for rank in ranks for name in rank["checksums"])
+    return {name: tuple(rank["checksums"].get(name, "") for rank in ranks) for name in names}
+
+
+def _layout(checksums: Mapping[str, tuple[str, ...]]) -> tuple[int, frozenset[str]]:
+    """Return what two servers with comparable checksums have in common: the number of ranks, and the tensors."""
+    return len(next(iter(checksums.values()), ())), frozenset(checksums)

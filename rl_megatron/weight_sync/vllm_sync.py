@@ -1,0 +1,53 @@
+"""Choose how weights are sent to vLLM servers (`generation.refit`), and say how a server is started for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rl_megatron.weight_sync.plugin_sync import SyncInSharedMemory, SyncOverGroup
+from rl_megatron.weight_sync.sender import WeightSender
+from rl_megatron.weight_sync.servers import ServerSync, WeightServers
+from rl_megatron.weight_sync.stock_gpu_sync import SyncOverNccl, SyncThroughIpc
+from rl_megatron.weight_sync.stock_sync import SyncFromDisk
+from rl_megatron.weight_sync.vllm_plugin import BACKEND
+
+_WAYS = {
+    "collective": SyncOverGroup,
+    "shared_memory": SyncInSharedMemory,
+    "nccl": SyncOverNccl,
+    "ipc": SyncThroughIpc,
+}
+
+
+def vllm_sync(
+    refit: str,
+    sender: WeightSender,
+    servers: WeightServers,
+    *,
+    bucket_bytes: int,
+    timeout_seconds: float,
+    directory: Path,
+) -> ServerSync:
+    """Return the object that sends a policy's weights to vLLM servers. Collective.
+
+    Args:
+        refit: The value of `generation.refit`.
+        sender: The policy's sender.
+        servers: The servers.
+        bucket_bytes: The most bytes of weights in a bucket.
+        timeout_seconds: The longest time for joining a process group, and for each collective.
+        directory: A directory that rank 0 and the servers share, for `disk`.
+    """
+    if refit == "disk":
+        return SyncFromDisk(sender, servers, bucket_bytes, directory)
+    return _WAYS[refit](sender, servers, bucket_bytes, timeout_seconds)
+
+
+def transfer_config(refit: str) -> dict[str, str] | None:
+    """Return the value of `--weight-transfer-config` with which a server takes weights in this way; None: without."""
+    return None if refit == "disk" else {"backend": refit if refit in ("nccl", "ipc") else BACKEND}
+
+
+def transfer_environment(refit: str) -> dict[str, str]:
+    """Return the environment variables with which a server takes weights in this way."""
+    return {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if refit == "ipc" else {}

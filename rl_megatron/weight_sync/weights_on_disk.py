@@ -1,0 +1,130 @@
+"""`WeightDirectory`: writes a policy's weights where servers can read them, one directory for each version."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rl_megatron.checkpoint.safetensors_files import WeightReader, WeightWriter
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.weight_sync.plan import RefitPlan, WeightsRefused, fingerprint
+from rl_megatron.weight_sync.policy_ranks import PolicyRanks
+from rl_megatron.weight_sync.sender import WeightSender
+
+
+class WeightDirectory:
+    """Directories `weights-N` of safetensors files in a directory of its own, below one that servers can read.
+
+    Every rank of the policy calls every method. Rank 0 writes.
+    """
+
+    def __init__(self, parent: Path, ranks: PolicyRanks, max_shard_bytes: int):
+        """Keep the place; nothing is written yet.
+
+        Args:
+            parent: The directory that the policy's rank 0 and all servers reach under this path.
+            ranks: The exchange among the policy's ranks.
+            max_shard_bytes: The most bytes of tensors in a file.
+        """
+        self._parent, self._ranks, self._max_shard_bytes = parent, ranks, max_shard_bytes
+        self._own: Path | None = None  # on rank 0
+
+    def write(self, version: int, sender: WeightSender) -> Path:
+        """Write the policy's current weights, and return their directory. Collective.
+
+        A directory is complete as soon as it has its name: it is written under another one, read back, and compared
+        with the fingerprints of the weights.
+
+        Raises:
+            WeightsRefused: On every rank: the directory cannot be written, or its files differ from the weights.
+        """
+        plan, failure, target = sender.plan, None, Path()
+        weights = sender.stream()
+        if self._ranks.leads:
+            try:
+                target = self._write(version, plan, weights)
+            except (OSError, RuntimeError, ConfigError) as error:
+                failure = f"the weights could not be written to {self._parent}: {error}"
+        for _ in weights:  # all ranks take part in the collectives, also if rank 0 cannot write
+            pass
+        failure = self._ranks.first_failure(failure)
+        if failure is not None:
+            raise WeightsRefused(failure)
+        return self._ranks.from_rank_0(lambda: target)
+
+    def keep_only(self, directory: Path) -> None:
+        """Delete the directories of other versions."""
+        if self._own is not None:
+            for other in self._own.iterdir():
+                if other != directory:
+                    shutil.rmtree(other, ignore_errors=True)
+
+    def close(self) -> None:
+        """Delete all that was written."""
+        if self._own is not None:
+            shutil.rmtree(self._own, ignore_errors=True)
+            self._own = None
+
+    def _write(self, version: int, plan: RefitPlan, weights: Iterator[tuple[str, Tensor]]) -> Path:
+        if self._own is None:
+            self._parent.mkdir(parents=True, exist_ok=True)
+            _delete_what_ended_processes_left(self._parent)
+            self._own = Path(tempfile.mkdtemp(prefix=f"{_prefix()}{os.getpid()}-", dir=self._parent)).absolute()
+            self._own.chmod(0o755)  # servers may run as another user
+        partial, target = self._own / f"weights-{version}.partial", self._own / f"weights-{version}"
+        for directory in (partial, target):
+            shutil.rmtree(directory, ignore_errors=True)
+        partial.mkdir()
+        specs = {spec.name: spec for bucket in plan.buckets for spec in bucket.tensors}
+        shapes = {name: spec.shape for name, spec in specs.items()}
+        writer = WeightWriter(partial, shapes, lambda name: specs[name].torch_dtype, self._max_shard_bytes)
+        sent = {}
+        try:
+            for name, weight in weights:
+                weight = weight.cpu()
+                sent[name] = fingerprint(weight).item()
+                writer.write(name, 0, 0, weight)
+            writer.finish()
+        finally:
+            writer.close()
+        with WeightReader(writer.places) as reader:
+            for name, spec in specs.items():
+                found = torch.empty(spec.shape, dtype=spec.torch_dtype)
+                reader.read_rows(name, 0, found)
+                if fingerprint(found).item() != sent[name]:
+                    raise RuntimeError(f"{name} differs from what was written")
+        (partial / "config.json").write_text(json.dumps(plan.hf_config, indent=2) + "\n")
+        for path in (partial, *partial.iterdir()):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        partial.rename(target)
+        return target
+
+
+def _prefix() -> str:
+    return f"weights-{socket.gethostname()}-"
+
+
+def _delete_what_ended_processes_left(parent: Path) -> None:
+    """Delete the weights of processes of this machine that were killed before they could."""
+    for directory in parent.glob(f"{_prefix()}*"):
+        process = directory.name.removeprefix(_prefix()).partition("-")[0]
+        if process.isdigit() and not _is_running(int(process)):
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is another user's
+        pass
+    return True

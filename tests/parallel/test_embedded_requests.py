@@ -1,0 +1,298 @@
+"""The embedded engine decodes requests with continuous batching, while others arrive, end, or get new weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.generation.completions import request_seed, requests_of
+from rl_megatron.generation.decoder import Decoder
+from rl_megatron.generation.embedded import EmbeddedEngine
+from rl_megatron.generation.embedded_replica import EmbeddedReplica
+from rl_megatron.generation.interfaces import Completion, Sampling
+from rl_megatron.generation.model_pass import ModelPass
+from rl_megatron.generation.ongoing import Ongoing
+from tests.parallel.layouts import EXPERTS, MODEL, VOCAB_SIZE, build_policy
+from tests.parallel.test_generation import SAMPLINGS, STOP_STRINGS, prompts
+from tests.parallel.test_transformers_engine import patched
+
+GREEDY = Sampling(30, temperature=0.0)
+LENGTHS = [12, 3, 12, 1, 7, 12, 5, 12, 2, 9, 12]
+
+
+def serve(engine: EmbeddedEngine, made: Callable[[], Awaitable[Any]]) -> Any:
+    """Run a coroutine in a thread of rank 0 while all ranks decode; return its result on rank 0."""
+    if engine.policy.topology.rank != 0:
+        return engine.decode_pending()
+    with ThreadPoolExecutor(1) as threads:
+        future = threads.submit(lambda: asyncio.run(made()))
+        engine.decode_pending(until=future)
+        return future.result()
+
+
+def arriving(parallel: dict, order: list[int], model: Any, pauses: list[float]) -> list[Completion]:
+    """Return the completions of requests that arrive in this order, with a pause before some."""
+    engine = EmbeddedEngine(build_policy(parallel, model=model), batch_size=3)
+
+    async def ask() -> list[Completion]:
+        asked = {}
+        for number, index in enumerate(order):
+            await asyncio.sleep(pauses[number % len(pauses)])
+            sampling = Sampling(LENGTHS[index], temperature=(1.0, 0.7, 0.0)[index % 3])
+            seed = request_seed(4, index)
+            asked[index] = asyncio.ensure_future(engine.complete(prompts()[index], sampling, f"r{index}", seed=seed))
+        return [await asked[index] for index in range(len(order))]
+
+    return serve(engine, ask)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel", "model"),
+    [
+        (1, {}, MODEL),
+        (2, {}, MODEL),
+        (2, {"tensor": 2}, MODEL),
+        (2, {"pipeline": 2}, MODEL),
+        (2, {"expert": 2}, EXPERTS),
+    ],
+    ids=["one process", "data 2", "tensor 2", "pipeline 2", "experts data 2"],
+)
+def test_requests_get_the_same_tokens_in_whatever_order_they_arrive(ranks, world_size, parallel, model):
+    count = len(LENGTHS)
+    wanted = ranks.reference(arriving, {}, list(range(count)), model, [0.0])
+    found = ranks.run(world_size, arriving, parallel, list(range(count))[::-1], model, [0.0, 0.02, 0.0])[0]
+    for one, other in zip(wanted, found, strict=True):
+        assert (one.request_id, one.ids, one.reason) == (other.request_id, other.ids, other.reason)
+        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-5, rtol=0)
+    assert [len(completion.ids) for completion in found] == LENGTHS
+
+
+def after_steps(count: int, act: Callable[[], None]):
+    """Return a replacement for `Decoder.advance` that acts once, after this many calls."""
+    calls = [0]
+    original = Decoder.advance
+
+    def advance(self: Decoder) -> list[Completion] | None:
+        calls[0] += 1
+        if calls[0] == count:
+            act()
+        return original(self)
+
+    return patched(Decoder, "advance", advance)
+
+
+def interrupted() -> dict[str, Any]:
+    """Abort and pause requests in the middle; return what they answered."""
+    policy = build_policy({})
+    engine = EmbeddedEngine(policy)
+    names = ["a", "b"]
+    samplings = {"a": GREEDY, "b": replace(GREEDY, max_new_tokens=20)}
+
+    async def ask(*prefixes: tuple[int, ...]) -> list[Completion]:
+        extra = prefixes or [()] * len(names)
+        requests = zip(names, prompts(), extra, strict=False)
+        return await asyncio.gather(
+            *(
+                engine.complete(
+                    [*prompt, *prefix],
+                    replace(samplings[name], max_new_tokens=samplings[name].max_new_tokens - len(prefix)),
+                    name,
+                )
+                for name, prompt, prefix in requests
+            )
+        )
+
+    found: dict[str, Any] = {"whole": serve(engine, ask)}
+    with after_steps(8, lambda: engine.abort(["b", "unknown"])):
+        found["aborted"] = serve(engine, ask)
+    with after_steps(6, lambda: engine.pause(abort=True)):
+        found["paused and aborted"] = serve(engine, ask)
+    engine.resume()
+
+    with ThreadPoolExecutor(1) as threads, after_steps(6, engine.pause):
+        future = threads.submit(lambda: asyncio.run(ask()))
+        engine.decode_pending(until=future)
+        found["open while paused"] = not future.done()
+        for model_chunk in policy.model.model_chunks:
+            for parameter in model_chunk.parameters():
+                parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+        policy.model.version += 1
+        engine.resume()
+        engine.decode_pending(until=future)
+        found["two versions"] = future.result()
+    prefixes = [each.ids[: each.versions[0].end] for each in found["two versions"]]
+    found["new weights alone"] = serve(engine, lambda: ask(*prefixes))
+    found["version"] = policy.weight_version
+    with pytest.raises(ConfigError) as refused:
+        asyncio.run(engine.complete([1] * 60, GREEDY, "long"))
+    found["too long"] = str(refused.value)
+    return found
+
+
+@pytest.fixture(scope="module")
+def answers(ranks):
+    return ranks.run(1, interrupted)[0]
+
+
+def test_an_aborted_request_returns_the_tokens_that_it_has(answers):
+    whole, found = answers["whole"], answers["aborted"]
+    assert found[0].ids == whole[0].ids and found[0].reason == "length"
+    assert found[1].reason == "abort" and 0 < len(found[1].ids) < len(whole[1].ids)
+    assert found[1].ids == whole[1].ids[: len(found[1].ids)]
+    for completion, full in zip(answers["paused and aborted"], whole, strict=True):
+        assert completion.reason == "abort" and completion.ids == full.ids[: len(completion.ids)] != full.ids
+
+
+def test_a_weight_change_in_the_middle_gives_two_spans_and_the_new_weights_tokens(answers):
+    assert answers["open while paused"]
+    for found, whole, alone in zip(
+        answers["two versions"], answers["whole"], answers["new weights alone"], strict=True
+    ):
+        first, second = found.versions
+        assert (first.version, second.version) == (answers["version"] - 1, answers["version"])
+        assert (first.start, second.start, second.end) == (0, first.end, len(whole.ids)) and first.end > 0
+        assert found.ids[: first.end] == whole.ids[: first.end] and found.ids[first.end :] == alone.ids
+        assert found.ids != whole.ids, "or the new weights changed nothing"
+        torch.testing.assert_close(
+            torch.tensor(found.logprobs[first.end :]), torch.tensor(alone.logprobs), atol=1e-5, rtol=0
+        )
+
+
+def test_a_request_that_is_too_long_is_refused(answers):
+    assert "60 tokens" in answers["too long"] and "max_sequence_length=64" in answers["too long"]
+
+
+class Operators(TorchDispatchMode):
+    """Records the operators and the shapes of their tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[tuple[str, tuple]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        shapes = tuple(tuple(each.shape) for each in args if isinstance(each, torch.Tensor))
+        self.seen.append((str(func), shapes))
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of_steps(model: Any) -> list[list]:
+    """Return the operators of decoding steps at different positions within one width of the cache."""
+    decoder = Decoder(EmbeddedReplica(build_policy({}, model=model)), max_slots=8)
+    decoder.add([Ongoing(request) for request in requests_of([[1] * 34, [2] * 35, [3]], Sampling(20), seed=0)])
+    steps = []
+    with decoder.active():
+        while not decoder.running or decoder.waiting:
+            decoder.advance()
+        decoder.advance()  # the first pass makes the layers' caches
+        for _ in range(15):
+            with Operators() as operators:
+                decoder.advance()
+            steps.append(operators.seen)
+    return steps
+
+
+@pytest.mark.parametrize("model", [MODEL, replace(MODEL, sliding_window=4)], ids=["plain", "window"])
+def test_a_decoding_step_issues_the_same_operators_and_shapes_at_every_position(ranks, model):
+    first, *others = ranks.run(1, operators_of_steps, model)[0]
+    assert len(first) > 100, "or nothing was recorded"
+    assert all(step == first for step in others)
+    assert not [
+        name for name, _ in first if "repeat_interleave" in name or "histogram" in name or "_local_scalar" in name
+    ]
+
+
+def shapes_of_passes(batch_size: int, texts: list[list[int]], lengths: list[int]) -> list[tuple[int, ...]]:
+    """Return the shapes [sequences, tokens] of all passes through the model."""
+    decoder, shapes = Decoder(EmbeddedReplica(build_policy({})), batch_size), []
+    original = ModelPass.__call__
+
+    def recorded(self: ModelPass, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        shapes.append(tuple(tokens.shape))
+        return original(self, tokens, *args, **kwargs)
+
+    requests = requests_of(texts, Sampling(1), seed=0)
+    decoder.add(
+        [
+            Ongoing(replace(request, sampling=Sampling(length)))
+            for request, length in zip(requests, lengths, strict=True)
+        ]
+    )
+    with patched(ModelPass, "__call__", recorded), decoder.active():
+        while decoder.advance() is not None:
+            pass
+    return shapes
+
+
+def test_a_sequence_that_ends_leaves_the_batch_and_a_waiting_one_takes_its_slot(ranks):
+    shapes = ranks.run(1, shapes_of_passes, 3, [[4]] * len(LENGTHS), LENGTHS)[0]  # a prompt of one token is not read
+    assert {width for _, width in shapes} == {1}
+    counts = [count for count, _ in shapes]
+    assert sum(counts) == sum(LENGTHS) and max(counts) == 3
+    assert len(counts) < sum(LENGTHS) / 3 + max(LENGTHS), "slots stayed empty while requests waited"
+
+
+def test_equal_prompts_are_read_once(ranks):
+    texts = [[5, 6, 7, 8]] * 6 + [list(range(40))] * 3 + [[9, 6, 7, 8]]
+    with_prompts = [shape for shape in ranks.run(1, shapes_of_passes, 16, texts, [2] * 10)[0] if shape[1] > 1]
+    assert with_prompts == [(3, 39)] and VOCAB_SIZE > 40
+
+
+def switched_off_while_decoding() -> tuple[bool, bool]:
+    policy = build_policy({})
+    config = ModelPass(policy).models[0].config
+    config.apply_rope_fusion = True  # as with Transformer Engine
+    with EmbeddedReplica(policy).active():
+        inside = config.apply_rope_fusion
+    return inside, config.apply_rope_fusion
+
+
+def test_fused_rope_is_off_while_each_sequence_has_a_position_of_its_own(ranks):
+    """Transformer Engine's fused RoPE has the same positions for all sequences of a batch."""
+    assert ranks.run(1, switched_off_while_decoding) == [(False, True)]
+
+
+def looking_every(steps: int, calls: int, parallel: dict, model: Any) -> list[Completion]:
+    """Return all completions if the decoder looks for ended sequences every so many steps.
+
+    After so many calls of `advance`, the sequences that have not ended move to another decoder.
+    """
+    found: list[Completion] = []
+    sampling, strings = SAMPLINGS["temperature 1"], (None, STOP_STRINGS)
+    sequences = [
+        Ongoing(replace(request, sampling=replace(sampling, stop_strings=strings[index % 2])))
+        for index, request in enumerate(requests_of(prompts(), sampling, seed=4))
+    ]
+    policy = build_policy(parallel, model=model)
+    with mock.patch.dict("rl_megatron.generation.decoder._STEPS_PER_CHECK", {"cpu": steps}):
+        for allowed in (calls, 10**6):
+            decoder = Decoder(EmbeddedReplica(policy), max_slots=3)
+            decoder.add(sequences)
+            with decoder.active():
+                while allowed and (ended := decoder.advance()) is not None:
+                    found, allowed = found + ended, allowed - 1
+                ended, sequences = decoder.evict()
+            found += ended
+    assert not sequences
+    return sorted(found, key=lambda each: each.request_id)
+
+
+@pytest.mark.parametrize(("size", "parallel", "model"), [(1, {}, MODEL), (2, {"expert": 2}, EXPERTS)], ids=str)
+@pytest.mark.parametrize("calls", [0, 3, 10])
+def test_completions_do_not_depend_on_how_often_the_decoder_looks_for_ended_sequences(
+    ranks, size, parallel, model, calls
+):
+    every_step = ranks.reference(looking_every, 1, 0, {}, model)
+    assert len({each.reason for each in every_step}) == 2 and len(every_step) == len(prompts())
+    for found in ranks.run(size, looking_every, 8, calls, parallel, model):
+        assert [(each.request_id, each.ids, each.reason) for each in found] == [
+            (each.request_id, each.ids, each.reason) for each in every_step
+        ]

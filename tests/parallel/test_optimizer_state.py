@@ -1,0 +1,269 @@
+"""Optimizer state moves between optimizers, implementations of Adam and versions of the format, and is held once."""
+
+from __future__ import annotations
+
+import math
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import megatron.core.optimizer as megatron_optimizer
+import megatron.core.optimizer.distrib_optimizer as megatron_distrib_optimizer
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import load_plain_tensors
+
+from rl_megatron.checkpoint.optimizer_state import parts, requested_optimizer_state, step_count
+from rl_megatron.checkpoint.training_state import TrainingState, tensors_of_model
+from rl_megatron.config.optimizer import OptimizerConfig
+from rl_megatron.losses import NLLLoss
+from rl_megatron.model.build import unwrap
+from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.topology.device import start_device
+from tests.parallel.layouts import EXPERTS, MODEL, OPTIMIZER, build_policy, weights, worst_relative_error
+from tests.parallel.test_layouts import random_batch
+
+STATES = ("param", "exp_avg", "exp_avg_sq")
+DATA, SINGLE, EXPERT = (2, {}), (1, {}), (2, {"tensor": 2, "sequence": True, "expert": 2})
+
+# Checkpoints of step 2 that were written before the plain and the distributed optimizer had the same format.
+OLD = Path(__file__).parent / "old_checkpoints"
+TINY = replace(
+    MODEL, num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=2, qk_norm=False, qkv_bias=False
+)
+TINY_EXPERTS = replace(TINY, num_experts=2, expert_ffn_hidden_size=8)
+OLD_CASES = {
+    "distributed_fp32": (TINY, "fp32", DATA),
+    "distributed_bf16_experts": (TINY_EXPERTS, "bf16", (4, EXPERT[1])),
+    "plain_fp32": (TINY, "fp32", SINGLE),
+    "plain_bf16_experts": (TINY_EXPERTS, "bf16", EXPERT),
+}
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """An Adam with the state of Transformer Engine 2.20's FusedAdam: moments per parameter, and one int step per group.
+
+    Like the original it refuses a step that is not an int, and states that it does not know.
+    """
+
+    def __init__(self, params, lr, weight_decay, betas, eps, adam_w_mode, capturable=False):
+        assert adam_w_mode and not capturable
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for states in state_dict["state"].values():
+            for name in states:
+                if name not in ("exp_avg", "exp_avg_sq", "master_param"):
+                    raise KeyError(name)
+        super().load_state_dict(state_dict)
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            if type(group["step"]) is not int:
+                raise TypeError(f"multi_tensor_adam takes an int as step, but got {group['step']!r}")
+            for parameter in group["params"]:
+                state, gradient, (beta1, beta2) = self.state[parameter], parameter.grad, group["betas"]
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                mean = state["exp_avg"].lerp_(gradient, 1 - beta1) / (1 - beta1 ** group["step"])
+                square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+                root = (square / (1 - beta2 ** group["step"])).sqrt() + group["eps"]
+                parameter.sub_(group["lr"] * mean / root)
+
+
+def use_fused_adam(used: bool) -> None:
+    """Let megatron-core use `FusedAdam`, as it uses Transformer Engine's if that is installed, or torch's."""
+    adam = FusedAdam if used else torch.optim.AdamW
+    megatron_optimizer.Adam = megatron_distrib_optimizer.Adam = adam  # pyright: ignore[reportAttributeAccessIssue]
+    megatron_optimizer.USING_PYTORCH_OPTIMIZER = not used
+
+
+def policy_with(fused: bool, optimizer: OptimizerConfig, **options: Any) -> MegatronPolicy:
+    start_device("cpu")  # the first call lets megatron-core use torch's Adam
+    use_fused_adam(fused)
+    try:
+        policy = build_policy(options.pop("parallel", {}), optimizer=optimizer, **options)
+    finally:
+        use_fused_adam(False)
+    assert policy.optimizer is not None
+    assert isinstance(parts(policy.optimizer)[0].optimizer, FusedAdam if fused else torch.optim.AdamW)
+    return policy
+
+
+def train(policy: MegatronPolicy, seeds: range) -> list[float]:
+    return [policy.train(random_batch(8, 16, seed), NLLLoss(), gbs=8)["grad_norm"] for seed in seeds]
+
+
+def change_adam(directory: str, distributed: bool, saved_by_fused: bool, steps: int) -> tuple[Any, Any]:
+    """Return a step count and weights without and with a checkpoint in which Adam's implementation changes.
+
+    The checkpoint is saved after `steps` steps, and two more are taken.
+    """
+    optimizer = replace(OPTIMIZER, distributed=distributed)
+    saver = policy_with(saved_by_fused, optimizer)
+    train(saver, range(steps))
+    path = saver.save_checkpoint(directory, steps)
+    loader = policy_with(not saved_by_fused, optimizer, seed=99)
+    loader.load_checkpoint(path)
+    found = []
+    for policy in (saver, loader):
+        train(policy, range(steps, steps + 2))
+        assert policy.optimizer is not None
+        found.append((step_count(policy.optimizer), weights(policy)))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("steps", [3, 0])
+@pytest.mark.parametrize("saved_by_fused", [True, False], ids=["fused to torch", "torch to fused"])
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])
+def test_a_checkpoint_continues_with_another_implementation_of_adam(
+    ranks, tmp_path, distributed, saved_by_fused, steps
+):
+    for kept, changed in ranks.run(2, change_adam, str(tmp_path), distributed, saved_by_fused, steps):
+        assert kept[0] == changed[0] == steps + 2
+        if kept[1]:  # rank 0 has the weights
+            error, name = worst_relative_error(changed[1], kept[1])
+            assert error <= 1e-5, (name, error)  # a wrong step count changes the bias correction by a factor of two
+
+
+def save(parallel: dict, directory: str, options: dict) -> tuple[list[float], dict]:
+    policy = build_policy(parallel, **options)
+    train(policy, range(2))
+    policy.save_checkpoint(directory, 2)
+    return train(policy, range(2, 4)), weights(policy)
+
+
+def load_and_train(parallel: dict, path: str, options: dict) -> tuple[list[float], dict]:
+    policy = build_policy(parallel, seed=99, **options)
+    policy.load_checkpoint(path)
+    return train(policy, range(2, 4)), weights(policy)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("saved", "was_distributed", "loaded", "is_distributed"),
+    [(DATA, True, DATA, False), (DATA, False, DATA, True), (DATA, True, SINGLE, True), (SINGLE, True, DATA, True)],
+    ids=["distributed to plain", "plain to distributed", "to one rank", "from one rank"],
+)
+def test_a_checkpoint_loads_into_the_other_optimizer(
+    ranks, tmp_path, precision, saved, was_distributed, loaded, is_distributed
+):
+    options = [
+        {"precision": precision, "model": EXPERTS, "optimizer": replace(OPTIMIZER, distributed=distributed)}
+        for distributed in (was_distributed, is_distributed)
+    ]
+    norms, kept = ranks.run(saved[0], save, saved[1], str(tmp_path), options[0])[0]
+    path = str(tmp_path / "step-000002")
+    found_norms, found = ranks.run(loaded[0], load_and_train, loaded[1], path, options[1])[0]
+    tolerance = 1e-5 if precision == "fp32" else 2e-2
+    assert found_norms == pytest.approx(norms, rel=tolerance)
+    error, name = worst_relative_error(found, kept)
+    assert error <= (1e-4 if precision == "fp32" else 2e-2), (name, error)
+
+
+def load_old(parallel: dict, options: dict, path: str, again: str) -> tuple[int, dict[str, Any], list[Any]]:
+    """Load an old checkpoint, and save it in today's format.
+
+    Returns:
+        The step count, the tensors of the new checkpoint, and the norms and weights of two more steps from both.
+    """
+    policy = build_policy(parallel, seed=99, **options)
+    policy.load_checkpoint(path)
+    optimizer = policy.optimizer
+    assert optimizer is not None
+    step, resaved = step_count(optimizer), policy.save_checkpoint(again, 2)
+    return (
+        step,
+        read_tensors(str(resaved)),
+        [
+            (train(policy, range(2, 4)), weights(policy)),
+            load_and_train(parallel, str(resaved), options),
+        ],
+    )
+
+
+@pytest.mark.parametrize("name", OLD_CASES)
+@pytest.mark.parametrize("distributed", [True, False], ids=["into distributed", "into plain"])
+def test_an_old_checkpoint_loads_and_continues_bitwise(ranks, tmp_path, name, distributed):
+    with tarfile.open(OLD / f"{name}.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    model, precision, (world_size, parallel) = OLD_CASES[name]
+    options = {"model": model, "precision": precision, "optimizer": replace(OPTIMIZER, distributed=distributed)}
+    old = str(tmp_path / "step-000002")
+    answers = ranks.run(world_size, load_old, parallel, options, old, str(tmp_path / "again"))
+    stored = ranks.run(1, read_alone, old)[0]
+    assert len(stored) > 20
+    step, today, (first, second) = answers[0]
+    assert step == 2
+    for key, value in stored.items():
+        if key.startswith("optimizer."):
+            state, _, parameter = key.removeprefix("optimizer.").removeprefix("state.").partition(".")
+            assert torch.equal(today[f"optimizer.{state.replace('fp32_', '')}.{parameter}"], value), key
+        else:
+            assert torch.equal(today[key], value), key
+            if precision == "fp32":
+                assert torch.equal(today[f"optimizer.param.{key}"], value), key
+    assert first[0] == second[0]
+    assert first[1].keys() == second[1].keys() and all(torch.equal(w, second[1][k]) for k, w in first[1].items())
+
+
+def read_alone(path: str) -> dict[str, torch.Tensor]:
+    """Return the whole tensors of a checkpoint, read by megatron-core alone."""
+    build_policy({}, model=TINY)  # reading needs the process groups
+    return read_tensors(path)
+
+
+def read_tensors(path: str) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in load_plain_tensors(path).items() if isinstance(value, torch.Tensor)}
+
+
+def held_numbers(parallel: dict, options: dict) -> tuple[int, int, int]:
+    """Return how many numbers of optimizer state this rank holds to save, and to load, and the parameters' number."""
+    policy = build_policy(parallel, **options)
+    optimizer, model = policy.optimizer, unwrap(policy.model.model_chunks[0])
+    assert optimizer is not None
+    saved = TrainingState(policy.model, optimizer, policy.scheduler).sharded()["optimizer"]["tensors"]
+    models = [tensors_of_model(model)]
+    names = {f"optimizer.{state}.{entry.key}" for state in STATES for entry in models[0].values()}
+    requested = requested_optimizer_state(optimizer, models, names)["tensors"]
+    held = [sum(e.data.numel() for states in tree.values() for e in states.values()) for tree in (saved, requested)]
+    assert dist.is_initialized()
+    return held[0], held[1], sum(math.prod(p.shape) for p in model.parameters())
+
+
+def test_data_parallel_ranks_hold_each_parameters_whole_optimizer_state_once(ranks):
+    options = {"optimizer": replace(OPTIMIZER, distributed=True)}
+    found = ranks.run(4, held_numbers, {}, options)
+    numbers = found[0][2]
+    for kind in (0, 1):
+        held = [answer[kind] for answer in found]
+        assert sum(held) == 3 * numbers
+        assert max(held) < 0.5 * 3 * numbers and min(held) > 0.1 * 3 * numbers
+
+
+def update(split: bool, precision: str) -> tuple[bool, list[float], dict]:
+    """Return whether the optimizer is megatron-core's distributed one, and the norms and weights of three steps."""
+    import rl_megatron.policy.optimizer as policy_optimizer
+
+    kept = policy_optimizer._has_replicas
+    if split:
+        policy_optimizer._has_replicas = lambda config, topology: True
+    try:
+        policy = build_policy({}, precision=precision, optimizer=replace(OPTIMIZER, distributed=True, clip_grad=0.0))
+    finally:
+        policy_optimizer._has_replicas = kept
+    assert policy.optimizer is not None
+    kinds = {isinstance(p, megatron_distrib_optimizer.DistributedOptimizer) for p in parts(policy.optimizer)}
+    return kinds == {True}, train(policy, range(3)), weights(policy)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_one_rank_without_the_distributed_optimizer_takes_the_same_steps(ranks, precision):
+    was_distributed, norms, kept = ranks.run(1, update, True, precision)[0]
+    is_distributed, found_norms, found = ranks.run(1, update, False, precision)[0]
+    assert (was_distributed, is_distributed) == (True, False)
+    assert found_norms == pytest.approx(norms, rel=1e-6)  # gradients lie at other addresses, and norms round otherwise
+    assert all(torch.equal(found[name], whole) for name, whole in kept.items())

@@ -1,0 +1,210 @@
+"""The engine on real vLLM servers on the CPU: exact logprobs, seeds, interruptions, and servers that are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from rl_megatron.algorithms.logprob_check import LIMITS, LogprobCheck
+from rl_megatron.algorithms.synced_engine import SyncedEngine
+from rl_megatron.config.load import load_config
+from rl_megatron.generation.interfaces import Sampling, Served
+from rl_megatron.generation.vllm.engine import build_vllm_engine
+from rl_megatron.losses import build_loss
+from tests.parallel.layouts import build_policy
+from tests.vllm_servers import MODEL, VOCAB_SIZE, free_ports, needs_vllm, running_servers
+
+pytestmark = needs_vllm
+STOP = 7
+SAMPLINGS = {
+    "temperature 1": Sampling(max_new_tokens=12, stop_ids=(STOP,)),
+    "temperature 0.7": Sampling(max_new_tokens=12, temperature=0.7, stop_ids=(STOP,)),
+    "greedy": Sampling(max_new_tokens=12, temperature=0.0, stop_ids=(STOP,)),
+}
+STEP_TOKENS = 512  # the most that a server processes in one step
+LIMIT = 1e-4  # nats
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    """Yield two real servers."""
+    directory = tmp_path_factory.mktemp("vllm")
+    port = free_ports(2)  # a server that is started again has the same address
+    with running_servers(directory, count=2, port=port, max_num_batched_tokens=STEP_TOKENS) as running:
+        yield running
+
+
+def prompts(count: int = 11) -> list[list[int]]:
+    """Return prompts of unequal length."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = [1, 40] + torch.randint(2, 30, (count - 2,), generator=generator).tolist()
+    return [torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+
+
+def engine_of(policy, urls, directory, **generation):
+    keys = {"engine": "vllm", "vllm.server_urls": f"[{','.join(urls)}]", **generation}
+    stage = load_config(["algorithm=grpo", *(f"generation.{key}={value}" for key, value in keys.items())]).first
+    return build_vllm_engine(policy, stage, Path(directory))
+
+
+def largest_difference(policy, rollouts) -> float:
+    """Return max|trainer's − engine's logprob|, in nats."""
+    difference = policy.get_logprobs(rollouts)["logprobs"] - rollouts["generation_logprobs"]
+    return (difference * rollouts["token_mask"]).abs().max().item()
+
+
+def train_a_step(policy, rollouts) -> None:
+    rollouts["prev_logprobs"] = rollouts["generation_logprobs"]
+    rollouts["advantages"] = torch.randn(rollouts["token_mask"].shape, generator=torch.Generator().manual_seed(0))
+    policy.train(rollouts, build_loss("clipped_pg", {"reference_policy_kl_penalty": 0.0}), gbs=rollouts.size)
+
+
+async def interrupted(engine, policy) -> dict:
+    """Pause two long requests, abort one of them, send other weights, and let the other go on.
+
+    How soon a server generates the first and the last token depends on the machine, so the delay until the pause
+    grows while there is no token yet, and shrinks if the requests have ended.
+    """
+    sampling, delay = Sampling(max_new_tokens=90), 0.1
+    for attempt in range(20):
+        aborted, kept = (
+            asyncio.ensure_future(engine.complete([5, 6], sampling, f"{name}-{attempt}", seed=1))
+            for name in ("aborted", "kept")
+        )
+        await asyncio.sleep(delay)
+        engine.pause()
+        engine.abort([f"aborted-{attempt}"])
+        has_ended, has_begun = (await aborted).reason != "abort", bool((await aborted).ids)
+        if has_begun and not has_ended:
+            break
+        delay *= 0.6 if has_ended else 1.7  # no pair of delays alternates
+        engine.resume()
+        await kept
+    policy.model.version += 1
+    engine.update_weights()
+    engine.resume()
+    return {"aborted": await aborted, "kept": await kept}
+
+
+def use_servers(urls, directory, interrupts: bool) -> dict:
+    """Use the servers in all the ways that the tests below check; return what they answered."""
+    policy = build_policy({"tensor": 2} if not interrupts else {}, MODEL, vocab_size=VOCAB_SIZE)
+    engine, found = engine_of(policy, urls, directory), {}
+    try:
+        for step in range(3):
+            engine.update_weights()
+            batches = {name: engine.generate(prompts(), sampling, seed=3) for name, sampling in SAMPLINGS.items()}
+            found[step] = {name: largest_difference(policy, batch) for name, batch in batches.items()}
+            batch = batches["temperature 1"]
+            versions = batch["token_weight_versions"][batch["token_mask"] == 1]
+            found[f"versions {step}"] = (set(versions.tolist()), policy.weight_version)
+            train_a_step(policy, batch)
+        engine.update_weights()
+        group = [prompts()[1]] * 40  # 40 · 52 tokens are far more than a step takes
+        found["group"] = engine.generate(group, SAMPLINGS["temperature 1"], seed=9)["input_ids"].tolist()
+        found["group again"] = engine.generate(group, SAMPLINGS["temperature 1"], seed=9)["input_ids"].tolist()
+        if interrupts:
+            found |= asyncio.run(interrupted(engine, policy))
+    finally:
+        engine.shutdown()
+    return found
+
+
+@pytest.fixture(scope="module")
+def answers(ranks, servers, tmp_path_factory):
+    """Return what two ranks with tensor parallelism got of the servers."""
+    first, second = ranks.run(2, use_servers, servers.urls, str(tmp_path_factory.mktemp("run")), False)
+    assert first == second, "ranks decide alike"
+    return first
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_logprobs_are_the_trainers_after_each_weight_sync(answers, sampling):
+    differences = [answers[step][sampling] for step in range(3)]
+    assert max(differences) <= LIMIT, differences
+
+
+def test_every_token_has_the_version_of_the_policys_weights(answers):
+    for step in range(3):
+        versions, wanted = answers[f"versions {step}"]
+        assert versions == {wanted}
+    assert answers["versions 2"][1] > answers["versions 0"][1]
+
+
+def test_a_group_larger_than_a_step_of_the_server_keeps_its_seeds(answers):
+    """A CPU server's engine ends if a prompt with a seed is divided, so that the client keeps the tokens in flight."""
+    group = answers["group"]
+    assert group == answers["group again"]
+    assert len({tuple(ids) for ids in group}) > 30, "each sample has a seed of its own"
+
+
+def test_a_request_is_aborted_with_what_it_has_or_goes_on_with_other_weights(ranks, servers, tmp_path):
+    (found,) = ranks.run(1, use_servers, servers.urls, str(tmp_path), True)
+    aborted, kept = found["aborted"], found["kept"]
+    assert aborted.reason == "abort" and 0 < len(aborted.ids) < 90 and len(aborted.logprobs) == len(aborted.ids)
+    assert kept.reason == "length" and len(kept.ids) == 90
+    first, second = kept.versions
+    assert second.version == first.version + 1 and 0 < first.end < 90
+    assert kept.ids[: len(aborted.ids)] == aborted.ids[: len(kept.ids)], "the same prompt, seed and weights"
+    assert max(found[2].values()) <= LIMIT
+
+
+# --- servers that are killed ---
+
+
+def generate_and_check(urls, directory, killed: str) -> dict:
+    """Generate a long batch through `SyncedEngine`, and say in the file `killed` when it begins."""
+    policy = build_policy({"tensor": 2}, MODEL, vocab_size=VOCAB_SIZE)
+    engine = engine_of(policy, urls, directory)
+    sampling = dataclasses.replace(SAMPLINGS["temperature 1"], max_new_tokens=80, stop_ids=())
+    noted: list[dict] = []
+    check = LogprobCheck(policy, None, sampling, 2, LIMITS["fp32"])
+    synced = SyncedEngine(engine, check, noted.append)
+    try:
+        undisturbed = synced.generate(prompts(), sampling, seed=3)
+        if policy.topology.rank == 0:
+            Path(killed).touch()
+        while not Path(killed + ".done").exists():
+            disturbed = synced.generate(prompts(), sampling, seed=3)
+        return {
+            "same tokens": torch.equal(undisturbed["input_ids"], disturbed["input_ids"]),
+            "difference": largest_difference(policy, disturbed),
+            "served": engine.served,
+            "checks": sum("gate_max" in each for each in noted),
+        }
+    finally:
+        engine.shutdown()
+
+
+def test_a_server_that_is_killed_while_it_generates_costs_nothing_but_time(ranks, servers, tmp_path):
+    """The second server is killed, and its own supervisor starts it again at the same address."""
+    killed = tmp_path / "killed"
+
+    def kill() -> None:
+        while not killed.exists():
+            time.sleep(0.05)
+        time.sleep(0.3)
+        victim = servers.processes[1]
+        (server,) = psutil.Process(victim.pid).children()
+        os.kill(server.pid, signal.SIGKILL)
+        while not victim.has_ended():
+            time.sleep(0.1)
+        servers.start()
+        (tmp_path / "killed.done").touch()
+
+    supervisor = threading.Thread(target=kill)
+    supervisor.start()
+    first, second = ranks.run(2, generate_and_check, servers.urls, str(tmp_path), str(killed))
+    supervisor.join()
+    assert first == second
+    assert first["same tokens"] and first["difference"] <= LIMIT
+    assert first["served"] == Served(first["served"].version, 2) and first["checks"] == 2

@@ -1,0 +1,296 @@
+"""The check of a GPU in parts: every part runs on the CPU with tiny shapes, and its results are kept whatever happens.
+
+A GPU runs the same code; what only a GPU can show is listed as not measured here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import re
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu_check import __main__ as command
+from benchmarks.gpu_check import measured, report, runner, setting
+from benchmarks.gpu_check.part import run_part
+from benchmarks.gpu_check.parts import PARTS, Part, environment, nccl, syncs
+from benchmarks.gpu_check.profiling import profile_of, union
+from benchmarks.gpu_check.record import Record, write_json
+from benchmarks.gpu_check.setting import ProcessFailed, Setting, in_new_process
+from rl_megatron.config.load import load_config
+from tests.forkserver import fork_context
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PAGE = (REPOSITORY / "docs" / "performance.md").read_text()
+
+
+# --- parts, on the CPU ---
+
+
+def _rows(name: str, tiny: bool) -> list[str]:
+    import importlib
+
+    return importlib.import_module(f"benchmarks.gpu_check.parts.{name}").rows(tiny)
+
+
+def _in_fork(name: str, directory: Path, connection) -> None:
+    """Run a part, whose processes are forks of this one: they start without imports."""
+    torch.set_num_threads(1)
+    setting.CONTEXT = multiprocessing.get_context("fork")
+    torch.multiprocessing.spawn = lambda function, args, nprocs: function(0, *args)  # of benchmarks.logprobs
+    if name == "nccl":
+        nccl._finish = _finish_nothing
+    try:
+        answer = run_part(name, Setting("cpu", True, directory / name), directory / f"{name}.json"), ""
+    except BaseException:
+        answer = 1, traceback.format_exc()
+    connection.send(answer)
+
+
+def _finish_nothing(arguments: list[str], ranks: int) -> int:
+    """Compose the configuration, and write the metrics of a run: tests/end_to_end has such runs."""
+    stages = load_config(arguments[1:]).stages
+    if arguments[0] == "train":
+        directory = Path(arguments[-1].removeprefix("output_dir="))
+        directory.mkdir(parents=True)
+        (stage,) = stages.values()
+        line = json.dumps({"kind": "train", "stage": "grpo", "seconds": 1.0})
+        (directory / "metrics.jsonl").write_text(f"{line}\n" * stage.train.steps)
+    return 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_runs_on_the_cpu_and_reports_every_figure_or_why_not(name, tmp_path):
+    ours, theirs = fork_context().Pipe()
+    process = fork_context().Process(target=_in_fork, args=(name, tmp_path, theirs))
+    process.start()
+    theirs.close()
+    status, error = ours.recv()
+    process.join()
+    found = json.loads((tmp_path / f"{name}.json").read_text())
+    assert status == 0, error or [check for check in found["checks"] if not check["holds"]]
+    assert found["checks"] and all(check["holds"] for check in found["checks"])
+    figures = [figure["name"] for figure in found["figures"]]
+    assert sorted([*figures, *found["not_measured"]]) == sorted(_rows(name, tiny=True))
+    assert all(figure["value"] >= 0 for figure in found["figures"])
+
+
+def test_every_figure_of_a_gpu_is_on_the_page_as_not_measured_or_with_a_value():
+    (table,) = re.findall(r"<!-- gpu figures -->\n(.*?)<!-- end of gpu figures -->", PAGE, re.DOTALL)
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    assert [(part, figure) for part, figure, *_ in lines] == [
+        (name, figure) for name in PARTS for figure in _rows(name, tiny=False)
+    ]
+    assert all(value for _, _, value, *_ in lines)
+
+
+def test_every_part_is_on_the_page():
+    for part in PARTS.values():
+        assert f"| `{part.name}` | {part.meaning} |" in PAGE
+
+
+def test_the_environment_imports_all_that_the_package_needs():
+    required = re.search(r"install_requires=\[(.*?)\n    \]", (REPOSITORY / "setup.py").read_text(), re.DOTALL)
+    names = re.findall(r'^ +"([A-Za-z0-9_-]+)', required[1], re.MULTILINE)
+    assert set(names) <= {distribution or module for module, distribution in environment.MODULES.items()}
+
+
+def test_every_wheel_has_a_pinned_version():
+    wheels = (REPOSITORY / "benchmarks" / "gpu_check" / "wheels.txt").read_text().splitlines()
+    pinned = re.findall(r"^([\w.-]+)==", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE)
+    assert {name for name in wheels if not name.startswith("#")} <= set(pinned)
+
+
+# --- counting ---
+
+
+def _sync() -> None:
+    """Warn as torch does of a wait."""
+    warnings.warn(f"{measured.WARNING} (Triggered internally at CUDAFunctions.cpp:249.)", UserWarning, stacklevel=1)
+
+
+def test_every_wait_that_torch_warns_of_is_counted_at_its_line_in_spite_of_filters():
+    shown = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.showwarning = lambda message, *_: shown.append(str(message))
+        with measured.Waits(torch.device("cpu")) as waits:
+            for _ in range(3):
+                _sync()
+            _sync()
+            warnings.warn("another warning, which stays ignored", stacklevel=1)
+        warnings.filterwarnings("always", "yet another")
+        with measured.Waits(torch.device("cpu")):
+            warnings.warn("yet another", stacklevel=1)
+        assert warnings.filters[0][0] == "always" and shown == ["yet another"]
+    source = Path(__file__).read_text().splitlines()
+    line = next(number for number, text in enumerate(source, 1) if "Triggered internally" in text)
+    assert waits.places == {f"{__file__}:{line}": 4}
+
+
+def test_a_wait_that_was_not_planned_fails(tmp_path):
+    record = Record(tmp_path / "result.json")
+    file, experts = "rl_megatron/losses/base.py:1", f"{syncs.OF_EXPERTS}token_dispatcher.py:2"
+    for phase, places, holds in (
+        ("train", {file: 2, experts: 99}, True),
+        ("train", {file: 3}, False),
+        ("logprobs", {file: 2}, False),
+        ("generate", {file: 2}, True),
+        ("generate", {file: 3}, False),
+    ):
+        syncs.check_allowed(record, "waits", phase, "padded", places)
+        assert record.checks[-1].holds == holds, (phase, places)
+
+
+def test_memory_of_phases_is_the_sum_of_live_tensors_on_the_cpu():
+    with measured.DeviceCounter(torch.device("cpu")) as counter:
+        with counter.phase("build") as build:
+            kept = torch.zeros(1000)
+        with counter.phase("train") as train:
+            temporary = torch.zeros(3000)
+            del temporary
+        with counter.phase("save") as save:
+            pass
+    assert save[0].use().peak_bytes == 4000
+    assert (build[0].before, build[0].after, train[0].after) == (0, 4000, 4000)
+    assert train[0].use().peak_bytes == 16000
+    assert kept.sum() == 0
+
+
+def test_spans_that_overlap_count_once():
+    assert union([(5, 6), (0, 2), (1, 3), (1, 2)]) == 4 and union([]) == 0
+
+
+def test_a_profile_counts_operators_and_their_time():
+    found = profile_of(lambda: [torch.ones(4).exp_() for _ in range(5)], torch.device("cpu"))
+    assert found.kernels >= 10 and 0 < found.busy_seconds < 5
+
+
+# --- results ---
+
+
+def test_numbers_that_are_not_finite_fail_and_can_be_written(tmp_path):
+    record = Record(tmp_path / "result.json")
+    record.at_most("error", math.nan, 1.0)
+    record.at_least("count", math.nan, 1.0)
+    record.figure("ratio", math.inf, at_most=2.0)
+    assert not any(check.holds for check in record.checks)
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert [check["value"] for check in found["checks"]] == ["nan", "nan", "inf"]
+
+
+def test_a_file_stays_as_it_was_if_it_cannot_be_written(tmp_path, monkeypatch):
+    def write_half(path, text):
+        with path.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise OSError("the disk is full")
+
+    path = tmp_path / "results.json"
+    write_json(path, {"parts": {}})
+    monkeypatch.setattr(Path, "write_text", write_half)
+    with pytest.raises(OSError, match="disk is full"):
+        write_json(path, {"parts": {"environment": {}}})
+    assert json.loads(path.read_text()) == {"parts": {}}
+
+
+SCRIPTS = {
+    "environment": "record.fact('GPU', 'one'); record.figure('speed', 2.5, 'GB/s'); record.at_most('error', 1, 2)",
+    "tests": "record.equal('failed tests', 3, 0); sys.exit(1)",
+    "equality": "record.figure('error', 0.5); raise RuntimeError('it broke')",
+    "syncs": "record.at_most('first', 1, 2); import subprocess; subprocess.Popen(['sleep', '60']); time.sleep(60)",
+    "memory": "record.skip('there is one GPU')",
+    "decode": "time.sleep(60)",
+}
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """Let parts be short scripts, of which one hangs."""
+
+    def command_of(name, device, tiny, directory, result):
+        head = "import sys, time; from pathlib import Path; from benchmarks.gpu_check.record import Record; "
+        return [sys.executable, "-c", f"{head}record = Record(Path({str(result)!r})); record.save(); {SCRIPTS[name]}"]
+
+    monkeypatch.setattr(runner, "command_of", command_of)
+    monkeypatch.setitem(PARTS, "syncs", Part("syncs", "it hangs", 2))
+
+
+def _sleepers() -> int:
+    entries = [entry for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    found = 0
+    for entry in entries:
+        try:
+            found += (entry / "cmdline").read_bytes() == b"sleep\x0060\x00"
+        except OSError:
+            continue
+    return found
+
+
+def test_all_results_are_kept_if_parts_fail_hang_or_are_skipped(scripts, tmp_path, capfd):
+    began, sleepers = time.monotonic(), _sleepers()
+    assert not runner.run_parts(["environment", "tests", "equality", "syncs", "memory"], "cuda", False, tmp_path)
+    assert time.monotonic() - began < 40
+    assert _sleepers() == sleepers, "the child of a part that was ended still runs"
+    parts = json.loads((tmp_path / "results.json").read_text())["parts"]
+    assert {name: part["status"] for name, part in parts.items()} == {
+        "environment": "passed", "tests": "failed", "equality": "failed", "syncs": "timed out", "memory": "skipped",
+    }  # fmt: skip
+    assert parts["tests"]["error"] is None and "it broke" in parts["equality"]["error"]
+    assert parts["equality"]["figures"][0]["value"] == 0.5 and parts["syncs"]["checks"][0]["name"] == "first"
+    text = report.write_report(tmp_path)
+    for line in (
+        "GPU: one", "| environment | passed | 0 | 1 of 1 |", "| environment | speed | 2.5 GB/s |  |",
+        "| tests | failed tests | 3 | equal to 0 |", "RuntimeError: it broke", "it was ended after 2 s",
+        "| memory | the part | there is one GPU |",
+    ):  # fmt: skip
+        assert line in text, line
+    assert (tmp_path / "report.md").read_text() == text
+
+
+def test_a_part_that_runs_again_replaces_its_result_and_no_other(scripts, tmp_path, monkeypatch):
+    assert not runner.run_parts(["tests", "environment"], "cuda", False, tmp_path)
+    monkeypatch.setitem(SCRIPTS, "tests", "record.equal('failed tests', 0, 0)")
+    assert runner.run_parts(["tests"], "cuda", False, tmp_path)
+    parts = json.loads((tmp_path / "results.json").read_text())["parts"]
+    assert {name: part["status"] for name, part in parts.items()} == {"environment": "passed", "tests": "passed"}
+
+
+def test_parts_end_with_the_time_of_all_parts(scripts, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "_LEAST_SECONDS", 1)
+    assert not runner.run_parts(["decode", "environment"], "cuda", False, tmp_path, total_seconds=1.5)
+    parts = json.loads((tmp_path / "results.json").read_text())["parts"]
+    assert {name: part["status"] for name, part in parts.items()} == {
+        "environment": "not begun", "decode": "timed out",
+    }  # fmt: skip
+
+
+def test_the_limits_of_parts_are_those_that_are_promised():
+    assert all(part.seconds <= 480 for part in PARTS.values()) and runner.TOTAL_SECONDS <= 1500
+
+
+def test_a_function_that_raises_in_its_process_is_reported(monkeypatch):
+    monkeypatch.setattr(setting, "CONTEXT", multiprocessing.get_context("fork"))
+    assert in_new_process(math.sqrt, 4.0) == 2.0
+    assert in_new_process(os.environ.get, "CUDA_VISIBLE_DEVICES", sees_gpus=False) == ""
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ or os.environ["CUDA_VISIBLE_DEVICES"]
+    assert torch.equal(in_new_process(torch.arange, 3), torch.arange(3))
+    with pytest.raises(ProcessFailed, match="math domain error"):
+        in_new_process(math.sqrt, -1.0)
+    with pytest.raises(ProcessFailed, match="ended with status 7"):
+        in_new_process(os._exit, 7)
+
+
+def test_unknown_parts_are_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--device", "cpu", "speed"])
+    assert ended.value.code == 2 and "invalid choice: 'speed'" in capsys.readouterr().err

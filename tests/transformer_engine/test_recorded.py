@@ -1,0 +1,132 @@
+"""What the project builds without Transformer Engine has the names, shapes and states that were recorded with it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from rl_megatron.config.load import load_config
+from rl_megatron.model.families import family_of_model
+from tests.transformer_engine import cases
+from tests.transformer_engine.record import RECORDED
+
+VARIABLE = "RL_MEGATRON_TRANSFORMER_ENGINE"
+FAMILIES = json.loads(RECORDED.read_text())["families"]
+RANKS = [
+    pytest.param(family, layout, rank, id=f"{family}, {layout}, rank {number}")
+    for family, layouts in FAMILIES.items()
+    for layout, recorded in layouts.items()
+    for number, rank in enumerate(recorded["ranks"])
+]
+
+
+def small_model(family: str, num_layers: int) -> Any:
+    overrides = [f"model.{key}" for key in (*cases.SMALL, f"num_layers={num_layers}")]
+    return load_config([*cases.FAMILIES[family], *overrides]).first.model
+
+
+def without(names: tuple[str, ...], adam: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in adam.items() if name not in names}
+
+
+def with_stand_in() -> list[dict[str, Any]]:
+    """Return what a rank consists of if megatron-core takes the FusedAdam with which loading is tested."""
+    from tests.parallel.test_optimizer_state import use_fused_adam
+
+    use_fused_adam(True)
+    try:
+        return [cases.described("llama", "data 2", 0), cases.described("qwen3_moe", "expert 2", 0)]
+    finally:
+        use_fused_adam(False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", cases.FAMILIES)
+def test_portable_layers_have_the_same_tensors_checkpoints_and_exports(fresh_process, family):
+    portable = fresh_process.run(cases.of_family, family)
+    assert portable.keys() == FAMILIES[family].keys()
+    for layout, recorded in FAMILIES[family].items():
+        assert portable[layout]["checkpoint"] == recorded["checkpoint"], layout
+        assert portable[layout]["export"] == recorded["export"], layout
+        for ours, theirs in zip(portable[layout]["ranks"], recorded["ranks"], strict=True):
+            assert (ours["backend"], theirs["backend"]) == ("portable", "transformer_engine")
+            assert ours["pieces"] == theirs["pieces"], layout
+
+
+@pytest.mark.parametrize("family", cases.FAMILIES)
+def test_the_weight_table_has_the_tensors_of_the_layers(family):
+    for layout, recorded in FAMILIES[family].items():
+        pieces = {name: parts[0] for rank in recorded["ranks"] for name, parts in rank["pieces"].items()}
+        model = small_model(family, num_layers=2 if layout == "pipeline 2" else 1)
+        table = family_of_model(model, cases.VOCABULARY).table(model, cases.VOCABULARY)
+        assert pieces.keys() == table.shapes.keys(), layout
+        for name, shape in table.shapes.items():
+            padded = name in ("embedding.word_embeddings.weight", "output_layer.weight")
+            rows = pieces[name][0]
+            assert pieces[name][1:] == [*shape[1:]] and (rows >= shape[0] if padded else rows == shape[0]), name
+        assert {name: shape for name, (shape, _) in recorded["export"].items()} == {
+            name: [*shape] for name, shape in table.hf_shapes.items()
+        }
+
+
+@pytest.mark.parametrize(("family", "layout", "rank"), RANKS)
+def test_every_parameter_of_the_layers_has_a_place(family, layout, rank):
+    """A parameter that the sharding metadata lacked would be neither initialised nor saved."""
+    held = sum(math.prod(shape) for _, *parts in rank["pieces"].values() for _, shape in parts)
+    assert held == sum(math.prod(shape) for shape in rank["parameters"].values())
+    # This is how `build_model` finds the parameters of experts, whose gradients are summed over fewer ranks.
+    experts = {name for name in rank["parameters"] if "expert" in name}
+    assert experts == {name for name in rank["parameters"] if ".experts." in name}
+    assert bool(experts) == (family in ("mixtral", "qwen3_moe"))
+
+
+@pytest.mark.parametrize("family", cases.FAMILIES)
+def test_checkpoints_have_no_extra_states(family):
+    for recorded in FAMILIES[family].values():
+        assert any(rank["extra_states"] for rank in recorded["ranks"])
+        assert not [name for name in recorded["checkpoint"] if "_extra_state" in name]
+        assert all(sorted(prefixes) == ["", *cases.PREFIXES] for prefixes in recorded["checkpoint"].values())
+
+
+@pytest.mark.parametrize(("family", "layout", "rank"), RANKS)
+def test_adam_counts_steps_as_an_int_of_each_group(family, layout, rank):
+    for key, step in (("adam", 0), ("adam at step 5", 5)):
+        for adam in rank[key]:
+            assert adam["class"].endswith("FusedAdam")
+            assert set(adam["steps"].split(", ")) == {f"int {step}"}
+            assert adam["state"] == {"exp_avg": "tensor of torch.float32", "exp_avg_sq": "tensor of torch.float32"}
+
+
+def test_the_fused_adam_of_other_tests_keeps_what_the_real_one_keeps(fresh_process):
+    recorded = [FAMILIES["llama"]["data 2"]["ranks"][0], FAMILIES["qwen3_moe"]["expert 2"]["ranks"][0]]
+    for ours, theirs in zip(fresh_process.run(with_stand_in), recorded, strict=True):
+        for key in ("adam", "adam at step 5"):
+            assert [without(("class", "known_states"), adam) for adam in ours[key]] == [
+                without(("class", "known_states"), adam) for adam in theirs[key]
+            ]
+        assert {adam["known_states"] for adam in theirs["adam"]} == {"exp_avg exp_avg_sq master_param"}
+
+
+@pytest.mark.slow
+def test_the_record_is_what_transformer_engine_gives():
+    directory = os.environ.get(VARIABLE)
+    if not directory:
+        pytest.skip(
+            f"set {VARIABLE} to a directory with Transformer Engine's Python; see tests/transformer_engine/record.py"
+        )
+    program = "import json, pathlib, sys; from tests.transformer_engine.record import record, text_of\n"
+    program += "print(text_of(record(pathlib.Path(sys.argv[1]))))"
+    command = [sys.executable, "-W", "ignore", "-c", program, directory]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout[done.stdout.index("{") :])
+    for family, layouts in FAMILIES.items():
+        for layout, recorded in layouts.items():
+            assert found["families"][family][layout] == recorded, (family, layout, found["versions"])
+    assert found["families"].keys() == FAMILIES.keys()

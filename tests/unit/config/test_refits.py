@@ -1,0 +1,28 @@
+"""The rules of `generation.refit`."""
+
+from __future__ import annotations
+
+import pytest
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.generation import GenerationConfig
+from rl_megatron.config.refits import check_refit
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"engine": "transformers", "refit": "disk"}, "takes weights by collective or shared_memory; .*engine=vllm"),
+        ({"engine": "sglang", "refit": "disk"}, "generation.engine=sglang takes weights by collective; .*engine=vllm"),
+        ({"engine": "vllm", "refit_directory": "/x"}, "refit_directory=/x does nothing: generation.refit=collective"),
+        ({"engine": "vllm", "refit": "nccl", "gate_prompts": 0}, "gate_prompts=0: the engine does not verify weights"),
+    ],
+)
+def test_a_way_that_the_engine_does_not_take_is_refused(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        check_refit(GenerationConfig(**keys))
+
+
+@pytest.mark.parametrize("refit", ["collective", "shared_memory", "disk", "nccl", "ipc"])
+def test_vllm_takes_weights_in_every_way(refit):
+    check_refit(GenerationConfig(engine="vllm", refit=refit))

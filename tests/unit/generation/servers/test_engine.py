@@ -1,0 +1,462 @@
+"""The engine on servers, with fake ones: weights first, restarts, aborted requests, and failures on every rank."""
+
+import asyncio
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.generation import GenerationConfig
+from rl_megatron.config.servers import VllmConfig
+from rl_megatron.execution import NonFiniteLoss
+from rl_megatron.generation.interfaces import EngineFailed, Sampling, Served
+from rl_megatron.generation.servers.engine import ServerEngine, ServerKind
+from rl_megatron.generation.vllm.dialect import VllmDialect
+from rl_megatron.weight_sync.servers import ServerDied, ServerRefused
+from tests.fake_vllm import FakeVllm, changed, logprob, status
+from tests.unit.generation.servers.stub_policy import StubPolicy, StubSync
+
+SAMPLING = Sampling(max_new_tokens=4, stop_ids=(20,))
+PROMPTS = [[3, 4, 5], [18], [1, 2]]
+
+
+class FakeDialect(VllmDialect):
+    """Starts the fake server instead of vLLM."""
+
+    def __init__(self, settings, *options):
+        super().__init__(settings, 64, "processed_logprobs")
+        self.options = options
+
+    def command(self, launch):
+        module = "tests.unit.generation.servers.fake_server"
+        return [sys.executable, "-m", module, str(launch.port), *self.options], {}
+
+
+def make(directory, settings, *options, policy=None, sync_log=None, sleeps=False, **generation):
+    kind = ServerKind(
+        FakeDialect(settings, *options), settings,
+        lambda servers: StubSync(servers, [] if sync_log is None else sync_log), 64, sleeps=sleeps,
+    )  # fmt: skip
+    config = GenerationConfig(engine="vllm", **{"engine_timeout_minutes": 1.0} | generation)
+    return ServerEngine(policy or StubPolicy(), config, kind, Path(directory), 1.0)
+
+
+@pytest.fixture
+def engines(tmp_path):
+    """Yield a function that builds engines, on fake servers of this process (`fakes`) or on launched ones."""
+    built, started = [], []
+
+    def build(*options, fakes=0, sync_log=None, settings=None, sleeps=False, **generation):
+        settings = settings or {}
+        if fakes:
+            started.extend(FakeVllm() for _ in range(fakes))
+            settings = {"server_urls": tuple(fake.url for fake in started)} | settings
+        settings = VllmConfig(**{"startup_timeout_seconds": 30.0} | settings)
+        built.append(make(tmp_path, settings, *options, sync_log=sync_log, sleeps=sleeps, **generation))
+        return (built[-1], *started) if fakes else built[-1]
+
+    yield build
+    for engine in built:
+        engine.shutdown()
+    for fake in started:
+        fake.close()
+
+
+def test_weights_are_synced_before_the_first_request_and_after_each_change(engines):
+    calls = []
+    engine, fake = engines(fakes=1, sync_log=calls)
+    with pytest.raises(EngineFailed, match=r"serves no weights; call update_weights\(\) first"):
+        engine.generate(PROMPTS, SAMPLING, seed=1)
+    assert engine.update_weights()["refit_bytes"] == 16.0 and engine.update_weights() == {}
+    batch = engine.generate(PROMPTS, SAMPLING, seed=1)
+    assert batch["input_ids"].tolist() == [[3, 4, 5, 6, 7, 8, 9], [18, 19, 20, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6, 0]]
+    assert batch["weight_version"].tolist() == [1, 1, 1] and batch["stopped"].tolist() == [False, True, False]
+    engine.policy.weight_version = 2
+    engine.update_weights()
+    assert engine.served == Served(2, 1)
+    assert engine.generate(PROMPTS, SAMPLING, seed=1)["weight_version"].tolist() == [2, 2, 2]
+    assert calls == ["connect", "send 1", "send 2"]
+    assert fake.called == ["/pause?mode=keep", "/finish_weight_update", "/resume"] * 2
+
+
+def test_requests_of_a_batch_have_ids_and_seeds_of_their_own(engines):
+    engine, fake = engines(fakes=1)
+    engine.update_weights()
+    engine.generate([[1]] * 3, SAMPLING, seed=5)
+    assert sorted(body["request_id"] for body in fake.asked) == ["5-0", "5-1", "5-2"]
+    assert len({body["sampling_params"]["seed"] for body in fake.asked}) == 3
+
+
+def test_an_answer_with_other_weights_than_the_policys_is_refused(engines):
+    engine, fake = engines(fakes=1)
+    engine.update_weights()
+    fake.weights = "7"
+    with pytest.raises(EngineFailed, match=r"generated tokens 1 to 4 with version 7 of the weights, and the policy's"):
+        engine.generate(PROMPTS, SAMPLING, seed=1)
+
+
+def test_logits_that_are_nan_end_the_run_as_with_every_engine(engines):
+    engine, fake = engines(fakes=1)
+    engine.update_weights()
+    fake.wrong = logprob(-9999.0)
+    with pytest.raises(NonFiniteLoss):
+        engine.generate(PROMPTS, SAMPLING, seed=1)
+
+
+def test_single_requests_are_answered_while_others_run_and_abort_returns_what_they_have(engines):
+    engine, fake = engines(fakes=1)
+    engine.update_weights()
+
+    async def run():
+        engine.pause()
+        waiting = [asyncio.ensure_future(engine.complete([5], SAMPLING, name, seed=1)) for name in ("a", "b")]
+        while len(fake.asked) < 2:
+            await asyncio.sleep(0.01)
+        engine.abort(["a"])
+        first = await waiting[0]
+        assert not waiting[1].done()
+        engine.resume()
+        return first, await waiting[1]
+
+    aborted, whole = asyncio.run(run())
+    assert (aborted.reason, aborted.ids) == ("abort", ()) and (whole.reason, whole.ids) == ("length", (6, 7, 8, 9))
+
+
+def test_a_paused_engine_stays_paused_over_a_weight_sync(engines):
+    engine, fake = engines(fakes=1)
+    engine.update_weights()
+    engine.pause()
+    engine.policy.weight_version = 2
+    engine.update_weights()
+    assert not fake.going.is_set()
+    engine.resume()
+    assert fake.going.is_set()
+
+
+def test_servers_sleep_while_the_policy_trains_and_wake_for_the_next_weights(engines):
+    """The policy and the servers never need their memory at the same time."""
+    engine, fake = engines(fakes=1, sleeps=True)
+    engine.update_weights()
+    fake.called.clear()
+    engine.policy.offloads.clear()
+    engine.sleep()
+    engine.sleep()
+    assert fake.called == ["/sleep?level=2"] and engine.served is None
+    engine.update_weights()
+    assert engine.policy.offloads == ["after", "after"], "before the servers take memory, and after the weight sync"
+    woken = ["/pause?mode=keep", "/wake_up?tags=weights", "/finish_weight_update", "/wake_up?tags=kv_cache", "/resume"]
+    assert fake.called[1:] == woken
+
+
+def test_servers_that_cannot_sleep_stay_awake(engines):
+    engine, fake = engines(fakes=1)
+    engine.update_weights()
+    fake.called.clear()
+    engine.sleep()
+    assert fake.called == [] and engine.served is not None and engine.policy.offloads == []
+
+
+def test_a_server_that_dies_before_it_sleeps_costs_nothing_but_time(engines, monkeypatch):
+    engine, fake = engines(fakes=1, sleeps=True)
+    engine.update_weights()
+    sleep = VllmDialect.sleep
+
+    async def dies(self, server):
+        raise ServerDied("gone")
+
+    monkeypatch.setattr(VllmDialect, "sleep", dies)
+    engine.sleep()
+    monkeypatch.setattr(VllmDialect, "sleep", sleep)
+    engine.update_weights()
+    assert engine.generate(PROMPTS, SAMPLING, seed=1)["weight_version"].tolist() == [1, 1, 1]
+
+
+def test_abort_ends_requests_that_wait_for_a_place(engines):
+    engine, fake = engines(fakes=1, settings={"max_requests_in_flight": 1})
+    engine.update_weights()
+
+    async def run():
+        engine.pause()
+        first, second = (asyncio.ensure_future(engine.complete([5], SAMPLING, name, seed=1)) for name in "ab")
+        while not fake.asked:
+            await asyncio.sleep(0.01)
+        engine.abort(["b"])
+        assert (await second).reason == "abort" and not first.done()
+        engine.abort()
+        assert (await first).reason == "abort" and len(fake.asked) == 1
+        engine.resume()
+
+    asyncio.run(run())
+
+
+def test_a_single_request_has_an_id_of_its_own_and_fits_the_policy(engines):
+    engine, fake = engines(fakes=1)
+    engine.update_weights()
+
+    async def run():
+        with pytest.raises(ConfigError, match="exceed"):
+            await engine.complete([1] * 61, SAMPLING, "long")
+        engine.pause()
+        first = asyncio.ensure_future(engine.complete([5], SAMPLING, "a"))
+        while not fake.asked:
+            await asyncio.sleep(0.01)
+        with pytest.raises(ValueError, match="request id 'a' belongs to a request that has no completion yet"):
+            await engine.complete([5], SAMPLING, "a")
+        engine.resume()
+        await first
+
+    asyncio.run(run())
+    assert len(fake.asked) == 1
+
+
+def test_a_refusal_of_a_healthy_server_ends_the_run_without_a_restart(engines, monkeypatch):
+    calls = []
+    engine, fake = engines(fakes=1, sync_log=calls)
+
+    def refuse(self, version):
+        raise ServerRefused(f"vLLM server 0 ({fake.url}) answered POST /start_weight_update with status 400: no plugin")
+
+    monkeypatch.setattr(StubSync, "send", refuse)
+    with pytest.raises(EngineFailed, match="no plugin$"):
+        engine.update_weights()
+    assert calls == ["connect"]
+
+
+def test_a_server_that_describes_itself_in_another_form_is_named(engines):
+    engine, fake = engines(fakes=1)
+    fake.version = None
+    with pytest.raises(EngineFailed, match=rf"{fake.url}.* describes itself in another form"):
+        engine.update_weights()
+
+
+def test_a_server_with_another_dtype_is_refused(engines):
+    engine, fake = engines(fakes=1)
+    fake.settings["model_config"]["dtype"] = "torch.bfloat16"
+    with pytest.raises(EngineFailed, match="computes in bfloat16, and the policy in float32: start it with --dtype"):
+        engine.update_weights()
+
+
+def test_a_server_that_is_not_there_ends_the_run_within_its_limit(engines):
+    engine, fake = engines(fakes=1, settings={"startup_timeout_seconds": 0.3})
+    fake.close()
+    began = time.monotonic()
+    with pytest.raises(EngineFailed, match=rf"{fake.url}.* does not answer GET /health.*start the server, or correct"):
+        engine.update_weights()
+    assert time.monotonic() - began < 20
+
+
+def test_a_server_of_another_version_ends_the_run(engines):
+    engine, fake = engines(fakes=1)
+    fake.version = "0.31.0"
+    with pytest.raises(EngineFailed, match=r"vLLM 0\.31\.0, .* install one of 0\.32\.0"):
+        engine.update_weights()
+
+
+def test_a_dead_server_that_answers_again_gets_the_weights_and_the_open_requests(engines, logged):
+    calls = []
+    engine, fake = engines(fakes=1, sync_log=calls, settings={"max_requests_in_flight": 1})
+    engine.update_weights()
+
+    def dies_at_the_last(answer, handler, body):
+        if body["request_id"] != "1-2":
+            return answer
+        fake.wrong, fake.healthy = None, False
+        threading.Timer(1.5, lambda: setattr(fake, "healthy", True)).start()
+        return status(500)(answer, handler, body)
+
+    fake.wrong = dies_at_the_last
+    batch = engine.generate(PROMPTS, SAMPLING, seed=1)
+    assert batch["input_ids"][2].tolist() == [1, 2, 3, 4, 5, 6, 0]
+    assert engine.served == Served(1, 2), "restarted servers are checked again"
+    assert calls == ["connect", "send 1", "close", "connect", "send 1"]
+    assert [body["request_id"] for body in fake.asked] == ["1-0", "1-1", "1-2", "1-2"]
+    assert any("starting again (1 of at most 3 times)" in line for line in logged)
+
+
+def test_a_server_that_dies_too_often_ends_the_run(engines):
+    engine, fake = engines(fakes=1, max_engine_restarts=0)
+    engine.update_weights()
+    fake.wrong = lambda answer, handler, body: status(500)(answer, handler, body) or setattr(fake, "healthy", False)
+    with pytest.raises(EngineFailed, match=r"max_engine_restarts=0 does not allow another restart"):
+        engine.generate(PROMPTS, SAMPLING, seed=1)
+
+
+# --- launched servers ---
+
+
+def servers_of(engine):
+    """The processes of the servers, which are children of their guardians."""
+    return [psutil.Process(process.pid).children()[0] for process in engine._pool._local.processes]
+
+
+@pytest.mark.slow
+def test_launched_servers_answer_log_into_the_run_and_end_with_the_engine(engines, tmp_path):
+    engine = engines(settings={"num_servers": 2})
+    engine.update_weights()
+    assert engine.generate(PROMPTS, SAMPLING, seed=1)["input_ids"][0].tolist() == [3, 4, 5, 6, 7, 8, 9]
+    processes = servers_of(engine)
+    logs = sorted((tmp_path / "servers").glob("vllm-*-[01].log"))
+    assert len(logs) == 2 and all("the fake server starts" in path.read_text() for path in logs)
+    engine.shutdown()
+    assert not any(process.is_running() for process in processes)
+
+
+@pytest.mark.slow
+def test_a_killed_server_is_started_again_and_the_batch_is_completed(engines):
+    engine = engines("seconds=1.5")
+    engine.update_weights()
+    (server,) = servers_of(engine)
+    threading.Timer(0.5, lambda: os.kill(server.pid, signal.SIGKILL)).start()
+    assert engine.generate(PROMPTS, SAMPLING, seed=1)["input_ids"][0].tolist() == [3, 4, 5, 6, 7, 8, 9]
+    assert engine.served == Served(1, 2) and servers_of(engine)[0].pid != server.pid
+
+
+@pytest.mark.slow
+def test_a_server_ends_if_the_process_that_started_it_is_killed(tmp_path):
+    """The guardian reads the end of its standard input, and ends the server."""
+    pid = os.fork()
+    if pid == 0:
+        engine = make(tmp_path, VllmConfig(startup_timeout_seconds=30.0))
+        engine.update_weights()
+        (tmp_path / "pids").write_text(" ".join(str(process.pid) for process in servers_of(engine)))
+        time.sleep(60)
+        os._exit(0)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pids").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    server = psutil.Process(int((tmp_path / "pids").read_text()))
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    server.wait(20)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("exit=ValueError: Model architectures ['X'] are not supported for now.", "does not know the model's arch"),
+        ("exit=No module named vllm", "run scripts/install_vllm.sh, or set the key to the Python"),
+        (
+            "exit=something else",
+            r"with status 3 before it was ready; look at the log; its log .* ends: .*something",
+        ),
+        ("after=60", r"not ready within generation.vllm.startup_timeout_seconds=2; raise it, or free the machine"),
+    ],
+)
+@pytest.mark.slow
+def test_a_server_that_does_not_start_ends_the_run_and_says_why(engines, option, message):
+    engine = engines(option, settings={"startup_timeout_seconds": 2.0 if "after" in option else 30.0})
+    with pytest.raises(EngineFailed, match=message):
+        engine.update_weights()
+
+
+def test_a_port_in_use_is_named_before_a_server_starts(engines):
+    fake = FakeVllm()
+    port = int(fake.url.rpartition(":")[2])
+    engine = engines(settings={"port": port})
+    message = rf"generation.vllm.port={port}: vLLM server 0 cannot listen at port {port}"
+    with pytest.raises(ConfigError, match=message):
+        engine.update_weights()
+    fake.close()
+
+
+# --- several ranks ---
+
+
+def ask_on_each_rank(directory, url):
+    policy = StubPolicy(dist.get_rank(), dist.get_world_size())
+    engine = make(directory, VllmConfig(server_urls=(url,)), policy=policy)
+    try:
+        engine.update_weights()
+        return engine.generate(PROMPTS, SAMPLING, seed=1)["input_ids"].tolist()
+    except EngineFailed as failure:
+        return str(failure)
+    finally:
+        engine.shutdown()
+
+
+def use_single_requests_on_rank_0(directory, url) -> list:
+    """Pause the engine over a weight sync, and lose the server in a single request; return what each rank saw."""
+    policy = StubPolicy(dist.get_rank(), dist.get_world_size())
+    engine = make(directory, VllmConfig(server_urls=(url,), startup_timeout_seconds=30.0), policy=policy)
+    leads, seen = dist.get_rank() == 0, []
+    try:
+        engine.update_weights()
+        if leads:
+            engine.pause()
+        policy.weight_version = 2
+        engine.update_weights()
+        if leads:
+            engine.resume()
+        seen.append(engine.generate(PROMPTS, SAMPLING, seed=1)["weight_version"].tolist())
+        if leads:
+            with pytest.raises(EngineFailed, match=r"update_weights\(\) starts the server again"):
+                asyncio.run(engine.complete([5], SAMPLING, "lost"))
+        engine.update_weights()
+        return [*seen, engine.served, engine.generate(PROMPTS, SAMPLING, seed=2)["weight_version"].tolist()]
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.slow
+def test_ranks_decide_alike_after_single_requests_of_rank_0(ranks, tmp_path):
+    fake = FakeVllm()
+
+    def loses_the_server(answer, handler, body):
+        if body["request_id"] != "lost":
+            return answer
+        fake.healthy = False
+        threading.Timer(1.0, lambda: setattr(fake, "healthy", True)).start()
+        return status(500)(answer, handler, body)
+
+    fake.wrong = loses_the_server
+    try:
+        first, second = ranks.run(2, use_single_requests_on_rank_0, str(tmp_path), fake.url)
+        assert first == second and first[0] == first[2] == [2, 2, 2] and first[1].version == 2
+    finally:
+        fake.close()
+
+
+def reach_a_wrong_address(directory, url):
+    policy = StubPolicy(dist.get_rank(), dist.get_world_size())
+    settings = VllmConfig(server_urls=(url,), startup_timeout_seconds=0.5)
+    engine = make(directory, settings, policy=policy)
+    try:
+        engine.update_weights()
+        return "it was reached"
+    except EngineFailed as failure:
+        return str(failure)
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.slow
+def test_a_wrong_address_ends_every_rank(ranks, tmp_path):
+    fake = FakeVllm()
+    fake.health_status = 404
+    try:
+        for each in ranks.run(2, reach_a_wrong_address, str(tmp_path), fake.url):
+            assert "does not answer GET /health with status 200" in each
+    finally:
+        fake.close()
+
+
+@pytest.mark.slow
+def test_every_rank_gets_the_batch_or_the_failure(ranks, tmp_path):
+    fake = FakeVllm()
+    try:
+        first, second = ranks.run(2, ask_on_each_rank, str(tmp_path), fake.url)
+        assert first == second and first[0] == [3, 4, 5, 6, 7, 8, 9]
+        assert sorted(body["request_id"] for body in fake.asked) == ["1-0", "1-1", "1-2"], "rank 0 alone asks"
+        fake.wrong = changed(finish_reason="stop")
+        first, second = ranks.run(2, ask_on_each_rank, str(tmp_path), fake.url)
+        assert first == second and re.search(r"wrong answer to request", first)
+    finally:
+        fake.close()

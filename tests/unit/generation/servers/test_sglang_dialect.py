@@ -1,0 +1,112 @@
+"""SGLang's command, requests and answers, and the servers that are refused with the remedy."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from rl_megatron.config.servers import SglangConfig
+from rl_megatron.generation.interfaces import Request, Sampling
+from rl_megatron.generation.servers.dialect import Launch
+from rl_megatron.generation.sglang.dialect import SglangDialect
+from rl_megatron.weight_sync.plan import RefitPlan
+from rl_megatron.weight_sync.servers import ServerRefused
+from rl_megatron.weight_sync.sglang import check_server
+
+PLAN = RefitPlan({"dtype": "float32", "architectures": ["LlamaForCausalLM"]}, 50, ())
+INFO = {"version": "0.5.23", "context_length": 64, "dp_size": 1, "pp_size": 1, "tp_size": 1, "dtype": "float32"}
+
+
+def dialect(**settings):
+    return SglangDialect(SglangConfig(**settings), 64)
+
+
+class Telling:
+    """A server that answers /server_info."""
+
+    name = "SGLang server 0 (http://x)"
+
+    def __init__(self, **info):
+        self._info = INFO | info
+
+    async def get(self, path):
+        assert path == "/server_info"
+        return self._info
+
+
+def facts(**info):
+    return asyncio.run(dialect().facts(Telling(**info)))
+
+
+def test_a_version_that_was_not_tried_and_a_short_context_are_refused():
+    with pytest.raises(ServerRefused, match=r"is SGLang 0.4.1, with which this package was not tried; .* 0\.5\.23"):
+        facts(version="0.4.1")
+    with pytest.raises(ServerRefused, match="takes at most 32 tokens, and the policy 64: start it with --context-l"):
+        facts(context_length=32)
+
+
+def test_seeds_are_sent_only_to_servers_that_obey_them():
+    assert facts(enable_deterministic_inference=True).takes_seeds
+    told = facts(enable_deterministic_inference=False)
+    assert not told.takes_seeds and "without --enable-deterministic-inference" in told.why_no_seeds
+    request = Request("a", (3,), Sampling(4, 0.7), 9)
+    assert dialect().http_request(request, True)[1]["sampling_params"]["sampling_seed"] == 9
+    assert "sampling_seed" not in dialect().http_request(request, False)[1]["sampling_params"]
+    greedy = Request("a", (3,), Sampling(4, 0.0), 9)
+    assert "sampling_seed" not in dialect().http_request(greedy, True)[1]["sampling_params"]
+
+
+@pytest.mark.parametrize(
+    ("info", "said"),
+    [
+        ({"dtype": "bfloat16"}, "computes in bfloat16, and the policy in float32; start it with --dtype float32"),
+        ({"dp_size": 2}, "has dp_size=2, and its endpoints for weights need dp_size 1"),
+        ({"pp_size": 2}, "has pp_size=2"),
+    ],
+)
+def test_a_server_that_cannot_take_the_weights_is_refused(info, said):
+    with pytest.raises(ServerRefused, match=said):
+        check_server("SGLang server 0", INFO | info, {}, PLAN)
+    with pytest.raises(ServerRefused, match="serves Qwen2ForCausalLM, and the policy is LlamaForCausalLM"):
+        check_server("SGLang server 0", INFO, {"architectures": ["Qwen2ForCausalLM"]}, PLAN)
+    check_server("SGLang server 0", INFO, {"architectures": ["LlamaForCausalLM"]}, PLAN)
+
+
+def test_the_command_has_the_settings_and_neither_a_tokenizer_nor_weights():
+    command, _ = dialect(tp_size=2, disable_cuda_graph=True, extra_args=("--x", "1")).command(
+        Launch(0, Path("/model"), PLAN, "127.0.0.1", 30000, (0, 1))
+    )
+    text = " ".join(command)
+    for part in ("-m sglang.launch_server", "--model-path /model", "--load-format dummy", "--skip-tokenizer-init"):
+        assert part in text
+    assert "--tp-size 2" in text and "--disable-cuda-graph" in text and text.endswith("--x 1")
+    assert "None" not in text
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        (".venv-sglang/bin/python cannot be run: No such file", "generation.sglang.python=.venv-sglang/bin/python has"),
+        ("No module named sglang", "has no SGLang"),
+        ("error: unrecognized arguments: --y", "does not take one of generation.sglang.extra_args"),
+        ("torch.OutOfMemoryError: CUDA out of memory", "set generation.sglang.mem_fraction_static"),
+        ("Model architectures ['X'] are not supported for now", "set generation.engine=transformers or embedded"),
+    ],
+)
+def test_a_server_that_ended_is_explained(log, said):
+    assert said in str(dialect().explain(log))
+
+
+def body(**about):
+    return {"output_ids": [5, 6], "meta_info": {"finish_reason": {"type": "length"}, **about}}
+
+
+def test_an_answer_has_ids_logprobs_and_versions_and_a_logprob_of_another_token_is_an_error():
+    pairs = [[-0.5, 5, None], [None, 6, None]]
+    spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 2}]
+    answer = dialect().parse_response(body(output_token_logprobs=pairs, weight_versions=spans))
+    assert (answer.ids, answer.logprobs, answer.reason) == ([5, 6], [-0.5, None], "length")
+    assert answer.versions == [("3", 0, 2)]
+    with pytest.raises(ValueError, match="a logprob is that of token 7, and the token is 6"):
+        dialect().parse_response(body(output_token_logprobs=[[-0.5, 5, None], [-0.5, 7, None]]))
+    assert dialect().parse_response(body()).logprobs == []  # which `checked` refuses

@@ -1,0 +1,63 @@
+"""Rotation by RoPE and the gated activation have the bits of their formulas, and their gradients those of autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+from torch.nn.functional import gelu, silu
+
+from rl_megatron.model.layers.gated_activation import GatedActivation
+from rl_megatron.model.layers.rotation import rotate, split_and_rotate, turns_of
+
+S, B, G, PER_GROUP, D = 7, 3, 2, 2, 8
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def dtype(request):
+    torch.manual_seed(0)
+    return request.param
+
+
+def rotated(x, angles):
+    return _apply_rotary_pos_emb_bshd(x, torch.cat([angles, angles], dim=-1))
+
+
+def assert_same_bits(function, formula, *inputs):
+    """Compare the results of two functions and the gradients of their inputs."""
+    found, wanted = ([*run] if isinstance(run := f(*inputs), tuple) else [run] for f in (function, formula))
+    weights = [torch.randn_like(x) for x in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    gradients = (torch.autograd.grad(results, inputs, weights) for results in (found, wanted))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_rotation_has_the_bits_of_megatron_cores(dtype):
+    angles = 3 * torch.randn(S, 1, 1, D // 2)
+    x = torch.randn(S, B, G, D, dtype=dtype, requires_grad=True)
+    assert_same_bits(lambda x: rotate(x, turns_of(angles)), lambda x: rotated(x, angles), x)
+    assert_same_bits(lambda x: rotate(x, turns_of(angles), 1.5), lambda x: _scaled(x, angles, 1.5), x)
+
+
+def _scaled(x, angles, scale):
+    return _apply_rotary_pos_emb_bshd(x, torch.cat([angles, angles], dim=-1), mscale=scale)
+
+
+def test_query_key_and_value_are_split_as_megatron_core_splits_them(dtype):
+    angles = 3 * torch.randn(S, 1, 1, D // 2)
+    mixed = torch.randn(S, B, G, (PER_GROUP + 2) * D, dtype=dtype, requires_grad=True)
+
+    def formula(mixed):
+        query, key, value = mixed.split([PER_GROUP * D, D, D], dim=-1)
+        return rotated(query.reshape(S, B, G * PER_GROUP, D), angles), rotated(key, angles), value
+
+    assert_same_bits(lambda mixed: split_and_rotate(mixed, turns_of(angles), D), formula, mixed)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu_tanh"])
+def test_a_gated_activation_has_the_bits_of_its_formula(dtype, name):
+    activation = {"silu": silu, "gelu_tanh": lambda x: gelu(x, approximate="tanh")}[name]
+    both = torch.randn(S, B, 10, dtype=dtype, requires_grad=True)
+    assert_same_bits(GatedActivation(None, name), lambda x: activation(x[..., :5]) * x[..., 5:], both)

@@ -1,0 +1,168 @@
+"""The closed forms of FLOPs equal what torch's FlopCounterMode counts while a `MegatronPolicy` computes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from rl_megatron.batching.config import Batching
+from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.parallel import ParallelConfig
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.execution import FusedHead
+from rl_megatron.losses.nll import NLLLoss
+from rl_megatron.losses.value import MSEValueLoss
+from rl_megatron.model.layers import norms
+from rl_megatron.plan.flops import MicrobatchShape, forward_flops
+from rl_megatron.plan.weights import Head, ShardedShape
+from rl_megatron.policy.megatron_policy import MegatronPolicy
+from tests.parallel.layouts import MODEL, build_policy
+from tests.unit.plan.test_weights import EXPERTS, GEMMA, LATENT, LATENT_QUERIES, SHARED, UNTIED, VOCAB_SIZE
+
+PADDED, PACKED = Batching(sequences=2), Batching("packed", tokens=64)
+FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
+BLOCK_TOKENS = 16
+PROMPT_TOKENS = 5
+EQUAL, MIXED = (24,) * 8, (24, 9, 17, 12, 6, 24, 20, 11)
+# torch has no formulas for these operators of the CPU.
+CPU_FORMULAS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda *shapes, **_: sdpa_flop_count(*shapes[:3]),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda *shapes, **_: sdpa_backward_flop_count(
+        *shapes[:4]
+    ),
+    torch.ops.aten.addmm_: lambda out, *shapes, **_: 2 * math.prod(shapes[0]) * shapes[1][1],  # adds in place
+}
+
+# (ranks, model, degrees, batching, lengths, head, whether the head is fused)
+CASES: dict[str, tuple[int, ModelConfig, dict[str, Any], Batching, tuple[int, ...], Head, bool]] = {
+    "one rank, padded": (1, UNTIED, {}, PADDED, EQUAL, "lm", False),
+    "one rank, padded, mixed lengths, fused head": (1, UNTIED, {}, PADDED, MIXED, "lm", True),
+    "one rank, packed, mixed lengths": (1, MODEL, {}, PACKED, MIXED, "lm", False),
+    "one rank, packed, mixed lengths, fused head": (1, MODEL, {}, PACKED, MIXED, "lm", True),
+    "full recomputation": (1, replace(MODEL, **FULL), {}, PACKED, EQUAL, "lm", True),
+    "selective recomputation": (1, replace(MODEL, **SELECTIVE), {}, PADDED, EQUAL, "lm", False),
+    "tensor 2": (2, MODEL, {"tensor": 2}, PACKED, EQUAL, "lm", True),
+    "tensor 2, sequence, fused head": (2, MODEL, {"tensor": 2, "sequence": True}, PACKED, MIXED, "lm", True),
+    "tensor 2, sequence, padded, fused head": (2, MODEL, {"tensor": 2, "sequence": True}, PADDED, EQUAL, "lm", True),
+    "context 2, fused head": (2, MODEL, {"context": 2}, PACKED, MIXED, "lm", True),
+    "context 2, padded": (2, UNTIED, {"context": 2}, PADDED, EQUAL, "lm", False),
+    "context 2, windows": (4, GEMMA, {"context": 2, "tensor": 2}, PACKED, EQUAL, "lm", True),
+    "pipeline 2, data 2": (4, GEMMA, {"pipeline": 2}, PACKED, EQUAL, "lm", False),
+    "interleaved, full recomputation": (
+        2, replace(MODEL, **FULL), {"pipeline": 2, "virtual_pipeline": 2}, PADDED, EQUAL, "lm", False,
+    ),
+    "experts split": (2, EXPERTS, {"expert": 2}, PACKED, MIXED, "lm", True),
+    "shared experts, tensor 2": (
+        4, SHARED, {"tensor": 2, "sequence": True, "expert": 2}, PADDED, EQUAL, "lm", False,
+    ),
+    "latent attention": (2, LATENT, {"tensor": 2, "sequence": True}, PACKED, EQUAL, "lm", False),
+    "latent attention, whole queries": (2, LATENT_QUERIES, {"tensor": 2}, PACKED, EQUAL, "lm", True),
+    "score head": (1, MODEL, {}, PADDED, EQUAL, "score", False),
+}  # fmt: skip
+
+
+def batch(lengths: tuple[int, ...], head: Head) -> BatchedDataDict:
+    """Return sequences, of which the tokens after the first few are learned from."""
+    shape = len(lengths), max(lengths)
+    positions = torch.arange(shape[1])
+    within = positions < torch.tensor(lengths)[:, None]
+    data = {
+        "input_ids": torch.randint(VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(0)),
+        "input_lengths": torch.tensor(lengths),
+        "token_mask": (within & (positions >= PROMPT_TOKENS)).float(),
+        "sample_mask": torch.ones(len(lengths)),
+    }
+    return BatchedDataDict(
+        data | ({"values": torch.zeros(shape), "returns": torch.ones(shape)} if head == "score" else {})
+    )
+
+
+def counted_and_computed(case: str) -> tuple[list[int], list[int]]:
+    """Return the FLOPs of training on a batch and of its logprobs: counted by torch, and by the formulas."""
+    world_size, model, degrees, batching, lengths, head, fused = CASES[case]
+    policy = build_policy(
+        degrees, model, vocab_size=VOCAB_SIZE, head=head, batching=batching,
+        fused_head=FusedHead(BLOCK_TOKENS) if fused else None,
+    )  # fmt: skip
+    loss = NLLLoss() if head == "lm" else MSEValueLoss()
+    data, counts = batch(lengths, head), []
+    for compute in (lambda: policy.accumulate_gradients(data, loss), lambda: infer(policy, data, head)):
+        with (
+            patch.object(norms, "_rms_norm", norm_of_gpus),
+            FlopCounterMode(display=False, custom_mapping=CPU_FORMULAS) as counter,
+        ):
+            compute()
+        counts.append(counter.get_total_flops())
+
+    shape = ShardedShape(model, ParallelConfig(**degrees), world_size, VOCAB_SIZE, head)
+    topology, formulas = policy.topology, [0, 0]
+    for microbatch in policy.plan(data, loss).microbatches:
+        planned = MicrobatchShape.of(
+            microbatch.lengths or microbatch.batch["input_lengths"].tolist(), topology, prompt_tokens=PROMPT_TOKENS,
+            is_packed=microbatch.lengths is not None, width=microbatch.batch["input_ids"].size(1),
+        )  # fmt: skip
+        for number, all_tokens in enumerate((False, True)):
+            flops = forward_flops(
+                shape, topology.pipeline_rank, planned, fused_head=fused, all_tokens=all_tokens,
+                block_tokens=BLOCK_TOKENS, context_rank=topology.groups.cp.rank(),
+            )  # fmt: skip
+            formulas[number] += flops.total if all_tokens else flops.with_backward(model.recompute)
+        if model.kv_lora_rank is not None:  # keys and values differ in size, so the CPU keeps scores, as no GPU does
+            formulas[0] -= flops.attention_backward - 2 * flops.attention
+    return counts, formulas
+
+
+def infer(policy: MegatronPolicy, data: BatchedDataDict, head: Head) -> None:
+    if head == "lm":
+        policy.get_logprobs(data)
+    else:
+        policy.get_values(data)
+
+
+def norm_of_gpus(x: torch.Tensor, weight: torch.Tensor, eps: float | None) -> torch.Tensor:
+    """Return RMSNorm as GPUs compute it. The backward pass of our norm for CPUs has two small matrix products."""
+    return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_the_closed_forms_equal_the_flops_that_torch_counts(ranks, case):
+    world_size, model = CASES[case][:2]
+    results = ranks.run(world_size, counted_and_computed, case)
+    if model.num_experts is None:
+        for counted, computed in results:
+            assert counted == computed
+    else:  # routers send ranks different numbers of tokens
+        counted, computed = ([sum(each) for each in zip(*side, strict=True)] for side in zip(*results, strict=True))
+        assert counted == computed
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_needed_pairs_are_those_of_causal_attention_of_which_the_diagonal_counts_half(window):
+    layout = SimpleNamespace(context=1, sequence_multiple=1, data=1)
+    shape = MicrobatchShape.of([24, 9], layout, is_packed=True)
+    spans = [(length, min(length, window or length)) for length in (24, 9)]
+    attended = sum(min(position + 1, span) for length, span in spans for position in range(length))
+    assert shape.needed_pairs(1, window) == attended - sum(span / 2 for _, span in spans)
+
+
+def test_attention_takes_as_long_under_context_as_under_tensor_parallelism():
+    """torch counts causal attention as if it were whole, but only where a rank has whole sequences."""
+    found = {}
+    for name in ("tensor", "context"):
+        parallel = ParallelConfig(**{name: 2})
+        layout = SimpleNamespace(context=parallel.context, sequence_multiple=4, data=1)
+        flops = forward_flops(
+            ShardedShape(UNTIED, parallel, 2, VOCAB_SIZE), 0,
+            MicrobatchShape.of([64], layout, is_packed=True), fused_head=True,
+        )  # fmt: skip
+        found[name] = flops.attention, flops.computed.attention
+    assert found["tensor"][0] > found["context"][0]
+    assert found["tensor"][1] == found["context"][1]

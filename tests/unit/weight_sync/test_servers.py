@@ -1,0 +1,91 @@
+"""The answers of several servers, as a weight sync hears them."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from rl_megatron.weight_sync.policy_ranks import PolicyRanks
+from rl_megatron.weight_sync.process_group import CollectiveFailed
+from rl_megatron.weight_sync.servers import ServerDied, ServerRefused, WeightServers
+
+
+class Answering:
+    """A server whose answer to each path is a value, an exception, or None, which means that it never answers."""
+
+    def __init__(self, name: str, answer):
+        self.name, self._answer, self.heard = name, answer, []
+
+    def request(self, method, path, body=None, timeout_seconds=None) -> Future:
+        self.heard.append((method, path, body))
+        future = Future()
+        if isinstance(self._answer, Exception):
+            future.set_exception(self._answer)
+        elif self._answer is not None:
+            future.set_result(self._answer)
+        return future
+
+
+def servers(*answers, timeout: float = 10.0) -> WeightServers:
+    each = [Answering(f"server {index}", answer) for index, answer in enumerate(answers)]
+    return WeightServers(each, PolicyRanks(0, 1, torch.device("cpu")), timeout)
+
+
+def test_each_server_gets_its_body_and_the_answers_are_in_the_servers_order():
+    asked = servers("a", "b")
+    assert asked.post("/path", [{"x": 1}, {"x": 2}]) == ("a", "b")
+    assert asked.get("/other") == ("a", "b")
+    assert asked._servers[1].heard == [("POST", "/path", {"x": 2}), ("GET", "/other", None)]
+
+
+def test_a_request_can_be_for_some_servers_only():
+    asked = servers("a", "b", "c")
+    assert asked.post("/path", to=[True, False, True]) == ("a", "c")
+    assert [len(each.heard) for each in asked._servers] == [1, 0, 1]
+
+
+def test_a_dead_server_is_noticed_while_another_one_is_silent():
+    began = time.monotonic()
+    with pytest.raises(ServerDied, match="connection refused"):
+        servers(None, ServerDied("server 1: connection refused")).post("/path")
+    assert time.monotonic() - began < 1
+
+
+def test_a_death_is_reported_rather_than_an_error_of_another_server():
+    with pytest.raises(ServerDied, match="gone"):
+        servers(ServerRefused("500"), ServerDied("gone")).post("/path")
+    with pytest.raises(ServerRefused, match="failed at /path: 500: no such backend"):
+        servers("fine", ServerRefused("500: no such backend")).post("/path")
+
+
+def test_a_silent_server_counts_as_dead_after_a_broken_collective(monkeypatch):
+    monkeypatch.setattr("rl_megatron.weight_sync.servers._SECONDS_AFTER_A_BREAK", 0.1)
+
+    def breaks():
+        raise CollectiveFailed("a peer left")
+
+    with pytest.raises(ServerDied, match="server 0 did not answer /path in time"):
+        servers(None).post("/path", meanwhile=breaks)
+    with pytest.raises(ServerDied, match="process group of the policy and the servers failed: a peer left"):
+        servers("fine").post("/path", meanwhile=breaks)
+
+
+def test_ranks_do_not_wait_for_servers_that_have_answered_without_joining(monkeypatch):
+    monkeypatch.setattr("rl_megatron.weight_sync.servers._SECONDS_AFTER_A_BREAK", 0.1)
+
+    class NeverOver:
+        def is_over(self, seconds):
+            time.sleep(seconds)
+            return False
+
+    asked = servers("fine", timeout=60.0)
+    with pytest.raises(ServerDied, match="some of their workers did not join"):
+        asked.post("/path", meanwhile=lambda: asked.meet(NeverOver()))
+
+
+def test_an_unexpected_error_of_a_request_is_a_death_that_names_the_server():
+    with pytest.raises(ServerDied, match="server 0: KeyError"):
+        servers(KeyError("x")).post("/path")

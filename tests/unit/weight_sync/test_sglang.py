@@ -1,0 +1,92 @@
+"""Buckets as SGLang reads them, and what its checksums say about a weight sync."""
+
+import pytest
+import torch
+
+from rl_megatron.weight_sync.plan import Bucket, TensorSpec, WeightsRefused
+from rl_megatron.weight_sync.sglang import ChecksumHistory, flat_order, flattened, sources_of
+
+Q, K, V = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
+QKV, NORM, EMBEDDING = "model.layers.0.self_attn.qkv_proj.weight", "model.norm.weight", "model.embed_tokens.weight"
+
+
+def filled(*specs):
+    """Return a bucket and a buffer with its tensors, and the tensors by name."""
+    bucket = Bucket(tuple(TensorSpec(*spec) for spec in specs))
+    buffer = torch.zeros(bucket.num_words, dtype=torch.int64)
+    tensors = {}
+    for index, spec in enumerate(bucket.tensors):
+        tensors[spec.name] = bucket.tensor(buffer, index)
+        tensors[spec.name].copy_(torch.arange(1, tensors[spec.name].numel() + 1).view(spec.shape))
+    return bucket, buffer, tensors
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        [("a", (2, 4), "float32"), ("b", (4,), "bfloat16")],
+        [("a", (3,), "bfloat16"), ("b", (3, 1), "float32"), ("c", (5,), "bfloat16")],
+    ],
+)
+def test_the_tensors_of_a_flat_bucket_follow_each_other_without_gaps(specs):
+    bucket, buffer, tensors = filled(*specs)
+    flat, start = flattened(bucket, buffer), 0
+    for spec in flat_order(bucket):
+        assert start % spec.torch_dtype.itemsize == 0  # SGLang refuses a tensor that begins elsewhere
+        part = flat[start : start + spec.num_bytes].view(spec.torch_dtype).view(spec.shape)
+        assert torch.equal(part, tensors[spec.name])
+        start += spec.num_bytes
+    assert flat.dtype == torch.uint8 and flat.numel() == start
+
+
+def test_a_bucket_without_padding_is_sent_without_a_copy():
+    bucket, buffer, _ = filled(("a", (2, 4), "float32"), ("b", (4,), "bfloat16"))
+    assert flattened(bucket, buffer).data_ptr() == buffer.data_ptr()
+
+
+def test_fused_and_tied_tensors_have_the_tensors_of_the_checkpoint_as_sources():
+    assert sources_of(QKV, [Q, K, V, NORM]) == [Q, K, V]
+    assert sources_of(NORM, [Q, NORM]) == [NORM]
+    assert sources_of("lm_head.weight", [EMBEDDING]) == [EMBEDDING]
+    assert sources_of("lm_head.weight", [EMBEDDING, "lm_head.weight"]) == ["lm_head.weight"]
+    assert sources_of("rotary.cos", [Q, K, V]) == []
+
+
+def answer(*ranks):
+    return {"success": True, "ranks": [{"checksums": checksums} for checksums in ranks]}
+
+
+SENT = {Q: 1, K: 2, V: 3, NORM: 4, EMBEDDING: 5}
+FIRST = {QKV: "a", NORM: "b", EMBEDDING: "c"}
+
+
+def test_what_changed_on_a_server_must_be_what_changed_in_the_policy():
+    history = ChecksumHistory(same_dtype=True)
+    history.check([answer(FIRST)], SENT)
+    history.check([answer(FIRST)], SENT)
+    history.check([answer({**FIRST, QKV: "A"})], {**SENT, K: 9})
+    with pytest.raises(WeightsRefused, match=rf"server 0: {NORM} did not change, although {NORM} was sent"):
+        history.check([answer({**FIRST, QKV: "A"})], {**SENT, K: 9, NORM: 0})
+    with pytest.raises(WeightsRefused, match=f"server 0: {EMBEDDING} changed, although no change of"):
+        history.check([answer({**FIRST, QKV: "A", EMBEDDING: "C"})], {**SENT, K: 9, NORM: 0})
+
+
+def test_a_change_on_any_rank_of_a_server_counts():
+    history = ChecksumHistory(same_dtype=True)
+    history.check([answer(FIRST, FIRST)], SENT)
+    history.check([answer(FIRST, {**FIRST, QKV: "A"})], {**SENT, V: 9})
+
+
+def test_a_head_that_did_not_follow_the_embedding_is_refused():
+    history = ChecksumHistory(same_dtype=True)
+    history.check([answer({**FIRST, "lm_head.weight": "c"})], SENT)
+    with pytest.raises(WeightsRefused, match=f"lm_head.weight did not change, although {EMBEDDING} was sent"):
+        history.check([answer({**FIRST, EMBEDDING: "C", "lm_head.weight": "c"})], {**SENT, EMBEDDING: 9})
+
+
+def test_servers_with_different_weights_are_refused_even_if_dtypes_differ():
+    history = ChecksumHistory(same_dtype=False)
+    history.check([answer(FIRST), answer(FIRST)], SENT)
+    history.check([answer(FIRST), answer(FIRST)], {**SENT, NORM: 9})  # perhaps too small a change for the dtype
+    with pytest.raises(WeightsRefused, match=f"server 1 has other weights than server 0 in {NORM}"):
+        history.check([answer(FIRST), answer({**FIRST, NORM: "B"})], SENT)

@@ -1,0 +1,159 @@
+"""Weight syncs without our plugin: what vLLM servers are asked, and in which order."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_megatron.weight_sync import stock_gpu_sync
+from rl_megatron.weight_sync.plan import RefitPlan, TensorSpec, WeightsRefused, plan_buckets
+from rl_megatron.weight_sync.policy_ranks import PolicyRanks
+from rl_megatron.weight_sync.sender import SyncTimings
+from rl_megatron.weight_sync.servers import WeightServers
+from rl_megatron.weight_sync.vllm_sync import transfer_config, transfer_environment, vllm_sync
+
+SPECS = [TensorSpec("a", (4, 3), "bfloat16"), TensorSpec("b", (5,), "float32"), TensorSpec("c", (2, 2), "bfloat16")]
+FINISHING = ["/weight_checker", "/weight_info", "/reset_prefix_cache?reset_running_requests=true&reset_external=true"]
+
+
+class Server:
+    """Stands in for a vLLM server of two workers, and keeps what it is asked."""
+
+    def __init__(self, name: str, checksum: str = "same"):
+        self.name, self._checksum, self.asked = name, checksum, []
+        self.version = ""
+
+    def request(self, method, path, body=None, timeout_seconds=None) -> Future:
+        self.asked.append((path, body))
+        body = body or {}
+        self.version = body.get("weight_version") or body.get("new_version") or self.version
+        answers = {
+            "/get_world_size?include_dp=true": {"world_size": 2},
+            "/weight_checker": {"checksums": {"dp0:pp0:tp0:a": self._checksum}},
+            "/weight_info": {"weight_version": self.version},
+            FINISHING[-1]: {"success": True},
+        }
+        future: Future = Future()
+        future.set_result(answers.get(path))
+        return future
+
+
+class Sender:
+    """Stands in for a `WeightSender`, whose tensors are filled with their numbers."""
+
+    plan = RefitPlan({"model_type": "llama"}, 10, plan_buckets(SPECS, max_bytes=24))
+    device = torch.device("cpu")
+
+    def __init__(self):
+        self.timings = SyncTimings()
+
+    def exporter(self, max_bytes):
+        return None
+
+    def stream(self):
+        for number, spec in enumerate(SPECS):
+            yield spec.name, torch.full(spec.shape, number, dtype=spec.torch_dtype)
+
+    def groups_of_keys(self, max_bytes):
+        return [[spec.name for spec in bucket.tensors] for bucket in self.plan.buckets]
+
+    def share_words(self, keys):
+        return torch.zeros(100, dtype=torch.int64)
+
+
+def sync_of(refit: str, servers: list[Server], directory: Path | None = None):
+    together = WeightServers(servers, PolicyRanks(0, 1, torch.device("cpu")), 10)
+    arguments = {"bucket_bytes": 24, "timeout_seconds": 5.0, "directory": directory or Path()}
+    return vllm_sync(refit, Sender(), together, **arguments)  # pyright: ignore[reportArgumentType]
+
+
+def paths(server: Server) -> list[str]:
+    return [path for path, _ in server.asked]
+
+
+def test_servers_reload_files_and_report_the_version_only_afterwards(tmp_path):
+    servers = [Server("0"), Server("1")]
+    sync = sync_of("disk", servers, tmp_path)
+    sync.connect()
+    metrics = sync.send(7)
+    for server in servers:
+        updates = ["/collective_rpc", "/update_weight_version", "/collective_rpc"]
+        assert paths(server) == [*updates, "/weight_checker", "/update_weight_version", *FINISHING[1:]]
+        configure, reported, reload = (body for _, body in server.asked[:3])
+        assert configure["kwargs"] == {"overrides": {"load_config": {"load_format": "safetensors"}}}
+        assert reported == {"new_version": "incomplete"}
+        assert reload["method"] == "reload_weights" and Path(reload["kwargs"]["weights_path"]).name == "weights-7"
+        assert server.version == "7"
+    assert metrics["refit_bytes"] == sync._sender.plan.num_bytes
+    sync.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_servers_whose_parameters_differ_are_refused(tmp_path):
+    sync = sync_of("disk", [Server("0"), Server("1", "other")], tmp_path)
+    sync.connect()
+    with pytest.raises(WeightsRefused, match="dp0:pp0:tp0:a differs between vLLM servers 0 and 1"):
+        sync.send(7)
+    assert sync._servers._servers[1].version == "incomplete"
+
+
+class Group:
+    """Stands in for an `NcclGroup`, and keeps what it sends."""
+
+    def __init__(self, unique_id, world_size, device, timeout_seconds):
+        self.sent, self.world_size, self.left = [], world_size, False
+
+    def joined(self, gave_up):
+        assert not gave_up()
+
+    def broadcast(self, tensor, gave_up):
+        self.sent.append(tensor.clone())
+
+    def close(self):
+        self.left = True
+
+
+def test_rank_0_broadcasts_every_tensor_in_the_announced_order(monkeypatch):
+    monkeypatch.setattr(stock_gpu_sync, "NcclGroup", Group)
+    monkeypatch.setattr(stock_gpu_sync, "new_unique_id", lambda: bytes(range(128)))
+    servers = [Server("0"), Server("1")]
+    sync = sync_of("nccl", servers)
+    sync.connect()
+    group = sync._group
+    assert group.world_size == 1 + 2 + 2
+    for server, offset in zip(servers, (1, 3), strict=True):
+        init = dict(server.asked)["/init_weight_transfer_engine"]["init_info"]
+        assert init["rank_offset"] == offset and init["world_size"] == 5
+        assert base64.b64decode(init["nccl_unique_id_b64"]) == bytes(range(128))
+    sync.send(7)
+    announced = dict(servers[0].asked)["/update_weights"]["update_info"]
+    sent = [(str(t.dtype).removeprefix("torch."), list(t.shape)) for t in group.sent]
+    assert sent == list(zip(announced["dtype_names"], announced["shapes"], strict=True))
+    assert announced["names"] == ["a", "b", "c"] and [t.flatten()[0].item() for t in group.sent] == [0, 1, 2]
+    lifecycle = ["/start_weight_update", "/update_weights", "/finish_weight_update", *FINISHING]
+    assert paths(servers[1])[2:] == ["/update_weight_version", *lifecycle]
+    sync.close()
+    assert group.left
+
+
+def test_each_bucket_is_shared_by_handles_of_its_tensors(monkeypatch):
+    monkeypatch.setattr(stock_gpu_sync, "reduce_tensor", lambda tensor: (None, (tuple(tensor.shape), "handle")))
+    server = Server("0")
+    sync = sync_of("ipc", [server])
+    with pytest.raises(WeightsRefused, match="the policy computes on the CPU"):
+        sync.connect()
+    sync._sender.device = torch.device("cuda")
+    sync.connect()
+    sync.send(7)
+    infos = [body["update_info"] for path, body in server.asked if path == "/update_weights"]
+    assert [info["names"] for info in infos] == Sender().groups_of_keys(24)
+    for info in infos:
+        handles = pickle.loads(base64.b64decode(info["ipc_handles_pickled"]))
+        assert handles == [{"cpu": (tuple(shape), "handle")} for shape in info["shapes"]]
+    assert transfer_config("ipc") == {"backend": "ipc"} and transfer_config("disk") is None
+    assert transfer_environment("ipc") == {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
