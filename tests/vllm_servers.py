@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -42,17 +43,18 @@ def local_servers(directory: Path, count: int = 1, model: ModelConfig = MODEL, r
 
 
 def free_ports(count: int) -> int:
-    """Return the first of `count` ports in a row that are free."""
+    """Return the first of `count` ports in a row that are free, below those that Linux gives to outgoing connections.
+
+    A server listens some seconds after it has started, and another process may get its port until then.
+    """
     while True:
+        first = random.randrange(20_000, 32_000)
         with ExitStack() as probes:
-            first = 0
             try:
-                for index in range(count):
-                    probe = probes.enter_context(socket.socket())
-                    probe.bind(("127.0.0.1", first + index if first else 0))
-                    first = first or probe.getsockname()[1]
+                for port in range(first, first + count):
+                    probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
                 return first
-            except (OSError, OverflowError):
+            except OSError:
                 continue
 
 

@@ -23,6 +23,7 @@ from rl_megatron.execution import FusedHead
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.policy.reference import ReferenceModel
+from rl_megatron.topology.fake_cuda.device import clear_caches
 from rl_megatron.topology.topology import start_topology
 
 _MARK = 1_234_567  # bytes of the first tensor that marks where a phase begins or ends, each one byte more
@@ -42,6 +43,7 @@ def measure(case: Case) -> OfRank:
     config = load_config(case.configuration).first
     topology = start_topology(config.parallel, device="cpu", seed=config.train.seed)
     loss = configured_loss(config.loss)
+    clear_caches()  # a plan counts the tables that a process makes once, whatever this one has run before
     gc.collect()
     earlier, phases = _live_storages(), _Phases()
     recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)

@@ -76,23 +76,22 @@ async def interrupted(engine, policy) -> dict:
     """
     sampling, delay = Sampling(max_new_tokens=90), 0.1
     for attempt in range(20):
-        aborted, kept = (
+        requests = [
             asyncio.ensure_future(engine.complete([5, 6], sampling, f"{name}-{attempt}", seed=1))
             for name in ("aborted", "kept")
-        )
+        ]
         await asyncio.sleep(delay)
         engine.pause()
         engine.abort([f"aborted-{attempt}"])
-        has_ended, has_begun = (await aborted).reason != "abort", bool((await aborted).ids)
-        if has_begun and not has_ended:
-            break
-        delay *= 0.6 if has_ended else 1.7  # no pair of delays alternates
+        await requests[0]
+        policy.model.version += 1
+        engine.update_weights()
         engine.resume()
-        await kept
-    policy.model.version += 1
-    engine.update_weights()
-    engine.resume()
-    return {"aborted": await aborted, "kept": await kept}
+        aborted, kept = await asyncio.gather(*requests)
+        if aborted.reason == "abort" and aborted.ids and len(kept.versions) == 2:
+            break
+        delay *= 1.7 if aborted.reason == "abort" else 0.6  # no pair of delays alternates
+    return {"aborted": aborted, "kept": kept}
 
 
 def use_servers(urls, directory, interrupts: bool) -> dict:

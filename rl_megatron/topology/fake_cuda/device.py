@@ -39,7 +39,7 @@ class FakeCuda:
             raise ConfigError("device=plan: this process has started another device; start a new process to plan")
         activate(self.sides)
         self._undo.callback(activate, None)
-        self._undo.callback(_forget_tensors)
+        self._undo.callback(clear_caches)
         try:
             functions = Functions(self.sides)
             for owner, name, replacement in replacements(self.sides, functions):
@@ -60,8 +60,8 @@ class FakeCuda:
         self._undo.close()
 
 
-def _forget_tensors() -> None:
-    """Clear the caches of this package's functions, which may hold tensors without data."""
+def clear_caches() -> None:
+    """Clear the caches of this package's functions, which may hold tensors."""
     for name, module in list(sys.modules.items()):
         if name.startswith("rl_megatron."):
             for function in list(vars(module).values()):
