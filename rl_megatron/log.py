@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 LOGGER = logging.getLogger("rl_megatron")
@@ -83,8 +87,19 @@ def error(message: object, on_every_node: bool = False) -> None:
         on_every_node: Whether the first rank of every node prints it, because the nodes may differ. Otherwise rank 0
             does, because the error is the same on every rank.
     """
+    text = " ".join(str(message).splitlines())
+    _tell_launcher(text)
     if is_main_rank() or (on_every_node and os.environ.get("LOCAL_RANK") == "0"):
-        print("error:", " ".join(str(message).splitlines()), file=sys.stderr, flush=True)
+        print("error:", text, file=sys.stderr, flush=True)
+
+
+def _tell_launcher(text: str) -> None:
+    """Write the message to the file in which torchrun looks for the reason of a rank's end."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {"py_callstack": "", "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):  # the message is printed anyway
+            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
 def watch_progress(watcher: Watcher | None) -> None:

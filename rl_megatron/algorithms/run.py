@@ -21,6 +21,7 @@ from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, Logprob
 from rl_megatron.algorithms.next_commands import next_commands
 from rl_megatron.algorithms.registry import algorithm_of
 from rl_megatron.algorithms.stage import Stage
+from rl_megatron.algorithms.stopping import RunStopped, Stopping
 from rl_megatron.algorithms.synced_engine import SyncedEngine
 from rl_megatron.batching.config import Batching
 from rl_megatron.checkpoint.directory import CONFIG, check_head, complete_checkpoints, put_back, read_manifest
@@ -29,7 +30,7 @@ from rl_megatron.checkpoint.rerun import earlier_run, move_aside, recorded_confi
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.checkpoint_metadata import HUGGING_FACE, hugging_face_files
 from rl_megatron.config.data_sources import describe_source
-from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.errors import STOPPED, ConfigError
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.data.run_tokenizer import save_tokenizer
@@ -46,6 +47,7 @@ from rl_megatron.rewards.scorer import RewardFailed, Scorer
 from rl_megatron.topology import degrees
 from rl_megatron.topology.collective_errors import on_all_or_none, run_on_rank0
 from rl_megatron.topology.job_store import JOB
+from rl_megatron.topology.stop_signals import StopSignals
 from rl_megatron.topology.topology import Topology, start_topology
 from rl_megatron.weight_sync.plan import WeightsRefused
 
@@ -60,7 +62,8 @@ def run(config: RunConfig) -> int:
     Returns:
         The exit status, the same on all ranks. It is 0 if the run succeeded, and 2 if the input is bad, which is nearly
         always found before the first step. It is 1 if a loss became NaN, a rollout engine, a reward function or an own
-        advantage estimator failed, or the last checkpoint of a stage could not be saved.
+        advantage estimator failed, or the last checkpoint of a stage could not be saved. It is `STOPPED` if
+        the run ended early because of a signal or a time limit, and was saved.
     """
     try:
         run_stages(config)
@@ -68,6 +71,10 @@ def run(config: RunConfig) -> int:
         log.error(error)
         leave_together()
         return 2 if isinstance(error, ConfigError) else 1
+    except RunStopped as stopped:
+        log.LOGGER.warning("%s; the same command continues the run (exit status %d)", stopped, STOPPED)
+        leave_together()
+        return STOPPED
     dist.destroy_process_group()
     return 0
 
@@ -90,6 +97,7 @@ def run_stages(config: RunConfig) -> RunResults:
 
     Raises:
         ConfigError: The input is bad; it is raised on every rank.
+        RunStopped: The run ended early because of a signal or a time limit. It is saved, and its report is written.
         Exception: One of `FAILURES` ended the run. Once stages have begun, every message names the newest checkpoint.
     """
     started = time.perf_counter()
@@ -98,13 +106,17 @@ def run_stages(config: RunConfig) -> RunResults:
     layout = start_topology(first.parallel, device=first.device, seed=first.train.seed, timeout_minutes=timeout_minutes)
     degrees.validate_model(first.model, first.parallel)
     lock = OutputLock(Path(config.output_dir))
-    try:
-        return _run_locked(config, lock, layout, started)
-    finally:
-        lock.release()
+    with StopSignals() as signals:
+        stopping = Stopping(signals, layout.device, first.train.checkpoint_must_save_by)
+        try:
+            return _run_locked(config, lock, layout, stopping, started)
+        finally:
+            lock.release()
 
 
-def _run_locked(config: RunConfig, lock: OutputLock, layout: Topology, started: float) -> RunResults:
+def _run_locked(
+    config: RunConfig, lock: OutputLock, layout: Topology, stopping: Stopping, started: float
+) -> RunResults:
     output_dir, earlier = Path(config.output_dir), earlier_run(config)
     on_all_or_none(lambda: lock.acquire() if dist.get_rank() == 0 else None)
     _refuse_failure(run_on_rank0(lambda: _put_back_checkpoints(earlier)))
@@ -129,13 +141,28 @@ def _run_locked(config: RunConfig, lock: OutputLock, layout: Topology, started: 
                 has_trained = True
                 weights_from = weights_source(config, output_dir, name)
                 results[name] = _run_stage(
-                    config, name, layout, tokenizer, metrics_logger, directory, weights, weights_from, run_yaml
+                    config,
+                    name,
+                    layout,
+                    tokenizer,
+                    metrics_logger,
+                    directory,
+                    weights,
+                    weights_from,
+                    run_yaml,
+                    stopping,
                 )
             weights = newest = complete_checkpoints(directory)[-1]
     except (ConfigError, *FAILURES) as error:
         newest = [newest, *complete_checkpoints(directory)][-1]
         kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
         raise type(error)(f"{error}; {kept}") from error
+    except RunStopped as stopped:
+        results[name] = stopped.results
+        done = {name: result for name, result in results.items() if result}
+        summary = _summary(done, layout, time.perf_counter() - started)
+        metrics_logger.finish(summary | {"stopped": {"stage": stopped.stage, "step": stopped.step}})
+        raise
     assert weights is not None  # the last stage's last checkpoint
     summary = _summary(results, layout, time.perf_counter() - started)
     is_job = JOB in os.environ  # of a sweep, which says at its end what can be done
@@ -209,6 +236,7 @@ def _run_stage(
     weights: Path | None,
     weights_from: str,
     run_yaml: str,
+    stopping: Stopping,
 ) -> dict[str, Any]:
     config = run_config.stages[name]
     algorithm, settings = algorithm_of(config), config.algorithm
@@ -226,7 +254,7 @@ def _run_stage(
     stage = Stage(
         name, config, policy, engine, tokenizer, metrics_logger, directory,
         scorer, lambda: evaluation.evaluate(policy, engine), weights_from, critic, run_yaml,
-        algorithm.progress_metric,
+        algorithm.progress_metric, stopping=stopping,
     )  # fmt: skip
     try:
         algorithm.run(stage, settings)

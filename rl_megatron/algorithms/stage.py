@@ -9,6 +9,7 @@ from typing import Any
 
 from rl_megatron import log
 from rl_megatron.algorithms.checkpointer import Checkpointer, critic_checkpoints
+from rl_megatron.algorithms.stopping import RunStopped, Stopping
 from rl_megatron.checkpoint.directory import complete_checkpoints
 from rl_megatron.checkpoint.user_files import file_digests
 from rl_megatron.config.schema import StageConfig
@@ -50,6 +51,7 @@ class Stage:
         results: The newest eval metrics and samples.
         timer: The time that each phase of a step takes.
         loader: The loader of the training data, whose position checkpoints keep.
+        stopping: Decides whether the run ends after a step.
     """
 
     name: str
@@ -68,9 +70,12 @@ class Stage:
     results: dict[str, Any] = field(default_factory=dict)
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     loader: DataLoader[Any] | None = None
+    stopping: Stopping = field(default_factory=Stopping)
 
     def __post_init__(self) -> None:
-        self.checkpointer = Checkpointer(self.checkpoints, self.config.train, self.policy, self.critic)
+        self.checkpointer = Checkpointer(
+            self.checkpoints, self.config.train, self.policy, self.critic, self.stopping.saved
+        )
         self._evaluated_at: int | None = None
         self._file_digests = file_digests(self.config)  # now, because the files are read now
         self.timer.observer = self.metrics_logger.show_phase
@@ -79,22 +84,30 @@ class Stage:
         """Yield the step numbers 1 … train.steps, or those after the newest checkpoint of this stage if it is resumed.
 
         Between steps, the stage evaluates and saves when they are due. After the last step it does both.
+
+        Raises:
+            RunStopped: The run ends early. What has been trained is saved.
         """
         train = self.config.train
         start = self._resume_from_newest()
         self.metrics_logger.begin_stage(self.name, start, train.steps, self.progress_metric)
         try:
+            self._stop_if_asked(start, is_saved=True)
             if start == 0:
                 self._evaluate(0)
+            self.stopping.begin_step()
             for step in range(start + 1, train.steps + 1):
                 yield step
                 self.checkpointer.poll()
                 last = step == train.steps
                 if last or (train.eval_every and step % train.eval_every == 0):
                     self._evaluate(step)
-                if last or (train.save_every and step % train.save_every == 0):
+                is_due = last or bool(train.save_every and step % train.save_every == 0)
+                if is_due:
                     with self.timer.phase("save"):
                         self._save(step, last)
+                if not last:
+                    self._stop_if_asked(step, is_saved=is_due)
         finally:
             self.metrics_logger.end_stage()
 
@@ -154,6 +167,22 @@ class Stage:
         step, steps = manifest["step"], self.config.train.steps
         log.LOGGER.info("stage %s: resuming after step %d of %d, from %s", self.name, step, steps, saved[-1])
         return manifest["step"]
+
+    def _stop_if_asked(self, step: int, is_saved: bool) -> None:
+        """End the run if a signal asks for it, or if its time is nearly up. Collective.
+
+        Args:
+            step: The last step that was done.
+            is_saved: Whether its checkpoint is complete, or being written, or there is nothing to save.
+        """
+        reason = self.stopping.reason()
+        if reason is None:
+            return
+        with self.timer.phase("save"):
+            if not (self.checkpointer.complete() and is_saved):
+                self._save(step, last=True)
+        done = f"stage {self.name}: stopped after step {step} of {self.config.train.steps}, because {reason}"
+        raise RunStopped(done, self.name, step, self.results)
 
     def _evaluate(self, step: int) -> None:
         with self.timer.phase("evaluate"):

@@ -40,7 +40,10 @@ MAY_CHANGE = {
         "train.batching", "train.micro_batch_size", "train.micro_batch_tokens", "train.fused_head", "train.reference",
         "model.recompute",
     ),
-    "time limits": ("train.collective_timeout_minutes", "generation.engine_timeout_minutes", "reward.timeout_seconds"),
+    "time limits": (
+        "train.collective_timeout_minutes", "train.checkpoint_must_save_by", "generation.engine_timeout_minutes",
+        "reward.timeout_seconds",
+    ),
     "kept tokens": ("data.cache_dir",),
     "reward workers": ("reward.num_workers", "reward.concurrency", "reward.memory_limit_mb"),
     # All engines use the same random numbers, which follow from train.seed.

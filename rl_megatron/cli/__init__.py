@@ -6,6 +6,7 @@ torch is imported only by commands that need it, so that help and error messages
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from rl_megatron import log
 from rl_megatron.cli.parser import COMPOSED, command_parser
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import RunConfig
+from rl_megatron.topology.child_process import die_with
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -22,6 +24,8 @@ def main(arguments: list[str] | None = None) -> int:
     if any(argument.startswith("-") for argument in rest) or (rest and parsed.command not in COMPOSED):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     log.setup()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with(os.getppid())  # a launcher that is killed leaves no ranks, which would write to the run's directory
     if parsed.command in ("convert", "inspect", "plan", "show-batch") and not log.is_main_rank():
         return 0  # rank 0 alone does the work
     try:

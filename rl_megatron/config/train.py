@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BeforeValidator
 
 from rl_megatron.config.eval_metrics import HIGHER_IS_BETTER
 from rl_megatron.config.field_types import NonNegative, Positive, PositiveFloat, section
@@ -11,6 +14,32 @@ if TYPE_CHECKING:
     EvalMetric = str  # the names are not known to a type checker
 else:
     EvalMetric = Literal[tuple(HIGHER_IS_BETTER)]
+
+_DURATION = re.compile(r"(\d{1,3}):(\d\d):(\d\d):(\d\d)")  # days, hours, minutes, seconds
+
+
+def seconds_of(duration: str) -> float:
+    """Return a duration DD:HH:MM:SS in seconds.
+
+    Raises:
+        ValueError: It is written in another way.
+    """
+    parts = _DURATION.fullmatch(duration)
+    if parts is None:
+        raise ValueError("must be a duration DD:HH:MM:SS, such as 00:03:45:00 for 3 hours and 45 minutes")
+    days, hours, minutes, seconds = map(int, parts.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def _checked_duration(value: Any) -> Any:
+    if isinstance(value, int):  # YAML reads 10:00:00:00 as a number with the base 60
+        raise ValueError('must be a duration "DD:HH:MM:SS" in quotes')
+    if isinstance(value, str):
+        seconds_of(value)
+    return value
+
+
+Duration = Annotated[str, BeforeValidator(_checked_duration)]
 
 
 @section
@@ -42,3 +71,6 @@ class TrainConfig:
     keep_checkpoints: Positive = 2  # newest checkpoints kept per stage; older ones are deleted
     keep_best: EvalMetric | None = None  # also keep the checkpoint that is best by this eval metric; null: none
     collective_timeout_minutes: PositiveFloat = 10.0  # how long a rank waits for the others before the run fails
+    # The time since the command's start, as DD:HH:MM:SS, by which the last checkpoint must be saved. The run ends after
+    # the last step that leaves enough time; the same command continues it. The end of a SLURM job is a limit as well.
+    checkpoint_must_save_by: Duration | None = None

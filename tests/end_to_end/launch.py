@@ -84,10 +84,21 @@ class Running(ABC):
 class Command(Running):
     """The real command, alone or on several ranks under torchrun."""
 
-    def __init__(self, directory: Path, *arguments: str, ranks: int = 1, restarts: int = 0):
-        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-        torchrun[2:2] = ["--max-restarts", str(restarts)]
-        launcher = [] if ranks == 1 else torchrun
+    def __init__(
+        self, directory: Path, *arguments: str, ranks: int = 1, restarts: int = 0, with_torchrun: bool = False
+    ):
+        """Start the command.
+
+        Args:
+            directory: Its working directory.
+            arguments: Its arguments.
+            ranks: The number of ranks; one rank has no launcher.
+            restarts: How often the launcher starts ranks again.
+            with_torchrun: Whether the launcher is torchrun instead of that of scripts/train.sh.
+        """
+        module = "torch.distributed.run" if with_torchrun else "rl_megatron.cli.launcher"
+        options = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts), "-m"]
+        launcher = [] if ranks == 1 else [module, *options]
         self._out, self._err = (directory / "stdout.txt").open("w+"), (directory / "stderr.txt").open("w+")
         self._process = subprocess.Popen(
             [sys.executable, "-m", *launcher, "rl_megatron", *arguments],
@@ -110,6 +121,10 @@ class Command(Running):
     @property
     def pids(self) -> list[int]:
         return [self._process.pid]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the launcher, or to the command if there is none."""
+        self._process.send_signal(number)
 
     def ranks(self) -> dict[int, int]:
         """Return the process of each rank under torchrun that has started, by rank."""

@@ -16,7 +16,7 @@ def test_a_run_with_a_killed_rank_ends_well_with_the_metrics_of_an_undisturbed_r
     done = forks.run_ranks(tmp_path / "whole", *RUN, ranks=2)
     assert [rank.status for rank in done] == [0, 0], done
     out = tmp_path / "killed" / "out"
-    with Command(tmp_path / "killed", *RUN, ranks=2, restarts=1) as running:
+    with Command(tmp_path / "killed", *RUN, ranks=2, restarts=1, with_torchrun=True) as running:
         running.wait_until(lambda: "step-000002" <= max(checkpoints(out, "grpo"), default=""), "the first save")
         os.kill(running.ranks()[1], signal.SIGKILL)
         finished = running.finish()

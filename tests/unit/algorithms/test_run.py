@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_megatron.algorithms import run
+from rl_megatron.algorithms.stopping import Stopping
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
 from rl_megatron.rewards.scorer import RewardFailed
@@ -30,7 +31,7 @@ def test_an_error_in_a_step_completes_the_checkpoint_under_way(monkeypatch, erro
         monkeypatch.setattr(run, name, lambda *args, made=made, **options: made)
     logger = SimpleNamespace(note=None, output_dir=Path("x"))
     with pytest.raises(error, match="a later record is bad"):
-        run._run_stage(load_config(["algorithm=sft"]), "sft", None, None, logger, Path("x"), None, "", "")
+        run._run_stage(load_config(["algorithm=sft"]), "sft", None, None, logger, Path("x"), None, "", "", Stopping())
     assert done == ["complete", "shutdown", "close"]
 
 
