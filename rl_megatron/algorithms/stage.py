@@ -181,8 +181,12 @@ class Stage:
         with self.timer.phase("save"):
             if not (self.checkpointer.complete() and is_saved):
                 self._save(step, last=True)
-        done = f"stage {self.name}: stopped after step {step} of {self.config.train.steps}, because {reason}"
-        raise RunStopped(done, self.name, step, self.results)
+        raise RunStopped(
+            f"stage {self.name}: stopped after step {step} of {self.config.train.steps}, because {reason}",
+            self.name,
+            step,
+            self.results,
+        )
 
     def _evaluate(self, step: int) -> None:
         with self.timer.phase("evaluate"):
