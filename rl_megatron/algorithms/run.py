@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from rl_megatron.algorithms.evaluate import build_evaluation
 from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, LogprobCheck
 from rl_megatron.algorithms.next_commands import next_commands
 from rl_megatron.algorithms.registry import algorithm_of
+from rl_megatron.algorithms.roll_back import RollBack, with_roll_backs
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.algorithms.stopping import RunStopped, Stopping
 from rl_megatron.algorithms.synced_engine import SyncedEngine
@@ -140,7 +142,8 @@ def _run_locked(
             if results[name] is None:
                 has_trained = True
                 weights_from = weights_source(config, output_dir, name)
-                results[name] = _run_stage(
+                run_stage = partial(
+                    _run_stage,
                     config,
                     name,
                     layout,
@@ -152,6 +155,7 @@ def _run_locked(
                     run_yaml,
                     stopping,
                 )
+                results[name] = with_roll_backs(run_stage, stage_config.train, directory)
             weights = newest = complete_checkpoints(directory)[-1]
     except (ConfigError, *FAILURES) as error:
         newest = [newest, *complete_checkpoints(directory)][-1]
@@ -237,6 +241,7 @@ def _run_stage(
     weights_from: str,
     run_yaml: str,
     stopping: Stopping,
+    roll_back: RollBack,
 ) -> dict[str, Any]:
     config = run_config.stages[name]
     algorithm, settings = algorithm_of(config), config.algorithm
@@ -254,20 +259,33 @@ def _run_stage(
     stage = Stage(
         name, config, policy, engine, tokenizer, metrics_logger, directory,
         scorer, lambda: evaluation.evaluate(policy, engine), weights_from, critic, run_yaml,
-        algorithm.progress_metric, stopping=stopping,
+        algorithm.progress_metric, stopping=stopping, roll_back=roll_back,
     )  # fmt: skip
     try:
-        algorithm.run(stage, settings)
+        _run_algorithm(stage, engine)
+    except NonFiniteLoss:  # the stage may roll back, and build its models again
+        _shut_down(policy, critic)
+        raise
+    _shut_down(policy, critic)
+    return stage.results
+
+
+def _run_algorithm(stage: Stage, engine: SyncedEngine) -> None:
+    """Run the training loop of a stage, and shut down its engine and its scorer."""
+    try:
+        algorithm_of(stage.config).run(stage, stage.config.algorithm)
     except (ConfigError, *FAILURES):  # on every rank, once a step has begun
         stage.checkpointer.complete()
         raise
     finally:
         engine.shutdown()
-        scorer.close()
+        stage.scorer.close()
+
+
+def _shut_down(policy: MegatronPolicy, critic: MegatronPolicy | None) -> None:
     policy.shutdown()
     if critic is not None:
         critic.shutdown()
-    return stage.results
 
 
 def _logprob_check(config: StageConfig, policy: MegatronPolicy, tokenizer: Tokenizer) -> LogprobCheck:
@@ -298,6 +316,7 @@ def _model(
         batching=Batching.of(config.train),
         head=head,
         fused_head=FusedHead() if config.train.fused_head else None,
+        max_skipped_steps=config.train.max_nonfinite_steps if config.train.on_nonfinite == "skip" else 0,
         reference_placement=config.train.reference,
         initialise=weights is None or check_head(weights, read_manifest(weights), head, weights_only=True),
     )

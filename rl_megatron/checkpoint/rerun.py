@@ -44,6 +44,12 @@ MAY_CHANGE = {
         "train.collective_timeout_minutes", "train.checkpoint_must_save_by", "generation.engine_timeout_minutes",
         "reward.timeout_seconds",
     ),
+    # Up to the first number that is not finite, all of them train the same.
+    "numbers that are not finite": ("train.on_nonfinite", "train.max_nonfinite_steps"),
+    "warnings": (
+        "train.anomaly_window", "train.loss_spike_deviations", "train.reward_collapse_fraction",
+        "train.equal_rewards_steps",
+    ),
     "kept tokens": ("data.cache_dir",),
     "reward workers": ("reward.num_workers", "reward.concurrency", "reward.memory_limit_mb"),
     # All engines use the same random numbers, which follow from train.seed.

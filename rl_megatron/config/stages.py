@@ -96,6 +96,7 @@ def _check_stage(name: str, stage: schema.StageConfig, first: schema.StageConfig
     check_data(stage.data)
     stage.data.check(stage)
     stage.optimizer.check(f"{where}optimizer")
+    stage.train.check(f"{where}train")
     check_generation(stage.generation)
     check_router_replay(stage.generation, stage.model)
     stage.reward.check()

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.eval_metrics import HIGHER_IS_BETTER
-from rl_megatron.config.field_types import NonNegative, Positive, PositiveFloat, section
+from rl_megatron.config.field_types import Fraction, NonNegative, Positive, PositiveFloat, section
 
 if TYPE_CHECKING:
     EvalMetric = str  # the names are not known to a type checker
@@ -71,6 +72,35 @@ class TrainConfig:
     keep_checkpoints: Positive = 2  # newest checkpoints kept per stage; older ones are deleted
     keep_best: EvalMetric | None = None  # also keep the checkpoint that is best by this eval metric; null: none
     collective_timeout_minutes: PositiveFloat = 10.0  # how long a rank waits for the others before the run fails
+    # What to do if a loss or a gradient norm is NaN or infinite. halt: the run fails. skip: leave out the optimizer
+    # step on all ranks. roll_back: go back to the stage's newest checkpoint, and leave out the batches since.
+    on_nonfinite: Literal["halt", "skip", "roll_back"] = "halt"
+    # How many optimizer steps in a row may be skipped, or how often a stage may go back to one and the same checkpoint;
+    # then the run fails.
+    max_nonfinite_steps: Positive = 5
+    # Steps whose medians the loss and the reward are compared with, for warnings of a loss spike or a reward collapse;
+    # 0: no such warnings.
+    anomaly_window: NonNegative = 50
+    # A loss spike is this many median absolute deviations (as estimates of a standard deviation) above the median.
+    loss_spike_deviations: PositiveFloat = 10.0
+    # The reward has collapsed if the median of the last five steps is below this share of the median before.
+    reward_collapse_fraction: Fraction = 0.5
+    equal_rewards_steps: Positive = 10  # steps in a row in which all rewards are equal before there is a warning
     # The time since the command's start, as DD:HH:MM:SS, by which the last checkpoint must be saved. The run ends after
     # the last step that leaves enough time; the same command continues it. The end of a SLURM job is a limit as well.
     checkpoint_must_save_by: Duration | None = None
+
+    def check(self, where: str) -> None:
+        """Check the keys against one another.
+
+        Args:
+            where: The section's key path, for the message.
+
+        Raises:
+            ConfigError: A roll-back would never have a checkpoint.
+        """
+        if self.on_nonfinite == "roll_back" and not self.save_every:
+            raise ConfigError(
+                f"{where}.on_nonfinite=roll_back needs checkpoints to go back to, and {where}.save_every=0; set "
+                f"{where}.save_every"
+            )
