@@ -17,6 +17,7 @@ import torch.distributed as dist
 from rl_megatron import log
 from rl_megatron.algorithms import preflight, verify
 from rl_megatron.algorithms.advantage_estimators import AdvantagesFailed
+from rl_megatron.algorithms.desync import RanksDiffer, check_configuration
 from rl_megatron.algorithms.evaluate import build_evaluation
 from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, LogprobCheck
 from rl_megatron.algorithms.next_commands import next_commands
@@ -48,13 +49,23 @@ from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.rewards.scorer import RewardFailed, Scorer
 from rl_megatron.topology import degrees
 from rl_megatron.topology.collective_errors import on_all_or_none, run_on_rank0
+from rl_megatron.topology.device import start_device
 from rl_megatron.topology.job_store import JOB
 from rl_megatron.topology.stop_signals import StopSignals
-from rl_megatron.topology.topology import Topology, start_topology
+from rl_megatron.topology.topology import Topology, keep_launch_order, start_topology
 from rl_megatron.weight_sync.plan import WeightsRefused
 
 # Errors that end a run after its start, with exit status 1.
-FAILURES = (NonFiniteLoss, WeightsRefused, EngineFailed, EngineMismatch, RewardFailed, AdvantagesFailed, SaveFailed)
+FAILURES = (
+    NonFiniteLoss,
+    WeightsRefused,
+    EngineFailed,
+    EngineMismatch,
+    RewardFailed,
+    AdvantagesFailed,
+    SaveFailed,
+    RanksDiffer,
+)
 _LEAVING_TIMEOUT = timedelta(seconds=30)
 
 
@@ -105,6 +116,8 @@ def run_stages(config: RunConfig) -> RunResults:
     started = time.perf_counter()
     first = config.first
     timeout_minutes = first.train.collective_timeout_minutes
+    keep_launch_order(first.parallel)
+    check_configuration(config, start_device(first.device, timeout_minutes))
     layout = start_topology(first.parallel, device=first.device, seed=first.train.seed, timeout_minutes=timeout_minutes)
     degrees.validate_model(first.model, first.parallel)
     lock = OutputLock(Path(config.output_dir))

@@ -10,6 +10,7 @@ from typing import Any
 from rl_megatron import log
 from rl_megatron.algorithms.anomalies import Anomalies, described_sequences
 from rl_megatron.algorithms.checkpointer import Checkpointer, critic_checkpoints
+from rl_megatron.algorithms.desync import DesyncCheck
 from rl_megatron.algorithms.roll_back import RollBack
 from rl_megatron.algorithms.stopping import RunStopped, Stopping
 from rl_megatron.checkpoint.directory import complete_checkpoints
@@ -81,6 +82,7 @@ class Stage:
             self.checkpoints, self.config.train, self.policy, self.critic, self.stopping.saved
         )
         self._anomalies = Anomalies(self.config.train)
+        self._desync = DesyncCheck(self.config.train.desync_check_every)
         self._batch: BatchedDataDict | None = None  # that the policy was trained on in the current step
         self._evaluated_at: int | None = None
         self._file_digests = file_digests(self.config)  # now, because the files are read now
@@ -153,7 +155,10 @@ class Stage:
 
         Raises:
             NonFiniteLoss: The loss is NaN or infinite; the message names the stage and step. Checkpoints stay.
+            RanksDiffer: A desync check was due, and ranks have different batches or weights.
         """
+        models = {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
+        self._desync.check(step, batch, models)
         if model is None:
             self._batch = batch
         try:

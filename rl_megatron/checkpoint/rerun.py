@@ -50,6 +50,7 @@ MAY_CHANGE = {
         "train.anomaly_window", "train.loss_spike_deviations", "train.reward_collapse_fraction",
         "train.equal_rewards_steps",
     ),
+    "desync checks": ("train.desync_check_every",),
     "kept tokens": ("data.cache_dir",),
     "reward workers": ("reward.num_workers", "reward.concurrency", "reward.memory_limit_mb"),
     # All engines use the same random numbers, which follow from train.seed.
@@ -201,7 +202,7 @@ def _changed(before: StageConfig, now: StageConfig) -> dict[str, str]:
     """Return the settings of a stage that differ: its key → "value before → value now"."""
     dump = TypeAdapter(StageConfig).dump_python
     dumped = [dump(stage, mode="json") for stage in (before, now)]
-    was, is_ = (dict(_leaves({**stage, "model": with_derived_sizes(stage["model"])})) for stage in dumped)
+    was, is_ = (dict(leaves({**stage, "model": with_derived_sizes(stage["model"])})) for stage in dumped)
     differing = [key for key in dict.fromkeys((*was, *is_)) if was.get(key) != is_.get(key)]
     return {
         key: f"{was.get(key)} → {is_.get(key)}"
@@ -210,14 +211,14 @@ def _changed(before: StageConfig, now: StageConfig) -> dict[str, str]:
     }
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every key path with its value; a list of mappings has the paths `key[0].name`, and no value of its own."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         elif value and isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
             for index, each in enumerate(value):
-                yield from _leaves(each, f"{prefix}{key}[{index}].")
+                yield from leaves(each, f"{prefix}{key}[{index}].")
         else:
             yield f"{prefix}{key}", value
 

@@ -78,6 +78,8 @@ class TrainConfig:
     # How many optimizer steps in a row may be skipped, or how often a stage may go back to one and the same checkpoint;
     # then the run fails.
     max_nonfinite_steps: Positive = 5
+    # Steps between two desync checks, which compare batches and weights over ranks; 0: only before the first step.
+    desync_check_every: NonNegative = 100
     # Steps whose medians the loss and the reward are compared with, for warnings of a loss spike or a reward collapse;
     # 0: no such warnings.
     anomaly_window: NonNegative = 50

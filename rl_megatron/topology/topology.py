@@ -107,11 +107,11 @@ def start_topology(
         ConfigError: the degrees do not fit the world size, or there is no such device.
     """
     parallel = parallel or ParallelConfig()
-    _keep_launch_order(parallel)
+    keep_launch_order(parallel)
     return build(parallel, start_device(device, timeout_minutes), seed, timeout_minutes)
 
 
-def _keep_launch_order(parallel: ParallelConfig) -> None:
+def keep_launch_order(parallel: ParallelConfig) -> None:
     """Let a GPU start kernels in the order of their launches, unless the user has set the variable.
 
     megatron-core launches a collective of tensor- or context-parallel ranks before the matrix product that it overlaps
