@@ -49,6 +49,7 @@ from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.rewards.scorer import RewardFailed, Scorer
 from rl_megatron.topology import degrees
 from rl_megatron.topology.collective_errors import on_all_or_none, run_on_rank0
+from rl_megatron.topology.determinism import compute_deterministically
 from rl_megatron.topology.device import start_device
 from rl_megatron.topology.job_store import JOB
 from rl_megatron.topology.stop_signals import StopSignals
@@ -116,6 +117,8 @@ def run_stages(config: RunConfig) -> RunResults:
     started = time.perf_counter()
     first = config.first
     timeout_minutes = first.train.collective_timeout_minutes
+    if first.train.deterministic:
+        compute_deterministically()
     keep_launch_order(first.parallel)
     check_configuration(config, start_device(first.device, timeout_minutes))
     layout = start_topology(first.parallel, device=first.device, seed=first.train.seed, timeout_minutes=timeout_minutes)

@@ -50,6 +50,7 @@ MAY_CHANGE = {
         "train.anomaly_window", "train.loss_spike_deviations", "train.reward_collapse_fraction",
         "train.equal_rewards_steps",
     ),
+    "determinism": ("train.deterministic",),
     "desync checks": ("train.desync_check_every",),
     "kept tokens": ("data.cache_dir",),
     "reward workers": ("reward.num_workers", "reward.concurrency", "reward.memory_limit_mb"),

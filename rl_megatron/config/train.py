@@ -66,6 +66,9 @@ class TrainConfig:
     # host memory, and on the device during a call.
     reference: Literal["resident", "offload"] = "resident"
     seed: NonNegative = 0  # seed of the initial weights, of generated data, of the data's order and of sampling
+    # Compute every sum in a fixed order, so that two runs of the same settings on the same machines are equal to the
+    # bit. Operations and engines that cannot do so are refused. It is the same in all stages.
+    deterministic: bool = False
     eval_every: NonNegative = 0  # steps between evaluations; 0: only before the first step and after the last
     save_every: NonNegative = 0  # steps between checkpoints; 0: only after the last step
     async_save: bool = True  # write checkpoints while training goes on; a stage still waits for its last one

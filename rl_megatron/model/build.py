@@ -166,6 +166,7 @@ def build_model(
     check_vocabulary(model, vocab_size)
     backend = choose_backend(model, topology, precision)
     config = transformer_config(model, topology, precision, backend)
+    config.deterministic_mode = torch.are_deterministic_algorithms_enabled()
     config.gradient_accumulation_fusion = fuse_weight_gradients(topology)
     permute_without_waiting()
     # MLPs then call the activation of their spec, `GatedActivation`. The constructor would refuse gelu_tanh.
