@@ -144,6 +144,7 @@ def test_the_kl_in_the_reward_is_recorded(monkeypatch):
         scorer=ScoredHere(Echo()),
         policy=policy,
         steps=lambda: [1],
+        batch_number=int,
         train=lambda step, rollouts, loss_fn: {"loss": 1.0},
         record=lambda step, report: records.append(report),
         timer=PhaseTimer(),
