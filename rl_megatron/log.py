@@ -36,6 +36,7 @@ _NOT_FOR_USERS_LOGGED: tuple[tuple[str, str], ...] = (
 
 Watcher = Callable[[int, int, str, str], None]
 _watcher: Watcher | None = None
+_followers: list[Watcher] = []
 
 
 def is_main_rank() -> bool:
@@ -113,8 +114,18 @@ def is_watched() -> bool:
     return _watcher is not None
 
 
+def follow_progress(follower: Watcher) -> None:
+    """Call `follower` for every progress report as well. It costs nothing extra: nobody counts for a follower alone."""
+    _followers.append(follower)
+
+
+def unfollow_progress(follower: Watcher) -> None:
+    """Call `follower` no longer."""
+    _followers.remove(follower)
+
+
 def report_progress(done: int, total: int, noun: str, detail: str = "") -> None:
-    """Report the progress of a long call. Without a watcher, this does nothing.
+    """Report the progress of a long call. Without a watcher or a follower, this does nothing.
 
     Args:
         done: The number of items that are done.
@@ -124,6 +135,8 @@ def report_progress(done: int, total: int, noun: str, detail: str = "") -> None:
     """
     if _watcher is not None:
         _watcher(done, total, noun, detail)
+    for follower in _followers:
+        follower(done, total, noun, detail)
 
 
 class _StderrHandler(logging.StreamHandler):

@@ -44,16 +44,19 @@ from rl_megatron.generation.engines import build_engine
 from rl_megatron.generation.interfaces import EngineFailed
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.model.build import Head
+from rl_megatron.observability.failure_file import FailureFile
 from rl_megatron.observability.metrics_logger import MetricsLogger
+from rl_megatron.observability.position import Position
+from rl_megatron.observability.run_watch import RunWatch
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.rewards.scorer import RewardFailed, Scorer
 from rl_megatron.topology import degrees
 from rl_megatron.topology.collective_errors import on_all_or_none, run_on_rank0
 from rl_megatron.topology.determinism import compute_deterministically
-from rl_megatron.topology.device import start_device
+from rl_megatron.topology.device import join
 from rl_megatron.topology.job_store import JOB
 from rl_megatron.topology.stop_signals import StopSignals
-from rl_megatron.topology.topology import Topology, keep_launch_order, start_topology
+from rl_megatron.topology.topology import Topology, build, keep_launch_order
 from rl_megatron.weight_sync.plan import WeightsRefused
 
 # Errors that end a run after its start, with exit status 1.
@@ -70,14 +73,18 @@ FAILURES = (
 _LEAVING_TIMEOUT = timedelta(seconds=30)
 
 
+class RankFailed(Exception):
+    """An error that no rank foresaw ended a run of several ranks. It has been printed, and failure.json has it."""
+
+
 def run(config: RunConfig) -> int:
     """Run every stage and write `output_dir`. If the run fails, rank 0 prints one line that says why.
 
     Returns:
         The exit status, the same on all ranks. It is 0 if the run succeeded, and 2 if the input is bad, which is nearly
         always found before the first step. It is 1 if a loss became NaN, a rollout engine, a reward function or an own
-        advantage estimator failed, or the last checkpoint of a stage could not be saved. It is `STOPPED` if
-        the run ended early because of a signal or a time limit, and was saved.
+        advantage estimator failed, a rank failed in another way, or the last checkpoint of a stage could not be saved.
+        It is `STOPPED` if the run ended early because of a signal or a time limit, and was saved.
     """
     try:
         run_stages(config)
@@ -89,6 +96,8 @@ def run(config: RunConfig) -> int:
         log.LOGGER.warning("%s; the same command continues the run (exit status %d)", stopped, STOPPED)
         leave_together()
         return STOPPED
+    except RankFailed:
+        return 1
     dist.destroy_process_group()
     return 0
 
@@ -112,6 +121,7 @@ def run_stages(config: RunConfig) -> RunResults:
     Raises:
         ConfigError: The input is bad; it is raised on every rank.
         RunStopped: The run ended early because of a signal or a time limit. It is saved, and its report is written.
+        RankFailed: Another error ended the run, on any of several ranks.
         Exception: One of `FAILURES` ended the run. Once stages have begun, every message names the newest checkpoint.
     """
     started = time.perf_counter()
@@ -120,20 +130,32 @@ def run_stages(config: RunConfig) -> RunResults:
     if first.train.deterministic:
         compute_deterministically()
     keep_launch_order(first.parallel)
-    check_configuration(config, start_device(first.device, timeout_minutes))
-    layout = start_topology(first.parallel, device=first.device, seed=first.train.seed, timeout_minutes=timeout_minutes)
+    device, store = join(first.device, timeout_minutes)
+    check_configuration(config, device)
+    layout = build(first.parallel, device, first.train.seed, timeout_minutes, store)
     degrees.validate_model(first.model, first.parallel)
     lock = OutputLock(Path(config.output_dir))
     with StopSignals() as signals:
         stopping = Stopping(signals, layout.device, first.train.checkpoint_must_save_by)
-        try:
-            return _run_locked(config, lock, layout, stopping, started)
-        finally:
-            lock.release()
+        file = FailureFile(Path(config.output_dir))
+        limit = first.train.hang_report_seconds
+        with RunWatch(layout.store, layout.rank, layout.world_size, limit, timeout_minutes, file) as watch:
+            try:
+                return _run_locked(config, lock, layout, stopping, started, watch)
+            except Exception as error:
+                if isinstance(error, RunStopped):
+                    raise
+                foreseen = isinstance(error, (ConfigError, *FAILURES))
+                watch.failed(error, on_all_ranks=foreseen)
+                if foreseen or layout.world_size == 1:
+                    raise
+                raise RankFailed(f"rank {layout.rank}: {error}") from error
+            finally:
+                lock.release()
 
 
 def _run_locked(
-    config: RunConfig, lock: OutputLock, layout: Topology, stopping: Stopping, started: float
+    config: RunConfig, lock: OutputLock, layout: Topology, stopping: Stopping, started: float, watch: RunWatch
 ) -> RunResults:
     output_dir, earlier = Path(config.output_dir), earlier_run(config)
     on_all_or_none(lambda: lock.acquire() if dist.get_rank() == 0 else None)
@@ -146,6 +168,7 @@ def _run_locked(
             log.LOGGER.info("stage %s: %s", name, describe_source(stage))
     run_yaml = on_all_or_none(lambda: recorded_config(config, earlier))  # every rank has read before rank 0 writes
     _refuse_failure(run_on_rank0(lambda: _begin_output(config, run_yaml, lock, tokenizer)))
+    watch.begin_writing()
     metrics_logger = on_all_or_none(lambda: _open_metrics(config, output_dir))
     results: dict[str, Any] = {}
     has_trained = False
@@ -170,6 +193,7 @@ def _run_locked(
                     weights_from,
                     run_yaml,
                     stopping,
+                    watch.position,
                 )
                 results[name] = with_roll_backs(run_stage, stage_config.train, directory)
             weights = newest = complete_checkpoints(directory)[-1]
@@ -257,10 +281,12 @@ def _run_stage(
     weights_from: str,
     run_yaml: str,
     stopping: Stopping,
+    position: Position,
     roll_back: RollBack,
 ) -> dict[str, Any]:
     config = run_config.stages[name]
     algorithm, settings = algorithm_of(config), config.algorithm
+    position.begin_stage(name, config.train.steps)
     steps = settings.optimizer_steps(config.train)
     policy = _model(config, layout, tokenizer, weights, config.optimizer, steps, algorithm.head)
     critic = None
@@ -275,7 +301,7 @@ def _run_stage(
     stage = Stage(
         name, config, policy, engine, tokenizer, metrics_logger, directory,
         scorer, lambda: evaluation.evaluate(policy, engine), weights_from, critic, run_yaml,
-        algorithm.progress_metric, stopping=stopping, roll_back=roll_back,
+        algorithm.progress_metric, stopping=stopping, roll_back=roll_back, position=position,
     )  # fmt: skip
     try:
         _run_algorithm(stage, engine)

@@ -27,6 +27,7 @@ from rl_megatron.generation.interfaces import SleepingEngine
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.observability.phase_timer import PhaseTimer
+from rl_megatron.observability.position import Position
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.rewards.scorer import Scorer
 
@@ -56,6 +57,7 @@ class Stage:
         loader: The loader of the training data, whose position checkpoints keep.
         stopping: Decides whether the run ends after a step.
         roll_back: The step that the stage is in, and the batches that it leaves out.
+        position: Where in the run this process is, for its heartbeat.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Stage:
     loader: DataLoader[Any] | None = None
     stopping: Stopping = field(default_factory=Stopping)
     roll_back: RollBack = field(default_factory=RollBack)
+    position: Position = field(default_factory=Position)
 
     def __post_init__(self) -> None:
         self.checkpointer = Checkpointer(
@@ -86,7 +89,7 @@ class Stage:
         self._batch: BatchedDataDict | None = None  # that the policy was trained on in the current step
         self._evaluated_at: int | None = None
         self._file_digests = file_digests(self.config)  # now, because the files are read now
-        self.timer.observer = self.metrics_logger.show_phase
+        self.timer.observer = self._enter
 
     def steps(self) -> Iterator[int]:
         """Yield the step numbers 1 … train.steps, or those after the newest checkpoint of this stage if it is resumed.
@@ -106,6 +109,7 @@ class Stage:
             self.stopping.begin_step()
             for step in range(start + 1, train.steps + 1):
                 self.roll_back.step = step
+                self.position.begin_step(step)
                 yield step
                 self.checkpointer.poll()
                 last = step == train.steps
@@ -188,6 +192,10 @@ class Stage:
             "(train.anomaly_window=%d; 0 turns these warnings off)",
             *(self.name, step, anomaly, described_sequences(batch, self.tokenizer, locations), step + window, window),
         )
+
+    def _enter(self, phase: str | None) -> None:
+        self.position.enter(phase)
+        self.metrics_logger.show_phase(phase)
 
     def _resume_from_newest(self) -> int:
         saved = complete_checkpoints(self.checkpoints)

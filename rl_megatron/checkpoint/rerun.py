@@ -41,8 +41,8 @@ MAY_CHANGE = {
         "model.recompute",
     ),
     "time limits": (
-        "train.collective_timeout_minutes", "train.checkpoint_must_save_by", "generation.engine_timeout_minutes",
-        "reward.timeout_seconds",
+        "train.collective_timeout_minutes", "train.hang_report_seconds", "train.checkpoint_must_save_by",
+        "generation.engine_timeout_minutes", "reward.timeout_seconds",
     ),
     # Up to the first number that is not finite, all of them train the same.
     "numbers that are not finite": ("train.on_nonfinite", "train.max_nonfinite_steps"),

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.eval_metrics import HIGHER_IS_BETTER
-from rl_megatron.config.field_types import Fraction, NonNegative, Positive, PositiveFloat, section
+from rl_megatron.config.field_types import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, section
 
 if TYPE_CHECKING:
     EvalMetric = str  # the names are not known to a type checker
@@ -91,6 +91,9 @@ class TrainConfig:
     # The reward has collapsed if the median of the last five steps is below this share of the median before.
     reward_collapse_fraction: Fraction = 0.5
     equal_rewards_steps: Positive = 10  # steps in a row in which all rewards are equal before there is a warning
+    # How long a rank may be silent, or no rank may go on, before a report names the rank that hangs, with the stacks of
+    # all ranks in failure.json; 0: never. Nothing is ended by it.
+    hang_report_seconds: NonNegativeFloat = 300.0
     # The time since the command's start, as DD:HH:MM:SS, by which the last checkpoint must be saved. The run ends after
     # the last step that leaves enough time; the same command continues it. The end of a SLURM job is a limit as well.
     checkpoint_must_save_by: Duration | None = None

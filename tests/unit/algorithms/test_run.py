@@ -10,8 +10,8 @@ from rl_megatron.algorithms.roll_back import RollBack
 from rl_megatron.algorithms.stopping import Stopping
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
+from rl_megatron.observability.position import Position
 from rl_megatron.rewards.scorer import RewardFailed
-from rl_megatron.topology import topology
 
 
 @pytest.mark.parametrize("error", [ConfigError, RewardFailed])
@@ -33,7 +33,7 @@ def test_an_error_in_a_step_completes_the_checkpoint_under_way(monkeypatch, erro
         monkeypatch.setattr(run, name, lambda *args, made=made, **options: made)
     logger = SimpleNamespace(note=None, output_dir=Path("x"))
     with pytest.raises(error, match="a later record is bad"):
-        run._run_stage(config, "sft", None, None, logger, Path("x"), None, "", "", Stopping(), RollBack())
+        run._run_stage(config, "sft", None, None, logger, Path("x"), None, "", "", Stopping(), Position(), RollBack())
     assert done == ["complete", "shutdown", "close"]
 
 
@@ -41,14 +41,11 @@ def test_every_collective_of_a_run_has_the_timeout_of_the_run(monkeypatch):
     class Built(Exception):
         pass
 
-    def build(parallel, device, seed, timeout_minutes):
+    def build(parallel, device, seed, timeout_minutes, store):
         raise Built(device, timeout_minutes)
 
-    monkeypatch.setattr(topology, "start_device", lambda device, timeout_minutes: timeout_minutes)
-    monkeypatch.setattr(topology, "build", build)
-    first = []
-    monkeypatch.setattr(run, "start_device", lambda device, timeout_minutes: first.append(timeout_minutes))
+    monkeypatch.setattr(run, "join", lambda device, timeout_minutes: (timeout_minutes, None))
+    monkeypatch.setattr(run, "build", build)
     monkeypatch.setattr(run, "check_configuration", lambda config, device: None)
     with pytest.raises(Built, match="3.5, 3.5"):
         run.run_stages(load_config(["train.collective_timeout_minutes=3.5"]))
-    assert first == [3.5]
