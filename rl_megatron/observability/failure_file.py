@@ -19,7 +19,7 @@ class FailureFile:
         self.has_begun = False
 
     def begin(self, is_writer: bool) -> None:
-        """Allow writing; `is_writer` says whether this process keeps the file of an earlier attempt aside."""
+        """Let `write` write; if `is_writer`, keep the file of an earlier attempt under another name."""
         self.has_begun = True
         if is_writer and self.path.is_file():
             self.path.replace(self.path.with_name(PREVIOUS))

@@ -85,5 +85,5 @@ class FirstFailure:
         return self._store.add(_KNOWN, ranks)
 
     def set_reported(self) -> None:
-        """Say that it was reported."""
+        """Record that it was reported."""
         self._store.set(_REPORTED, "1")

@@ -62,7 +62,7 @@ class Position:
         self._become(self.place._replace(step=step))
 
     def enter(self, phase: str | None) -> None:
-        """Enter a phase; None between two phases. It is an observer of `PhaseTimer`."""
+        """Begin a phase; None stands for the time between two phases. It is an observer of `PhaseTimer`."""
         number = self.place.phase_number + 1
         self._become(self.place._replace(phase=phase, phase_number=number, done=0, total=0, noun=""))
 

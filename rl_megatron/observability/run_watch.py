@@ -78,7 +78,7 @@ class RunWatch:
             thread.join(2 * self._interval)  # it may wait for a store that has ended
 
     def begin_writing(self) -> None:
-        """Allow reports in the run's directory, which now is this run's."""
+        """Let reports be written to the output directory, which now is this run's."""
         self.file.begin(self._rank == 0)
 
     def failed(self, error: BaseException, on_all_ranks: bool) -> None:

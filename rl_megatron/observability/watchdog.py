@@ -75,7 +75,7 @@ class Watchdog:
         self._say(paragraph(diagnosis, self.seen, ending))
 
     def went_on(self) -> None:
-        """Say that the ranks go on, if a hang was reported."""
+        """Report that the ranks go on, if a hang was reported."""
         if self._reported is None:
             return
         named = "the ranks" if self._reported.rank is None else f"rank {self._reported.rank}"
