@@ -149,7 +149,7 @@ def run_stages(config: RunConfig) -> RunResults:
                 watch.failed(error, on_all_ranks=foreseen)
                 if foreseen or layout.world_size == 1:
                     raise
-                raise RankFailed(f"rank {layout.rank}: {error}") from error
+                raise RankFailed(f"rank {layout.rank} was ended by an error: {error}") from error
             finally:
                 lock.release()
 
