@@ -10,6 +10,9 @@ from pydantic import Field
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.field_types import Positive, PositiveFloat, section
 
+TRIED_VLLM = ("0.32.0",)  # versions of vLLM with which this package was tried
+TRIED_SGLANG = ("0.5.23",)
+
 
 @section
 class ServersConfig:
