@@ -88,7 +88,7 @@ def _check_ranks(
     """Return the findings of all nodes and of the communication between all ranks."""
     import torch.distributed as dist
 
-    from rl_megatron.doctor.communication import gather, join, judge, measure
+    from rl_megatron.doctor.communication import gather, join, judge, time_transfers
 
     device, failures = join("auto" if config is None else config.first.device)
     if device is None:
@@ -96,7 +96,7 @@ def _check_ranks(
     installed = Installed()
     versions = {name: installed.version(name) for name in _COMPARED} if is_first_of_node else {}
     findings, differences = gather(own, versions)
-    transfers = measure(device)
+    transfers = time_transfers(device)
     findings += differences + judge(transfers, dist.get_backend(), dist.get_world_size())
     dist.destroy_process_group()
     return findings, transfers

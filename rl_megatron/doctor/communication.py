@@ -60,7 +60,7 @@ def join(device: str, timeout_minutes: float = _TIMEOUT_MINUTES) -> tuple[torch.
     return found, []
 
 
-def measure(device: torch.device) -> list[Transfer]:
+def time_transfers(device: torch.device) -> list[Transfer]:
     """Return the times of all-reduces of several sizes. Collective."""
     return [_transfer(size, device) for size in _SIZES + (_LARGE_SIZES if device.type == "cuda" else ())]
 
