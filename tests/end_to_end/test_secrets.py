@@ -12,12 +12,9 @@ IN_THE_ENVIRONMENT = {
 }
 IN_THE_CONFIGURATION = "planted-in-the-configuration-0123456789"
 REWARD = """
-import logging
-
-def length(prompt, completion, api_key, address):
+def length(prompt, completion, api_key, address, note):
     assert api_key == "planted-in-the-configuration-0123456789"
     assert address == "https://user:planted-in-the-configuration-0123456789@judge.example/score"
-    logging.getLogger("rl_megatron").warning("asked %s with %s", address, api_key)
     return float(len(completion))
 """
 
@@ -32,9 +29,9 @@ def test_a_run_writes_no_secret(tmp_path, forks):
     run = forks.run_ranks(
         tmp_path,
         *("train", *TINY, "algorithm=grpo", "algorithm.prompts_per_step=2", "algorithm.samples_per_prompt=2"),
-        *("train.steps=2", "train.save_every=1", "data.chat_template_kwargs.note=${oc.env:HF_TOKEN}"),
+        *("train.steps=2", "train.save_every=1"),
         f"reward.functions=[{{path: reward.py, name: length, kwargs: {{api_key: {IN_THE_CONFIGURATION}, "
-        f'address: "{address}"}}}}]',
+        f'address: "{address}", note: "${{oc.env:HF_TOKEN}}"}}}}]',
         ranks=1,
         before=plant,
     )[0]
@@ -55,7 +52,7 @@ def test_a_run_writes_no_secret(tmp_path, forks):
     again = forks.run_ranks(
         tmp_path,
         *("train", *TINY, "algorithm=grpo", "algorithm.prompts_per_step=2", "algorithm.samples_per_prompt=2"),
-        *("train.steps=2", "train.save_every=1", "data.chat_template_kwargs.note=${oc.env:HF_TOKEN}"),
+        *("train.steps=2", "train.save_every=1"),
         "reward.functions=[]",
         ranks=1,
         before=plant,
