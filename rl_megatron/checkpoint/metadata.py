@@ -60,13 +60,13 @@ def read_metadata(checkpoint: Path) -> Any:
         with (checkpoint / METADATA).open("rb") as file:
             metadata = _Unpickler(file).load()
     except Exception as error:  # a damaged pickle may raise anything
-        raise damaged(checkpoint, f"{METADATA} cannot be read ({error})") from error
+        raise damaged(checkpoint, f".metadata cannot be read ({error})") from error
     if not isinstance(metadata, Metadata):
-        raise damaged(checkpoint, f"{METADATA} has a {type(metadata).__name__} instead of torch's Metadata")
+        raise damaged(checkpoint, f".metadata has a {type(metadata).__name__} instead of torch's Metadata")
     for name, entry in metadata.state_dict_metadata.items():
         # torch would unpickle such an object without limits.
         if isinstance(entry, BytesStorageMetadata) and not name.endswith(_EMPTY_STATE):
-            raise damaged(checkpoint, f"{METADATA} says that {name} is a pickled object instead of a tensor")
+            raise damaged(checkpoint, f".metadata says that {name} is a pickled object instead of a tensor")
     return metadata
 
 
