@@ -203,10 +203,8 @@ def _settings(output_dir: Path, name: str) -> StageConfig | None:
 def _changed(before: StageConfig, now: StageConfig) -> dict[str, str]:
     """Return the settings of a stage that differ: its key → "value before → value now"."""
     dump = TypeAdapter(StageConfig).dump_python
-    dumped = [dump(stage, mode="json") for stage in (before, now)]
-    was, is_ = (dict(leaves({**stage, "model": with_derived_sizes(stage["model"])})) for stage in dumped)
     dumped = [without_secrets(dump(stage, mode="json")) for stage in (before, now)]
-    was, is_ = (dict(_leaves({**stage, "model": with_derived_sizes(stage["model"])})) for stage in dumped)
+    was, is_ = (dict(leaves({**stage, "model": with_derived_sizes(stage["model"])})) for stage in dumped)
     differing = [key for key in dict.fromkeys((*was, *is_)) if was.get(key) != is_.get(key)]
     return {
         key: f"{was.get(key)} → {is_.get(key)}"
