@@ -23,6 +23,7 @@ from rl_megatron.config.load import from_yaml, to_yaml
 from rl_megatron.config.metrics import METRICS_FILE
 from rl_megatron.config.model_shape import with_derived_sizes
 from rl_megatron.config.schema import RunConfig, StageConfig
+from rl_megatron.config.secrets import without_secrets
 from rl_megatron.data.sources import build_source
 
 # What may change in a stage that has begun → its keys; a key that ends in "." stands for its whole section. None of
@@ -58,7 +59,7 @@ MAY_CHANGE = {
     "rollout engines": (
         "generation.engine", "generation.num_engines", "generation.engine_device", "generation.max_engine_restarts",
         "generation.refit", "generation.refit_bucket_mb", "generation.gate_prompts", "generation.gate_limit",
-        "generation.batch_size",
+        "generation.batch_size", "generation.vllm.allow_insecure_serialization",
     ),
 }  # fmt: skip
 # Of the keys of the whole run, init_from may not change, and the stages that have begun. metric_sinks (logging),
@@ -202,7 +203,7 @@ def _settings(output_dir: Path, name: str) -> StageConfig | None:
 def _changed(before: StageConfig, now: StageConfig) -> dict[str, str]:
     """Return the settings of a stage that differ: its key → "value before → value now"."""
     dump = TypeAdapter(StageConfig).dump_python
-    dumped = [dump(stage, mode="json") for stage in (before, now)]
+    dumped = [without_secrets(dump(stage, mode="json")) for stage in (before, now)]
     was, is_ = (dict(leaves({**stage, "model": with_derived_sizes(stage["model"])})) for stage in dumped)
     differing = [key for key in dict.fromkeys((*was, *is_)) if was.get(key) != is_.get(key)]
     return {

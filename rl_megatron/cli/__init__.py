@@ -36,6 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
             return _show_how_it_is_composed(parsed)
         if getattr(parsed, "multirun", False):
             return _sweep(parsed)
+        if parsed.command == "doctor":
+            return _doctor(parsed)
         return _with_configuration(parsed)
     except ConfigError as error:
         log.error(error)
@@ -105,6 +107,24 @@ def _with_configuration(parsed: argparse.Namespace) -> int:
     from rl_megatron.algorithms.run import run
 
     return run(config)
+
+
+def _doctor(parsed: argparse.Namespace) -> int:
+    """Check this machine and, if any override chooses one, an experiment."""
+    from rl_megatron.doctor.command import doctor
+
+    config = None
+    if parsed.overrides or parsed.config_dir or parsed.print_config or parsed.cfg:
+        from rl_megatron.config.load import load_config, to_yaml
+
+        config = load_config(parsed.overrides, parsed.config_dir, parsed.config_name)
+        if parsed.print_config or parsed.cfg:
+            if log.is_main_rank():
+                print(to_yaml(config), end="")
+            return 0
+    from rl_megatron.cli.early_checks import check_early
+
+    return doctor(config, check_early, parsed.json)
 
 
 def _check_early(config: RunConfig, command: str) -> None:

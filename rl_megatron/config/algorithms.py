@@ -270,6 +270,8 @@ class GRPOConfig(PolicyGradientConfig):
 class PPOConfig(PolicyGradientConfig):
     """Proximal policy optimisation against a verifiable reward, with a learned critic."""
 
+    has_critic: ClassVar[bool] = True
+
     name: Literal["ppo"] = "ppo"  # the algorithm
     prompts_per_step: Positive = 32  # prompts per rollout step
     samples_per_prompt: Positive = 4  # completions per prompt
