@@ -81,6 +81,12 @@ def _seconds_to_end() -> float:
     return 2 * (times["step_seconds"] + times["save_seconds"]) + _SECONDS_OF_EVERYTHING_ELSE
 
 
+def _message(failure: ProcessFailure) -> str | None:
+    """Return the message that a rank wrote to its error file (`log.error`), or None."""
+    data: Any = failure.error_file_data["message"] if Path(failure.error_file).is_file() else None
+    return data["message"] if isinstance(data, dict) else data
+
+
 def _ended_as_asked(status: int) -> bool:
     """Return whether a rank saved and ended, or ended before its first step, when it got a signal."""
     return status == STOPPED or -status in SIGNALS
@@ -89,14 +95,21 @@ def _ended_as_asked(status: int) -> bool:
 def _report(failures: dict[int, ProcessFailure]) -> int:
     """Print how the run failed, unless the ranks have said it, and return the exit status."""
 
-    def order(rank: int) -> tuple[int, bool, int]:
-        return failures[rank].timestamp, failures[rank].exitcode >= 0, rank  # a killed rank makes others fail
+    def order(rank: int) -> tuple[int, int, int]:
+        # A killed rank makes others fail. SIGTERM comes from the agent, which ends the others then.
+        failure = failures[rank]
+        kind = 2 if failure.exitcode == -signal.SIGTERM else int(failure.exitcode > 0)
+        return kind, failure.timestamp, rank
 
     if RunAgent.was_asked_to_end and all(_ended_as_asked(failure.exitcode) for failure in failures.values()):
         return STOPPED
     first = min(failures, key=order)
     failure = failures[first]
-    if not Path(failure.error_file).is_file() and failure.exitcode != STOPPED:
+    message = _message(failure)
+    if message is not None:
+        if 0 in failures and _message(failures[0]) is None:
+            print("error:", message, file=sys.stderr)  # rank 0 was ended before it could print it
+    elif failure.exitcode != STOPPED:
         how = f"with status {failure.exitcode}" if failure.exitcode > 0 else f"killed by {failure.signal_name()}"
         print(
             f"error: rank {first} (process {failure.pid} on {socket.gethostname()}) was the first rank to end, {how}; "

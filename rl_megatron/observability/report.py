@@ -92,7 +92,9 @@ def plot_curves(metrics: Path, picture: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+    if not lines:
+        return  # the run ended before its first metrics
     stages = list(dict.fromkeys(line["stage"] for line in lines))
     figure, axes = pyplot.subplots(2, len(stages), figsize=(4.5 * len(stages), 6), squeeze=False)
     for column, stage in enumerate(stages):
