@@ -33,7 +33,7 @@ class _Enumeration(type):
 
 
 class _StandIn(ModuleType):
-    """A module that has every name: each is a class of numbers, whatever it is in the extension."""
+    """A module that has every name. Each is a class of integers, even if it is a function in the extension."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -151,7 +151,7 @@ def difference(one: Path, other: Path) -> str | None:
     for name, tensor in tensors.items():
         if not _same(tensor, other_tensors[name]):
             return name
-    return None if _same(common, other_common) else "what is not a tensor"
+    return None if _same(common, other_common) else "a value that is not a tensor"
 
 
 def state_of(path: Path) -> tuple[dict[str, Tensor], Any]:
