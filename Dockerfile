@@ -3,8 +3,10 @@
 #   docker build -t rl_megatron .
 #   docker run --rm --gpus all --ipc=host -v "$PWD/outputs:/workspace/outputs" rl_megatron \
 #       torchrun --nproc-per-node gpu -m rl_megatron train experiment=quickstart
-# Add --user "$(id -u):$(id -g)" to own the outputs; nothing here needs root.
-ARG PYTORCH_IMAGE=nvcr.io/nvidia/pytorch:26.05-py3
+# The container's user is `trainer` (1000). Add --user "$(id -u):$(id -g)" to own the outputs; nothing here needs root.
+# The digest is that of the tag 26.05-py3, for x86-64 and ARM together, and keeps the image what it is if the tag moves.
+# This prints the digest of a tag: docker buildx imagetools inspect nvcr.io/nvidia/pytorch:26.05-py3
+ARG PYTORCH_IMAGE=nvcr.io/nvidia/pytorch:26.05-py3@sha256:222d8b18e671be5c3ef91cb41727a2572a0b23f59ded6c39f373a96946f6f2ba
 FROM ${PYTORCH_IMAGE}
 
 ARG MEGATRON_CORE=0.19.2
@@ -20,5 +22,8 @@ RUN python -c "import torch; print(f'torch=={torch.__version__}')" >/tmp/torch.t
 ENV HOME=/workspace USER=trainer OMP_NUM_THREADS=1
 WORKDIR /workspace
 RUN chmod 1777 /workspace
+USER 1000:1000
 
+# Versions, GPUs, shared memory and storage; a failing check is listed in `docker inspect`.
+HEALTHCHECK --interval=5m --timeout=2m --start-period=1m --retries=2 CMD ["rl-megatron", "doctor"]
 CMD ["rl-megatron", "--help"]

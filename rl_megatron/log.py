@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
+import re
 import sys
+import time
+import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 LOGGER = logging.getLogger("rl_megatron")
@@ -30,8 +37,20 @@ _NOT_FOR_USERS_LOGGED: tuple[tuple[str, str], ...] = (
     ("megatron.core.tensor_parallel.random", "CPU RNG state changed within GPU RNG context"),
 )
 
+# Environment variables whose values are secrets, such as HF_TOKEN and WANDB_API_KEY, by the ends of their names.
+_SECRET_VARIABLE = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|PRIVATE_KEY|CREDENTIALS?)$", re.I)
+_SHORTEST_SECRET = 8  # characters of a value that is worth hiding; shorter ones are words such as "true"
+_IN_ADDRESS = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/@'\"]+@", re.I)  # the user and the password of an address
+_AFTER_OPTION = re.compile(
+    r"(--(?:[a-z-]+-)?(?:api-key|token|password|secret)(?:[= ]|['\"], ['\"])"
+    r"|\b(?:\w+\.)*(?:\w+_)?(?:api_?key|password|secret)['\"]?\s*[=:]\s*['\"]?)[^\s'\",;]+",
+    re.I,
+)
+REDACTED = "***"
+
 Watcher = Callable[[int, int, str, str], None]
 _watcher: Watcher | None = None
+_followers: list[Watcher] = []
 
 
 def is_main_rank() -> bool:
@@ -39,15 +58,29 @@ def is_main_rank() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+def redact(text: str) -> str:
+    """Return a text without secrets: values of such environment variables, and what addresses and options hold."""
+    for name, value in os.environ.items():
+        if _SECRET_VARIABLE.search(name) and len(value) >= _SHORTEST_SECRET and value in text:
+            text = text.replace(value, REDACTED)
+    return _AFTER_OPTION.sub(rf"\1{REDACTED}", _IN_ADDRESS.sub(rf"\1{REDACTED}@", text))
+
+
 def setup() -> None:
     """Set log levels: INFO on rank 0, and ERROR on other ranks."""
     if not LOGGER.handlers:
         handler = _StderrHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        handler.setFormatter(_Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
         LOGGER.addHandler(handler)
         LOGGER.propagate = False
+    sys.excepthook = _print_without_secrets
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive the checkpoint writer's fork
     LOGGER.setLevel(logging.INFO if is_main_rank() else logging.ERROR)
+
+
+def _print_without_secrets(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print the traceback of an exception that ends this process."""
+    print(redact("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)
 
 
 def silence_libraries() -> None:
@@ -83,8 +116,19 @@ def error(message: object, on_every_node: bool = False) -> None:
         on_every_node: Whether the first rank of every node prints it, because the nodes may differ. Otherwise rank 0
             does, because the error is the same on every rank.
     """
+    text = redact(" ".join(str(message).splitlines()))
+    _tell_launcher(text)
     if is_main_rank() or (on_every_node and os.environ.get("LOCAL_RANK") == "0"):
-        print("error:", " ".join(str(message).splitlines()), file=sys.stderr, flush=True)
+        print("error:", text, file=sys.stderr, flush=True)
+
+
+def _tell_launcher(text: str) -> None:
+    """Write the message to the file in which torchrun looks for the reason of a rank's end."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {"py_callstack": "", "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):  # the message is printed anyway
+            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
 def watch_progress(watcher: Watcher | None) -> None:
@@ -98,8 +142,18 @@ def is_watched() -> bool:
     return _watcher is not None
 
 
+def follow_progress(follower: Watcher) -> None:
+    """Call `follower` for every progress report as well. It costs nothing extra: nobody counts for a follower alone."""
+    _followers.append(follower)
+
+
+def unfollow_progress(follower: Watcher) -> None:
+    """Call `follower` no longer."""
+    _followers.remove(follower)
+
+
 def report_progress(done: int, total: int, noun: str, detail: str = "") -> None:
-    """Report the progress of a long call. Without a watcher, this does nothing.
+    """Report the progress of a long call. Without a watcher or a follower, this does nothing.
 
     Args:
         done: The number of items that are done.
@@ -109,6 +163,8 @@ def report_progress(done: int, total: int, noun: str, detail: str = "") -> None:
     """
     if _watcher is not None:
         _watcher(done, total, noun, detail)
+    for follower in _followers:
+        follower(done, total, noun, detail)
 
 
 class _StderrHandler(logging.StreamHandler):
@@ -121,6 +177,14 @@ class _StderrHandler(logging.StreamHandler):
     def stream(self) -> Any:
         """Return the current stderr."""
         return sys.stderr
+
+
+class _Formatter(logging.Formatter):
+    """A formatter that leaves secrets out of messages and tracebacks."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record."""
+        return redact(super().format(record))
 
 
 class _Without(logging.Filter):

@@ -37,4 +37,4 @@ else
     meeting+=(--rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "${JOB_ID:-rl_megatron}")
   fi
 fi
-exec "$python" -m torch.distributed.run "${meeting[@]}" -m rl_megatron "$@"
+exec "$python" -m rl_megatron.cli.launcher "${meeting[@]}" -m rl_megatron "$@"

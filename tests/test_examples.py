@@ -36,7 +36,8 @@ def test_the_page_is_short_and_its_links_lead_somewhere(page):
 
 
 def test_every_example_has_a_page_and_no_file_is_unused():
-    assert sorted(path.name for path in EXAMPLES.iterdir()) == PAGES
+    # tests/packaging/test_cluster_files.py checks the files for clusters.
+    assert sorted(path.name for path in EXAMPLES.iterdir() if path.name != "cluster") == PAGES
     for page in PAGES:
         pages = "".join((DIRECTORY / f"{name}.md").read_text() for name in PAGES)
         for path in (EXAMPLES / page).rglob("*"):

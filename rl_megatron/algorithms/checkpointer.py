@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,24 @@ class Checkpointer:
     first, so that every checkpoint of the policy has its critic's checkpoint.
     """
 
-    def __init__(self, checkpoints: Path, train: TrainConfig, policy: MegatronPolicy, critic: MegatronPolicy | None):
-        self._directory, self._train = checkpoints, train
+    def __init__(
+        self,
+        checkpoints: Path,
+        train: TrainConfig,
+        policy: MegatronPolicy,
+        critic: MegatronPolicy | None,
+        saved: Callable[[float], object] = lambda seconds: None,
+    ):
+        """Prepare the saves of a stage.
+
+        Args:
+            checkpoints: The directory of the policy's checkpoints.
+            train: The section `train`.
+            policy: The stage's policy.
+            critic: Its critic, or None.
+            saved: Is given the seconds of each save, from its begin until it is complete.
+        """
+        self._directory, self._train, self._saved, self._began = checkpoints, train, saved, 0.0
         self._models = [(policy, checkpoints)]
         self._companions: Path | None = None
         if critic is not None:
@@ -63,14 +81,17 @@ class Checkpointer:
         if self._under_way and all(save.is_written() for save in self._under_way):
             self.complete()
 
-    def complete(self) -> None:
-        """Wait for the save in progress, if there is one, and complete it."""
+    def complete(self) -> bool:
+        """Wait for the save in progress, if there is one, and complete it. Return whether that succeeded."""
         try:
             self._complete()
         except SaveFailed as error:
             self._warn(error)
+            return False
+        return True
 
     def _begin(self, step: int, kept: dict[str, Any]) -> None:
+        self._began = time.monotonic()
         try:
             for model, directory in self._models:
                 self._under_way.append(model.begin_checkpoint(directory, step, **kept))
@@ -91,6 +112,7 @@ class Checkpointer:
         self._delete_older()  # including the critic's checkpoint, if the policy's failed
         if failed is not None:
             raise failed
+        self._saved(time.monotonic() - self._began)
 
     def _delete_older(self) -> None:
         keep, best = self._train.keep_checkpoints, self._train.keep_best

@@ -21,6 +21,7 @@ from rl_megatron.checkpoint.hf_load import open_hugging_face
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model_rules import check_vocabulary
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.prompt_files import FilePrompt, FilePrompts
@@ -30,7 +31,6 @@ from rl_megatron.generation.completions_file import COMPLETIONS_PER_BLOCK, Compl
 from rl_megatron.generation.engines import build_engine, check_engine
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
 from rl_megatron.generation.stage_sampling import stage_sampling
-from rl_megatron.model.build import check_vocabulary
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology import degrees
 from rl_megatron.topology.collective_errors import on_all_or_none, run_on_rank0

@@ -14,9 +14,17 @@ from rl_megatron.losses import metrics as losses
 
 OPTIMIZER = declare_metrics(
     Metric("grad_norm", "1", "The norm of the gradient before clipping, over the optimizer steps.", "mean"),
+    Metric("grad_norm_clipped", "1", "The norm of the gradient after clipping, over the optimizer steps.", "mean"),
     Metric("lr", "1", "The learning rate, over the optimizer steps.", "mean"),
     Metric("updated", "1", "The share of optimizer steps that moved the weights.", "mean", "higher"),
     Metric("num_updates", "steps", "The number of optimizer steps that moved the weights.", "sum"),
+    Metric(
+        "skipped_steps",
+        "steps",
+        "With train.on_nonfinite=skip, the number of optimizer steps that were left out.",
+        "sum",
+        "lower",
+    ),
     Metric("packing_efficiency", "1", "The share of computed token slots that hold a token.", "mean", "higher"),
     Metric("router_aux_loss", "1", "The experts' load-balancing loss, summed over layers.", "mean", "lower"),
 )

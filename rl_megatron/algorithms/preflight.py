@@ -24,6 +24,7 @@ from rl_megatron.checkpoint.rerun import refuse_changes
 from rl_megatron.config.data_rules import require_place
 from rl_megatron.config.errors import ConfigError, bad_input_named
 from rl_megatron.config.import_strings import is_import_string
+from rl_megatron.config.model_rules import check_vocabulary
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.data.run_tokenizer import run_tokenizer
 from rl_megatron.data.same_prompts import different_prompts
@@ -32,7 +33,6 @@ from rl_megatron.generation.engines import check_engine
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.losses.foreign import as_loss, check_call
 from rl_megatron.losses.registry import configured_loss
-from rl_megatron.model.build import check_vocabulary
 from rl_megatron.observability.sinks import check_sinks
 from rl_megatron.rewards.loading import check_rewards
 from rl_megatron.topology.degrees import sequence_multiple, zigzag_slices

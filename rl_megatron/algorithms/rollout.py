@@ -74,7 +74,7 @@ class Sampler:
     """
 
     def __init__(self, stage: Stage, algorithm: RolloutConfig):
-        config = stage.config
+        config, self._batch_number = stage.config, stage.batch_number
         self._engine, self._tokenizer, self._seed = stage.engine, stage.tokenizer, config.train.seed
         self._per_prompt = algorithm.samples_per_prompt
         self._scorer, self._metrics = stage.scorer, RewardMetrics()
@@ -89,9 +89,10 @@ class Sampler:
         The batch is the one that `RolloutEngine.generate` returns, with `rewards` [B]. Samples of a prompt are
         contiguous.
         """
-        prompts = [prompt for prompt in self._prompts.at(step, round_) for _ in range(self._per_prompt)]
+        number = self._batch_number(step)
+        prompts = [prompt for prompt in self._prompts.at(number, round_) for _ in range(self._per_prompt)]
         problems = [prompt.problem for prompt in prompts]
-        seed = (self._seed * 1_000_003 + step) * _ROUNDS_PER_SEED + round_
+        seed = (self._seed * 1_000_003 + number) * _ROUNDS_PER_SEED + round_
         rollouts = self._engine.generate([prompt.ids for prompt in prompts], self._sampling, seed)
         rollouts["rewards"], metrics = self._scorer.score_rollouts(problems, rollouts, self._tokenizer)
         self._metrics.add(metrics)

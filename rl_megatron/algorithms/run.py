@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ import torch.distributed as dist
 from rl_megatron import log
 from rl_megatron.algorithms import preflight, verify
 from rl_megatron.algorithms.advantage_estimators import AdvantagesFailed
+from rl_megatron.algorithms.desync import RanksDiffer, check_configuration
 from rl_megatron.algorithms.evaluate import build_evaluation
 from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, LogprobCheck
 from rl_megatron.algorithms.next_commands import next_commands
 from rl_megatron.algorithms.registry import algorithm_of
+from rl_megatron.algorithms.roll_back import RollBack, with_roll_backs
 from rl_megatron.algorithms.stage import Stage
+from rl_megatron.algorithms.stopping import RunStopped, Stopping
 from rl_megatron.algorithms.synced_engine import SyncedEngine
 from rl_megatron.batching.config import Batching
 from rl_megatron.checkpoint.directory import CONFIG, check_head, complete_checkpoints, put_back, read_manifest
@@ -29,7 +33,7 @@ from rl_megatron.checkpoint.rerun import earlier_run, move_aside, recorded_confi
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.checkpoint_metadata import HUGGING_FACE, hugging_face_files
 from rl_megatron.config.data_sources import describe_source
-from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.errors import STOPPED, ConfigError
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.data.run_tokenizer import save_tokenizer
@@ -40,18 +44,37 @@ from rl_megatron.generation.engines import build_engine
 from rl_megatron.generation.interfaces import EngineFailed
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.model.build import Head
+from rl_megatron.observability.failure_file import FailureFile
 from rl_megatron.observability.metrics_logger import MetricsLogger
+from rl_megatron.observability.position import Position
+from rl_megatron.observability.run_watch import RunWatch
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.rewards.scorer import RewardFailed, Scorer
 from rl_megatron.topology import degrees
 from rl_megatron.topology.collective_errors import on_all_or_none, run_on_rank0
+from rl_megatron.topology.determinism import compute_deterministically
+from rl_megatron.topology.device import join
 from rl_megatron.topology.job_store import JOB
-from rl_megatron.topology.topology import Topology, start_topology
+from rl_megatron.topology.stop_signals import StopSignals
+from rl_megatron.topology.topology import Topology, build, keep_launch_order
 from rl_megatron.weight_sync.plan import WeightsRefused
 
 # Errors that end a run after its start, with exit status 1.
-FAILURES = (NonFiniteLoss, WeightsRefused, EngineFailed, EngineMismatch, RewardFailed, AdvantagesFailed, SaveFailed)
+FAILURES = (
+    NonFiniteLoss,
+    WeightsRefused,
+    EngineFailed,
+    EngineMismatch,
+    RewardFailed,
+    AdvantagesFailed,
+    SaveFailed,
+    RanksDiffer,
+)
 _LEAVING_TIMEOUT = timedelta(seconds=30)
+
+
+class RankFailed(Exception):
+    """An error that no rank foresaw ended a run of several ranks. It has been printed, and failure.json has it."""
 
 
 def run(config: RunConfig) -> int:
@@ -60,7 +83,8 @@ def run(config: RunConfig) -> int:
     Returns:
         The exit status, the same on all ranks. It is 0 if the run succeeded, and 2 if the input is bad, which is nearly
         always found before the first step. It is 1 if a loss became NaN, a rollout engine, a reward function or an own
-        advantage estimator failed, or the last checkpoint of a stage could not be saved.
+        advantage estimator failed, a rank failed in another way, or the last checkpoint of a stage could not be saved.
+        It is `STOPPED` if the run ended early because of a signal or a time limit, and was saved.
     """
     try:
         run_stages(config)
@@ -68,6 +92,12 @@ def run(config: RunConfig) -> int:
         log.error(error)
         leave_together()
         return 2 if isinstance(error, ConfigError) else 1
+    except RunStopped as stopped:
+        log.LOGGER.warning("%s; the same command continues the run (exit status %d)", stopped, STOPPED)
+        leave_together()
+        return STOPPED
+    except RankFailed:
+        return 1
     dist.destroy_process_group()
     return 0
 
@@ -90,21 +120,43 @@ def run_stages(config: RunConfig) -> RunResults:
 
     Raises:
         ConfigError: The input is bad; it is raised on every rank.
+        RunStopped: The run ended early because of a signal or a time limit. It is saved, and its report is written.
+        RankFailed: Another error ended the run, on any of several ranks.
         Exception: One of `FAILURES` ended the run. Once stages have begun, every message names the newest checkpoint.
     """
     started = time.perf_counter()
     first = config.first
     timeout_minutes = first.train.collective_timeout_minutes
-    layout = start_topology(first.parallel, device=first.device, seed=first.train.seed, timeout_minutes=timeout_minutes)
+    if first.train.deterministic:
+        compute_deterministically()
+    keep_launch_order(first.parallel)
+    device, store = join(first.device, timeout_minutes)
+    check_configuration(config, device)
+    layout = build(first.parallel, device, first.train.seed, timeout_minutes, store)
     degrees.validate_model(first.model, first.parallel)
     lock = OutputLock(Path(config.output_dir))
-    try:
-        return _run_locked(config, lock, layout, started)
-    finally:
-        lock.release()
+    with StopSignals() as signals:
+        stopping = Stopping(signals, layout.device, first.train.checkpoint_must_save_by)
+        file = FailureFile(Path(config.output_dir))
+        limit = first.train.hang_report_seconds
+        with RunWatch(layout.store, layout.rank, layout.world_size, limit, timeout_minutes, file) as watch:
+            try:
+                return _run_locked(config, lock, layout, stopping, started, watch)
+            except Exception as error:
+                if isinstance(error, RunStopped):
+                    raise
+                foreseen = isinstance(error, (ConfigError, *FAILURES))
+                watch.failed(error, on_all_ranks=foreseen)
+                if foreseen or layout.world_size == 1:
+                    raise
+                raise RankFailed(f"rank {layout.rank} was ended by an error: {error}") from error
+            finally:
+                lock.release()
 
 
-def _run_locked(config: RunConfig, lock: OutputLock, layout: Topology, started: float) -> RunResults:
+def _run_locked(
+    config: RunConfig, lock: OutputLock, layout: Topology, stopping: Stopping, started: float, watch: RunWatch
+) -> RunResults:
     output_dir, earlier = Path(config.output_dir), earlier_run(config)
     on_all_or_none(lambda: lock.acquire() if dist.get_rank() == 0 else None)
     _refuse_failure(run_on_rank0(lambda: _put_back_checkpoints(earlier)))
@@ -116,6 +168,7 @@ def _run_locked(config: RunConfig, lock: OutputLock, layout: Topology, started: 
             log.LOGGER.info("stage %s: %s", name, describe_source(stage))
     run_yaml = on_all_or_none(lambda: recorded_config(config, earlier))  # every rank has read before rank 0 writes
     _refuse_failure(run_on_rank0(lambda: _begin_output(config, run_yaml, lock, tokenizer)))
+    watch.begin_writing()
     metrics_logger = on_all_or_none(lambda: _open_metrics(config, output_dir))
     results: dict[str, Any] = {}
     has_trained = False
@@ -128,14 +181,32 @@ def _run_locked(config: RunConfig, lock: OutputLock, layout: Topology, started: 
             if results[name] is None:
                 has_trained = True
                 weights_from = weights_source(config, output_dir, name)
-                results[name] = _run_stage(
-                    config, name, layout, tokenizer, metrics_logger, directory, weights, weights_from, run_yaml
+                run_stage = partial(
+                    _run_stage,
+                    config,
+                    name,
+                    layout,
+                    tokenizer,
+                    metrics_logger,
+                    directory,
+                    weights,
+                    weights_from,
+                    run_yaml,
+                    stopping,
+                    watch.position,
                 )
+                results[name] = with_roll_backs(run_stage, stage_config.train, directory)
             weights = newest = complete_checkpoints(directory)[-1]
     except (ConfigError, *FAILURES) as error:
         newest = [newest, *complete_checkpoints(directory)][-1]
         kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
         raise type(error)(f"{error}; {kept}") from error
+    except RunStopped as stopped:
+        results[name] = stopped.results
+        done = {name: result for name, result in results.items() if result}
+        summary = _summary(done, layout, time.perf_counter() - started)
+        metrics_logger.finish(summary | {"stopped": {"stage": stopped.stage, "step": stopped.step}})
+        raise
     assert weights is not None  # the last stage's last checkpoint
     summary = _summary(results, layout, time.perf_counter() - started)
     is_job = JOB in os.environ  # of a sweep, which says at its end what can be done
@@ -209,9 +280,13 @@ def _run_stage(
     weights: Path | None,
     weights_from: str,
     run_yaml: str,
+    stopping: Stopping,
+    position: Position,
+    roll_back: RollBack,
 ) -> dict[str, Any]:
     config = run_config.stages[name]
     algorithm, settings = algorithm_of(config), config.algorithm
+    position.begin_stage(name, config.train.steps)
     steps = settings.optimizer_steps(config.train)
     policy = _model(config, layout, tokenizer, weights, config.optimizer, steps, algorithm.head)
     critic = None
@@ -226,20 +301,33 @@ def _run_stage(
     stage = Stage(
         name, config, policy, engine, tokenizer, metrics_logger, directory,
         scorer, lambda: evaluation.evaluate(policy, engine), weights_from, critic, run_yaml,
-        algorithm.progress_metric,
+        algorithm.progress_metric, stopping=stopping, roll_back=roll_back, position=position,
     )  # fmt: skip
     try:
-        algorithm.run(stage, settings)
+        _run_algorithm(stage, engine)
+    except NonFiniteLoss:  # the stage may roll back, and build its models again
+        _shut_down(policy, critic)
+        raise
+    _shut_down(policy, critic)
+    return stage.results
+
+
+def _run_algorithm(stage: Stage, engine: SyncedEngine) -> None:
+    """Run the training loop of a stage, and shut down its engine and its scorer."""
+    try:
+        algorithm_of(stage.config).run(stage, stage.config.algorithm)
     except (ConfigError, *FAILURES):  # on every rank, once a step has begun
         stage.checkpointer.complete()
         raise
     finally:
         engine.shutdown()
-        scorer.close()
+        stage.scorer.close()
+
+
+def _shut_down(policy: MegatronPolicy, critic: MegatronPolicy | None) -> None:
     policy.shutdown()
     if critic is not None:
         critic.shutdown()
-    return stage.results
 
 
 def _logprob_check(config: StageConfig, policy: MegatronPolicy, tokenizer: Tokenizer) -> LogprobCheck:
@@ -270,6 +358,7 @@ def _model(
         batching=Batching.of(config.train),
         head=head,
         fused_head=FusedHead() if config.train.fused_head else None,
+        max_skipped_steps=config.train.max_nonfinite_steps if config.train.on_nonfinite == "skip" else 0,
         reference_placement=config.train.reference,
         initialise=weights is None or check_head(weights, read_manifest(weights), head, weights_only=True),
     )

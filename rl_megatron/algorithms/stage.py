@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron import log
+from rl_megatron.algorithms.anomalies import Anomalies, described_sequences
 from rl_megatron.algorithms.checkpointer import Checkpointer, critic_checkpoints
+from rl_megatron.algorithms.desync import DesyncCheck
+from rl_megatron.algorithms.roll_back import RollBack
+from rl_megatron.algorithms.stopping import RunStopped, Stopping
 from rl_megatron.checkpoint.directory import complete_checkpoints
 from rl_megatron.checkpoint.user_files import file_digests
 from rl_megatron.config.schema import StageConfig
@@ -23,6 +27,7 @@ from rl_megatron.generation.interfaces import SleepingEngine
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.observability.phase_timer import PhaseTimer
+from rl_megatron.observability.position import Position
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.rewards.scorer import Scorer
 
@@ -50,6 +55,9 @@ class Stage:
         results: The newest eval metrics and samples.
         timer: The time that each phase of a step takes.
         loader: The loader of the training data, whose position checkpoints keep.
+        stopping: Decides whether the run ends after a step.
+        roll_back: The step that the stage is in, and the batches that it leaves out.
+        position: Where in the run this process is, for its heartbeat.
     """
 
     name: str
@@ -68,33 +76,51 @@ class Stage:
     results: dict[str, Any] = field(default_factory=dict)
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     loader: DataLoader[Any] | None = None
+    stopping: Stopping = field(default_factory=Stopping)
+    roll_back: RollBack = field(default_factory=RollBack)
+    position: Position = field(default_factory=Position)
 
     def __post_init__(self) -> None:
-        self.checkpointer = Checkpointer(self.checkpoints, self.config.train, self.policy, self.critic)
+        self.checkpointer = Checkpointer(
+            self.checkpoints, self.config.train, self.policy, self.critic, self.stopping.saved
+        )
+        self._anomalies = Anomalies(self.config.train)
+        self._desync = DesyncCheck(self.config.train.desync_check_every)
+        self._batch: BatchedDataDict | None = None  # that the policy was trained on in the current step
         self._evaluated_at: int | None = None
         self._file_digests = file_digests(self.config)  # now, because the files are read now
-        self.timer.observer = self.metrics_logger.show_phase
+        self.timer.observer = self._enter
 
     def steps(self) -> Iterator[int]:
         """Yield the step numbers 1 … train.steps, or those after the newest checkpoint of this stage if it is resumed.
 
         Between steps, the stage evaluates and saves when they are due. After the last step it does both.
+
+        Raises:
+            RunStopped: The run ends early. What has been trained is saved.
         """
         train = self.config.train
         start = self._resume_from_newest()
         self.metrics_logger.begin_stage(self.name, start, train.steps, self.progress_metric)
         try:
+            self._stop_if_asked(start, is_saved=True)
             if start == 0:
                 self._evaluate(0)
+            self.stopping.begin_step()
             for step in range(start + 1, train.steps + 1):
+                self.roll_back.step = step
+                self.position.begin_step(step)
                 yield step
                 self.checkpointer.poll()
                 last = step == train.steps
                 if last or (train.eval_every and step % train.eval_every == 0):
                     self._evaluate(step)
-                if last or (train.save_every and step % train.save_every == 0):
+                is_due = last or bool(train.save_every and step % train.save_every == 0)
+                if is_due:
                     with self.timer.phase("save"):
                         self._save(step, last)
+                if not last:
+                    self._stop_if_asked(step, is_saved=is_due)
         finally:
             self.metrics_logger.end_stage()
 
@@ -105,7 +131,11 @@ class Stage:
         """
         self.loader = loader = _loader_of(data, self.config.train)
         for step in self.steps():
-            yield step, loader.batch(step - 1)
+            yield step, loader.batch(self.batch_number(step) - 1)
+
+    def batch_number(self, step: int) -> int:
+        """Return the number of the batch of a step, counted from 1. It is larger than the step after a roll-back."""
+        return step + self.roll_back.batches_skipped
 
     def distinct_batches(self, data: Dataset | DataLoader[BatchedDataDict]) -> Iterator[BatchedDataDict]:
         """Yield every item that the stage's steps read exactly once, in batches, in the order of its first use."""
@@ -129,7 +159,12 @@ class Stage:
 
         Raises:
             NonFiniteLoss: The loss is NaN or infinite; the message names the stage and step. Checkpoints stay.
+            RanksDiffer: A desync check was due, and ranks have different batches or weights.
         """
+        models = {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
+        self._desync.check(step, batch, models)
+        if model is None:
+            self._batch = batch
         try:
             with self.timer.phase("train" if model is None else "train_critic"):
                 return (model or self.policy).train(batch, loss_fn)
@@ -137,8 +172,30 @@ class Stage:
             raise NonFiniteLoss(f"stage {self.name}, step {step}: {error}") from error
 
     def record(self, step: int, report: dict[str, float]) -> None:
-        """Log the metrics of a step."""
+        """Log the metrics of a step, and warn if they are unusual."""
         self.metrics_logger.record(step, report)
+        batch, self._batch = self._batch, None
+        rewards = None if batch is None else batch.get("rewards")
+        for anomaly in self._anomalies.of_step(step, report, rewards):
+            if log.is_main_rank() and batch is not None:
+                self._warn_of(step, anomaly, batch)
+
+    def _warn_of(self, step: int, anomaly: str, batch: BatchedDataDict) -> None:
+        loader = self.loader
+
+        def locations() -> list[str]:
+            return [] if loader is None or loader.is_streamed else loader.locations(self.batch_number(step) - 1)
+
+        window = self.config.train.anomaly_window
+        log.LOGGER.warning(
+            "stage %s, step %d: %s; the step learned from %s; no further warning of this kind before step %d "
+            "(train.anomaly_window=%d; 0 turns these warnings off)",
+            *(self.name, step, anomaly, described_sequences(batch, self.tokenizer, locations), step + window, window),
+        )
+
+    def _enter(self, phase: str | None) -> None:
+        self.position.enter(phase)
+        self.metrics_logger.show_phase(phase)
 
     def _resume_from_newest(self) -> int:
         saved = complete_checkpoints(self.checkpoints)
@@ -149,11 +206,34 @@ class Stage:
             self.critic.load_checkpoint(critic_checkpoints(self.checkpoints) / saved[-1].name, verify=False)
         if self.loader is not None and "position" in manifest.get("data", {}):
             self.loader.load_state_dict(manifest["data"]["position"])
+        self.roll_back.batches_skipped = max(
+            self.roll_back.batches_skipped, manifest.get("data", {}).get("batches_skipped", 0)
+        )
         self.results = manifest["results"]
         self._evaluated_at = manifest.get("evaluated_at")
         step, steps = manifest["step"], self.config.train.steps
         log.LOGGER.info("stage %s: resuming after step %d of %d, from %s", self.name, step, steps, saved[-1])
         return manifest["step"]
+
+    def _stop_if_asked(self, step: int, is_saved: bool) -> None:
+        """End the run if a signal asks for it, or if its time is nearly up. Collective.
+
+        Args:
+            step: The last step that was done.
+            is_saved: Whether its checkpoint is complete, or being written, or there is nothing to save.
+        """
+        reason = self.stopping.reason()
+        if reason is None:
+            return
+        with self.timer.phase("save"):
+            if not (self.checkpointer.complete() and is_saved):
+                self._save(step, last=True)
+        raise RunStopped(
+            f"stage {self.name}: stopped after step {step} of {self.config.train.steps}, because {reason}",
+            self.name,
+            step,
+            self.results,
+        )
 
     def _evaluate(self, step: int) -> None:
         with self.timer.phase("evaluate"):
@@ -174,7 +254,8 @@ class Stage:
             weights_from=self.weights_from,
             user_files=self._file_digests,
             # The next sequences and prompts follow from these values (data/loader.py).
-            data={"batches_taken": step, "seed": train.seed, "global_batch_size": train.global_batch_size}
+            data={"batches_taken": self.batch_number(step), "batches_skipped": self.roll_back.batches_skipped}
+            | {"seed": train.seed, "global_batch_size": train.global_batch_size}
             | ({} if self.loader is None else {"position": self.loader.state_dict()}),
         )
 

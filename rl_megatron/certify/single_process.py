@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -42,18 +44,23 @@ class Reference:
             plugins: Modules that the process imports, because the workload may use their losses.
         """
         self._result = directory / "reference.pt"
-        torch.save((workload, device, list(plugins)), directory / "workload.pt")
         environment = environment_of_a_child()
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # so that the plugins are found
-        command = [sys.executable, "-m", __name__, str(directory / "workload.pt"), str(self._result)]
-        self._process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        command = [sys.executable, "-m", __name__, str(self._result)]
+        self._process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+        # Only this process can write to the pipe, so the child may unpickle what it reads there.
+        pipe, self._process.stdin = self._process.stdin, None
+        if pipe is not None:
+            with suppress(BrokenPipeError), pipe:  # `finish` reports a child that has ended
+                pipe.write(pickle.dumps((workload, device, list(plugins))))
 
     def finish(self) -> dict[str, Measurement] | str:
         """Wait for the process; return its measurements, or an error message with its last output if it failed."""
         _, output = self._process.communicate()
         if self._process.returncode:
-            return f"the reference process failed: {output[-2000:]}"
-        return torch.load(self._result, weights_only=False)
+            return f"the reference process failed: {output.decode(errors='replace')[-2000:]}"
+        saved = torch.load(self._result, weights_only=True)
+        return {name: Measurement(**values) for name, values in saved.items()}
 
     def stop(self) -> None:
         """Kill the process if it still runs."""
@@ -61,11 +68,12 @@ class Reference:
         self._process.wait()
 
 
-def _main(workload_path: str, result_path: str) -> None:
+def _main(result_path: str) -> None:
     log.setup()
-    workload, device, plugins = torch.load(workload_path, weights_only=False)
+    workload, device, plugins = pickle.load(sys.stdin.buffer)
     import_plugins(plugins)
-    torch.save(run_in_one_process(workload, device), result_path)
+    measured = run_in_one_process(workload, device)
+    torch.save({name: vars(measurement) for name, measurement in measured.items()}, result_path)
     dist.destroy_process_group()
 
 

@@ -10,6 +10,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from rl_megatron.checkpoint.directory import check_head, read_manifest
+from rl_megatron.checkpoint.metadata import check_metadata
 from rl_megatron.checkpoint.rng_state import random_state_file, restore_random_state
 from rl_megatron.checkpoint.training_state import HEAD_PREFIX, TrainingState, load_model
 from rl_megatron.checkpoint.verify import verify_checkpoint
@@ -41,6 +42,7 @@ def load_checkpoint(path: Path, into: TrainingState, weights_only: bool = False,
 
 
 def _fill(path: Path, manifest: dict[str, Any], into: TrainingState, weights_only: bool, new_head: bool) -> None:
+    check_metadata(path)
     stored = frozenset(dist_checkpointing.load_tensors_metadata(str(path)))
     state = into.requested(stored, weights_only, new_head)
     partial = weights_only or into.optimizer is None

@@ -23,6 +23,7 @@ from rl_megatron.config.load import from_yaml, to_yaml
 from rl_megatron.config.metrics import METRICS_FILE
 from rl_megatron.config.model_shape import with_derived_sizes
 from rl_megatron.config.schema import RunConfig, StageConfig
+from rl_megatron.config.secrets import without_secrets
 from rl_megatron.data.sources import build_source
 
 # What may change in a stage that has begun → its keys; a key that ends in "." stands for its whole section. None of
@@ -40,14 +41,25 @@ MAY_CHANGE = {
         "train.batching", "train.micro_batch_size", "train.micro_batch_tokens", "train.fused_head", "train.reference",
         "model.recompute",
     ),
-    "time limits": ("train.collective_timeout_minutes", "generation.engine_timeout_minutes", "reward.timeout_seconds"),
+    "time limits": (
+        "train.collective_timeout_minutes", "train.hang_report_seconds", "train.checkpoint_must_save_by",
+        "generation.engine_timeout_minutes", "reward.timeout_seconds",
+    ),
+    # Up to the first number that is not finite, all of them train the same.
+    "numbers that are not finite": ("train.on_nonfinite", "train.max_nonfinite_steps"),
+    "warnings": (
+        "train.anomaly_window", "train.loss_spike_deviations", "train.reward_collapse_fraction",
+        "train.equal_rewards_steps",
+    ),
+    "determinism": ("train.deterministic",),
+    "desync checks": ("train.desync_check_every",),
     "kept tokens": ("data.cache_dir",),
     "reward workers": ("reward.num_workers", "reward.concurrency", "reward.memory_limit_mb"),
     # All engines use the same random numbers, which follow from train.seed.
     "rollout engines": (
         "generation.engine", "generation.num_engines", "generation.engine_device", "generation.max_engine_restarts",
         "generation.refit", "generation.refit_bucket_mb", "generation.gate_prompts", "generation.gate_limit",
-        "generation.batch_size",
+        "generation.batch_size", "generation.vllm.allow_insecure_serialization",
     ),
 }  # fmt: skip
 # Of the keys of the whole run, init_from may not change, and the stages that have begun. metric_sinks (logging),
@@ -191,8 +203,8 @@ def _settings(output_dir: Path, name: str) -> StageConfig | None:
 def _changed(before: StageConfig, now: StageConfig) -> dict[str, str]:
     """Return the settings of a stage that differ: its key → "value before → value now"."""
     dump = TypeAdapter(StageConfig).dump_python
-    dumped = [dump(stage, mode="json") for stage in (before, now)]
-    was, is_ = (dict(_leaves({**stage, "model": with_derived_sizes(stage["model"])})) for stage in dumped)
+    dumped = [without_secrets(dump(stage, mode="json")) for stage in (before, now)]
+    was, is_ = (dict(leaves({**stage, "model": with_derived_sizes(stage["model"])})) for stage in dumped)
     differing = [key for key in dict.fromkeys((*was, *is_)) if was.get(key) != is_.get(key)]
     return {
         key: f"{was.get(key)} → {is_.get(key)}"
@@ -201,14 +213,14 @@ def _changed(before: StageConfig, now: StageConfig) -> dict[str, str]:
     }
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every key path with its value; a list of mappings has the paths `key[0].name`, and no value of its own."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         elif value and isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
             for index, each in enumerate(value):
-                yield from _leaves(each, f"{prefix}{key}[{index}].")
+                yield from leaves(each, f"{prefix}{key}[{index}].")
         else:
             yield f"{prefix}{key}", value
 

@@ -6,13 +6,13 @@ What is wrong with a path is answered before torch is imported.
 from __future__ import annotations
 
 import math
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rl_megatron.checkpoint.digests import check_digests
 from rl_megatron.checkpoint.directory import CONFIG, Damaged, complete_checkpoints, read_manifest, size_of
+from rl_megatron.checkpoint.metadata import read_metadata
 from rl_megatron.checkpoint.retention import best_checkpoint, eval_metric_of
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.errors import ConfigError
@@ -42,14 +42,10 @@ def tensors(path: Path) -> list[TensorEntry]:
     Raises:
         Damaged: The index cannot be read.
     """
-    # These imports take seconds, and listing checkpoints does not need them.
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    # This import takes seconds, and listing checkpoints does not need it.
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    try:
-        index = FileSystemReader(path).read_metadata().state_dict_metadata
-    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError, ValueError) as error:
-        raise Damaged(f"checkpoint {path} is damaged: .metadata cannot be read ({error!r})") from error
+    index = read_metadata(path).state_dict_metadata
     found = []
     for name, entry in index.items():
         if isinstance(entry, TensorStorageMetadata):

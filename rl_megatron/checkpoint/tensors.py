@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from rl_megatron.config.errors import ConfigError
+from rl_megatron.checkpoint.metadata import read_metadata
 
 _FILE = "__0_0.distcp"
 _OF_OPTIMIZER = "optimizer."
@@ -106,14 +106,9 @@ def model_tensors(checkpoint: Path) -> dict[str, StoredTensor]:
     """Return the model's tensors in a checkpoint, without those of the optimizer.
 
     Raises:
-        ConfigError: The metadata cannot be read.
+        Damaged: The metadata cannot be read.
     """
-    try:
-        metadata = FileSystemReader(checkpoint).read_metadata()
-    except Exception as error:  # unpickling a damaged file may raise anything
-        raise ConfigError(
-            f"checkpoint {checkpoint}: its .metadata cannot be read ({error}); use another checkpoint"
-        ) from error
+    metadata = read_metadata(checkpoint)
     tensors = {}
     for name, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, TensorStorageMetadata) and not name.startswith(_OF_OPTIMIZER):

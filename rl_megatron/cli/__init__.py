@@ -6,6 +6,7 @@ torch is imported only by commands that need it, so that help and error messages
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from rl_megatron import log
 from rl_megatron.cli.parser import COMPOSED, command_parser
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import RunConfig
+from rl_megatron.topology.child_process import die_with
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -22,6 +24,8 @@ def main(arguments: list[str] | None = None) -> int:
     if any(argument.startswith("-") for argument in rest) or (rest and parsed.command not in COMPOSED):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     log.setup()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with(os.getppid())  # a launcher that is killed leaves no ranks, which would write to the run's directory
     if parsed.command in ("convert", "inspect", "plan", "show-batch") and not log.is_main_rank():
         return 0  # rank 0 alone does the work
     try:
@@ -32,6 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
             return _show_how_it_is_composed(parsed)
         if getattr(parsed, "multirun", False):
             return _sweep(parsed)
+        if parsed.command == "doctor":
+            return _doctor(parsed)
         return _with_configuration(parsed)
     except ConfigError as error:
         log.error(error)
@@ -101,6 +107,24 @@ def _with_configuration(parsed: argparse.Namespace) -> int:
     from rl_megatron.algorithms.run import run
 
     return run(config)
+
+
+def _doctor(parsed: argparse.Namespace) -> int:
+    """Check this machine and, if any override chooses one, an experiment."""
+    from rl_megatron.doctor.command import doctor
+
+    config = None
+    if parsed.overrides or parsed.config_dir or parsed.print_config or parsed.cfg:
+        from rl_megatron.config.load import load_config, to_yaml
+
+        config = load_config(parsed.overrides, parsed.config_dir, parsed.config_name)
+        if parsed.print_config or parsed.cfg:
+            if log.is_main_rank():
+                print(to_yaml(config), end="")
+            return 0
+    from rl_megatron.cli.early_checks import check_early
+
+    return doctor(config, check_early, parsed.json)
 
 
 def _check_early(config: RunConfig, command: str) -> None:

@@ -15,6 +15,7 @@ COMPOSED = {
     "certify": "compare the layout of these ranks with one process: loss, every gradient, logprobs, metrics",
     "generate": "complete the prompts of a file on any rollout engine, and write completions with logprobs",
     "plan": "compute the memory, FLOPs and estimated time of a stage on a cluster, or search a layout; needs no GPU",
+    "doctor": "check this machine, and what an experiment needs of it: versions, GPUs, network, storage, ports",
     "show-batch": "show every token that the model sees in a step, with its loss mask, or the prompts of a step",
 }
 _CONVERSIONS = {
@@ -26,6 +27,7 @@ _EXAMPLES = """examples:
   torchrun --nproc-per-node 2 -m rl_megatron train experiment=quickstart parallel.tensor=2
   torchrun --nproc-per-node 4 -m rl_megatron certify experiment=quickstart parallel.tensor=2 parallel.context=2
   rl-megatron plan experiment=quickstart --nodes 1 --gpus-per-node 1 --gpu h100
+  rl-megatron doctor experiment=quickstart
   rl-megatron convert import path/to/Qwen2.5-0.5B checkpoints/qwen
   rl-megatron convert export outputs/run/checkpoints/sft/step-000100 exported
   rl-megatron show-batch experiment=gsm8k_sft data.path=path/to/gsm8k --html batch.html
@@ -92,6 +94,8 @@ def command_parser() -> argparse.ArgumentParser:
             _add_generate(command)
         if name == "plan":
             _add_plan(command)
+        if name == "doctor":
+            command.add_argument("--json", action="store_true", help="print JSON")
     inspect = commands.add_parser("inspect", help="show the content of a checkpoint, or list the checkpoints of a run")
     where = "a checkpoint, the directory of a stage's checkpoints, or the output_dir of a run"
     inspect.add_argument("path", type=Path, help=where)

@@ -31,16 +31,18 @@ from rl_megatron.config.aliases import rename_overrides
 from rl_megatron.config.commands import command
 from rl_megatron.config.commands import override as quoted
 from rl_megatron.config.compose import hydra_session
-from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.errors import STOPPED, ConfigError
 from rl_megatron.config.hints import explain, key_of
 from rl_megatron.config.load import load_config
 from rl_megatron.config.schema import RunConfig
 from rl_megatron.topology.job_store import JOB, TIMEOUT_MINUTES, store_of_attempt
+from rl_megatron.topology.stop_signals import SIGNALS
 
 _LONGEST_NAME = 120  # characters of a directory's name
 _LONGEST_WORDS = 30  # of them, the words of a value that is no name
 _END_SECONDS = 30.0  # that the other ranks have to end a job which has failed on one
 _POLL_SECONDS = 0.2
+_STOPPED = (STOPPED, *(128 + number for number in SIGNALS))  # the exit statuses of a job that a signal ended
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ def jobs_of(overrides: list[str], config_dir: str | None, config_name: str) -> l
 def run_jobs(jobs: list[Job], options: list[str], run: Callable[[list[str]], int]) -> int:
     """Run all jobs, report those that failed, and return the exit status: 0 if none failed.
 
+    A signal that ends a job early ends the sweep with it. The same command goes on with that job.
+
     Args:
         jobs: The jobs.
         options: Options of the command line for each of them, such as --config-dir.
@@ -90,11 +94,13 @@ def run_jobs(jobs: list[Job], options: list[str], run: Callable[[list[str]], int
         log.LOGGER.info("job %d of %d: %s, in %s", number + 1, len(jobs), job.name, job.config.output_dir)
         arguments = ["train", *job.overrides, *options]
         results.append(_status(_start(run, arguments, number), number, store))
+        if results[-1] in _STOPPED:
+            break
     if log.is_main_rank():
         _report(jobs, results)
     if store is not None:
         _leave(store)
-    return max(results)
+    return results[-1] if results[-1] in _STOPPED else max(results)
 
 
 def _combinations(overrides: list[str], config_dir: str | None) -> list[tuple[list[str], list[str]]]:
@@ -182,12 +188,17 @@ def _shared_store() -> Any:
 
 
 def _status(process: BaseProcess, number: int, store: Any) -> int:
-    """Wait for the end of a job on all ranks, and return its exit status, which is 1 if a rank was killed."""
+    """Wait for the end of a job on all ranks, and return its exit status, which is 1 if a rank was killed.
 
-    def stop(signum: int, frame: FrameType | None) -> None:
-        sys.exit(128 + signum)
+    Meanwhile the job gets the stop signals that this process gets.
+    """
 
-    before, deadline, failed = signal.signal(signal.SIGTERM, stop), None, f"sweep/{number}/failed"
+    def send_on(signum: int, frame: FrameType | None) -> None:
+        if process.pid is not None and process.is_alive():
+            os.kill(process.pid, signum)
+
+    before = {each: signal.signal(each, send_on) for each in SIGNALS}
+    deadline, failed = None, f"sweep/{number}/failed"
     try:
         while process.is_alive():
             process.join(_POLL_SECONDS)
@@ -196,12 +207,14 @@ def _status(process: BaseProcess, number: int, store: Any) -> int:
             if deadline is not None and time.monotonic() > deadline:
                 process.kill()
         status = process.exitcode or 0
-        status = status if status >= 0 else 1
+        if status < 0:
+            status = 128 - status if -status in SIGNALS else 1
         return status if store is None else _status_of_all(status, number, store)
     finally:
         process.terminate()
         process.join()
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def _status_of_all(status: int, number: int, store: Any) -> int:
@@ -229,10 +242,13 @@ def _wait_for_all(counter: str, store: Any) -> None:
 def _report(jobs: list[Job], results: list[int]) -> None:
     """Print the result of each job, with directories that can be copied."""
     said = ["complete" if status == 0 else f"failed with status {status}" for status in results]
+    if results[-1] in _STOPPED:
+        said[-1] = "ended early"
+    said += ["not begun"] * (len(jobs) - len(said))
     width = max(map(len, said))
     lines = (f"  {result:{width}}  {job.config.output_dir}" for job, result in zip(jobs, said, strict=True))
     print(f"Sweep of {len(jobs)} jobs:", *lines, sep="\n", flush=True)
-    complete = [job.config.output_dir for job, status in zip(jobs, results, strict=True) if status == 0]
+    complete = [job.config.output_dir for job, status in zip(jobs, results, strict=False) if status == 0]
     if complete:
         print("", "What you can do next:", "  List the checkpoints of a job:", sep="\n")
         print(f"    {command('inspect', complete[-1])}", flush=True)

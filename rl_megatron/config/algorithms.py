@@ -178,6 +178,20 @@ class DPOConfig(PairsConfig):
     # of keeping a reference model in memory.
     precompute_reference: bool = False
 
+    def check(self, stage: StageConfig) -> None:
+        """Check what pairs require, and refuse batches whose reference logprobs were not computed.
+
+        Raises:
+            ConfigError: A key contradicts another; the message names both.
+        """
+        super().check(stage)
+        if self.precompute_reference and stage.train.on_nonfinite == "roll_back":
+            raise ConfigError(
+                "algorithm.precompute_reference=true has the logprobs of the stage's own batches only, and "
+                "train.on_nonfinite=roll_back goes on with later ones; set train.on_nonfinite=skip, or "
+                "algorithm.precompute_reference=false"
+            )
+
 
 @register_algorithm_config
 @section
@@ -255,6 +269,8 @@ class GRPOConfig(PolicyGradientConfig):
 @section
 class PPOConfig(PolicyGradientConfig):
     """Proximal policy optimisation against a verifiable reward, with a learned critic."""
+
+    has_critic: ClassVar[bool] = True
 
     name: Literal["ppo"] = "ppo"  # the algorithm
     prompts_per_step: Positive = 32  # prompts per rollout step

@@ -8,6 +8,8 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 
+STOPPED = 75  # the exit status of a run that ended early and that the same command continues: sysexits.h's EX_TEMPFAIL
+
 
 class ConfigError(ValueError):
     """Bad input. The message names the key or file, the value, the rule and the remedy.

@@ -17,6 +17,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.import_strings import make_absolute
 from rl_megatron.config.line_breaks import with_line_breaks
 from rl_megatron.config.plugins import import_plugins, listed_plugins
+from rl_megatron.config.secrets import without_secrets
 from rl_megatron.config.sections import mapping, refuse_missing, refuse_unknown, validated
 from rl_megatron.config.stages import STAGE_KEYS, build_stage, check_stages, refuse_shadowed
 
@@ -92,8 +93,12 @@ def _take_tokenizer(tree: dict[str, Any]) -> None:
 
 
 def to_yaml(config: schema.RunConfig) -> str:
-    """Return the effective configuration, with every default filled in, as YAML that `from_yaml` reads."""
-    return yaml.safe_dump(TypeAdapter(schema.RunConfig).dump_python(config, mode="json"), sort_keys=False)
+    """Return the effective configuration, with every default filled in, as YAML that `from_yaml` reads.
+
+    Secrets are left out (config/secrets.py).
+    """
+    tree = without_secrets(TypeAdapter(schema.RunConfig).dump_python(config, mode="json"))
+    return yaml.safe_dump(tree, sort_keys=False)
 
 
 def from_yaml(text: str, where: str) -> schema.RunConfig:

@@ -198,3 +198,16 @@ def _check_router(model: ModelConfig) -> None:
             f"model.experts_per_token={chosen} must be {2 * visited} to {3 * visited - 1} with "
             f"model.router_groups_per_token={visited}: groups are compared by their best two experts"
         )
+
+
+def check_vocabulary(model: ModelConfig, vocab_size: int) -> None:
+    """Check that the embedding has a row for each of the tokenizer's tokens.
+
+    Raises:
+        ConfigError: The tokenizer has more tokens than `model.vocab_size`.
+    """
+    if model.vocab_size is not None and model.vocab_size < vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {vocab_size} tokens, but model.vocab_size={model.vocab_size} gives the embedding fewer "
+            "rows; use the model's own tokenizer (tokenizer.path), or raise model.vocab_size for a new model"
+        )

@@ -38,6 +38,17 @@ def check_refit(generation: GenerationConfig) -> None:
             f"generation.refit={refit} with generation.gate_prompts=0: the engine does not verify weights that come in "
             "this way, so the logprob check has to; set gate_prompts to 1 or more, or refit=collective"
         )
+    insecure = generation.vllm.allow_insecure_serialization
+    if refit == "ipc" and not insecure:
+        raise ConfigError(
+            "generation.refit=ipc: vLLM unpickles what comes to its port, so whoever reaches it can run code; set "
+            "generation.vllm.allow_insecure_serialization=true if only this run reaches it, or refit=shared_memory"
+        )
+    if insecure and refit != "ipc":
+        raise ConfigError(
+            f"generation.vllm.allow_insecure_serialization=true does nothing: generation.refit={refit} pickles "
+            "nothing; leave it out"
+        )
 
 
 def shares_gpus(generation: GenerationConfig) -> bool:

@@ -10,6 +10,9 @@ from pydantic import Field
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.field_types import Positive, PositiveFloat, section
 
+TRIED_VLLM = ("0.32.0",)  # versions of vLLM with which this package was tried
+TRIED_SGLANG = ("0.5.23",)
+
 
 @section
 class ServersConfig:
@@ -49,6 +52,12 @@ class ServersConfig:
                 raise ConfigError(
                     f"{self.key}.server_urls has {url!r}, whose host or port is wrong; write it as http://10.0.0.5:8000"
                 )
+        secret = next((each for each in self.extra_args if each.startswith("--api-key")), None)
+        if secret is not None:
+            raise ConfigError(
+                f"{self.key}.extra_args has --api-key: the run sends no key, and servers log their arguments; leave it "
+                f"out, and keep {self.key}.host at an address that only the run reaches"
+            )
         if not self.server_urls:
             return
         default = type(self)()
@@ -94,6 +103,9 @@ class VllmConfig(ServersConfig):
     # prompt with a seed must not be divided.
     max_num_batched_tokens: Positive | None = None
     enforce_eager: bool | None = None  # no CUDA graphs and no compilation: slower, but ready sooner. null: on a CPU
+    # Let servers unpickle what comes to their port, which generation.refit=ipc needs. Whoever reaches the port can then
+    # run code on the server's machine.
+    allow_insecure_serialization: bool = False
     # Release the GPUs' memory while the policy trains. null: if servers compute on the policy's GPUs, which
     # generation.refit decides.
     enable_sleep_mode: bool | None = None

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from rl_megatron.config import data_sources, schema
 from rl_megatron.config.data_rules import check_data
+from rl_megatron.config.determinism import check_deterministic
 from rl_megatron.config.engines import check_generation, check_router_replay
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.hints import key_of
@@ -91,11 +92,17 @@ def _check_stage(name: str, stage: schema.StageConfig, first: schema.StageConfig
     for section in ("model", "parallel", "tokenizer", "precision", "device"):
         if getattr(stage, section) != getattr(first, section):
             raise ConfigError(f"stages.{name}.{section} differs from the first stage's; stages share one {section}")
+    if stage.train.deterministic != first.train.deterministic:
+        raise ConfigError(
+            f"stages.{name}.train.deterministic differs from the first stage's; set train.deterministic for all stages"
+        )
     check_model(stage.model)
     check_loss_settings(stage.loss, f"{where}loss")
     check_data(stage.data)
     stage.data.check(stage)
     stage.optimizer.check(f"{where}optimizer")
+    stage.train.check(f"{where}train")
+    check_deterministic(stage)
     check_generation(stage.generation)
     check_router_replay(stage.generation, stage.model)
     stage.reward.check()

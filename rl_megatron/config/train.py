@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from pydantic import BeforeValidator
+
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.eval_metrics import HIGHER_IS_BETTER
-from rl_megatron.config.field_types import NonNegative, Positive, PositiveFloat, section
+from rl_megatron.config.field_types import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, section
 
 if TYPE_CHECKING:
     EvalMetric = str  # the names are not known to a type checker
 else:
     EvalMetric = Literal[tuple(HIGHER_IS_BETTER)]
+
+_DURATION = re.compile(r"(\d{1,3}):(\d\d):(\d\d):(\d\d)")  # days, hours, minutes, seconds
+
+
+def seconds_of(duration: str) -> float:
+    """Return a duration DD:HH:MM:SS in seconds.
+
+    Raises:
+        ValueError: It is written in another way.
+    """
+    parts = _DURATION.fullmatch(duration)
+    if parts is None:
+        raise ValueError("must be a duration DD:HH:MM:SS, such as 00:03:45:00 for 3 hours and 45 minutes")
+    days, hours, minutes, seconds = map(int, parts.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def _checked_duration(value: Any) -> Any:
+    if isinstance(value, int):  # YAML reads 10:00:00:00 as a number with the base 60
+        raise ValueError('must be a duration "DD:HH:MM:SS" in quotes')
+    if isinstance(value, str):
+        seconds_of(value)
+    return value
+
+
+Duration = Annotated[str, BeforeValidator(_checked_duration)]
 
 
 @section
@@ -36,9 +66,49 @@ class TrainConfig:
     # host memory, and on the device during a call.
     reference: Literal["resident", "offload"] = "resident"
     seed: NonNegative = 0  # seed of the initial weights, of generated data, of the data's order and of sampling
+    # Compute every sum in a fixed order, so that two runs of the same settings on the same machines are equal to the
+    # bit. Operations and engines that cannot do so are refused. It is the same in all stages.
+    deterministic: bool = False
     eval_every: NonNegative = 0  # steps between evaluations; 0: only before the first step and after the last
     save_every: NonNegative = 0  # steps between checkpoints; 0: only after the last step
     async_save: bool = True  # write checkpoints while training goes on; a stage still waits for its last one
     keep_checkpoints: Positive = 2  # newest checkpoints kept per stage; older ones are deleted
     keep_best: EvalMetric | None = None  # also keep the checkpoint that is best by this eval metric; null: none
     collective_timeout_minutes: PositiveFloat = 10.0  # how long a rank waits for the others before the run fails
+    # What to do if a loss or a gradient norm is NaN or infinite. halt: the run fails. skip: leave out the optimizer
+    # step on all ranks. roll_back: go back to the stage's newest checkpoint, and leave out the batches since.
+    on_nonfinite: Literal["halt", "skip", "roll_back"] = "halt"
+    # How many optimizer steps in a row may be skipped, or how often a stage may go back to one and the same checkpoint;
+    # then the run fails.
+    max_nonfinite_steps: Positive = 5
+    # Steps between two desync checks, which compare batches and weights over ranks; 0: only before the first step.
+    desync_check_every: NonNegative = 100
+    # Steps whose medians the loss and the reward are compared with, for warnings of a loss spike or a reward collapse;
+    # 0: no such warnings.
+    anomaly_window: NonNegative = 50
+    # A loss spike is this many median absolute deviations (as estimates of a standard deviation) above the median.
+    loss_spike_deviations: PositiveFloat = 10.0
+    # The reward has collapsed if the median of the last five steps is below this share of the median before.
+    reward_collapse_fraction: Fraction = 0.5
+    equal_rewards_steps: Positive = 10  # steps in a row in which all rewards are equal before there is a warning
+    # How long a rank may be silent, or no rank may go on, before a report names the rank that hangs, with the stacks of
+    # all ranks in failure.json; 0: never. Nothing is ended by it.
+    hang_report_seconds: NonNegativeFloat = 300.0
+    # The time since the command's start, as DD:HH:MM:SS, by which the last checkpoint must be saved. The run ends after
+    # the last step that leaves enough time; the same command continues it. The end of a SLURM job is a limit as well.
+    checkpoint_must_save_by: Duration | None = None
+
+    def check(self, where: str) -> None:
+        """Check the keys against one another.
+
+        Args:
+            where: The section's key path, for the message.
+
+        Raises:
+            ConfigError: A roll-back would never have a checkpoint.
+        """
+        if self.on_nonfinite == "roll_back" and not self.save_every:
+            raise ConfigError(
+                f"{where}.on_nonfinite=roll_back needs checkpoints to go back to, and {where}.save_every=0; set "
+                f"{where}.save_every"
+            )

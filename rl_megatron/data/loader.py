@@ -243,6 +243,11 @@ class DataLoader(Generic[BatchT]):
         """Return how many sequences an item becomes: two for a preference pair."""
         return getattr(self.components[0].first, "group_size", 1)
 
+    @property
+    def is_streamed(self) -> bool:
+        """Return whether a data set is read block by block, so that going back reads it again."""
+        return any(component.state_dict() is not None for component in self.components)
+
     def batch(self, number: int) -> BatchT:
         """Return batch `number`. Going forward is cheap; going back starts streamed data from the beginning.
 
@@ -298,8 +303,9 @@ class DataLoader(Generic[BatchT]):
         if number < self._next:
             self.load_state_dict({"batches": 0, "streams": {}})
         drawn: list[tuple[int, Drawn[BatchT]]] = []
-        streamed = any(component.state_dict() is not None for component in self.components)
-        for each in range(self._next if streamed else number, number + 1):  # a stream has to pass what it leaves out
+        for each in range(
+            self._next if self.is_streamed else number, number + 1
+        ):  # a stream has to pass what it leaves out
             starts, counts = self.counts.at(each)
             drawn = [
                 (which, item)

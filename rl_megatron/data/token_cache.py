@@ -223,7 +223,7 @@ def _read(directory: Path, count: int) -> _Tokens | None:
     if not directory.is_dir():
         return None
     try:
-        tokens = _Tokens(*(np.load(directory / f"{name}.npy", mmap_mode="r") for name in _ARRAYS))
+        tokens = _Tokens(*(np.load(directory / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _ARRAYS))
         recorded = (directory / "digest").read_text()
         if len(tokens.ends) != count or _digest_of(tokens) != recorded:
             raise ValueError("its content has changed")

@@ -67,7 +67,7 @@ def _converted_backend(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        loaded = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        loaded = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         files = sorted(entry.name for entry in directory.iterdir())[:20]
         raise ValueError(

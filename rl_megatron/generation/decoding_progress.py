@@ -14,7 +14,7 @@ class DecodingProgress:
     """The progress of one call that generates sequences, batch by batch. It owns the number that were generated.
 
     A sequence that goes on counts as the share of its tokens that it has, so that the number also grows within a batch.
-    Nothing is counted on a rank where nobody watches (`log.watch_progress`).
+    On a rank where nobody watches (`log.watch_progress`), shares are not computed, because that waits for the device.
     """
 
     def __init__(self, total: int, share: int = 1, clock: Callable[[], float] = time.monotonic):
@@ -36,15 +36,14 @@ class DecodingProgress:
             shares: Returns the sum of the shares of their tokens that the running ones have.
             running: How many are running.
         """
-        if log.is_watched() and self._clock() >= self._next:
-            self._report(int(ended + shares()), f"{running} running")
+        if self._clock() >= self._next:
+            self._report(int(ended + shares()) if log.is_watched() else ended, f"{running} running")
             self._next = self._clock() + _SECONDS_BETWEEN
 
     def batch_ended(self, sequences: int) -> None:
         """Report that all sequences of a batch were generated."""
         self._ended += sequences
-        if log.is_watched():
-            self._report(self._ended)
+        self._report(self._ended)
 
     def _report(self, done: int, detail: str = "") -> None:
         log.report_progress(min(done * self._share, self._total), self._total, "sequences", detail)

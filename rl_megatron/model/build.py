@@ -12,8 +12,8 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig, YarnRope
+from rl_megatron.config.model_rules import check_vocabulary
 from rl_megatron.config.model_shape import query_size, rotary_size
 from rl_megatron.model.backend import block_spec, choose_backend
 from rl_megatron.model.heads.score import ScoreHead
@@ -166,6 +166,7 @@ def build_model(
     check_vocabulary(model, vocab_size)
     backend = choose_backend(model, topology, precision)
     config = transformer_config(model, topology, precision, backend)
+    config.deterministic_mode = torch.are_deterministic_algorithms_enabled()
     config.gradient_accumulation_fusion = fuse_weight_gradients(topology)
     permute_without_waiting()
     # MLPs then call the activation of their spec, `GatedActivation`. The constructor would refuse gelu_tanh.
@@ -187,19 +188,6 @@ def build_model(
     if precision == "bf16":
         model_chunks = [_Bf16Module(config, model_chunk) for model_chunk in model_chunks]
     return model_chunks
-
-
-def check_vocabulary(model: ModelConfig, vocab_size: int) -> None:
-    """Check that the embedding has a row for each of the tokenizer's tokens.
-
-    Raises:
-        ConfigError: The tokenizer has more tokens than `model.vocab_size`.
-    """
-    if model.vocab_size is not None and model.vocab_size < vocab_size:
-        raise ConfigError(
-            f"the tokenizer has {vocab_size} tokens, but model.vocab_size={model.vocab_size} gives the embedding fewer "
-            "rows; use the model's own tokenizer (tokenizer.path), or raise model.vocab_size for a new model"
-        )
 
 
 def _build_model_chunk(

@@ -38,7 +38,9 @@ class PhaseTimer:
 
         Args:
             clock: Returns seconds, and never goes back.
-            observer: Is given the innermost phase that runs whenever that changes, and None when none runs.
+            observer: Is given the innermost phase that runs whenever that changes, and None when none runs. A
+                phase that ends by an exception stays until the next one begins, so that the failure is known to be in
+                it.
         """
         self._clock, self.observer = clock, observer
         self._running: list[str] = []
@@ -55,11 +57,16 @@ class PhaseTimer:
         began = self._clock()
         try:
             yield
-        finally:
-            self._running.remove(name)
-            self.observer(self._running[-1] if self._running else None)
-            before = self._times.get(name, PhaseTime(0.0, 0))
-            self._times[name] = PhaseTime(before.seconds + self._clock() - began, before.count + 1)
+        except BaseException:
+            self._end(name, began)
+            raise
+        self._end(name, began)
+        self.observer(self._running[-1] if self._running else None)
+
+    def _end(self, name: str, began: float) -> None:
+        self._running.remove(name)
+        before = self._times.get(name, PhaseTime(0.0, 0))
+        self._times[name] = PhaseTime(before.seconds + self._clock() - began, before.count + 1)
 
     def collect(self) -> dict[str, PhaseTime]:
         """Return the time of each phase that ended since the last call, in the order of their first ends, and reset.

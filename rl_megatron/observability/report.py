@@ -37,8 +37,9 @@ def write_report(
     if is_written:
         plot_curves(output_dir / METRICS_FILE, output_dir / "curves.png")
         (output_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    console.print("Held-out results after each stage")
-    console.print(_results(summary["stages"], console), soft_wrap=False)
+    if summary["stages"]:
+        console.print("Held-out results after each stage")
+        console.print(_results(summary["stages"], console), soft_wrap=False)
     # Plain text on lines of its own, in one piece however narrow the terminal is: it is there to be copied.
     lines = [f"{summary['seconds']:.0f} s on {summary['layout']}", f"Written to {output_dir}"]
     if not is_written:
@@ -91,7 +92,9 @@ def plot_curves(metrics: Path, picture: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+    if not lines:
+        return  # the run ended before its first metrics
     stages = list(dict.fromkeys(line["stage"] for line in lines))
     figure, axes = pyplot.subplots(2, len(stages), figsize=(4.5 * len(stages), 6), squeeze=False)
     for column, stage in enumerate(stages):

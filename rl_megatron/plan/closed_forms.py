@@ -11,19 +11,9 @@ from dataclasses import dataclass
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import LatentShape, head_size
 from rl_megatron.logprobs.linear import BLOCK_ELEMENTS_CUDA
-from rl_megatron.plan.weights import ShardedShape, gradient_buffers
+from rl_megatron.plan.weights import ShardedShape, element_bytes, gradient_buffers, optimizer_bytes_per_element
 
 GRADIENT_BYTES = 4  # gradients are summed in fp32
-
-
-def element_bytes(precision: str) -> int:
-    """Return the bytes of a weight or an activation."""
-    return 2 if precision == "bf16" else 4
-
-
-def optimizer_bytes_per_element(precision: str) -> int:
-    """Return the bytes of Adam's two moments in fp32 and, under bf16, of the fp32 copy of the weight."""
-    return 12 if precision == "bf16" else 8
 
 
 @dataclass(frozen=True)

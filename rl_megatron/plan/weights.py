@@ -26,6 +26,16 @@ _BUCKET_ALIGNMENT = 128
 _BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK = 40_000_000, 1_000_000
 
 
+def element_bytes(precision: str) -> int:
+    """Return the bytes of a weight or an activation."""
+    return 2 if precision == "bf16" else 4
+
+
+def optimizer_bytes_per_element(precision: str) -> int:
+    """Return the bytes of Adam's two moments in fp32 and, under bf16, of the fp32 copy of the weight."""
+    return 12 if precision == "bf16" else 8
+
+
 class Parameter(NamedTuple):
     """A parameter of one rank.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,6 +37,7 @@ from rl_megatron.policy.interfaces import ColocatablePolicyInterface
 from rl_megatron.policy.optimizer import build_optimizer, build_scheduler, wrap_for_gradients
 from rl_megatron.policy.recorded_reference import RecordedReference
 from rl_megatron.policy.reference import Placement, ReferenceModel
+from rl_megatron.policy.skipped_steps import SkippedSteps, counts
 from rl_megatron.policy.training_memory import TrainingMemory
 from rl_megatron.topology.topology import Topology, start_topology
 from rl_megatron.weight_sync.exporter import weights_digest
@@ -82,8 +84,12 @@ class MegatronPolicy(ColocatablePolicyInterface):
         fused_head: FusedHead | None = None,
         reference_placement: Placement = "resident",
         initialise: bool = True,
+        max_skipped_steps: int = 0,
     ):
-        """Build the policy with random weights or, with `initialise=False`, with zeros until they are loaded."""
+        """Build the policy with random weights or, with `initialise=False`, with zeros until they are loaded.
+
+        It skips up to `max_skipped_steps` optimizer steps in a row whose loss or gradient norm is not finite.
+        """
         self.model = ShardedModel(
             model, topology, vocab_size=vocab_size, precision=precision, seed=seed, head=head, initialise=initialise
         )
@@ -103,6 +109,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         self._global_batch_size = global_batch_size
         self._fused_head = fused_head
         self._reference_placement: Placement = reference_placement
+        self._skipped = SkippedSteps(max_skipped_steps)
         self.finish_training()
 
     @classmethod
@@ -193,12 +200,13 @@ class MegatronPolicy(ColocatablePolicyInterface):
 
         Returns:
             The loss's metrics, with `packing_efficiency` (tokens per token slot that the model computed), `grad_norm`
-            (before clipping), `lr` and `num_updates`. Each metric is reduced over a global batch as it declares, and
+            (before clipping), `grad_norm_clipped`, `lr` and `num_updates`, and `skipped_steps` if steps may be skipped;
+            a skipped step has no metrics of the loss. Each metric is reduced over a global batch as it declares, and
             then over steps: minima and maxima stay minima and maxima, and others are averaged.
 
         Raises:
-            NonFiniteLoss: The loss or the gradient norm is not finite. It is raised on every rank before a weight has
-                changed.
+            NonFiniteLoss: The loss or the gradient norm is not finite, and the step may not be skipped. It is raised on
+                every rank before a weight has changed.
             ValueError: The sizes would separate sequences that the loss needs together (preference pairs).
         """
         loss, gbs = as_loss(loss_fn), gbs or self._global_batch_size
@@ -219,11 +227,17 @@ class MegatronPolicy(ColocatablePolicyInterface):
             if eval_mode:
                 reports.append(training_step.evaluate_batch(self.runner, batch, planned, loss))
             else:
-                update = self._optimizer_and_scheduler()
-                reports.append(training_step.train_on_batch(self.model, self.runner, *update, batch, planned, loss))
+                reports.append(self._take_step(batch, planned, loss))
         self.model.set_training(False)  # the next forward, or the next reader, gathers the weights
         result = over_steps(reports, loss)
-        return result | ({} if eval_mode else {"num_updates": int(sum(r["updated"] for r in reports))})
+        return result | ({} if eval_mode else counts(reports))
+
+    def _take_step(self, batch: BatchedDataDict, planned: RankPlan, loss: Loss) -> dict[str, float]:
+        optimizer, scheduler = self._optimizer_and_scheduler()
+        step = partial(
+            training_step.train_on_batch, self.model, self.runner, optimizer, scheduler, batch, planned, loss
+        )
+        return self._skipped.take(step, optimizer.param_groups[0]["lr"])
 
     def _batching(self, mbs: int | None) -> Batching:
         return self.batching if mbs is None else replace(self.batching, sequences=mbs)

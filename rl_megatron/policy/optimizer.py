@@ -166,6 +166,12 @@ def build_scheduler(optimizer: MegatronOptimizer, config: OptimizerConfig, total
     )
 
 
+def norm_after_clipping(optimizer: MegatronOptimizer, grad_norm: float) -> float:
+    """Return the norm that the gradient has after megatron-core has clipped it to `optimizer.clip_grad`."""
+    largest = parts(optimizer)[0].config.clip_grad
+    return grad_norm * min(1.0, largest / (grad_norm + 1e-6)) if largest > 0 else grad_norm
+
+
 def take_step(
     model: ShardedModel, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, loss: float
 ) -> tuple[float, bool]:

@@ -12,7 +12,7 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import Denominators, Runner
 from rl_megatron.losses.base import Loss
 from rl_megatron.model.sharded_model import ShardedModel
-from rl_megatron.policy.optimizer import take_step
+from rl_megatron.policy.optimizer import norm_after_clipping, take_step
 
 
 def require_whole_groups(loss: Loss, counts: Mapping[str, int]) -> None:
@@ -66,7 +66,7 @@ def train_on_batch(
     planned: RankPlan,
     loss: Loss,
 ) -> dict[str, float]:
-    """Take one optimizer step, and return the loss's metrics with `grad_norm`, `lr` and `updated`. Collective.
+    """Take one optimizer step, and return the loss's metrics with both gradient norms, `lr` and `updated`. Collective.
 
     A batch without a valid token changes nothing: weights, moments and learning rate stay the same.
 
@@ -79,5 +79,6 @@ def train_on_batch(
     updated, grad_norm, lr = False, 0.0, optimizer.param_groups[0]["lr"]
     if denominators.tokens > 0:
         grad_norm, updated = take_step(model, optimizer, scheduler, report["loss"])
-    outcome = {"grad_norm": grad_norm, "lr": lr, "updated": float(updated)}
+    outcome = {"grad_norm": grad_norm, "grad_norm_clipped": norm_after_clipping(optimizer, grad_norm)}
+    outcome |= {"lr": lr, "updated": float(updated)}
     return report | outcome | {"packing_efficiency": planned.efficiency}

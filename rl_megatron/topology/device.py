@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,11 @@ from rl_megatron.topology.job_store import TIMEOUT_MINUTES, job_store
 
 
 def start_device(name: str = "auto", timeout_minutes: float = TIMEOUT_MINUTES) -> torch.device:
+    """Do what `join` does, and return the device only."""
+    return join(name, timeout_minutes)[0]
+
+
+def join(name: str = "auto", timeout_minutes: float = TIMEOUT_MINUTES) -> tuple[torch.device, Any]:
     """Choose this rank's device, prepare megatron-core for it, and join the process group.
 
     The rank and the world size come from torchrun's environment variables; without them the world is one process. A
@@ -24,6 +30,9 @@ def start_device(name: str = "auto", timeout_minutes: float = TIMEOUT_MINUTES) -
     Args:
         name: "auto" (a GPU if there is one), "cpu", "cuda", or "plan" (a GPU that is not there) within `FakeCuda`.
         timeout_minutes: How long a collective may wait for its peers.
+
+    Returns:
+        The device, and the store in which the ranks met; None instead of it if the process group existed already.
 
     Raises:
         ConfigError: `name` is unknown, there is no GPU, or this process has been redirected to the CPU already.
@@ -37,15 +46,16 @@ def start_device(name: str = "auto", timeout_minutes: float = TIMEOUT_MINUTES) -
         redirect_cuda_to_cpu()
         log.silence_gpu_advice()
     _define_transformer_engine_names()
+    store = None
     if not dist.is_initialized():
         backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(minutes=timeout_minutes)
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            store, rank, world_size = job_store(timeout) or (None, -1, -1)
+            store, rank, world_size = job_store(timeout)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         else:
             store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # documented, not re-exported
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-    return device
+    return device, store
 
 
 def choose_device(name: str) -> torch.device:

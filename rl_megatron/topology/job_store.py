@@ -1,4 +1,4 @@
-"""The store in which the ranks of a job meet, if jobs or attempts of a job share that of the launcher.
+"""The store in which the ranks of a job meet.
 
 torchrun's agents keep one store for all attempts of a job. A rank that is started again would find the addresses of
 dead ranks there, and connect to them. So the ranks of each attempt meet under a name of their own.
@@ -20,27 +20,26 @@ TIMEOUT_MINUTES = 10.0  # how long a rank waits for its peers if the caller does
 _POLL_SECONDS = 0.02
 
 
-def job_store(timeout: timedelta) -> tuple[Any, int, int] | None:
+def job_store(timeout: timedelta) -> tuple[Any, int, int]:
     """Return the store of this process's job and attempt, its rank and the world size.
-
-    Returns:
-        None if no other job and no other attempt can have used the store that torch would choose.
 
     Raises:
         ConfigError: Not all ranks came within `timeout`.
     """
-    of_launcher = os.environ.get(_AGENT_STORE) == "True"
-    if JOB not in os.environ and not of_launcher:
-        return None
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     if JOB in os.environ:
         store = PrefixStore(os.environ[JOB], store)
-    if of_launcher:
+    if launcher_has_the_store():
         store = store_of_attempt(store, rank, world_size, timeout)
     return store, rank, world_size
+
+
+def launcher_has_the_store() -> bool:
+    """Return whether the launcher's process on the first node holds the store. Otherwise rank 0 holds it."""
+    return os.environ.get(_AGENT_STORE) == "True"
 
 
 def store_of_attempt(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:

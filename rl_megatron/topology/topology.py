@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.topology.degrees import sequence_multiple, validate
-from rl_megatron.topology.device import TIMEOUT_MINUTES, start_device
+from rl_megatron.topology.device import TIMEOUT_MINUTES, join
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class Topology:
     """This run's parallel degrees, this rank's place in them, and the process groups, to be passed on as arguments.
 
     world_size = tensor · pipeline · context · data. `virtual_pipeline` splits each pipeline stage into that many model
-    chunks. `expert` divides the ranks that hold one pipeline stage.
+    chunks. `expert` divides the ranks that hold one pipeline stage. `store` is that in which the ranks met, if this
+    package made it.
     """
 
     device: torch.device
@@ -37,6 +39,7 @@ class Topology:
     first_stage_layers: int | None
     last_stage_layers: int | None
     groups: ProcessGroupCollection = field(repr=False)
+    store: Any = field(default=None, repr=False, compare=False)
 
     @property
     def is_cuda(self) -> bool:
@@ -107,11 +110,12 @@ def start_topology(
         ConfigError: the degrees do not fit the world size, or there is no such device.
     """
     parallel = parallel or ParallelConfig()
-    _keep_launch_order(parallel)
-    return build(parallel, start_device(device, timeout_minutes), seed, timeout_minutes)
+    keep_launch_order(parallel)
+    joined, store = join(device, timeout_minutes)
+    return build(parallel, joined, seed, timeout_minutes, store)
 
 
-def _keep_launch_order(parallel: ParallelConfig) -> None:
+def keep_launch_order(parallel: ParallelConfig) -> None:
     """Let a GPU start kernels in the order of their launches, unless the user has set the variable.
 
     megatron-core launches a collective of tensor- or context-parallel ranks before the matrix product that it overlaps
@@ -129,7 +133,11 @@ def leave() -> None:
 
 
 def build(
-    parallel: ParallelConfig, device: torch.device, seed: int, timeout_minutes: float = TIMEOUT_MINUTES
+    parallel: ParallelConfig,
+    device: torch.device,
+    seed: int,
+    timeout_minutes: float = TIMEOUT_MINUTES,
+    store: Any = None,
 ) -> Topology:
     """Check the degrees, initialise megatron-core's process groups, seed its generators, and return the topology.
 
@@ -138,6 +146,7 @@ def build(
         device: This rank's device.
         seed: The seed of megatron-core's random number generators.
         timeout_minutes: How long a collective of any of the groups may wait for its peers.
+        store: The store in which the ranks met.
 
     Raises:
         ConfigError: The degrees do not fit the world size.
@@ -171,4 +180,5 @@ def build(
         first_stage_layers=parallel.first_stage_layers,
         last_stage_layers=parallel.last_stage_layers,
         groups=ProcessGroupCollection.use_mpu_process_groups(),
+        store=store,
     )

@@ -6,6 +6,7 @@ process that waits for it gets an error within the timeout.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -87,12 +88,12 @@ class StandaloneGroup:
         timeout = timedelta(seconds=timeout_seconds)
         try:
             # The store is kept, because rank 0's store is the server for the other ranks' connections.
-            self._store = TCPStore(ip, port, world_size, is_master=rank == 0, timeout=timeout)
+            self._store = _store(ip, port, rank, world_size, timeout)
             store: Store = self._store
             for prefix in prefixes:
                 store = PrefixStore(prefix, store)
             self._group = self._connect(store, timeout)
-        except (RuntimeError, ValueError) as error:  # torch's own errors are RuntimeErrors
+        except (RuntimeError, ValueError, OSError) as error:  # torch's own errors are RuntimeErrors
             raise CollectiveFailed(f"{self._who} could not join: {error}") from error
 
     def _connect(self, store: Store, timeout: timedelta) -> Any:
@@ -184,6 +185,32 @@ class _Work:
             if time.monotonic() > self._deadline:
                 raise RuntimeError("timed out")
             time.sleep(_POLL_SECONDS)
+
+
+def _store(ip: str, port: int, rank: int, world_size: int, timeout: timedelta) -> TCPStore:
+    """Return the group's store, which rank 0 serves. torch alone would listen at all interfaces of the machine."""
+    if rank != 0:
+        return TCPStore(ip, port, world_size, is_master=False, timeout=timeout)
+    listening = listening_socket(ip, port, world_size)
+    return TCPStore(ip, port, world_size, is_master=True, timeout=timeout, master_listen_fd=listening.detach())
+
+
+def listening_socket(ip: str, port: int, backlog: int) -> socket.socket:
+    """Return a socket that listens at one address.
+
+    It listens at all interfaces if the address is not one of this machine's, as in a container with forwarded ports, or
+    if it is the loopback address and the job has several nodes, which find this one by its name.
+    """
+    family, _, _, _, address = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM)[0]
+    several_nodes = os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ.get("WORLD_SIZE", "1")
+    is_loopback = str(address[0]).startswith("127.") or address[0] == "::1"
+    try:
+        if not (several_nodes and is_loopback):
+            return socket.create_server(address[:2], family=family, backlog=backlog)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+    return socket.create_server(("", port), family=family, backlog=backlog)
 
 
 def free_address() -> tuple[str, int]:

@@ -84,10 +84,28 @@ class Running(ABC):
 class Command(Running):
     """The real command, alone or on several ranks under torchrun."""
 
-    def __init__(self, directory: Path, *arguments: str, ranks: int = 1, restarts: int = 0):
-        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-        torchrun[2:2] = ["--max-restarts", str(restarts)]
-        launcher = [] if ranks == 1 else torchrun
+    def __init__(
+        self,
+        directory: Path,
+        *arguments: str,
+        ranks: int = 1,
+        restarts: int = 0,
+        with_torchrun: bool = False,
+        meeting: Sequence[str] = (),
+    ):
+        """Start the command.
+
+        Args:
+            directory: Its working directory.
+            arguments: Its arguments.
+            ranks: The number of ranks on this node. A single one has no launcher, unless there are other nodes.
+            restarts: How often the launcher starts ranks again.
+            with_torchrun: Whether the launcher is torchrun instead of that of scripts/train.sh.
+            meeting: The launcher's options for meeting those of other nodes; none for one node.
+        """
+        module = "torch.distributed.run" if with_torchrun else "rl_megatron.cli.launcher"
+        options = ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts), *(meeting or ("--standalone",))]
+        launcher = [module, *options, "-m"] if ranks > 1 or meeting else []
         self._out, self._err = (directory / "stdout.txt").open("w+"), (directory / "stderr.txt").open("w+")
         self._process = subprocess.Popen(
             [sys.executable, "-m", *launcher, "rl_megatron", *arguments],
@@ -110,6 +128,10 @@ class Command(Running):
     @property
     def pids(self) -> list[int]:
         return [self._process.pid]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the launcher, or to the command if there is none."""
+        self._process.send_signal(number)
 
     def ranks(self) -> dict[int, int]:
         """Return the process of each rank under torchrun that has started, by rank."""
@@ -203,7 +225,7 @@ class Forks:
             before: A function at module level that every rank calls before the command.
             program: A function at module level that every rank calls with the arguments; it returns the exit status.
         """
-        port = _free_port()
+        port = free_port()
         processes = [
             self.context.Process(
                 target=_main, args=(directory, arguments, rank, ranks, port, largest_file, before, program)
@@ -281,7 +303,7 @@ def _main(
     sys.exit(program(list(arguments)))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]

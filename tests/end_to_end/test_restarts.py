@@ -1,25 +1,59 @@
-"""`torchrun --max-restarts`: a rank that dies does not end the run, and the metrics are those of an undisturbed one."""
+"""Ranks that die are started again, and the metrics of the run are those of an undisturbed one."""
 
 import os
 import signal
+from contextlib import ExitStack
 
-from tests.end_to_end.launch import TINY, Command, checkpoints, metrics
+import pytest
+
+from tests.end_to_end.launch import TINY, Command, checkpoints, free_port, metrics
 
 RUN = (
     "train", "algorithm=grpo", *TINY, "train.steps=8", "train.save_every=2", "train.eval_every=0", "parallel.tensor=2",
 )  # fmt: skip
 
 
-def test_a_run_with_a_killed_rank_ends_well_with_the_metrics_of_an_undisturbed_run(tmp_path, forks):
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "killed").mkdir()
-    done = forks.run_ranks(tmp_path / "whole", *RUN, ranks=2)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, forks):
+    """Return the metrics of the run that nothing disturbs."""
+    directory = tmp_path_factory.mktemp("whole")
+    done = forks.run_ranks(directory, *RUN, ranks=2)
     assert [rank.status for rank in done] == [0, 0], done
-    out = tmp_path / "killed" / "out"
-    with Command(tmp_path / "killed", *RUN, ranks=2, restarts=1) as running:
-        running.wait_until(lambda: "step-000002" <= max(checkpoints(out, "grpo"), default=""), "the first save")
-        os.kill(running.ranks()[1], signal.SIGKILL)
+    return metrics(directory / "out")
+
+
+def newest(out) -> str:
+    return max(checkpoints(out, "grpo"), default="")
+
+
+def test_torchrun_starts_the_ranks_again_after_each_of_two_kills(tmp_path, whole):
+    out = tmp_path / "out"
+    with Command(tmp_path, *RUN, ranks=2, restarts=2, with_torchrun=True) as running:
+        for rank, step in ((1, "step-000002"), (0, "step-000004")):
+            running.wait_until(lambda step=step: step <= newest(out), step)
+            os.kill(running.ranks()[rank], signal.SIGKILL)
         finished = running.finish()
     assert finished.status == 0, finished.err
-    assert finished.err.count("2 rank(s): tensor 2") == 2, "the ranks start twice"
-    assert metrics(out) == metrics(tmp_path / "whole" / "out")
+    assert finished.err.count("2 rank(s): tensor 2") == 3, "the ranks start three times"
+    assert metrics(out) == whole
+
+
+@pytest.mark.slow
+def test_two_launchers_start_their_ranks_again_after_a_kill(tmp_path, whole):
+    """Two nodes on the loopback address, which meet by torchrun's rendezvous."""
+    out, port = tmp_path / "out", free_port()
+    with ExitStack() as nodes:
+        launchers = []
+        for number in range(2):
+            (tmp_path / f"node{number}").mkdir()
+            options = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
+                       "--rdzv-id", "restarts", "--local-addr", "127.0.0.1")  # fmt: skip
+            launcher = Command(tmp_path / f"node{number}", *RUN, f"output_dir={out}", restarts=1, meeting=options)
+            launchers.append(nodes.enter_context(launcher))
+        launchers[0].wait_until(lambda: newest(out) >= "step-000002", "the first save")
+        (pid,) = launchers[1].ranks().values()
+        os.kill(pid, signal.SIGKILL)
+        finished = [launcher.finish() for launcher in launchers]
+    assert [node.status for node in finished] == [0, 0], finished
+    assert "".join(node.err for node in finished).count("2 rank(s): tensor 2") == 2
+    assert metrics(out) == whole

@@ -128,7 +128,7 @@ def quickstart(tmp_path):
         echo "$@" >>{calls}
         case "$2" in
             pip) exit "${{PIP_STATUS:-0}}" ;;
-            torch.distributed.run) mkdir -p outputs/quickstart && echo "$@" >outputs/quickstart/run ;;
+            rl_megatron.cli.launcher) mkdir -p outputs/quickstart && echo "$@" >outputs/quickstart/run ;;
             *device_count*) echo 2 ;;
         esac
         """
@@ -151,7 +151,7 @@ def test_quickstart_installs_once_per_set_of_constraints(quickstart):
     tree, run, count = quickstart
     assert "installed in" in run().stdout
     assert "install" not in run().stdout
-    assert (count("-m pip install"), count("torch.distributed.run")) == (1, 2)
+    assert (count("-m pip install"), count("rl_megatron.cli.launcher")) == (1, 2)
     with (tree / "constraints.txt").open("a") as constraints:
         constraints.write("another==1\n")
     run()
@@ -185,7 +185,7 @@ def test_a_failed_installation_is_reported_and_retried(quickstart):
     tree, run, count = quickstart
     failed = run(PIP_STATUS="1")
     assert failed.returncode != 0 and "the installation failed" in failed.stderr
-    assert count("torch.distributed.run") == 0
+    assert count("rl_megatron.cli.launcher") == 0
     assert run().returncode == 0 and count("-m pip install") == 2
 
 

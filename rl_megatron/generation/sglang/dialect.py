@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rl_megatron.config.servers import SglangConfig
+from rl_megatron.config.servers import TRIED_SGLANG, SglangConfig
 from rl_megatron.generation.interfaces import Request
 from rl_megatron.generation.servers.client import ServerClient
 from rl_megatron.generation.servers.dialect import Launch, RawAnswer, ServerFacts
 from rl_megatron.weight_sync.servers import ServerRefused
 
 # Against a stand-in that answers as this version does (docs/rollout_engines.md), and not against SGLang itself.
-TRIED_VERSIONS = ("0.5.23",)
 _ID_END = "/"  # SGLang aborts all requests whose ids *begin* with the given one; with it, no id begins with another
 
 
@@ -90,10 +89,10 @@ class SglangDialect:
             ServerRefused: The version was not tried, or a setting makes its answers unusable.
         """
         info = await server.get("/server_info")
-        if info["version"] not in TRIED_VERSIONS:
+        if info["version"] not in TRIED_SGLANG:
             raise ServerRefused(
                 f"{server.name} is SGLang {info['version']}, with which this package was not tried; install one of "
-                f"{', '.join(TRIED_VERSIONS)}, because SGLang's paths change between versions"
+                f"{', '.join(TRIED_SGLANG)}, because SGLang's paths change between versions"
             )
         longest = info.get("context_length")
         if longest is not None and longest < self._context_length:

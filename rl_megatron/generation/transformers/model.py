@@ -28,7 +28,9 @@ def build_model(plan: RefitPlan, device: torch.device) -> PreTrainedModel:
     with device:
         # Eager code of experts exists for every size; grouped matrix products need rows whose size is a multiple of 16
         # bytes.
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, experts_implementation="eager")
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=ATTENTION, experts_implementation="eager", trust_remote_code=False
+        )
     dtypes = {spec.name: spec.torch_dtype for bucket in plan.buckets for spec in bucket.tensors}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         # A router's bias is fp32, whatever the dtype of the others.

@@ -15,13 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_megatron.config.servers import VllmConfig
+from rl_megatron.config.servers import TRIED_VLLM, VllmConfig
 from rl_megatron.generation.interfaces import Request
 from rl_megatron.generation.servers.client import ServerClient
 from rl_megatron.generation.servers.dialect import Launch, RawAnswer, ServerFacts
 from rl_megatron.weight_sync.servers import ServerRefused
 
-TRIED_VERSIONS = ("0.32.0",)
 MODEL = "policy"  # the name under which a server that we launch serves the model
 _GENERATE = "/inference/v1/generate"
 _REQUEST_PREFIX = "generate-tokens-"  # vLLM puts it before the request ids of this path
@@ -147,10 +146,10 @@ class VllmDialect:
             ServerRefused: The version was not tried, or a setting makes its answers unusable.
         """
         version = (await server.get("/version"))["version"]
-        if version.partition("+")[0] not in TRIED_VERSIONS:
+        if version.partition("+")[0] not in TRIED_VLLM:
             raise ServerRefused(
                 f"{server.name} is vLLM {version}, with which this package was not tried; install one of "
-                f"{', '.join(TRIED_VERSIONS)} (scripts/install_vllm.sh), because vLLM's paths change between versions"
+                f"{', '.join(TRIED_VLLM)} (scripts/install_vllm.sh), because vLLM's paths change between versions"
             )
         try:
             config = (await server.get("/server_info?config_format=json"))["vllm_config"]

@@ -30,7 +30,9 @@ def collecting(monkeypatch):
         for module in (training_data, stage_loader):
             monkeypatch.setattr(module, "build_source", lambda stage: Problems(Echo()))
         engine = Scripted({prompt: list(texts) for prompt, texts in answers.items()})
-        stage = SimpleNamespace(config=config, tokenizer=Characters(), engine=engine, scorer=ScoredHere(Echo()))
+        stage = SimpleNamespace(
+            config=config, tokenizer=Characters(), engine=engine, scorer=ScoredHere(Echo()), batch_number=int
+        )
         sampler = Sampler(stage, config.algorithm)
         return lambda step: collect(sampler, step, config.algorithm), engine
 
@@ -142,6 +144,7 @@ def test_the_kl_in_the_reward_is_recorded(monkeypatch):
         scorer=ScoredHere(Echo()),
         policy=policy,
         steps=lambda: [1],
+        batch_number=int,
         train=lambda step, rollouts, loss_fn: {"loss": 1.0},
         record=lambda step, report: records.append(report),
         timer=PhaseTimer(),

@@ -43,7 +43,9 @@ def rollouts_of(monkeypatch):
             monkeypatch.setattr(module, "build_source", lambda stage: Problems(Echo(tuple(answers))))
         monkeypatch.setattr(ShuffledEpochs, "items", lambda self, start, count: list(range(count)))
         engine = Scripted({prompt: list(texts) for prompt, texts in answers.items()})
-        stage = SimpleNamespace(config=config, tokenizer=Characters(), engine=engine, scorer=ScoredHere(Echo()))
+        stage = SimpleNamespace(
+            config=config, tokenizer=Characters(), engine=engine, scorer=ScoredHere(Echo()), batch_number=int
+        )
         return Sampler(stage, config.algorithm).draw(1), engine
 
     return make

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from rl_megatron.algorithms import run
+from rl_megatron.algorithms.roll_back import RollBack
+from rl_megatron.algorithms.stopping import Stopping
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
+from rl_megatron.observability.position import Position
 from rl_megatron.rewards.scorer import RewardFailed
-from rl_megatron.topology import topology
 
 
 @pytest.mark.parametrize("error", [ConfigError, RewardFailed])
@@ -23,14 +25,15 @@ def test_an_error_in_a_step_completes_the_checkpoint_under_way(monkeypatch, erro
         return SimpleNamespace(**{name: lambda: done.append(name), "scored_by": lambda scorer: None})
 
     algorithm = SimpleNamespace(head="lm", critic=None, progress_metric="loss", run=fail)
-    stage = SimpleNamespace(checkpointer=closing("complete"))
+    config = load_config(["algorithm=sft"])
+    stage = SimpleNamespace(checkpointer=closing("complete"), scorer=closing("close"), config=config.first)
     fakes = {"SyncedEngine": closing("shutdown"), "Scorer": closing("close"), "build_evaluation": closing("x")}
     fakes |= {"_model": None, "build_engine": None, "_logprob_check": None, "Stage": stage, "algorithm_of": algorithm}
     for name, made in fakes.items():
         monkeypatch.setattr(run, name, lambda *args, made=made, **options: made)
     logger = SimpleNamespace(note=None, output_dir=Path("x"))
     with pytest.raises(error, match="a later record is bad"):
-        run._run_stage(load_config(["algorithm=sft"]), "sft", None, None, logger, Path("x"), None, "", "")
+        run._run_stage(config, "sft", None, None, logger, Path("x"), None, "", "", Stopping(), Position(), RollBack())
     assert done == ["complete", "shutdown", "close"]
 
 
@@ -38,10 +41,11 @@ def test_every_collective_of_a_run_has_the_timeout_of_the_run(monkeypatch):
     class Built(Exception):
         pass
 
-    def build(parallel, device, seed, timeout_minutes):
+    def build(parallel, device, seed, timeout_minutes, store):
         raise Built(device, timeout_minutes)
 
-    monkeypatch.setattr(topology, "start_device", lambda device, timeout_minutes: timeout_minutes)
-    monkeypatch.setattr(topology, "build", build)
+    monkeypatch.setattr(run, "join", lambda device, timeout_minutes: (timeout_minutes, None))
+    monkeypatch.setattr(run, "build", build)
+    monkeypatch.setattr(run, "check_configuration", lambda config, device: None)
     with pytest.raises(Built, match="3.5, 3.5"):
         run.run_stages(load_config(["train.collective_timeout_minutes=3.5"]))

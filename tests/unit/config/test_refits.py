@@ -7,6 +7,7 @@ import pytest
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.generation import GenerationConfig
 from rl_megatron.config.refits import check_refit
+from rl_megatron.config.servers import VllmConfig
 
 
 @pytest.mark.parametrize(
@@ -16,6 +17,14 @@ from rl_megatron.config.refits import check_refit
         ({"engine": "sglang", "refit": "disk"}, "generation.engine=sglang takes weights by collective; .*engine=vllm"),
         ({"engine": "vllm", "refit_directory": "/x"}, "refit_directory=/x does nothing: generation.refit=collective"),
         ({"engine": "vllm", "refit": "nccl", "gate_prompts": 0}, "gate_prompts=0: the engine does not verify weights"),
+        (
+            {"engine": "vllm", "refit": "ipc"},
+            "whoever reaches it can run code; set .*allow_insecure_serialization=true",
+        ),
+        (
+            {"engine": "vllm", "vllm": VllmConfig(allow_insecure_serialization=True)},
+            "allow_insecure_serialization=true does nothing: generation.refit=collective",
+        ),
     ],
 )
 def test_a_way_that_the_engine_does_not_take_is_refused(keys, message):
@@ -25,4 +34,6 @@ def test_a_way_that_the_engine_does_not_take_is_refused(keys, message):
 
 @pytest.mark.parametrize("refit", ["collective", "shared_memory", "disk", "nccl", "ipc"])
 def test_vllm_takes_weights_in_every_way(refit):
-    check_refit(GenerationConfig(engine="vllm", refit=refit))
+    check_refit(
+        GenerationConfig(engine="vllm", refit=refit, vllm=VllmConfig(allow_insecure_serialization=refit == "ipc"))
+    )

@@ -57,7 +57,7 @@ def test_sft_and_grpo_send_the_same_prompt_ids(gsm8k, of_problems, keys):
     tokenizer = build_tokenizer(sft)
     batch = training_dataset(sft, tokenizer).batch(range(8))
     engine, scorer = Engine(), ScoredHere(Echo())
-    stage = SimpleNamespace(config=grpo, tokenizer=tokenizer, engine=engine, scorer=scorer)
+    stage = SimpleNamespace(config=grpo, tokenizer=tokenizer, engine=engine, scorer=scorer, batch_number=int)
     with pytest.raises(InterruptedError):
         Sampler(stage, grpo.algorithm).draw(1)
     assert {tuple(prompt) for prompt in engine.prompts} == prompts_of(batch) and len(prompts_of(batch)) == 8

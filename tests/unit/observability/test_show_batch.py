@@ -134,7 +134,9 @@ def test_prompts_are_those_that_the_engine_gets(stages):
             raise InterruptedError
 
     scorer = SimpleNamespace(start=lambda: None)
-    sampling_stage = SimpleNamespace(config=stage, tokenizer=tokenizer, engine=Engine(), scorer=scorer)
+    sampling_stage = SimpleNamespace(
+        config=stage, tokenizer=tokenizer, engine=Engine(), scorer=scorer, batch_number=int
+    )
     sampler = Sampler(sampling_stage, stage.algorithm)
     with pytest.raises(InterruptedError):
         sampler.draw(STEP)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_megatron.weight_sync.process_group import CollectiveFailed, StandaloneGroup
+from rl_megatron.weight_sync.process_group import CollectiveFailed, StandaloneGroup, listening_socket
 
 CPU = torch.device("cpu")
 
@@ -85,3 +85,24 @@ def test_a_dead_peer_raises_an_error_in_an_nccl_group_and_does_not_end_the_proce
     source = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
     text = source.read_text()
     assert "NoHandling = 0," in text and all(f'"{name}"' in text for name in group.settings)
+
+
+# --- the address at which rank 0 listens ---
+
+
+def test_rank_0_listens_at_its_own_address_only(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    with listening_socket("127.0.0.1", 0, 2) as listening:
+        assert listening.getsockname()[0] == "127.0.0.1"
+    with listening_socket("localhost", 0, 2) as listening:
+        assert listening.getsockname()[0] in ("127.0.0.1", "::1")
+
+
+def test_rank_0_listens_everywhere_if_other_nodes_reach_it_by_another_address(monkeypatch):
+    with listening_socket("192.0.2.1", 0, 2) as listening:  # an address that is forwarded to this machine
+        assert listening.getsockname()[0] == "0.0.0.0"
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with listening_socket("127.0.0.1", 0, 2) as listening:  # what /etc/hosts may say about the node's own name
+        assert listening.getsockname()[0] == "0.0.0.0"

@@ -1,0 +1,82 @@
+"""`RollBack`: after a number that is not finite, a stage goes back to a checkpoint and leaves out the batches since.
+
+The steps up to the failure would only repeat themselves, because they depend on nothing but the checkpoint and the
+batches. So the stage goes on with the batches after the failed one (Chowdhery et al. 2022, arXiv:2204.02311, section
+5.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from rl_megatron import log
+from rl_megatron.checkpoint.directory import complete_checkpoints, manifest_of
+from rl_megatron.config.train import TrainConfig
+from rl_megatron.execution import NonFiniteLoss
+
+_T = TypeVar("_T")
+
+
+class RollBack:
+    """The roll-backs of one stage. All ranks decide alike, because every rank gets the same error.
+
+    Attributes:
+        step: The step that the stage is in.
+        batches_skipped: The number of batches that are left out. Checkpoints keep it, so that a resumed stage leaves
+            out the same batches.
+    """
+
+    def __init__(self) -> None:
+        self.step = self.batches_skipped = 0
+        self._target, self._count = -1, 0
+
+    def begin(self, error: NonFiniteLoss, train: TrainConfig, checkpoints: Path) -> None:
+        """Leave out the batches since the newest checkpoint; the caller runs the stage again, which resumes there.
+
+        Args:
+            error: The failure.
+            train: The section `train`.
+            checkpoints: The directory of the stage's checkpoints.
+
+        Raises:
+            NonFiniteLoss: The stage does not roll back, or has no checkpoint yet, or has gone back to it too often.
+        """
+        if train.on_nonfinite != "roll_back":
+            raise error
+        saved = complete_checkpoints(checkpoints)
+        if not saved:
+            raise NonFiniteLoss(f"{error}; train.on_nonfinite=roll_back has no checkpoint of the stage to go back to")
+        target = manifest_of(saved[-1])["step"]
+        self._count = self._count + 1 if target == self._target else 1
+        self._target = target
+        if self._count > train.max_nonfinite_steps:
+            raise NonFiniteLoss(
+                f"{error}; the stage has gone back to step {target} {train.max_nonfinite_steps} times already "
+                "(train.max_nonfinite_steps)"
+            )
+        self.batches_skipped += self.step - target
+        log.LOGGER.warning(
+            "%s; going back to step %d, and on with the batches after this one (%d of at most %d times)",
+            *(error, target, self._count, train.max_nonfinite_steps),
+        )
+
+
+def with_roll_backs(run_stage: Callable[[RollBack], _T], train: TrainConfig, checkpoints: Path) -> _T:
+    """Run a stage, and run it again from its newest checkpoint whenever it rolls back.
+
+    Args:
+        run_stage: Runs the stage from its newest checkpoint, or from its beginning, with everything built anew.
+        train: The section `train`.
+        checkpoints: The directory of the stage's checkpoints.
+
+    Raises:
+        NonFiniteLoss: See `RollBack.begin`.
+    """
+    roll_back = RollBack()
+    while True:
+        try:
+            return run_stage(roll_back)
+        except NonFiniteLoss as error:
+            roll_back.begin(error, train, checkpoints)

@@ -1,0 +1,79 @@
+"""Read a checkpoint's `.metadata`, which torch pickles, without running code that somebody put into it.
+
+torch and megatron-core read the same file with plain pickle. So `check_metadata` comes before every load: it refuses a
+file that names anything but the classes of torch which describe tensors.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+from rl_megatron.checkpoint.directory import damaged
+
+METADATA = ".metadata"
+_OF_TORCH = {
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath"},
+}
+_EMPTY_STATE = "_extra_state"  # the end of the names of objects in old checkpoints, which are never read
+
+
+class _Unpickler(pickle.Unpickler):
+    """An unpickler of what torch's writers put into `.metadata`."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class of torch that describes tensors."""
+        if name in _OF_TORCH.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch":
+            import torch
+
+            if name == "Size" or isinstance(getattr(torch, name, None), torch.dtype):
+                return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no description of tensors needs")
+
+
+def read_metadata(checkpoint: Path) -> Any:
+    """Return torch's `Metadata` of a checkpoint.
+
+    Raises:
+        Damaged: The file cannot be read, names other classes, or has pickled objects in place of tensors.
+    """
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+    try:
+        with (checkpoint / METADATA).open("rb") as file:
+            metadata = _Unpickler(file).load()
+    except Exception as error:  # a damaged pickle may raise anything
+        raise damaged(checkpoint, f".metadata cannot be read ({error})") from error
+    if not isinstance(metadata, Metadata):
+        raise damaged(checkpoint, f".metadata has a {type(metadata).__name__} instead of torch's Metadata")
+    for name, entry in metadata.state_dict_metadata.items():
+        # torch would unpickle such an object without limits.
+        if isinstance(entry, BytesStorageMetadata) and not name.endswith(_EMPTY_STATE):
+            raise damaged(checkpoint, f".metadata says that {name} is a pickled object instead of a tensor")
+    return metadata
+
+
+def check_metadata(checkpoint: Path) -> None:
+    """Check that torch and megatron-core can unpickle `.metadata` without running other code.
+
+    Raises:
+        Damaged: They cannot.
+    """
+    read_metadata(checkpoint)

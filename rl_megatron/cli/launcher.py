@@ -1,0 +1,142 @@
+"""Start ranks as torchrun does, whose arguments it takes, and end in one clear way: `rl_megatron.cli.launcher`.
+
+It differs from `torchrun` in what it does about the ends of ranks:
+
+- SIGTERM, SIGINT and SIGUSR1 go to the ranks, which save and end. The launcher waits as long as a step and a save took
+  before, and ends the ranks that are still there then. A second signal ends them at once.
+- Ranks that found bad input, or that ended because they were asked to, are not started again.
+- Instead of torchrun's report, one line says which rank failed first and how. The exit status is that of this rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, ClassVar
+
+import torch.distributed.launcher.api as launcher_api
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.run import get_args_parser, run
+
+from rl_megatron.config.errors import STOPPED
+from rl_megatron.topology.step_times import FILE, read_step_times
+from rl_megatron.topology.stop_signals import SIGNALS
+
+_NOT_STARTED_AGAIN = (2, STOPPED)  # exit statuses: bad input, and ended as asked
+_OTHER_SIGNALS = "SIGHUP,SIGQUIT"  # torch handles them: it ends the ranks
+_SECONDS_OF_EVERYTHING_ELSE = 30.0  # that the ranks need to end, besides a step and a save
+_SECONDS_UNMEASURED = 300.0  # until a step and a save have been measured
+_KILLED = 1  # seconds that ranks have after the time is over
+
+
+class RunAgent(LocalElasticAgent):
+    """torchrun's agent, which starts and watches the ranks of a node, with the differences that the module names."""
+
+    was_asked_to_end: ClassVar = False  # a process has one agent, to which torch gives no access
+
+    def __init__(self, *arguments: Any, **keywords: Any):
+        super().__init__(*arguments, **keywords)
+        self._deadline: float | None = None
+        for number in SIGNALS:
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self._deadline is not None and number != signal.SIGUSR1:
+            self._shutdown_timeout = _KILLED
+            raise SignalException(f"a second {signal.Signals(number).name}", signal.Signals(number))
+        limit = max(self._shutdown_timeout, _seconds_to_end())
+        self._deadline, RunAgent.was_asked_to_end = time.monotonic() + limit, True
+        for pid in self._pcontext.pids().values() if self._pcontext is not None else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]  # a decorator
+        if result.state == WorkerState.FAILED:
+            ended_for_good = any(failure.exitcode in _NOT_STARTED_AGAIN for failure in result.failures.values())
+            if ended_for_good or self._deadline is not None:
+                self._remaining_restarts = 0
+        elif self._deadline is not None and time.monotonic() > self._deadline:
+            self._shutdown_timeout = _KILLED
+            raise SignalException("the ranks did not end in time", signal.SIGTERM)
+        return result
+
+
+def _seconds_to_end() -> float:
+    """Return how long the ranks may need from a signal to their end, by what they have measured."""
+    times = read_step_times()
+    if times is None:
+        return _SECONDS_UNMEASURED
+    return 2 * (times["step_seconds"] + times["save_seconds"]) + _SECONDS_OF_EVERYTHING_ELSE
+
+
+def _message(failure: ProcessFailure) -> str | None:
+    """Return the message that a rank wrote to its error file (`log.error`), or None."""
+    data: Any = failure.error_file_data["message"] if Path(failure.error_file).is_file() else None
+    return data["message"] if isinstance(data, dict) else data
+
+
+def _ended_as_asked(status: int) -> bool:
+    """Return whether a rank saved and ended, or ended before its first step, when it got a signal."""
+    return status == STOPPED or -status in SIGNALS
+
+
+def _report(failures: dict[int, ProcessFailure]) -> int:
+    """Print how the run failed, unless the ranks have said it, and return the exit status."""
+
+    def order(rank: int) -> tuple[int, int, int]:
+        # A killed rank makes others fail. SIGTERM comes from the agent, which ends the others then.
+        failure = failures[rank]
+        kind = 2 if failure.exitcode == -signal.SIGTERM else int(failure.exitcode > 0)
+        return kind, failure.timestamp, rank
+
+    if RunAgent.was_asked_to_end and all(_ended_as_asked(failure.exitcode) for failure in failures.values()):
+        return STOPPED
+    first = min(failures, key=order)
+    failure = failures[first]
+    message = _message(failure)
+    if message is not None:
+        if 0 in failures and _message(failures[0]) is None:
+            print("error:", message, file=sys.stderr)  # rank 0 was ended before it could print it
+    elif failure.exitcode != STOPPED:
+        how = f"with status {failure.exitcode}" if failure.exitcode > 0 else f"killed by {failure.signal_name()}"
+        print(
+            f"error: rank {first} (process {failure.pid} on {socket.gethostname()}) was the first rank to end, {how}; "
+            "the same command continues from the newest checkpoint",
+            file=sys.stderr,
+        )
+    return max(failure.exitcode, 0) or 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Start the ranks of this node and return the exit status."""
+    for name in ("torch.distributed.elastic", "torch.distributed.run"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    parsed = get_args_parser().parse_args(arguments)
+    parsed.signals_to_handle = _OTHER_SIGNALS
+    launcher_api.LocalElasticAgent = RunAgent  # pyright: ignore[reportPrivateImportUsage]  # torch has no argument for it
+    with tempfile.TemporaryDirectory(prefix="rl_megatron_launcher_") as directory:
+        os.environ[FILE] = str(Path(directory) / "step_times.json")
+        try:
+            run(parsed)
+        except ChildFailedError as error:
+            return _report(error.failures)
+        except SignalException as error:
+            print(f"error: ended by {error.sigval.name} before the ranks could save: {error}", file=sys.stderr)
+            return 128 + error.sigval
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""Leave secrets out of a configuration that is written or printed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from rl_megatron import log
+
+# Keys of options and of users' own settings. Keys such as stop_tokens and micro_batch_tokens hold no secrets.
+_SECRET_KEY = re.compile(r"(^|[_-])(api[_-]?key|secret|password|passwd|credentials?|private[_-]key)$", re.IGNORECASE)
+_TOKEN_KEY = re.compile(r"^((access|auth|api|bearer|hf|hub)[_-])?token$", re.IGNORECASE)
+
+
+def without_secrets(value: Any) -> Any:
+    """Return a configuration, as plain mappings and lists, in which `***` stands for each secret.
+
+    A secret is the text of a key such as `api_key`, the user and password of an address, what follows an option such as
+    `--api-key`, and the value of an environment variable such as HF_TOKEN.
+    """
+    if isinstance(value, Mapping):
+        return {
+            key: log.REDACTED if isinstance(each, str) and _is_secret(str(key)) else without_secrets(each)
+            for key, each in value.items()
+        }
+    if isinstance(value, list | tuple):
+        hidden, result = False, []
+        for each in value:
+            result.append(log.REDACTED if hidden and isinstance(each, str) else without_secrets(each))
+            hidden = isinstance(each, str) and each.startswith("-") and _is_secret(each.lstrip("-").replace("-", "_"))
+        return result
+    return log.redact(value) if isinstance(value, str) else value
+
+
+def _is_secret(key: str) -> bool:
+    return bool(_SECRET_KEY.search(key) or _TOKEN_KEY.search(key))

@@ -1,0 +1,140 @@
+"""Check the GPUs of this machine: the driver, torch's build, the ranks, and what others use."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rl_megatron.doctor.findings import Finding, ok, problem, warning
+from rl_megatron.doctor.installed import Installed
+
+_SECONDS = 30
+_CHECK = "devices"
+_USED_SHARE = 0.1  # of a GPU's memory, from which on another process is worth a warning
+_CUDA_OF_DRIVER = re.compile(r"CUDA(?: UMD)? Version\s*:\s*(\d+)\.(\d+)")
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """What `nvidia-smi` says about this machine.
+
+    Attributes:
+        names: The GPUs' names.
+        used: The share of each GPU's memory that is in use.
+        driver: The driver's version.
+        cuda: The newest CUDA version that the driver supports.
+        failure: Why `nvidia-smi` gave no answer, although it is installed.
+    """
+
+    names: tuple[str, ...] = ()
+    used: tuple[float, ...] = ()
+    driver: str = ""
+    cuda: tuple[int, int] | None = None
+    failure: str | None = field(default=None)
+
+
+def read_gpus() -> Gpus:
+    """Return the GPUs of this machine, without torch."""
+    if shutil.which("nvidia-smi") is None:
+        return Gpus()
+    query = "--query-gpu=name,memory.used,memory.total,driver_version"
+    try:
+        answers = [
+            subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_SECONDS, check=False)
+            for arguments in ([query, "--format=csv,noheader,nounits"], [])
+        ]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Gpus(failure=str(error))
+    failed = next((answer for answer in answers if answer.returncode), None)
+    if failed is not None:
+        lines = (failed.stdout + failed.stderr).split("\n")
+        return Gpus(failure=next((line.strip() for line in lines if line.strip()), f"status {failed.returncode}"))
+    listed = [[cell.strip() for cell in line.split(",")] for line in answers[0].stdout.splitlines() if line.strip()]
+    cuda = _CUDA_OF_DRIVER.search(answers[1].stdout)
+    return Gpus(
+        tuple(line[0] for line in listed),
+        tuple(_share(line[1], line[2]) for line in listed),
+        listed[0][3] if listed else "",
+        (int(cuda[1]), int(cuda[2])) if cuda else None,
+    )
+
+
+def _share(used: str, total: str) -> float:
+    """Return a share of memory; some GPUs report "[N/A]", which counts as nothing in use."""
+    return float(used) / float(total) if used.isdigit() and total.isdigit() and float(total) else 0.0
+
+
+def check_devices(
+    gpus: Gpus, installed: Installed, device: str = "auto", environment: Mapping[str, str] = os.environ
+) -> list[Finding]:
+    """Return whether the ranks of this node find the devices that they compute on.
+
+    Args:
+        gpus: The GPUs of the machine.
+        installed: The environment, for torch's build.
+        device: The key `device`.
+        environment: Variables; LOCAL_WORLD_SIZE, or otherwise NPROC_PER_NODE, is the number of ranks of this node.
+    """
+    if device == "cpu":
+        return [ok(_CHECK, "device=cpu: ranks compute on the CPU")]
+    if gpus.failure is not None:
+        remedy = "reboot the node, or install the driver that fits its kernel module; drain it until then"
+        return [problem(_CHECK, f"nvidia-smi fails: {gpus.failure}", remedy)]
+    if not gpus.names:
+        if device == "cuda":
+            remedy = "use device=cpu, or start the container with --gpus all"
+            return [problem(_CHECK, "device=cuda, and there is no NVIDIA GPU or driver", remedy)]
+        return [ok(_CHECK, f"no NVIDIA GPU: ranks compute on {os.cpu_count()} CPU cores")]
+    findings = [*_check_build(gpus, installed), *_check_ranks(gpus, environment), *_check_use(gpus)]
+    cuda = "" if gpus.cuda is None else f", for CUDA up to {gpus.cuda[0]}.{gpus.cuda[1]}"
+    kinds = ", ".join(f"{gpus.names.count(name)} × {name}" for name in sorted(set(gpus.names)))
+    return findings or [ok(_CHECK, f"{kinds}, driver {gpus.driver}{cuda}")]
+
+
+def _check_build(gpus: Gpus, installed: Installed) -> list[Finding]:
+    """Compare torch's CUDA version with the driver's. Within a major version, an older driver is enough."""
+    if installed.module("torch") is None:
+        return []  # the versions report it
+    built = installed.cuda_of_torch()
+    if built is None:
+        remedy = "install a CUDA build of torch, as https://pytorch.org/get-started says, or set device=cpu"
+        message = f"{len(gpus.names)} GPU(s), but torch {installed.version('torch')} is a build for the CPU"
+        return [problem(_CHECK, message, remedy)]
+    if gpus.cuda is not None and gpus.cuda[0] < built[0]:
+        return [
+            problem(
+                _CHECK,
+                f"driver {gpus.driver} supports CUDA up to {gpus.cuda[0]}.{gpus.cuda[1]}, and torch is built for CUDA "
+                f"{built[0]}.{built[1]}",
+                f"update the driver, or install a build of torch for CUDA {gpus.cuda[0]}",
+            )
+        ]
+    return []
+
+
+def _check_ranks(gpus: Gpus, environment: Mapping[str, str]) -> list[Finding]:
+    text = environment.get("LOCAL_WORLD_SIZE") or environment.get("NPROC_PER_NODE") or "1"
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    there = len(gpus.names) if visible is None else len([name for name in visible.split(",") if name.strip()])
+    if not text.isdigit() or int(text) <= there:
+        return []
+    seen = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+    return [
+        problem(
+            _CHECK,
+            f"{text} ranks on this node, and {there} GPU(s){seen}",
+            "start at most as many ranks on a node as it has GPUs (NPROC_PER_NODE), or set device=cpu",
+        )
+    ]
+
+
+def _check_use(gpus: Gpus) -> list[Finding]:
+    busy = [f"GPU {index} ({share:.0%})" for index, share in enumerate(gpus.used) if share > _USED_SHARE]
+    if not busy:
+        return []
+    remedy = "end the other processes, which nvidia-smi lists; a run that has begun already is one of them"
+    return [warning(_CHECK, f"memory is in use on {', '.join(busy)}", remedy)]

@@ -1,0 +1,125 @@
+"""Check what an experiment names: its files, its layout on these ranks, its tokenizer, and its servers' Python."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Mapping
+
+from rl_megatron.checkpoint.rerun import earlier_run
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model_rules import check_vocabulary
+from rl_megatron.config.schema import RunConfig
+from rl_megatron.config.servers import TRIED_SGLANG, TRIED_VLLM
+from rl_megatron.data.run_tokenizer import known_tokenizer
+from rl_megatron.doctor.findings import Finding, ok, problem, refusal, warning
+from rl_megatron.topology.degrees import validate
+
+_SMALL_SHARE = 0.5  # of the embedding's rows: a tokenizer with fewer tokens is probably another model's
+_SECONDS = 120
+# The version of a distribution and, for the plugin, whether this package is installed beside it.
+_PROGRAM = """
+import importlib.metadata as metadata
+for name in ({name!r}, "rl_megatron"):
+    try:
+        print(metadata.version(name))
+    except metadata.PackageNotFoundError:
+        print("-")
+"""
+_SERVERS = {
+    "vllm": ("vLLM", TRIED_VLLM, "scripts/install_vllm.sh makes such an environment"),
+    "sglang": ("SGLang", TRIED_SGLANG, "install SGLang in an environment of its own"),
+}
+
+
+def check_files(config: RunConfig, check_early: Callable[[RunConfig], None]) -> list[Finding]:
+    """Return whether the files that the experiment names exist and can be read.
+
+    Args:
+        config: The run.
+        check_early: The checks that every command makes before it imports torch.
+    """
+    try:
+        check_early(config)
+    except ConfigError as error:
+        return [refusal("experiment", error)]
+    return [ok("experiment", f"{', '.join(config.stages)}: data, losses and rewards can be read")]
+
+
+def check_layout(config: RunConfig, environment: Mapping[str, str] = os.environ) -> list[Finding]:
+    """Return whether the parallel degrees fit the number of ranks, under a launcher."""
+    if "WORLD_SIZE" not in environment:
+        return []
+    world_size = int(environment["WORLD_SIZE"])
+    try:
+        data = validate(config.first.parallel, world_size)
+    except ConfigError as error:
+        return [refusal("layout", error)]
+    return [ok("layout", f"{world_size} rank(s), data-parallel degree {data}")]
+
+
+def check_tokenizer(config: RunConfig) -> list[Finding]:
+    """Return whether the tokenizer loads, and whether the model's embedding fits its vocabulary."""
+    stage = config.first
+    try:
+        tokenizer = known_tokenizer(stage, earlier_run(config))
+        tokens = stage.tokenizer.vocab_size if tokenizer is None else tokenizer.vocab_size
+        check_vocabulary(stage.model, tokens)
+    except ConfigError as error:
+        return [refusal("tokenizer", error)]
+    except (ValueError, OSError) as error:
+        message = f"tokenizer.path={stage.tokenizer.path} cannot be read: {error}"
+        return [problem("tokenizer", message, "set tokenizer.path to a Hugging Face tokenizer's directory")]
+    embedding = stage.model.vocab_size
+    if tokenizer is None and stage.tokenizer.path is None:
+        return [ok("tokenizer", f"a BPE of {tokens} tokens is trained at the start of the run")]
+    if tokenizer is None:
+        return [ok("tokenizer", f"{stage.tokenizer.path} is converted by transformers at the start of the run")]
+    if embedding is not None and tokens < _SMALL_SHARE * embedding:
+        message = f"the tokenizer has {tokens} tokens, and the embedding {embedding} rows (model.vocab_size)"
+        remedy = "compare tokenizer.path with the model's own tokenizer"
+        return [warning("tokenizer", message, remedy)]
+    return [ok("tokenizer", f"{tokens} tokens" + (f", embedding of {embedding} rows" if embedding else ""))]
+
+
+def check_servers(config: RunConfig) -> list[Finding]:
+    """Return whether the Python of the servers that the run starts has a version that was tried."""
+    findings = []
+    seen = set()
+    for stage in config.stages.values():
+        engine, generation = stage.generation.engine, stage.generation
+        section = {"vllm": generation.vllm, "sglang": generation.sglang}.get(engine)
+        if not stage.scores_completions or section is None or section.server_urls:
+            continue
+        plugin = engine == "vllm" and generation.refit in ("collective", "shared_memory")
+        if (engine, section.python, plugin) not in seen:
+            seen.add((engine, section.python, plugin))
+            findings += _check_python_of(engine, section.python, f"{section.key}.python", plugin)
+    return findings
+
+
+def _check_python_of(engine: str, python: str, key: str, needs_plugin: bool) -> list[Finding]:
+    name, tried, remedy = _SERVERS[engine]
+    program = _PROGRAM.format(name=engine)
+    try:
+        answer = subprocess.run(
+            [python, "-c", program],
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=True,
+            cwd="/" if os.path.isabs(python) else None,
+        )
+        version, plugin = answer.stdout.split()[:2]
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        reason = error.strerror if isinstance(error, OSError) else type(error).__name__
+        return [problem(name, f"{key}={python} does not run ({reason})", f"{remedy}; set {key}")]
+    if version == "-":
+        return [problem(name, f"{key}={python} has no {name}", f"{remedy}; set {key}")]
+    if version.partition("+")[0] not in tried:
+        message = f"{key}={python} has {name} {version}, with which this package was not tried"
+        return [problem(name, message, f"install {' or '.join(tried)}; {remedy}")]
+    if needs_plugin and plugin == "-":
+        message = f"{key}={python} has {name} {version} but not this package, whose plugin takes the weights"
+        return [problem(name, message, remedy)]
+    return [ok(name, f"{version} ({python})")]

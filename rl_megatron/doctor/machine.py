@@ -1,0 +1,99 @@
+"""Check what a node gives its processes: shared memory and ports."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from rl_megatron.config.schema import RunConfig
+from rl_megatron.config.servers import ServersConfig
+from rl_megatron.doctor.findings import Finding, ok, problem, warning
+
+SHARED_MEMORY = Path("/dev/shm")
+_LEAST_SHARED, _USUAL_SHARED = 256 << 20, 1 << 30  # docker's default, 64 MiB, is too small for NCCL
+_MORE_SHARED = (
+    "docker run --ipc=host (or --shm-size=16g); in Kubernetes, mount an emptyDir with medium: Memory at /dev/shm"
+)
+
+
+def check_shared_memory(config: RunConfig | None = None, path: Path = SHARED_MEMORY) -> list[Finding]:
+    """Return whether shared memory is large enough for NCCL, and for weight syncs that go through it."""
+    if not path.is_dir():
+        return [problem("shared memory", f"there is no {path}", f"mount a tmpfs at {path}")]
+    free = shutil.disk_usage(path).free
+    stages = () if config is None else config.stages.values()
+    buckets = [
+        stage.generation.refit_bucket_mb * (1 << 20)
+        for stage in stages
+        if stage.scores_completions and stage.generation.refit == "shared_memory"
+    ]
+    needed = 2 * max(buckets, default=0)  # each side holds two buckets
+    if free < max(_LEAST_SHARED, needed):
+        why = f"generation.refit=shared_memory needs {_mib(needed)}" if needed > _LEAST_SHARED else "NCCL needs more"
+        remedy = _MORE_SHARED + ("; or lower generation.refit_bucket_mb" if needed > _LEAST_SHARED else "")
+        return [problem("shared memory", f"{path} has {_mib(free)} free, and {why}", remedy)]
+    if free < _USUAL_SHARED:
+        return [warning("shared memory", f"{path} has only {_mib(free)} free", _MORE_SHARED)]
+    return [ok("shared memory", f"{path} has {_mib(free)} free")]
+
+
+def _mib(size: float) -> str:
+    return f"{size / (1 << 20):,.0f} MiB" if size < 10 << 30 else f"{size / (1 << 30):,.0f} GiB"
+
+
+def check_ports(config: RunConfig | None = None, environment: Mapping[str, str] = os.environ) -> list[Finding]:
+    """Return whether the ports are free that ranks and servers of this node will listen at.
+
+    Args:
+        config: The run, or None.
+        environment: Variables. MASTER_PORT is checked only before a launcher has started ranks, which uses it.
+    """
+    findings, checked = [], []
+    port = environment.get("MASTER_PORT")
+    if port is not None and "RANK" not in environment:
+        if not port.isdigit() or not 0 < int(port) < 1 << 16:
+            return [problem("ports", f"MASTER_PORT={port} is not a port", "set a number from 1 to 65535")]
+        checked.append(int(port))
+        taken = _why_not(environment.get("MASTER_ADDR", "localhost"), int(port))
+        if taken is not None:
+            remedy = "set another MASTER_PORT, the same on all nodes, or end what uses it (ss -ltnp)"
+            findings.append(problem("ports", f"MASTER_PORT={port} cannot be used: {taken}", remedy))
+    for section in _server_sections(config):
+        for number in range(section.port or 0, (section.port or 0) + section.num_servers) if section.port else ():
+            checked.append(number)
+            taken = _why_not(section.host, number)
+            if taken is not None:
+                message = f"{section.key}.port={section.port}: a server cannot listen at port {number}: {taken}"
+                findings.append(problem("ports", message, f"set {section.key}.port=null, which takes a free port"))
+    named = f"free: {', '.join(map(str, checked))}" if checked else "none is fixed; free ones are taken"
+    return findings or [ok("ports", named)]
+
+
+def _server_sections(config: RunConfig | None) -> list[ServersConfig]:
+    """Return the settings of the servers that the run starts, each once."""
+    sections: list[ServersConfig] = []
+    for stage in () if config is None else config.stages.values():
+        section = getattr(stage.generation, stage.generation.engine, None)
+        if stage.scores_completions and isinstance(section, ServersConfig) and not section.server_urls:
+            sections += [section] if section not in sections else []
+    return sections
+
+
+def _why_not(host: str, port: int) -> str | None:
+    """Return why this node cannot listen at an address, or None; the address of another node counts as free."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        return f"{host} cannot be resolved ({error.strerror})"
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            probe.listen()
+        except OSError as error:
+            return None if error.errno == errno.EADDRNOTAVAIL else (error.strerror or str(error)).lower()
+    return None

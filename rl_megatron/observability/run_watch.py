@@ -1,0 +1,236 @@
+"""`RunWatch`: the threads with which every rank shows signs of life, finds hangs, and hears of a failed rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+from rl_megatron import log
+from rl_megatron.observability.failure_file import FailureFile
+from rl_megatron.observability.first_failure import FirstFailure, failure_of, in_words
+from rl_megatron.observability.hang import Diagnosis
+from rl_megatron.observability.heartbeat import Heartbeat
+from rl_megatron.observability.position import Position
+from rl_megatron.observability.waiting import stacks
+from rl_megatron.observability.watchdog import Watchdog
+from rl_megatron.topology.job_store import launcher_has_the_store
+
+_LONGEST_INTERVAL = 5.0  # seconds between two heartbeats
+_INTERVALS_PER_LIMIT = 8
+_INTERVALS_TO_REPORT = 3  # a hang is known so early that its report comes within the limit
+_SECONDS_TO_END = 30.0  # that a rank has after another rank failed
+_SECONDS_TO_RECORD = 40.0
+_SECONDS_FOR_THE_OTHERS = {"error": _SECONDS_TO_END, "lost": 5.0}  # that rank 0 keeps the store for them
+_TRACEBACK = "the traceback"
+
+
+class RunWatch:
+    """The watch of one run on this rank. It owns the position, two threads, and their connections to the store.
+
+    The first thread writes heartbeats and reads those of the others; a store that does not answer stops it. The second
+    one notices that.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, limit: float, timeout_minutes: float, file: FailureFile):
+        """Prepare the watch.
+
+        Args:
+            store: The store in which the ranks met, or None: then nothing is watched.
+            rank: This rank.
+            world_size: The number of ranks.
+            limit: `train.hang_report_seconds`; 0 watches nothing.
+            timeout_minutes: `train.collective_timeout_minutes`.
+            file: Where reports are written.
+        """
+        self.position, self.file = Position(), file
+        self._rank, self._world_size, self._timeout_minutes = rank, world_size, timeout_minutes
+        self._store, self._limit = store, limit
+        self._interval = min(_LONGEST_INTERVAL, limit / _INTERVALS_PER_LIMIT)
+        self._silence = limit - _INTERVALS_TO_REPORT * self._interval
+        self._stop, self._lock = threading.Event(), threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._ticks = 0
+        self._watchdog: Watchdog | None = None
+        self._own_failure: dict[str, Any] | None = None
+        self._others_failed_at: float | None = None
+        self._has_said = False
+
+    def __enter__(self) -> RunWatch:
+        log.follow_progress(self.position.progress)
+        if self._store is not None and self._limit > 0:
+            self._threads = [threading.Thread(target=self._run, name="heartbeat", daemon=True)]
+            if self._rank < 2 and self._world_size > 1 and (launcher_has_the_store() == (self._rank == 0)):
+                self._threads.append(threading.Thread(target=self._watch_store, name="store watch", daemon=True))
+            for thread in self._threads:
+                thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        log.unfollow_progress(self.position.progress)
+        self._end_threads()
+
+    def _end_threads(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(2 * self._interval)  # it may wait for a store that has ended
+
+    def begin_writing(self) -> None:
+        """Let reports be written to the output directory, which now is this run's."""
+        self.file.begin(self._rank == 0)
+
+    def failed(self, error: BaseException, on_all_ranks: bool) -> None:
+        """Report the error that ends this rank, unless another rank's failure has caused it.
+
+        Args:
+            error: The error.
+            on_all_ranks: Whether all ranks raise it, and rank 0 prints it.
+        """
+        failure = failure_of(error, self._rank, self.position.place, on_all_ranks)
+        self._own_failure = failure
+        self._end_threads()  # they must not use a store whose process ends, because torch prints its stack then
+        if self._store is None or self._world_size == 1:
+            self.file.write(failure, _TRACEBACK)
+            return
+        recording = threading.Thread(target=self._record, args=(failure,), daemon=True)
+        recording.start()
+        recording.join(_SECONDS_TO_RECORD)  # the store may have ended, or hang
+
+    def _record(self, failure: dict[str, Any]) -> None:
+        """Record the failure in the store. The first rank that fails waits until rank 0 has reported it."""
+        try:
+            shared = FirstFailure(self._store.clone())
+            first = shared.record(failure)
+            if self._rank == 0:
+                self._say_failure(shared, first)
+                if not (failure["on_all_ranks"] or launcher_has_the_store()):
+                    self._keep_store(shared, first)
+                return
+            if first["rank"] == self._rank and not failure["on_all_ranks"]:
+                self._wait_for_report(shared)
+            shared.add_known()
+        except RuntimeError as error:
+            self._say_without_store(failure, error)
+
+    def _keep_store(self, shared: FirstFailure, first: dict[str, Any]) -> None:
+        """Wait on rank 0, which holds the store, until the other ranks have read there whose failure it is."""
+        ends_at = time.monotonic() + _SECONDS_FOR_THE_OTHERS[first["kind"]]
+        while shared.add_known(0) < self._world_size - 1 and time.monotonic() < ends_at:
+            time.sleep(0.05)
+
+    def _wait_for_report(self, shared: FirstFailure) -> None:
+        """Wait until rank 0 has reported this rank's failure, and otherwise report it here."""
+        assert self._own_failure is not None, "it was recorded"
+        ends_at = time.monotonic() + (self._interval + 2.0 if self._threads else 0.0)
+        while not shared.has_been_reported():
+            if time.monotonic() > ends_at:
+                self._say_failure(shared, self._own_failure)
+                return
+            time.sleep(0.05)
+        log.error(self._own_failure["message"])  # for the launcher only; rank 0 has printed it
+
+    def _say_failure(self, shared: FirstFailure, first: dict[str, Any]) -> None:
+        """Write failure.json and print the paragraph, once in this process."""
+        with self._lock:
+            if self._has_said or shared.has_been_reported():
+                return
+            self._has_said = True
+            written = self.file.write(first, _TRACEBACK)
+            if not first["on_all_ranks"] or self._own_failure is None:
+                self._print(first, written)
+            shared.set_reported()
+
+    def _print(self, first: dict[str, Any], written: str) -> None:
+        text = in_words(first, written)
+        log.error(text)
+        if self._rank != 0:
+            print("error:", text, file=sys.stderr, flush=True)
+        if not self.file.path.is_file():
+            print("\n".join(first["traceback"]), file=sys.stderr, flush=True)
+
+    def _say_without_store(self, failure: dict[str, Any], error: RuntimeError) -> None:
+        """Report a failure if the store's process has ended, which nobody can be asked about."""
+        holder = "the launcher" if launcher_has_the_store() else "rank 0"
+        failure = failure | {"message": f"{failure['message']}; the store of {holder} at {_address()}: {error}"}
+        if self._rank == (0 if launcher_has_the_store() else 1) and self._others_failed_at is None:
+            self._print(failure, self.file.write(failure, _TRACEBACK))
+
+    def _run(self) -> None:
+        """Write heartbeats until the run ends."""
+        longest, before = 2 * self._interval, time.monotonic()
+        try:
+            store = self._store.clone()
+            heartbeat = Heartbeat(store, self._rank, self.position, longest)
+            if self._rank < 2:
+                self._watchdog = Watchdog(
+                    store, self._rank, self._world_size, self._silence, longest, self.file, self._timeout_minutes, _say
+                )
+            failures = FirstFailure(store)
+            heartbeat.send(0.0)
+            while not self._stop.wait(self._interval):
+                now = time.monotonic()
+                elapsed, before = now - before, now
+                heartbeat.send(elapsed)
+                heartbeat.answer()
+                if self._watchdog is not None:
+                    self._watchdog.tick(elapsed)
+                self._hear(failures)
+                self._ticks += 1
+            heartbeat.send(0.0, has_ended=True)
+        except RuntimeError as error:
+            if not self._stop.is_set() and self._own_failure is None:
+                log.LOGGER.warning(
+                    "the heartbeat has ended, because the job's store at %s fails: %s", _address(), error
+                )
+
+    def _hear(self, failures: FirstFailure) -> None:
+        """Report the failure of another rank, and end this process if its main thread waits for that rank too long."""
+        first = failures.get()
+        if first is None:
+            return
+        now = time.monotonic()
+        if self._others_failed_at is None:
+            self._others_failed_at = now
+        patience = 2 * self._interval if first["on_all_ranks"] else 0.0  # rank 0 raises such an error itself
+        if self._rank == 0 and self._own_failure is None and now - self._others_failed_at >= patience:
+            self._say_failure(failures, first)
+        if self._own_failure is None and now - self._others_failed_at > _SECONDS_TO_END:
+            sys.stderr.flush()
+            os._exit(1)  # the main thread waits in a collective for a rank that has ended
+
+    def _watch_store(self) -> None:
+        """Report that the store does not answer, if no heartbeat ends for as long as a rank may be silent."""
+        ticks, silent, before = -1, 0.0, time.monotonic()
+        while not self._stop.wait(self._interval):
+            now = time.monotonic()
+            elapsed, before = now - before, now
+            if ticks != self._ticks:
+                if silent > self._silence and self._watchdog is not None:
+                    self._watchdog.went_on()
+                ticks, silent = self._ticks, 0.0
+                continue
+            was, silent = silent, silent + min(elapsed, 2 * self._interval)
+            if was <= self._silence < silent and self._watchdog is not None:
+                self._say_store_hangs(self._watchdog, silent)
+
+    def _say_store_hangs(self, watchdog: Watchdog, seconds: float) -> None:
+        reason = (
+            f"has not answered for {seconds:.0f} s (it holds the job's store at {_address()}, so the rest is what the "
+            "ranks wrote before)"
+        )
+        if launcher_has_the_store():
+            diagnosis = Diagnosis(None, seconds, f"the launcher on the first node {reason}")
+        else:
+            diagnosis = Diagnosis(0, seconds, reason)
+        watchdog.report(diagnosis, [{"ranks": [self._rank], "stack": stacks().splitlines()}])
+
+
+def _say(text: str) -> None:
+    """Print a line on this rank's terminal, whichever rank it is."""
+    log.LOGGER.error(text)
+
+
+def _address() -> str:
+    return f"{os.environ.get('MASTER_ADDR', 'this process')}:{os.environ.get('MASTER_PORT', '')}"

@@ -1,0 +1,47 @@
+"""Deterministic computation: the switches of torch, CUDA, NCCL and Transformer Engine that two equal runs need."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+
+import torch
+
+from rl_megatron.config.errors import ConfigError
+
+# Environment variable → the value that it gets, and the values that it may have. cuBLAS, NCCL and Transformer Engine
+# read them when they start.
+VARIABLES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", (":4096:8", ":16:8")),
+    "NCCL_ALGO": ("Ring", ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS")),
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0", ("0",)),
+}
+
+
+def compute_deterministically(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set every switch, for the rest of this process. Call it before the device is used.
+
+    megatron-core's own switch is set from torch's when a model is built (model/build.py). torch then refuses an
+    operation that has no deterministic implementation on a GPU, by its name. On a CPU torch computes with one thread,
+    because the bits of a sum depend on the number of threads.
+
+    Raises:
+        ConfigError: A variable has another value, or CUDA has started without it.
+    """
+    for name, (value, allowed) in VARIABLES.items():
+        found = environment.get(name)
+        if found is None and torch.cuda.is_initialized():
+            raise ConfigError(
+                f"train.deterministic=true: CUDA has started in this process, and read its settings without {name}; "
+                f"set {name}={value} before Python starts"
+            )
+        if found is not None and found not in allowed:
+            raise ConfigError(
+                f"train.deterministic=true: the environment has {name}={found}, with which results are not repeated; "
+                f"unset it, or set it to {' or '.join(allowed)}"
+            )
+        environment.setdefault(name, value)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+    torch.set_num_threads(1)

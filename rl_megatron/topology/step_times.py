@@ -1,0 +1,24 @@
+"""The measured times of a step and of a save, which the ranks of a node leave for their launcher in a file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+FILE = "RL_MEGATRON_STEP_TIMES"  # environment variable: the path of the file; unset without a launcher that reads it
+
+
+def write_step_times(step_seconds: float, save_seconds: float) -> None:
+    """Write the longest times so far, on the first rank of each node."""
+    if FILE in os.environ and os.environ.get("LOCAL_RANK") == "0":
+        path = Path(os.environ[FILE])
+        partial = path.with_suffix(".incomplete")
+        partial.write_text(json.dumps({"step_seconds": step_seconds, "save_seconds": save_seconds}))
+        partial.replace(path)  # the launcher may read at any time
+
+
+def read_step_times() -> dict[str, float] | None:
+    """Return `step_seconds` and `save_seconds`, or None if nothing has been measured yet."""
+    path = Path(os.environ[FILE])
+    return json.loads(path.read_text()) if path.is_file() else None

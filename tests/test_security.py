@@ -1,0 +1,61 @@
+"""What the package never does: load pickles from files, trust code from a model's directory, run a shell."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "rl_megatron"
+# Module → where its pickles come from. None of them comes from a file, a socket that others reach, or HTTP.
+UNPICKLING = {
+    "certify/single_process.py": "the pipe from the parent process",
+    "checkpoint/metadata.py": "a checkpoint, with a list of the classes that it may name",
+    "rewards/frames.py": "the socket pair of a parent and its child",
+    "rewards/worker.py": "the socket pair of a parent and its child",
+}
+
+
+def calls():
+    """Yield (module, call, its function as text) of the package."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                yield path.relative_to(PACKAGE).as_posix(), node, ast.unparse(node.func)
+
+
+def constant(call, name):
+    """Return the value of a keyword argument that is a constant, or None."""
+    found = [each.value for each in call.keywords if each.arg == name]
+    return found[0].value if found and isinstance(found[0], ast.Constant) else None
+
+
+def test_torch_loads_weights_only_and_numpy_no_pickles():
+    loads = [(module, call, name) for module, call, name in calls() if name in ("torch.load", "np.load", "numpy.load")]
+    assert loads
+    wrong = [
+        f"{module}:{call.lineno} {ast.unparse(call)}"
+        for module, call, name in loads
+        if (constant(call, "weights_only") if name == "torch.load" else constant(call, "allow_pickle") is False)
+        is not True
+    ]
+    assert wrong == []
+
+
+def test_only_modules_with_a_private_pipe_unpickle():
+    loading = ("pickle.load", "pickle.loads", "pickle.Unpickler", "cloudpickle.load", "cloudpickle.loads")
+    found = {module for module, _, name in calls() if name in loading}
+    classes = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "pickle.Unpickler" for base in node.bases)
+    }
+    assert found | classes == set(UNPICKLING)
+
+
+def test_code_of_a_model_is_not_trusted_and_yaml_is_read_safely():
+    for module, call, name in calls():
+        if name.endswith((".from_pretrained", ".from_config")) and name.startswith("Auto"):
+            assert constant(call, "trust_remote_code") is False, f"{module}:{call.lineno}"
+        assert name not in ("yaml.load", "yaml.unsafe_load", "yaml.full_load"), f"{module}:{call.lineno}"
+        assert constant(call, "shell") is not True and name != "os.system", f"{module}:{call.lineno}"
