@@ -7,7 +7,7 @@ batches. So the stage goes on with the batches after the failed one (Chowdhery e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,6 +31,14 @@ class RollBack:
     def __init__(self) -> None:
         self.step = self.batches_skipped = 0
         self._target, self._count = -1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what checkpoints keep."""
+        return {"batches_skipped": self.batches_skipped}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue from a checkpoint. Batches that were left out since it was written stay left out."""
+        self.batches_skipped = max(self.batches_skipped, state["batches_skipped"])
 
     def begin(self, error: NonFiniteLoss, train: TrainConfig, checkpoints: Path) -> None:
         """Leave out the batches since the newest checkpoint; the caller runs the stage again, which resumes there.

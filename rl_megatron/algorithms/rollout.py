@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.advantages import informative_groups, token_rewards
 from rl_megatron.algorithms.registry import LossNeeds
+from rl_megatron.algorithms.resumed_state import MustBe
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.batching.routing import ROUTED_EXPERTS, UNKNOWN_EXPERT
 from rl_megatron.config.algorithms import PolicyGradientConfig, RolloutConfig
@@ -74,13 +75,14 @@ class Sampler:
     """
 
     def __init__(self, stage: Stage, algorithm: RolloutConfig):
-        config, self._batch_number = stage.config, stage.batch_number
+        config, self._stage = stage.config, stage
         self._engine, self._tokenizer, self._seed = stage.engine, stage.tokenizer, config.train.seed
         self._per_prompt = algorithm.samples_per_prompt
         self._scorer, self._metrics = stage.scorer, RewardMetrics()
         self._scorer.start()  # workers load the reward functions while the first completions are generated
         self._prompts = RolloutPrompts(config, algorithm, stage.tokenizer)
-        stage.loader = self._prompts.loader
+        stage.use_loader(self._prompts.loader)
+        stage.keep("sampler", self)
         self._sampling = stage_sampling(config, stage.tokenizer, end_of_turn_ids=self._prompts.end_of_turn_ids)
 
     def draw(self, step: int, round_: int = 0) -> BatchedDataDict:
@@ -89,14 +91,26 @@ class Sampler:
         The batch is the one that `RolloutEngine.generate` returns, with `rewards` [B]. Samples of a prompt are
         contiguous.
         """
-        number = self._batch_number(step)
+        number = self._stage.batch_number(step)
         prompts = [prompt for prompt in self._prompts.at(number, round_) for _ in range(self._per_prompt)]
         problems = [prompt.problem for prompt in prompts]
-        seed = (self._seed * 1_000_003 + number) * _ROUNDS_PER_SEED + round_
-        rollouts = self._engine.generate([prompt.ids for prompt in prompts], self._sampling, seed)
+        rollouts = self._engine.generate(
+            [prompt.ids for prompt in prompts], self._sampling, self._seed_of(number) + round_
+        )
         rollouts["rewards"], metrics = self._scorer.score_rollouts(problems, rollouts, self._tokenizer)
         self._metrics.add(metrics)
         return rollouts
+
+    def _seed_of(self, batch_number: int) -> int:
+        return (self._seed * 1_000_003 + batch_number) * _ROUNDS_PER_SEED
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the seed of the next draw, which checkpoints keep."""
+        return {"next_seed": self._seed_of(self._stage.next_batch_number)}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Check that the next draw has the seed that a checkpoint says; see `MustBe.load_state_dict`."""
+        MustBe(self.state_dict()).load_state_dict(state)
 
     def reward_metrics(self) -> dict[str, float]:
         """Return the metrics of the reward functions over all draws since the last call."""

@@ -11,6 +11,7 @@ from rl_megatron import log
 from rl_megatron.algorithms.anomalies import Anomalies, described_sequences
 from rl_megatron.algorithms.checkpointer import Checkpointer, critic_checkpoints
 from rl_megatron.algorithms.desync import DesyncCheck
+from rl_megatron.algorithms.resumed_state import MustBe, Resumable, ResumedState, Schedules
 from rl_megatron.algorithms.roll_back import RollBack
 from rl_megatron.algorithms.stopping import RunStopped, Stopping
 from rl_megatron.checkpoint.directory import complete_checkpoints
@@ -84,12 +85,37 @@ class Stage:
         self.checkpointer = Checkpointer(
             self.checkpoints, self.config.train, self.policy, self.critic, self.stopping.saved
         )
+        train = self.config.train
+        self._resumed_state = ResumedState()
+        self._resumed_state.add("order", MustBe({"seed": train.seed, "global_batch_size": train.global_batch_size}))
+        self._resumed_state.add("roll_back", self.roll_back)
+        self._resumed_state.add("schedule", Schedules(self.models))
         self._anomalies = Anomalies(self.config.train)
         self._desync = DesyncCheck(self.config.train.desync_check_every)
         self._batch: BatchedDataDict | None = None  # that the policy was trained on in the current step
         self._evaluated_at: int | None = None
         self._file_digests = file_digests(self.config)  # now, because the files are read now
         self.timer.observer = self._enter
+
+    @property
+    def models(self) -> dict[str, MegatronPolicy]:
+        """Return the stage's models by name: its policy and, if there is one, its critic."""
+        return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
+
+    def use_loader(self, loader: DataLoader[Any]) -> None:
+        """Read the training data from `loader`, whose position checkpoints keep. Call it before `steps`."""
+        self.loader = loader
+        self.keep("loader", loader)
+
+    def keep(self, name: str, part: Resumable) -> None:
+        """Keep the state of `part` in checkpoints, and give it back when the stage is resumed.
+
+        Call it before `steps`. Built in are "order", "roll_back", "schedule", "loader" and "sampler".
+
+        Raises:
+            ValueError: The stage keeps a part of this name already.
+        """
+        self._resumed_state.add(name, part)
 
     def steps(self) -> Iterator[int]:
         """Yield the step numbers 1 … train.steps, or those after the newest checkpoint of this stage if it is resumed.
@@ -129,13 +155,19 @@ class Stage:
 
         A resumed stage gets the same batches as an uninterrupted one.
         """
-        self.loader = loader = _loader_of(data, self.config.train)
+        loader = _loader_of(data, self.config.train)
+        self.use_loader(loader)
         for step in self.steps():
             yield step, loader.batch(self.batch_number(step) - 1)
 
     def batch_number(self, step: int) -> int:
         """Return the number of the batch of a step, counted from 1. It is larger than the step after a roll-back."""
         return step + self.roll_back.batches_skipped
+
+    @property
+    def next_batch_number(self) -> int:
+        """Return the number of the batch after that of the current step."""
+        return self.batch_number(self.roll_back.step) + 1
 
     def distinct_batches(self, data: Dataset | DataLoader[BatchedDataDict]) -> Iterator[BatchedDataDict]:
         """Yield every item that the stage's steps read exactly once, in batches, in the order of its first use."""
@@ -161,8 +193,7 @@ class Stage:
             NonFiniteLoss: The loss is NaN or infinite; the message names the stage and step. Checkpoints stay.
             RanksDiffer: A desync check was due, and ranks have different batches or weights.
         """
-        models = {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
-        self._desync.check(step, batch, models)
+        self._desync.check(step, batch, self.models)
         if model is None:
             self._batch = batch
         try:
@@ -204,11 +235,9 @@ class Stage:
         manifest = self.policy.load_checkpoint(saved[-1], verify=False)  # verified at the start of the run
         if self.critic is not None:
             self.critic.load_checkpoint(critic_checkpoints(self.checkpoints) / saved[-1].name, verify=False)
-        if self.loader is not None and "position" in manifest.get("data", {}):
-            self.loader.load_state_dict(manifest["data"]["position"])
-        self.roll_back.batches_skipped = max(
-            self.roll_back.batches_skipped, manifest.get("data", {}).get("batches_skipped", 0)
-        )
+        self.roll_back.step = manifest["step"]
+        if "state" in manifest:  # checkpoints of earlier versions have none, and their loader reads from the beginning
+            self._resumed_state.load(manifest["state"], str(saved[-1]))
         self.results = manifest["results"]
         self._evaluated_at = manifest.get("evaluated_at")
         step, steps = manifest["step"], self.config.train.steps
@@ -242,7 +271,6 @@ class Stage:
         self.metrics_logger.record(step, eval_metrics, kind="eval")
 
     def _save(self, step: int, last: bool) -> None:
-        train = self.config.train
         self.checkpointer.save(
             step,
             last,
@@ -253,10 +281,7 @@ class Stage:
             tokenizer=self.tokenizer.digest,
             weights_from=self.weights_from,
             user_files=self._file_digests,
-            # The next sequences and prompts follow from these values (data/loader.py).
-            data={"batches_taken": self.batch_number(step), "batches_skipped": self.roll_back.batches_skipped}
-            | {"seed": train.seed, "global_batch_size": train.global_batch_size}
-            | ({} if self.loader is None else {"position": self.loader.state_dict()}),
+            state=self._resumed_state.saved(),
         )
 
 

@@ -161,6 +161,11 @@ class MegatronPolicy(ColocatablePolicyInterface):
 
     # --- training ---
 
+    @property
+    def schedule_steps(self) -> int:
+        """Return how many optimizer steps the learning-rate schedule has counted; 0 without an optimizer."""
+        return 0 if self.scheduler is None else self.scheduler.num_steps
+
     def prepare_for_training(self) -> None:
         """Put the model into training mode, and move gradients and optimizer state to the device.
 

@@ -109,3 +109,9 @@ class Scripted:
             temperature=torch.ones(len(prompts)),
             stopped=torch.ones(len(prompts), dtype=torch.bool),
         )
+
+
+def stage_of_a_sampler(**attributes: object) -> SimpleNamespace:
+    """Return what a `Sampler` needs of a stage: these attributes, and batches that have the numbers of their steps."""
+    ignored = lambda *_: None  # noqa: E731
+    return SimpleNamespace(**attributes, batch_number=int, use_loader=ignored, keep=ignored)

@@ -13,7 +13,7 @@ from rl_megatron.data import stage_loader, training_data
 from rl_megatron.data.order import ShuffledEpochs
 from rl_megatron.observability.phase_timer import PhaseTimer
 from rl_megatron.rewards.scorer import decoded
-from tests.unit.algorithms.fakes import Characters, Echo, Problems, ScoredHere, Scripted
+from tests.unit.algorithms.fakes import Characters, Echo, Problems, ScoredHere, Scripted, stage_of_a_sampler
 
 SIZE = 2
 DIFFER, EQUAL = ["1", "0"], ["1", "1"]
@@ -30,9 +30,7 @@ def collecting(monkeypatch):
         for module in (training_data, stage_loader):
             monkeypatch.setattr(module, "build_source", lambda stage: Problems(Echo()))
         engine = Scripted({prompt: list(texts) for prompt, texts in answers.items()})
-        stage = SimpleNamespace(
-            config=config, tokenizer=Characters(), engine=engine, scorer=ScoredHere(Echo()), batch_number=int
-        )
+        stage = stage_of_a_sampler(config=config, tokenizer=Characters(), engine=engine, scorer=ScoredHere(Echo()))
         sampler = Sampler(stage, config.algorithm)
         return lambda step: collect(sampler, step, config.algorithm), engine
 
@@ -137,14 +135,13 @@ def test_the_kl_in_the_reward_is_recorded(monkeypatch):
         get_logprobs=lambda batch: {"logprobs": -1.0 * batch["token_mask"]},
         get_reference_policy_logprobs=lambda batch: {"reference_logprobs": -1.5 * batch["token_mask"]},
     )
-    stage = SimpleNamespace(
+    stage = stage_of_a_sampler(
         config=load_config([*overrides, "loss.reference_policy_kl_type=k1"]).first,
         tokenizer=Characters(),
         engine=Scripted({prompt: DIFFER * 2 for prompt in "abcd"}),
         scorer=ScoredHere(Echo()),
         policy=policy,
         steps=lambda: [1],
-        batch_number=int,
         train=lambda step, rollouts, loss_fn: {"loss": 1.0},
         record=lambda step, report: records.append(report),
         timer=PhaseTimer(),

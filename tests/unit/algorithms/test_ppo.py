@@ -29,6 +29,8 @@ OVERRIDES = (
 class Model:
     """A policy that records its training batches and the names of its saves."""
 
+    schedule_steps = 0
+
     def __init__(self, name, log):
         self.name, self.log = name, log
 

@@ -1,7 +1,6 @@
 """From prompts to scored rollouts, with an engine that gives scripted answers."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.order import ShuffledEpochs
 from rl_megatron.losses import build_loss
 from rl_megatron.rewards.scorer import decoded
-from tests.unit.algorithms.fakes import Characters, Echo, Problems, ScoredHere, Scripted
+from tests.unit.algorithms.fakes import Characters, Echo, Problems, ScoredHere, Scripted, stage_of_a_sampler
 
 
 @pytest.fixture
@@ -43,9 +42,7 @@ def rollouts_of(monkeypatch):
             monkeypatch.setattr(module, "build_source", lambda stage: Problems(Echo(tuple(answers))))
         monkeypatch.setattr(ShuffledEpochs, "items", lambda self, start, count: list(range(count)))
         engine = Scripted({prompt: list(texts) for prompt, texts in answers.items()})
-        stage = SimpleNamespace(
-            config=config, tokenizer=Characters(), engine=engine, scorer=ScoredHere(Echo()), batch_number=int
-        )
+        stage = stage_of_a_sampler(config=config, tokenizer=Characters(), engine=engine, scorer=ScoredHere(Echo()))
         return Sampler(stage, config.algorithm).draw(1), engine
 
     return make

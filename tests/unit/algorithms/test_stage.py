@@ -26,6 +26,8 @@ from tests.unit.algorithms.fakes import Characters, Echo, ScoredHere, Scripted
 class Policy:
     """A policy whose checkpoints are step numbers, with a NaN loss at a chosen step."""
 
+    schedule_steps = 0
+
     def __init__(self, log, nan_at=None):
         self.log, self.nan_at, self.trained = log, nan_at, 0
 

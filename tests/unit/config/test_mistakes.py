@@ -190,7 +190,7 @@ def test_a_key_of_another_section_is_found_by_its_name(refused, override, meant)
 
 def test_an_unknown_key_like_no_other_lists_the_keys_of_its_section(refused):
     message = refused("+train.foo=1")
-    assert message.startswith("unknown key 'train.foo'; train has the keys async_save, ")
+    assert message.startswith("unknown key 'train.foo'; train has the keys anomaly_window, async_save, ")
     assert "steps" in message and "optimizer" not in message
 
 

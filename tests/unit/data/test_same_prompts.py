@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +13,7 @@ from rl_megatron.data.run_tokenizer import build_tokenizer
 from rl_megatron.data.same_prompts import different_prompts
 from rl_megatron.data.tasks import Problem
 from rl_megatron.data.training_data import RolloutPrompts, encoded_prompts, training_dataset
-from tests.unit.algorithms.fakes import Echo, ScoredHere
+from tests.unit.algorithms.fakes import Echo, ScoredHere, stage_of_a_sampler
 from tests.unit.data.chat_families import write_tokenizer
 
 CHAT = ("data.format=chat", "data.system_prompt='Be brief.'")
@@ -57,7 +56,7 @@ def test_sft_and_grpo_send_the_same_prompt_ids(gsm8k, of_problems, keys):
     tokenizer = build_tokenizer(sft)
     batch = training_dataset(sft, tokenizer).batch(range(8))
     engine, scorer = Engine(), ScoredHere(Echo())
-    stage = SimpleNamespace(config=grpo, tokenizer=tokenizer, engine=engine, scorer=scorer, batch_number=int)
+    stage = stage_of_a_sampler(config=grpo, tokenizer=tokenizer, engine=engine, scorer=scorer)
     with pytest.raises(InterruptedError):
         Sampler(stage, grpo.algorithm).draw(1)
     assert {tuple(prompt) for prompt in engine.prompts} == prompts_of(batch) and len(prompts_of(batch)) == 8

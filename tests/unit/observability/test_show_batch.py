@@ -25,6 +25,7 @@ from rl_megatron.observability.batch_text import marked, pack_bar, print_batch, 
 from rl_megatron.observability.batch_view import ShownSequence, Token
 from rl_megatron.observability.step_view import view_heldout, view_step
 from rl_megatron.topology.degrees import ConfiguredLayout
+from tests.unit.algorithms.fakes import stage_of_a_sampler
 
 STEP = 3
 SMALL = (
@@ -74,7 +75,9 @@ def sequences(view):
 
 def trained_batch(stage, tokenizer):
     """The batch that the training loop gets at `STEP`."""
-    training = SimpleNamespace(config=stage, steps=lambda: iter(range(1, STEP + 1)))
+    training = SimpleNamespace(
+        config=stage, steps=lambda: iter(range(1, STEP + 1)), batch_number=int, use_loader=lambda loader: None
+    )
     return dict(Stage.batches(training, training_dataset(stage, tokenizer)))[STEP]
 
 
@@ -134,9 +137,7 @@ def test_prompts_are_those_that_the_engine_gets(stages):
             raise InterruptedError
 
     scorer = SimpleNamespace(start=lambda: None)
-    sampling_stage = SimpleNamespace(
-        config=stage, tokenizer=tokenizer, engine=Engine(), scorer=scorer, batch_number=int
-    )
+    sampling_stage = stage_of_a_sampler(config=stage, tokenizer=tokenizer, engine=Engine(), scorer=scorer)
     sampler = Sampler(sampling_stage, stage.algorithm)
     with pytest.raises(InterruptedError):
         sampler.draw(STEP)

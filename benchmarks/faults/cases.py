@@ -1,0 +1,128 @@
+"""The runs of the campaign and its random faults, all of which follow from a seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import cycle
+
+RANKS = 4
+SECONDS = 15.0  # of the time limits of collectives and engines
+TINY = (
+    "train", "model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=64", "model.num_attention_heads=2",
+    "model.num_query_groups=2", "model.max_sequence_length=48", "tokenizer.vocab_size=260", "data.num_documents=200",
+    "data.task.name=arithmetic", "data.num_demonstrations=64", "data.num_eval_examples=8", "data.sequence_length=16",
+    "train.global_batch_size=16", "train.micro_batch_tokens=64", "train.steps=6", "train.save_every=2",
+    "train.eval_every=0", "train.keep_checkpoints=9", f"train.collective_timeout_minutes={SECONDS / 60}",
+    "generation.max_new_tokens=4", "output_dir=out",
+)  # fmt: skip
+PAIRS = tuple(key for key in TINY if not key.startswith("data.")) + ("data=gsm8k_pairs", "data.path=pairs.jsonl")
+ROLLOUTS = ("algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=4")
+TRANSFORMERS = (
+    "generation.engine=transformers", "generation.refit_bucket_mb=0.05",
+    f"generation.engine_timeout_minutes={SECONDS / 60}",
+)  # fmt: skip
+_LEARNING = ("load", "train", "save")
+_SAMPLING = ("load", "generate", "reward", "logprobs", "train", "refit", "save")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that faults hit.
+
+    Attributes:
+        arguments: Its command line.
+        moments: What can be interrupted in it, names of `in_rank.MOMENTS`.
+    """
+
+    arguments: tuple[str, ...]
+    moments: tuple[str, ...]
+
+    @property
+    def has_engine_process(self) -> bool:
+        """Return whether its rollout engine has a process of its own."""
+        return "generation.engine=transformers" in self.arguments
+
+
+RUNS = {
+    "SFT": Run((*TINY, "algorithm=sft", "parallel.tensor=2", "parallel.context=2"), _LEARNING),
+    "DPO": Run((*PAIRS, "algorithm=dpo", "loss=dpo", "parallel.tensor=2", "parallel.pipeline=2"), _LEARNING),
+    "GRPO, embedded engine": Run((*TINY, *ROLLOUTS, "algorithm=grpo", "parallel.tensor=2"), _SAMPLING),
+    "GRPO, transformers engine": Run(
+        (*TINY, *ROLLOUTS, *TRANSFORMERS, "algorithm=grpo", "parallel.tensor=2", "parallel.pipeline=2"), _SAMPLING
+    ),
+    "PPO, embedded engine": Run((*TINY, *ROLLOUTS, "algorithm=ppo", "parallel.pipeline=2"), _SAMPLING),
+    "PPO, transformers engine": Run((*TINY, *ROLLOUTS, *TRANSFORMERS, "algorithm=ppo", "parallel.tensor=2"), _SAMPLING),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        number: Its number in the campaign.
+        run: The run that it hits, a key of `RUNS`.
+        target: What is hit: "rank", "engine", "launcher", "disk" (of a rank) or "file" (of the output directory).
+        action: The signal's name, "full", "truncated" or "one bit flipped".
+        moment: During which call it comes; see `in_rank.MOMENTS`.
+        rank: The rank that is hit, or that counts the calls.
+        call: Which call of the moment it is, from 1.
+        delay: Seconds from the begin of this call.
+        chance: A number from 0 to 1 that chooses what else is random: the file and the place in it.
+    """
+
+    number: int
+    run: str
+    target: str
+    action: str
+    moment: str
+    rank: int
+    call: int
+    delay: float
+    chance: float
+
+    @property
+    def kind(self) -> str:
+        """Return the row of the table that the fault counts in."""
+        return f"{self.target}: {self.action}"
+
+
+# kind → how many faults of it there are
+COUNTS = {
+    ("rank", "SIGKILL"): 30, ("rank", "SIGTERM"): 24, ("rank", "SIGSTOP"): 24,
+    ("engine", "SIGKILL"): 12, ("engine", "SIGTERM"): 6, ("engine", "SIGSTOP"): 8,
+    ("launcher", "SIGKILL"): 10, ("launcher", "SIGTERM"): 10,
+    ("disk", "full"): 14,
+    ("file", "truncated"): 12, ("file", "one bit flipped"): 12,
+}  # fmt: skip
+_LAST_CALL = {"load": 1, "save": 3}
+_LONGEST = {"load": 1.0, "save": 0.2}  # seconds from the begin of a call
+
+
+def faults(seed: int) -> list[Fault]:
+    """Return all faults. Each kind hits all runs, and each of their moments, about equally often."""
+    chance = random.Random(seed)
+    drawn: list[Fault] = []
+    for (target, action), count in COUNTS.items():
+        places = [
+            (name, moment)
+            for name, run in RUNS.items()
+            for moment in run.moments
+            if target != "engine" or (run.has_engine_process and moment != "load")
+        ]
+        if target in ("disk", "file"):  # they matter at saves and loads, whenever they come
+            places = [(name, moment) for name, moment in places if moment in ("train", "save")]
+        chance.shuffle(places)
+        for _, (name, moment) in zip(range(count), cycle(places), strict=False):
+            drawn.append(
+                Fault(
+                    0, name, target, action, moment,
+                    rank=0 if target == "engine" else chance.randrange(RANKS),
+                    call=chance.randint(1, _LAST_CALL.get(moment, 5)),
+                    delay=round(chance.uniform(0, _LONGEST.get(moment, 0.05)), 4),
+                    chance=round(chance.random(), 6),
+                )
+            )  # fmt: skip
+    chance.shuffle(drawn)
+    return [Fault(**{**vars(fault), "number": number}) for number, fault in enumerate(drawn)]

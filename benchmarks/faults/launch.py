@@ -1,0 +1,126 @@
+"""Start the launcher of scripts/train.sh, whose ranks are forks of this process, which has imported torch already.
+
+The launcher itself is the real one: it watches ranks, starts them again, and passes signals on. Only the `exec` of
+Python, and the imports, are left out.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+from benchmarks.faults.cases import RANKS
+from rl_megatron.cli import launcher
+from rl_megatron.cli import main as rl_megatron
+from rl_megatron.topology.child_process import die_with
+
+OUTPUT = "output.txt"  # what the launcher and its ranks print
+_SHUTDOWN_SECONDS = 5  # that torch's agent gives ranks which it ends after a failure
+
+
+class Fork:
+    """A forked process, as torch's agent uses a `subprocess.Popen`."""
+
+    def __init__(self, main: Callable[[], int]):
+        """Fork a process of its own session, which calls `main` and exits with the status that it returns."""
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _run_in_fork(main)
+
+    def poll(self) -> int | None:
+        """Return the exit status, or None while the process runs."""
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status when the process has ended.
+
+        Raises:
+            TimeoutExpired: It still runs after `timeout` seconds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a fork", timeout or 0.0)
+            time.sleep(0.01)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process, unless its end is known."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def start(directory: Path, arguments: Sequence[str], restarts: int, prepare: Callable[[], object]) -> Fork:
+    """Start a run under the launcher.
+
+    Args:
+        directory: Its working directory. What it prints is added to the file `OUTPUT` there.
+        arguments: The arguments of `rl-megatron`.
+        restarts: How often the launcher starts ranks again.
+        prepare: Called in every rank before the command.
+    """
+    parent = os.getpid()
+
+    def launch() -> int:
+        die_with(parent)
+        os.chdir(directory)
+        output = os.open(OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.environ["OMP_NUM_THREADS"] = "1"
+        SubprocessHandler._popen = lambda _, command, variables: _rank(command, variables, prepare)  # pyright: ignore
+        options = ["--nproc-per-node", str(RANKS), "--max-restarts", str(restarts), "--standalone"]
+        options += ["--shutdown-timeout", str(_SHUTDOWN_SECONDS), "--monitor-interval", "0.1"]
+        return launcher.main([*options, "-m", "rl_megatron", *arguments])
+
+    return Fork(launch)
+
+
+def _rank(command: Sequence[str], variables: dict[str, str], prepare: Callable[[], object]) -> Any:
+    arguments = list(command[command.index("rl_megatron") + 1 :])
+
+    def run() -> int:
+        os.environ.clear()
+        os.environ.update(variables)
+        prepare()
+        return rl_megatron(arguments)
+
+    return Fork(run)
+
+
+def _run_in_fork(main: Callable[[], int]) -> None:
+    """Call `main` as a process of its own would, and leave this process with its exit status."""
+    status = 1
+    try:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.setsid()
+        status = main()
+    except SystemExit as left:
+        status = left.code if isinstance(left.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        threading._shutdown()  # wait for threads, as an interpreter does at its end
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
