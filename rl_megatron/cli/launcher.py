@@ -36,7 +36,7 @@ from rl_megatron.topology.stop_signals import SIGNALS
 _NOT_STARTED_AGAIN = (2, STOPPED)  # exit statuses: bad input, and ended as asked
 _OTHER_SIGNALS = "SIGHUP,SIGQUIT"  # torch handles them: it ends the ranks
 _SECONDS_OF_EVERYTHING_ELSE = 30.0  # that the ranks need to end, besides a step and a save
-_SECONDS_UNMEASURED = 300.0  # until a step and a save have been measured
+_SECONDS_UNMEASURED = 300.0  # until a save has been measured
 _KILLED = 1  # seconds that ranks have after the time is over
 
 
@@ -76,7 +76,7 @@ class RunAgent(LocalElasticAgent):
 def _seconds_to_end() -> float:
     """Return how long the ranks may need from a signal to their end, by what they have measured."""
     times = read_step_times()
-    if times is None:
+    if times is None or times["save_seconds"] == 0.0:
         return _SECONDS_UNMEASURED
     return 2 * (times["step_seconds"] + times["save_seconds"]) + _SECONDS_OF_EVERYTHING_ELSE
 

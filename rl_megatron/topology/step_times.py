@@ -10,7 +10,7 @@ FILE = "RL_MEGATRON_STEP_TIMES"  # environment variable: the path of the file; u
 
 
 def write_step_times(step_seconds: float, save_seconds: float) -> None:
-    """Write the longest times so far, on the first rank of each node."""
+    """Write the longest times so far, on the first rank of each node; 0 stands for what has not been measured."""
     if FILE in os.environ and os.environ.get("LOCAL_RANK") == "0":
         path = Path(os.environ[FILE])
         partial = path.with_suffix(".incomplete")

@@ -34,6 +34,7 @@ TINY = (
     "data.num_demonstrations=64", "data.num_eval_examples=8", "data.sequence_length=16", "train.global_batch_size=8",
     "train.micro_batch_tokens=64", "train.steps=3", "generation.max_new_tokens=4", "output_dir=out",
 )  # fmt: skip
+TINY_GRPO = ("algorithm=grpo", *TINY, "algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=4")
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 import torch
 
-from tests.end_to_end.launch import TINY, metrics
+from tests.end_to_end.launch import TINY_GRPO, metrics
 
-RUN = ("train", "algorithm=grpo", *TINY, "train.deterministic=true", "train.steps=4", "train.save_every=2",
+RUN = ("train", *TINY_GRPO, "train.deterministic=true", "train.steps=4", "train.save_every=2",
        "algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=4")  # fmt: skip
 
 # torch writes a random id of the save into .metadata, and the manifest has the digest of that file.

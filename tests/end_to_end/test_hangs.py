@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launch import TINY, metrics
+from tests.end_to_end.launch import TINY_GRPO, metrics
 
-RUN = ("train", "algorithm=grpo", *TINY, "train.steps=4", "train.save_every=1", "train.async_save=false")
+RUN = ("train", *TINY_GRPO, "train.steps=4", "train.save_every=1", "train.async_save=false")
 RANKS, PARALLEL = 4, "parallel.tensor=2"
 LIMIT = 3.0  # seconds, of train.hang_report_seconds
 # phase → the rank that stops in it, and the step. Rank 0 has the store in these runs, so that rank 1 reports it.

@@ -58,7 +58,8 @@ def test_a_run_goes_back_and_leaves_out_the_batches_since(results):
     assert [rank.status for rank in wanted] == [0, 0], wanted
     assert lines == of_wanted
     manifest = json.loads((saved / "step-000006" / "manifest.json").read_text())
-    assert manifest["state"]["roll_back"] == {"batches_skipped": 2} and manifest["state"]["loader"]["batches"] == 8
+    state = manifest["stage_state"]
+    assert state["roll_back"] == {"batches_skipped": 2} and state["loader"]["batches"] == 8
 
 
 def test_a_run_gives_up_after_going_back_too_often(results):

@@ -6,10 +6,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.end_to_end.launch import TINY, Command, checkpoints, free_port, metrics
+from tests.end_to_end.launch import TINY_GRPO, Command, checkpoints, free_port, metrics
 
 RUN = (
-    "train", "algorithm=grpo", *TINY, "train.steps=8", "train.save_every=2", "train.eval_every=0", "parallel.tensor=2",
+    "train", *TINY_GRPO, "train.steps=8", "train.save_every=2", "train.eval_every=0", "parallel.tensor=2",
 )  # fmt: skip
 
 

@@ -132,7 +132,7 @@ def check_inspect(directory, forks):
     listed = forks.run(directory, "inspect", "out")
     assert "step-000006" in listed.out and "newest" in listed.out and "best accuracy" in listed.out
     found = json.loads(forks.run(directory, "inspect", str(stage / "step-000008"), "--json", "--no-verify").out)
-    assert found["step"] == 8 and found["num_parameters"] == 20576 and found["state"]["schedule"] == {"policy": 8}
+    assert found["step"] == 8 and found["num_parameters"] == 20576 and found["stage_state"]["schedule"] == {"policy": 8}
     assert {file["state"] for file in found["files"].values()} == {"not read"}
     assert found["config"] == (directory / "out" / "config.yaml").read_text()
     for path in ("out/checkpoints/sft/step-000009", "configs", "out/tokenizer"):

@@ -39,12 +39,12 @@ def test_a_killed_run_on_a_streamed_mixture_continues_in_the_middle(tmp_path, fo
         running.wait_until(lambda: f"step-{SAVE_EVERY:06d}" in checkpoints(cut / "out", "sft"), "the first checkpoint")
         running.kill()
     assert f"step-{STEPS:06d}" not in checkpoints(cut / "out", "sft"), "the kill came too late for this test"
-    position = manifest(cut, SAVE_EVERY)["state"]["loader"]
+    position = manifest(cut, SAVE_EVERY)["stage_state"]["loader"]
     assert position["batches"] == SAVE_EVERY
     assert position["streams"]["a"] == {"epoch": 0, "block": 2, "start": position["streams"]["a"]["start"], "place": 2}
     resumed = forks.run_ranks(cut, *ARGUMENTS, ranks=2)
     assert [rank.status for rank in resumed] == [0, 0], resumed
 
     assert metrics(cut / "out") == metrics(whole / "out")
-    assert manifest(cut, STEPS)["state"] == manifest(whole, STEPS)["state"]
+    assert manifest(cut, STEPS)["stage_state"] == manifest(whole, STEPS)["stage_state"]
     assert "stage sft: algorithm=sft learns from prompts with answers" in done[0].err
