@@ -19,7 +19,6 @@ RUN = (
     "train", *TINY_GRPO, f"train.steps={STEPS}", f"train.save_every={SAVED}", "train.keep_checkpoints=9",
     "train.eval_every=0", "model.num_layers=2",
     "train.global_batch_size=16", "loss.reference_policy_kl_penalty=0.05", "optimizer.warmup_steps=2",
-    "reward.functions=[{path: even.py, name: even}]",
 )  # fmt: skip
 
 
@@ -41,9 +40,17 @@ def _record_rollouts() -> None:
 
 def run(directory, forks, ranks, *layout):
     """Run under a layout; return the training metrics and the rollouts, by step."""
-    (directory / "even.py").write_text(REWARD)
+    reward = directory.parent / "even.py"
+    reward.write_text(REWARD)
     (directory / "rollouts.jsonl").unlink(missing_ok=True)
-    done = forks.run_ranks(directory, *RUN, *layout, ranks=ranks, before=_record_rollouts)
+    done = forks.run_ranks(
+        directory,
+        *RUN,
+        *layout,
+        f"reward.functions=[{{path: {reward}, name: even}}]",
+        ranks=ranks,
+        before=_record_rollouts,
+    )
     assert [rank.status for rank in done] == [0] * ranks, done
     lines = [line for line in metrics(directory / "out") if line["kind"] == "train"]
     return lines, list(map(json.loads, (directory / "rollouts.jsonl").read_text().splitlines()))
