@@ -13,6 +13,7 @@ the output directory has a line for each fault; started again, the command goes 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import re
 import shutil
@@ -24,7 +25,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import rl_megatron.algorithms.run  # noqa: F401  # before the first fork
+import hydra._internal.hydra  # noqa: F401  # these before the first fork, because each takes a second
+import matplotlib.pyplot  # noqa: F401
+
+import rl_megatron.algorithms.run  # noqa: F401
 from benchmarks.faults.cases import COUNTS, RUNS, faults
 from benchmarks.faults.judge import CONTINUED, GOOD, NAMED, RECOVERED, Wrong, outcome_of, undisturbed
 
@@ -52,17 +56,16 @@ def main(arguments: list[str] | None = None) -> int:
         print(table(list(done.values())))
         return 0
     began = time.monotonic()
-    print(
-        f"seed {options.seed}: {sum(f.number in done for f in chosen)} of {len(chosen)} faults have a result",
-        flush=True,
-    )
+    gc.freeze()  # a collection in a fork then skips what is never freed
+    finished = sum(fault.number in done for fault in chosen)
+    print(f"seed {options.seed}: {finished} of {len(chosen)} faults have a result", flush=True)
     for fault in chosen:
         if fault.number in done:
             continue
         if time.monotonic() - began > 60 * options.minutes:
             break
         try:
-            wanted = undisturbed(fault.run, out / "undisturbed" / re.sub(r"\W+", "_", fault.run))
+            wanted = undisturbed(fault.run, out / f"{re.sub(r'[^a-z]+', '-', fault.run.lower())}.json")
         except Wrong as wrong:
             print(f"error: {fault.run}: {wrong}", file=sys.stderr)
             return 1

@@ -11,13 +11,15 @@ SECONDS = 15.0  # of the time limits of collectives and engines
 TINY = (
     "train", "model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=64", "model.num_attention_heads=2",
     "model.num_query_groups=2", "model.max_sequence_length=48", "tokenizer.vocab_size=260", "data.num_documents=200",
-    "data.task.name=arithmetic", "data.num_demonstrations=64", "data.num_eval_examples=8", "data.sequence_length=16",
-    "train.global_batch_size=16", "train.micro_batch_tokens=64", "train.steps=6", "train.save_every=2",
+    "data.task.name=arithmetic", "data.num_demonstrations=64", "data.num_eval_examples=2", "data.sequence_length=16",
+    "train.global_batch_size=16", "train.micro_batch_tokens=512", "train.steps=4", "train.save_every=2",
     "train.eval_every=0", "train.keep_checkpoints=9", f"train.collective_timeout_minutes={SECONDS / 60}",
     "generation.max_new_tokens=4", "output_dir=out",
 )  # fmt: skip
 PAIRS = tuple(key for key in TINY if not key.startswith("data.")) + ("data=gsm8k_pairs", "data.path=pairs.jsonl")
-ROLLOUTS = ("algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=4")
+ROLLOUTS = (
+    "algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=4", "reward.functions=[{path: even.py, name: even}]",
+)  # fmt: skip
 TRANSFORMERS = (
     "generation.engine=transformers", "generation.refit_bucket_mb=0.05",
     f"generation.engine_timeout_minutes={SECONDS / 60}",
@@ -96,7 +98,7 @@ COUNTS = {
     ("disk", "full"): 14,
     ("file", "truncated"): 12, ("file", "one bit flipped"): 12,
 }  # fmt: skip
-_LAST_CALL = {"load": 1, "save": 3}
+_LAST_CALL = {"load": 1, "save": 2}
 _LONGEST = {"load": 1.0, "save": 0.2}  # seconds from the begin of a call
 
 
@@ -119,7 +121,7 @@ def faults(seed: int) -> list[Fault]:
                 Fault(
                     0, name, target, action, moment,
                     rank=0 if target == "engine" else chance.randrange(RANKS),
-                    call=chance.randint(1, _LAST_CALL.get(moment, 5)),
+                    call=chance.randint(1, _LAST_CALL.get(moment, 4)),
                     delay=round(chance.uniform(0, _LONGEST.get(moment, 0.05)), 4),
                     chance=round(chance.random(), 6),
                 )

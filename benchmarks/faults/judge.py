@@ -21,6 +21,7 @@ from benchmarks.faults.launch import OUTPUT, Fork, start
 from rl_megatron.checkpoint.digests import check_digests
 from rl_megatron.checkpoint.directory import complete_checkpoints, read_manifest
 from rl_megatron.config.errors import STOPPED, ConfigError
+from rl_megatron.config.metrics import METRICS_FILE
 
 RECOVERED = "recovered by itself"
 CONTINUED = "saved, ended and continued"
@@ -30,6 +31,10 @@ RESTARTS = 2
 _LIMIT_SECONDS = 240.0  # of one start; the longest wait in a run is SECONDS, and is met a few times
 _LEAVING_SECONDS = 40.0  # in which processes of a dead run must be gone
 _NOISE = ("seconds", "refit_", "gate_")  # metrics that differ between equal runs: times, and a new engine's
+_REWARD = """
+def even(completion_ids, **_):
+    return sum(token % 2 == 0 for token in completion_ids) / len(completion_ids)
+"""  # an untrained model gets different rewards
 _PAIRS = "".join(
     json.dumps({"question": f"Is {n} a number?", "chosen": f"yes, {n}.", "rejected": f"no, {n}."}) + "\n"
     for n in range(10, 110)
@@ -40,28 +45,28 @@ class Wrong(Exception):
     """Something that must never happen did; the message says what."""
 
 
-def undisturbed(name: str, directory: Path) -> list[dict[str, Any]]:
-    """Return the metrics of a run that no fault hits. It is run once, and kept.
+def undisturbed(name: str, kept: Path) -> list[dict[str, Any]]:
+    """Return the metrics of a run that no fault hits. It is run once, and they are kept in the file `kept`.
 
     Raises:
         Wrong: The run failed without any fault.
     """
-    kept = directory / "metrics.json"
     if not kept.is_file():
-        shutil.rmtree(directory, ignore_errors=True)
+        directory = kept.with_suffix(f".{os.getpid()}")  # another process may run another shard
         prepare(directory)
         status = _wait(start(directory, RUNS[name].arguments, 0, lambda: None), directory, lambda: None)
         if status != 0:
             raise Wrong(f"the run without faults ended with status {status}: {_output(directory)[-2000:]}")
-        partial_file = kept.with_suffix(".incomplete")
-        partial_file.write_text(json.dumps(_metrics(directory)))
-        partial_file.replace(kept)
+        (directory / "metrics.json").write_text(json.dumps(_metrics(directory)))
+        (directory / "metrics.json").replace(kept)
+        shutil.rmtree(directory)
     return json.loads(kept.read_text())
 
 
 def prepare(directory: Path) -> None:
-    """Make the directory of a run, with its data."""
+    """Make the directory of a run, with its data and its reward function."""
     directory.mkdir(parents=True)
+    (directory / "even.py").write_text(_REWARD)
     (directory / "pairs.jsonl").write_text(_PAIRS)
 
 
@@ -109,6 +114,8 @@ def _run(fault: Fault, directory: Path) -> str:
             raise Wrong(f"the run ended with status {status} instead of {STOPPED} after SIGTERM")
         damaged, intact = _damage(fault, directory)
         status = _wait(start(directory, arguments, 0, lambda: None), directory, lambda: None)
+        if status == 0 and damaged.name == METRICS_FILE:
+            _check_warning(damaged, directory, intact)
         if status == 0:
             return RECOVERED
         outcome = NAMED
@@ -163,6 +170,17 @@ def _damage(fault: Fault, directory: Path) -> tuple[Path, bytes]:
         flipped[place] ^= 1 << int(fault.chance * 104729) % 8
         file.write_bytes(flipped)
     return file, intact
+
+
+def _check_warning(damaged: Path, directory: Path, intact: bytes) -> None:
+    """Check that a warning names the damaged file of metrics, and put back the lines that it had before."""
+    if f"{METRICS_FILE} is not as it was" not in _output(directory):
+        raise Wrong(f"{METRICS_FILE} was damaged, and no warning names it")
+    recorded = [json.loads(line) for line in intact.decode().splitlines()]
+    lines = [json.loads(line) for line in damaged.read_text().splitlines()]
+    last = max(line["step"] for line in recorded)
+    added = [line for line in lines if line["step"] > last]
+    damaged.write_text("".join(json.dumps(line) + "\n" for line in recorded + added))
 
 
 def _newest_policy_checkpoint(directory: Path) -> Path:

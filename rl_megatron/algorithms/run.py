@@ -47,6 +47,7 @@ from rl_megatron.model.build import Head
 from rl_megatron.observability.failure_file import FailureFile
 from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.observability.position import Position
+from rl_megatron.observability.recorded_metrics import RecordedMetrics
 from rl_megatron.observability.run_watch import RunWatch
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.rewards.scorer import RewardFailed, Scorer
@@ -303,6 +304,7 @@ def _run_stage(
         scorer, lambda: evaluation.evaluate(policy, engine), weights_from, critic, run_yaml,
         algorithm.progress_metric, stopping=stopping, roll_back=roll_back, position=position,
     )  # fmt: skip
+    stage.keep("metrics", RecordedMetrics(metrics_logger.output_dir))
     try:
         _run_algorithm(stage, engine)
     except NonFiniteLoss:  # the stage may roll back, and build its models again

@@ -180,7 +180,7 @@ def _has_begun(output_dir: Path, name: str) -> bool:
     path = output_dir / METRICS_FILE
     if not path.is_file():
         return False
-    with path.open() as lines:
+    with path.open(errors="replace") as lines:
         return any(f'"stage": "{name}"' in line and '"kind": "train"' in line for line in lines)
 
 

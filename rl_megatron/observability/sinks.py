@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.metrics import METRICS_FILE
 from rl_megatron.config.registry import Registry
+from rl_megatron.observability.recorded_metrics import readable_lines
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,12 @@ class JsonlSink:
         self._path = output_dir / METRICS_FILE
 
     def begin_stage(self, stage: str, start: int) -> None:
-        """Drop the lines of this stage after step `start`, and a line that a killed run left incomplete."""
+        """Drop the lines of this stage after step `start`, and those that cannot be read."""
         if not self._path.exists():
             return
-        lines = [line for line in self._path.read_text().splitlines() if line.endswith("}")]
-        kept = [line for line in lines if not _is_after(json.loads(line), stage, start)]
+        kept = [line for line in readable_lines(self._path) if not _is_after(line, stage, start)]
         rewritten = self._path.with_suffix(".rewritten")
-        rewritten.write_text("".join(line + "\n" for line in kept))
+        rewritten.write_text("".join(json.dumps(line) + "\n" for line in kept))
         rewritten.replace(self._path)  # atomic, because the run may be killed here as well
 
     def write(self, line: MetricLine) -> None:
