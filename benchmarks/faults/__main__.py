@@ -38,6 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Let random faults hit runs, and check that each run recovers.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="the I-th of N parts, from 1")
+    parser.add_argument("--vllm", action="store_true", help="run the faults of vLLM servers instead of the others")
     parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="the numbers of faults to run")
     parser.add_argument("--minutes", type=float, default=60.0, help="stop after this time; a later call goes on")
     parser.add_argument("--out", type=Path, default=Path("outputs/faults"))
@@ -46,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     out = options.out.absolute()
     every = faults(options.seed)
     part, parts = options.shard
-    chosen = [fault for fault in every if fault.number % parts == part - 1]
+    chosen = [fault for fault in every if fault.number % parts == part - 1 and RUNS[fault.run].is_exact != options.vllm]
     if options.only is not None:
         chosen = [fault for fault in every if fault.number in options.only]
     out.mkdir(parents=True, exist_ok=True)

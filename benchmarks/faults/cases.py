@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from itertools import cycle
+from pathlib import Path
 
 RANKS = 4
 SECONDS = 15.0  # of the time limits of collectives and engines
@@ -20,9 +21,15 @@ PAIRS = tuple(key for key in TINY if not key.startswith("data.")) + ("data=gsm8k
 ROLLOUTS = (
     "algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=4", "reward.functions=[{path: even.py, name: even}]",
 )  # fmt: skip
+EMBEDDED = ("generation.engine=embedded",)
 TRANSFORMERS = (
     "generation.engine=transformers", "generation.refit_bucket_mb=0.05",
     f"generation.engine_timeout_minutes={SECONDS / 60}",
+)  # fmt: skip
+_VLLM_PYTHON = Path(__file__).resolve().parents[2] / ".venv-vllm" / "bin" / "python"
+VLLM = (
+    "generation.engine=vllm", f"generation.vllm.python={_VLLM_PYTHON}", "generation.refit_bucket_mb=0.05",
+    "generation.engine_timeout_minutes=1", "model.hidden_size=64",
 )  # fmt: skip
 _LEARNING = ("load", "train", "save")
 _SAMPLING = ("load", "generate", "reward", "logprobs", "train", "refit", "save")
@@ -43,18 +50,24 @@ class Run:
     @property
     def has_engine_process(self) -> bool:
         """Return whether its rollout engine has a process of its own."""
-        return "generation.engine=transformers" in self.arguments
+        return "generation.engine=embedded" not in self.arguments and "refit" in self.moments
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether two runs have equal metrics to the bit. The bits of a vLLM server depend on how it batches."""
+        return "generation.engine=vllm" not in self.arguments
 
 
 RUNS = {
     "SFT": Run((*TINY, "algorithm=sft", "parallel.tensor=2", "parallel.context=2"), _LEARNING),
     "DPO": Run((*PAIRS, "algorithm=dpo", "loss=dpo", "parallel.tensor=2", "parallel.pipeline=2"), _LEARNING),
-    "GRPO, embedded engine": Run((*TINY, *ROLLOUTS, "algorithm=grpo", "parallel.tensor=2"), _SAMPLING),
+    "GRPO, embedded engine": Run((*TINY, *ROLLOUTS, *EMBEDDED, "algorithm=grpo", "parallel.tensor=2"), _SAMPLING),
     "GRPO, transformers engine": Run(
         (*TINY, *ROLLOUTS, *TRANSFORMERS, "algorithm=grpo", "parallel.tensor=2", "parallel.pipeline=2"), _SAMPLING
     ),
-    "PPO, embedded engine": Run((*TINY, *ROLLOUTS, "algorithm=ppo", "parallel.pipeline=2"), _SAMPLING),
+    "PPO, embedded engine": Run((*TINY, *ROLLOUTS, *EMBEDDED, "algorithm=ppo", "parallel.pipeline=2"), _SAMPLING),
     "PPO, transformers engine": Run((*TINY, *ROLLOUTS, *TRANSFORMERS, "algorithm=ppo", "parallel.tensor=2"), _SAMPLING),
+    "GRPO, vLLM server": Run((*TINY, *ROLLOUTS, *VLLM, "algorithm=grpo", "parallel.tensor=2"), _SAMPLING),
 }
 
 
@@ -98,33 +111,46 @@ COUNTS = {
     ("disk", "full"): 14,
     ("file", "truncated"): 12, ("file", "one bit flipped"): 12,
 }  # fmt: skip
+SERVER_COUNTS = {("engine", "SIGKILL"): 5, ("engine", "SIGTERM"): 3, ("engine", "SIGSTOP"): 4}  # of vLLM servers
 _LAST_CALL = {"load": 1, "save": 2}
+_BEFORE_THE_END = {"train": 3, "save": 1}  # a run that is asked to end in a later call is complete
 _LONGEST = {"load": 1.0, "save": 0.2}  # seconds from the begin of a call
 
 
 def faults(seed: int) -> list[Fault]:
-    """Return all faults. Each kind hits all runs, and each of their moments, about equally often."""
-    chance = random.Random(seed)
+    """Return all faults: those without servers, and then those of vLLM servers.
+
+    Each kind hits all runs, and each of their moments, about equally often.
+    """
+    without = _drawn(random.Random(seed), COUNTS, {name: run for name, run in RUNS.items() if run.is_exact})
+    of_servers = _drawn(
+        random.Random(seed), SERVER_COUNTS, {name: run for name, run in RUNS.items() if not run.is_exact}
+    )
+    return [Fault(**{**vars(fault), "number": number}) for number, fault in enumerate([*without, *of_servers])]
+
+
+def _drawn(chance: random.Random, counts: dict[tuple[str, str], int], runs: dict[str, Run]) -> list[Fault]:
     drawn: list[Fault] = []
-    for (target, action), count in COUNTS.items():
+    for (target, action), count in counts.items():
         places = [
             (name, moment)
-            for name, run in RUNS.items()
+            for name, run in runs.items()
             for moment in run.moments
             if target != "engine" or (run.has_engine_process and moment != "load")
         ]
         if target in ("disk", "file"):  # they matter at saves and loads, whenever they come
             places = [(name, moment) for name, moment in places if moment in ("train", "save")]
         chance.shuffle(places)
+        latest = _BEFORE_THE_END if target == "file" else {}
         for _, (name, moment) in zip(range(count), cycle(places), strict=False):
             drawn.append(
                 Fault(
                     0, name, target, action, moment,
                     rank=0 if target == "engine" else chance.randrange(RANKS),
-                    call=chance.randint(1, _LAST_CALL.get(moment, 4)),
+                    call=min(chance.randint(1, _LAST_CALL.get(moment, 4)), latest.get(moment, 4)),
                     delay=round(chance.uniform(0, _LONGEST.get(moment, 0.05)), 4),
                     chance=round(chance.random(), 6),
                 )
             )  # fmt: skip
     chance.shuffle(drawn)
-    return [Fault(**{**vars(fault), "number": number}) for number, fault in enumerate(drawn)]
+    return drawn

@@ -28,8 +28,8 @@ MOMENTS = {
     "refit": (SyncedEngine, "update_weights"),
     "save": (Checkpointer, "save"),
 }
-_ENGINE = "rl_megatron.generation.transformers.worker"
-_ENGINE_STARTS_SECONDS = 60.0
+_ENGINES = ("rl_megatron.generation.transformers.worker", "vllm.entrypoints.cli.main")  # in their command lines
+_ENGINE_STARTS_SECONDS = 300.0
 _LEFT_ON_DISK = 20_000  # bytes that a file may have on a full disk: enough for metrics, and too few for weights
 
 
@@ -69,7 +69,7 @@ def _engine() -> int:
     deadline = time.monotonic() + _ENGINE_STARTS_SECONDS
     while time.monotonic() < deadline:
         for child in psutil.Process().children(recursive=True):
-            if _ENGINE in child.cmdline():
+            if any(engine in child.cmdline() for engine in _ENGINES):
                 return child.pid
         time.sleep(0.01)
     raise RuntimeError("rank 0 started no rollout engine")

@@ -1,0 +1,24 @@
+"""Twelve faults of the campaign: runs of four ranks are killed, stopped or damaged, and recover."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.forkserver import REPOSITORY, environment
+
+# One or two of each kind, in runs that start fast.
+NUMBERS = (5, 8, 9, 25, 29, 33, 35, 36, 45, 49, 62, 66)
+
+
+@pytest.mark.slow
+def test_runs_recover_from_twelve_faults_of_all_kinds(tmp_path):
+    """The campaign forks its runs, so that it needs a process of its own without threads."""
+    command = [sys.executable, "-m", "benchmarks.faults", "--out", str(tmp_path), "--only", *map(str, NUMBERS)]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = [json.loads(line) for line in (tmp_path / "results-seed-0.jsonl").read_text().splitlines()]
+    assert sorted(result["number"] for result in results) == sorted(NUMBERS)
+    assert {result["target"] for result in results} == {"rank", "engine", "launcher", "disk", "file"}
+    assert len({result["outcome"] for result in results}) == 3, "recovered, continued, and named"
