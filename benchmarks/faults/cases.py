@@ -114,6 +114,7 @@ COUNTS = {
 SERVER_COUNTS = {("engine", "SIGKILL"): 5, ("engine", "SIGTERM"): 3, ("engine", "SIGSTOP"): 4}  # of vLLM servers
 _LAST_CALL = {"load": 1, "save": 2}
 _BEFORE_THE_END = {"train": 3, "save": 1}  # a run that is asked to end in a later call is complete
+_CALLED_ONCE = {"logprobs": 1}  # PPO takes them from the engine, once it has compared them with the trainer's
 _LONGEST = {"load": 1.0, "save": 0.2}  # seconds from the begin of a call
 
 
@@ -141,8 +142,8 @@ def _drawn(chance: random.Random, counts: dict[tuple[str, str], int], runs: dict
         if target in ("disk", "file"):  # they matter at saves and loads, whenever they come
             places = [(name, moment) for name, moment in places if moment in ("train", "save")]
         chance.shuffle(places)
-        latest = _BEFORE_THE_END if target == "file" else {}
         for _, (name, moment) in zip(range(count), cycle(places), strict=False):
+            latest = _BEFORE_THE_END if target == "file" else _CALLED_ONCE if name == "PPO, embedded engine" else {}
             drawn.append(
                 Fault(
                     0, name, target, action, moment,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -281,7 +281,7 @@ class DataLoader(Generic[BatchT]):
         states = {component.name: component.state_dict() for component in self.components}
         return {"batches": self._next, "streams": {name: state for name, state in states.items() if state is not None}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was called.
 
         Raises:

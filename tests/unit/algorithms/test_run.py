@@ -26,7 +26,9 @@ def test_an_error_in_a_step_completes_the_checkpoint_under_way(monkeypatch, erro
 
     algorithm = SimpleNamespace(head="lm", critic=None, progress_metric="loss", run=fail)
     config = load_config(["algorithm=sft"])
-    stage = SimpleNamespace(checkpointer=closing("complete"), scorer=closing("close"), config=config.first)
+    stage = SimpleNamespace(
+        checkpointer=closing("complete"), scorer=closing("close"), config=config.first, keep=lambda name, part: None
+    )
     fakes = {"SyncedEngine": closing("shutdown"), "Scorer": closing("close"), "build_evaluation": closing("x")}
     fakes |= {"_model": None, "build_engine": None, "_logprob_check": None, "Stage": stage, "algorithm_of": algorithm}
     for name, made in fakes.items():
