@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.train import seconds_of
 from rl_megatron.topology.step_times import write_step_times
 from rl_megatron.topology.stop_signals import StopSignals
@@ -61,7 +62,7 @@ class Stopping:
         """
         self._signals, self._device, self._clock = signals or StopSignals(), device, clock
         self._before = clock()
-        self._longest_step, self._longest_save = 0.0, 0.0
+        self._longest_step, self._longest_save, self._has_begun = 0.0, 0.0, False
         self._limits: dict[int, float] = {}
         if save_by is not None:
             self._limits[_OF_TRAIN] = clock() + seconds_of(save_by)
@@ -75,10 +76,14 @@ class Stopping:
 
     def begin_step(self) -> None:
         """Start the time of a step, which includes its evaluation and its save."""
-        self._before = self._clock()
+        self._before, self._has_begun = self._clock(), True
 
     def reason(self) -> str | None:
-        """Return why the run has to end now, or None. Collective: every rank gets the same answer."""
+        """Return why the run has to end now, or None. Collective: every rank gets the same answer.
+
+        Raises:
+            ConfigError: A limit leaves no time for a single step. The same command would never get further.
+        """
         now = self._clock()
         self._longest_step = max(self._longest_step, now - self._before)
         self._before = now
@@ -94,8 +99,12 @@ class Stopping:
             vote = int(votes.item())
         if vote == 0:
             return None
-        if vote == _OF_TRAIN:
-            return f"another step and its save may end after train.checkpoint_must_save_by={self._save_by}"
-        if vote == _OF_SLURM:
-            return "another step and its save may end after the SLURM job's time limit"
-        return f"{signal.Signals(vote).name} was received"
+        if vote not in (_OF_TRAIN, _OF_SLURM):
+            return f"{signal.Signals(vote).name} was received"
+        limit = f"train.checkpoint_must_save_by={self._save_by}" if vote == _OF_TRAIN else "the SLURM job's time limit"
+        if not self._has_begun:
+            raise ConfigError(
+                f"{limit} leaves no time for a step and its save ({needed:.0f} s, of which "
+                f"{_UNMEASURED_SAVE_SECONDS:.0f} s are assumed until a save has been measured); set a later one"
+            )
+        return f"another step and its save may end after {limit}"

@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import time
-from datetime import datetime, timedelta
 
 import pytest
 
@@ -102,26 +101,35 @@ def _slow_training() -> None:
 
 
 def test_a_run_ends_before_the_time_by_which_it_must_be_saved(tmp_path, forks, whole):
-    """The clock of a SLURM job, whose end leaves no time for a second step, and then a limit of the configuration."""
-    ends = datetime.now() + timedelta(seconds=60)
-    with forks.start(tmp_path, *RUN, ranks=2, before=_JobThatEnds(ends.timestamp())) as running:
-        ended = running.finish_ranks()
-    assert [rank.status for rank in ended] == [STOPPED] * 2, ended
+    """A job that ends too soon for a step is refused; the next one ends in the middle, and a third completes it."""
+    refused = forks.run_ranks(tmp_path, *RUN, ranks=2, before=_in_a_job_that_ends_soon)
+    assert [rank.status for rank in refused] == [2, 2] and steps_of(tmp_path) == [], refused
+    assert "the SLURM job's time limit leaves no time for a step and its save" in refused[0].err
+    ended = forks.run_ranks(tmp_path, *RUN, ranks=2, before=_in_a_job_that_ends_after_three_steps)
+    assert [rank.status for rank in ended] == [STOPPED] * 2 and steps_of(tmp_path) == [1, 2, 3], ended
     assert "because another step and its save may end after the SLURM job's time limit" in ended[0].err
-    begun = steps_of(tmp_path)
-    with forks.start(tmp_path, *RUN, "train.checkpoint_must_save_by=00:00:00:01", ranks=2) as running:
-        assert [rank.status for rank in running.finish_ranks()] == [STOPPED] * 2
-    assert steps_of(tmp_path) == begun, "nothing can be done in a second"
+    assert checkpoints(tmp_path / "out", "grpo") == ["step-000003"]
     assert forks.run_ranks(tmp_path, *RUN, ranks=2)[0].status == 0
     assert metrics(tmp_path / "out") == whole
 
 
-class _JobThatEnds:
-    def __init__(self, seconds: float):
-        self.seconds = int(seconds)
+def _in_a_job_that_ends_soon() -> None:
+    os.environ["SLURM_JOB_END_TIME"] = str(int(time.time()) + 60)
 
-    def __call__(self) -> None:
-        os.environ["SLURM_JOB_END_TIME"] = str(self.seconds)
+
+def _in_a_job_that_ends_after_three_steps() -> None:
+    """Let the clock of this process jump to the end of its job in the third step."""
+    from rl_megatron.algorithms.stopping import Stopping
+
+    os.environ["SLURM_JOB_END_TIME"], reason, calls = str(int(time.time()) + 100_000), Stopping.reason, []
+
+    def reason_later(self):
+        calls.append(1)
+        if len(calls) == 4:  # the first call is before the first step
+            self._clock = lambda: time.time() + 99_999
+        return reason(self)
+
+    Stopping.reason = reason_later
 
 
 @pytest.mark.slow

@@ -47,6 +47,24 @@ def test_the_end_of_a_slurm_job_leaves_time_to_end_the_job():
     assert "the SLURM job's time limit" in str(stopping.reason())
 
 
+@pytest.mark.parametrize(
+    ("keys", "environment", "limit"),
+    [
+        ({"save_by": "00:00:00:50"}, {}, "train.checkpoint_must_save_by=00:00:00:50"),
+        ({}, {SLURM_END: "1080"}, "the SLURM job's time limit"),
+    ],
+)
+def test_a_limit_that_leaves_no_time_for_a_first_step_is_refused(keys, environment, limit):
+    """Otherwise a job that is queued again would end at once, again and again."""
+    stopping = Stopping(**keys, environment=environment, clock=Clock())
+    with pytest.raises(
+        ConfigError, match=rf"^{limit} leaves no time for a step and its save \(60 s, of which 60 s are"
+    ):
+        stopping.reason()
+    stopping.begin_step()
+    assert limit in str(stopping.reason()), "a run that has made progress is saved and ends"
+
+
 def test_a_signal_is_kept_and_the_handlers_are_put_back():
     before = signal.getsignal(signal.SIGUSR1)
     with StopSignals() as signals:
