@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
 
 from rl_megatron import log
 from tests import shape_checks
+from tests.end_to_end.launch import Forks
 from tests.fresh_process import FreshProcess
 from tests.worker_pool import WorkerPool
 
@@ -36,6 +37,12 @@ def fresh_process():
     process = FreshProcess()
     yield process
     process.close()
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """Return what starts `rl-megatron` in forks of a process that has done the imports."""
+    return Forks()
 
 
 class Messages(logging.Handler):
@@ -76,7 +83,11 @@ def backend(request):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--whole-grid", action="store_true", help="compare every layout of the grid with one process")
+    parser.addoption(
+        "--whole-grid",
+        action="store_true",
+        help="compare every layout of the grid with one process, and 1,000 random packs",
+    )
 
 
 def pytest_collection_finish():

@@ -1,16 +1,18 @@
-"""Real vLLM servers for tests, which are started once for a module because each needs a minute."""
+"""Real vLLM servers for tests, which are started as seldom as possible because each needs half a minute."""
 
 from __future__ import annotations
 
 import random
 import socket
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from rl_megatron.config.generation import GenerationConfig
+from rl_megatron.config.load import load_config
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.servers import VllmConfig
 from rl_megatron.generation.servers.process import LocalServers
@@ -28,6 +30,18 @@ MODEL = ModelConfig(
     max_sequence_length=128, tie_embeddings=True, init_std=0.08,
 )  # fmt: skip
 VOCAB_SIZE = 260
+# A smaller one, as overrides of a run's configuration; the tokenizer of `launch.TINY` has NUM_TOKENS tokens.
+OF_RUNS = (
+    "model.num_layers=2", "model.hidden_size=64", "model.ffn_hidden_size=96", "model.num_attention_heads=2",
+    "model.num_query_groups=2", "model.qkv_bias=true", "model.tie_embeddings=true", "model.max_sequence_length=256",
+    "model.init_std=0.1",
+)  # fmt: skip
+NUM_TOKENS = 259
+
+
+def model_of_runs() -> ModelConfig:
+    """Return the model that `OF_RUNS` configures."""
+    return replace(load_config(["data.task.name=arithmetic", *OF_RUNS]).first.model, vocab_size=NUM_TOKENS)
 
 
 def local_servers(directory: Path, count: int = 1, model: ModelConfig = MODEL, refit: str = "collective", **keys):

@@ -1,4 +1,4 @@
-"""Start the launcher of scripts/train.sh, whose ranks are forks of this process, which has imported torch already.
+"""Start a launcher, such as that of scripts/train.sh, whose ranks are forks of this process, which has imported torch.
 
 The launcher itself is the real one: it watches ranks, starts them again, and passes signals on. Only the `exec` of
 Python, and the imports, are left out.
@@ -79,31 +79,40 @@ def start(directory: Path, arguments: Sequence[str], restarts: int, prepare: Cal
     """
     parent = os.getpid()
 
-    def launch() -> int:
+    def in_fork() -> int:
         die_with(parent)
         os.chdir(directory)
         output = os.open(OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.environ["OMP_NUM_THREADS"] = "1"
-        SubprocessHandler._popen = lambda _, command, variables: _rank(command, variables, prepare)  # pyright: ignore
         options = ["--nproc-per-node", str(RANKS), "--max-restarts", str(restarts), "--standalone"]
         options += ["--shutdown-timeout", str(_SHUTDOWN_SECONDS), "--monitor-interval", "0.1"]
-        return launcher.main([*options, "-m", "rl_megatron", *arguments])
+        return launch(launcher.main, [*options, "-m", "rl_megatron", *arguments], prepare)
 
-    return Fork(launch)
+    return Fork(in_fork)
 
 
-def _rank(command: Sequence[str], variables: dict[str, str], prepare: Callable[[], object]) -> Any:
-    arguments = list(command[command.index("rl_megatron") + 1 :])
+def launch(main: Callable[[list[str]], int], arguments: list[str], prepare: Callable[[], object]) -> int:
+    """Call the main function of a launcher, whose ranks shall be forks of this process, and return its exit status.
 
-    def run() -> int:
-        os.environ.clear()
-        os.environ.update(variables)
-        prepare()
-        return rl_megatron(arguments)
+    Args:
+        main: `launcher.main`, or that of torchrun.
+        arguments: Its arguments, which end with `-m rl_megatron` and the arguments of `rl-megatron`.
+        prepare: Called in every rank before the command.
+    """
 
-    return Fork(run)
+    def rank(command: Sequence[str], variables: dict[str, str]) -> Any:
+        def run() -> int:
+            os.environ.clear()
+            os.environ.update(variables)
+            prepare()
+            return rl_megatron(list(command[command.index("rl_megatron") + 1 :]))
+
+        return Fork(run)
+
+    SubprocessHandler._popen = lambda _, command, variables: rank(command, variables)  # pyright: ignore
+    return main(arguments)
 
 
 def _run_in_fork(main: Callable[[], int]) -> None:

@@ -1,4 +1,4 @@
-"""The command line in processes: the real command, torchrun, or forks of a process that has already imported torch.
+"""The command line in processes: the real command, or forks of a process that has already imported torch.
 
 Most runs are forks of `tests.forkserver`. They start after the imports, but have their own exit status and output, and
 can be killed.
@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self
@@ -35,6 +36,8 @@ TINY = (
     "train.micro_batch_tokens=64", "train.steps=3", "generation.max_new_tokens=4", "output_dir=out",
 )  # fmt: skip
 TINY_GRPO = ("algorithm=grpo", *TINY, "algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=4")
+# A run of two ranks that tests interrupt; the fixture `whole` has the metrics of the run that nothing disturbs.
+INTERRUPTED = ("train", *TINY_GRPO, "train.steps=8", "train.eval_every=0", "parallel.tensor=2")
 
 
 @dataclass(frozen=True)
@@ -83,33 +86,14 @@ class Running(ABC):
 
 
 class Command(Running):
-    """The real command, alone or on several ranks under torchrun."""
+    """The real command, whose processes import everything themselves."""
 
-    def __init__(
-        self,
-        directory: Path,
-        *arguments: str,
-        ranks: int = 1,
-        restarts: int = 0,
-        with_torchrun: bool = False,
-        meeting: Sequence[str] = (),
-    ):
-        """Start the command.
-
-        Args:
-            directory: Its working directory.
-            arguments: Its arguments.
-            ranks: The number of ranks on this node. A single one has no launcher, unless there are other nodes.
-            restarts: How often the launcher starts ranks again.
-            with_torchrun: Whether the launcher is torchrun instead of that of scripts/train.sh.
-            meeting: The launcher's options for meeting those of other nodes; none for one node.
-        """
-        module = "torch.distributed.run" if with_torchrun else "rl_megatron.cli.launcher"
-        options = ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts), *(meeting or ("--standalone",))]
-        launcher = [module, *options, "-m"] if ranks > 1 or meeting else []
+    def __init__(self, directory: Path, *arguments: str, ranks: int = 1):
+        """Start the command in `directory`, under the launcher if it has several ranks."""
+        launcher = ["rl_megatron.cli.launcher", "--nproc-per-node", str(ranks), "--standalone", "-m"]
         self._out, self._err = (directory / "stdout.txt").open("w+"), (directory / "stderr.txt").open("w+")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", *launcher, "rl_megatron", *arguments],
+            [sys.executable, "-m", *(launcher if ranks > 1 else ()), "rl_megatron", *arguments],
             cwd=directory,
             env=environment(),
             stdout=self._out,
@@ -130,33 +114,13 @@ class Command(Running):
     def pids(self) -> list[int]:
         return [self._process.pid]
 
-    def signal(self, number: int) -> None:
-        """Send a signal to the launcher, or to the command if there is none."""
-        self._process.send_signal(number)
-
-    def ranks(self) -> dict[int, int]:
-        """Return the process of each rank under torchrun that has started, by rank."""
-        found = {}
-        for pid in _descendants(self._process.pid):
-            with suppress(OSError, ValueError):  # it may end meanwhile
-                variables = dict(
-                    entry.split("=", 1)
-                    for entry in Path(f"/proc/{pid}/environ").read_text().split("\0")
-                    if "=" in entry
-                )
-                if _parent(pid) == self._process.pid and "RANK" in variables:
-                    found[int(variables["RANK"])] = pid
-        return found
-
     def finish(self) -> Finished:
         self._process.wait(TIMEOUT)
         return Finished(self._process.returncode, *self._output())
 
     def kill(self) -> None:
-        # Kill the launcher first, so that it cannot clean up.
-        for pid in [self._process.pid, *_descendants(self._process.pid)] if self.is_running else []:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        if self.is_running:
+            _kill_with_descendants(self._process.pid)
         self._process.wait(TIMEOUT)
 
     def _output(self) -> tuple[str, str]:
@@ -171,18 +135,21 @@ def command(directory: Path, *arguments: str, ranks: int = 1) -> Finished:
         return running.finish()
 
 
+def _kill_with_descendants(pid: int) -> None:
+    """Kill a process first, so that it cannot clean up, and then its descendants."""
+    for each in [pid, *_descendants(pid)]:
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
+
+
 def _descendants(pid: int) -> list[int]:
-    """Return the descendants of `pid`. (Its process group lacks some, since torchrun starts ranks in own sessions.)"""
+    """Return the descendants of `pid`. (Its process group lacks some, since launchers start ranks in own sessions.)"""
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(FileNotFoundError):  # a thread may end meanwhile
             for child in map(int, (task / "children").read_text().split()):
                 found += [child, *_descendants(child)]
     return found
-
-
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def rl_megatron(arguments: list[str]) -> int:
@@ -198,9 +165,9 @@ class Forks:
     def __init__(self) -> None:
         self.context = fork_context()
 
-    def run(self, directory: Path, *arguments: str) -> Finished:
+    def run(self, directory: Path, *arguments: str, **options: Any) -> Finished:
         """Run the command in one process; return its exit status and its output."""
-        return self.run_ranks(directory, *arguments, ranks=1)[0]
+        return self.run_ranks(directory, *arguments, ranks=1, **options)[0]
 
     def run_ranks(self, directory: Path, *arguments: str, ranks: int, **options: Any) -> list[Finished]:
         """Run the command on several ranks; return the exit status and the output of each rank, in order."""
@@ -234,6 +201,30 @@ class Forks:
             for rank in range(ranks)
         ]
         return Forked(directory, processes)
+
+    def launch(
+        self,
+        directory: Path,
+        *arguments: str,
+        ranks: int,
+        restarts: int = 0,
+        with_torchrun: bool = False,
+        meeting: Sequence[str] = (),
+    ) -> Launched:
+        """Start the command under a launcher.
+
+        Args:
+            directory: The working directory; the launcher and its ranks write their output to files there.
+            arguments: The command's arguments.
+            ranks: The number of ranks on this node.
+            restarts: How often the launcher starts ranks again.
+            with_torchrun: Whether the launcher is torchrun instead of that of scripts/train.sh.
+            meeting: The launcher's options for meeting those of other nodes; none for one node.
+        """
+        options = ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts), *(meeting or ("--standalone",))]
+        program = partial(_launch, [*options, "-m", "rl_megatron"], with_torchrun)
+        place = (0, 1, free_port(), None, None)
+        return Launched(directory, [self.context.Process(target=_main, args=(directory, arguments, *place, program))])
 
 
 class Forked(Running):
@@ -279,6 +270,41 @@ class Forked(Running):
     def _read(self, name: str, rank: int) -> str:
         path = self._directory / f"{name}{rank}.txt"
         return path.read_text() if path.exists() else ""
+
+
+class Launched(Forked):
+    """A launcher and the ranks that it has forked."""
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the launcher."""
+        os.kill(self.pids[0], number)
+
+    def ranks(self) -> dict[int, int]:
+        """Return the process of each rank that has started, by rank."""
+        return {int(file.stem): int(file.read_text()) for file in self._directory.glob("*.rank")}
+
+    def kill(self) -> None:
+        if self.is_running:
+            _kill_with_descendants(self.pids[0])
+        super().kill()
+
+
+def _launch(options: list[str], with_torchrun: bool, arguments: list[str]) -> int:
+    """Start ranks as forks of this process, which stands for that of a launcher; return its exit status."""
+    from torch.distributed.run import main as torchrun
+
+    from benchmarks.faults.launch import launch
+    from rl_megatron.cli.launcher import main
+
+    return launch(torchrun if with_torchrun else main, [*options, *arguments], _begin_rank) or 0
+
+
+def _begin_rank() -> None:
+    """Write down this rank's process, and import from the working directory, as `python -m` does."""
+    sys.path.insert(0, os.getcwd())
+    partial_file = Path(f"{os.environ['RANK']}.partial")
+    partial_file.write_text(str(os.getpid()))
+    partial_file.replace(f"{os.environ['RANK']}.rank")
 
 
 def _main(

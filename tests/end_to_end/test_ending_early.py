@@ -8,9 +8,8 @@ import time
 
 import pytest
 
-from tests.end_to_end.launch import TINY_GRPO, Command, checkpoints, metrics
+from tests.end_to_end.launch import INTERRUPTED, checkpoints, metrics
 
-RUN = ("train", *TINY_GRPO, "train.steps=8", "parallel.tensor=2")
 STOPPED = 75
 # A save takes longer than the 30 s that torchrun's agent gives ranks after its own signal.
 SLOW_SAVE = """
@@ -28,22 +27,13 @@ Save._wait = wait
 """
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, forks):
-    """Return the metrics of the run that nothing disturbs."""
-    directory = tmp_path_factory.mktemp("whole")
-    done = forks.run_ranks(directory, *RUN, ranks=2)
-    assert [rank.status for rank in done] == [0, 0], done
-    return metrics(directory / "out")
-
-
 def steps_of(directory):
     return [line["step"] for line in metrics(directory / "out") if line["kind"] == "train"]
 
 
 def test_a_signal_to_one_rank_saves_the_step_on_all_ranks_and_the_run_goes_on_from_it(tmp_path, forks, whole):
     last = random.Random(str(tmp_path)).randint(1, 6)
-    with forks.start(tmp_path, *RUN, ranks=2) as running:
+    with forks.start(tmp_path, *INTERRUPTED, ranks=2) as running:
         running.wait_until(lambda: len(steps_of(tmp_path)) >= last, f"step {last}")
         os.kill(running.pids[1], signal.SIGUSR1)
         ended = running.finish_ranks()
@@ -53,7 +43,7 @@ def test_a_signal_to_one_rank_saves_the_step_on_all_ranks_and_the_run_goes_on_fr
     assert f"stopped after step {step} of 8, because SIGUSR1 was received; the same command" in ended[0].err
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["stopped"] == {"stage": "grpo", "step": step} and (tmp_path / "out" / "curves.png").is_file()
-    done = forks.run_ranks(tmp_path, *RUN, ranks=2)
+    done = forks.run_ranks(tmp_path, *INTERRUPTED, ranks=2)
     assert [rank.status for rank in done] == [0, 0], done
     assert f"resuming after step {step} of 8" in done[0].err
     assert metrics(tmp_path / "out") == whole
@@ -61,10 +51,10 @@ def test_a_signal_to_one_rank_saves_the_step_on_all_ranks_and_the_run_goes_on_fr
 
 
 @pytest.mark.slow
-def test_a_signal_to_the_launcher_during_a_save_of_half_a_minute_waits_for_the_save(tmp_path, whole):
+def test_a_signal_to_the_launcher_during_a_save_of_half_a_minute_waits_for_the_save(tmp_path, forks, whole):
     (tmp_path / "slow_save.py").write_text(SLOW_SAVE)
-    slow = (*RUN, "train.save_every=2", "plugins=[slow_save]")
-    with Command(tmp_path, *slow, ranks=2, restarts=2) as running:
+    slow = (*INTERRUPTED, "train.save_every=2", "plugins=[slow_save]")
+    with forks.launch(tmp_path, *slow, ranks=2, restarts=2) as running:
         running.wait_until((tmp_path / "saving").exists, "the save")
         running.signal(signal.SIGTERM)
         ended = running.finish()
@@ -73,13 +63,13 @@ def test_a_signal_to_the_launcher_during_a_save_of_half_a_minute_waits_for_the_s
     step = steps_of(tmp_path)[-1]
     assert checkpoints(tmp_path / "out", "grpo")[-1] == f"step-{step:06d}"
     assert ended.err.strip().splitlines()[-1].endswith("the same command continues the run (exit status 75)")
-    with Command(tmp_path, *slow, ranks=2) as again:
+    with forks.launch(tmp_path, *slow, ranks=2) as again:
         assert (finished := again.finish()).status == 0, finished.err
     assert metrics(tmp_path / "out") == whole
 
 
 def test_a_second_signal_ends_the_run_at_once(tmp_path, forks):
-    with forks.start(tmp_path, *RUN[:-1], before=_slow_training) as running:
+    with forks.start(tmp_path, *INTERRUPTED[:-1], before=_slow_training) as running:
         running.wait_until((tmp_path / "in_step").exists, "the first step")
         os.kill(running.pids[0], signal.SIGINT)
         time.sleep(2.5)  # a second signal within 2 s is the same one, sent on by a launcher
@@ -102,14 +92,14 @@ def _slow_training() -> None:
 
 def test_a_run_ends_before_the_time_by_which_it_must_be_saved(tmp_path, forks, whole):
     """A job that ends too soon for a step is refused; the next one ends in the middle, and a third completes it."""
-    refused = forks.run_ranks(tmp_path, *RUN, ranks=2, before=_in_a_job_that_ends_soon)
+    refused = forks.run_ranks(tmp_path, *INTERRUPTED, ranks=2, before=_in_a_job_that_ends_soon)
     assert [rank.status for rank in refused] == [2, 2] and steps_of(tmp_path) == [], refused
     assert "the SLURM job's time limit leaves no time for a step and its save" in refused[0].err
-    ended = forks.run_ranks(tmp_path, *RUN, ranks=2, before=_in_a_job_that_ends_after_three_steps)
+    ended = forks.run_ranks(tmp_path, *INTERRUPTED, ranks=2, before=_in_a_job_that_ends_after_three_steps)
     assert [rank.status for rank in ended] == [STOPPED] * 2 and steps_of(tmp_path) == [1, 2, 3], ended
     assert "because another step and its save may end after the SLURM job's time limit" in ended[0].err
     assert checkpoints(tmp_path / "out", "grpo") == ["step-000003"]
-    assert forks.run_ranks(tmp_path, *RUN, ranks=2)[0].status == 0
+    assert forks.run_ranks(tmp_path, *INTERRUPTED, ranks=2)[0].status == 0
     assert metrics(tmp_path / "out") == whole
 
 
@@ -133,8 +123,8 @@ def _in_a_job_that_ends_after_three_steps() -> None:
 
 
 @pytest.mark.slow
-def test_the_launcher_ends_with_our_message_and_our_status(tmp_path):
-    with Command(tmp_path, *RUN, "optimizer.lr=-1", ranks=2, restarts=3) as running:
+def test_the_launcher_ends_with_our_message_and_our_status(tmp_path, forks):
+    with forks.launch(tmp_path, *INTERRUPTED, "optimizer.lr=-1", ranks=2, restarts=3) as running:
         refused = running.finish()
     assert refused.status == 2
     (line,) = refused.err.strip().splitlines()
@@ -142,8 +132,8 @@ def test_the_launcher_ends_with_our_message_and_our_status(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_launcher_names_the_rank_that_was_killed(tmp_path):
-    with Command(tmp_path, *RUN, "train.steps=1000", ranks=2) as running:
+def test_the_launcher_names_the_rank_that_was_killed(tmp_path, forks):
+    with forks.launch(tmp_path, *INTERRUPTED, "train.steps=1000", ranks=2) as running:
         running.wait_until(lambda: steps_of(tmp_path), "the first step")
         os.kill(running.ranks()[1], signal.SIGKILL)
         ended = running.finish()

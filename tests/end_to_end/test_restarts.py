@@ -6,29 +6,18 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.end_to_end.launch import TINY_GRPO, Command, checkpoints, free_port, metrics
+from tests.end_to_end.launch import INTERRUPTED, checkpoints, free_port, metrics
 
-RUN = (
-    "train", *TINY_GRPO, "train.steps=8", "train.save_every=2", "train.eval_every=0", "parallel.tensor=2",
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, forks):
-    """Return the metrics of the run that nothing disturbs."""
-    directory = tmp_path_factory.mktemp("whole")
-    done = forks.run_ranks(directory, *RUN, ranks=2)
-    assert [rank.status for rank in done] == [0, 0], done
-    return metrics(directory / "out")
+RUN = (*INTERRUPTED, "train.save_every=2")
 
 
 def newest(out) -> str:
     return max(checkpoints(out, "grpo"), default="")
 
 
-def test_torchrun_starts_the_ranks_again_after_each_of_two_kills(tmp_path, whole):
+def test_torchrun_starts_the_ranks_again_after_each_of_two_kills(tmp_path, forks, whole):
     out = tmp_path / "out"
-    with Command(tmp_path, *RUN, ranks=2, restarts=2, with_torchrun=True) as running:
+    with forks.launch(tmp_path, *RUN, ranks=2, restarts=2, with_torchrun=True) as running:
         for rank, step in ((1, "step-000002"), (0, "step-000004")):
             running.wait_until(lambda step=step: step <= newest(out), step)
             os.kill(running.ranks()[rank], signal.SIGKILL)
@@ -39,16 +28,17 @@ def test_torchrun_starts_the_ranks_again_after_each_of_two_kills(tmp_path, whole
 
 
 @pytest.mark.slow
-def test_two_launchers_start_their_ranks_again_after_a_kill(tmp_path, whole):
+def test_two_launchers_start_their_ranks_again_after_a_kill(tmp_path, forks, whole):
     """Two nodes on the loopback address, which meet by torchrun's rendezvous."""
     out, port = tmp_path / "out", free_port()
     with ExitStack() as nodes:
         launchers = []
         for number in range(2):
-            (tmp_path / f"node{number}").mkdir()
+            directory = tmp_path / f"node{number}"
+            directory.mkdir()
             options = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
                        "--rdzv-id", "restarts", "--local-addr", "127.0.0.1")  # fmt: skip
-            launcher = Command(tmp_path / f"node{number}", *RUN, f"output_dir={out}", restarts=1, meeting=options)
+            launcher = forks.launch(directory, *RUN, f"output_dir={out}", ranks=1, restarts=1, meeting=options)
             launchers.append(nodes.enter_context(launcher))
         launchers[0].wait_until(lambda: newest(out) >= "step-000002", "the first save")
         (pid,) = launchers[1].ranks().values()

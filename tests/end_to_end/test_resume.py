@@ -84,14 +84,15 @@ def weights(checkpoint, scratch):
     return {name: value for name, value in torch.load(scratch, weights_only=False).items() if torch.is_tensor(value)}
 
 
-@pytest.mark.parametrize("ranks", [1, 2], ids=["alone", "torchrun"])
+@pytest.mark.parametrize("ranks", [1, 2], ids=["alone", "under the launcher"])
 def test_a_killed_run_resumes_and_ends_with_the_same_bits(tmp_path, forks, ranks):
-    """The first kill hits the real command, under torchrun if there are two ranks; the other kills hit forks."""
+    """The first kill hits the real command, or the launcher if there are two ranks."""
     whole, cut = prepare(tmp_path / "whole"), prepare(tmp_path / "cut")
     done = forks.run_ranks(whole, *ARGUMENTS, ranks=ranks)
     assert [rank.status for rank in done] == [0] * ranks, done
 
-    kill_after_a_checkpoint(cut, "sft", Command(cut, *ARGUMENTS, ranks=ranks))
+    first = Command(cut, *ARGUMENTS) if ranks == 1 else forks.launch(cut, *ARGUMENTS, ranks=ranks)
+    kill_after_a_checkpoint(cut, "sft", first)
     assert not checkpoints(cut / "out", "grpo"), "the kill came too late for this test"
     saved = cut / "out" / "checkpoints" / "sft"
     # The resumed run does not save at this step, so that nothing but its clean-up removes the incomplete save.

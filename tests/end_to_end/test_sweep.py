@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.end_to_end.launch import TINY, Command, metrics
+from tests.end_to_end.launch import TINY, metrics
 
 GIVEN = (*(override for override in TINY if not override.startswith("train.steps")), "train.steps=4")
 
@@ -33,9 +33,9 @@ def test_a_mistake_in_a_later_job_is_found_before_the_first(tmp_path, forks):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_sweep_runs_under_torchrun(tmp_path):
-    """Here the ranks meet in torchrun's own store."""
-    with Command(tmp_path, "train", "-m", *GIVEN, "train.seed=0,1", ranks=2) as running:
+def test_a_sweep_runs_under_the_launcher(tmp_path, forks):
+    """Here the ranks meet in the launcher's own store."""
+    with forks.launch(tmp_path, "train", "-m", *GIVEN, "train.seed=0,1", ranks=2) as running:
         done = running.finish()
     assert done.status == 0, done.err
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["train.seed=0", "train.seed=1"]

@@ -8,8 +8,7 @@ from __future__ import annotations
 import io
 import os
 import signal
-from contextlib import ExitStack, contextmanager, redirect_stderr
-from dataclasses import replace
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 
 import httpx2
@@ -17,38 +16,18 @@ import psutil
 import pytest
 
 from rl_megatron.config.load import load_config
-from tests.end_to_end.launch import TINY, metrics
-from tests.vllm_servers import PYTHON, local_servers, needs_vllm
+from tests.end_to_end.launch import TINY_GRPO, metrics
+from tests.vllm_servers import OF_RUNS, PYTHON, needs_vllm
 
 pytestmark = needs_vllm
 
 GRPO = (
-    *TINY, "algorithm=grpo", "algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=4", "train.steps=4",
-    "model.hidden_size=64", "model.tie_embeddings=true", "parallel.tensor=2", "optimizer.lr=1e-3",
-    "generation.engine=vllm", "generation.refit_bucket_mb=0.05",
+    *TINY_GRPO, *OF_RUNS, "train.steps=4", "parallel.tensor=2", "optimizer.lr=1e-3", "generation.engine=vllm",
+    "generation.refit_bucket_mb=0.05",
 )  # fmt: skip
-NUM_TOKENS = 259  # of the tokenizer that TINY trains
-DOWN = "model.layers.0.mlp.down_proj.weight"
+DOWN = "model.layers.1.mlp.down_proj.weight"
 GENERATE, FINISH = "/inference/v1/generate", "/finish_weight_update"
 NOISE = ("seconds", "per_s", "refit_", "gate_", "mismatch")  # times, and what depends on a server's rounding
-
-
-@pytest.fixture(scope="module")
-def urls(tmp_path_factory):
-    """Yield the addresses of two servers, of which the first has two workers."""
-    directory, extra = tmp_path_factory.mktemp("vllm"), ("--worker-extension-cls", "tests.vllm_faults.Faults")
-    model = replace(load_config(GRPO).first.model, vocab_size=NUM_TOKENS)
-    with ExitStack() as stack:
-        sets = [
-            local_servers(directory / str(workers), model=model, tensor_parallel_size=workers, extra_args=extra)
-            for workers in (2, 1)
-        ]
-        for servers in sets:
-            stack.callback(servers.end)
-            servers.start()
-        for servers in sets:
-            servers.wait()
-        yield [url for servers in sets for url in servers.urls]
 
 
 def train(directory: Path, *keys: str) -> tuple[int, str]:

@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, LogprobCheck
-from rl_megatron.config.model import ModelConfig
 from rl_megatron.generation.completion_batch import rollouts
 from rl_megatron.generation.interfaces import Completion, Sampling, WeightSpan
 from rl_megatron.generation.servers.client import ServerClient
@@ -33,41 +32,16 @@ from rl_megatron.weight_sync.stock_gpu_sync import IPC_INIT_INFO, ipc_update_inf
 from rl_megatron.weight_sync.vllm_sync import vllm_sync
 from rl_megatron.weight_sync.weights_on_disk import WeightDirectory
 from tests.parallel.layouts import build_policy
-from tests.vllm_servers import PYTHON, local_servers, needs_vllm
+from tests.vllm_servers import PYTHON, model_of_runs, needs_vllm
 
 pytestmark = needs_vllm
 
-MODEL = ModelConfig(
-    num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=2, num_query_groups=2, qkv_bias=True,
-    tie_embeddings=True, max_sequence_length=256, vocab_size=128, init_std=0.1,
-)  # fmt: skip
+MODEL = model_of_runs()
 BUCKET_BYTES = 60_000  # gives several buckets, and layers that are divided among buckets
 DOWN = "model.layers.1.mlp.down_proj.weight"
 SHORT, LONG = [7, 3, 100], [(5 * i * i + i) % 128 for i in range(200)]  # the long one fills a block of a prefix cache
 PROMPTS = [SHORT, [9, *SHORT], LONG, [9, *LONG]]  # each server gets a short one and a long one
 SAMPLING = Sampling(max_new_tokens=8)
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory):
-    directory, faults = tmp_path_factory.mktemp("vllm"), ("--worker-extension-cls", "tests.vllm_faults.Faults")
-    servers = [
-        local_servers(directory / str(workers), model=MODEL, tensor_parallel_size=workers, extra_args=faults)
-        for workers in (2, 1)
-    ]
-    yield servers
-    for each in servers:
-        each.end()
-
-
-@pytest.fixture
-def urls(running) -> list[str]:
-    """Return the addresses of the servers, which are started if they do not run."""
-    for servers in running:
-        servers.start()
-    for servers in running:
-        servers.wait()
-    return [url for servers in running for url in servers.urls]
 
 
 class Trainer:
@@ -378,8 +352,8 @@ def sync_while_the_server_is_killed(urls: list[str], pid: int, directory: Path) 
         trainer.sync.close()
 
 
-def test_every_rank_hears_of_a_server_that_is_killed_in_a_weight_sync(running, urls, ranks, tmp_path):
-    (server,) = psutil.Process(running[1].processes[0].pid).children()
+def test_every_rank_hears_of_a_server_that_is_killed_in_a_weight_sync(faulty_servers, urls, ranks, tmp_path):
+    (server,) = psutil.Process(faulty_servers[1].processes[0].pid).children()
     for message, seconds in ranks.run(2, sync_while_the_server_is_killed, urls, server.pid, tmp_path):
         assert urls[1] in message or "process group" in message
         assert seconds < 30

@@ -82,11 +82,11 @@ def test_train_sh_starts_the_ranks_of_one_node(one_node):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranked", [False, True], ids=["c10d", "static"])
-def test_two_nodes_form_one_job_with_the_metrics_of_one_node(one_node, tmp_path, ranked):
+def test_two_nodes_with_fixed_ranks_form_one_job_with_the_metrics_of_one_node(one_node, tmp_path):
+    """Nodes without ranks, which meet by the c10d rendezvous, are tested with scripts/train.slurm (test_examples)."""
     meeting = {"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     meeting["NODE_ADDR"] = "127.0.0.1"
-    nodes = [meeting | ({"NODE_RANK": str(rank)} if ranked else {}) for rank in range(2)]
+    nodes = [meeting | {"NODE_RANK": str(rank)} for rank in range(2)]
     finish(*[launch(tmp_path / "run", "parallel.tensor=2", **node) for node in nodes])
     assert world(tmp_path / "run") == world(one_node)
     assert metrics(tmp_path / "run") == metrics(one_node)
