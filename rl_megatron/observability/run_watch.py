@@ -110,8 +110,7 @@ class RunWatch:
                 return
             if first["rank"] == self._rank and not failure["on_all_ranks"]:
                 self._wait_for_report(shared)
-            if self._others_failed_at is None:  # otherwise `_hear` has counted this rank
-                shared.add_known()
+            shared.add_known()
         except RuntimeError as error:
             self._say_without_store(failure, error)
 
@@ -194,8 +193,6 @@ class RunWatch:
         now = time.monotonic()
         if self._others_failed_at is None:
             self._others_failed_at = now
-            if self._rank != 0:
-                failures.add_known()  # its main thread may wait for the failed rank, and not come to `_record`
         patience = 2 * self._interval if first["on_all_ranks"] else 0.0  # rank 0 raises such an error itself
         if self._rank == 0 and self._own_failure is None and now - self._others_failed_at >= patience:
             self._say_failure(failures, first)
