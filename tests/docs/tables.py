@@ -49,7 +49,7 @@ RUN_BY_OTHER_TESTS = {
 TOO_LONG_TO_RUN = {
     r"nproc-per-node [4-8]": "it starts more ranks than a small machine has cores; tests/parallel runs such layouts",
     r"engine=sglang": "it needs SGLang's environment; tests/parallel/test_sglang_engine.py runs the engine",
-    r"engine=vllm": "it needs vLLM's environment; tests/parallel/test_vllm_engine.py runs the engine",
+    r"engine=vllm": "it needs vLLM's environment; tests/end_to_end/test_vllm_engine.py runs the engine",
     r"engine=transformers": "its engine imports torch anew; tests/end_to_end/test_engines.py runs it",
 }
 

@@ -1,7 +1,7 @@
 import pytest
 
 from tests.end_to_end.launch import INTERRUPTED, metrics
-from tests.vllm_servers import local_servers, model_of_runs
+from tests.vllm_servers import STEP_TOKENS, local_server, ready
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +18,12 @@ def faulty_servers(tmp_path_factory):
     """Yield two vLLM servers into which faults can be injected, and of which the first has two workers."""
     directory, faults = tmp_path_factory.mktemp("vllm"), ("--worker-extension-cls", "tests.vllm_faults.Faults")
     servers = [
-        local_servers(directory / str(workers), model=model_of_runs(), tensor_parallel_size=workers, extra_args=faults)
+        local_server(
+            directory / str(workers),
+            tensor_parallel_size=workers,
+            max_num_batched_tokens=STEP_TOKENS,
+            extra_args=faults,
+        )
         for workers in (2, 1)
     ]
     yield servers
@@ -29,8 +34,4 @@ def faulty_servers(tmp_path_factory):
 @pytest.fixture
 def urls(faulty_servers) -> list[str]:
     """Return the addresses of the servers, which are started if they do not run."""
-    for servers in faulty_servers:
-        servers.start()
-    for servers in faulty_servers:
-        servers.wait()
-    return [url for servers in faulty_servers for url in servers.urls]
+    return ready(faulty_servers)

@@ -1,27 +1,19 @@
-"""The engine on real vLLM servers on the CPU: exact logprobs, seeds, interruptions, and servers that are killed."""
+"""The engine on real vLLM servers on the CPU: exact logprobs, seeds and interruptions."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import os
-import signal
-import threading
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
-from rl_megatron.algorithms.logprob_check import LIMITS, LogprobCheck
-from rl_megatron.algorithms.synced_engine import SyncedEngine
 from rl_megatron.config.load import load_config
-from rl_megatron.generation.interfaces import Sampling, Served
+from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.generation.vllm.engine import build_vllm_engine
 from rl_megatron.losses import build_loss
 from tests.parallel.layouts import build_policy
-from tests.vllm_servers import MODEL, VOCAB_SIZE, free_ports, needs_vllm, running_servers
+from tests.vllm_servers import NUM_TOKENS, STEP_TOKENS, model_of_runs, needs_vllm, ready
 
 pytestmark = needs_vllm
 STOP = 7
@@ -30,24 +22,14 @@ SAMPLINGS = {
     "temperature 0.7": Sampling(max_new_tokens=12, temperature=0.7, stop_ids=(STOP,)),
     "greedy": Sampling(max_new_tokens=12, temperature=0.0, stop_ids=(STOP,)),
 }
-STEP_TOKENS = 512  # the most that a server processes in one step
 LIMIT = 1e-4  # nats
-
-
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory):
-    """Yield two real servers."""
-    directory = tmp_path_factory.mktemp("vllm")
-    port = free_ports(2)  # a server that is started again has the same address
-    with running_servers(directory, count=2, port=port, max_num_batched_tokens=STEP_TOKENS) as running:
-        yield running
 
 
 def prompts(count: int = 11) -> list[list[int]]:
     """Return prompts of unequal length."""
     generator = torch.Generator().manual_seed(5)
     lengths = [1, 40] + torch.randint(2, 30, (count - 2,), generator=generator).tolist()
-    return [torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+    return [torch.randint(0, NUM_TOKENS, (length,), generator=generator).tolist() for length in lengths]
 
 
 def engine_of(policy, urls, directory, **generation):
@@ -96,7 +78,7 @@ async def interrupted(engine, policy) -> dict:
 
 def use_servers(urls, directory, interrupts: bool) -> dict:
     """Use the servers in all the ways that the tests below check; return what they answered."""
-    policy = build_policy({"tensor": 2} if not interrupts else {}, MODEL, vocab_size=VOCAB_SIZE)
+    policy = build_policy({"tensor": 2} if not interrupts else {}, model_of_runs(), vocab_size=NUM_TOKENS)
     engine, found = engine_of(policy, urls, directory), {}
     try:
         for step in range(3):
@@ -108,7 +90,8 @@ def use_servers(urls, directory, interrupts: bool) -> dict:
             found[f"versions {step}"] = (set(versions.tolist()), policy.weight_version)
             train_a_step(policy, batch)
         engine.update_weights()
-        group = [prompts()[1]] * 40  # 40 · 52 tokens are far more than a step takes
+        group = [prompts()[1]] * 40
+        assert len(group) * 52 > 2 * STEP_TOKENS, "far more tokens than a step takes"
         found["group"] = engine.generate(group, SAMPLINGS["temperature 1"], seed=9)["input_ids"].tolist()
         found["group again"] = engine.generate(group, SAMPLINGS["temperature 1"], seed=9)["input_ids"].tolist()
         if interrupts:
@@ -119,9 +102,9 @@ def use_servers(urls, directory, interrupts: bool) -> dict:
 
 
 @pytest.fixture(scope="module")
-def answers(ranks, servers, tmp_path_factory):
+def answers(ranks, faulty_servers, tmp_path_factory):
     """Return what two ranks with tensor parallelism got of the servers."""
-    first, second = ranks.run(2, use_servers, servers.urls, str(tmp_path_factory.mktemp("run")), False)
+    first, second = ranks.run(2, use_servers, ready(faulty_servers), str(tmp_path_factory.mktemp("run")), False)
     assert first == second, "ranks decide alike"
     return first
 
@@ -146,8 +129,8 @@ def test_a_group_larger_than_a_step_of_the_server_keeps_its_seeds(answers):
     assert len({tuple(ids) for ids in group}) > 30, "each sample has a seed of its own"
 
 
-def test_a_request_is_aborted_with_what_it_has_or_goes_on_with_other_weights(ranks, servers, tmp_path):
-    (found,) = ranks.run(1, use_servers, servers.urls, str(tmp_path), True)
+def test_a_request_is_aborted_with_what_it_has_or_goes_on_with_other_weights(ranks, urls, tmp_path):
+    (found,) = ranks.run(1, use_servers, urls, str(tmp_path), True)
     aborted, kept = found["aborted"], found["kept"]
     assert aborted.reason == "abort" and 0 < len(aborted.ids) < 90 and len(aborted.logprobs) == len(aborted.ids)
     assert kept.reason == "length" and len(kept.ids) == 90
@@ -155,55 +138,3 @@ def test_a_request_is_aborted_with_what_it_has_or_goes_on_with_other_weights(ran
     assert second.version == first.version + 1 and 0 < first.end < 90
     assert kept.ids[: len(aborted.ids)] == aborted.ids[: len(kept.ids)], "the same prompt, seed and weights"
     assert max(found[2].values()) <= LIMIT
-
-
-# --- servers that are killed ---
-
-
-def generate_and_check(urls, directory, killed: str) -> dict:
-    """Generate a long batch through `SyncedEngine`, and say in the file `killed` when it begins."""
-    policy = build_policy({"tensor": 2}, MODEL, vocab_size=VOCAB_SIZE)
-    engine = engine_of(policy, urls, directory)
-    sampling = dataclasses.replace(SAMPLINGS["temperature 1"], max_new_tokens=80, stop_ids=())
-    noted: list[dict] = []
-    check = LogprobCheck(policy, None, sampling, 2, LIMITS["fp32"])
-    synced = SyncedEngine(engine, check, noted.append)
-    try:
-        undisturbed = synced.generate(prompts(), sampling, seed=3)
-        if policy.topology.rank == 0:
-            Path(killed).touch()
-        while not Path(killed + ".done").exists():
-            disturbed = synced.generate(prompts(), sampling, seed=3)
-        return {
-            "same tokens": torch.equal(undisturbed["input_ids"], disturbed["input_ids"]),
-            "difference": largest_difference(policy, disturbed),
-            "served": engine.served,
-            "checks": sum("gate_max" in each for each in noted),
-        }
-    finally:
-        engine.shutdown()
-
-
-def test_a_server_that_is_killed_while_it_generates_costs_nothing_but_time(ranks, servers, tmp_path):
-    """The second server is killed, and its own supervisor starts it again at the same address."""
-    killed = tmp_path / "killed"
-
-    def kill() -> None:
-        while not killed.exists():
-            time.sleep(0.05)
-        time.sleep(0.3)
-        victim = servers.processes[1]
-        (server,) = psutil.Process(victim.pid).children()
-        os.kill(server.pid, signal.SIGKILL)
-        while not victim.has_ended():
-            time.sleep(0.1)
-        servers.start()
-        (tmp_path / "killed.done").touch()
-
-    supervisor = threading.Thread(target=kill)
-    supervisor.start()
-    first, second = ranks.run(2, generate_and_check, servers.urls, str(tmp_path), str(killed))
-    supervisor.join()
-    assert first == second
-    assert first["same tokens"] and first["difference"] <= LIMIT
-    assert first["served"] == Served(first["served"].version, 2) and first["checks"] == 2
