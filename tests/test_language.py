@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -87,8 +88,13 @@ def functions() -> Iterator[tuple[str, str]]:
                 yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {text.splitlines()[0]}", text.split()[0]
 
 
-def identifiers(path: Path) -> Iterator[tuple[int, str]]:
+@cache
+def identifiers(path: Path) -> tuple[tuple[int, str], ...]:
     """(line, name) of all names that the module uses, those of attributes with a leading dot."""
+    return tuple(_identifiers(path))
+
+
+def _identifiers(path: Path) -> Iterator[tuple[int, str]]:
     yield 0, path.stem
     for node in ast.walk(ast.parse(path.read_text())):
         line = getattr(node, "lineno", 0)

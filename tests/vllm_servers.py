@@ -22,14 +22,13 @@ PYTHON = Path(__file__).resolve().parents[1] / ".venv-vllm" / "bin" / "python"
 needs_vllm = pytest.mark.skipif(
     not PYTHON.exists(), reason=f"there is no {PYTHON}: scripts/install_vllm.sh makes vLLM's environment"
 )
-# A model, as overrides of a configuration. vLLM's kernels for CPUs have its head_dim, and the tokenizer of `launch.TINY`
-# has NUM_TOKENS tokens.
+# A model, as overrides of a configuration. vLLM's kernels for CPUs have its head_dim.
 OF_RUNS = (
     "model.num_layers=2", "model.hidden_size=64", "model.ffn_hidden_size=96", "model.num_attention_heads=2",
     "model.num_query_groups=2", "model.qkv_bias=true", "model.tie_embeddings=true", "model.max_sequence_length=256",
     "model.init_std=0.1",
 )  # fmt: skip
-NUM_TOKENS = 259
+NUM_TOKENS = 259  # of the tokenizer that `launch.TINY` trains
 STEP_TOKENS = 512  # the most that servers shall process in one step
 
 

@@ -124,7 +124,6 @@ def dropping(name: str):
 
 
 LAYOUTS = {
-    "one process, collective": (1, {}, {}),
     "tensor 2, shared memory, 2 engines": (2, {"tensor": 2}, {"refit": "shared_memory", "num_engines": 2}),
     "pipeline 2, collective": (2, {"pipeline": 2}, {}),
 }
