@@ -150,6 +150,10 @@ def run_with_two_kills(directory: Path) -> tuple[int, str]:
     async def call_and_kill(self, method, path, body=None, seconds=None):
         answer = await call(self, method, path, body, seconds)
         seen["answers"] += path == GENERATE
+        if seen["answers"] == 1:
+            async with httpx2.AsyncClient() as stranger:
+                refused = await stranger.get(f"{self.url}/version")
+            (directory.parent / "refused").write_text(refused.text if refused.status_code == 401 else "answered")
         if path == GENERATE and seen["answers"] == 40:
             kill_a_server()
         return answer
@@ -179,6 +183,7 @@ def test_a_run_whose_servers_are_killed_has_the_metrics_of_an_undisturbed_run(ur
     assert status == 0, stderr
     assert "starting again (1 of at most 3 times)" in stderr and "starting again (2 of at most 3 times)" in stderr
     assert "3 of at most 3" not in stderr
+    assert "only requests with the token of its run" in (tmp_path / "refused").read_text()
     assert ranks.run(2, undisturbed_run, urls, tmp_path / "undisturbed")[0][0] == 0
     killed, undisturbed = results_of(tmp_path / "killed"), results_of(tmp_path / "undisturbed")
     assert len(killed) == len(undisturbed) >= 4

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx2
 
+from rl_megatron.generation.servers.access import authorization
 from rl_megatron.weight_sync.servers import ServerDied, ServerRefused
 
 _SECONDS_TO_CONNECT = 10.0
@@ -34,7 +35,15 @@ class ServerClient:
         url: Its address.
     """
 
-    def __init__(self, kind: str, url: str, loop: asyncio.AbstractEventLoop, health_path: str, timeout_seconds: float):
+    def __init__(
+        self,
+        kind: str,
+        url: str,
+        loop: asyncio.AbstractEventLoop,
+        health_path: str,
+        timeout_seconds: float,
+        token: str = "",
+    ):
         """Prepare connections; nothing is sent yet.
 
         Args:
@@ -43,6 +52,7 @@ class ServerClient:
             loop: The loop that the requests run on.
             health_path: The path that answers 200 if the server can take requests.
             timeout_seconds: Seconds that an answer may take, if a request does not say otherwise.
+            token: What the server wants in the header `Authorization` of each request; empty if nothing.
         """
         self.url = url.rstrip("/")
         self.name = f"{kind} ({self.url})"
@@ -50,7 +60,9 @@ class ServerClient:
         limits = httpx2.Limits(max_connections=None, keepalive_expiry=_SECONDS_KEPT_ALIVE)
         timeout = httpx2.Timeout(None, connect=_SECONDS_TO_CONNECT)  # `call` limits the time of the whole answer
         verify = url.startswith("https:")  # certificates take long to load
-        self._http = httpx2.AsyncClient(limits=limits, timeout=timeout, trust_env=False, verify=verify)
+        self._http = httpx2.AsyncClient(
+            limits=limits, timeout=timeout, trust_env=False, verify=verify, headers=authorization(token)
+        )
 
     def request(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_seconds: float | None = None

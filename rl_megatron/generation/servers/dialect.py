@@ -60,6 +60,8 @@ class Launch:
         host: The address to which the server binds.
         port: The port at which it listens.
         devices: The numbers of the node's GPUs on which it computes; empty for the CPU.
+        token: What it shall ask of every request, if it can; the environment variable `access.TOKEN` has it there.
+            Empty if it shall answer everybody.
     """
 
     index: int
@@ -68,6 +70,7 @@ class Launch:
     host: str
     port: int
     devices: tuple[int, ...] = ()
+    token: str = ""
 
 
 class ServerDialect(Protocol):

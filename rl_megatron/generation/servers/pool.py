@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.servers import ServersConfig
 from rl_megatron.generation.interfaces import EngineFailed
+from rl_megatron.generation.servers.access import TOKEN
 from rl_megatron.generation.servers.client import ServerClient
 from rl_megatron.generation.servers.dialect import ServerDialect, ServerFacts
 from rl_megatron.generation.servers.loop import RankZeroLoop
@@ -22,6 +24,7 @@ from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 from rl_megatron.weight_sync.servers import ServerDied, ServerRefused
 
 _POLL_SECONDS = 0.5
+_TOKEN_BYTES = 32
 _LOOPBACK = ("127.", "localhost", "::1")
 
 
@@ -57,6 +60,7 @@ class ServerPool:
         self._dialect, self._settings, self._ranks, self._loop = dialect, settings, ranks, loop
         self._log_directory, self._timeout_seconds = log_directory, timeout_seconds
         self._local: LocalServers | None = None
+        self._token = os.environ.get(TOKEN, "")
 
     def start(self, plan: RefitPlan, devices: Sequence[tuple[int, ...]], broken: Collection[str] = ()) -> None:
         """Start the servers that do not run, wait until all are ready, and ask each for its settings.
@@ -74,7 +78,11 @@ class ServerPool:
         if self._local is None:
             first_on_its_node = os.environ.get("LOCAL_RANK", "0") == "0" and not self._settings.server_urls
             count = self._settings.num_servers if first_on_its_node else 0
-            self._local = LocalServers(count, self._dialect, self._settings, plan, devices, self._log_directory)
+            if not self._settings.server_urls:
+                self._token = self._ranks.from_rank_0(lambda: secrets.token_urlsafe(_TOKEN_BYTES))
+            self._local = LocalServers(
+                count, self._dialect, self._settings, plan, devices, self._log_directory, self._token
+            )
         self._check_host()
         urls = self._wait(broken)
         self._close_clients()
@@ -176,7 +184,8 @@ class ServerPool:
 
     def _client(self, index: int, url: str) -> ServerClient:
         kind = f"{self._dialect.name} {index}"
-        return ServerClient(kind, url, self._loop.loop, self._dialect.health_path, self._timeout_seconds)
+        health_path, seconds = self._dialect.health_path, self._timeout_seconds
+        return ServerClient(kind, url, self._loop.loop, health_path, seconds, self._token)
 
     def _close_clients(self) -> None:
         clients, self.clients = self.clients, []

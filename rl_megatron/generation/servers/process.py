@@ -19,6 +19,7 @@ from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.servers import ServersConfig
 from rl_megatron.generation.interfaces import EngineFailed
+from rl_megatron.generation.servers.access import TOKEN
 from rl_megatron.generation.servers.dialect import Launch, ServerDialect
 from rl_megatron.topology.child_process import environment_of_a_server
 from rl_megatron.weight_sync.plan import RefitPlan
@@ -51,7 +52,9 @@ class ServerProcess:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment_of_a_server(environment, {"CUDA_VISIBLE_DEVICES": _visible(launch.devices)}),
+                env=environment_of_a_server(
+                    environment, {"CUDA_VISIBLE_DEVICES": _visible(launch.devices), TOKEN: launch.token}
+                ),
                 start_new_session=True,  # Ctrl-C reaches only the policy, with which the server ends
             )
         self.is_ready = False
@@ -128,6 +131,7 @@ class LocalServers:
         plan: RefitPlan,
         devices: Sequence[tuple[int, ...]],
         log_directory: Path,
+        token: str = "",
     ):
         """Keep what is needed to start the servers.
 
@@ -138,8 +142,9 @@ class LocalServers:
             plan: The model that they serve.
             devices: The numbers of the GPUs of each server.
             log_directory: The directory of their logs.
+            token: See `Launch`.
         """
-        self._dialect, self._settings, self._plan = dialect, settings, plan
+        self._dialect, self._settings, self._plan, self._token = dialect, settings, plan, token
         self._devices, self._directory = devices, log_directory
         self._servers: list[ServerProcess | None] = [None] * count
         self._began = 0.0
@@ -173,7 +178,7 @@ class LocalServers:
         directory = Path(tempfile.mkdtemp(prefix=f"rl_megatron_{self._dialect.key.rpartition('.')[2]}_"))
         (directory / "config.json").write_text(json.dumps(self._plan.hf_config, indent=1))
         devices = self._devices[index] if self._devices else ()
-        launch = Launch(index, directory, self._plan, self._settings.host, port, devices)
+        launch = Launch(index, directory, self._plan, self._settings.host, port, devices, self._token)
         path = self._directory / f"{self._dialect.key.rpartition('.')[2]}-{socket.gethostname()}-{index}.log"
         server = ServerProcess(launch, self._dialect, path)
         log.LOGGER.info("%s starts at %s; its log is %s", server.name, server.url, path)

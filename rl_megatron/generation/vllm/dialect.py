@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rl_megatron.config.servers import TRIED_VLLM, VllmConfig
 from rl_megatron.generation.interfaces import Request
+from rl_megatron.generation.servers.access import TokenRequired
 from rl_megatron.generation.servers.client import ServerClient
 from rl_megatron.generation.servers.dialect import Launch, RawAnswer, ServerFacts
 from rl_megatron.weight_sync.servers import ServerRefused
@@ -24,6 +25,7 @@ from rl_megatron.weight_sync.servers import ServerRefused
 MODEL = "policy"  # the name under which a server that we launch serves the model
 _GENERATE = "/inference/v1/generate"
 _REQUEST_PREFIX = "generate-tokens-"  # vLLM puts it before the request ids of this path
+_TOKEN_REQUIRED = f"{TokenRequired.__module__}.{TokenRequired.__name__}"
 _RECORD_ROUTING = "--enable-return-routed-experts"
 _NO_LOGPROB = -9999.0  # vLLM's number for a logprob that is NaN or −∞
 _KV_CACHE_BYTES_ON_CPU = 1 << 30
@@ -98,6 +100,7 @@ class VllmDialect:
         eager = on_cpu if settings.enforce_eager is None else settings.enforce_eager
         command += ["--enforce-eager"] if eager else []
         command += ["--enable-sleep-mode"] if self._sleeps else []
+        command += ["--middleware", _TOKEN_REQUIRED] if launch.token else []
         return [*command, *self._launch_args, *settings.extra_args], self._environment(launch)
 
     def _environment(self, launch: Launch) -> dict[str, str]:

@@ -1,0 +1,46 @@
+"""`TokenRequired`: lets a server answer only requests that carry the token of the run which started it.
+
+It runs in the server's process, whose environment may lack the dependencies of this package.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+TOKEN = "RL_MEGATRON_SERVER_TOKEN"  # environment variable of a server, and of a run whose servers run already
+_OPEN = ("/health",)  # tells whether the server is ready, and nothing else
+_Message = MutableMapping[str, Any]
+_App = Callable[[_Message, Callable[[], Awaitable[_Message]], Callable[[_Message], Awaitable[None]]], Awaitable[None]]
+
+
+def authorization(token: str) -> dict[str, str]:
+    """Return the headers of a request that carries a token; none if the token is empty."""
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+class TokenRequired:
+    """ASGI middleware that answers 401 to a request without the token of the environment variable `TOKEN`."""
+
+    def __init__(self, app: _App):
+        """Put it before an application. The variable must be set."""
+        self._app, self._wanted = app, authorization(os.environ[TOKEN])["Authorization"].encode()
+
+    async def __call__(self, scope: _Message, receive: Any, send: Callable[[_Message], Awaitable[None]]) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] not in ("http", "websocket") or scope["path"] in _OPEN or self._is_allowed(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            body = {"error": f"this server answers only requests with the token of its run, which {TOKEN} has"}
+            headers = [(b"content-type", b"application/json")]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": json.dumps(body).encode()})
+
+    def _is_allowed(self, scope: _Message) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return hmac.compare_digest(given, self._wanted)
