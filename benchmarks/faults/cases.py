@@ -114,7 +114,7 @@ COUNTS = {
 SERVER_COUNTS = {("engine", "SIGKILL"): 5, ("engine", "SIGTERM"): 3, ("engine", "SIGSTOP"): 4}  # of vLLM servers
 _LAST_CALL = {"load": 1, "save": 2}
 _BEFORE_THE_END = {"train": 3, "save": 1}  # a run that is asked to end in a later call is complete
-_CALLED_ONCE = {"logprobs": 1}  # PPO takes them from the engine, once it has compared them with the trainer's
+_CALLED_ONCE = {"logprobs": 1}  # a run takes them from the embedded engine, once it has compared them with its own
 _LONGEST = {"load": 1.0, "save": 0.2}  # seconds from the begin of a call
 
 
@@ -143,7 +143,7 @@ def _drawn(chance: random.Random, counts: dict[tuple[str, str], int], runs: dict
             places = [(name, moment) for name, moment in places if moment in ("train", "save")]
         chance.shuffle(places)
         for _, (name, moment) in zip(range(count), cycle(places), strict=False):
-            latest = _BEFORE_THE_END if target == "file" else _CALLED_ONCE if name == "PPO, embedded engine" else {}
+            latest = _BEFORE_THE_END if target == "file" else _CALLED_ONCE if "embedded" in name else {}
             drawn.append(
                 Fault(
                     0, name, target, action, moment,

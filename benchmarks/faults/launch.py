@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from benchmarks.faults.cases import RANKS
+from benchmarks.faults.cases import RANKS, SECONDS
 from rl_megatron.cli import launcher
 from rl_megatron.cli import main as rl_megatron
 from rl_megatron.topology.child_process import die_with
@@ -86,6 +86,7 @@ def start(directory: Path, arguments: Sequence[str], restarts: int, prepare: Cal
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.environ["OMP_NUM_THREADS"] = "1"
+        launcher.SECONDS_TO_FOLLOW = SECONDS
         options = ["--nproc-per-node", str(RANKS), "--max-restarts", str(restarts), "--standalone"]
         options += ["--shutdown-timeout", str(_SHUTDOWN_SECONDS), "--monitor-interval", "0.1"]
         return launch(launcher.main, [*options, "-m", "rl_megatron", *arguments], prepare)

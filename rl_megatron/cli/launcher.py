@@ -5,6 +5,7 @@ It differs from `torchrun` in what it does about the ends of ranks:
 - SIGTERM, SIGINT and SIGUSR1 go to the ranks, which save and end. The launcher waits as long as a step and a save took
   before, and ends the ranks that are still there then. A second signal ends them at once.
 - Ranks that found bad input, or that ended because they were asked to, are not started again.
+- A rank that does not end after another one has ended well is named and killed.
 - Instead of torchrun's report, one line says which rank failed first and how. The exit status is that of this rank.
 """
 
@@ -38,6 +39,7 @@ _OTHER_SIGNALS = "SIGHUP,SIGQUIT"  # torch handles them: it ends the ranks
 _SECONDS_OF_EVERYTHING_ELSE = 30.0  # that the ranks need to end, besides a step and a save
 _SECONDS_UNMEASURED = 300.0  # until a save has been measured
 _KILLED = 1  # seconds that ranks have after the time is over
+SECONDS_TO_FOLLOW = 300.0  # that ranks have to end after the first one has ended well; rank 0 writes the run's report
 
 
 class RunAgent(LocalElasticAgent):
@@ -48,6 +50,7 @@ class RunAgent(LocalElasticAgent):
     def __init__(self, *arguments: Any, **keywords: Any):
         super().__init__(*arguments, **keywords)
         self._deadline: float | None = None
+        self._first_ended_at: float | None = None
         for number in SIGNALS:
             signal.signal(number, self._receive)
 
@@ -70,7 +73,31 @@ class RunAgent(LocalElasticAgent):
         elif self._deadline is not None and time.monotonic() > self._deadline:
             self._shutdown_timeout = _KILLED
             raise SignalException("the ranks did not end in time", signal.SIGTERM)
+        elif result.state == WorkerState.HEALTHY:
+            self._kill_what_does_not_end(worker_group)
         return result
+
+    def _kill_what_does_not_end(self, worker_group: WorkerGroup) -> None:
+        """Kill the ranks that still run long after another one has ended with status 0, such as a stopped process."""
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        left = {number: handler.proc.pid for number, handler in handlers.items() if handler.proc.poll() is None}
+        if len(left) == len(handlers):
+            self._first_ended_at = None
+            return
+        now = time.monotonic()
+        if self._first_ended_at is None:
+            self._first_ended_at = now
+        if now - self._first_ended_at < SECONDS_TO_FOLLOW:
+            return
+        for number, pid in left.items():
+            rank = worker_group.workers[number].global_rank
+            print(
+                f"rank {rank} (process {pid} on {socket.gethostname()}) has not ended {SECONDS_TO_FOLLOW:.0f} s after "
+                "other ranks ended well, so it is killed",
+                file=sys.stderr,
+            )
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _seconds_to_end() -> float:

@@ -210,6 +210,7 @@ class Forks:
         restarts: int = 0,
         with_torchrun: bool = False,
         meeting: Sequence[str] = (),
+        seconds_to_follow: float = 300.0,
     ) -> Launched:
         """Start the command under a launcher.
 
@@ -220,9 +221,10 @@ class Forks:
             restarts: How often the launcher starts ranks again.
             with_torchrun: Whether the launcher is torchrun instead of that of scripts/train.sh.
             meeting: The launcher's options for meeting those of other nodes; none for one node.
+            seconds_to_follow: How long ranks may need to end after the first one has.
         """
         options = ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts), *(meeting or ("--standalone",))]
-        program = partial(_launch, [*options, "-m", "rl_megatron"], with_torchrun)
+        program = partial(_launch, [*options, "-m", "rl_megatron"], with_torchrun, seconds_to_follow)
         place = (0, 1, free_port(), None, None)
         return Launched(directory, [self.context.Process(target=_main, args=(directory, arguments, *place, program))])
 
@@ -289,14 +291,15 @@ class Launched(Forked):
         super().kill()
 
 
-def _launch(options: list[str], with_torchrun: bool, arguments: list[str]) -> int:
+def _launch(options: list[str], with_torchrun: bool, seconds_to_follow: float, arguments: list[str]) -> int:
     """Start ranks as forks of this process, which stands for that of a launcher; return its exit status."""
     from torch.distributed.run import main as torchrun
 
     from benchmarks.faults.launch import launch
-    from rl_megatron.cli.launcher import main
+    from rl_megatron.cli import launcher
 
-    return launch(torchrun if with_torchrun else main, [*options, *arguments], _begin_rank) or 0
+    launcher.SECONDS_TO_FOLLOW = seconds_to_follow
+    return launch(torchrun if with_torchrun else launcher.main, [*options, *arguments], _begin_rank) or 0
 
 
 def _begin_rank() -> None:

@@ -47,3 +47,29 @@ def test_two_launchers_start_their_ranks_again_after_a_kill(tmp_path, forks, who
     assert [node.status for node in finished] == [0, 0], finished
     assert "".join(node.err for node in finished).count("2 rank(s): tensor 2") == 2
     assert metrics(out) == whole
+
+
+STOP_AT_THE_END = """
+import os, signal
+from pathlib import Path
+import torch.distributed as dist
+
+def leave_and_stop(destroy=dist.destroy_process_group):
+    destroy()
+    if os.environ["RANK"] == "1" and not Path("stopped").exists():
+        Path("stopped").touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+dist.destroy_process_group = leave_and_stop
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_stops_after_the_last_collective_is_killed(tmp_path, forks):
+    (tmp_path / "stop_at_the_end.py").write_text(STOP_AT_THE_END)
+    run = (*INTERRUPTED, "train.steps=1", "plugins=[stop_at_the_end]")
+    with forks.launch(tmp_path, *run, ranks=2, restarts=1, seconds_to_follow=2.0) as running:
+        finished = running.finish()
+    assert finished.status == 0, finished.err
+    assert "rank 1 (process " in finished.err and "has not ended 2 s after other ranks ended well" in finished.err
+    assert "nothing was trained: out is as it was" in finished.out
