@@ -58,18 +58,22 @@ def _strike(fault: Fault, directory: Path) -> None:
     if fault.target == "file":
         pid, number = os.getppid(), signal.SIGTERM  # the run is saved and ends; the campaign then damages a file
     else:
-        pid = {"rank": os.getpid, "engine": _engine, "launcher": os.getppid}[fault.target]()
+        pid = {"rank": os.getpid, "engine": lambda: _engine(fault.chance), "launcher": os.getppid}[fault.target]()
         number = signal.Signals[fault.action]
     (directory / STRUCK).touch()
     os.kill(pid, number)
 
 
-def _engine() -> int:
-    """Return the process of this rank's rollout engine, which may be about to start."""
+def _engine(chance: float) -> int:
+    """Return the process of this rank's rollout engine, which may be about to start.
+
+    A server has several processes: its guardian and all below that. `chance`, from 0 to 1, chooses one of them.
+    """
     deadline = time.monotonic() + _ENGINE_STARTS_SECONDS
     while time.monotonic() < deadline:
         for child in psutil.Process().children(recursive=True):
             if any(engine in child.cmdline() for engine in _ENGINES):
-                return child.pid
+                every = [child, *child.children(recursive=True)]
+                return every[int(chance * len(every))].pid
         time.sleep(0.01)
     raise RuntimeError("rank 0 started no rollout engine")

@@ -3,8 +3,8 @@
 Usage: python -m rl_megatron.generation.servers.guardian DIRECTORY COMMAND…
 
 The guardian runs COMMAND and returns its exit status. It ends COMMAND when its own standard input ends, which happens
-when the rank closes it or has ended in any way. A server has processes of its own, which can outlive it, so the
-guardian then ends all of them, and removes DIRECTORY.
+when the rank closes it or has ended in any way, and when it is asked to end by a signal. A server has processes of its
+own, which can outlive it, so the guardian then ends all of them, and removes DIRECTORY.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ def main(directory: str, *command: str) -> int:
     """Run the command until it ends or standard input does, and return its exit status."""
     adopt_orphans()
     gone = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: gone.set())
     threading.Thread(target=_watch_the_rank, args=(gone,), daemon=True).start()
     try:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_too)
+        # It stays in the guardian's session, by which the rank finds its processes if the guardian is killed.
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_die_too)
     except OSError as error:
         print(f"{command[0]} cannot be run: {error}", flush=True)
         shutil.rmtree(directory, ignore_errors=True)

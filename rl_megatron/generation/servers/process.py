@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Collection, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import httpx2
+import psutil
 
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
@@ -55,7 +57,8 @@ class ServerProcess:
                 env=environment_of_a_server(
                     environment, {"CUDA_VISIBLE_DEVICES": _visible(launch.devices), TOKEN: launch.token}
                 ),
-                start_new_session=True,  # Ctrl-C reaches only the policy, with which the server ends
+                # Ctrl-C reaches only the policy, with which the server ends. All processes of the server are in it.
+                start_new_session=True,
             )
         self.is_ready = False
 
@@ -109,8 +112,18 @@ class ServerProcess:
         try:
             self._guardian.wait(_SECONDS_TO_LEAVE)
         except subprocess.TimeoutExpired:
-            self._guardian.kill()  # the server ends with it
+            self._guardian.kill()
             self._guardian.wait()
+        if self._guardian.returncode < 0:  # it was killed, and could not end the server's processes
+            _kill_session(self.pid)
+
+
+def _kill_session(leader: int) -> None:
+    """Kill the processes of a session, whose first process may have ended."""
+    for pid in psutil.pids():
+        with suppress(ProcessLookupError, PermissionError):
+            if os.getsid(pid) == leader:
+                os.kill(pid, signal.SIGKILL)
 
 
 def _visible(devices: Sequence[int]) -> str:
