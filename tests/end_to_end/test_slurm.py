@@ -20,9 +20,9 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(os.environ.get("RL_MEGATRON_SLURM_TESTS") != "1", reason="RL_MEGATRON_SLURM_TESTS=1 is not set"),
 ]
-STEPS = 3000
+STEPS = 240
 RUN = (
-    "train", *TINY_GRPO, f"train.steps={STEPS}", "train.save_every=100", "train.eval_every=0",
+    "train", *TINY_GRPO, f"train.steps={STEPS}", "train.save_every=40", "train.eval_every=0",
     "parallel.tensor=2",
 )  # fmt: skip
 _LIMIT_SECONDS = 1200
@@ -68,7 +68,7 @@ def whole(tmp_path_factory):
 
 
 def test_a_job_with_a_short_time_limit_is_queued_again_until_it_is_complete(tmp_path, whole):
-    job = submit(tmp_path, "--time=3", "--signal=B:USR1@60", REQUEUE="1")
+    job = submit(tmp_path, "--time=2", "--signal=B:USR1@60", REQUEUE="1")
     found = wait_for(job, tmp_path)
     said = (tmp_path / "job.txt").read_text()
     assert found["JobState"] == "COMPLETED" and int(found["Restarts"]) > 0, said
