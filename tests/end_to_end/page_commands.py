@@ -26,7 +26,9 @@ SLURM = {
         """,
     "srun": """
         while [ "${1#--}" != "$1" ]; do shift; done
-        for node in $(seq "$SLURM_JOB_NUM_NODES"); do SLURMD_NODENAME=node$node "$@" & nodes+=($!); done
+        for node in $(seq "$SLURM_JOB_NUM_NODES"); do
+            SLURMD_NODENAME=node$node SLURM_NODEID=$((node - 1)) "$@" & nodes+=($!)
+        done
         for node in "${nodes[@]}"; do wait "$node" || exit 1; done
         """,
     "scontrol": """
