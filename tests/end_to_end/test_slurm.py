@@ -54,6 +54,8 @@ def wait_for(job, directory, condition=lambda found: found["JobState"] not in ("
         said = output.read_text() if output.is_file() else ""
         assert time.monotonic() < deadline, f"{found}\n{said}"
         assert "FAILED" not in found["JobState"], said
+        if found["Reason"] == "BeginTime":  # SLURM lets a job that is queued again wait for two minutes
+            subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], check=True)
         time.sleep(1)
     return found
 
