@@ -80,11 +80,11 @@ def test_a_job_with_a_short_time_limit_is_queued_again_until_it_is_complete(tmp_
 
 def test_ranks_on_two_nodes_are_started_again_after_one_was_killed(tmp_path, whole):
     job = submit(tmp_path, "--time=20", MAX_RESTARTS="2")
-    wait_for(job, tmp_path, lambda _: len(checkpoints(tmp_path / "out", "grpo")) >= 1)
+    wait_for(job, tmp_path, lambda _: "step-000040" in checkpoints(tmp_path / "out", "grpo"))
     os.kill(rank_of(tmp_path, 1), signal.SIGKILL)
     found, said = wait_for(job, tmp_path), (tmp_path / "job.txt").read_text()
     assert found["JobState"] == "COMPLETED" and found["Restarts"] == "0", said
-    assert said.count("2 rank(s): tensor 2") == 2, said
+    assert said.count("resuming after step") == 1, said
     assert metrics(tmp_path / "out") == whole
 
 
