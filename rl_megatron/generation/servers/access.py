@@ -30,7 +30,7 @@ class TokenRequired:
         self._app, self._wanted = app, authorization(os.environ[TOKEN])["Authorization"].encode()
 
     async def __call__(self, scope: _Message, receive: Any, send: Callable[[_Message], Awaitable[None]]) -> None:
-        """Pass a request on, or refuse it."""
+        """Let a request through, or refuse it."""
         if scope["type"] not in ("http", "websocket") or scope["path"] in _OPEN or self._is_allowed(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
