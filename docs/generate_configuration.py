@@ -26,6 +26,7 @@ from rl_megatron.algorithms import ALGORITHMS  # noqa: E402
 from rl_megatron.config import schema  # noqa: E402
 from rl_megatron.config.compose import config_directory  # noqa: E402
 from rl_megatron.config.engines import ENGINE_DECLARATIONS  # noqa: E402
+from rl_megatron.config.eval_sets import EvalConfig, EvalSetConfig  # noqa: E402
 from rl_megatron.config.generation import GenerationConfig  # noqa: E402
 from rl_megatron.config.load import load_config, to_yaml  # noqa: E402
 from rl_megatron.config.model import LinearRope, Llama3Rope, ModelConfig, YarnRope  # noqa: E402
@@ -50,6 +51,7 @@ SECTIONS = {
     "tokenizer": TokenizerConfig,
     "generation": GenerationConfig,
     "reward": RewardConfig,
+    "eval": EvalConfig,
 }
 # Keys whose value is chosen by name: which part of the page lists the names.
 TYPES = {
@@ -58,6 +60,8 @@ TYPES = {
     "generation.vllm": "mapping with [these keys](#generationvllm)",
     "generation.sglang": "mapping with [these keys](#generationsglang)",
     "reward.functions": "list of [reward functions](#rewardfunctions)",
+    "eval.sets": "list of [sets](#evalsets)",
+    "train.keep_best": "name of an [eval metric](metrics.md#evaluations), or null",
     "metric_sinks": "list of [metric sinks](#metric-sinks)",
     "stages": "mapping of [stages](#stages)",
     "algorithm.critic_optimizer": "mapping with the keys of [`optimizer`](#optimizer)",
@@ -110,7 +114,7 @@ def page() -> str:
     """
     parts = [_run(), _stages(), _presets(), _algorithms()]
     parts += [_section(name) for name in ("model", "parallel", "optimizer", "train", "tokenizer")]
-    parts += [_data(), _tasks(), _section("generation"), _engines(), _rewards(), _loss(), _sinks()]
+    parts += [_data(), _tasks(), _section("generation"), _engines(), _rewards(), _sets(), _loss(), _sinks()]
     return _HEAD + "".join("\n" + "\n".join(part).rstrip("\n") + "\n" for part in parts)
 
 
@@ -248,6 +252,16 @@ def _rewards() -> Iterator[str]:
     yield f"{_code(sorted(REWARDS))}."
     yield ""
     yield from _table("reward.functions[]", keys(RewardFunctionConfig), {}, anchors=False)
+
+
+def _sets() -> Iterator[str]:
+    yield from _section("eval")
+    yield ""
+    yield "### eval.sets"
+    yield ""
+    yield "Each element of the list has these keys. [Evaluation](../evaluation.md) describes them."
+    yield ""
+    yield from _table("eval.sets[]", keys(EvalSetConfig), {}, anchors=False)
 
 
 def _loss() -> Iterator[str]:

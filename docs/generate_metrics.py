@@ -18,7 +18,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from rl_megatron.algorithms import metrics  # noqa: E402
 from rl_megatron.algorithms.evaluate import metric_names  # noqa: E402
-from rl_megatron.config.eval_metrics import EVAL_METRICS  # noqa: E402
+from rl_megatron.config.eval_metrics import EVAL_METRICS, SET_METRICS  # noqa: E402
 from rl_megatron.config.load import load_config  # noqa: E402
 from rl_megatron.config.metrics import METRICS, Metric  # noqa: E402
 from rl_megatron.losses import LOSSES, build_loss  # noqa: E402
@@ -141,6 +141,11 @@ def _evaluations() -> Iterator[str]:
     yield "Lines of kind `eval`, on held-out data. `train.keep_best` can name any of them."
     yield ""
     yield from _table(tuple(EVAL_METRICS.values()))
+    yield ""
+    yield "Named sets of problems have the metrics `<set>/<statistic>`. Each has its standard error, `…_se`, and after the"
+    yield "run's start its paired change, `…_change`, with `…_change_se` and `…_change_p`: [Evaluation](../evaluation.md)."
+    yield ""
+    yield from _table(tuple(SET_METRICS.values()))
     yield ""
     yield "| held-out data | metrics |"
     yield "|---|---|"

@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rl_megatron.config.eval_sets import reported_ks
+
 _CHANGE, _STANDARD_ERROR, _P_VALUE = "_change", "_se", "_p"
 _MOST_TERMS, _PRECISION = 10_000, 1e-15  # of the continued fraction
 
@@ -89,18 +91,6 @@ def majority(answers: Sequence[str | None], rewards: Sequence[float]) -> float:
     most = max(map(len, votes.values()), default=0)
     leading = [sum(given) / most for given in votes.values() if len(given) == most]
     return sum(leading) / len(leading) if leading else 0.0
-
-
-def reported_ks(num_samples: int) -> tuple[int, ...]:
-    """Return the k for which pass@k is reported: the powers of 2 up to `num_samples`, and `num_samples`."""
-    return tuple(sorted({num_samples, *(2**power for power in range(num_samples.bit_length()))}))
-
-
-def statistic_names(num_samples: int, has_answers: bool) -> tuple[str, ...]:
-    """Return the names of the statistics of a set of problems with so many samples each."""
-    passes = tuple(f"pass@{k}" for k in reported_ks(num_samples))
-    votes = (f"maj@{num_samples}",) if has_answers else ()
-    return (f"avg@{num_samples}", *passes, *votes, "length", "truncated")
 
 
 def problem_values(samples: ProblemSamples, right_from: float) -> dict[str, float]:

@@ -18,6 +18,7 @@ from rl_megatron import log
 from rl_megatron.algorithms import preflight, verify
 from rl_megatron.algorithms.advantage_estimators import AdvantagesFailed
 from rl_megatron.algorithms.desync import RanksDiffer, check_configuration
+from rl_megatron.algorithms.eval_sets import EvalSets
 from rl_megatron.algorithms.evaluate import build_evaluation
 from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, LogprobCheck
 from rl_megatron.algorithms.next_commands import next_commands
@@ -303,6 +304,7 @@ def _run_stage(
         name, config, policy, engine, tokenizer, metrics_logger, directory,
         scorer, lambda: evaluation.evaluate(policy, engine), weights_from, critic, run_yaml,
         algorithm.progress_metric, stopping=stopping, roll_back=roll_back, position=position,
+        eval_sets=EvalSets(config, name, tokenizer, metrics_logger.output_dir) if config.eval.sets else None,
     )  # fmt: skip
     stage.keep("metrics", RecordedMetrics(metrics_logger.output_dir))
     try:
@@ -324,6 +326,8 @@ def _run_algorithm(stage: Stage, engine: SyncedEngine) -> None:
     finally:
         engine.shutdown()
         stage.scorer.close()
+        if stage.eval_sets is not None:
+            stage.eval_sets.close()
 
 
 def _shut_down(policy: MegatronPolicy, critic: MegatronPolicy | None) -> None:

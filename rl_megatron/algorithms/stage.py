@@ -11,6 +11,7 @@ from rl_megatron import log
 from rl_megatron.algorithms.anomalies import Anomalies, described_sequences
 from rl_megatron.algorithms.checkpointer import Checkpointer, critic_checkpoints
 from rl_megatron.algorithms.desync import DesyncCheck
+from rl_megatron.algorithms.eval_sets import EvalSets, is_multiple
 from rl_megatron.algorithms.resumed_state import MustBe, Resumable, ResumedState, Schedules
 from rl_megatron.algorithms.roll_back import RollBack
 from rl_megatron.algorithms.stopping import RunStopped, Stopping
@@ -59,6 +60,7 @@ class Stage:
         stopping: Decides whether the run ends after a step.
         roll_back: The step that the stage is in, and the batches that it leaves out.
         position: Where in the run this process is, for its heartbeat.
+        eval_sets: The named sets of problems, or None if there are none.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Stage:
     stopping: Stopping = field(default_factory=Stopping)
     roll_back: RollBack = field(default_factory=RollBack)
     position: Position = field(default_factory=Position)
+    eval_sets: EvalSets | None = None
 
     def __post_init__(self) -> None:
         self.checkpointer = Checkpointer(
@@ -139,8 +142,7 @@ class Stage:
                 yield step
                 self.checkpointer.poll()
                 last = step == train.steps
-                if last or (train.eval_every and step % train.eval_every == 0):
-                    self._evaluate(step)
+                self._evaluate(step, last)
                 is_due = last or bool(train.save_every and step % train.save_every == 0)
                 if is_due:
                     with self.timer.phase("save"):
@@ -264,9 +266,16 @@ class Stage:
             self.results,
         )
 
-    def _evaluate(self, step: int) -> None:
+    def _evaluate(self, step: int, last: bool = False) -> None:
+        """Evaluate on the held-out data and on the named sets, whichever are due."""
+        is_due = last or step == 0 or is_multiple(step, self.config.train.eval_every)
+        sets = self.eval_sets if self.eval_sets is not None and self.eval_sets.due(step, last) else None
+        if not is_due and sets is None:
+            return
         with self.timer.phase("evaluate"):
-            eval_metrics, samples = self.evaluate()
+            eval_metrics, samples = self.evaluate() if is_due else ({}, self.results.get("samples", []))
+            if sets is not None:
+                eval_metrics = eval_metrics | sets.evaluate(step, last, self.engine)
         self.results, self._evaluated_at = {"measures": eval_metrics, "samples": samples}, step
         self.metrics_logger.record(step, eval_metrics, kind="eval")
 

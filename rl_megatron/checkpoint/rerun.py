@@ -33,7 +33,7 @@ MAY_CHANGE = {
     # generates those of all steps at once, and they are shuffled together. A run that goes on to more steps is
     # therefore not the run that began with more steps.
     "steps": ("train.steps",),
-    "evaluation": ("train.eval_every", "data.num_eval_examples"),
+    "evaluation": ("train.eval_every", "data.num_eval_examples", "eval."),
     "saving": ("train.save_every", "train.async_save", "train.keep_checkpoints", "train.keep_best"),
     # Gradients do not depend on the layout, because losses are divided by counts over the whole batch.
     "layout and device": ("parallel.", "device", "optimizer.distributed", "optimizer.overlap", "model.backend"),

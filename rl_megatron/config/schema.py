@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import SerializeAsAny
 
 from rl_megatron.config.data_kinds import PROBLEMS
+from rl_megatron.config.eval_sets import EvalConfig
 from rl_megatron.config.field_types import Fraction, Positive, section
 from rl_megatron.config.generation import GenerationConfig
 from rl_megatron.config.mixed_data import MixedData
@@ -171,6 +172,7 @@ class StageConfig:
     data: Annotated[SerializeAsAny[DataConfig], named_class("source", SOURCE_CONFIGS)]
     generation: GenerationConfig  # sampling and the rollout engine
     reward: RewardConfig = field(default_factory=RewardConfig)  # reward functions and the processes that run them
+    eval: EvalConfig = field(default_factory=EvalConfig)  # named sets of problems to evaluate on
     loss: dict[str, Any]  # name and settings of a registered loss (rl_megatron/losses); pretrain and sft use nll
     precision: Literal["fp32", "bf16"]  # of weights and activations; with bf16, the optimizer keeps fp32 weights
     device: Literal["auto", "cpu", "cuda"]  # auto: one GPU per rank if there are GPUs, otherwise the CPU
@@ -178,7 +180,7 @@ class StageConfig:
     @property
     def scores_completions(self) -> bool:
         """Return whether the stage samples completions and scores them, to learn or to be evaluated."""
-        return PROBLEMS in (self.algorithm.learns_from, self.data.heldout_kind)
+        return bool(self.eval.sets) or PROBLEMS in (self.algorithm.learns_from, self.data.heldout_kind)
 
 
 @section

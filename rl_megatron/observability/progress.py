@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from rl_megatron import log
-from rl_megatron.config.eval_metrics import EVAL_METRICS, shown_name
+from rl_megatron.config.eval_metrics import is_eval_metric, shown_name
 
 _SHOWN = ("reward", "loss", "grad_norm", "lr")
 _LINES_PER_STAGE = 20  # of plain progress, if the console is not a terminal
@@ -74,7 +74,7 @@ class ConsoleProgress:
     def show(self, step: int, metrics: dict[str, float], kind: str) -> None:
         """Show the main metrics of a training step or an evaluation."""
         if kind == "eval":
-            given = [(name, value) for name, value in metrics.items() if name in EVAL_METRICS]
+            given = [(name, value) for name, value in metrics.items() if is_eval_metric(name)]
             self._console.print(f"{self._stage} step {step}: held-out {_listed(given)}", highlight=False)
             return
         self._step, self._metrics, self._step_ended = step, metrics, self._clock()

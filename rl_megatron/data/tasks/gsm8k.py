@@ -87,6 +87,11 @@ class GSM8K:
         answer = extract_answer(completion)
         return float(answer is not None and answer == Decimal(problem.answer))
 
+    def final_answer(self, completion: str) -> str | None:
+        """Return the completion's final number in its shortest form, so that 18 and 18.00 are one answer, or None."""
+        answer = extract_answer(completion)
+        return None if answer is None else f"{answer.normalize():f}"
+
     @cached_property
     def _splits(self) -> tuple[list[Record], list[Record]]:
         return self._checked(load_records(self.path, self.heldout_fraction))

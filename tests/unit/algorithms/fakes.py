@@ -22,10 +22,13 @@ class Characters:
 
     eos_id = pad_id = EOS
     vocab_size = 128
-    prefix_ids, chat_templates, named_tokens = [], {}, {}
+    prefix_ids, chat_templates, named_tokens, special_tokens = [], {}, {}, ()
 
     def encode(self, text):
         return [ord(character) for character in text]
+
+    def encode_template(self, template, values):
+        return self.encode(template.format(**values))
 
     def decode(self, ids, skip_special_tokens=True):
         return "".join(chr(i) for i in ids if i != EOS)
