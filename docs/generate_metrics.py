@@ -142,8 +142,8 @@ def _evaluations() -> Iterator[str]:
     yield ""
     yield from _table(tuple(EVAL_METRICS.values()))
     yield ""
-    yield "Named sets of problems have the metrics `<set>/<statistic>`. Each has its standard error, `…_se`, and after the"
-    yield "run's start its paired change, `…_change`, with `…_change_se` and `…_change_p`: [Evaluation](../evaluation.md)."
+    yield "Named sets of problems have the metrics `<set>/<statistic>`. Each has its standard error, `…_se`, and later"
+    yield "in a run its paired change, `…_change`, with `…_change_se` and `…_change_p`: [Evaluation](../evaluation.md)."
     yield ""
     yield from _table(tuple(SET_METRICS.values()))
     yield ""

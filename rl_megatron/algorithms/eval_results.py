@@ -53,8 +53,8 @@ def write_results(path: Path, results: Sequence[ProblemResult], right_from: floa
     import pyarrow
     import pyarrow.parquet
 
-    rows = [_row(number, result, right_from) for number, result in enumerate(results)]
-    table = pyarrow.Table.from_pylist(rows, schema=_schema())
+    lines = [_line(number, result, right_from) for number, result in enumerate(results)]
+    table = pyarrow.Table.from_pylist(lines, schema=_schema())
     table = table.replace_schema_metadata({_DIGEST: digest.encode()})
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".incomplete")
@@ -85,7 +85,7 @@ def start_values(path: Path, digest: str) -> list[Mapping[str, float]] | None:
     return [json.loads(text) for text in table.column(_VALUES).to_pylist()]
 
 
-def _row(number: int, result: ProblemResult, right_from: float) -> dict[str, Any]:
+def _line(number: int, result: ProblemResult, right_from: float) -> dict[str, Any]:
     samples = result.samples
     return {
         "problem": number,

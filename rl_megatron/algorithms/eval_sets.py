@@ -195,8 +195,9 @@ def _digest(prompts: Sequence[EncodedPrompt], of_set: StageConfig, config: EvalS
     generation = of_set.generation
     keys = ("max_new_tokens", "temperature", "top_k", "top_p", "stop_tokens", "stop_strings")
     sampling = {key: getattr(generation, key) for key in keys} | {"n": config.n, "right_from": config.right_from}
+    sampling["task"] = config.task
     problems = [(list(prompt.ids), prompt.problem.answer) for prompt in prompts]
-    return sha256(json.dumps([sampling, problems]).encode()).hexdigest()
+    return sha256(json.dumps([sampling, problems], default=str).encode()).hexdigest()
 
 
 def _of_rank_0(metrics: dict[str, float]) -> dict[str, float]:

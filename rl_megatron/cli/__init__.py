@@ -68,8 +68,12 @@ def _with_configuration(parsed: argparse.Namespace) -> int:
         from rl_megatron.config.plan import split_overrides
 
         section, parsed.overrides = split_overrides(parsed.overrides)
+    if parsed.command == "eval":
+        from rl_megatron.cli.evaluate import with_weights
+
+        parsed.overrides = with_weights(parsed.weights, parsed.overrides)
     config = load_config(parsed.overrides, parsed.config_dir, parsed.config_name)
-    if parsed.command == "generate":
+    if parsed.command in ("generate", "eval"):
         from rl_megatron.cli.generate import generation_run
 
         config = generation_run(config, parsed)
@@ -88,6 +92,10 @@ def _with_configuration(parsed: argparse.Namespace) -> int:
             from rl_megatron.cli.generate import generate
 
             return generate(config, parsed)
+        if parsed.command == "eval":
+            from rl_megatron.cli.evaluate import evaluate
+
+            return evaluate(config, parsed)
         _check_early(config, parsed.command)
     except ConfigError as error:
         log.error(error, on_every_node=True)  # a file may be missing on one node only

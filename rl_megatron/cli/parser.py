@@ -14,6 +14,7 @@ COMPOSED = {
     "train": "run the stages of an experiment (alone or under torchrun)",
     "certify": "compare the layout of these ranks with one process: loss, every gradient, logprobs, metrics",
     "generate": "complete the prompts of a file on any rollout engine, and write completions with logprobs",
+    "eval": "evaluate a checkpoint or a Hugging Face directory on the sets of eval.sets",
     "plan": "compute the memory, FLOPs and estimated time of a stage on a cluster, or search a layout; needs no GPU",
     "doctor": "check this machine, and what an experiment needs of it: versions, GPUs, network, storage, ports",
     "show-batch": "show every token that the model sees in a step, with its loss mask, or the prompts of a step",
@@ -32,6 +33,7 @@ _EXAMPLES = """examples:
   rl-megatron convert export outputs/run/checkpoints/sft/step-000100 exported
   rl-megatron show-batch experiment=gsm8k_sft data.path=path/to/gsm8k --html batch.html
   rl-megatron generate init_from=outputs/run/checkpoints/sft/step-000100 --prompts prompts.jsonl --output out.jsonl
+  rl-megatron eval outputs/run/checkpoints/grpo/step-000100 experiment=mine --output evaluated
   rl-megatron inspect outputs/run/checkpoints/sft/step-000100
   rl-megatron train experiment=gsm8k_sft data.path=path/to/gsm8k train.seed=1 output_dir=outputs/mine
   rl-megatron train experiment=gsm8k_sft data.path=path/to/gsm8k --multirun optimizer.lr=1e-3,3e-3
@@ -86,6 +88,8 @@ def command_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, help_text in COMPOSED.items():
         command = commands.add_parser(name, help=help_text)
+        if name == "eval":
+            _add_eval(command)
         command.add_argument("overrides", nargs="*", help="Hydra overrides, key=value; experiment=NAME picks one")
         _add_hydra(command, sweeps=name == "train")
         if name == "show-batch":
@@ -161,6 +165,16 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
     command.add_argument("--samples-per-prompt", "-n", type=int, default=1, metavar="N", help="completions per prompt")
     command.add_argument("--seed", type=int, default=0, metavar="N", help="the seed of sampling; by default 0")
     command.add_argument("--greedy", action="store_true", help="take the likeliest token instead of sampling")
+    command.add_argument("--stage", metavar="NAME", help="the stage whose settings are used; by default the last")
+
+
+def _add_eval(command: argparse.ArgumentParser) -> None:
+    weights = "the weights: a checkpoint, or a Hugging Face directory"
+    command.add_argument("weights", metavar="CHECKPOINT|HF_DIR", help=weights)
+    output = "the directory of the results; a command that was killed goes on with it"
+    command.add_argument("--output", metavar="DIR", required=True, help=output)
+    baseline = "the --output of another evaluation, with which every problem is compared"
+    command.add_argument("--baseline", metavar="DIR", help=baseline)
     command.add_argument("--stage", metavar="NAME", help="the stage whose settings are used; by default the last")
 
 
