@@ -18,12 +18,14 @@ from rl_megatron import log
 from rl_megatron.algorithms import preflight, verify
 from rl_megatron.algorithms.advantage_estimators import AdvantagesFailed
 from rl_megatron.algorithms.desync import RanksDiffer, check_configuration
+from rl_megatron.algorithms.eval_sets import EvalSets
 from rl_megatron.algorithms.evaluate import build_evaluation
 from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, LogprobCheck
 from rl_megatron.algorithms.next_commands import next_commands
 from rl_megatron.algorithms.registry import algorithm_of
 from rl_megatron.algorithms.roll_back import RollBack, with_roll_backs
 from rl_megatron.algorithms.stage import Stage
+from rl_megatron.algorithms.step_meter import StepMeter
 from rl_megatron.algorithms.stopping import RunStopped, Stopping
 from rl_megatron.algorithms.synced_engine import SyncedEngine
 from rl_megatron.batching.config import Batching
@@ -40,15 +42,20 @@ from rl_megatron.data.run_tokenizer import save_tokenizer
 from rl_megatron.data.sources import build_source
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.execution import FusedHead, NonFiniteLoss
+from rl_megatron.execution.phase_timer import timing
 from rl_megatron.generation.engines import build_engine
 from rl_megatron.generation.interfaces import EngineFailed
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.model.build import Head
 from rl_megatron.observability.failure_file import FailureFile
+from rl_megatron.observability.html_report import start_to_write
 from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.observability.position import Position
 from rl_megatron.observability.recorded_metrics import RecordedMetrics
+from rl_megatron.observability.run_info import RunInfo
 from rl_megatron.observability.run_watch import RunWatch
+from rl_megatron.observability.service_sinks import service_sinks
+from rl_megatron.observability.step_profiler import StepProfiler
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.rewards.scorer import RewardFailed, Scorer
 from rl_megatron.topology import degrees
@@ -148,6 +155,8 @@ def run_stages(config: RunConfig) -> RunResults:
                     raise
                 foreseen = isinstance(error, (ConfigError, *FAILURES))
                 watch.failed(error, on_all_ranks=foreseen)
+                if layout.rank == 0 and file.has_begun:
+                    start_to_write(file.path.parent)  # report.html, in a process that survives the end of this one
                 if foreseen or layout.world_size == 1:
                     raise
                 raise RankFailed(f"rank {layout.rank} was ended by an error: {error}") from error
@@ -170,7 +179,7 @@ def _run_locked(
     run_yaml = on_all_or_none(lambda: recorded_config(config, earlier))  # every rank has read before rank 0 writes
     _refuse_failure(run_on_rank0(lambda: _begin_output(config, run_yaml, lock, tokenizer)))
     watch.begin_writing()
-    metrics_logger = on_all_or_none(lambda: _open_metrics(config, output_dir))
+    metrics_logger = on_all_or_none(lambda: _open_metrics(config, output_dir, layout))
     results: dict[str, Any] = {}
     has_trained = False
     weights = Path(config.init_from) if config.init_from else None
@@ -199,6 +208,7 @@ def _run_locked(
                 results[name] = with_roll_backs(run_stage, stage_config.train, directory)
             weights = newest = complete_checkpoints(directory)[-1]
     except (ConfigError, *FAILURES) as error:
+        metrics_logger.close()
         newest = [newest, *complete_checkpoints(directory)][-1]
         kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
         raise type(error)(f"{error}; {kept}") from error
@@ -208,6 +218,9 @@ def _run_locked(
         summary = _summary(done, layout, time.perf_counter() - started)
         metrics_logger.finish(summary | {"stopped": {"stage": stopped.stage, "step": stopped.step}})
         raise
+    except Exception:
+        metrics_logger.close()
+        raise
     assert weights is not None  # the last stage's last checkpoint
     summary = _summary(results, layout, time.perf_counter() - started)
     is_job = JOB in os.environ  # of a sweep, which says at its end what can be done
@@ -215,16 +228,25 @@ def _run_locked(
     return RunResults(summary, weights)
 
 
-def _open_metrics(config: RunConfig, output_dir: Path) -> MetricsLogger:
-    """Return the run's metrics logger, whose sinks rank 0 opens.
+def _open_metrics(config: RunConfig, output_dir: Path, layout: Topology) -> MetricsLogger:
+    """Return the run's metrics logger, whose sinks rank 0 opens. Rank 0 also writes run_info.json.
 
     Raises:
         ConfigError: A sink cannot be opened.
     """
+    is_writer = dist.get_rank() == 0
     try:
-        return MetricsLogger(output_dir, enabled=dist.get_rank() == 0, sinks=config.metric_sinks)
+        services = {}
+        if is_writer:
+            info = RunInfo.of(config, layout.describe(), layout.device.type)
+            info.write(output_dir)
+            services = service_sinks(config.logger, output_dir, info)
+        return MetricsLogger(output_dir, is_writer, config.metric_sinks, services, config.logger.prometheus)
+    except ConfigError:
+        raise
     except Exception as error:  # a sink may be the user's code and raise anything, and the other ranks must not wait
-        raise ConfigError(f"metric_sinks={list(config.metric_sinks)} cannot be opened: {error}") from error
+        chosen = [*config.metric_sinks, *(f"logger.{name}" for name, _ in config.logger.chosen())]
+        raise ConfigError(f"metric_sinks={chosen} cannot be opened: {error}") from error
 
 
 def _put_back_checkpoints(output_dir: Path) -> None:
@@ -299,10 +321,15 @@ def _run_stage(
     engine = SyncedEngine(engine, check, metrics_logger.note, needs_routing=replays)
     scorer = Scorer(config.reward, lambda: build_source(config).task())
     evaluation = build_evaluation(config, tokenizer).scored_by(scorer)
+    meter = StepMeter(layout, config.precision)
+    profiles = metrics_logger.output_dir / "profiles" / name
+    profiler = StepProfiler(config.profile, profiles, meter.timer, layout.rank, layout.is_cuda)
     stage = Stage(
         name, config, policy, engine, tokenizer, metrics_logger, directory,
         scorer, lambda: evaluation.evaluate(policy, engine), weights_from, critic, run_yaml,
-        algorithm.progress_metric, stopping=stopping, roll_back=roll_back, position=position,
+        algorithm.progress_metric, timer=meter.timer, meter=meter, profiler=profiler, stopping=stopping,
+        roll_back=roll_back, position=position,
+        eval_sets=EvalSets(config, name, tokenizer, metrics_logger.output_dir) if config.eval.sets else None,
     )  # fmt: skip
     stage.keep("metrics", RecordedMetrics(metrics_logger.output_dir))
     try:
@@ -317,13 +344,16 @@ def _run_stage(
 def _run_algorithm(stage: Stage, engine: SyncedEngine) -> None:
     """Run the training loop of a stage, and shut down its engine and its scorer."""
     try:
-        algorithm_of(stage.config).run(stage, stage.config.algorithm)
+        with timing(stage.timer):
+            algorithm_of(stage.config).run(stage, stage.config.algorithm)
     except (ConfigError, *FAILURES):  # on every rank, once a step has begun
         stage.checkpointer.complete()
         raise
     finally:
         engine.shutdown()
         stage.scorer.close()
+        if stage.eval_sets is not None:
+            stage.eval_sets.close()
 
 
 def _shut_down(policy: MegatronPolicy, critic: MegatronPolicy | None) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from rl_megatron.batching.microbatch import Microbatch
 from rl_megatron.batching.routing import ROUTED_EXPERTS
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.execution.megatron_timers import MEGATRON_TIMERS
 from rl_megatron.execution.metrics import Denominators, reduce_metrics
 from rl_megatron.execution.microbatch import ModelInput, PreparedStep
 from rl_megatron.execution.p2p import PlannedCommunicator
@@ -33,6 +34,7 @@ from rl_megatron.model.layers.router import (
     balancing_loss,
     balancing_routers,
     begin_step,
+    expert_load,
     forget_graphs,
     moving_routers,
     replaced_share,
@@ -116,6 +118,8 @@ class Runner:
         routers = balancing_routers(self.model_chunks)
         if routers:
             metrics["router_aux_loss"] = balancing_loss(routers, world, device)
+        if get_model_config(self.model_chunks[0]).num_moe_experts is not None:
+            metrics |= expert_load(self.model_chunks, self.topology.groups.tp_dp_cp, world, device)
         if replays:
             metrics["mismatch_routing"] = replaced_share(self.model_chunks, world, device)
         return metrics
@@ -179,6 +183,7 @@ class Runner:
         """
         topology, config, shapes = self.topology, get_model_config(self.model_chunks[0]), prepared.shapes
         config.variable_seq_lengths = len(set(shapes)) > 1
+        config.timers = MEGATRON_TIMERS
         given_each = list(zip(prepared.microbatches, prepared.given, strict=True))
 
         def forward_step(iterator: Iterator[tuple[Microbatch, ModelInput]], model_chunk: torch.nn.Module):

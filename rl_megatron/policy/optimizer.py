@@ -18,6 +18,7 @@ from torch import Tensor
 from rl_megatron.checkpoint.optimizer_state import allocate_moments, parts
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.execution import NonFiniteLoss
+from rl_megatron.execution.megatron_timers import MEGATRON_TIMERS
 from rl_megatron.model.layers.router import move_biases, moving_routers
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.topology.topology import Topology
@@ -108,6 +109,7 @@ def build_optimizer(
             params_dtype=torch.bfloat16 if bf16 else torch.float32,
             use_distributed_optimizer=ddp_config.use_distributed_optimizer,
             overlap_param_gather=ddp_config.overlap_param_gather,
+            timers=MEGATRON_TIMERS,
         ),
         [*model_chunks],
         use_gloo_process_groups=False,  # the topology has none

@@ -10,6 +10,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from rl_megatron.batching.rank_plan import RankPlan
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import Denominators, Runner
+from rl_megatron.execution.phase_timer import phase
 from rl_megatron.losses.base import Loss
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.policy.optimizer import norm_after_clipping, take_step
@@ -78,7 +79,8 @@ def train_on_batch(
     report = accumulate_gradients(model, runner, optimizer, planned, loss, denominators)
     updated, grad_norm, lr = False, 0.0, optimizer.param_groups[0]["lr"]
     if denominators.tokens > 0:
-        grad_norm, updated = take_step(model, optimizer, scheduler, report["loss"])
+        with phase("optimizer"):
+            grad_norm, updated = take_step(model, optimizer, scheduler, report["loss"])
     outcome = {"grad_norm": grad_norm, "grad_norm_clipped": norm_after_clipping(optimizer, grad_norm)}
     outcome |= {"lr": lr, "updated": float(updated)}
     return report | outcome | {"packing_efficiency": planned.efficiency}
