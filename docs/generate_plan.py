@@ -12,7 +12,8 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from rl_megatron.plan.devices import GPUS, LINKS, NETWORKS  # noqa: E402
+from rl_megatron.plan.devices import LINKS, NETWORKS  # noqa: E402
+from rl_megatron.topology.gpus import GPUS  # noqa: E402
 
 PAGE = REPOSITORY / "docs" / "plan.md"
 

@@ -19,8 +19,8 @@ sys.path.insert(0, str(REPOSITORY))
 
 from rl_megatron.config.model import ModelConfig  # noqa: E402
 from rl_megatron.config.parallel import ParallelConfig  # noqa: E402
+from rl_megatron.model.sharded_shape import ShardedShape  # noqa: E402
 from rl_megatron.plan import closed_forms  # noqa: E402
-from rl_megatron.plan.weights import ShardedShape  # noqa: E402
 from rl_megatron.topology.degrees import validate_model  # noqa: E402
 
 PAGE = REPOSITORY / "docs" / "sizing.md"

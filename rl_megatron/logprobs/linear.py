@@ -123,7 +123,8 @@ def linear_logprobs(
     width = torch.promote_types(hidden.dtype, torch.float32)
     temperatures = row_temperature(temperature, targets, list(range(targets.dim())), width)
     flat = targets.flatten()
-    plan = BlockPlan.of(flat != ignore_index, shards, block_tokens or _block_tokens(weight), most_counted)
+    rows = block_tokens or default_block_tokens(weight.shape[0], weight.device.type)
+    plan = BlockPlan.of(flat != ignore_index, shards, rows, most_counted)
 
     selected = plan.select(flat, ignore_index)
     outputs = _LinearStats.apply(
@@ -163,11 +164,16 @@ def _check_linear_shapes(
         )
 
 
-def _block_tokens(weight: Float[Tensor, "vocab_local hidden"]) -> int:
-    """Return the default number of rows of a token block; on a GPU it is a multiple of 1024."""
-    on_cpu = weight.device.type == "cpu"
-    tokens = (BLOCK_ELEMENTS_CPU if on_cpu else BLOCK_ELEMENTS_CUDA) // max(1, weight.shape[0])
-    return max(1, tokens) if on_cpu else max(1024, tokens // 1024 * 1024)
+def default_block_tokens(vocab_shard: int, device_type: str) -> int:
+    """Return the default number of rows of a token block; on a GPU it is a multiple of 1024.
+
+    Args:
+        vocab_shard: The rows of the weight on one rank.
+        device_type: "cpu" or "cuda".
+    """
+    if device_type == "cpu":
+        return max(1, BLOCK_ELEMENTS_CPU // max(1, vocab_shard))
+    return max(1024, BLOCK_ELEMENTS_CUDA // max(1, vocab_shard) // 1024 * 1024)
 
 
 class _LinearStats(torch.autograd.Function):

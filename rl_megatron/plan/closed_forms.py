@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import LatentShape, head_size
-from rl_megatron.logprobs.linear import BLOCK_ELEMENTS_CUDA
-from rl_megatron.plan.weights import ShardedShape, element_bytes, gradient_buffers, optimizer_bytes_per_element
+from rl_megatron.logprobs.linear import default_block_tokens
+from rl_megatron.model.sharded_shape import ShardedShape, element_bytes, gradient_buffers, optimizer_bytes_per_element
 
 GRADIENT_BYTES = 4  # gradients are summed in fp32
 
@@ -225,17 +225,8 @@ def logits_bytes(shape: ShardedShape, *, tokens: int, precision: str, fused_head
     """
     places = tokens / shape.parallel.context
     if fused_head:
-        places = min(places, head_block_tokens(shape.vocab_shard))
+        places = min(places, default_block_tokens(shape.vocab_shard, "cuda"))
     return element_bytes(precision) * places * shape.vocab_shard
-
-
-def head_block_tokens(vocab_shard: int) -> int:
-    """Return the most tokens of a token block of the fused head on a GPU.
-
-    Args:
-        vocab_shard: The rows of the head's weight on one rank.
-    """
-    return max(1024, BLOCK_ELEMENTS_CUDA // vocab_shard // 1024 * 1024)
 
 
 def cache_bytes(shape: ShardedShape, stage: int, *, sequences: int, columns: int, precision: str) -> int:

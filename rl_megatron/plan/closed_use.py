@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.generation.decoder import PROMPT_TOKENS
+from rl_megatron.model.flops import ForwardFlops, decoding_flops, forward_flops
+from rl_megatron.model.sharded_shape import ShardedShape
 from rl_megatron.plan import closed_forms
 from rl_megatron.plan.batches import BatchShape
-from rl_megatron.plan.flops import ForwardFlops, decoding_flops, forward_flops
 from rl_megatron.plan.phases import Collective, PhaseName, PhaseUse, RankKind, RankUse
 from rl_megatron.plan.settings import Settings
-from rl_megatron.plan.weights import ShardedShape
 
 # Operators of a layer's forward pass, without experts, and of each expert, as counted on the portable layers.
 _OPERATORS_OF_LAYER, _OPERATORS_OF_EXPERT, _OPERATORS_OF_OPTIMIZER = 38, 9, 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rl_megatron.plan.weights import ShardedShape
+from rl_megatron.model.sharded_shape import ShardedShape
 from rl_megatron.plan.workload import Workload
 
 _SHALLOW = 2  # equal layers of a model chunk, or periods of them, in the shallower of the two runs

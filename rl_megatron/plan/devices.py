@@ -1,4 +1,4 @@
-"""A small table of GPUs and links, and the cluster that a plan is made for."""
+"""A small table of links, and the cluster that a plan is made for."""
 
 from __future__ import annotations
 
@@ -6,48 +6,11 @@ from dataclasses import dataclass, replace
 
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.plan import PlanConfig
+from rl_megatron.topology.gpus import GPUS, Gpu
 
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU, as its maker states it.
-
-    Attributes:
-        name: Its name in the table.
-        memory_gib: The memory that a process can use, in GiB: what the driver reports.
-        bf16_tflops: Dense matrix products in bf16, in 10¹² operations per second.
-        fp32_tflops: Matrix products in fp32 without TF32.
-        memory_gb_per_s: The bandwidth of its memory, in 10⁹ bytes per second.
-        link: The name of the usual link within a node.
-    """
-
-    name: str
-    memory_gib: float
-    bf16_tflops: float
-    fp32_tflops: float
-    memory_gb_per_s: float
-    link: str
-
-    def tflops(self, precision: str) -> float:
-        """Return the matrix products of a precision, in 10¹² operations per second."""
-        return self.bf16_tflops if precision == "bf16" else self.fp32_tflops
-
-
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu("a100_40", 39.4, 312, 19.5, 1555, "nvlink3"),
-        Gpu("a100_80", 79.1, 312, 19.5, 2039, "nvlink3"),
-        Gpu("h100", 79.1, 989, 67, 3350, "nvlink4"),
-        Gpu("h200", 139.8, 989, 67, 4800, "nvlink4"),
-        Gpu("h20", 95.1, 148, 44, 4000, "nvlink4"),
-        Gpu("b200", 178.3, 2250, 75, 8000, "nvlink5"),
-        Gpu("l40s", 44.4, 362, 91.6, 864, "pcie4"),
-        Gpu("rtx_4090", 23.5, 165, 82.6, 1008, "pcie4"),
-    )
-}
 # 10⁹ bytes per second of one GPU in one direction.
 LINKS = {"nvlink3": 300.0, "nvlink4": 450.0, "nvlink5": 900.0, "pcie4": 32.0, "pcie5": 64.0}
 NETWORKS = {

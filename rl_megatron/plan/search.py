@@ -13,6 +13,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.schema import StageConfig
+from rl_megatron.model.sharded_shape import ShardedShape
 from rl_megatron.plan import closed_forms
 from rl_megatron.plan.batches import Batches
 from rl_megatron.plan.closed_use import closed_use_of
@@ -22,7 +23,6 @@ from rl_megatron.plan.phases import RankUse
 from rl_megatron.plan.servers import Servers
 from rl_megatron.plan.settings import Settings
 from rl_megatron.plan.step import StepEstimate, estimate_step
-from rl_megatron.plan.weights import ShardedShape
 from rl_megatron.plan.workload import Workload
 from rl_megatron.topology.degrees import ConfiguredLayout, sequence_multiple, validate, validate_model
 

@@ -8,10 +8,10 @@ from typing import Self
 
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.refits import releases_memory, shares_gpus
+from rl_megatron.model.sharded_shape import ShardedShape
 from rl_megatron.plan.closed_forms import element_bytes
 from rl_megatron.plan.devices import GIB, Cluster
 from rl_megatron.plan.phases import PhaseUse
-from rl_megatron.plan.weights import ShardedShape
 from rl_megatron.plan.workload import Workload
 
 _SHARE = 0.92  # vLLM's default of gpu_memory_utilization

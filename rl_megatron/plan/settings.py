@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.model.flops import MicrobatchShape
+from rl_megatron.model.sharded_shape import ShardedShape
 from rl_megatron.plan import closed_forms
 from rl_megatron.plan.batches import Batches, BatchShape
-from rl_megatron.plan.flops import MicrobatchShape
 from rl_megatron.plan.phases import Bytes
 from rl_megatron.plan.servers import Servers
-from rl_megatron.plan.weights import ShardedShape
 from rl_megatron.plan.workload import Workload
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from rl_megatron.model.flops import forward_flops
 from rl_megatron.plan.devices import Cluster
 from rl_megatron.plan.estimate import PhaseSeconds, phase_seconds
-from rl_megatron.plan.flops import forward_flops
 from rl_megatron.plan.phases import PhaseName, PhaseUse, RankUse
 from rl_megatron.plan.settings import Settings
 

@@ -12,8 +12,8 @@ from rl_megatron.config.engines import ENGINE_DECLARATIONS
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.schema import StageConfig
+from rl_megatron.model.sharded_shape import Head
 from rl_megatron.plan.microbatches import MicrobatchSizes
-from rl_megatron.plan.weights import Head
 from rl_megatron.topology.degrees import sequence_multiple, validate, validate_model, zigzag_slices
 
 

@@ -9,9 +9,10 @@ import pytest
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.plan import PlanConfig, split_overrides
-from rl_megatron.plan.devices import GPUS, Cluster
+from rl_megatron.plan.devices import Cluster
 from rl_megatron.plan.estimate import SECONDS_PER_LAUNCH, collective_seconds, phase_seconds
 from rl_megatron.plan.phases import Bytes, Collective, PhaseUse
+from rl_megatron.topology.gpus import GPUS
 
 ROUND = PlanConfig(
     gpu_memory_gib=10, gpu_bf16_tflops=100, gpu_memory_gb_per_s=1000, link_gb_per_s=100, network_gb_per_s=10,

@@ -19,6 +19,7 @@ from rl_megatron.config.load import load_config
 from rl_megatron.config.plan import PlanConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.nll import NLLLoss
+from rl_megatron.model.sharded_shape import ShardedShape
 from rl_megatron.plan import ledger
 from rl_megatron.plan.closed_forms import training_bytes
 from rl_megatron.plan.closed_use import closed_use_of
@@ -27,7 +28,6 @@ from rl_megatron.plan.depth import two_depths
 from rl_megatron.plan.ledger import Ledger
 from rl_megatron.plan.run import kind_of, planned_rank, run_phases, use_of
 from rl_megatron.plan.settings import Settings
-from rl_megatron.plan.weights import ShardedShape
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from tests.unit.plan.planned import EXPERTS, measured, workload
 

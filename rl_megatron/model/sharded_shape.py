@@ -1,6 +1,6 @@
 """The parameters of each rank, counted without building the model, and how DDP and the optimizer lay them out.
 
-All counts are exact. tests/unit/plan/test_weights.py compares them with what a `MegatronPolicy` allocates.
+All counts are exact. tests/unit/model/test_sharded_shape.py compares them with what a `MegatronPolicy` allocates.
 """
 
 from __future__ import annotations

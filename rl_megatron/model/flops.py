@@ -2,8 +2,8 @@
 
 They are exact, and count as torch's FlopCounterMode does: a multiplication and an addition are two operations, and
 causal attention counts as if all scores were computed. Which of these scores a kernel computes is known besides. Only
-for experts is something assumed: that every rank gets the same number of tokens. tests/unit/plan/test_flops.py compares
-them with what a `MegatronPolicy` computes.
+for experts is something assumed: that every rank gets the same number of tokens. tests/unit/model/test_flops.py
+compares them with what a `MegatronPolicy` computes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from rl_megatron.batching.microbatch import padded_lengths
 from rl_megatron.batching.packing import round_up
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import LatentShape, head_size
-from rl_megatron.plan.closed_forms import head_block_tokens
-from rl_megatron.plan.weights import ShardedShape
+from rl_megatron.config.parallel import ParallelConfig
+from rl_megatron.logprobs.linear import default_block_tokens
+from rl_megatron.model.sharded_shape import Head, ShardedShape
 from rl_megatron.topology.degrees import SequenceLayout
 
 
@@ -221,6 +222,22 @@ def forward_flops(
     )
 
 
+def model_flops(model: ModelConfig, vocab_size: int, head: Head, lengths: Sequence[int]) -> float:
+    """Return the operations of a forward and a backward pass over whole sequences that the result depends on, for MFU.
+
+    Padding does not count, nor what is computed again, nor attention to later tokens. The head counts at every token.
+
+    Args:
+        model: The model section.
+        vocab_size: The tokens of the vocabulary, if `model.vocab_size` is null.
+        head: "lm" or "score".
+        lengths: The tokens of each sequence.
+    """
+    shape = ShardedShape(model, ParallelConfig(), 1, vocab_size, head)
+    sequences = MicrobatchShape(tuple(lengths), tuple(lengths), max(lengths), prompt_tokens=0, is_packed=True)
+    return forward_flops(shape, 0, sequences, fused_head=False).of_model
+
+
 def _causal_pairs(length: int, window: int | None) -> float:
     """Return the pairs of a token and one that it attends to, in a sequence; the diagonal counts half."""
     if window is None or window >= length:
@@ -321,7 +338,7 @@ def _head_flops(shape: ShardedShape, tokens: int, read: list[int] | None, block_
     places, shards = max(read), len(read)  # all ranks have as many places as the one with the most
     if not places:
         return 0, 0
-    block = block_tokens or head_block_tokens(shape.vocab_shard)
+    block = block_tokens or default_block_tokens(shape.vocab_shard, "cuda")
     blocks = -(-places * shards // max(shards, block))
     longest = -(-places // blocks)
     last = max(0, places - longest * (blocks - 1))  # the backward pass begins with the last block, which is kept

@@ -12,8 +12,8 @@ from rl_megatron.checkpoint.optimizer_state import parts
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
+from rl_megatron.model.sharded_shape import GradientBuffer, Head, Parameter, ShardedShape
 from rl_megatron.plan.closed_forms import TrainingBytes, mean_training_bytes, training_bytes
-from rl_megatron.plan.weights import GradientBuffer, Head, Parameter, ShardedShape
 from tests.parallel.layouts import MODEL, build_policy
 
 VOCAB_SIZE = 50

@@ -19,12 +19,12 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import FusedHead
 from rl_megatron.losses.nll import NLLLoss
 from rl_megatron.losses.value import MSEValueLoss
+from rl_megatron.model.flops import MicrobatchShape, forward_flops
 from rl_megatron.model.layers import norms
-from rl_megatron.plan.flops import MicrobatchShape, forward_flops
-from rl_megatron.plan.weights import Head, ShardedShape
+from rl_megatron.model.sharded_shape import Head, ShardedShape
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from tests.parallel.layouts import MODEL, build_policy
-from tests.unit.plan.test_weights import EXPERTS, GEMMA, LATENT, LATENT_QUERIES, SHARED, UNTIED, VOCAB_SIZE
+from tests.unit.model.test_sharded_shape import EXPERTS, GEMMA, LATENT, LATENT_QUERIES, SHARED, UNTIED, VOCAB_SIZE
 
 PADDED, PACKED = Batching(sequences=2), Batching("packed", tokens=64)
 FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}

@@ -1,0 +1,71 @@
+"""A small table of GPUs, as their makers state them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, as its maker states it.
+
+    Attributes:
+        name: Its name in the table.
+        memory_gib: The memory that a process can use, in GiB: what the driver reports.
+        bf16_tflops: Dense matrix products in bf16, in 10¹² operations per second.
+        fp32_tflops: Matrix products in fp32 without TF32.
+        memory_gb_per_s: The bandwidth of its memory, in 10⁹ bytes per second.
+        link: The name of the usual link within a node.
+    """
+
+    name: str
+    memory_gib: float
+    bf16_tflops: float
+    fp32_tflops: float
+    memory_gb_per_s: float
+    link: str
+
+    def tflops(self, precision: str) -> float:
+        """Return the matrix products of a precision, in 10¹² operations per second."""
+        return self.bf16_tflops if precision == "bf16" else self.fp32_tflops
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("a100_40", 39.4, 312, 19.5, 1555, "nvlink3"),
+        Gpu("a100_80", 79.1, 312, 19.5, 2039, "nvlink3"),
+        Gpu("h100", 79.1, 989, 67, 3350, "nvlink4"),
+        Gpu("h200", 139.8, 989, 67, 4800, "nvlink4"),
+        Gpu("h20", 95.1, 148, 44, 4000, "nvlink4"),
+        Gpu("b200", 178.3, 2250, 75, 8000, "nvlink5"),
+        Gpu("l40s", 44.4, 362, 91.6, 864, "pcie4"),
+        Gpu("rtx_4090", 23.5, 165, 82.6, 1008, "pcie4"),
+    )
+}
+
+
+# What the driver's name of a device contains. Cards with the same chip and a lower clock have other words besides.
+_PRODUCTS = {
+    "A100": "a100_80",
+    "H100": "h100",
+    "H200": "h200",
+    "H20": "h20",
+    "B200": "b200",
+    "L40S": "l40s",
+    "RTX 4090": "rtx_4090",
+}
+_SLOWER = re.compile(r"\b(PCIE|NVL|MIG|LAPTOP|4090 D)\b")
+
+
+def gpu_of_device(name: str) -> Gpu | None:
+    """Return the GPU with the driver's name of a device, such as "NVIDIA H100 80GB HBM3", or None if it is unknown.
+
+    The PCIe card of A100 has the speed of the others. Those of other GPUs are slower, and unknown.
+    """
+    known = name.upper().replace("-", " ")
+    found = next((gpu for product, gpu in _PRODUCTS.items() if re.search(rf"\b{product}\b", known)), None)
+    if found is None or (found != "a100_80" and _SLOWER.search(known)):
+        return None
+    return GPUS[found]
