@@ -80,7 +80,7 @@ class Given:
     @classmethod
     def of(cls, microbatch: Microbatch, policy: MegatronPolicy) -> Given:
         ids, backend = microbatch.batch["input_ids"], policy.runner.backend
-        made = ModelInput.build(microbatch, policy.topology, policy.vocab_size, backend, balances_experts=False)
+        made = ModelInput.build(microbatch, policy.topology, policy.vocab_size, backend, counts_experts=False)
         layout = made.sharding.layout(made.tokens, tuple(ids.shape))
         mask = microbatch.batch["token_mask"] * microbatch.batch["sample_mask"][:, None]
         labels, mask = (layout.scatter(pad(x[:, 1:], (0, 1)), 0) for x in (ids, mask.float()))

@@ -219,11 +219,26 @@ def _states_of_part(part: MegatronOptimizer) -> Iterator[tuple[Tensor, dict[str,
                 states = None if own is None else part._get_main_param_and_optimizer_states(parameter)
                 yield parameter, states, own or slice(0, 0)
         return
+    for parameter, main in main_parameters(part):
+        states = part.optimizer.state[main] | {"param": main.data}
+        yield parameter, states, slice(0, main.numel())
+
+
+def main_parameters(part: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (parameter of the model, what the optimizer updates for it on this rank) for each of a part's parameters.
+
+    The second is the parameter itself, its fp32 copy, or the part of one of these that the distributed optimizer
+    assigns to this rank; its `grad` is the gradient of the step.
+    """
+    if isinstance(part, DistributedOptimizer):
+        for parameter, _ in _local_ranges(part):
+            group, index = part.model_param_group_index_map[parameter]
+            yield parameter, part.optimizer.param_groups[group]["params"][index]
+        return
     weights = zip(getattr(part, "fp32_from_float16_groups", ()), getattr(part, "float16_groups", ()), strict=True)
     of_main = {id(m): p for mains, parameters in weights for m, p in zip(mains, parameters, strict=True)}
     for main in part.get_parameters():
-        states = part.optimizer.state[main] | {"param": main.data}
-        yield of_main.get(id(main), main), states, slice(0, main.numel())
+        yield of_main.get(id(main), main), main
 
 
 def _local_ranges(part: DistributedOptimizer) -> Iterator[tuple[Tensor, slice]]:

@@ -48,7 +48,7 @@ class ModelInput:
         topology: Topology,
         vocab_size: int,
         backend: str,
-        balances_experts: bool,
+        counts_experts: bool,
         replayed_layers: Sequence[int] = (),
     ) -> ModelInput:
         """Build this rank's input from a microbatch. Its tensors are on the host, like those of the microbatch.
@@ -58,7 +58,7 @@ class ModelInput:
             topology: The layout.
             vocab_size: Tokens of the tokenizer.
             backend: The backend of the layers.
-            balances_experts: Whether routers must know which tokens are padding.
+            counts_experts: Whether routers must know which tokens are padding.
             replayed_layers: The layers of this rank that replay the batch's `routed_experts`, counted from 0.
         """
         batch, groups = microbatch.batch, topology.groups
@@ -79,7 +79,7 @@ class ModelInput:
         experts, padding = None, None
         if replayed_layers:
             experts = layout.scatter(batch[ROUTED_EXPERTS][:, :, list(replayed_layers)], UNKNOWN_EXPERT)
-        if balances_experts or replayed_layers:
+        if counts_experts or replayed_layers:
             padding = ~layout.scatter(_weighted_tokens(batch), False)
         return cls(layout.scatter(ids, 0), packing, sharding, padding, experts)
 
@@ -117,13 +117,13 @@ class PreparedStep:
         topology: Topology,
         vocab_size: int,
         backend: str,
-        balances_experts: bool,
+        counts_experts: bool,
         replayed_layers: Sequence[int] = (),
     ) -> PreparedStep:
         """Prepare microbatches on the host. The arguments are those of `ModelInput.build`."""
         given, experts = _number_all_tokens(
             [
-                ModelInput.build(microbatch, topology, vocab_size, backend, balances_experts, replayed_layers)
+                ModelInput.build(microbatch, topology, vocab_size, backend, counts_experts, replayed_layers)
                 for microbatch in microbatches
             ]
         )

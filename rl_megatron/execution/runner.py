@@ -21,6 +21,7 @@ from torch import Tensor
 from rl_megatron.batching.microbatch import Microbatch
 from rl_megatron.batching.routing import ROUTED_EXPERTS
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.execution.megatron_timers import MEGATRON_TIMERS
 from rl_megatron.execution.metrics import Denominators, reduce_metrics
 from rl_megatron.execution.microbatch import ModelInput, PreparedStep
 from rl_megatron.execution.p2p import PlannedCommunicator
@@ -33,8 +34,8 @@ from rl_megatron.model.layers.router import (
     balancing_loss,
     balancing_routers,
     begin_step,
+    expert_load,
     forget_graphs,
-    moving_routers,
     replaced_share,
 )
 from rl_megatron.model.layers.router_replay import expert_layers, replaying
@@ -116,6 +117,8 @@ class Runner:
         routers = balancing_routers(self.model_chunks)
         if routers:
             metrics["router_aux_loss"] = balancing_loss(routers, world, device)
+        if self._has_experts:
+            metrics |= expert_load(self.model_chunks, self.topology.groups.tp_dp_cp, world, device)
         if replays:
             metrics["mismatch_routing"] = replaced_share(self.model_chunks, world, device)
         return metrics
@@ -179,6 +182,7 @@ class Runner:
         """
         topology, config, shapes = self.topology, get_model_config(self.model_chunks[0]), prepared.shapes
         config.variable_seq_lengths = len(set(shapes)) > 1
+        config.timers = MEGATRON_TIMERS
         given_each = list(zip(prepared.microbatches, prepared.given, strict=True))
 
         def forward_step(iterator: Iterator[tuple[Microbatch, ModelInput]], model_chunk: torch.nn.Module):
@@ -217,14 +221,16 @@ class Runner:
         BIASES.clear()
         return results
 
+    @property
+    def _has_experts(self) -> bool:
+        return get_model_config(self.model_chunks[0]).num_moe_experts is not None
+
     def _prepare(self, microbatches: list[Microbatch], forward_only: bool) -> PreparedStep:
         """Return what the model needs for the microbatches, on the host."""
-        balances_experts = not forward_only and bool(
-            balancing_routers(self.model_chunks) or moving_routers(self.model_chunks)
-        )
+        counts_experts = not forward_only and self._has_experts
         replayed = expert_layers(self.model_chunks) if ROUTED_EXPERTS in microbatches[0].batch else []
         return PreparedStep.build(
-            self._filled_up(microbatches), self.topology, self.vocab_size, self.backend, balances_experts, replayed
+            self._filled_up(microbatches), self.topology, self.vocab_size, self.backend, counts_experts, replayed
         )
 
     def _filled_up(self, microbatches: list[Microbatch]) -> list[Microbatch]:

@@ -32,6 +32,7 @@ from rl_megatron.losses.foreign import as_loss
 from rl_megatron.model.build import Head
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.policy import training_step
+from rl_megatron.policy.gradient_norms import GradientNorms
 from rl_megatron.policy.inference import Inference, build_runner, checked_lengths, on_host, replayable
 from rl_megatron.policy.interfaces import ColocatablePolicyInterface
 from rl_megatron.policy.optimizer import build_optimizer, build_scheduler, wrap_for_gradients
@@ -95,11 +96,13 @@ class MegatronPolicy(ColocatablePolicyInterface):
         )
         self.model_config, self.topology, self.vocab_size = model, topology, vocab_size
         self.optimizer: MegatronOptimizer | None = None
+        self._gradients: GradientNorms | None = None
         self.scheduler: OptimizerParamScheduler | None = None
         if optimizer is not None:
             self.model.model_chunks[:] = wrap_for_gradients(self.model.model_chunks, topology, optimizer)
             self.optimizer = build_optimizer(self.model.wrapped_model_chunks, optimizer, precision)
             self.scheduler = build_scheduler(self.optimizer, optimizer, total_steps)
+            self._gradients = GradientNorms(self.optimizer, self.model.wrapped_model_chunks)
         self.weights = WeightSender(self.model)
         self.memory = TrainingMemory(self.model, self.optimizer)
         self.reference: ReferenceModel | RecordedReference | None = None
@@ -205,8 +208,9 @@ class MegatronPolicy(ColocatablePolicyInterface):
 
         Returns:
             The loss's metrics, with `packing_efficiency` (tokens per token slot that the model computed), `grad_norm`
-            (before clipping), `grad_norm_clipped`, `lr` and `num_updates`, and `skipped_steps` if steps may be skipped;
-            a skipped step has no metrics of the loss. Each metric is reduced over a global batch as it declares, and
+            (before clipping; also of groups of layers, as in `grad_norm_embedding`), `grad_norm_clipped`, `lr` and
+            `num_updates`, and `skipped_steps` if steps may be skipped; a skipped step has no metrics of the loss. Each
+            metric is reduced over a global batch as it declares, and
             then over steps: minima and maxima stay minima and maxima, and others are averaged.
 
         Raises:
@@ -239,9 +243,11 @@ class MegatronPolicy(ColocatablePolicyInterface):
 
     def _take_step(self, batch: BatchedDataDict, planned: RankPlan, loss: Loss) -> dict[str, float]:
         optimizer, scheduler = self._optimizer_and_scheduler()
+        assert self._gradients is not None  # it is built with the optimizer
         step = partial(
-            training_step.train_on_batch, self.model, self.runner, optimizer, scheduler, batch, planned, loss
-        )
+            training_step.train_on_batch, self.model, self.runner, optimizer, scheduler, self._gradients, batch,
+            planned, loss,
+        )  # fmt: skip
         return self._skipped.take(step, optimizer.param_groups[0]["lr"])
 
     def _batching(self, mbs: int | None) -> Batching:
@@ -423,7 +429,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         """Release model, optimizer and reference, and return whether there was a model."""
         self.weights.close()
         self.memory.release()
-        self.optimizer = self.scheduler = None
+        self.optimizer = self.scheduler = self._gradients = None
         self.drop_reference()
         held = self.model.release()
         gc.collect()  # megatron-core's wrappers and hooks form reference cycles

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,14 +11,16 @@ from megatron.core.optimizer import MegatronOptimizer, clip_grads, get_megatron_
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_model_config, local_multi_tensor_l2_norm
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from rl_megatron.checkpoint.optimizer_state import allocate_moments, parts
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.execution import NonFiniteLoss
+from rl_megatron.execution.megatron_timers import MEGATRON_TIMERS
 from rl_megatron.model.layers.router import move_biases, moving_routers
 from rl_megatron.model.sharded_model import ShardedModel
+from rl_megatron.policy.gradient_norms import GradientNorms
 from rl_megatron.topology.topology import Topology
 
 
@@ -91,8 +92,6 @@ def build_optimizer(
     model_chunks: list[DistributedDataParallel], config: OptimizerConfig, precision: str
 ) -> MegatronOptimizer:
     """Return Adam with decoupled weight decay for all model chunks. Under bf16, master weights and moments are fp32."""
-    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:  # there is neither Transformer Engine nor Apex
-        clip_grads.l2_norm_impl = _l2_norm
     bf16, ddp_config = precision == "bf16", model_chunks[0].ddp_config
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -108,6 +107,7 @@ def build_optimizer(
             params_dtype=torch.bfloat16 if bf16 else torch.float32,
             use_distributed_optimizer=ddp_config.use_distributed_optimizer,
             overlap_param_gather=ddp_config.overlap_param_gather,
+            timers=MEGATRON_TIMERS,
         ),
         [*model_chunks],
         use_gloo_process_groups=False,  # the topology has none
@@ -127,14 +127,6 @@ def fuse(optimizer: MegatronOptimizer) -> None:
         if isinstance(part.optimizer, torch.optim.AdamW):
             for group in part.optimizer.param_groups:
                 group["fused"] = True
-
-
-def _l2_norm(_size: int, _noop_flag: Tensor, tensor_lists: list[list[Tensor]], *_: Any) -> tuple[Tensor, None]:
-    """Return the norm of all tensors [1] in the form of megatron-core's `local_multi_tensor_l2_norm`.
-
-    That function reads one number per tensor from the GPU, and waits for the GPU each time.
-    """
-    return torch.nn.utils.get_total_norm(tensor_lists[0]).reshape(1), None
 
 
 def build_scheduler(optimizer: MegatronOptimizer, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:
@@ -173,24 +165,30 @@ def norm_after_clipping(optimizer: MegatronOptimizer, grad_norm: float) -> float
 
 
 def take_step(
-    model: ShardedModel, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, loss: float
-) -> tuple[float, bool]:
+    model: ShardedModel,
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    gradients: GradientNorms,
+    loss: float,
+) -> tuple[dict[str, float], bool]:
     """Update the weights with the gradients in their main gradient buffers, and advance the schedule. Collective.
 
     Args:
         model: The model.
         optimizer: The model's optimizer.
         scheduler: The optimizer's learning-rate schedule.
+        gradients: The norms of the optimizer's gradients.
         loss: The value of the loss, for the error message.
 
     Returns:
-        The gradient norm before clipping, and whether the weights were updated.
+        The gradient's norms before clipping, in all and by group of layers, and whether the weights were updated.
 
     Raises:
         NonFiniteLoss: The gradient norm is NaN or infinite. Nothing is updated then.
     """
     optimizer.prepare_grads()
-    grad_norm = float(optimizer.get_grad_norm())
+    norms = gradients.norms()
+    grad_norm = norms["grad_norm"]
     if not math.isfinite(grad_norm):  # clipping with it would make every weight NaN
         raise NonFiniteLoss(f"the gradient norm is {grad_norm} at a finite loss of {loss:.4g}")
     for part in parts(optimizer):
@@ -201,4 +199,4 @@ def take_step(
     if updated:
         move_biases(moving_routers(model.model_chunks), model.topology.groups.tp_dp_cp)
     scheduler.step(increment=1)
-    return grad_norm, bool(updated)
+    return norms, bool(updated)

@@ -10,8 +10,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from rl_megatron.batching.rank_plan import RankPlan
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import Denominators, Runner
+from rl_megatron.execution.phase_timer import phase
 from rl_megatron.losses.base import Loss
 from rl_megatron.model.sharded_model import ShardedModel
+from rl_megatron.policy.gradient_norms import GradientNorms
 from rl_megatron.policy.optimizer import norm_after_clipping, take_step
 
 
@@ -62,11 +64,12 @@ def train_on_batch(
     runner: Runner,
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
+    gradients: GradientNorms,
     batch: BatchedDataDict,
     planned: RankPlan,
     loss: Loss,
 ) -> dict[str, float]:
-    """Take one optimizer step, and return the loss's metrics with both gradient norms, `lr` and `updated`. Collective.
+    """Take one optimizer step, and return the loss's metrics with gradient norms, `lr` and `updated`. Collective.
 
     A batch without a valid token changes nothing: weights, moments and learning rate stay the same.
 
@@ -76,9 +79,11 @@ def train_on_batch(
     """
     denominators = Denominators.count(batch)
     report = accumulate_gradients(model, runner, optimizer, planned, loss, denominators)
-    updated, grad_norm, lr = False, 0.0, optimizer.param_groups[0]["lr"]
+    updated, lr = False, optimizer.param_groups[0]["lr"]
+    outcome: dict[str, float] = dict.fromkeys(gradients.names, 0.0)
     if denominators.tokens > 0:
-        grad_norm, updated = take_step(model, optimizer, scheduler, report["loss"])
-    outcome = {"grad_norm": grad_norm, "grad_norm_clipped": norm_after_clipping(optimizer, grad_norm)}
+        with phase("optimizer"):
+            outcome, updated = take_step(model, optimizer, scheduler, gradients, report["loss"])
+    outcome["grad_norm_clipped"] = norm_after_clipping(optimizer, outcome["grad_norm"])
     outcome |= {"lr": lr, "updated": float(updated)}
     return report | outcome | {"packing_efficiency": planned.efficiency}

@@ -1,19 +1,21 @@
-"""An optimizer step waits for the device once per gradient norm, and its norm is megatron-core's."""
+"""An optimizer step waits for the device once for its gradient norms, and the whole norm is megatron-core's."""
 
 from __future__ import annotations
+
+import re
 
 import megatron.core.optimizer as optimizers
 import pytest
 import torch
 from megatron.core.optimizer import clip_grads
-from megatron.core.utils import local_multi_tensor_l2_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_megatron.checkpoint.optimizer_state import parts
 from rl_megatron.losses import NLLLoss
 from rl_megatron.policy import optimizer as policy_optimizer
+from rl_megatron.policy.gradient_norms import GradientNorms
 from rl_megatron.topology import cuda_on_cpu
-from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, EXPERTS, MODEL, build_policy
+from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, EXPERTS, MODEL, build_policy, gradients
 from tests.parallel.test_layouts import random_batch
 
 
@@ -29,22 +31,28 @@ class ReadNumbers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def step(parallel: dict, has_experts: bool) -> tuple[int, int, list[float]]:
-    """Return how many parameters a step updates, how many numbers it reads, and its norm in both implementations."""
+def step(parallel: dict, has_experts: bool) -> tuple[int, int, float, dict[str, float], dict[str, torch.Tensor]]:
+    """Take a step.
+
+    Returns:
+        How many parameters the rank updates, how many numbers the step reads, megatron-core's norm, ours, and on rank 0
+        the gradient of every parameter.
+    """
     model = EXPERTS if has_experts else MODEL
     policy = build_policy(parallel, model=model, optimizer=DISTRIBUTED_OPTIMIZER)
     policy.accumulate_gradients(random_batch(8, 16, 0), NLLLoss())
+    policy_optimizer.complete_gradients(policy.model.wrapped_model_chunks)
+    whole = gradients(policy)
     optimizer, scheduler = policy.optimizer, policy.scheduler
     assert optimizer is not None and scheduler is not None
     optimizer.prepare_grads()
-    ours, norms = clip_grads.l2_norm_impl, []
-    for clip_grads.l2_norm_impl in (local_multi_tensor_l2_norm, ours):
-        norms.append(float(optimizer.get_grad_norm()))
+    megatrons = float(optimizer.get_grad_norm())
+    norms = GradientNorms(optimizer, policy.model.wrapped_model_chunks)
     with ReadNumbers() as reads:
-        grad_norm, updated = policy_optimizer.take_step(policy.model, optimizer, scheduler, 1.0)
+        ours, updated = policy_optimizer.take_step(policy.model, optimizer, scheduler, norms, 1.0)
     assert updated
     parameters = sum(len(list(part.get_parameters())) for part in parts(optimizer))
-    return parameters, reads.count, [*norms, grad_norm]
+    return parameters, reads.count, megatrons, ours, whole
 
 
 def train_with_kernels_that_need_a_gpu() -> tuple[float, float]:
@@ -72,15 +80,34 @@ def test_a_cpu_trains_although_optimizer_kernels_for_gpus_are_installed(ranks):
     assert before == after > 0
 
 
+GROUPS = {
+    "grad_norm": r".",
+    "grad_norm_embedding": r"^embedding\.",
+    **{f"grad_norm_layers_{layer + 1}": rf"^decoder\.layers\.{layer}\." for layer in range(4)},
+    "grad_norm_output": r"^(decoder\.final|output_layer)",
+}
+
+
 @pytest.mark.parametrize(
     ("world_size", "parallel", "has_experts"),
-    [(1, {}, False), (2, {}, True), (4, {"tensor": 2, "sequence": True, "expert": 4}, True)],
-    ids=["dense", "experts", "expert parallel"],
+    [
+        (1, {}, False),
+        (2, {}, True),
+        (4, {"tensor": 2, "sequence": True, "expert": 4}, True),
+        (2, {"pipeline": 2}, False),
+    ],
+    ids=["dense", "experts", "expert parallel", "pipeline"],
 )
-def test_a_step_reads_one_number_per_norm_and_the_norm_is_megatron_cores(ranks, world_size, parallel, has_experts):
-    for parameters, reads, norms in ranks.run(world_size, step, parallel, has_experts):
-        assert parameters > 10
-        assert reads <= (
-            2 if has_experts else 1
-        )  # norms of dense parameters and of experts are summed over other ranks
-        assert norms[0] == norms[1] == norms[2] > 0
+def test_a_step_reads_its_norms_at_once_and_they_are_those_of_the_gradient(ranks, world_size, parallel, has_experts):
+    taken = ranks.run(world_size, step, parallel, has_experts)
+    whole = taken[0][-1]
+    wanted = {
+        group: torch.stack([each.norm() for name, each in whole.items() if re.match(pattern, name)]).norm().item()
+        for group, pattern in GROUPS.items()
+    }
+    for parameters, reads, megatrons, norms, _ in taken:
+        assert parameters > 5
+        assert reads <= 1
+        assert norms["grad_norm"] == pytest.approx(megatrons, rel=1e-6)
+        assert norms == pytest.approx(wanted, rel=1e-6)
+        assert min(norms.values()) > 0

@@ -34,7 +34,7 @@ class BalancedRouter(TopKRouter):
         step_tokens: T of the current step.
         reported: This rank's part of L_aux in the current step.
         expert_bias: megatron-core's buffer, or None if the router has no bias.
-        visits: [experts] The tokens of this rank per expert in the current step, or None if they do not move the bias.
+        visits: [experts] The tokens of this rank per expert in the current step. None outside a step.
         replayed: [2] Of this rank's tokens in the current step that were routed to recorded experts: how many the
             router would have routed to others, and how many there are. None outside a step.
     """
@@ -61,7 +61,7 @@ class BalancedRouter(TopKRouter):
         return _AlsoMinimised.apply(probs, loss)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count the tokens of each expert for `move_biases`, without padding and sequences with zero loss weight.
+        """Count the tokens of each expert, without padding and sequences with zero loss weight.
 
         megatron-core's own count stays 0. It would include padding, and would move the bias before it is known whether
         the optimizer step is taken.
@@ -126,10 +126,9 @@ def begin_step(model_chunks: Iterable[torch.nn.Module], tokens: Tensor) -> None:
     model_chunks = list(model_chunks)
     for router in _routers(model_chunks):
         router.replayed = torch.zeros(2, device=tokens.device, dtype=torch.float64)
+        router.visits = torch.zeros(router.config.num_moe_experts or 0, device=tokens.device)
     for router in balancing_routers(model_chunks):
         router.step_tokens, router.reported = tokens.clamp(min=1.0), torch.zeros_like(tokens)
-    for router in moving_routers(model_chunks):
-        router.visits = torch.zeros_like(_bias(router), dtype=torch.float32)
 
 
 def move_biases(routers: Iterable[BalancedRouter], group: dist.ProcessGroup) -> None:
@@ -165,6 +164,33 @@ def balancing_loss(routers: list[BalancedRouter], group: dist.ProcessGroup, devi
         total += router.reported
     dist.all_reduce(total, group=group)
     return total
+
+
+def expert_load(
+    model_chunks: Iterable[torch.nn.Module],
+    stage_group: dist.ProcessGroup,
+    world: dist.ProcessGroup,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """Return how unevenly the step used its experts: the most and the fewest tokens of one, over its layer's mean.
+
+    Collective over `world`. Both are scalars on the device, over all layers; 1 if all experts get equally many.
+
+    Args:
+        model_chunks: This rank's model chunks.
+        stage_group: The ranks of this pipeline stage.
+        world: All ranks.
+        device: The device.
+    """
+    extremes = torch.full((2,), -torch.inf, device=device)
+    visits = [router.visits for router in _routers(model_chunks) if router.visits is not None]
+    if visits:
+        counts = torch.stack(visits)
+        dist.all_reduce(counts, group=stage_group)
+        shares = counts / counts.mean(dim=1, keepdim=True).clamp(min=1.0)
+        extremes = torch.stack([shares.max(), -shares.min()])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=world)
+    return {"expert_load_max": extremes[0], "expert_load_min": -extremes[1]}
 
 
 def replaced_share(model_chunks: Iterable[torch.nn.Module], group: dist.ProcessGroup, device: torch.device) -> Tensor:
