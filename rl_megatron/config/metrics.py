@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from rl_megatron.config.registry import Registry
 
 METRICS_FILE = "metrics.jsonl"  # in the output directory of a run
+_COST = re.compile(r"seconds|.*_seconds|time_.*_s|.*_per_s(_.*)?|tflops_per_rank|mfu|pipeline_bubble|peak_memory_.*_gb")
 
 # How a value is computed from its parts. sum: the parts of microbatches and ranks are added; for a mean over tokens,
 # each part was divided by the global count before. min, max, mean, quantile: over all tokens, samples or optimizer
@@ -26,6 +28,7 @@ class Metric:
         meaning: The meaning of the value, in a sentence.
         reduction: How the value is computed from its parts.
         better: Which way is better; None if neither is better, or if it depends on the run.
+        healthy: The values that it usually has in a run that learns; empty if there is nothing to say.
     """
 
     name: str
@@ -33,6 +36,7 @@ class Metric:
     meaning: str
     reduction: MetricReduction
     better: Direction | None = None
+    healthy: str = ""
 
     def __post_init__(self) -> None:
         for field, allowed in (("reduction", get_args(MetricReduction)), ("better", (None, *get_args(Direction)))):
@@ -57,3 +61,8 @@ def declare_metrics(*metrics: Metric, registry: Registry[Metric] = METRICS) -> t
         if registry.get(metric.name) != metric:
             registry.register(metric.name)(metric)
     return metrics
+
+
+def is_cost(name: str) -> bool:
+    """Return whether a metric is a time, a speed or an amount of memory. All others are equal in two equal runs."""
+    return _COST.fullmatch(name) is not None
