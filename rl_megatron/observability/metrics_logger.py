@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from rl_megatron.config.loggers import PrometheusConfig
+from rl_megatron.observability.html_report import ReportPages, quietly, write_html_report
 from rl_megatron.observability.progress import ConsoleProgress
+from rl_megatron.observability.prometheus_sink import PrometheusSink
+from rl_megatron.observability.queued_sink import QueuedSink
 from rl_megatron.observability.report import write_report
-from rl_megatron.observability.sinks import SINKS, MetricLine, MetricSink
+from rl_megatron.observability.run_files import SAMPLES
+from rl_megatron.observability.sinks import SINKS, MetricLine, MetricSink, drop_later_lines
 
 
 class MetricsLogger:
@@ -21,18 +27,35 @@ class MetricsLogger:
     does nothing.
     """
 
-    def __init__(self, output_dir: Path, enabled: bool, sinks: Sequence[str] = ("jsonl", "tensorboard")):
+    def __init__(
+        self,
+        output_dir: Path,
+        enabled: bool,
+        sinks: Sequence[str] = ("jsonl", "tensorboard"),
+        services: Mapping[str, Callable[[], MetricSink]] | None = None,
+        prometheus: PrometheusConfig | None = None,
+    ):
         """Open the sinks.
 
         Args:
             output_dir: The run's directory.
             enabled: Whether this rank writes.
             sinks: Names of registered sinks (`sinks.register_sink`).
+            services: What opens the sinks of services, by name (`service_sinks`). Each has a thread and a queue.
+            prometheus: The settings of the endpoint for Prometheus, or None for none.
+
+        Raises:
+            ConfigError: The endpoint cannot listen.
         """
         self.output_dir, self.enabled = output_dir, enabled
         self._console = Console(quiet=not enabled, soft_wrap=True)  # a path that is copied stays in one piece
         self._progress = ConsoleProgress(self._console)
         self._sinks: list[MetricSink] = [SINKS[name](output_dir) for name in sinks] if enabled else []
+        if enabled:
+            self._sinks += [QueuedSink(name, open_sink) for name, open_sink in (services or {}).items()]
+            if prometheus is not None:
+                self._sinks.append(PrometheusSink(prometheus, output_dir))
+        self._pages = ReportPages(output_dir)
         self._noted: dict[str, float] = {}
         self._stage, self._last = "", time.perf_counter()
 
@@ -46,6 +69,7 @@ class MetricsLogger:
             return
         for sink in self._sinks:
             sink.begin_stage(stage, start)
+        drop_later_lines(self.output_dir / SAMPLES, stage, start)
         self._progress.begin_stage(stage, start, steps, metric)
 
     def end_stage(self) -> None:
@@ -55,8 +79,12 @@ class MetricsLogger:
 
     def show_phase(self, phase: str | None) -> None:
         """Show which phase of the training loop runs (`phase_timer.PhaseTimer`); None between phases."""
-        if self.enabled:
-            self._progress.show_phase(phase)
+        if not self.enabled:
+            return
+        self._progress.show_phase(phase)
+        for sink in self._sinks:
+            if isinstance(sink, PrometheusSink):
+                sink.enter_phase(phase)
 
     def note(self, metrics: dict[str, float]) -> None:
         """Keep metrics of what happens within a step for the next line that is recorded."""
@@ -79,6 +107,19 @@ class MetricsLogger:
         for sink in self._sinks:
             sink.write(line)
         self._progress.show(step, metrics, kind)
+        self._pages.renew()
+
+    def record_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Add completions of an evaluation to samples.jsonl, for people to read."""
+        if self.enabled and samples:
+            with (self.output_dir / SAMPLES).open("a") as file:
+                file.write(json.dumps({"stage": self._stage, "step": step, "kind": "eval", "samples": samples}) + "\n")
+
+    def close(self) -> None:
+        """Close the sinks, which a sink of a service may delay by `queued_sink.CLOSE_SECONDS` at most."""
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            sink.close()
 
     def finish(
         self, summary: dict[str, Any], next_commands: Sequence[tuple[str, str]] = (), has_trained: bool = True
@@ -92,6 +133,7 @@ class MetricsLogger:
         """
         if not self.enabled:
             return
-        for sink in self._sinks:
-            sink.close()
+        self.close()
         write_report(self.output_dir, summary, self._console, next_commands, has_trained)
+        self._pages.end()
+        quietly(lambda: write_html_report(self.output_dir))

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from rl_megatron import log
-from rl_megatron.config.eval_metrics import EVAL_METRICS, shown_name
+from rl_megatron.config.eval_metrics import is_eval_metric, shown_name
 
 _SHOWN = ("reward", "loss", "grad_norm", "lr")
 _LINES_PER_STAGE = 20  # of plain progress, if the console is not a terminal
@@ -21,10 +21,14 @@ _SECONDS_OF_AN_ACTIVITY = 0.5  # a shorter one is not shown: the line would flic
 _BAR = (6, 30)  # the narrowest and the widest
 _ACTIVITY_WIDTH = 22  # kept free beside the bar: "generating 1000/1024"
 _USUAL = ("train", "train_critic")  # phases that are only shown with a count
-# What a phase of the training loop (observability/phase_timer.py) is called here.
+# What a phase of the training loop (execution/phase_timer.py) is called here.
 _ACTIVITIES = {
-    "rollout": "generating",
+    "generate": "generating",
+    "reward": "scoring",
+    "refit": "syncing weights",
+    "gate": "checking logprobs",
     "logprobs": "logprobs",
+    "reference": "reference logprobs",
     "values": "values",
     "train": "training",
     "train_critic": "training critic",
@@ -74,7 +78,7 @@ class ConsoleProgress:
     def show(self, step: int, metrics: dict[str, float], kind: str) -> None:
         """Show the main metrics of a training step or an evaluation."""
         if kind == "eval":
-            given = [(name, value) for name, value in metrics.items() if name in EVAL_METRICS]
+            given = [(name, value) for name, value in metrics.items() if is_eval_metric(name)]
             self._console.print(f"{self._stage} step {step}: held-out {_listed(given)}", highlight=False)
             return
         self._step, self._metrics, self._step_ended = step, metrics, self._clock()

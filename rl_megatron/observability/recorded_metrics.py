@@ -12,8 +12,6 @@ from typing import Any
 from rl_megatron import log
 from rl_megatron.config.metrics import METRICS_FILE
 
-DAMAGED = "metrics.damaged.jsonl"  # the file as it was found, if lines of it had to be left out
-
 
 class RecordedMetrics:
     """A part of a stage's resumed state. Training does not need metrics, so a change of them is a warning only."""
@@ -42,8 +40,9 @@ class RecordedMetrics:
 
 
 def readable_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl. Others are left out with a warning, and the file is kept beside it.
+    """Return the lines of metrics.jsonl or samples.jsonl. If others are left out, a warning says so.
 
+    The file as it was is then kept beside it, as metrics.damaged.jsonl.
     A last line without its end is what a killed run leaves, and is left out silently.
     """
     lines: list[dict[str, Any]] = []
@@ -57,8 +56,9 @@ def readable_lines(path: Path) -> list[dict[str, Any]]:
         except (ValueError, AttributeError):
             if number == len(text) and not line.endswith("}"):
                 continue
-            shutil.copyfile(path, path.with_name(DAMAGED))
+            kept = path.with_name(f"{path.stem}.damaged{path.suffix}")
+            shutil.copyfile(path, kept)
             log.LOGGER.warning(
-                "%s:%d is not a line of metrics, and is left out; the file as it was is now %s", path, number, DAMAGED
+                "%s:%d is not a line of metrics, and is left out; the file as it was is now %s", path, number, kept.name
             )
     return lines

@@ -17,7 +17,7 @@ METRICS_OF = {
     "reward": {"loss": -1.179e-13, "reward": 0.4123, "grad_norm": 12.345, "lr": 2.982e-05, "gate_mean": 1e-7},
     "loss": {"loss": 1.811, "grad_norm": 1.436, "lr": 0.0002037, "packing_efficiency": 0.5},
 }
-COUNTS = {"evaluate": (96, 256, "evaluating 96/256"), "rollout": (1000, 1024, "generating 1000/1024")}
+COUNTS = {"evaluate": (96, 256, "evaluating 96/256"), "generate": (1000, 1024, "generating 1000/1024")}
 
 
 class Clock:
@@ -104,7 +104,7 @@ def test_the_line_does_not_change_its_length_when_an_activity_ends(shown, clock)
     display, _ = shown()
     begun(display, clock, "grpo", "reward")
     quiet = display.line(80).plain
-    display.show_phase("rollout")
+    display.show_phase("generate")
     log.report_progress(3, 1024, "sequences")
     clock.seconds += 1
     busy = display.line(80).plain
@@ -114,7 +114,7 @@ def test_the_line_does_not_change_its_length_when_an_activity_ends(shown, clock)
 def test_a_wide_terminal_has_the_unit_and_the_token(shown, clock):
     display, _ = shown()
     begun(display, clock, "grpo", "reward")
-    display.show_phase("rollout")
+    display.show_phase("generate")
     log.report_progress(128, 512, "sequences", "token 37/64")
     clock.seconds += 1
     assert display.line(200).plain.endswith("generating 128/512 sequences, token 37/64")

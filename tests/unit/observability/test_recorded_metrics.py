@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from rl_megatron.observability.recorded_metrics import DAMAGED, RecordedMetrics, readable_lines
+from rl_megatron.observability.recorded_metrics import RecordedMetrics, readable_lines
 
 LINES = [{"stage": "sft", "step": step, "kind": "train", "loss": 1 / step} for step in (1, 2, 3)]
 
@@ -19,7 +19,7 @@ def path(tmp_path):
 def test_a_line_that_a_killed_run_left_incomplete_is_left_out(path, caplog):
     path.write_bytes(path.read_bytes()[:-9])
     assert readable_lines(path) == LINES[:2]
-    assert not caplog.records and not (path.parent / DAMAGED).exists()
+    assert not caplog.records and not (path.parent / "metrics.damaged.jsonl").exists()
 
 
 @pytest.mark.parametrize("damage", [b"\xe4", b"}", b"[1]\n"])
@@ -31,7 +31,7 @@ def test_a_damaged_line_is_left_out_with_a_warning_and_the_file_is_kept(path, ca
     whole = LINES if damage == b"[1]\n" else [LINES[0], LINES[2]]
     assert readable_lines(path) == whole
     assert "metrics.jsonl:2 is not a line of metrics" in caplog.text
-    assert (path.parent / DAMAGED).read_bytes() == path.read_bytes()
+    assert (path.parent / "metrics.damaged.jsonl").read_bytes() == path.read_bytes()
 
 
 def test_a_change_of_lines_that_a_checkpoint_knows_is_said(path, caplog, monkeypatch):

@@ -1,0 +1,136 @@
+"""The settings of services that a run's metrics are sent to, such as `logger.wandb`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import field, fields
+from typing import Any, ClassVar, Literal
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.field_types import NonNegative, section
+
+
+@section
+class WandbConfig:
+    """Weights & Biases. Keys have the names of the arguments of `wandb.init`.
+
+    Attributes:
+        package: The Python package that it needs.
+    """
+
+    package: ClassVar[str] = "wandb"
+
+    project: str = "rl_megatron"  # the W&B project
+    entity: str | None = None  # the user or team that owns the project. null: the default of the account
+    name: str | None = None  # the name of the run. null: the last part of output_dir
+    group: str | None = None  # runs with the same group are shown together
+    job_type: str | None = None  # a kind of run within its group
+    tags: tuple[str, ...] = ()  # tags of the run
+    notes: str | None = None  # a longer description of the run
+    # online: send metrics while the run goes on. offline: write files only, which `wandb sync` sends later.
+    mode: Literal["online", "offline"] = "online"
+    directory: str | None = None  # the directory in which W&B makes its directory wandb/. null: output_dir
+
+
+@section
+class MlflowConfig:
+    """MLflow, on a tracking server or in a directory.
+
+    Attributes:
+        package: The Python package that it needs.
+    """
+
+    package: ClassVar[str] = "mlflow"
+
+    # Where MLflow keeps runs: a tracking server such as http://10.0.0.5:5000, or a directory as file:///data/mlruns.
+    # null: the environment variable MLFLOW_TRACKING_URI or, without it, mlruns/ in output_dir.
+    tracking_uri: str | None = None
+    experiment_name: str = "rl_megatron"  # the experiment, which is made if there is none with this name
+    run_name: str | None = None  # the name of the run. null: the last part of output_dir
+    tags: dict[str, str] = field(default_factory=dict)  # tags of the run
+
+
+@section
+class SwanlabConfig:
+    """SwanLab. Keys have the names of the arguments of `swanlab.init`.
+
+    Attributes:
+        package: The Python package that it needs.
+    """
+
+    package: ClassVar[str] = "swanlab"
+
+    project: str = "rl_megatron"  # the project
+    workspace: str | None = None  # the user or organization that owns the project. null: that of the account
+    name: str | None = None  # the name of the run. null: the last part of output_dir
+    group: str | None = None  # runs with the same group are shown together
+    job_type: str | None = None  # a kind of run within its group
+    tags: tuple[str, ...] = ()  # tags of the run
+    description: str | None = None  # a longer description of the run
+    # online: send metrics while the run goes on. offline: write files only, which `swanlab sync` sends later.
+    mode: Literal["online", "offline"] = "online"
+    log_dir: str | None = None  # the directory of its files. null: swanlog/ in output_dir
+
+
+@section
+class TrackioConfig:
+    """Trackio, which keeps runs in a local database. Keys have the names of the arguments of `trackio.init`.
+
+    Attributes:
+        package: The Python package that it needs.
+    """
+
+    package: ClassVar[str] = "trackio"
+
+    project: str = "rl_megatron"  # the project
+    name: str | None = None  # the name of the run. null: the last part of output_dir
+    group: str | None = None  # runs with the same group are shown together
+    space_id: str | None = None  # the Hugging Face Space that shows the runs. null: this machine, with `trackio show`
+    directory: str | None = None  # the directory of the database. null: trackio/ in output_dir
+
+
+@section
+class PrometheusConfig:
+    """An endpoint that Prometheus reads.
+
+    Attributes:
+        package: The Python package that it needs.
+    """
+
+    package: ClassVar[str] = "prometheus_client"
+
+    host: str = "127.0.0.1"  # the address at which rank 0 listens; whoever reaches it can read the metrics
+    port: NonNegative = 9464  # the port; 0: a free one
+
+
+@section
+class LoggerConfig:
+    """Services that metrics are sent to, besides the sinks of metric_sinks. A service that is null is not used."""
+
+    wandb: WandbConfig | None = None  # Weights & Biases; {} uses the defaults of its keys
+    mlflow: MlflowConfig | None = None  # MLflow; {} uses the defaults of its keys
+    swanlab: SwanlabConfig | None = None  # SwanLab; {} uses the defaults of its keys
+    trackio: TrackioConfig | None = None  # Trackio; {} uses the defaults of its keys
+    prometheus: PrometheusConfig | None = None  # an endpoint for Prometheus; {} uses the defaults of its keys
+
+    def chosen(self) -> Iterator[tuple[str, Any]]:
+        """Yield the name and the settings of each service that is used."""
+        for service in fields(self):
+            settings = getattr(self, service.name)
+            if settings is not None:
+                yield service.name, settings
+
+
+def check_loggers(config: LoggerConfig) -> None:
+    """Refuse a service whose Python package is missing.
+
+    Raises:
+        ConfigError: A package is missing; the message names the extra that installs it.
+    """
+    for name, settings in config.chosen():
+        if importlib.util.find_spec(settings.package) is None:
+            raise ConfigError(
+                f"logger.{name} needs the Python package {settings.package}, which is not installed; "
+                f"pip install 'rl_megatron[{name}]', or set logger.{name}=null"
+            )

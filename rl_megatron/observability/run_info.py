@@ -1,0 +1,64 @@
+"""What sinks record about a run besides its metrics: configuration, git revision, versions and layout."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rl_megatron.checkpoint.save import versions
+from rl_megatron.config.load import to_yaml
+from rl_megatron.config.schema import RunConfig
+
+RUN_INFO = "run_info.json"
+_GIT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a run is.
+
+    Attributes:
+        config: The effective configuration, without secrets.
+        git_revision: The commit of the current directory, with `-dirty` if tracked files differ from it. It is None
+            outside a git repository.
+        versions: Versions of packages by name.
+        layout: The parallel layout in words.
+        device: "cpu" or "cuda".
+    """
+
+    config: dict[str, Any]
+    git_revision: str | None
+    versions: dict[str, str]
+    layout: str
+    device: str
+
+    @classmethod
+    def of(cls, config: RunConfig, layout: str, device: str) -> RunInfo:
+        """Return what the run of `config` in this process is."""
+        return cls(yaml.safe_load(to_yaml(config)), git_revision(Path.cwd()), versions(), layout, device)
+
+    def write(self, output_dir: Path) -> None:
+        """Write run_info.json. Users' own sinks, which get only `output_dir`, read it there."""
+        replace_file(output_dir / RUN_INFO, json.dumps(asdict(self), indent=2) + "\n")
+
+
+def git_revision(directory: Path) -> str | None:
+    """Return the commit that is checked out in `directory`, or None if git or a repository is missing."""
+    command = ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None if found.returncode == 0 else None
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file so that a killed run leaves the old content or the new, and nothing between them."""
+    partial = path.with_name(f"{path.name}.incomplete")
+    partial.write_text(text)
+    partial.replace(path)
