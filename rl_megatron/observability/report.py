@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from rl_megatron.config.eval_metrics import shown_name
+from rl_megatron.config.eval_metrics import is_eval_metric, shown_name
 from rl_megatron.config.metrics import METRICS_FILE
 
 # The evaluation metrics that the curves show.
@@ -54,12 +54,12 @@ def write_report(
 
 
 def _results(stages: dict[str, dict[str, float]], console: Console) -> Table:
-    """Return a table of each stage's evaluation metrics, with a column for each metric.
+    """Return a table of each stage's evaluation metrics, with a column for each metric, without errors and changes.
 
     If that is too wide for the console, metrics are rows and stages are columns. If that is too wide as well, rich cuts
     cells.
     """
-    names = sorted({name for result in stages.values() for name in result})
+    names = sorted({name for result in stages.values() for name in result if "/" not in name or is_eval_metric(name)})
     columns = [["stage", *stages]]
     for name in names:
         values = [result[name] for result in stages.values() if name in result]

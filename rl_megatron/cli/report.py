@@ -1,0 +1,43 @@
+"""Write the HTML page of a run or of several, for `rl-megatron report` and `rl-megatron compare`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rl_megatron.config.errors import ConfigError
+
+
+def report(run: Path) -> int:
+    """Write report.html of a run, which may still go on, and return the exit status.
+
+    Raises:
+        ConfigError: `run` is not the output directory of a run, or the page cannot be written.
+    """
+    from rl_megatron.observability.html_report import REPORT, report_page
+    from rl_megatron.observability.run_files import RecordedRun
+
+    return _written(run / REPORT, report_page(RecordedRun.read(run)))
+
+
+def compare(runs: Sequence[Path], output: Path) -> int:
+    """Write a page with the curves of several runs and the differences of their settings; return the exit status.
+
+    Raises:
+        ConfigError: One of them is not the output directory of a run, or the page cannot be written.
+    """
+    from rl_megatron.observability.html_report import compare_page
+    from rl_megatron.observability.run_files import RecordedRun
+
+    if len(runs) < 2:
+        raise ConfigError("compare needs at least two runs; rl-megatron report shows one")
+    return _written(output, compare_page([RecordedRun.read(run) for run in runs]))
+
+
+def _written(path: Path, page: str) -> int:
+    try:
+        path.write_text(page, "utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+    print(f"Written to {path}")
+    return 0
