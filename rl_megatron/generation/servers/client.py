@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from concurrent.futures import Future
 from typing import Any
 
 import httpx2
 
+from rl_megatron.execution.spans import record_span
 from rl_megatron.generation.servers.access import authorization
 from rl_megatron.weight_sync.servers import ServerDied, ServerRefused
 
@@ -95,7 +97,7 @@ class ServerClient:
             RefusedForNow: The status is 500, 503 or another one that may pass.
             ServerRefused: The status is another error, or the answer is not JSON.
         """
-        timeout_seconds = seconds or self._timeout_seconds
+        timeout_seconds, began = seconds or self._timeout_seconds, time.time_ns()
         try:
             async with asyncio.timeout(timeout_seconds):
                 response = await self._http.request(method, self.url + path, json=body)
@@ -104,6 +106,7 @@ class ServerClient:
         except httpx2.RequestError as error:
             what = str(error) or type(error).__name__
             raise ConnectionLost(f"{self.name} did not answer {method} {path}: {what}") from error
+        record_span(self.name, f"{method} {path}", began)
         status, text = response.status_code, response.text
         if status in _PERHAPS_LATER:
             raise RefusedForNow(f"{self.name} answered {method} {path} with status {status}: {_excerpt(text)}")

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from rl_megatron import log
+from rl_megatron.execution.spans import record_span
 from rl_megatron.generation.transformers.requests import EngineRequests
 from rl_megatron.topology.child_process import environment_of_a_child
 
@@ -138,6 +139,7 @@ class EngineWorkers:
             arguments_of_each: Its arguments, for each engine that is asked.
         """
         self._deadline = time.monotonic() + self._timeout_seconds
+        self._asked = method, time.time_ns()
         self._allowed = f"{self._timeout_seconds / 60:.3g} minutes"
         self._waiting, self._values, self._answers, self._progress = {}, {}, Answers(), {}
         for worker, arguments in zip(self._workers, arguments_of_each, strict=False):
@@ -188,6 +190,7 @@ class EngineWorkers:
             self._report(worker, *value)
             return
         del self._waiting[worker.index]
+        record_span(worker.name, *self._asked)
         if kind == "answer":
             self._values[worker.index] = value
         else:

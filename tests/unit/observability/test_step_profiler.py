@@ -1,0 +1,51 @@
+"""Traces of steps: one clock for all processes, and spans that overlap are on tracks of their own."""
+
+import gzip
+import json
+
+from rl_megatron.config.profiling import ProfileConfig
+from rl_megatron.execution.phase_timer import PhaseTimer
+from rl_megatron.execution.spans import Span, record_span
+from rl_megatron.observability.step_profiler import StepProfiler, _span_events
+
+
+def test_spans_that_overlap_are_on_tracks_of_their_own():
+    spans = [
+        Span("server", "a", 0, 10),
+        Span("server", "b", 5, 15),
+        Span("server", "c", 6, 9),
+        Span("rank", "d", 5, 15),
+    ]
+    tracks = {event["name"]: event["tid"] for event in _span_events(spans)}
+    assert tracks == {"a": "phases", "b": "phases 2", "c": "phases", "d": "phases"}
+
+
+def take_steps(profiles):
+    """Take three steps, of which the second is profiled."""
+    timer = PhaseTimer()
+    profiler = StepProfiler(ProfileConfig(steps=(2,)), profiles, timer, 0, is_cuda=False)
+    for step in (1, 2, 3):
+        profiler.begin(step)
+        with timer.phase("generate"):
+            record_span("engine 0", "generate", 0)
+        with timer.phase("train"), timer.phase("forward"):
+            pass
+        profiler.end()
+
+
+def test_a_step_that_is_chosen_is_written_with_all_its_phases(tmp_path, ranks):
+    ranks.run(1, take_steps, tmp_path / "profiles")
+    assert sorted(path.name for path in (tmp_path / "profiles").iterdir()) == [
+        "step-000002-rank-0.json", "step-000002.json.gz",
+    ]  # fmt: skip
+    trace = json.loads(gzip.decompress((tmp_path / "profiles" / "step-000002.json.gz").read_bytes()))
+    processes = {
+        event["pid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"
+    }
+    phases = [(processes[e["pid"]], e["name"]) for e in trace["traceEvents"] if e.get("cat") == "phase"]
+    assert sorted(phases) == [
+        ("engine 0", "generate"), ("rank 0", "forward"), ("rank 0", "generate"), ("rank 0", "train"),
+    ]  # fmt: skip
+    spans = {e["name"]: e for e in trace["traceEvents"] if e.get("cat") == "phase" and processes[e["pid"]] == "rank 0"}
+    train, forward = spans["train"], spans["forward"]
+    assert train["ts"] <= forward["ts"] and forward["ts"] + forward["dur"] <= train["ts"] + train["dur"]
