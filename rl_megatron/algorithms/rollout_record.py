@@ -1,0 +1,112 @@
+"""`RolloutRecord`: write the rollouts of steps to files, and learn from such files instead of generating."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rl_megatron import log
+from rl_megatron.checkpoint.save import SaveFailed
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.rollout_files import RolloutFilesConfig
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.encoding import EncodedPrompt
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.generation.rollout_files import KEPT, Draw, batch_of, read_rows, rollout_file, rows, write_rows
+from rl_megatron.rewards.scorer import RewardMetrics
+from rl_megatron.topology.collective_errors import run_on_rank0
+
+# The place of a trajectory among all of its step, in the order in which they were drawn: a key of batches.
+ORDER = "draw_order"
+
+
+class RolloutRecord:
+    """The rollouts of the current step, on all ranks alike. Rank 0 writes them."""
+
+    def __init__(self, config: RolloutFilesConfig, directory: Path, tokenizer: Tokenizer, samples_per_prompt: int):
+        """Start without rollouts.
+
+        Args:
+            config: The section `rollouts`.
+            directory: Where files are written.
+            tokenizer: What decodes tokens.
+            samples_per_prompt: How many trajectories in a row belong to one prompt.
+        """
+        self._config, self._directory, self._tokenizer = config, directory, tokenizer
+        self._samples_per_prompt = samples_per_prompt
+        self._draws: list[Draw] = []
+        self._replayed: tuple[int, dict[int, BatchedDataDict]] = (0, {})
+
+    def replayed(self, step: int, round_: int, num_trajectories: int) -> BatchedDataDict | None:
+        """Return the recorded rollouts of a round, or None if the run generates its own.
+
+        Raises:
+            ConfigError: There is no such round in the files, or it has another number of trajectories.
+        """
+        if self._config.replay is None:
+            return None
+        path = rollout_file(Path(self._config.replay), step)
+        if self._replayed[0] != step:
+            of_step = groupby(read_rows(path), key=lambda row: row["round"])
+            self._replayed = step, {number: batch_of(list(of_round)) for number, of_round in of_step}
+        batch = self._replayed[1].get(round_)
+        size = 0 if batch is None else batch.size
+        if batch is None or size != num_trajectories:
+            raise ConfigError(
+                f"rollouts.replay={self._config.replay}: {path.name} has {size} trajectories of round {round_}, and "
+                f"the step learns from {num_trajectories}; replay a run with the same algorithm.prompts_per_step and "
+                "samples_per_prompt, and with rollouts.num_prompts=null"
+            )
+        return batch
+
+    def add(
+        self, round_: int, rollouts: BatchedDataDict, prompts: Sequence[EncodedPrompt], metrics: RewardMetrics
+    ) -> None:
+        """Add the rollouts of a round, which get the key `draw_order` if any are written."""
+        if not self._config.save_every:
+            return
+        if round_ == 0:
+            self._draws = []
+        before = sum(draw.rollouts.size for draw in self._draws)
+        unknown = sorted(rollouts.keys() - KEPT)
+        if unknown:
+            log.once(f"files of rollouts have no columns for {', '.join(unknown)}, which a replay will lack")
+        rollouts[ORDER] = torch.arange(before, before + rollouts.size)
+        self._draws.append(Draw(round_, rollouts, prompts, metrics.scores))
+
+    def write(self, step: int, learned: BatchedDataDict, newest_version: int) -> None:
+        """Write the rollouts of a step, if they are due. Collective.
+
+        Args:
+            step: The step.
+            learned: The rollouts that it learns from, with `draw_order` and `advantages`.
+            newest_version: The version of the policy's weights.
+
+        Raises:
+            SaveFailed: The file cannot be written.
+        """
+        if not self._config.save_every or step % self._config.save_every:
+            return
+        path = rollout_file(self._directory, step)
+        failure = run_on_rank0(lambda: write_rows(path, self._rows(step, learned, newest_version)))
+        if failure is not None:
+            raise SaveFailed(f"{path} cannot be written: {failure}; free space, or set rollouts.save_every=0")
+
+    def _rows(self, step: int, learned: BatchedDataDict, newest_version: int) -> list[dict]:
+        advantages: dict[int, Tensor] = dict(zip(learned[ORDER].tolist(), learned["advantages"], strict=True))
+        written: list[dict] = []
+        before = 0
+        for draw in self._draws:
+            of_draw = {order - before: values for order, values in advantages.items() if order >= before}
+            found = rows(
+                step, draw, self._tokenizer, samples_per_prompt=self._samples_per_prompt,
+                newest_version=newest_version, advantages=of_draw,
+            )  # fmt: skip
+            most = self._config.num_prompts
+            written += [row for row in found if most is None or row["group"] < most]
+            before += draw.rollouts.size
+        return written

@@ -1,0 +1,78 @@
+"""Metrics of rollouts: how rewards, lengths, advantages, ages and mismatches are distributed."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rl_megatron.algorithms.advantages import informative_groups
+from rl_megatron.data.batch import BatchedDataDict
+
+QUANTILES = (0.1, 0.5, 0.9)
+
+
+def statistics(rollouts: BatchedDataDict, group_size: int) -> dict[str, float]:
+    """Return metrics of the rollouts: how rewards and completion lengths are distributed, and two shares.
+
+    `stopped` is the share of completions that ended with a stop token. `informative_groups` is the share of groups
+    whose rewards differ; it is 0 if a group is one sample.
+    """
+    lengths: Tensor = (rollouts["input_lengths"] - rollouts["prompt_lengths"]).float()
+    return {
+        "reward": rollouts["rewards"].mean().item(),
+        **_distribution("reward", rollouts["rewards"]),
+        "completion_tokens": lengths.mean().item(),
+        **_distribution("completion_tokens", lengths),
+        "stopped": rollouts["stopped"].float().mean().item(),
+        "informative_groups": informative_groups(rollouts["rewards"], group_size).float().mean().item(),
+    }
+
+
+def learned_statistics(rollouts: BatchedDataDict, weight_version: int) -> dict[str, float]:
+    """Return metrics of the rollouts that a step learns from: their advantages, and the age of their weights.
+
+    Args:
+        rollouts: The rollouts, with `advantages` [B, S] or [B].
+        weight_version: The version of the policy's weights.
+    """
+    advantages = rollouts["advantages"]
+    if advantages.dim() == 2:
+        advantages = advantages[rollouts["token_mask"].bool()]
+    ages = weight_version - rollouts["weight_version"]
+    return {
+        "advantage_mean": advantages.float().mean().item() if advantages.numel() else 0.0,
+        **_distribution("advantage", advantages),
+        "weight_age_mean": ages.float().mean().item(),
+        "weight_age_max": float(ages.max()),
+    }
+
+
+def _distribution(name: str, values: Tensor) -> dict[str, float]:
+    """Return the standard deviation, the extremes and some quantiles of values."""
+    if not values.numel():
+        return {}
+    values = values.float()
+    found = {f"{name}_std": values.std(correction=0).item(), f"{name}_min": values.min().item()}
+    ordered = values.sort().values  # torch.quantile takes no more than 16 million values
+    for share in QUANTILES:
+        found[f"{name}_p{share * 100:.0f}"] = ordered[round(share * (len(ordered) - 1))].item()
+    return found | {f"{name}_max": values.max().item()}
+
+
+def logprob_mismatch(rollouts: BatchedDataDict) -> dict[str, float]:
+    """Return the mean, 99th percentile and maximum of |trainer's − engine's logprob| over sampled tokens, in nats.
+
+    They are 0 up to rounding if the engine and the trainer have the same weights. The result is empty if the trainer's
+    were not recomputed: the loss then reports the mean and the maximum (`losses/mismatch.py`).
+    """
+    if "prev_logprobs" not in rollouts:
+        return {}
+    sampled = rollouts["token_mask"].bool()
+    difference = (rollouts["prev_logprobs"] - rollouts["generation_logprobs"]).abs()[sampled]
+    if not difference.numel():
+        return {"mismatch_mean": 0.0, "mismatch_p99": 0.0, "mismatch_max": 0.0}
+    ordered = difference.sort().values
+    return {
+        "mismatch_mean": difference.mean().item(),
+        "mismatch_p99": ordered[-(-99 * (len(ordered) - 1) // 100)].item(),
+        "mismatch_max": ordered[-1].item(),
+    }

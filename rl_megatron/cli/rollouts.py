@@ -1,0 +1,93 @@
+"""Show the rollouts that a run has written, for `rl-megatron rollouts`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from rl_megatron.config.errors import ConfigError
+
+_WIDTH = 160
+_COLUMNS = (
+    "step", "round", "number", "group", "reward", "stopped", "is_learned_from", "age", "prompt", "completion",
+)  # fmt: skip
+
+
+def rollouts(options: argparse.Namespace) -> int:
+    """Print the trajectories that the options choose, and return the exit status.
+
+    Raises:
+        ConfigError: There are no files of rollouts, or pyarrow is not installed.
+    """
+    files = _files(options.path, options.stage, options.step)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDTH
+    chosen = shown = 0
+    for row in _chosen(files, options):
+        chosen += 1
+        if shown >= options.limit:
+            continue
+        shown += 1
+        if options.json:
+            print(json.dumps(row))
+        else:
+            console.print(_panel(row))
+    if not options.json:
+        steps = ", ".join(sorted({path.stem for path in files}))
+        console.print(f"{shown} of {chosen} trajectories shown, of {len(files)} file(s): {steps}", soft_wrap=True)
+    return 0
+
+
+def _files(path: Path, stage: str | None, step: int | None) -> list[Path]:
+    """Return the files of a run, of the directory of a stage, or the file that is given.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    if path.is_file():
+        return [path]
+    pattern = "step-*.parquet" if step is None else f"step-{step:06}.parquet"
+    found = sorted(path.glob(pattern)) or sorted((path / "rollouts").glob(f"{stage or '*'}/{pattern}"))
+    if not found:
+        raise ConfigError(
+            f"{path} has no files of rollouts{'' if step is None else f' of step {step}'}; "
+            "a run writes them with rollouts.save_every above 0"
+        )
+    return found
+
+
+def _chosen(files: list[Path], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    from rl_megatron.generation.rollout_files import read_rows, require_parquet
+
+    require_parquet("rl-megatron rollouts")
+    for file in files:
+        for row in read_rows(file, None if options.json else _COLUMNS):
+            low = options.min_reward is not None and row["reward"] < options.min_reward
+            high = options.max_reward is not None and row["reward"] > options.max_reward
+            other = options.prompt is not None and options.prompt not in row["prompt"]
+            if not (low or high or other):
+                yield row
+
+
+def _panel(row: dict[str, Any]) -> Panel:
+    facts = Table(show_header=False, box=None, padding=(0, 1, 0, 0))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(overflow="fold")
+    facts.add_row("prompt", Text(row["prompt"].strip("\n")))
+    facts.add_row("completion", Text(row["completion"].strip("\n")))
+    title = f"step {row['step']}, prompt {row['group']}, sample {row['number']}: reward {row['reward']:g}"
+    notes = [
+        *([] if row["stopped"] else ["truncated"]),
+        *([] if row["is_learned_from"] else ["not learned from"]),
+        *([f"{row['age']} versions old"] if row["age"] else []),
+    ]
+    return Panel(facts, title=title, title_align="left", subtitle=", ".join(notes) or None, subtitle_align="left")

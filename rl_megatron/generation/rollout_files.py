@@ -1,0 +1,235 @@
+"""Read and write files of rollouts: one Parquet file for each step, with one trajectory in each row.
+
+A trajectory is a sequence of tokens, some of which the policy has sampled. The others are the prompt and, with several
+turns, what an environment says between them. Every number that training reads is kept to the bit, so that a run can
+learn from the files as it does from the rollouts themselves.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_megatron.batching.routing import ROUTED_EXPERTS, UNKNOWN_EXPERT
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.encoding import EncodedPrompt
+from rl_megatron.data.tokenizer import Tokenizer
+
+# Columns that are a number of each trajectory: (the column, the key of the batch, the type of both).
+_NUMBERS = (
+    ("reward", "rewards", torch.float32),
+    ("weight", "sample_mask", torch.float32),
+    ("stopped", "stopped", torch.bool),
+    ("prompt_length", "prompt_lengths", torch.int64),
+    ("temperature", "temperature", torch.float32),
+    ("top_k", "top_k", torch.int64),
+    ("top_p", "top_p", torch.float32),
+    ("weight_version", "weight_version", torch.int64),
+)
+# Keys of a batch that have columns of another form.
+_OTHERS = ("input_ids", "input_lengths", "token_mask", "generation_logprobs", "token_weight_versions", ROUTED_EXPERTS)
+KEPT = frozenset((*_OTHERS, *(key for _, key, _ in _NUMBERS)))
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The rollouts of one round of a step, with what people want to read about them.
+
+    Attributes:
+        round: The round of dynamic sampling, from 0.
+        rollouts: The batch that a rollout engine returned, with `rewards`.
+        prompts: The prompt of each trajectory.
+        scores: The score of each reward function for each trajectory; None where it does not apply.
+    """
+
+    round: int
+    rollouts: BatchedDataDict
+    prompts: Sequence[EncodedPrompt]
+    scores: Mapping[str, Sequence[float | None]]
+
+
+def rollout_file(directory: Path, step: int) -> Path:
+    """Return the file of a step."""
+    return directory / f"step-{step:06}.parquet"
+
+
+def rows(
+    step: int,
+    draw: Draw,
+    tokenizer: Tokenizer,
+    *,
+    samples_per_prompt: int,
+    newest_version: int,
+    advantages: Mapping[int, Tensor],
+) -> Iterator[dict[str, Any]]:
+    """Yield the row of each trajectory of a draw.
+
+    Args:
+        step: The step.
+        draw: The rollouts.
+        tokenizer: What decodes them.
+        samples_per_prompt: How many trajectories in a row belong to one prompt.
+        newest_version: The version of the policy's weights.
+        advantages: The advantages [S] of the trajectories that the step learned from, by their numbers in the draw.
+    """
+    batch = draw.rollouts
+    for number in range(batch.size):
+        length, start = int(batch["input_lengths"][number]), int(batch["prompt_lengths"][number])
+        ids, sampled = batch["input_ids"][number, :length], batch["token_mask"][number, :length].bool()
+        versions = batch["token_weight_versions"][number, :length]
+        learned = advantages.get(number)
+        row: dict[str, Any] = {
+            "step": step,
+            "round": draw.round,
+            "number": number,
+            "group": number // samples_per_prompt,
+            "is_learned_from": learned is not None,
+            "location": draw.prompts[number].problem.location,
+            "prompt": tokenizer.decode(ids[:start].tolist()),
+            "completion": tokenizer.decode(ids[start:].tolist()),
+            "age": newest_version - int(batch["weight_version"][number]),
+            "ids": ids.tolist(),
+            "sampled": sampled.tolist(),
+            "logprobs": batch["generation_logprobs"][number, :length][sampled].tolist(),
+            "advantages": None if learned is None else learned[:length][sampled].tolist(),
+            "versions": list(_spans(versions.tolist())),
+            "rewards": [
+                {"turn": 0, "component": name, "value": values[number]}
+                for name, values in draw.scores.items()
+                if values[number] is not None
+            ],
+        }
+        row |= {column: batch[key][number].item() for column, key, _ in _NUMBERS}
+        if ROUTED_EXPERTS in batch:
+            experts = batch[ROUTED_EXPERTS][number, : length - 1]
+            row |= {"experts": experts.flatten().tolist(), "experts_shape": list(experts.shape[1:])}
+        yield row
+
+
+def _spans(versions: Sequence[int]) -> Iterator[dict[str, int]]:
+    """Yield the spans of sampled tokens with one version of the weights; other tokens have the version −1."""
+    start = 0
+    for version, tokens in groupby(versions):
+        end = start + len(list(tokens))
+        if version >= 0:
+            yield {"version": version, "start": start, "end": end}
+        start = end
+
+
+def write_rows(path: Path, written: Sequence[Mapping[str, Any]]) -> None:
+    """Write the file of a step. A file that exists is replaced as a whole.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.Table.from_pylist(list(written), schema=_schema())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.incomplete")
+    pyarrow.parquet.write_table(table, partial, compression="zstd")
+    partial.replace(path)
+
+
+def require_parquet(key: str) -> None:
+    """Refuse what needs pyarrow if that is missing.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+    """
+    if importlib.util.find_spec("pyarrow") is None:
+        raise ConfigError(f"{key} needs pyarrow: pip install 'rl_megatron[data]'")
+
+
+def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Return the rows of the file of a step, with all columns or with some.
+
+    Raises:
+        ConfigError: The file is missing, or is not a file of rollouts.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        names = pyarrow.parquet.read_schema(path).names
+        if missing := [name for name in _schema().names if name not in names]:
+            raise ConfigError(f"{path} is not a file of rollouts: it has no column {missing[0]}")
+        return pyarrow.parquet.read_table(path, columns=columns and list(columns)).to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ConfigError(f"{path} cannot be read as a file of rollouts: {error}") from error
+
+
+def batch_of(read: Sequence[Mapping[str, Any]]) -> BatchedDataDict:
+    """Return the rollouts of the rows of one round, equal to the bit to those that were written."""
+    lengths = torch.tensor([len(row["ids"]) for row in read])
+    columns = torch.arange(int(lengths.max()))
+    within = columns < lengths[:, None]
+    sampled = _filled(within, [row["sampled"] for row in read], torch.bool, 0)
+    versions = torch.full(within.shape, -1)
+    for number, row in enumerate(read):
+        for span in row["versions"]:
+            versions[number, span["start"] : span["end"]] = span["version"]
+    batch = BatchedDataDict(
+        {
+            "input_ids": _filled(within, [row["ids"] for row in read], torch.long, 0),
+            "input_lengths": lengths,
+            "token_mask": sampled.float(),
+            "generation_logprobs": _filled(sampled, [row["logprobs"] for row in read], torch.float32, 0.0),
+            "token_weight_versions": versions,
+        }
+    )
+    for column, key, dtype in _NUMBERS:
+        batch[key] = torch.tensor([row[column] for row in read], dtype=dtype)
+    if any(row["experts"] is not None for row in read):
+        batch[ROUTED_EXPERTS] = _experts(read, len(columns))
+    return batch
+
+
+def _experts(read: Sequence[Mapping[str, Any]], width: int) -> Tensor:
+    shape = tuple(read[0]["experts_shape"])
+    experts = torch.full((len(read), width, *shape), UNKNOWN_EXPERT, dtype=torch.int16)
+    for number, row in enumerate(read):
+        of_row = torch.tensor(row["experts"], dtype=torch.int16).view(-1, *shape)
+        experts[number, : len(of_row)] = of_row
+    return experts
+
+
+def _filled(where: Tensor, values: Sequence[Sequence[Any]], dtype: torch.dtype, rest: float) -> Tensor:
+    """Return a tensor with the values, in order, at the places that `where` marks, and `rest` elsewhere."""
+    filled = torch.full(where.shape, rest, dtype=dtype)
+    filled[where] = torch.tensor([value for row in values for value in row], dtype=dtype)
+    return filled
+
+
+def _schema() -> Any:
+    import pyarrow as arrow
+
+    span = arrow.struct([("version", arrow.int64()), ("start", arrow.int32()), ("end", arrow.int32())])
+    reward = arrow.struct([("turn", arrow.int32()), ("component", arrow.string()), ("value", arrow.float64())])
+    types = {torch.float32: arrow.float32(), torch.bool: arrow.bool_(), torch.int64: arrow.int64()}
+    return arrow.schema(
+        [
+            *((name, arrow.int32()) for name in ("step", "round", "number", "group")),
+            ("is_learned_from", arrow.bool_()),
+            *((name, arrow.string()) for name in ("location", "prompt", "completion")),
+            *((column, types[dtype]) for column, _, dtype in _NUMBERS),
+            ("age", arrow.int64()),
+            ("ids", arrow.list_(arrow.int32())),
+            ("sampled", arrow.list_(arrow.bool_())),
+            ("logprobs", arrow.list_(arrow.float32())),
+            ("advantages", arrow.list_(arrow.float32())),
+            ("versions", arrow.list_(span)),
+            ("rewards", arrow.list_(reward)),
+            ("experts", arrow.list_(arrow.int16())),
+            ("experts_shape", arrow.list_(arrow.int32())),
+        ]
+    )

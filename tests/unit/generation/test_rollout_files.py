@@ -1,0 +1,79 @@
+"""Files of rollouts: what training reads comes back to the bit, with what people want to see."""
+
+import pytest
+import torch
+
+from rl_megatron.batching.routing import ROUTED_EXPERTS
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.data.encoding import EncodedPrompt
+from rl_megatron.data.tasks.task import Problem
+from rl_megatron.generation.completion_batch import rollouts as batch_of_completions
+from rl_megatron.generation.interfaces import Completion, Sampling, WeightSpan
+from rl_megatron.generation.rollout_files import Draw, batch_of, read_rows, rollout_file, rows, write_rows
+from tests.unit.algorithms.fakes import Characters
+
+PROMPTS = ["1+1=", "2+2=", "2+2="]
+COMPLETIONS = (
+    Completion("a", tuple(map(ord, "2")), (-0.1,), (WeightSpan(4, 0, 1),), "stop"),
+    Completion(
+        "b", tuple(map(ord, "four")), (-0.3, -1e-7, -2.5, -0.7), (WeightSpan(3, 0, 3), WeightSpan(4, 3, 4)), "stop"
+    ),
+    Completion("c", tuple(map(ord, "44")), (-1.0, -1 / 3), (WeightSpan(4, 0, 2),), "length"),
+)
+
+
+def draw(experts=False):
+    batch = batch_of_completions([list(map(ord, prompt)) for prompt in PROMPTS], COMPLETIONS, Sampling(4, 0.7, 5, 0.9))
+    batch["rewards"] = torch.tensor([1.0, 1 / 3, -2.0])
+    if experts:
+        shape = (3, batch["input_ids"].shape[1], 2, 2)
+        recorded = torch.randint(0, 8, shape, dtype=torch.int16, generator=torch.Generator().manual_seed(0))
+        read = torch.arange(shape[1]) < batch["input_lengths"][:, None] - 1
+        batch[ROUTED_EXPERTS] = torch.where(read[..., None, None], recorded, torch.tensor(-1, dtype=torch.int16))
+    prompts = [
+        EncodedPrompt([1], Problem(text, "2", location=f"data.jsonl:{i}"), None) for i, text in enumerate(PROMPTS)
+    ]
+    return Draw(2, batch, prompts, {"exact": [1.0, 0.5, None], "short": [None, None, 0.25]})
+
+
+def written(tmp_path, drawn, advantages):
+    path = rollout_file(tmp_path / "files", 7)
+    found = rows(7, drawn, Characters(), samples_per_prompt=1, newest_version=4, advantages=advantages)
+    write_rows(path, list(found))
+    assert path.name == "step-000007.parquet"
+    return read_rows(path)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_batch_comes_back_to_the_bit(tmp_path, experts):
+    drawn = draw(experts)
+    back = batch_of(written(tmp_path, drawn, {}))
+    assert back.keys() == drawn.rollouts.keys()
+    for key, value in drawn.rollouts.items():
+        assert back[key].dtype == value.dtype and torch.equal(back[key], value), key
+
+
+def test_rows_say_what_people_want_to_read(tmp_path):
+    width = draw().rollouts["input_ids"].shape[1]
+    first, second, third = written(tmp_path, draw(), {1: torch.arange(float(width))})
+    assert (second["prompt"], second["completion"], second["location"]) == ("2+2=", "four", "data.jsonl:1")
+    assert second["rewards"] == [{"turn": 0, "component": "exact", "value": 0.5}]
+    assert second["versions"] == [
+        {"version": 3, "start": 4, "end": 7}, {"version": 4, "start": 7, "end": 8},
+    ]  # fmt: skip
+    assert (second["age"], first["age"]) == (1, 0)
+    assert second["advantages"] == [4.0, 5.0, 6.0, 7.0] and second["is_learned_from"]
+    assert first["advantages"] is None and not first["is_learned_from"]
+    assert (third["stopped"], third["round"], third["number"], third["group"]) == (False, 2, 2, 2)
+
+
+def test_other_files_are_refused(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    with pytest.raises(ConfigError, match=r"step-000001.parquet cannot be read as a file of rollouts"):
+        read_rows(rollout_file(tmp_path, 1))
+    other = tmp_path / "other.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"step": [1]}), other)
+    with pytest.raises(ConfigError, match=r"other.parquet is not a file of rollouts: it has no column round"):
+        read_rows(other)
