@@ -52,8 +52,13 @@ class _Report(NamedTuple):
 
 @dataclass
 class RewardMetrics:
-    """The metrics of reward functions, added up over calls of `Scorer.score`."""
+    """The metrics of reward functions, added up over calls of `Scorer.score`.
 
+    Attributes:
+        scores: The scores of each function for every sample, by its label; None where it does not apply.
+    """
+
+    scores: dict[str, list[float | None]] = field(default_factory=dict)
     _sums: dict[str, tuple[float, int]] = field(default_factory=dict)
     _counts: dict[str, float] = field(default_factory=dict)
 
@@ -73,6 +78,8 @@ class RewardMetrics:
             self._sums[name] = before + total, number + count
         for name, number in other._counts.items():
             self._counts[name] = self._counts.get(name, 0.0) + number
+        for label, scores in other.scores.items():
+            self.scores.setdefault(label, []).extend(scores)
 
     def values(self) -> dict[str, float]:
         """Return the metrics by name."""
@@ -227,6 +234,7 @@ class Scorer:
                 reward = _weighted(weights, of_sample)
             for function, outcome in enumerate(of_sample):
                 self._observe(metrics, function, outcome, sample)
+                metrics.scores.setdefault(self._specs[function].label, []).append(outcome.score)
             rewards.append(reward)
         return torch.tensor(rewards, dtype=torch.float32), metrics
 

@@ -111,6 +111,10 @@ class Arithmetic:
         """Return 1.0 if the completion is the answer, apart from white space around it, otherwise 0.0."""
         return float(completion.strip() == problem.answer)
 
+    def final_answer(self, completion: str) -> str | None:
+        """Return the completion without white space around it, or None if nothing is left."""
+        return completion.strip() or None
+
     def _draw_training(self, seed: str) -> Iterator[Problem]:
         source = random.Random(seed)
         while True:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import cached_property
-from typing import ClassVar
 
-from rl_megatron.data.files import load_records
-from rl_megatron.data.order import epoch_order
 from rl_megatron.data.records import Record
+from rl_megatron.data.tasks.file_task import FileTask
 from rl_megatron.data.tasks.registry import register_task
-from rl_megatron.data.tasks.task import Demonstration, Problem, TooFewProblems
+from rl_megatron.data.tasks.task import Demonstration, Problem
 
 # A complete number. Characters after it must not make it another number (18k, 1/2, 3e5, 1,23); units and full stops
 # may follow.
@@ -40,7 +36,7 @@ def extract_answer(text: str) -> Decimal | None:
 
 @register_task("gsm8k")
 @dataclass(frozen=True)
-class GSM8K:
+class GSM8K(FileTask):
     """Problems from local files, with a question and an answer; the answer ends in `#### N`.
 
     The prompt is the question and a line break.
@@ -58,24 +54,8 @@ class GSM8K:
         ValueError: A line is malformed, a field is missing, or an answer has no `#### N`; the message names file:line.
     """
 
-    name: ClassVar[str]
-
-    path: str
-    heldout_fraction: float = 0.05
     question_field: str = "question"
     answer_field: str = "answer"
-
-    def check_files(self) -> None:
-        """Read the files and check every record, without torch, which the split into two parts needs."""
-        self._checked(load_records(self.path, heldout_fraction=0.0))
-
-    def train_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
-        """Return all training problems in the file's order, or `count` of them chosen by `seed`."""
-        return [self._problem(record) for record in _choose(self._splits[0], count, seed)]
-
-    def heldout_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
-        """Return all held-out problems in the file's order, or `count` of them chosen by `seed`."""
-        return [self._problem(record) for record in _choose(self._splits[1], count, seed)]
 
     def demonstrations(self, count: int | None = None, seed: int = 0) -> list[Demonstration]:
         """Return the training problems for this `count` and `seed` with their whole solutions."""
@@ -87,38 +67,26 @@ class GSM8K:
         answer = extract_answer(completion)
         return float(answer is not None and answer == Decimal(problem.answer))
 
-    @cached_property
-    def _splits(self) -> tuple[list[Record], list[Record]]:
-        return self._checked(load_records(self.path, self.heldout_fraction))
+    def final_answer(self, completion: str) -> str | None:
+        """Return the completion's final number in its shortest form, so that 18 and 18.00 are one answer, or None."""
+        answer = extract_answer(completion)
+        return None if answer is None else f"{answer.normalize():f}"
 
-    def _checked(self, splits: tuple[list[Record], list[Record]]) -> tuple[list[Record], list[Record]]:
-        """Return the records with their question and answer under our names."""
-        train, heldout = ([self._named(record) for record in records] for records in splits)
-        return train, heldout
+    def checked(self, record: Record) -> Record:
+        """Return the record with its question and answer under our names.
 
-    def _named(self, record: Record) -> Record:
+        Raises:
+            ValueError: A field is missing, or the answer has no `#### N`.
+        """
         names = {"question": self.question_field, "answer": self.answer_field}
-        for name, field in names.items():
-            if field not in record.values:
-                raise ValueError(
-                    f"{record.location}: the record has no field {field!r} (its fields: "
-                    f"{', '.join(map(str, record.values)) or 'none'}); set data.task.{name}_field to the one of the "
-                    f"{name}."
-                )
+        self.require(record, [(f"{name}_field", field) for name, field in names.items()])
         values = {**record.values, **{name: record.values[field] for name, field in names.items()}}
         answer = values["answer"]
         if not isinstance(answer, str) or extract_answer(answer) is None:
             raise ValueError(f"{record.location}: the answer does not end in '#### N': {answer!r}.")
         return Record(values, record.location)
 
-    def _problem(self, record: Record) -> Problem:
+    def problem(self, record: Record) -> Problem:
+        """Return the question, a line break, and the number that is the answer."""
         answer = str(extract_answer(record.values["answer"]))
         return Problem(f"{record.values['question']}\n", answer, record.values, record.location)
-
-
-def _choose(records: Sequence[Record], count: int | None, seed: int) -> list[Record]:
-    if count is None:
-        return list(records)
-    if count > len(records):
-        raise TooFewProblems(f"gsm8k has {len(records)} of these problems, and {count} were asked for: ask for fewer")
-    return [records[index] for index in epoch_order(len(records), seed, epoch=0)[:count].tolist()]

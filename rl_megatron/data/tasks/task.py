@@ -109,3 +109,12 @@ class GeneratedTask(Task, Protocol):
     def pretraining_documents(self, count: int, seed: int = 0) -> list[str]:
         """Return documents in the format of prompt and answer, made from training problems only."""
         ...
+
+
+@runtime_checkable
+class AnsweringTask(Task, Protocol):
+    """A task that can also read the answer of a completion, so that answers of several samples can be counted."""
+
+    def final_answer(self, completion: str) -> str | None:
+        """Return the answer of a completion, the same text for equal answers, or None if it has none."""
+        ...

@@ -1,0 +1,93 @@
+"""`FileTask`: what tasks have in common whose problems are the records of local files."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from rl_megatron.data.files import load_records
+from rl_megatron.data.order import epoch_order
+from rl_megatron.data.records import Record
+from rl_megatron.data.tasks.task import Demonstration, Problem, TooFewProblems
+
+
+@dataclass(frozen=True)
+class FileTask(ABC):
+    """A task that reads its problems from files. They are read, and errors are raised, at the first call of a method.
+
+    Args:
+        path: A directory with `train.jsonl` and `test.jsonl`, or one file of which `heldout_fraction` is held out.
+        heldout_fraction: The share of problems that is held out, if `path` is a file.
+    """
+
+    name: ClassVar[str]
+
+    path: str
+    heldout_fraction: float = 0.05
+
+    @abstractmethod
+    def checked(self, record: Record) -> Record:
+        """Return a record that `problem` can use.
+
+        Raises:
+            ValueError: It cannot be used; the message names file:line, the field and the remedy.
+        """
+
+    @abstractmethod
+    def problem(self, record: Record) -> Problem:
+        """Return the problem of a checked record."""
+
+    @abstractmethod
+    def reward(self, problem: Problem, completion: str) -> float:
+        """Return how good a completion is."""
+
+    def check_files(self) -> None:
+        """Read the files and check every record, without torch, which the split into two parts needs."""
+        for records in load_records(self.path, heldout_fraction=0.0):
+            self._all_checked(records)
+
+    def train_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
+        """Return all training problems in the file's order, or `count` of them chosen by `seed`."""
+        return [self.problem(record) for record in self._chosen(self._splits[0], count, seed)]
+
+    def heldout_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
+        """Return all held-out problems in the file's order, or `count` of them chosen by `seed`."""
+        return [self.problem(record) for record in self._chosen(self._splits[1], count, seed)]
+
+    def demonstrations(self, count: int | None = None, seed: int = 0) -> list[Demonstration]:
+        """Return the training problems for this `count` and `seed` with their answers."""
+        problems = self.train_problems(count, seed)
+        return [Demonstration(each.prompt, each.answer, each.record, each.location) for each in problems]
+
+    def require(self, record: Record, fields: Iterable[tuple[str, str]]) -> None:
+        """Check that a record has fields, each given with the option that names it.
+
+        Raises:
+            ValueError: A field is missing.
+        """
+        for option, name in fields:
+            if name not in record.values:
+                raise ValueError(
+                    f"{record.location}: the record has no field {name!r} (its fields: "
+                    f"{', '.join(map(str, record.values)) or 'none'}); set data.task.{option} to the right one."
+                )
+
+    @cached_property
+    def _splits(self) -> tuple[list[Record], list[Record]]:
+        train, heldout = load_records(self.path, self.heldout_fraction)
+        return self._all_checked(train), self._all_checked(heldout)
+
+    def _all_checked(self, records: Iterable[Record]) -> list[Record]:
+        return [self.checked(record) for record in records]
+
+    def _chosen(self, records: Sequence[Record], count: int | None, seed: int) -> list[Record]:
+        if count is None:
+            return list(records)
+        if count > len(records):
+            raise TooFewProblems(
+                f"{self.name} has {len(records)} of these problems, and {count} were asked for: ask for fewer"
+            )
+        return [records[index] for index in epoch_order(len(records), seed, epoch=0)[:count].tolist()]
