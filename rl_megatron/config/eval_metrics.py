@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 
 from rl_megatron.config.metrics import Metric, declare_metrics
 from rl_megatron.config.registry import Registry
@@ -24,8 +25,9 @@ declare_metrics(
         "The mean reward of greedy answers to held-out problems, if the run has `reward.functions`.",
         "mean",
         "higher",
+        healthy="rises",
     ),
-    Metric("nll_per_token", "nats", "−log p of held-out text, per predicted token.", "mean", "lower"),
+    Metric("nll_per_token", "nats", "−log p of held-out text, per predicted token.", "mean", "lower", healthy="falls"),
     Metric("nll_per_character", "nats", "−log p of held-out text, per character of plain text.", "mean", "lower"),
     Metric(
         "preference_accuracy",
@@ -54,10 +56,48 @@ declare_metrics(
     registry=EVAL_METRICS,
 )
 
+# The statistics of a named set of `eval.sets`. A metric is called `<set>/<statistic>`, with the numbers of its samples.
+SET_METRICS: Registry[Metric] = Registry("statistic of an evaluation set")
+
+declare_metrics(
+    Metric("avg@n", "reward", "The mean reward of n samples of each problem.", "mean", "higher"),
+    Metric(
+        "pass@k",
+        "1",
+        "The probability that one of k samples is right, without bias; for k = 1, 2, 4 … n. A sample with the reward "
+        "`right_from` is right.",
+        "mean",
+        "higher",
+    ),
+    Metric("maj@n", "reward", "The reward of the most frequent answer, if the task reads answers.", "mean", "higher"),
+    Metric("length", "tokens", "The mean number of tokens of a completion.", "mean", "lower"),
+    Metric("truncated", "1", "The share of completions that ended without a stop token.", "mean", "lower"),
+    registry=SET_METRICS,
+)
+
 # The direction of every eval metric that has one.
 HIGHER_IS_BETTER: dict[str, bool] = {
     name: metric.better == "higher" for name, metric in EVAL_METRICS.items() if metric.better is not None
 }
+
+_OF_A_SET = re.compile(r"[\w.-]+/(?P<kind>avg(?=@)|pass(?=@)|maj(?=@)|length$|truncated$)(@[1-9][0-9]*)?")
+_LETTERS = {"avg": "avg@n", "pass": "pass@k", "maj": "maj@n"}
+
+
+def is_eval_metric(name: str) -> bool:
+    """Return whether a checkpoint can be the best by this metric: an eval metric, or a statistic of a set."""
+    return name in HIGHER_IS_BETTER or _statistic(name) in SET_METRICS
+
+
+def higher_is_better(name: str) -> bool:
+    """Return the direction of an eval metric, or of a statistic `<set>/<statistic>`."""
+    return HIGHER_IS_BETTER[name] if name in HIGHER_IS_BETTER else SET_METRICS[_statistic(name)].better == "higher"
+
+
+def _statistic(name: str) -> str:
+    """Return the declared name of the statistic of `<set>/<statistic>`, or nothing if `name` is not of this form."""
+    found = _OF_A_SET.fullmatch(name)
+    return "" if found is None else _LETTERS.get(found["kind"], found["kind"])
 
 
 def shown_name(name: str, values: Iterable[float]) -> str:
@@ -75,4 +115,12 @@ def better(name: str, value: float, than: float) -> bool:
     """
     if value != value or than != than:
         return than != than and value == value
-    return value > than if HIGHER_IS_BETTER[name] else value < than
+    return value > than if higher_is_better(name) else value < than
+
+
+def goal_reached(goals: Mapping[str, float], values: Mapping[str, float]) -> str | None:
+    """Return the first of some eval metrics that is at least as good as its goal, or None."""
+    for name, goal in goals.items():
+        if name in values and values[name] == values[name] and not better(name, goal, values[name]):
+            return name
+    return None

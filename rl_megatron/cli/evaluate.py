@@ -1,0 +1,94 @@
+"""Evaluate a checkpoint or a Hugging Face directory on the sets of `eval.sets`, for `rl-megatron eval`.
+
+Mistakes in options, paths and files are answered before torch is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_megatron import log
+from rl_megatron.cli.generate import check_weights, tokenizer_of
+from rl_megatron.config.commands import override
+from rl_megatron.config.errors import ConfigError, bad_input_named
+from rl_megatron.config.schema import RunConfig
+from rl_megatron.data.eval_problems import check_set_files
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.rewards.loading import check_rewards
+
+
+def with_weights(weights: str, overrides: list[str]) -> list[str]:
+    """Return the overrides with `init_from`.
+
+    Raises:
+        ConfigError: The weights are an override, or `init_from` is set as well.
+    """
+    if "=" in weights and not Path(weights).exists():
+        raise ConfigError(f"eval {weights}: the weights come first, as in rl-megatron eval CHECKPOINT {weights}")
+    if any(each.startswith("init_from=") for each in overrides):
+        raise ConfigError(f"eval evaluates {weights}, and init_from names other weights; leave init_from out")
+    return [*overrides, override("init_from", weights)]
+
+
+@dataclass(frozen=True)
+class PreparedEvaluation:
+    """What `eval` needs, after all checks that need no torch.
+
+    Attributes:
+        tokenizer: The tokenizer.
+        identity: What tells the weights from others.
+        baseline: The results of another evaluation, or None.
+    """
+
+    tokenizer: Tokenizer
+    identity: dict[str, Any]
+    baseline: Path | None
+
+
+def prepare(config: RunConfig, options: argparse.Namespace) -> PreparedEvaluation:
+    """Make the directory of the results, and check everything that needs no torch.
+
+    Raises:
+        ConfigError: An option, a path or a file is wrong.
+    """
+    stage, weights, output = config.first, Path(str(config.init_from)), Path(options.output)
+    if not stage.eval.sets:
+        raise ConfigError("eval.sets is empty, so there is nothing to evaluate on; set it, or choose an experiment")
+    baseline = None if options.baseline is None else Path(options.baseline)
+    if baseline is not None and not baseline.is_dir():
+        raise ConfigError(f"--baseline {baseline} is not a directory; give the --output of another evaluation")
+    if log.is_main_rank():
+        _make(output)
+    tokenizer = tokenizer_of(stage)
+    identity = check_weights(weights, stage, tokenizer)
+    bad_input_named(lambda: check_set_files(stage, tokenizer))
+    check_rewards(stage, loads=int(os.environ.get("WORLD_SIZE", "1")) == 1)
+    return PreparedEvaluation(tokenizer, identity, baseline)
+
+
+def evaluate(config: RunConfig, options: argparse.Namespace) -> int:
+    """Write the results of all sets, and return the exit status.
+
+    Args:
+        config: What `generation_run` returned.
+        options: The options of the command.
+
+    Raises:
+        ConfigError: An option, a path or a file is wrong.
+    """
+    ready = prepare(config, options)
+    from rl_megatron.algorithms.evaluate_weights import EvalJob, evaluate_weights
+
+    weights, output = Path(str(config.init_from)), Path(options.output)
+    return evaluate_weights(EvalJob(config.first, weights, ready.tokenizer, output, ready.identity, ready.baseline))
+
+
+def _make(output: Path) -> None:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {output} cannot be made: {error.strerror}; choose another directory") from error

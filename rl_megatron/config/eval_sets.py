@@ -1,0 +1,107 @@
+"""The section `eval`: named sets of problems that a stage is evaluated on besides its held-out data."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.field_types import NonNegative, NonNegativeFloat, Number, Positive, section
+from rl_megatron.config.import_strings import absolute, is_import_string
+
+
+def _named(task: Any) -> Any:
+    """Return the keys of a task of which only the name is given."""
+    return {"name": task} if isinstance(task, str) else task
+
+
+@section
+class EvalSetConfig:
+    """One set of problems, and how the policy answers them."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")]  # its name in metrics, as in `<name>/avg@4`
+    # Files of problems, in the forms of data.path: all of a file, or the held-out split of a directory. With task, the
+    # option path of the task.
+    path: str | None = None
+    # Name and options of a registered task, whose reward scores the answers. A text is the name: `gsm8k` stands for
+    # `{name: gsm8k}`. null: path has prompts, and reward.functions score the answers.
+    task: Annotated[dict[str, Any] | None, BeforeValidator(_named)] = None
+    num_problems: Positive | None = None  # problems per evaluation; null: all
+    n: Positive = 1  # samples of each problem
+    temperature: NonNegativeFloat | None = None  # of these samples; 0: greedy. null: generation.temperature
+    max_new_tokens: Positive | None = None  # most tokens of an answer; null: generation.max_new_tokens
+    # Steps between evaluations on this set; 0: only before the first step and after the last. null: train.eval_every.
+    every: NonNegative | None = None
+    prompt_template: str | None = None  # as data.prompt_template, which null stands for
+    right_from: Annotated[float, Number] = 1.0  # the lowest reward of a right answer, for pass@k
+
+
+@section
+class EvalConfig:
+    """Named sets of problems. The held-out data of the stage is evaluated as well, every `train.eval_every` steps."""
+
+    sets: tuple[EvalSetConfig, ...] = ()  # the sets; each has a name of its own
+
+    def found(self, config_dir: str | os.PathLike[str] | None) -> EvalConfig:
+        """Return these settings with absolute paths of the files of tasks.
+
+        Args:
+            config_dir: The user's config directory, in which files are looked for after the usual places.
+
+        Raises:
+            ConfigError: An import string has another form, or there is no such file.
+        """
+        sets = []
+        for index, each in enumerate(self.sets):
+            name = None if each.task is None else each.task.get("name")
+            if each.task is not None and isinstance(name, str) and is_import_string(name):
+                target = absolute(name, f"eval.sets[{index}].task.name", config_dir)
+                each = replace(each, task=each.task | {"name": target})
+            sets.append(each)
+        return replace(self, sets=tuple(sets))
+
+    def check(self, where: str, temperature: float, has_reward_functions: bool) -> None:
+        """Check the sets against one another and against the other sections.
+
+        Args:
+            where: The section's key path, for messages.
+            temperature: `generation.temperature`.
+            has_reward_functions: Whether the stage has `reward.functions`.
+
+        Raises:
+            ConfigError: Two sets have one name, a set has no problems or no reward, or its samples would all be equal.
+        """
+        names = [each.name for each in self.sets]
+        for index, each in enumerate(self.sets):
+            key = f"{where}.sets[{index}]"
+            if each.name in names[:index]:
+                raise ConfigError(f"{key}.name={each.name} is the name of another set as well; choose another one")
+            if each.task is None and each.path is None:
+                raise ConfigError(f"{key} ({each.name}) has no problems; set its path, its task, or both")
+            if each.task is not None and not isinstance(each.task.get("name"), str):
+                raise ConfigError(f"{key}.task ({each.name}) has no name; set it to that of a registered task")
+            if each.task is None and not has_reward_functions:
+                raise ConfigError(
+                    f"{key} ({each.name}) has nothing that scores its answers; set its task, or reward.functions"
+                )
+            used = temperature if each.temperature is None else each.temperature
+            if used == 0 and each.n > 1:
+                raise ConfigError(
+                    f"{key}.n={each.n} ({each.name}): greedy samples of a problem are all the same; set "
+                    f"{key}.temperature above 0, or n to 1"
+                )
+
+
+def reported_ks(num_samples: int) -> tuple[int, ...]:
+    """Return the k for which pass@k is reported: the powers of 2 up to `num_samples`, and `num_samples`."""
+    return tuple(sorted({num_samples, *(2**power for power in range(num_samples.bit_length()))}))
+
+
+def statistic_names(num_samples: int, has_answers: bool) -> tuple[str, ...]:
+    """Return the names of the statistics of a set of problems with so many samples each."""
+    passes = tuple(f"pass@{k}" for k in reported_ks(num_samples))
+    votes = (f"maj@{num_samples}",) if has_answers else ()
+    return (f"avg@{num_samples}", *passes, *votes, "length", "truncated")
