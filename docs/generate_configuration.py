@@ -12,6 +12,7 @@ import dataclasses
 import inspect
 import re
 import sys
+import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,16 @@ from rl_megatron.algorithms import ALGORITHMS  # noqa: E402
 from rl_megatron.config import schema  # noqa: E402
 from rl_megatron.config.compose import config_directory  # noqa: E402
 from rl_megatron.config.engines import ENGINE_DECLARATIONS  # noqa: E402
+from rl_megatron.config.eval_sets import EvalConfig, EvalSetConfig  # noqa: E402
 from rl_megatron.config.generation import GenerationConfig  # noqa: E402
 from rl_megatron.config.load import load_config, to_yaml  # noqa: E402
+from rl_megatron.config.loggers import LoggerConfig  # noqa: E402
 from rl_megatron.config.model import LinearRope, Llama3Rope, ModelConfig, YarnRope  # noqa: E402
 from rl_megatron.config.optimizer import OptimizerConfig  # noqa: E402
 from rl_megatron.config.parallel import ParallelConfig  # noqa: E402
+from rl_megatron.config.profiling import ProfileConfig  # noqa: E402
 from rl_megatron.config.rewards import RewardConfig, RewardFunctionConfig  # noqa: E402
+from rl_megatron.config.rollout_files import RolloutFilesConfig  # noqa: E402
 from rl_megatron.config.tokenizer import TokenizerConfig  # noqa: E402
 from rl_megatron.config.train import TrainConfig  # noqa: E402
 from rl_megatron.data.tasks.registry import TASKS  # noqa: E402
@@ -50,6 +55,9 @@ SECTIONS = {
     "tokenizer": TokenizerConfig,
     "generation": GenerationConfig,
     "reward": RewardConfig,
+    "eval": EvalConfig,
+    "rollouts": RolloutFilesConfig,
+    "profile": ProfileConfig,
 }
 # Keys whose value is chosen by name: which part of the page lists the names.
 TYPES = {
@@ -58,6 +66,9 @@ TYPES = {
     "generation.vllm": "mapping with [these keys](#generationvllm)",
     "generation.sglang": "mapping with [these keys](#generationsglang)",
     "reward.functions": "list of [reward functions](#rewardfunctions)",
+    "eval.sets": "list of [sets](#evalsets)",
+    "train.stop_at": "mapping of [eval metrics](metrics.md#evaluations) to numbers",
+    "train.keep_best": "name of an [eval metric](metrics.md#evaluations), or null",
     "metric_sinks": "list of [metric sinks](#metric-sinks)",
     "stages": "mapping of [stages](#stages)",
     "algorithm.critic_optimizer": "mapping with the keys of [`optimizer`](#optimizer)",
@@ -110,7 +121,8 @@ def page() -> str:
     """
     parts = [_run(), _stages(), _presets(), _algorithms()]
     parts += [_section(name) for name in ("model", "parallel", "optimizer", "train", "tokenizer")]
-    parts += [_data(), _tasks(), _section("generation"), _engines(), _rewards(), _loss(), _sinks()]
+    parts += [_data(), _tasks(), _section("generation"), _engines(), _rewards(), _sets(), _loss()]
+    parts += [_section("rollouts"), _section("profile"), _loggers(), _sinks()]
     return _HEAD + "".join("\n" + "\n".join(part).rstrip("\n") + "\n" for part in parts)
 
 
@@ -219,7 +231,7 @@ def _tasks() -> Iterator[str]:
 
 def _options(task: type) -> list[Key]:
     fields, meanings = dataclasses.fields(task), argument_meanings(task)
-    hints = inspect.get_annotations(task, eval_str=True)
+    hints = typing.get_type_hints(task)
     return [Key(field.name, in_words(hints[field.name]), default(field), meanings[field.name]) for field in fields]
 
 
@@ -250,11 +262,35 @@ def _rewards() -> Iterator[str]:
     yield from _table("reward.functions[]", keys(RewardFunctionConfig), {}, anchors=False)
 
 
+def _sets() -> Iterator[str]:
+    yield from _section("eval")
+    yield ""
+    yield "### eval.sets"
+    yield ""
+    yield "Each element of the list has these keys. [Evaluation](../evaluation.md) describes them."
+    yield ""
+    yield from _table("eval.sets[]", keys(EvalSetConfig), {}, anchors=False)
+
+
 def _loss() -> Iterator[str]:
     yield "## loss"
     yield ""
     yield "`loss=NAME` chooses a registered loss with the keys of its preset, and `loss.KEY` sets one of its keys."
     yield "[Losses](../losses.md) lists every loss with its keys."
+
+
+def _loggers() -> Iterator[str]:
+    yield "## logger"
+    yield ""
+    yield f"{summary(LoggerConfig)} [Look at a run](../observability.md#loggers) describes them."
+    for service in dataclasses.fields(LoggerConfig):
+        section = next(kind for kind in typing.get_args(typing.get_type_hints(LoggerConfig)[service.name]))
+        yield ""
+        yield f"### logger.{service.name}"
+        yield ""
+        yield f"{summary(section)} It needs the extra `{service.name}`."
+        yield ""
+        yield from _table(f"logger.{service.name}", keys(section), {})
 
 
 def _sinks() -> Iterator[str]:

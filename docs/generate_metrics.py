@@ -18,7 +18,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from rl_megatron.algorithms import metrics  # noqa: E402
 from rl_megatron.algorithms.evaluate import metric_names  # noqa: E402
-from rl_megatron.config.eval_metrics import EVAL_METRICS  # noqa: E402
+from rl_megatron.config.eval_metrics import EVAL_METRICS, SET_METRICS  # noqa: E402
 from rl_megatron.config.load import load_config  # noqa: E402
 from rl_megatron.config.metrics import METRICS, Metric  # noqa: E402
 from rl_megatron.losses import LOSSES, build_loss  # noqa: E402
@@ -50,6 +50,15 @@ _OF_A_LOSS = (
 GROUPS = (
     Group("Optimizer", "Training lines of every algorithm.", metrics.OPTIMIZER),
     Group("Every loss", "Training lines of every algorithm.", losses.COMMON),
+    Group(
+        "Costs of a step",
+        "Training lines of every algorithm. An evaluation or a save after a step counts in the next line. Times are "
+        "those of rank 0; on a GPU they are the times at which the GPU gets to the work, and nobody waits for it. Peak "
+        "memory and bubbles are over all ranks, and on a GPU they are those of the step before. On a CPU, memory is "
+        "the resident set of the process. Phases of [your own algorithm](../tutorials/own_algorithm.md) get keys of "
+        "the same form.",
+        metrics.COSTS,
+    ),
     Group("Negative log-likelihood", _OF_A_LOSS, losses.NLL),
     Group("Clipped policy gradient", _OF_A_LOSS, losses.CLIPPED_PG),
     Group(
@@ -118,6 +127,8 @@ ratios. The reduction says how a value is made of its parts:
 | mean, min, max, quantile | Over all tokens, samples or optimizer steps that the meaning names. |
 | last | The newest value. |
 
+The column "healthy" has rules of thumb for runs that learn. A value outside of them is a reason to look, not an error.
+
 A step of several optimizer steps reports the smallest minimum, the largest maximum, and the mean of the rest.
 """
 
@@ -142,6 +153,11 @@ def _evaluations() -> Iterator[str]:
     yield ""
     yield from _table(tuple(EVAL_METRICS.values()))
     yield ""
+    yield "Named sets of problems have the metrics `<set>/<statistic>`. Each has its standard error, `…_se`, and later"
+    yield "in a run its paired change, `…_change`, with `…_change_se` and `…_change_p`: [Evaluation](../evaluation.md)."
+    yield ""
+    yield from _table(tuple(SET_METRICS.values()))
+    yield ""
     yield "| held-out data | metrics |"
     yield "|---|---|"
     for what, overrides in EVALUATIONS.items():
@@ -159,11 +175,13 @@ def _group(group: Group) -> Iterator[str]:
 
 def _table(declared: tuple[Metric, ...], by_loss: dict[str, list[str]] | None = None) -> Iterator[str]:
     """Yield a table of metrics, with the losses that return them if `by_loss` gives these."""
-    last = ("losses",) if by_loss is not None else ()
+    shows_healthy = any(metric.healthy for metric in declared)
+    last = (*(("healthy",) if shows_healthy else ()), *(("losses",) if by_loss is not None else ()))
     yield f"| {' | '.join(('name', 'unit', 'meaning', 'reduction', 'better', *last))} |"
     yield "|" + "---|" * (5 + len(last))
     for metric in declared:
         cells = [f"`{metric.name}`", metric.unit, metric.meaning, metric.reduction, metric.better or ""]
+        cells += [metric.healthy] if shows_healthy else []
         if by_loss is not None:
             cells.append(", ".join(f"[`{name}`](../losses.md#{name})" for name in by_loss.get(metric.name, ())))
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

@@ -17,9 +17,11 @@ from benchmarks import (
     checkpoint,
     convert_memory,
     early_answers,
+    eval_layouts,
     generation,
     grpo_step,
     misbehaving_rewards,
+    observability_cost,
     packing,
     plan_memory,
     refit,
@@ -30,6 +32,8 @@ from benchmarks import (
 from benchmarks.gpu_check import __main__ as gpu_check_command
 from benchmarks.grpo_sides import PHASES, Step
 from benchmarks.logprobs import __main__ as logprobs_command
+from rl_megatron.generation.completions import request_seed, request_uniforms, requests_of
+from rl_megatron.generation.interfaces import Sampling
 from tests.unit.data.shared_data import shared
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -157,6 +161,23 @@ def test_background_saves_are_compared_with_foreground_saves(tmp_path, forks):
     assert not list((tmp_path / "saves").iterdir()), "it left files behind"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("what", observability_cost.MEASURED)
+def test_the_cost_of_measuring_is_measured_in_pairs_of_steps(forks, tmp_path, what):
+    small = ("train.steps=8", "model.num_layers=1", "algorithm.prompts_per_step=2", "train.global_batch_size=16")
+    done = forks.run(tmp_path, what, *small, program=observability_cost.main)
+    assert done.status == 0, done.err
+    assert re.search(rf"3 pairs of steps of [\d.]+ ms: {what} adds -?[\d.]+ ± [\d.]+ ms\nratio [\d.]+ ± ", done.out)
+
+
+def test_completions_that_differ_are_listed_with_how_near_the_other_token_was():
+    request = requests_of([(), ()], Sampling(3), request_seed(0, 0))[1]
+    uniforms = request_uniforms([request], 3)[0].tolist()
+    one = {"completions": [[5, 6], [7, 8, 9]], "distances": list(zip(uniforms, (0.5, 0.25, 3e-6), strict=True))}
+    assert eval_layouts.differences(one, {"completions": [[5, 6], [7, 8, 4]]}) == [(1, 2, 3e-6)]
+    assert eval_layouts.differences(one, {"completions": [[5, 6], [7]]}) == [(1, 1, 0.25)]
+
+
 PAGE = (REPOSITORY / "docs" / "performance.md").read_text()
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
 
@@ -178,6 +199,10 @@ def test_a_command_of_the_page_is_valid(command):
         assert (REPOSITORY / "benchmarks" / "config_mutations" / "__main__.py").is_file()
     elif "benchmarks/early_answers.py" in words:
         assert early_answers.parser().parse_args(words[words.index("benchmarks/early_answers.py") + 1 :])
+    elif "benchmarks/observability_cost.py" in words:
+        assert observability_cost.parser().parse_args(words[words.index("benchmarks/observability_cost.py") + 1 :])
+    elif "benchmarks/eval_layouts.py" in words:
+        assert eval_layouts.parser().parse_args(words[words.index("benchmarks/eval_layouts.py") + 1 :])
     elif "benchmarks/rewards.py" in words:
         assert rewards.parser().parse_args(words[words.index("benchmarks/rewards.py") + 1 :])
     elif "benchmarks.reward_failures" in words:

@@ -50,6 +50,10 @@ _ROWS = (
     ("", r"add_row", "rich's method"),
     ("model/", r"RowParallelLinear", "megatron-core's class"),
     ("losses/", r"teacher_rows", "rows of the teacher's logits"),
+    ("generation/rollout_files.py", r".*", "rows of a table"),
+    ("algorithms/rollout_record.py", r".*", "rows of a table"),
+    ("cli/rollouts.py", r".*", "rows of a table"),
+    ("observability/html_report.py", r"rows", "rows of a table"),
 )
 _CHUNKS = (
     ("", r"_?\w*model_chunks?\w*", "a pipeline stage's part of the model"),
@@ -60,7 +64,8 @@ _CHUNKS = (
 AMBIGUOUS = {
     "row": _ROWS, "rows": _ROWS, "chunk": _CHUNKS, "chunks": _CHUNKS,
     "unit": (
-        ("config/metrics.py", r"unit", "a metric's unit"), ("model/build.py", r"gated_linear_unit", "megatron-core's"),
+        ("config/metrics.py", r"unit", "a metric's unit"), ("algorithms/", r"unit", "a metric's unit"),
+        ("model/build.py", r"gated_linear_unit", "megatron-core's"),
     ),
     "units": (), "room": (), "rooms": (), "measure": (), "measures": (), "agreement": (), "filler": (),
     "platform": (("checkpoint/save.py", r"platform", "Python's module"), ("generation/", r"platform", "sys.platform"),

@@ -47,7 +47,7 @@ def dataclasses_of(hint: Any) -> Iterator[type]:
 
 def known_keys() -> set[str]:
     """Return every key that a configuration can have, including those of algorithms, sources, losses and tasks."""
-    keys = {*key_paths(StageConfig), *(field.name for field in fields(RunConfig)), "loss.name", "data.task.name"}
+    keys = {*key_paths(StageConfig), *key_paths(RunConfig), "loss.name", "data.task.name"}
     for name in ALGORITHM_CONFIGS:
         keys |= set(key_paths(ALGORITHM_CONFIGS[name], "algorithm."))
     for name in SOURCE_CONFIGS:

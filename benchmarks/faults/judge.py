@@ -21,7 +21,7 @@ from benchmarks.faults.launch import OUTPUT, Fork, start
 from rl_megatron.checkpoint.digests import check_digests
 from rl_megatron.checkpoint.directory import complete_checkpoints, read_manifest
 from rl_megatron.config.errors import STOPPED, ConfigError
-from rl_megatron.config.metrics import METRICS_FILE
+from rl_megatron.config.metrics import METRICS_FILE, is_cost
 
 RECOVERED = "recovered by itself"
 CONTINUED = "saved, ended and continued"
@@ -245,7 +245,7 @@ def _check_checkpoints(directory: Path) -> None:
 def _metrics(directory: Path) -> list[dict[str, Any]]:
     path = directory / "out" / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-    return [{key: value for key, value in line.items() if "seconds" not in key} for line in lines]
+    return [{key: value for key, value in line.items() if not is_cost(key)} for line in lines]
 
 
 def _output(directory: Path) -> str:

@@ -48,10 +48,10 @@ def expert_iteration(stage: Stage, algorithm: ExpertIterationConfig) -> None:
     loss_fn = NLLLoss()
     sampler = Sampler(stage, algorithm)
     for step in stage.steps():
-        with stage.timer.phase("rollout"):
-            samples = sampler.draw(step)
-        kept = samples["rewards"] >= algorithm.min_reward
-        samples["sample_mask"] = samples["sample_mask"] * kept
+        samples = sampler.draw(step)
+        with stage.timer.phase("choose"):
+            kept = samples["rewards"] >= algorithm.min_reward
+            samples["sample_mask"] = samples["sample_mask"] * kept
         report = stage.train(step, samples, loss_fn)
         outcome = {"reward": samples["rewards"].mean().item(), "kept": kept.float().mean().item()}
         stage.record(step, report | outcome)

@@ -89,14 +89,19 @@ def complete_prompts(job: CompletionJob) -> int:
     Completions that the output has already are not generated again. If the command fails, rank 0 prints one line that
     says why.
     """
+    return exit_status(lambda: _complete_prompts(job), job.output.close)
+
+
+def exit_status(work: Callable[[], None], close: Callable[[], None]) -> int:
+    """Do the work of a command, close what it wrote to, and return the exit status, the same on all ranks."""
     try:
-        _complete_prompts(job)
+        work()
     except (ConfigError, *FAILURES) as error:
         log.error(error)
         leave_together()
         return 2 if isinstance(error, ConfigError) else 1
     finally:
-        job.output.close()
+        close()
     dist.destroy_process_group()
     return 0
 
@@ -108,20 +113,13 @@ def _complete_prompts(job: CompletionJob) -> None:
     degrees.validate_model(stage.model, stage.parallel)
     sampling = on_all_or_none(lambda: _checked_sampling(job))
     done = on_all_or_none(lambda: job.output.open() if dist.get_rank() == 0 else 0)
-    done = _from_rank_0(done)
+    done = from_rank_0(done)
     if done:
         log.LOGGER.info("%s: %d of %d completions are there already", job.output.path, done, job.num_completions)
     if done >= job.num_completions:
         return
-    policy = _policy(job, layout)
-    limit = stage.generation.gate_limit or LIMITS[stage.precision]
-    check = LogprobCheck(policy, job.tokenizer, sampling, stage.generation.gate_prompts, limit)
-    engine = SyncedEngine(build_engine(policy, stage, job.output.path.parent), check, lambda metrics: None)
-    try:
+    with loaded_engine(stage, job.weights, job.tokenizer, layout, job.output.path.parent, sampling) as engine:
         _generate(job, sampling, engine, done)
-    finally:
-        engine.shutdown()
-    policy.shutdown()
 
 
 def _checked_sampling(job: CompletionJob) -> Sampling:
@@ -130,21 +128,39 @@ def _checked_sampling(job: CompletionJob) -> Sampling:
     return job.sampling()
 
 
-def _policy(job: CompletionJob, layout: Topology) -> MegatronPolicy:
-    """Return the model with the weights, without an optimizer."""
-    stage = job.stage
+@contextmanager
+def loaded_engine(
+    stage: StageConfig, weights: Path, tokenizer: Tokenizer, layout: Topology, directory: Path, sampling: Sampling
+) -> Iterator[RolloutEngine]:
+    """Yield the stage's rollout engine with trained weights, and shut it down afterwards. There is no optimizer.
+
+    Args:
+        stage: The model, the layout and the engine.
+        weights: A checkpoint, or a Hugging Face directory.
+        tokenizer: The tokenizer.
+        layout: The layout of the ranks.
+        directory: The directory for files that the engine shares with its processes.
+        sampling: How the logprob check samples.
+    """
     policy = MegatronPolicy(
         stage.model,
         layout,
-        vocab_size=job.tokenizer.vocab_size,
+        vocab_size=tokenizer.vocab_size,
         precision=stage.precision,
         initialise=False,
     )
-    if (job.weights / MANIFEST).is_file():
-        policy.load_checkpoint(job.weights, weights_only=True)
+    if (weights / MANIFEST).is_file():
+        policy.load_checkpoint(weights, weights_only=True)
     else:
-        on_all_or_none(lambda: open_hugging_face(job.weights)).load_into(policy.model)
-    return policy
+        on_all_or_none(lambda: open_hugging_face(weights)).load_into(policy.model)
+    limit = stage.generation.gate_limit or LIMITS[stage.precision]
+    check = LogprobCheck(policy, tokenizer, sampling, stage.generation.gate_prompts, limit)
+    engine = SyncedEngine(build_engine(policy, stage, directory), check, lambda metrics: None)
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+    policy.shutdown()
 
 
 def _generate(job: CompletionJob, sampling: Sampling, engine: RolloutEngine, done: int) -> None:
@@ -223,7 +239,7 @@ def _progress(total: int) -> Iterator[Callable[[int, int], None]]:
             log.watch_progress(None)
 
 
-def _from_rank_0(value: _T) -> _T:
+def from_rank_0(value: _T) -> _T:
     """Return rank 0's value on every rank."""
     box: list[Any] = [value]
     dist.broadcast_object_list(box, src=0)

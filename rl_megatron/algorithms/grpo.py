@@ -14,14 +14,13 @@ from rl_megatron.algorithms.rollout import (
     check_policy_gradient,
     join,
     keep_informative,
-    logprob_mismatch,
     needs_reference,
     recomputes_logprobs,
     reward_kl,
-    statistics,
     uses_reference,
     with_logprobs,
 )
+from rl_megatron.algorithms.rollout_statistics import learned_statistics, logprob_mismatch, statistics
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.data.batch import BatchedDataDict
@@ -44,12 +43,13 @@ def grpo(stage: Stage, algorithm: GRPOConfig) -> None:
     sampler = Sampler(stage, algorithm)
 
     for step in stage.steps():
-        with stage.timer.phase("rollout"):
-            rollouts, outcome = collect(sampler, step, algorithm)
-            stage.engine.sleep()
-        with stage.timer.phase("logprobs"):
-            rollouts = with_logprobs(rollouts, stage.policy, recompute=recompute, reference=reference)
-        rollouts["advantages"] = estimated_advantages(rollouts, algorithm, loss_fn)
+        rollouts, outcome = collect(sampler, step, algorithm)
+        stage.engine.sleep()
+        rollouts = with_logprobs(rollouts, stage.policy, recompute=recompute, reference=reference)
+        with stage.timer.phase("advantages"):
+            rollouts["advantages"] = estimated_advantages(rollouts, algorithm, loss_fn)
+        sampler.keep(step, rollouts)
+        outcome |= learned_statistics(rollouts, stage.policy.weight_version)
         for _ in range(algorithm.updates_per_rollout):
             report = stage.train(step, rollouts, loss_fn)
         stage.record(step, report | outcome | logprob_mismatch(rollouts) | reward_kl(rollouts, loss_fn))

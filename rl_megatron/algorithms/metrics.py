@@ -8,15 +8,33 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rl_megatron.algorithms.cost_metrics import COSTS
 from rl_megatron.config.metrics import Metric, declare_metrics
 from rl_megatron.generation.metrics import WEIGHT_SYNC
 from rl_megatron.losses import metrics as losses
 
+LAYER_GROUPS = {
+    "embedding": "the embedding",
+    **{f"layers_{quarter}": f"the {place} quarter of the layers" for quarter, place in enumerate(
+        ("first", "second", "third", "last"), start=1)},
+    "output": "what follows the layers: the final norm, the head and prediction modules",
+}  # fmt: skip
+
 OPTIMIZER = declare_metrics(
-    Metric("grad_norm", "1", "The norm of the gradient before clipping, over the optimizer steps.", "mean"),
+    Metric(
+        "grad_norm",
+        "1",
+        "The norm of the gradient before clipping, over the optimizer steps.",
+        "mean",
+        healthy="within a factor of 10 of its median",
+    ),
+    *(
+        Metric(f"grad_norm_{group}", "1", f"The norm of the gradient of {what}, before clipping.", "mean")
+        for group, what in LAYER_GROUPS.items()
+    ),
     Metric("grad_norm_clipped", "1", "The norm of the gradient after clipping, over the optimizer steps.", "mean"),
     Metric("lr", "1", "The learning rate, over the optimizer steps.", "mean"),
-    Metric("updated", "1", "The share of optimizer steps that moved the weights.", "mean", "higher"),
+    Metric("updated", "1", "The share of optimizer steps that moved the weights.", "mean", "higher", healthy="1"),
     Metric("num_updates", "steps", "The number of optimizer steps that moved the weights.", "sum"),
     Metric(
         "skipped_steps",
@@ -24,16 +42,66 @@ OPTIMIZER = declare_metrics(
         "With train.on_nonfinite=skip, the number of optimizer steps that were left out.",
         "sum",
         "lower",
+        healthy="0",
     ),
-    Metric("packing_efficiency", "1", "The share of computed token slots that hold a token.", "mean", "higher"),
+    Metric(
+        "packing_efficiency",
+        "1",
+        "The share of computed token slots that hold a token.",
+        "mean",
+        "higher",
+        healthy="above 0.9",
+    ),
+    Metric(
+        "expert_load_max",
+        "1",
+        "The most tokens of an expert, as a multiple of its layer's mean.",
+        "max",
+        "lower",
+        healthy="below 3",
+    ),
+    Metric("expert_load_min", "1", "The fewest tokens of an expert, as a share of its layer's mean.", "min", "higher"),
     Metric("router_aux_loss", "1", "The experts' load-balancing loss, summed over layers.", "mean", "lower"),
 )
 
+
+def _distribution(name: str, unit: str, what: str) -> tuple[Metric, ...]:
+    """Return the metrics of how a value is distributed."""
+    return (
+        Metric(f"{name}_std", unit, f"The standard deviation of {what}.", "mean"),
+        Metric(f"{name}_min", unit, f"The smallest of {what}.", "min"),
+        *(Metric(f"{name}_p{q}", unit, f"The {q}th percentile of {what}.", "quantile") for q in (10, 50, 90)),
+        Metric(f"{name}_max", unit, f"The largest of {what}.", "max"),
+    )
+
+
 ROLLOUT = declare_metrics(
-    Metric("reward", "reward", "The mean reward of all samples of the step, dropped ones included.", "mean", "higher"),
-    Metric("completion_tokens", "tokens", "The mean length of a completion, its stop token included.", "mean"),
-    Metric("stopped", "1", "The share of samples that ended with a stop token.", "mean", "higher"),
-    Metric("informative_groups", "1", "The share of groups whose rewards differ.", "mean", "higher"),
+    Metric(
+        "reward",
+        "reward",
+        "The mean reward of all samples of the step, dropped ones included.",
+        "mean",
+        "higher",
+        healthy="rises",
+    ),
+    *_distribution("reward", "reward", "the rewards of all samples"),
+    Metric(
+        "completion_tokens",
+        "tokens",
+        "The mean length of a completion, its stop token included.",
+        "mean",
+        healthy="no sudden jump, and well below generation.max_new_tokens",
+    ),
+    *_distribution("completion_tokens", "tokens", "the lengths of completions"),
+    Metric("stopped", "1", "The share of samples that ended with a stop token.", "mean", "higher", healthy="above 0.9"),
+    Metric(
+        "informative_groups",
+        "1",
+        "The share of groups whose rewards differ.",
+        "mean",
+        "higher",
+        healthy="0.2 to 0.9; at 0, the policy learns nothing",
+    ),
     Metric("sampling_rounds", "rounds", "The rounds of dynamic sampling that the step took.", "last", "lower"),
     Metric(
         "mismatch_routing",
@@ -42,11 +110,37 @@ ROLLOUT = declare_metrics(
         "mean",
         "lower",
     ),
+    Metric("advantage_mean", "reward", "The mean advantage, over the tokens that are learned from.", "mean"),
+    *_distribution("advantage", "reward", "the advantages of these tokens"),
+    Metric("weight_age_mean", "versions", "How much newer the policy's weights are.", "mean", "lower"),
+    Metric(
+        "weight_age_max",
+        "versions",
+        "The same, for the oldest completion.",
+        "max",
+        "lower",
+        healthy="0, unless generation runs ahead of training",
+    ),
+    Metric(
+        "mismatch_p99",
+        "nats",
+        "The 99th percentile of |log π_generation − log π_prev|, if the trainer's logprobs are recomputed.",
+        "quantile",
+        "lower",
+        healthy="below 0.5 in bf16",
+    ),
     Metric("reward_kl", "nats", "The mean KL that, times β, is subtracted from the reward of each token.", "mean"),
 )
 
 LOGPROB_CHECK = declare_metrics(
-    Metric("gate_mean", "nats", "The mean of |trainer's − engine's logprob| in the logprob check.", "mean", "lower"),
+    Metric(
+        "gate_mean",
+        "nats",
+        "The mean of |trainer's − engine's logprob| in the logprob check.",
+        "mean",
+        "lower",
+        healthy="below 1e-4 in fp32, and below 0.03 in bf16",
+    ),
     Metric(
         "gate_p99", "nats", "The 99th percentile of |trainer's − engine's logprob| in the check.", "quantile", "lower"
     ),
@@ -56,9 +150,9 @@ LOGPROB_CHECK = declare_metrics(
 CRITIC_PREFIX = "critic_"
 CRITIC = declare_metrics(
     *(
-        replace(metric, name=f"{CRITIC_PREFIX}{metric.name}", meaning=f"Of the critic: {metric.meaning}")
+        replace(metric, name=f"{CRITIC_PREFIX}{metric.name}", meaning=f"Of the critic: {metric.meaning}", healthy="")
         for metric in (*losses.COMMON, *losses.VALUE, *OPTIMIZER)
     )
 )
 
-__all__ = ["CRITIC", "CRITIC_PREFIX", "LOGPROB_CHECK", "OPTIMIZER", "ROLLOUT", "WEIGHT_SYNC"]
+__all__ = ["COSTS", "CRITIC", "CRITIC_PREFIX", "LOGPROB_CHECK", "OPTIMIZER", "ROLLOUT", "WEIGHT_SYNC"]

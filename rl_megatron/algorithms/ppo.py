@@ -15,15 +15,15 @@ from rl_megatron.algorithms.rollout import (
     ROLLOUT_LOSS,
     Sampler,
     check_policy_gradient,
-    logprob_mismatch,
     needs_reference,
+    num_tokens,
     recomputes_logprobs,
     reward_kl,
     rewards_per_token,
-    statistics,
     uses_reference,
     with_logprobs,
 )
+from rl_megatron.algorithms.rollout_statistics import learned_statistics, logprob_mismatch, statistics
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.config.algorithms import PPOConfig
 from rl_megatron.data.batch import BatchedDataDict
@@ -62,16 +62,19 @@ def ppo(stage: Stage, algorithm: PPOConfig) -> None:
     sampler = Sampler(stage, algorithm)
 
     for step in stage.steps():
-        with stage.timer.phase("rollout"):
-            rollouts = sampler.draw(step)
-            stage.engine.sleep()
+        rollouts = sampler.draw(step)
+        stage.engine.sleep()
         learns = step > algorithm.critic_warmup_steps
-        with stage.timer.phase("logprobs"):  # they are reported in every step, even if no training step computes them
-            rollouts = with_logprobs(rollouts, stage.policy, recompute=recompute or not learns, reference=reference)
+        # Logprobs are reported in every step, even if no training step computes them.
+        rollouts = with_logprobs(rollouts, stage.policy, recompute=recompute or not learns, reference=reference)
         with stage.timer.phase("values"):
             rollouts["values"] = critic.get_values(rollouts)["values"]
-        rollouts = with_advantages(rollouts, algorithm, policy_loss)
+            stage.timer.count_tokens(num_tokens(rollouts))
+        with stage.timer.phase("advantages"):
+            rollouts = with_advantages(rollouts, algorithm, policy_loss)
+        sampler.keep(step, rollouts)
         report = statistics(rollouts, algorithm.samples_per_prompt)
+        report |= learned_statistics(rollouts, stage.policy.weight_version)
         report |= reward_kl(rollouts, policy_loss) | sampler.reward_metrics()
         for _ in range(algorithm.updates_per_rollout):
             learned = stage.train(step, rollouts, value_loss, critic)

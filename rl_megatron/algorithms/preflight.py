@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from rl_megatron import log
 from rl_megatron.algorithms import verify
 from rl_megatron.algorithms.checkpointer import critic_checkpoints
+from rl_megatron.algorithms.eval_sets import set_metric_names
 from rl_megatron.algorithms.evaluate import build_evaluation, metric_names
 from rl_megatron.algorithms.registry import algorithm_of
 from rl_megatron.batching.packing import round_up
@@ -23,7 +25,9 @@ from rl_megatron.checkpoint.directory import (
 from rl_megatron.checkpoint.rerun import refuse_changes
 from rl_megatron.config.data_rules import require_place
 from rl_megatron.config.errors import ConfigError, bad_input_named
+from rl_megatron.config.eval_sets import EvalSetConfig
 from rl_megatron.config.import_strings import is_import_string
+from rl_megatron.config.loggers import check_loggers
 from rl_megatron.config.model_rules import check_vocabulary
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.data.run_tokenizer import run_tokenizer
@@ -53,6 +57,7 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
     """
     check_output_dir(Path(config.output_dir))
     check_sinks(config.metric_sinks)
+    check_loggers(config.logger)
     refuse_changes(config)
     for stage in config.stages.values():
         require_place(stage.data)
@@ -84,7 +89,9 @@ def _check_saved(newest: Path, stage: StageConfig, tokenizer: Tokenizer) -> None
 
 def _check_data_and_tokenizer(stage: StageConfig, tokenizer: Tokenizer) -> None:
     """Check a stage by building its sampling, engine settings, loss, training data and held-out data."""
-    _check_keep_best(stage)
+    of_sets = set_metric_names(stage, tokenizer)
+    _check_keep_best(stage, of_sets)
+    _check_goals(stage, (*metric_names(stage), *of_sets))
     stage_sampling(stage, tokenizer)
     check_engine(stage, tokenizer.vocab_size)
     check_loss(stage)
@@ -93,9 +100,14 @@ def _check_data_and_tokenizer(stage: StageConfig, tokenizer: Tokenizer) -> None:
     _check_budget(stage, build_evaluation(stage, tokenizer).item_lengths())
 
 
-def _check_keep_best(stage: StageConfig) -> None:
-    """Check that `train.keep_best` is an eval metric of the stage, and that every checkpoint is evaluated."""
-    train, given = stage.train, metric_names(stage)
+def _check_keep_best(stage: StageConfig, of_sets: Mapping[str, EvalSetConfig] = MappingProxyType({})) -> None:
+    """Check that `train.keep_best` is an eval metric of the stage, and that every checkpoint is evaluated.
+
+    Args:
+        stage: The stage.
+        of_sets: The metrics of the stage's named sets, with the sets.
+    """
+    train, given = stage.train, (*metric_names(stage), *of_sets)
     if train.keep_best is None:
         return
     if train.keep_best not in given:
@@ -103,11 +115,23 @@ def _check_keep_best(stage: StageConfig) -> None:
             f"train.keep_best={train.keep_best} is not an eval metric of {stage.algorithm.name} on "
             f"data.source={stage.data.source}; set it to one of {', '.join(given)}, or to null"
         )
-    if train.save_every and (not train.eval_every or train.save_every % train.eval_every):
+    own = of_sets[train.keep_best].every if train.keep_best in of_sets else None
+    key, every = ("train.eval_every", train.eval_every) if own is None else ("every of its set", own)
+    if train.save_every and (not every or train.save_every % every):
         raise ConfigError(
             f"train.keep_best={train.keep_best} needs an evaluation of every checkpoint, and train.save_every="
-            f"{train.save_every} is not a multiple of train.eval_every={train.eval_every}; set both to the same value"
+            f"{train.save_every} is not a multiple of {key}={every}; set both to the same value"
         )
+
+
+def _check_goals(stage: StageConfig, given: Sequence[str]) -> None:
+    """Check that the keys of `train.stop_at` are eval metrics of the stage."""
+    for name in stage.train.stop_at:
+        if name not in given:
+            raise ConfigError(
+                f"train.stop_at has {name}, which is not an eval metric of {stage.algorithm.name} on "
+                f"data.source={stage.data.source}; set it to some of {', '.join(given)}"
+            )
 
 
 def _check_budget(stage: StageConfig, items: Iterable[Sequence[int]]) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.advantages import informative_groups, token_rewards
 from rl_megatron.algorithms.registry import LossNeeds
 from rl_megatron.algorithms.resumed_state import MustBe
+from rl_megatron.algorithms.rollout_record import RolloutRecord
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.batching.routing import ROUTED_EXPERTS, UNKNOWN_EXPERT
 from rl_megatron.config.algorithms import PolicyGradientConfig, RolloutConfig
@@ -19,6 +19,7 @@ from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.training_data import RolloutPrompts
+from rl_megatron.execution.phase_timer import count_tokens, phase
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.functional import kl_penalty, masked_mean
@@ -84,6 +85,7 @@ class Sampler:
         stage.use_loader(self._prompts.loader)
         stage.keep("sampler", self)
         self._sampling = stage_sampling(config, stage.tokenizer, end_of_turn_ids=self._prompts.end_of_turn_ids)
+        self._record = RolloutRecord(config.rollouts, stage.rollout_files, stage.tokenizer, self._per_prompt)
 
     def draw(self, step: int, round_: int = 0) -> BatchedDataDict:
         """Return `samples_per_prompt` scored completions for each of the round's prompts.
@@ -93,13 +95,25 @@ class Sampler:
         """
         number = self._stage.batch_number(step)
         prompts = [prompt for prompt in self._prompts.at(number, round_) for _ in range(self._per_prompt)]
-        problems = [prompt.problem for prompt in prompts]
-        rollouts = self._engine.generate(
-            [prompt.ids for prompt in prompts], self._sampling, self._seed_of(number) + round_
-        )
-        rollouts["rewards"], metrics = self._scorer.score_rollouts(problems, rollouts, self._tokenizer)
+        rollouts, metrics = self._record.replayed(step, round_, len(prompts)), RewardMetrics()
+        if rollouts is None:
+            seed, ids = self._seed_of(number) + round_, [prompt.ids for prompt in prompts]
+            rollouts = self._engine.generate(ids, self._sampling, seed)
+            with phase("reward"):
+                problems = [prompt.problem for prompt in prompts]
+                rollouts["rewards"], metrics = self._scorer.score_rollouts(problems, rollouts, self._tokenizer)
+        self._record.add(round_, rollouts, prompts, metrics)
         self._metrics.add(metrics)
         return rollouts
+
+    def keep(self, step: int, learned: BatchedDataDict) -> None:
+        """Write the rollouts of a step to a file if `rollouts.save_every` says so. Collective.
+
+        Args:
+            step: The step.
+            learned: The rollouts that the step learns from, with `advantages`.
+        """
+        self._record.write(step, learned, self._stage.policy.weight_version)
 
     def _seed_of(self, batch_number: int) -> int:
         return (self._seed * 1_000_003 + batch_number) * _ROUNDS_PER_SEED
@@ -148,10 +162,19 @@ def with_logprobs(
     `prev_logprobs` are those of the current policy.
     """
     if recompute:
-        rollouts["prev_logprobs"] = policy.get_logprobs(rollouts)["logprobs"]
+        with phase("logprobs"):
+            rollouts["prev_logprobs"] = policy.get_logprobs(rollouts)["logprobs"]
+            count_tokens(num_tokens(rollouts))
     if reference:
-        rollouts["reference_policy_logprobs"] = policy.get_reference_policy_logprobs(rollouts)["reference_logprobs"]
+        with phase("reference"):
+            rollouts["reference_policy_logprobs"] = policy.get_reference_policy_logprobs(rollouts)["reference_logprobs"]
+            count_tokens(num_tokens(rollouts))
     return rollouts
+
+
+def num_tokens(rollouts: BatchedDataDict) -> int:
+    """Return the tokens of all sequences, without padding."""
+    return int(rollouts["input_lengths"].sum())
 
 
 def kl_in_reward(loss_fn: LossFunction) -> float:
@@ -210,35 +233,3 @@ def join(parts: Sequence[BatchedDataDict], limit: int) -> BatchedDataDict:
     """Return several rounds of rollouts as one batch of at most `limit` samples."""
     joined = BatchedDataDict.from_batches(list(parts), {ROUTED_EXPERTS: UNKNOWN_EXPERT}) if len(parts) > 1 else parts[0]
     return joined.slice(0, min(limit, joined.size))
-
-
-def statistics(rollouts: BatchedDataDict, group_size: int) -> dict[str, float]:
-    """Return metrics of the rollouts: the means of reward and completion length, and two shares.
-
-    `stopped` is the share of completions that ended with a stop token. `informative_groups` is the share of groups
-    whose rewards differ; it is 0 if a group is one sample.
-    """
-    lengths: Tensor = (rollouts["input_lengths"] - rollouts["prompt_lengths"]).float()
-    return {
-        "reward": rollouts["rewards"].mean().item(),
-        "completion_tokens": lengths.mean().item(),
-        "stopped": rollouts["stopped"].float().mean().item(),
-        "informative_groups": informative_groups(rollouts["rewards"], group_size).float().mean().item(),
-    }
-
-
-def logprob_mismatch(rollouts: BatchedDataDict) -> dict[str, float]:
-    """Return the mean and maximum of |trainer's − engine's logprob| over sampled tokens, in nats.
-
-    They are 0 up to rounding if the engine and the trainer have the same weights. The result is empty if the trainer's
-    were not recomputed: the loss then reports both metrics (`losses/mismatch.py`).
-    """
-    if "prev_logprobs" not in rollouts:
-        return {}
-    sampled = rollouts["token_mask"].bool()
-    difference = (rollouts["prev_logprobs"] - rollouts["generation_logprobs"]).abs()
-    difference = torch.where(sampled, difference, 0.0)
-    return {
-        "mismatch_mean": (difference.sum() / sampled.sum().clamp(min=1)).item(),
-        "mismatch_max": difference.max().item(),
-    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,37 +17,42 @@ from rl_megatron import log
 from rl_megatron.algorithms import preflight, verify
 from rl_megatron.algorithms.advantage_estimators import AdvantagesFailed
 from rl_megatron.algorithms.desync import RanksDiffer, check_configuration
+from rl_megatron.algorithms.eval_sets import EvalSets
 from rl_megatron.algorithms.evaluate import build_evaluation
 from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, LogprobCheck
 from rl_megatron.algorithms.next_commands import next_commands
 from rl_megatron.algorithms.registry import algorithm_of
 from rl_megatron.algorithms.roll_back import RollBack, with_roll_backs
+from rl_megatron.algorithms.run_output import begin_output, open_metrics
 from rl_megatron.algorithms.stage import Stage
+from rl_megatron.algorithms.step_meter import StepMeter
 from rl_megatron.algorithms.stopping import RunStopped, Stopping
 from rl_megatron.algorithms.synced_engine import SyncedEngine
 from rl_megatron.batching.config import Batching
-from rl_megatron.checkpoint.directory import CONFIG, check_head, complete_checkpoints, put_back, read_manifest
+from rl_megatron.checkpoint.directory import check_head, complete_checkpoints, put_back, read_manifest
 from rl_megatron.checkpoint.lock import OutputLock
-from rl_megatron.checkpoint.rerun import earlier_run, move_aside, recorded_config, weights_source
+from rl_megatron.checkpoint.rerun import earlier_run, recorded_config, weights_source
 from rl_megatron.checkpoint.save import SaveFailed
-from rl_megatron.config.checkpoint_metadata import HUGGING_FACE, hugging_face_files
 from rl_megatron.config.data_sources import describe_source
 from rl_megatron.config.errors import STOPPED, ConfigError
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.schema import RunConfig, StageConfig
-from rl_megatron.data.run_tokenizer import save_tokenizer
 from rl_megatron.data.sources import build_source
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.execution import FusedHead, NonFiniteLoss
+from rl_megatron.execution.phase_timer import timing
 from rl_megatron.generation.engines import build_engine
 from rl_megatron.generation.interfaces import EngineFailed
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.model.build import Head
+from rl_megatron.observability.attempts import Attempts
 from rl_megatron.observability.failure_file import FailureFile
+from rl_megatron.observability.html_report import start_to_write
 from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.observability.position import Position
 from rl_megatron.observability.recorded_metrics import RecordedMetrics
 from rl_megatron.observability.run_watch import RunWatch
+from rl_megatron.observability.step_profiler import StepProfiler
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.rewards.scorer import RewardFailed, Scorer
 from rl_megatron.topology import degrees
@@ -138,16 +142,19 @@ def run_stages(config: RunConfig) -> RunResults:
     lock = OutputLock(Path(config.output_dir))
     with StopSignals() as signals:
         stopping = Stopping(signals, layout.device, first.train.checkpoint_must_save_by)
-        file = FailureFile(Path(config.output_dir))
+        file, attempts = FailureFile(Path(config.output_dir)), Attempts(Path(config.output_dir))
         limit = first.train.hang_report_seconds
         with RunWatch(layout.store, layout.rank, layout.world_size, limit, timeout_minutes, file) as watch:
             try:
-                return _run_locked(config, lock, layout, stopping, started, watch)
+                return _run_locked(config, lock, layout, stopping, started, watch, attempts)
+            except RunStopped:
+                raise
             except Exception as error:
-                if isinstance(error, RunStopped):
-                    raise
+                attempts.end("failed", watch.position.place.describe())
                 foreseen = isinstance(error, (ConfigError, *FAILURES))
                 watch.failed(error, on_all_ranks=foreseen)
+                if layout.rank == 0 and file.has_begun:
+                    start_to_write(file.path.parent)  # report.html, in a process that survives the end of this one
                 if foreseen or layout.world_size == 1:
                     raise
                 raise RankFailed(f"rank {layout.rank} was ended by an error: {error}") from error
@@ -156,7 +163,13 @@ def run_stages(config: RunConfig) -> RunResults:
 
 
 def _run_locked(
-    config: RunConfig, lock: OutputLock, layout: Topology, stopping: Stopping, started: float, watch: RunWatch
+    config: RunConfig,
+    lock: OutputLock,
+    layout: Topology,
+    stopping: Stopping,
+    started: float,
+    watch: RunWatch,
+    attempts: Attempts,
 ) -> RunResults:
     output_dir, earlier = Path(config.output_dir), earlier_run(config)
     on_all_or_none(lambda: lock.acquire() if dist.get_rank() == 0 else None)
@@ -168,9 +181,9 @@ def _run_locked(
         for name, stage in config.stages.items():
             log.LOGGER.info("stage %s: %s", name, describe_source(stage))
     run_yaml = on_all_or_none(lambda: recorded_config(config, earlier))  # every rank has read before rank 0 writes
-    _refuse_failure(run_on_rank0(lambda: _begin_output(config, run_yaml, lock, tokenizer)))
+    _refuse_failure(run_on_rank0(lambda: begin_output(config, run_yaml, lock, tokenizer)))
     watch.begin_writing()
-    metrics_logger = on_all_or_none(lambda: _open_metrics(config, output_dir))
+    metrics_logger = on_all_or_none(lambda: open_metrics(config, layout, attempts))
     results: dict[str, Any] = {}
     has_trained = False
     weights = Path(config.init_from) if config.init_from else None
@@ -199,6 +212,7 @@ def _run_locked(
                 results[name] = with_roll_backs(run_stage, stage_config.train, directory)
             weights = newest = complete_checkpoints(directory)[-1]
     except (ConfigError, *FAILURES) as error:
+        metrics_logger.close()
         newest = [newest, *complete_checkpoints(directory)][-1]
         kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
         raise type(error)(f"{error}; {kept}") from error
@@ -206,54 +220,23 @@ def _run_locked(
         results[name] = stopped.results
         done = {name: result for name, result in results.items() if result}
         summary = _summary(done, layout, time.perf_counter() - started)
+        attempts.end("stopped", f"stage {stopped.stage}, step {stopped.step}")
         metrics_logger.finish(summary | {"stopped": {"stage": stopped.stage, "step": stopped.step}})
+        raise
+    except Exception:
+        metrics_logger.close()
         raise
     assert weights is not None  # the last stage's last checkpoint
     summary = _summary(results, layout, time.perf_counter() - started)
+    attempts.end("complete")
     is_job = JOB in os.environ  # of a sweep, which says at its end what can be done
     metrics_logger.finish(summary, [] if is_job else next_commands(config, tokenizer, weights), has_trained)
     return RunResults(summary, weights)
 
 
-def _open_metrics(config: RunConfig, output_dir: Path) -> MetricsLogger:
-    """Return the run's metrics logger, whose sinks rank 0 opens.
-
-    Raises:
-        ConfigError: A sink cannot be opened.
-    """
-    try:
-        return MetricsLogger(output_dir, enabled=dist.get_rank() == 0, sinks=config.metric_sinks)
-    except Exception as error:  # a sink may be the user's code and raise anything, and the other ranks must not wait
-        raise ConfigError(f"metric_sinks={list(config.metric_sinks)} cannot be opened: {error}") from error
-
-
 def _put_back_checkpoints(output_dir: Path) -> None:
     for stage in (output_dir / "checkpoints").glob("*/"):
         put_back(stage)
-
-
-def _begin_output(config: RunConfig, run_yaml: str, lock: OutputLock, tokenizer: Tokenizer) -> None:
-    """Lock the run's directory, and write the files that it has from the start: the tokenizer and the configuration.
-
-    An earlier run that this one does not go on with is moved aside first. If the model came from Hugging Face, its
-    files except the weights are copied too, for an export of this run's checkpoints.
-    """
-    output_dir = Path(config.output_dir)
-    lock.release()  # of the earlier run's directory, which may move
-    move_aside(config)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    lock.acquire()
-    save_tokenizer(tokenizer, output_dir)
-    path = output_dir / CONFIG
-    if not path.is_file() or path.read_text() != run_yaml:
-        partial = path.with_suffix(".yaml.incomplete")
-        partial.write_text(run_yaml)
-        partial.replace(path)
-    carried = hugging_face_files(Path(config.init_from)) if config.init_from else None
-    kept = output_dir / HUGGING_FACE
-    if carried is not None and carried.resolve() != kept.resolve():
-        shutil.rmtree(kept, ignore_errors=True)
-        shutil.copytree(carried, kept)
 
 
 def _refuse_failure(failure: str | None) -> None:
@@ -299,10 +282,15 @@ def _run_stage(
     engine = SyncedEngine(engine, check, metrics_logger.note, needs_routing=replays)
     scorer = Scorer(config.reward, lambda: build_source(config).task())
     evaluation = build_evaluation(config, tokenizer).scored_by(scorer)
+    meter = StepMeter(layout, config.precision)
+    profiles = metrics_logger.output_dir / "profiles" / name
+    profiler = StepProfiler(config.profile, profiles, meter.timer, layout.rank, layout.is_cuda)
     stage = Stage(
         name, config, policy, engine, tokenizer, metrics_logger, directory,
         scorer, lambda: evaluation.evaluate(policy, engine), weights_from, critic, run_yaml,
-        algorithm.progress_metric, stopping=stopping, roll_back=roll_back, position=position,
+        algorithm.progress_metric, timer=meter.timer, meter=meter, profiler=profiler, stopping=stopping,
+        roll_back=roll_back, position=position,
+        eval_sets=EvalSets(config, name, tokenizer, metrics_logger.output_dir) if config.eval.sets else None,
     )  # fmt: skip
     stage.keep("metrics", RecordedMetrics(metrics_logger.output_dir))
     try:
@@ -317,13 +305,16 @@ def _run_stage(
 def _run_algorithm(stage: Stage, engine: SyncedEngine) -> None:
     """Run the training loop of a stage, and shut down its engine and its scorer."""
     try:
-        algorithm_of(stage.config).run(stage, stage.config.algorithm)
+        with timing(stage.timer):
+            algorithm_of(stage.config).run(stage, stage.config.algorithm)
     except (ConfigError, *FAILURES):  # on every rank, once a step has begun
         stage.checkpointer.complete()
         raise
     finally:
         engine.shutdown()
         stage.scorer.close()
+        if stage.eval_sets is not None:
+            stage.eval_sets.close()
 
 
 def _shut_down(policy: MegatronPolicy, critic: MegatronPolicy | None) -> None:

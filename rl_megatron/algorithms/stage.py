@@ -11,11 +11,14 @@ from rl_megatron import log
 from rl_megatron.algorithms.anomalies import Anomalies, described_sequences
 from rl_megatron.algorithms.checkpointer import Checkpointer, critic_checkpoints
 from rl_megatron.algorithms.desync import DesyncCheck
+from rl_megatron.algorithms.eval_sets import EvalSets, is_multiple
 from rl_megatron.algorithms.resumed_state import MustBe, Resumable, ResumedState, Schedules
 from rl_megatron.algorithms.roll_back import RollBack
+from rl_megatron.algorithms.step_meter import StepMeter
 from rl_megatron.algorithms.stopping import RunStopped, Stopping
 from rl_megatron.checkpoint.directory import complete_checkpoints
 from rl_megatron.checkpoint.user_files import file_digests
+from rl_megatron.config.eval_metrics import goal_reached
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.config.train import TrainConfig
 from rl_megatron.data.batch import BatchedDataDict
@@ -24,11 +27,12 @@ from rl_megatron.data.loader import DataLoader
 from rl_megatron.data.stage_loader import in_memory_loader
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.execution import NonFiniteLoss
+from rl_megatron.execution.phase_timer import PhaseTimer
 from rl_megatron.generation.interfaces import SleepingEngine
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.observability.metrics_logger import MetricsLogger
-from rl_megatron.observability.phase_timer import PhaseTimer
 from rl_megatron.observability.position import Position
+from rl_megatron.observability.step_profiler import StepProfiler
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.rewards.scorer import Scorer
 
@@ -55,10 +59,13 @@ class Stage:
         progress_metric: The training metric that the progress line always shows.
         results: The newest eval metrics and samples.
         timer: The time that each phase of a step takes.
+        meter: What a step costs; None if its costs are not reported.
+        profiler: What records chosen steps, or None.
         loader: The loader of the training data, whose position checkpoints keep.
         stopping: Decides whether the run ends after a step.
         roll_back: The step that the stage is in, and the batches that it leaves out.
         position: Where in the run this process is, for its heartbeat.
+        eval_sets: The named sets of problems, or None if there are none.
     """
 
     name: str
@@ -76,10 +83,13 @@ class Stage:
     progress_metric: str = "loss"
     results: dict[str, Any] = field(default_factory=dict)
     timer: PhaseTimer = field(default_factory=PhaseTimer)
+    meter: StepMeter | None = None
+    profiler: StepProfiler | None = None
     loader: DataLoader[Any] | None = None
     stopping: Stopping = field(default_factory=Stopping)
     roll_back: RollBack = field(default_factory=RollBack)
     position: Position = field(default_factory=Position)
+    eval_sets: EvalSets | None = None
 
     def __post_init__(self) -> None:
         self.checkpointer = Checkpointer(
@@ -120,7 +130,8 @@ class Stage:
     def steps(self) -> Iterator[int]:
         """Yield the step numbers 1 … train.steps, or those after the newest checkpoint of this stage if it is resumed.
 
-        Between steps, the stage evaluates and saves when they are due. After the last step it does both.
+        Between steps, the stage evaluates and saves when they are due. After the last step it does both. The first step
+        after which an evaluation reaches a goal of `train.stop_at` is the last.
 
         Raises:
             RunStopped: The run ends early. What has been trained is saved.
@@ -128,6 +139,7 @@ class Stage:
         train = self.config.train
         start = self._resume_from_newest()
         self.metrics_logger.begin_stage(self.name, start, train.steps, self.progress_metric)
+        self.timer.restart()
         try:
             self._stop_if_asked(start, is_saved=True)
             if start == 0:
@@ -136,17 +148,20 @@ class Stage:
             for step in range(start + 1, train.steps + 1):
                 self.roll_back.step = step
                 self.position.begin_step(step)
+                if self.profiler is not None:
+                    self.profiler.begin(step)
                 yield step
                 self.checkpointer.poll()
                 last = step == train.steps
-                if last or (train.eval_every and step % train.eval_every == 0):
-                    self._evaluate(step)
+                self._evaluate(step, last)
+                last = last or self._has_reached_goal(step)
                 is_due = last or bool(train.save_every and step % train.save_every == 0)
                 if is_due:
                     with self.timer.phase("save"):
                         self._save(step, last)
-                if not last:
-                    self._stop_if_asked(step, is_saved=is_due)
+                if last:
+                    return
+                self._stop_if_asked(step, is_saved=is_due)
         finally:
             self.metrics_logger.end_stage()
 
@@ -178,6 +193,11 @@ class Stage:
         """Return the file of recorded logprobs of the stage's reference policy."""
         return self.checkpoints.parent.parent / "reference_logprobs" / f"{self.name}.safetensors"
 
+    @property
+    def rollout_files(self) -> Path:
+        """Return the directory of the stage's files of rollouts."""
+        return self.checkpoints.parent.parent / "rollouts" / self.name
+
     def train(
         self, step: int, batch: BatchedDataDict, loss_fn: LossFunction, model: MegatronPolicy | None = None
     ) -> dict[str, float]:
@@ -198,13 +218,17 @@ class Stage:
             self._batch = batch
         try:
             with self.timer.phase("train" if model is None else "train_critic"):
+                if self.meter is not None:
+                    self.meter.learned_from(model or self.policy, batch, is_policy=model is None)
                 return (model or self.policy).train(batch, loss_fn)
         except NonFiniteLoss as error:
             raise NonFiniteLoss(f"stage {self.name}, step {step}: {error}") from error
 
     def record(self, step: int, report: dict[str, float]) -> None:
-        """Log the metrics of a step, and warn if they are unusual."""
-        self.metrics_logger.record(step, report)
+        """Log the metrics of a step with what it cost, and warn if they are unusual. Collective."""
+        if self.profiler is not None:
+            self.profiler.end()
+        self.metrics_logger.record(step, report | ({} if self.meter is None else self.meter.metrics()))
         batch, self._batch = self._batch, None
         rewards = None if batch is None else batch.get("rewards")
         for anomaly in self._anomalies.of_step(step, report, rewards):
@@ -264,11 +288,32 @@ class Stage:
             self.results,
         )
 
-    def _evaluate(self, step: int) -> None:
+    def _evaluate(self, step: int, last: bool = False) -> None:
+        """Evaluate on the held-out data and on the named sets, whichever are due."""
+        is_due = last or step == 0 or is_multiple(step, self.config.train.eval_every)
+        sets = self.eval_sets if self.eval_sets is not None and self.eval_sets.due(step, last) else None
+        if not is_due and sets is None:
+            return
         with self.timer.phase("evaluate"):
-            eval_metrics, samples = self.evaluate()
+            eval_metrics, samples = self.evaluate() if is_due else ({}, self.results.get("samples", []))
+            if sets is not None:
+                eval_metrics = eval_metrics | sets.evaluate(step, last, self.engine)
         self.results, self._evaluated_at = {"measures": eval_metrics, "samples": samples}, step
         self.metrics_logger.record(step, eval_metrics, kind="eval")
+        self.metrics_logger.record_samples(step, samples)
+
+    def _has_reached_goal(self, step: int) -> bool:
+        """Return whether the evaluation after this step, if there was one, has reached a goal of `train.stop_at`."""
+        goals = self.config.train.stop_at
+        name = goal_reached(goals, self.results["measures"]) if self._evaluated_at == step else None
+        if name is None:
+            return False
+        value = self.results["measures"][name]
+        log.LOGGER.info(
+            "stage %s: ends after step %d, because %s=%g has reached train.stop_at=%g",
+            *(self.name, step, name, value, goals[name]),
+        )
+        return True
 
     def _save(self, step: int, last: bool) -> None:
         self.checkpointer.save(

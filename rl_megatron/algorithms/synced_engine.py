@@ -7,6 +7,7 @@ from collections.abc import Callable
 from rl_megatron.algorithms.logprob_check import LogprobCheck
 from rl_megatron.batching.routing import ROUTED_EXPERTS
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.execution.phase_timer import count_tokens, phase
 from rl_megatron.generation.interfaces import EngineFailed, RolloutEngine, Sampling, Served, SleepingEngine
 
 
@@ -43,7 +44,8 @@ class SyncedEngine:
 
     def update_weights(self) -> dict[str, float]:
         """Sync the policy's current weights to the engine, and return the metrics of the sync."""
-        metrics = self._engine.update_weights()
+        with phase("refit"):
+            metrics = self._engine.update_weights()
         self._note(metrics)
         return metrics
 
@@ -57,10 +59,13 @@ class SyncedEngine:
         while True:
             served = self._sync()
             if served != self._checked:
-                self._note(self._check.run(self._engine, prompts))
+                with phase("gate"):
+                    self._note(self._check.run(self._engine, prompts))
                 self._checked = served
                 continue  # if the engine restarted during the check, the check is repeated
-            rollouts = self._engine.generate(prompts, sampling, seed)
+            with phase("generate"):
+                rollouts = self._engine.generate(prompts, sampling, seed)
+                count_tokens(int((rollouts["input_lengths"] - rollouts["prompt_lengths"]).sum()))
             if self._needs_routing and ROUTED_EXPERTS not in rollouts:
                 raise EngineFailed(
                     "no routed experts came with the completions, and generation.router_replay=true needs them; set "
@@ -72,7 +77,8 @@ class SyncedEngine:
     def sleep(self) -> None:
         """Let the engine release memory that the policy needs for training, if it shares devices with the policy."""
         if isinstance(self._engine, SleepingEngine):
-            self._engine.sleep()
+            with phase("sleep"):
+                self._engine.sleep()
 
     def _sync(self) -> Served:
         """Sync weights, and return which copy of them the engine serves."""

@@ -11,6 +11,7 @@ from rl_megatron.algorithms.registry import algorithm_of
 from rl_megatron.checkpoint.directory import Damaged, complete_checkpoints, read_manifest
 from rl_megatron.checkpoint.verify import verify_checkpoint
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.eval_metrics import goal_reached
 from rl_megatron.config.schema import RunConfig, StageConfig
 
 
@@ -29,12 +30,17 @@ def refuse_damage(config: RunConfig, output_dir: Path) -> None:
 
 
 def manifest_at_the_end(directory: Path, stage: StageConfig) -> dict[str, Any] | None:
-    """Return the manifest of the checkpoint of a stage's last step, or None if there is no such checkpoint."""
+    """Return the manifest of the checkpoint of a stage's last step, or None if there is no such checkpoint.
+
+    That is the step `train.steps`, or one whose evaluation has reached a goal of `train.stop_at`.
+    """
     saved = complete_checkpoints(directory)
     if not saved:
         return None
     manifest = read_manifest(saved[-1], stage.model)
-    return manifest if manifest["step"] >= stage.train.steps else None
+    evaluated = manifest["results"].get("measures", {}) if manifest.get("evaluated_at") == manifest["step"] else {}
+    has_ended = manifest["step"] >= stage.train.steps or goal_reached(stage.train.stop_at, evaluated) is not None
+    return manifest if has_ended else None
 
 
 def _to_be_read(config: RunConfig, output_dir: Path) -> Iterator[Path]:

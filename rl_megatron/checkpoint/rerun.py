@@ -32,9 +32,12 @@ MAY_CHANGE = {
     # A schedule that ends with the last step changes with them. So does the order of generated prompts, because a task
     # generates those of all steps at once, and they are shuffled together. A run that goes on to more steps is
     # therefore not the run that began with more steps.
-    "steps": ("train.steps",),
-    "evaluation": ("train.eval_every", "data.num_eval_examples"),
-    "saving": ("train.save_every", "train.async_save", "train.keep_checkpoints", "train.keep_best"),
+    "steps": ("train.steps", "train.stop_at"),
+    "evaluation": ("train.eval_every", "data.num_eval_examples", "eval."),
+    "saving": (
+        "train.save_every", "train.async_save", "train.keep_checkpoints", "train.keep_best", "rollouts.save_every",
+        "rollouts.num_prompts",
+    ),
     # Gradients do not depend on the layout, because losses are divided by counts over the whole batch.
     "layout and device": ("parallel.", "device", "optimizer.distributed", "optimizer.overlap", "model.backend"),
     "microbatches and memory": (
@@ -53,6 +56,7 @@ MAY_CHANGE = {
     ),
     "determinism": ("train.deterministic",),
     "desync checks": ("train.desync_check_every",),
+    "profiles": ("profile.",),
     "kept tokens": ("data.cache_dir",),
     "reward workers": ("reward.num_workers", "reward.concurrency", "reward.memory_limit_mb"),
     # All engines use the same random numbers, which follow from train.seed.
@@ -62,8 +66,8 @@ MAY_CHANGE = {
         "generation.batch_size", "generation.vllm.allow_insecure_serialization",
     ),
 }  # fmt: skip
-# Of the keys of the whole run, init_from may not change, and the stages that have begun. metric_sinks (logging),
-# output_dir, plugins and resume may.
+# Of the keys of the whole run, init_from may not change, and the stages that have begun. metric_sinks and
+# logger (logging), output_dir, plugins and resume may.
 _ALLOWED = tuple(key for keys in MAY_CHANGE.values() for key in keys)
 _SHAPES_MICROBATCHES = ("train.batching", "train.micro_batch_size", "train.micro_batch_tokens")
 _PATHS = ("data.path", "tokenizer.path")  # the same place may be written in several ways

@@ -16,7 +16,7 @@ from rl_megatron.checkpoint.metadata import read_metadata
 from rl_megatron.checkpoint.retention import best_checkpoint, eval_metric_of
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.eval_metrics import HIGHER_IS_BETTER
+from rl_megatron.config.eval_metrics import is_eval_metric
 
 _OPTIMIZER = "optimizer."  # the prefix of the names of an optimizer's states
 
@@ -125,7 +125,8 @@ def _entries(directory: Path) -> list[dict[str, Any]]:
         except Damaged as error:
             entries.append({"path": str(path), "damaged": str(error)})
             continue
-        metrics = {name: value for name in HIGHER_IS_BETTER if (value := eval_metric_of(manifest, name)) is not None}
+        given = filter(is_eval_metric, manifest.get("results", {}).get("measures", {}))
+        metrics = {name: value for name in given if (value := eval_metric_of(manifest, name)) is not None}
         size = sum(map(size_of, manifest["files"].values()))
         entries.append({"path": str(path), "step": manifest["step"], "bytes": size, "measures": metrics})
     best_by = {

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 from rl_megatron import log
-from rl_megatron.cli.parser import COMPOSED, command_parser
+from rl_megatron.cli.parser import COMPOSED, WITHOUT_CONFIGURATION, command_parser
+from rl_megatron.config.commands import override
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import RunConfig
 from rl_megatron.topology.child_process import die_with
@@ -26,12 +27,14 @@ def main(arguments: list[str] | None = None) -> int:
     log.setup()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with(os.getppid())  # a launcher that is killed leaves no ranks, which would write to the run's directory
-    if parsed.command in ("convert", "inspect", "plan", "show-batch") and not log.is_main_rank():
+    if parsed.command in (*WITHOUT_CONFIGURATION, "plan", "show-batch") and not log.is_main_rank():
         return 0  # rank 0 alone does the work
     try:
         if parsed.command not in COMPOSED:
             return _without_configuration(parsed)
         parsed.overrides += rest
+        if getattr(parsed, "replay_rollouts", None) is not None:
+            parsed.overrides.append(override("rollouts.replay", parsed.replay_rollouts))
         if parsed.info is not None or parsed.hydra_help:
             return _show_how_it_is_composed(parsed)
         if getattr(parsed, "multirun", False):
@@ -45,7 +48,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _without_configuration(parsed: argparse.Namespace) -> int:
-    """Run a command that reads no configuration: `convert` or `inspect`."""
+    """Run a command that reads no configuration."""
+    if parsed.command == "rollouts":
+        from rl_megatron.cli.rollouts import rollouts
+
+        return rollouts(parsed)
+    if parsed.command in ("report", "compare"):
+        from rl_megatron.cli.report import compare, report
+
+        return report(parsed.path) if parsed.command == "report" else compare(parsed.paths, parsed.output)
     from rl_megatron.config.plugins import import_plugins
 
     import_plugins(parsed.plugin, Path(parsed.config_dir) if parsed.config_dir else None)
@@ -68,8 +79,12 @@ def _with_configuration(parsed: argparse.Namespace) -> int:
         from rl_megatron.config.plan import split_overrides
 
         section, parsed.overrides = split_overrides(parsed.overrides)
+    if parsed.command == "eval":
+        from rl_megatron.cli.evaluate import with_weights
+
+        parsed.overrides = with_weights(parsed.weights, parsed.overrides)
     config = load_config(parsed.overrides, parsed.config_dir, parsed.config_name)
-    if parsed.command == "generate":
+    if parsed.command in ("generate", "eval"):
         from rl_megatron.cli.generate import generation_run
 
         config = generation_run(config, parsed)
@@ -88,6 +103,10 @@ def _with_configuration(parsed: argparse.Namespace) -> int:
             from rl_megatron.cli.generate import generate
 
             return generate(config, parsed)
+        if parsed.command == "eval":
+            from rl_megatron.cli.evaluate import evaluate
+
+            return evaluate(config, parsed)
         _check_early(config, parsed.command)
     except ConfigError as error:
         log.error(error, on_every_node=True)  # a file may be missing on one node only

@@ -17,8 +17,10 @@ from rl_megatron.checkpoint.directory import check_checkpoint, check_output_dir
 from rl_megatron.checkpoint.rerun import earlier_run
 from rl_megatron.config.data_rules import require_place
 from rl_megatron.config.errors import bad_input_named
+from rl_megatron.config.loggers import check_loggers
 from rl_megatron.config.losses import check_own_loss
 from rl_megatron.config.schema import RunConfig
+from rl_megatron.data.eval_problems import check_set_files
 from rl_megatron.data.run_tokenizer import known_tokenizer
 from rl_megatron.data.sources import build_source
 from rl_megatron.observability.sinks import check_sinks
@@ -33,6 +35,7 @@ def check_early(config: RunConfig) -> None:
     """
     check_output_dir(Path(config.output_dir))
     check_sinks(config.metric_sinks)
+    check_loggers(config.logger)
     check_data(config)
     for stage in config.stages.values():
         check_rewards(stage, loads=int(os.environ.get("WORLD_SIZE", "1")) == 1)
@@ -50,6 +53,7 @@ def check_data(config: RunConfig) -> None:
     tokenizer = bad_input_named(lambda: known_tokenizer(config.first, earlier_run(config)))
     for stage in config.stages.values():
         bad_input_named(lambda stage=stage: build_source(stage).check_files(tokenizer))
+        check_set_files(stage, tokenizer)
     if config.init_from:
         digest = None if tokenizer is None else tokenizer.digest
         check_checkpoint(Path(config.init_from), config.first.model, digest)

@@ -26,6 +26,7 @@ from rl_megatron.generation.completions_file import COMPLETIONS_PER_BLOCK, Compl
 
 # What has an effect: whole sections, and single keys. A key of a stage comes after `stages.NAME.`.
 _SECTIONS = ("model", "parallel", "generation", "tokenizer")
+_MORE_SECTIONS = {"generate": (), "eval": ("eval", "reward")}
 _KEYS = frozenset(
     ("experiment", "data", "init_from", "plugins", "precision", "device", "train.collective_timeout_minutes")
 ).union(f"data.{key}" for key in RENDERING_KEYS)
@@ -50,7 +51,7 @@ def generation_run(config: RunConfig, options: argparse.Namespace) -> RunConfig:
     """
     given = [key_of(override) for override in options.overrides]
     for override, key in zip(options.overrides, given, strict=True):
-        _refuse_without_effect(override, key)
+        _refuse_without_effect(override, key, options.command)
     name = list(config.stages)[-1] if options.stage is None else options.stage
     if name not in config.stages:
         raise ConfigError(f"--stage {name}: the run has no such stage{nearest(name, config.stages)}")
@@ -113,8 +114,8 @@ def prepare(config: RunConfig, options: argparse.Namespace) -> PreparedGeneratio
         )
     if log.is_main_rank():  # which alone writes to it
         check_output(Path(options.output))
-    tokenizer = _tokenizer(stage)
-    identity = _check_weights(weights, stage, tokenizer)
+    tokenizer = tokenizer_of(stage)
+    identity = check_weights(weights, stage, tokenizer)
     data = rendering_of(stage.data, options.prompts)
     data.check(stage)
     prompts = read_prompts(data, tokenizer, stage.model.max_sequence_length, stage.generation.max_new_tokens)
@@ -166,15 +167,16 @@ def _sampling_settings(stage: StageConfig, options: argparse.Namespace) -> dict[
     }
 
 
-def _refuse_without_effect(override: str, key: str) -> None:
-    """Refuse an override that changes nothing of what `generate` does."""
+def _refuse_without_effect(override: str, key: str, command: str) -> None:
+    """Refuse an override that changes nothing of what the command does."""
     of_stage = key.split(".", 2)[2] if key.startswith("stages.") and key.count(".") > 1 else key
-    if of_stage in _KEYS or of_stage.partition(".")[0] in _SECTIONS:
+    if of_stage in _KEYS or of_stage.partition(".")[0] in (*_SECTIONS, *_MORE_SECTIONS[command]):
         return
     if of_stage.startswith(_MAPPINGS):
         return
-    remedy = f"set {_OPTIONS[of_stage]}" if of_stage in _OPTIONS else "leave it out"
-    raise ConfigError(f"override {override!r} has no effect on generate; {remedy}")
+    has_option = command == "generate" and of_stage in _OPTIONS
+    remedy = f"set {_OPTIONS[of_stage]}" if has_option else "leave it out"
+    raise ConfigError(f"override {override!r} has no effect on {command}; {remedy}")
 
 
 def _model_at(weights: Path) -> ModelConfig:
@@ -199,14 +201,15 @@ def _tokenizer_path(stage: StageConfig, weights: Path) -> str:
     return str(found)
 
 
-def _tokenizer(stage: StageConfig) -> Tokenizer:
+def tokenizer_of(stage: StageConfig) -> Tokenizer:
+    """Return the tokenizer of the stage, without special tokens that the model has no embedding of."""
     tokenizer = build_tokenizer(stage)
     if stage.model.vocab_size is not None:
         tokenizer.leave_out_special_tokens_from(stage.model.vocab_size)
     return tokenizer
 
 
-def _check_weights(weights: Path, stage: StageConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+def check_weights(weights: Path, stage: StageConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     """Check that the weights can be read, and return what identifies them."""
     if (weights / MANIFEST).is_file():
         manifest = check_checkpoint(weights, stage.model, tokenizer.digest)

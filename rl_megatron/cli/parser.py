@@ -14,10 +14,13 @@ COMPOSED = {
     "train": "run the stages of an experiment (alone or under torchrun)",
     "certify": "compare the layout of these ranks with one process: loss, every gradient, logprobs, metrics",
     "generate": "complete the prompts of a file on any rollout engine, and write completions with logprobs",
+    "eval": "evaluate a checkpoint or a Hugging Face directory on the sets of eval.sets",
     "plan": "compute the memory, FLOPs and estimated time of a stage on a cluster, or search a layout; needs no GPU",
     "doctor": "check this machine, and what an experiment needs of it: versions, GPUs, network, storage, ports",
     "show-batch": "show every token that the model sees in a step, with its loss mask, or the prompts of a step",
 }
+# The others.
+WITHOUT_CONFIGURATION = ("rollouts", "report", "compare", "inspect", "convert")
 _CONVERSIONS = {
     "import": ("HF_DIR", "CHECKPOINT", "make a checkpoint, which any layout can load, from a Hugging Face directory"),
     "export": ("CHECKPOINT", "HF_DIR", "make a Hugging Face directory, which transformers can load, from a checkpoint"),
@@ -32,6 +35,7 @@ _EXAMPLES = """examples:
   rl-megatron convert export outputs/run/checkpoints/sft/step-000100 exported
   rl-megatron show-batch experiment=gsm8k_sft data.path=path/to/gsm8k --html batch.html
   rl-megatron generate init_from=outputs/run/checkpoints/sft/step-000100 --prompts prompts.jsonl --output out.jsonl
+  rl-megatron eval outputs/run/checkpoints/grpo/step-000100 experiment=mine --output evaluated
   rl-megatron inspect outputs/run/checkpoints/sft/step-000100
   rl-megatron train experiment=gsm8k_sft data.path=path/to/gsm8k train.seed=1 output_dir=outputs/mine
   rl-megatron train experiment=gsm8k_sft data.path=path/to/gsm8k --multirun optimizer.lr=1e-3,3e-3
@@ -56,7 +60,7 @@ class _ShellCompletion(argparse.Action):
         from rl_megatron.cli.hydra_options import complete
 
         try:
-            complete(str(values), [*COMPOSED, "inspect", "convert"], COMPOSED)
+            complete(str(values), [*COMPOSED, *WITHOUT_CONFIGURATION], COMPOSED)
         except ConfigError as error:
             parser.error(str(error))
         parser.exit()
@@ -86,8 +90,13 @@ def command_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, help_text in COMPOSED.items():
         command = commands.add_parser(name, help=help_text)
+        if name == "eval":
+            _add_eval(command)
         command.add_argument("overrides", nargs="*", help="Hydra overrides, key=value; experiment=NAME picks one")
         _add_hydra(command, sweeps=name == "train")
+        if name == "train":
+            replay = "learn from the rollouts of another run, in its directory rollouts/STAGE, instead of generating"
+            command.add_argument("--replay-rollouts", metavar="DIR", help=replay)
         if name == "show-batch":
             _add_show_batch(command)
         if name == "generate":
@@ -96,6 +105,8 @@ def command_parser() -> argparse.ArgumentParser:
             _add_plan(command)
         if name == "doctor":
             command.add_argument("--json", action="store_true", help="print JSON")
+    _add_rollouts(commands)
+    _add_pages(commands)
     inspect = commands.add_parser("inspect", help="show the content of a checkpoint, or list the checkpoints of a run")
     where = "a checkpoint, the directory of a stage's checkpoints, or the output_dir of a run"
     inspect.add_argument("path", type=Path, help=where)
@@ -161,6 +172,39 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
     command.add_argument("--samples-per-prompt", "-n", type=int, default=1, metavar="N", help="completions per prompt")
     command.add_argument("--seed", type=int, default=0, metavar="N", help="the seed of sampling; by default 0")
     command.add_argument("--greedy", action="store_true", help="take the likeliest token instead of sampling")
+    command.add_argument("--stage", metavar="NAME", help="the stage whose settings are used; by default the last")
+
+
+def _add_pages(commands: argparse._SubParsersAction) -> None:
+    report = commands.add_parser("report", help="write report.html of a run, which may still go on")
+    report.add_argument("path", type=Path, metavar="RUN", help="the output_dir of the run")
+    compare = commands.add_parser("compare", help="write a page with the curves and the settings of several runs")
+    compare.add_argument("paths", type=Path, nargs="+", metavar="RUN", help="the output_dir of each run")
+    compare.add_argument("--output", type=Path, default=Path("compare.html"), metavar="FILE", help="compare.html")
+
+
+def _add_rollouts(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser("rollouts", help="show the rollouts that a run has written (rollouts.save_every)")
+    where = "the output_dir of a run, a directory of such files, or a file"
+    command.add_argument("path", type=Path, metavar="RUN", help=where)
+    command.add_argument("--stage", metavar="NAME", help="the stage; by default all")
+    command.add_argument("--step", type=int, metavar="N", help="the step; by default all")
+    command.add_argument("--min-reward", type=float, metavar="X", help="the lowest reward that is shown")
+    command.add_argument("--max-reward", type=float, metavar="X", help="the highest reward that is shown")
+    command.add_argument("--prompt", metavar="TEXT", help="a text that prompts must have")
+    command.add_argument(
+        "--limit", type=int, default=10, metavar="N", help="trajectories that are shown; by default 10"
+    )
+    command.add_argument("--json", action="store_true", help="print all columns as JSON, one trajectory per line")
+
+
+def _add_eval(command: argparse.ArgumentParser) -> None:
+    weights = "the weights: a checkpoint, or a Hugging Face directory"
+    command.add_argument("weights", metavar="CHECKPOINT|HF_DIR", help=weights)
+    output = "the directory of the results; a command that was killed goes on with it"
+    command.add_argument("--output", metavar="DIR", required=True, help=output)
+    baseline = "the --output of another evaluation, with which every problem is compared"
+    command.add_argument("--baseline", metavar="DIR", help=baseline)
     command.add_argument("--stage", metavar="NAME", help="the stage whose settings are used; by default the last")
 
 

@@ -105,7 +105,9 @@ def composed(overrides: list[str], config_dir: str | None, config_name: str = PR
 
 def as_additions(overrides: list[str]) -> list[str]:
     """Return overrides in the form that may add a key: in open sections the schema checks keys, not Hydra."""
-    sections = (*OPEN_SECTIONS, "loss.") if _chooses_own_loss(overrides) else OPEN_SECTIONS
+    sections = (*OPEN_SECTIONS, "logger.")  # services that are not used are not in configs/config.yaml
+    if _chooses_own_loss(overrides):
+        sections = (*sections, "loss.")
     return [f"++{override}" if override.startswith(sections) else override for override in overrides]
 
 

@@ -19,7 +19,8 @@ class GenerationConfig:
     """
 
     max_new_tokens: Positive = 32  # most tokens of a completion
-    temperature: NonNegativeFloat = 1.0  # divides the logits before sampling; 0: greedy. Evaluation is always greedy
+    # Divides the logits before sampling; 0: greedy. The evaluation on the stage's own problems is always greedy.
+    temperature: NonNegativeFloat = 1.0
     top_k: NonNegative = 0  # sample from the k likeliest tokens; 0: off
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0  # sample from the likeliest tokens of this total mass; 1: off
     # Tokens that end a completion, besides end-of-sequence and the token that ends a turn in the chat template. Each is

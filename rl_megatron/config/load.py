@@ -67,7 +67,7 @@ def load_config(
 
 def _with_found_files(stage: schema.StageConfig, config_dir: str | None) -> schema.StageConfig:
     """Return the stage with absolute paths of the users' files that import strings name."""
-    return replace(stage, reward=stage.reward.found(config_dir))
+    return replace(stage, reward=stage.reward.found(config_dir), eval=stage.eval.found(config_dir))
 
 
 def merged(tree: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,15 +16,19 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import SerializeAsAny
 
 from rl_megatron.config.data_kinds import PROBLEMS
+from rl_megatron.config.eval_sets import EvalConfig
 from rl_megatron.config.field_types import Fraction, Positive, section
 from rl_megatron.config.generation import GenerationConfig
+from rl_megatron.config.loggers import LoggerConfig
 from rl_megatron.config.mixed_data import MixedData
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.named_class import named_class
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
+from rl_megatron.config.profiling import ProfileConfig
 from rl_megatron.config.registry import Registry
 from rl_megatron.config.rewards import RewardConfig
+from rl_megatron.config.rollout_files import RolloutFilesConfig
 from rl_megatron.config.tokenizer import TokenizerConfig
 from rl_megatron.config.train import TrainConfig
 
@@ -171,6 +175,9 @@ class StageConfig:
     data: Annotated[SerializeAsAny[DataConfig], named_class("source", SOURCE_CONFIGS)]
     generation: GenerationConfig  # sampling and the rollout engine
     reward: RewardConfig = field(default_factory=RewardConfig)  # reward functions and the processes that run them
+    rollouts: RolloutFilesConfig = field(default_factory=RolloutFilesConfig)  # files of rollouts
+    profile: ProfileConfig = field(default_factory=ProfileConfig)  # profiles of chosen steps
+    eval: EvalConfig = field(default_factory=EvalConfig)  # named sets of problems to evaluate on
     loss: dict[str, Any]  # name and settings of a registered loss (rl_megatron/losses); pretrain and sft use nll
     precision: Literal["fp32", "bf16"]  # of weights and activations; with bf16, the optimizer keeps fp32 weights
     device: Literal["auto", "cpu", "cuda"]  # auto: one GPU per rank if there are GPUs, otherwise the CPU
@@ -178,7 +185,7 @@ class StageConfig:
     @property
     def scores_completions(self) -> bool:
         """Return whether the stage samples completions and scores them, to learn or to be evaluated."""
-        return PROBLEMS in (self.algorithm.learns_from, self.data.heldout_kind)
+        return bool(self.eval.sets) or PROBLEMS in (self.algorithm.learns_from, self.data.heldout_kind)
 
 
 @section
@@ -191,6 +198,8 @@ class RunConfig:
     output_dir: str
     plugins: tuple[str, ...] = ()  # the user's own modules that register losses, tasks, algorithms, …
     metric_sinks: tuple[str, ...] = ("jsonl", "tensorboard")  # where metrics are written; jsonl must be listed
+    # services that metrics are sent to as well, such as W&B (config/loggers.py)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
     init_from: str | None = None  # a checkpoint directory whose weights start the first stage; null: new weights
     # Go on with the run in output_dir, if there is one. false: move it to output_dir.previous, and begin anew.
     resume: bool = True

@@ -106,6 +106,12 @@ def _check_stage(name: str, stage: schema.StageConfig, first: schema.StageConfig
     check_generation(stage.generation)
     check_router_replay(stage.generation, stage.model)
     stage.reward.check()
+    stage.eval.check(f"{where}eval", stage.generation.temperature, bool(stage.reward.functions))
+    if stage.eval.sets and not stage.algorithm.leaves_language_model:
+        raise ConfigError(
+            f"{where}eval.sets needs a language model, which answers problems, and algorithm={stage.algorithm.name} "
+            "trains another one; leave the sets out"
+        )
     _check_kind_of_data(stage)
     stage.algorithm.check(stage)
 

@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from dataclasses import field
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import AfterValidator, BeforeValidator
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.eval_metrics import HIGHER_IS_BETTER
-from rl_megatron.config.field_types import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, section
+from rl_megatron.config.eval_metrics import HIGHER_IS_BETTER, is_eval_metric
+from rl_megatron.config.field_types import (
+    Fraction,
+    NonNegative,
+    NonNegativeFloat,
+    Number,
+    Positive,
+    PositiveFloat,
+    section,
+)
 
-if TYPE_CHECKING:
-    EvalMetric = str  # the names are not known to a type checker
-else:
-    EvalMetric = Literal[tuple(HIGHER_IS_BETTER)]
+
+def _eval_metric(name: str) -> str:
+    """Return the name of an eval metric; the preflight checks whether the stage has it.
+
+    Raises:
+        ValueError: There is no such metric.
+    """
+    if not is_eval_metric(name):
+        known = ", ".join(map(repr, HIGHER_IS_BETTER))
+        raise ValueError(f"must be {known}, or of a set of eval.sets, as in 'aime/avg@8'")
+    return name
+
+
+EvalMetric = Annotated[str, AfterValidator(_eval_metric)]
 
 _DURATION = re.compile(r"(\d{1,3}):(\d\d):(\d\d):(\d\d)")  # days, hours, minutes, seconds
 
@@ -73,7 +92,10 @@ class TrainConfig:
     save_every: NonNegative = 0  # steps between checkpoints; 0: only after the last step
     async_save: bool = True  # write checkpoints while training goes on; a stage still waits for its last one
     keep_checkpoints: Positive = 2  # newest checkpoints kept per stage; older ones are deleted
-    keep_best: EvalMetric | None = None  # also keep the checkpoint that is best by this eval metric; null: none
+    # Also keep the checkpoint that is best by this eval metric, or by one of a set, as in `aime/avg@8`. null: none.
+    keep_best: EvalMetric | None = None
+    # Eval metrics and their goals, as in {accuracy: 0.9}: the stage ends at the first evaluation that reaches one.
+    stop_at: dict[EvalMetric, Annotated[float, Number]] = field(default_factory=dict)
     collective_timeout_minutes: PositiveFloat = 10.0  # how long a rank waits for the others before the run fails
     # What to do if a loss or a gradient norm is NaN or infinite. halt: the run fails. skip: leave out the optimizer
     # step on all ranks. roll_back: go back to the stage's newest checkpoint, and leave out the batches since.

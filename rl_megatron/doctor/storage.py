@@ -12,7 +12,7 @@ from pathlib import Path
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.doctor.findings import Finding, ok, problem, warning
-from rl_megatron.plan.weights import ShardedShape, element_bytes, optimizer_bytes_per_element
+from rl_megatron.model.sharded_shape import ShardedShape, element_bytes, optimizer_bytes_per_element
 
 _CHECK = "storage"
 _WRITTEN = 32 << 20  # bytes of the file that is written to measure the speed

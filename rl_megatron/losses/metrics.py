@@ -9,7 +9,11 @@ from rl_megatron.config.metrics import Metric, declare_metrics
 
 COMMON = declare_metrics(
     Metric(
-        "loss", "of the loss", "The value that the optimizer minimises, without the experts' balancing loss.", "sum"
+        "loss",
+        "of the loss",
+        "The value that the optimizer minimises, without the experts' balancing loss.",
+        "sum",
+        healthy="of `nll`, falls; of policy gradients, stays near 0 and says little",
     ),
     Metric("num_valid_samples", "samples", "Σ sample_mask; for a preference loss, half of it.", "sum"),
 )
@@ -17,14 +21,26 @@ COMMON = declare_metrics(
 NLL = declare_metrics(Metric("num_unmasked_tokens", "tokens", "Predicted tokens that count.", "sum"))
 
 CLIPPED_PG = declare_metrics(
-    Metric("probs_ratio", "1", "The mean of π/π_prev; of log π with disable_ppo_ratio.", "sum"),
+    Metric("probs_ratio", "1", "The mean of π/π_prev; of log π with disable_ppo_ratio.", "sum", healthy="0.95 to 1.05"),
     Metric("probs_ratio_min", "1", "The smallest π/π_prev of a token.", "min"),
     Metric("probs_ratio_max", "1", "The largest π/π_prev of a token.", "max"),
     Metric("probs_ratio_clamped", "1", "The mean of π/π_prev, clipped to the clip range.", "sum"),
     Metric("probs_ratio_clamped_min", "1", "The smallest clipped π/π_prev of a token.", "min"),
     Metric("probs_ratio_clamped_max", "1", "The largest clipped π/π_prev of a token.", "max"),
-    Metric("clip_fraction", "1", "The share of tokens whose π/π_prev is outside the clip range.", "sum"),
-    Metric("kl_penalty", "nats", "KL(π‖π_ref) without β, averaged like the loss.", "sum"),
+    Metric(
+        "clip_fraction",
+        "1",
+        "The share of tokens whose π/π_prev is outside the clip range.",
+        "sum",
+        healthy="below 0.2",
+    ),
+    Metric(
+        "kl_penalty",
+        "nats",
+        "KL(π‖π_ref) without β, averaged like the loss.",
+        "sum",
+        healthy="rises slowly; below 0.1 nats per token in most runs",
+    ),
     Metric(
         "positive_nll_loss",
         "nats",
@@ -32,7 +48,13 @@ CLIPPED_PG = declare_metrics(
         "sum",
         "lower",
     ),
-    Metric("entropy", "nats", "The mean entropy of the policy's next-token distribution.", "sum"),
+    Metric(
+        "entropy",
+        "nats",
+        "The mean entropy of the policy's next-token distribution.",
+        "sum",
+        healthy="falls slowly; near 0, all completions of a prompt are alike",
+    ),
     Metric(
         "sampling_importance_ratio",
         "1",
@@ -40,7 +62,11 @@ CLIPPED_PG = declare_metrics(
         "sum",
     ),
     Metric(
-        "approx_entropy", "nats", "The entropy estimated from sampled tokens: −mean( π/π_generation · log π ).", "sum"
+        "approx_entropy",
+        "nats",
+        "The entropy estimated from sampled tokens: −mean( π/π_generation · log π ).",
+        "sum",
+        healthy="falls slowly; near 0, all completions of a prompt are alike",
     ),
     Metric(
         "is_oob_ratio",
@@ -53,7 +79,12 @@ CLIPPED_PG = declare_metrics(
 # The difference between the trainer's and the rollout engine's probabilities of sampled tokens (losses/mismatch.py).
 MISMATCH = declare_metrics(
     Metric(
-        "token_mult_prob_error", "1", "The mean of e^|log π_generation − log π_prev|; 1 if they agree.", "sum", "lower"
+        "token_mult_prob_error",
+        "1",
+        "The mean of e^|log π_generation − log π_prev|; 1 if they agree.",
+        "sum",
+        "lower",
+        healthy="below 1.05",
     ),
     Metric("gen_kl_error", "nats", "KL(π_generation‖π_prev); 0 if they agree.", "sum", "lower"),
     Metric("policy_kl_error", "nats", "KL(π_prev‖π_generation); 0 if they agree.", "sum", "lower"),
@@ -64,7 +95,14 @@ MISMATCH = declare_metrics(
         "sum",
         "lower",
     ),
-    Metric("mismatch_mean", "nats", "The mean of |log π_generation − log π_prev| of sampled tokens.", "sum", "lower"),
+    Metric(
+        "mismatch_mean",
+        "nats",
+        "The mean of |log π_generation − log π_prev| of sampled tokens.",
+        "sum",
+        "lower",
+        healthy="below 1e-4 in fp32, and below 0.03 in bf16",
+    ),
     Metric("mismatch_max", "nats", "The largest |log π_generation − log π_prev| of a sampled token.", "max", "lower"),
 )
 

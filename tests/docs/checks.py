@@ -76,7 +76,7 @@ def failures_before_the_first_step(found: list[Command], directory: Path, files:
 def _check(command: Command) -> None:
     """Do what the command does up to the first step, but for the start of ranks and the reading of weights."""
     from rl_megatron.algorithms import preflight
-    from rl_megatron.cli import generate, main
+    from rl_megatron.cli import evaluate, generate, main
     from rl_megatron.cli.parser import COMPOSED, command_parser
     from rl_megatron.cli.show_batch import show_batch
     from rl_megatron.cli.sweep import jobs_of
@@ -95,6 +95,8 @@ def _check(command: Command) -> None:
         assert not rest, f"{parsed.command} takes no {rest}"
         return
     overrides = parsed.overrides + rest
+    if parsed.command == "eval":
+        overrides = evaluate.with_weights(parsed.weights, overrides)
     begun = [Path(word.partition("=")[2]) for word in overrides if word.startswith("init_from=")]
     for checkpoint in begun:
         if not (checkpoint / "config.json").is_file():  # it is no Hugging Face directory
@@ -122,7 +124,7 @@ def _check(command: Command) -> None:
     config = load_config(overrides, parsed.config_dir, parsed.config_name)
     if parsed.print_config or parsed.cfg or parsed.info:
         return
-    if parsed.command == "generate":
+    if parsed.command in ("generate", "eval"):
         parsed.overrides = overrides
         config = generate.generation_run(small(config), parsed)
     for checkpoint in begun:
@@ -138,6 +140,8 @@ def _check(command: Command) -> None:
         show_batch(small(config), parsed)
     elif parsed.command == "generate":
         generate.prepare(config, parsed)
+    elif parsed.command == "eval":
+        evaluate.prepare(config, parsed)
     else:
         preflight.check(small(config), Path(config.output_dir))
 

@@ -55,7 +55,8 @@ def configuration_keys():
     for section, registry in (("algorithm", schema.ALGORITHM_CONFIGS), ("data", schema.SOURCE_CONFIGS)):
         paths |= {f"{section}.{field.name}" for config in registry.values() for field in dataclasses.fields(config)}
     paths |= {f"data.task.{field.name}" for task in TASKS.values() for field in dataclasses.fields(task)}
-    return paths - {"algorithm.name", "model.rope_scaling.kind"}  # in the headings
+    services = {f"logger.{field.name}" for field in dataclasses.fields(schema.LoggerConfig)}
+    return paths - services - {"algorithm.name", "model.rope_scaling.kind"}  # in the headings
 
 
 def test_every_key_of_the_configuration_has_a_row(fresh):

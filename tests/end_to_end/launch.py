@@ -23,6 +23,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self
 
+from rl_megatron.config.metrics import is_cost
 from tests.forkserver import environment, fork_context
 
 TIMEOUT = 600  # seconds; far longer than any run here takes, even on a busy machine
@@ -344,14 +345,19 @@ def metrics(directory: Path, timed: bool = False) -> list[dict[str, Any]]:
 
     Args:
         directory: The run's output directory.
-        timed: Whether to keep the metrics that differ between equal runs: times, and those of weight syncs and logprob
+        timed: Whether to keep the metrics that differ between equal runs: costs, and those of weight syncs and logprob
             checks, because a resumed run starts a new engine.
     """
     path = directory / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     objects = [json.loads(line) for line in lines if line.endswith("\n")]
-    excluded = ("seconds", "refit_", "gate_")
-    return [{key: value for key, value in line.items() if timed or not key.startswith(excluded)} for line in objects]
+    if timed:
+        return objects
+    excluded = ("refit_", "gate_")
+    return [
+        {key: value for key, value in line.items() if not (is_cost(key) or key.startswith(excluded))}
+        for line in objects
+    ]
 
 
 def checkpoints(output_dir: Path, stage: str) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 
 import rl_megatron.algorithms.metrics  # noqa: F401  # declares all of them
 from rl_megatron.config.eval_metrics import EVAL_METRICS
-from rl_megatron.config.metrics import METRICS
+from rl_megatron.config.metrics import METRICS, is_cost
 from tests.end_to_end.launch import TINY, metrics
 
 STEPS = 10  # enough that the engine can be killed after the first step and before the end of the last
@@ -24,9 +24,7 @@ ENGINE = ("generation.engine=transformers", "generation.refit_bucket_mb=0.05")
 def results_of(directory: Path) -> list[dict]:
     """Return the metrics of every step and of the logprob checks, without times and rates."""
     lines = metrics(directory, timed=True)
-    return [
-        {key: value for key, value in line.items() if "seconds" not in key and "per_s" not in key} for line in lines
-    ]
+    return [{key: value for key, value in line.items() if not is_cost(key)} for line in lines]
 
 
 WORKER = b"rl_megatron.generation.transformers.worker"

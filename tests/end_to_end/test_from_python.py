@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from rl_megatron.config.metrics import is_cost
 from tests.docs.inputs import hugging_face_model
 
 CELL = """
@@ -35,7 +36,7 @@ def directory(tmp_path):
 
 def untimed(result):
     """The history without the times."""
-    return [{key: value for key, value in line.items() if key != "seconds"} for line in result.history]
+    return [{key: value for key, value in line.items() if not is_cost(key)} for line in result.history]
 
 
 def again_and_again(arguments):

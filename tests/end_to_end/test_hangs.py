@@ -14,32 +14,35 @@ RUN = ("train", *TINY_GRPO, "train.steps=4", "train.save_every=1", "train.async_
 RANKS, PARALLEL = 4, "parallel.tensor=2"
 LIMIT = 3.0  # seconds, of train.hang_report_seconds
 # phase → the rank that stops in it, and the step. Rank 0 has the store in these runs, so that rank 1 reports it.
-STOPPED = {"train": (2, 1), "rollout": (1, 2), "save": (0, 3)}
+STOPPED = {"train": (2, 1), "generate": (1, 2), "save": (0, 3)}
+# The call of the engine in step 2: before it, the logprob check, an evaluation and step 1 have called it.
+GENERATES_IN_STEP_2 = 4
 
 
 def _stop_in_three_phases() -> None:
     """Let this rank stop itself in the phase and the step of `STOPPED` that are its own."""
     from rl_megatron.algorithms.checkpointer import Checkpointer
-    from rl_megatron.algorithms.rollout import Sampler
+    from rl_megatron.generation.embedded import EmbeddedEngine
     from rl_megatron.policy.megatron_policy import MegatronPolicy
 
     for owner, method, phase in (
         (MegatronPolicy, "train", "train"),
-        (Sampler, "draw", "rollout"),
+        (EmbeddedEngine, "generate", "generate"),
         (Checkpointer, "save", "save"),
     ):
         rank, step = STOPPED[phase]
         if os.environ["RANK"] == str(rank):
-            setattr(owner, method, _stopping(getattr(owner, method), phase, step))
+            call = GENERATES_IN_STEP_2 if phase == "generate" else step
+            setattr(owner, method, _stopping(getattr(owner, method), phase, call))
 
 
-def _stopping(method, phase, step):
+def _stopping(method, phase, call):
     calls = 0
 
     def stop_once(*arguments, **keywords):
         nonlocal calls
         calls += 1
-        if calls == step:
+        if calls == call:
             _wait_for_heartbeats()
             Path(f"stopping_{phase}").touch()
             os.kill(os.getpid(), signal.SIGSTOP)

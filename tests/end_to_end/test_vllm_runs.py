@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from rl_megatron.config.load import load_config
+from rl_megatron.config.metrics import is_cost
 from tests.end_to_end.launch import TINY_GRPO, metrics
 from tests.vllm_servers import OF_RUNS, PYTHON, needs_vllm
 
@@ -27,7 +28,7 @@ GRPO = (
 )  # fmt: skip
 DOWN = "model.layers.1.mlp.down_proj.weight"
 GENERATE, FINISH = "/inference/v1/generate", "/finish_weight_update"
-NOISE = ("seconds", "per_s", "refit_", "gate_", "mismatch")  # times, and what depends on a server's rounding
+NOISE = ("refit_", "gate_", "mismatch")  # what depends on a server's rounding
 
 
 def train(directory: Path, *keys: str) -> tuple[int, str]:
@@ -175,7 +176,10 @@ def run_with_two_kills(directory: Path) -> tuple[int, str]:
 
 def results_of(directory: Path) -> list[dict]:
     lines = metrics(directory, timed=True)
-    return [{key: value for key, value in line.items() if not any(noise in key for noise in NOISE)} for line in lines]
+    return [
+        {key: value for key, value in line.items() if not (is_cost(key) or any(noise in key for noise in NOISE))}
+        for line in lines
+    ]
 
 
 def test_a_run_whose_servers_are_killed_has_the_metrics_of_an_undisturbed_run(urls, ranks, tmp_path):

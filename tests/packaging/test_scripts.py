@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rl_megatron.config.metrics import is_cost
+
 REPO = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted([*(REPO / "scripts").glob("*.sh"), *(REPO / "scripts").glob("*.slurm"), REPO / ".ci" / "run"])
 TINY = """train algorithm=pretrain data=arithmetic model.num_layers=2 model.hidden_size=32 model.ffn_hidden_size=64
@@ -41,7 +43,7 @@ def finish(*nodes):
 
 def metrics(output_dir):
     lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+    return [{name: value for name, value in line.items() if not is_cost(name)} for line in lines]
 
 
 def world(output_dir):

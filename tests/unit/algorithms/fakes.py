@@ -1,6 +1,7 @@
 """Fakes of the objects that an algorithm works with: a tokenizer of characters, a task, an engine, a policy."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -22,10 +23,13 @@ class Characters:
 
     eos_id = pad_id = EOS
     vocab_size = 128
-    prefix_ids, chat_templates, named_tokens = [], {}, {}
+    prefix_ids, chat_templates, named_tokens, special_tokens = [], {}, {}, ()
 
     def encode(self, text):
         return [ord(character) for character in text]
+
+    def encode_template(self, template, values):
+        return self.encode(template.format(**values))
 
     def decode(self, ids, skip_special_tokens=True):
         return "".join(chr(i) for i in ids if i != EOS)
@@ -108,10 +112,13 @@ class Scripted:
             generation_logprobs=-mask,
             temperature=torch.ones(len(prompts)),
             stopped=torch.ones(len(prompts), dtype=torch.bool),
+            weight_version=torch.ones(len(prompts), dtype=torch.long),
         )
 
 
 def stage_of_a_sampler(**attributes: object) -> SimpleNamespace:
     """Return what a `Sampler` needs of a stage: these attributes, and batches that have the numbers of their steps."""
     ignored = lambda *_: None  # noqa: E731
-    return SimpleNamespace(**attributes, batch_number=int, use_loader=ignored, keep=ignored)
+    return SimpleNamespace(
+        **attributes, batch_number=int, use_loader=ignored, keep=ignored, rollout_files=Path("unused")
+    )

@@ -11,7 +11,7 @@ from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.config.load import load_config
 from rl_megatron.data import stage_loader, training_data
 from rl_megatron.data.order import ShuffledEpochs
-from rl_megatron.observability.phase_timer import PhaseTimer
+from rl_megatron.execution.phase_timer import PhaseTimer, timing
 from rl_megatron.rewards.scorer import decoded
 from tests.unit.algorithms.fakes import Characters, Echo, Problems, ScoredHere, Scripted, stage_of_a_sampler
 
@@ -131,6 +131,7 @@ def test_the_kl_in_the_reward_is_recorded(monkeypatch):
         monkeypatch.setattr(module, "build_source", lambda stage: Problems(Echo()))
     records = []
     policy = SimpleNamespace(
+        weight_version=1,
         freeze_reference=lambda: None,
         get_logprobs=lambda batch: {"logprobs": -1.0 * batch["token_mask"]},
         get_reference_policy_logprobs=lambda batch: {"reference_logprobs": -1.5 * batch["token_mask"]},
@@ -146,6 +147,8 @@ def test_the_kl_in_the_reward_is_recorded(monkeypatch):
         record=lambda step, report: records.append(report),
         timer=PhaseTimer(),
     )
-    grpo(stage, stage.config.algorithm)
+    with timing(stage.timer):
+        grpo(stage, stage.config.algorithm)
     assert records[0]["reward_kl"] == 0.5
-    assert list(stage.timer.collect()) == ["rollout", "logprobs"]
+    phases = [path[0] for path in stage.timer.collect().seconds if path]
+    assert phases == ["reward", "logprobs", "reference", "advantages"]

@@ -5,7 +5,8 @@ import torch
 
 from rl_megatron.algorithms import metrics
 from rl_megatron.algorithms.evaluate import metric_names
-from rl_megatron.algorithms.rollout import logprob_mismatch, reward_kl, statistics
+from rl_megatron.algorithms.rollout import reward_kl
+from rl_megatron.algorithms.rollout_statistics import learned_statistics, logprob_mismatch, statistics
 from rl_megatron.config.eval_metrics import EVAL_METRICS
 from rl_megatron.config.load import load_config
 from rl_megatron.config.metrics import METRICS
@@ -24,13 +25,14 @@ def test_the_statistics_of_rollouts_are_declared():
     rollouts = BatchedDataDict(
         rewards=torch.tensor([0.0, 1.0]), input_lengths=torch.tensor([2, 2]), prompt_lengths=torch.tensor([1, 1]),
         stopped=torch.tensor([True, False]), token_mask=mask, prev_logprobs=-mask, generation_logprobs=-mask,
-        reference_policy_logprobs=-mask,
+        reference_policy_logprobs=-mask, advantages=mask, weight_version=torch.tensor([1, 1]),
     )  # fmt: skip
     loss = build_loss("clipped_pg", {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.1})
     reported = statistics(rollouts, 2) | logprob_mismatch(rollouts) | reward_kl(rollouts, loss)
+    reported |= learned_statistics(rollouts, 1)
     elsewhere = {"sampling_rounds", "mismatch_routing"}
     assert reported.keys() | elsewhere == names(metrics.ROLLOUT) | set(logprob_mismatch(rollouts))
-    assert logprob_mismatch(rollouts).keys() <= names(losses.MISMATCH)
+    assert logprob_mismatch(rollouts).keys() <= names(losses.MISMATCH) | {"mismatch_p99"}
 
 
 def test_the_metrics_of_a_weight_sync_are_declared():

@@ -29,7 +29,7 @@ OVERRIDES = (
 class Model:
     """A policy that records its training batches and the names of its saves."""
 
-    schedule_steps = 0
+    schedule_steps, weight_version = 0, 1
 
     def __init__(self, name, log):
         self.name, self.log = name, log
@@ -78,8 +78,11 @@ class Rollouts:
         return BatchedDataDict(
             input_ids=torch.ones(2, 3, dtype=torch.long), token_mask=mask, sample_mask=torch.ones(2),
             rewards=torch.tensor([0.0, 1.0]), generation_logprobs=-mask, prompt_lengths=torch.tensor([1, 1]),
-            input_lengths=torch.tensor([3, 2]), stopped=torch.tensor([True, True]),
+            input_lengths=torch.tensor([3, 2]), stopped=torch.tensor([True, True]), weight_version=torch.tensor([1, 1]),
         )  # fmt: skip
+
+    def keep(self, step, learned):
+        pass
 
     def reward_metrics(self):
         return {}
@@ -97,6 +100,7 @@ def run(monkeypatch):
             begin_stage=lambda *_: None,
             show_phase=lambda phase: None,
             end_stage=lambda: None,
+            record_samples=lambda step, samples: None,
             record=lambda step, report, kind="train": records.setdefault(kind, {}).setdefault(step, report),
         )
         monkeypatch.setattr(training_loop, "Sampler", Rollouts)

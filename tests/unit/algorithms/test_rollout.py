@@ -12,13 +12,12 @@ from rl_megatron.algorithms.rollout import (
     Sampler,
     join,
     keep_informative,
-    logprob_mismatch,
     needs_reference,
     recomputes_logprobs,
     reward_kl,
     rewards_per_token,
-    statistics,
 )
+from rl_megatron.algorithms.rollout_statistics import learned_statistics, logprob_mismatch, statistics
 from rl_megatron.config.algorithms import GRPOConfig, PPOConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
@@ -161,11 +160,26 @@ def test_statistics_of_rollouts(rollouts_of):
     assert statistics(rollouts, 2) == pytest.approx(
         {
             "reward": (1 + 1 + 10 + 20 + 0 + 0 + 100 + 4) / 8,
-            "completion_tokens": (2 + 2 + 3 + 3 + 2 + 2 + 4 + 2) / 8,
-            "stopped": 6 / 8,
-            "informative_groups": 2 / 4,
+            "reward_std": rollouts["rewards"].std(correction=0).item(),
+            "reward_min": 0.0, "reward_p10": 0.0, "reward_p50": 4.0, "reward_p90": 20.0, "reward_max": 100.0,
+            "completion_tokens": (2 + 2 + 3 + 3 + 2 + 2 + 4 + 2) / 8, "completion_tokens_std": 0.5**0.5,
+            "completion_tokens_min": 2.0, "completion_tokens_p10": 2.0, "completion_tokens_p50": 2.0,
+            "completion_tokens_p90": 3.0, "completion_tokens_max": 4.0, "stopped": 6 / 8, "informative_groups": 2 / 4,
         }
-    )
+    )  # fmt: skip
+
+
+def test_advantages_count_at_sampled_tokens_and_weights_have_an_age():
+    rollouts = BatchedDataDict(
+        advantages=torch.tensor([[9.0, 1.0, 1.0], [9.0, -3.0, 9.0]]), weight_version=torch.tensor([5, 7]),
+        token_mask=torch.tensor([[0.0, 1.0, 1.0], [0.0, 1.0, 0.0]]),
+    )  # fmt: skip
+    found = learned_statistics(rollouts, 7)
+    assert (found["weight_age_mean"], found["weight_age_max"]) == (1.0, 2.0)
+    assert (found["advantage_min"], found["advantage_p50"], found["advantage_max"]) == (-3.0, 1.0, 1.0)
+    assert found["advantage_mean"] == pytest.approx(-1 / 3)
+    of_sequences = BatchedDataDict(rollouts, advantages=torch.tensor([2.0, 4.0]))
+    assert learned_statistics(of_sequences, 7)["advantage_mean"] == 3.0
 
 
 def test_mismatch_counts_sampled_tokens_only():
@@ -174,9 +188,9 @@ def test_mismatch_counts_sampled_tokens_only():
         generation_logprobs=torch.tensor([[9.0, -1.0, -2.0], [9.0, -3.0, 9.0]]),
         prev_logprobs=torch.tensor([[0.0, -1.5, -1.0], [0.0, -3.0, 0.0]]),
     )
-    assert logprob_mismatch(rollouts) == pytest.approx({"mismatch_mean": 0.5, "mismatch_max": 1.0})
+    assert logprob_mismatch(rollouts) == pytest.approx({"mismatch_mean": 0.5, "mismatch_p99": 1.0, "mismatch_max": 1.0})
     rollouts["token_mask"] = torch.zeros(2, 3)
-    assert logprob_mismatch(rollouts) == {"mismatch_mean": 0.0, "mismatch_max": 0.0}
+    assert logprob_mismatch(rollouts) == {"mismatch_mean": 0.0, "mismatch_p99": 0.0, "mismatch_max": 0.0}
 
 
 def test_mismatch_is_not_hidden_by_a_masked_nan():
@@ -185,7 +199,7 @@ def test_mismatch_is_not_hidden_by_a_masked_nan():
         generation_logprobs=torch.tensor([[torch.nan, -1.0]]),
         prev_logprobs=torch.tensor([[0.0, -1.25]]),
     )
-    assert logprob_mismatch(rollouts) == {"mismatch_mean": 0.25, "mismatch_max": 0.25}
+    assert logprob_mismatch(rollouts) == {"mismatch_mean": 0.25, "mismatch_p99": 0.25, "mismatch_max": 0.25}
 
 
 def test_nothing_is_compared_here_if_the_logprobs_were_not_recomputed(rollouts_of):

@@ -10,6 +10,7 @@ from rl_megatron.algorithms.roll_back import RollBack
 from rl_megatron.algorithms.stopping import Stopping
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
+from rl_megatron.execution.phase_timer import PhaseTimer
 from rl_megatron.observability.position import Position
 from rl_megatron.rewards.scorer import RewardFailed
 
@@ -27,15 +28,17 @@ def test_an_error_in_a_step_completes_the_checkpoint_under_way(monkeypatch, erro
     algorithm = SimpleNamespace(head="lm", critic=None, progress_metric="loss", run=fail)
     config = load_config(["algorithm=sft"])
     stage = SimpleNamespace(
-        checkpointer=closing("complete"), scorer=closing("close"), config=config.first, keep=lambda name, part: None
-    )
+        checkpointer=closing("complete"), scorer=closing("close"), config=config.first, keep=lambda name, part: None,
+        timer=PhaseTimer(), eval_sets=None,
+    )  # fmt: skip
     fakes = {"SyncedEngine": closing("shutdown"), "Scorer": closing("close"), "build_evaluation": closing("x")}
     fakes |= {"_model": None, "build_engine": None, "_logprob_check": None, "Stage": stage, "algorithm_of": algorithm}
+    fakes |= {"StepMeter": SimpleNamespace(timer=stage.timer), "StepProfiler": None}
     for name, made in fakes.items():
         monkeypatch.setattr(run, name, lambda *args, made=made, **options: made)
-    logger = SimpleNamespace(note=None, output_dir=Path("x"))
+    logger, layout = SimpleNamespace(note=None, output_dir=Path("x")), SimpleNamespace(rank=0, is_cuda=False)
     with pytest.raises(error, match="a later record is bad"):
-        run._run_stage(config, "sft", None, None, logger, Path("x"), None, "", "", Stopping(), Position(), RollBack())
+        run._run_stage(config, "sft", layout, None, logger, Path("x"), None, "", "", Stopping(), Position(), RollBack())
     assert done == ["complete", "shutdown", "close"]
 
 

@@ -75,6 +75,9 @@ class Silent:
     def record(self, step, metrics, kind="train"):
         self.log.append((kind, step))
 
+    def record_samples(self, step, samples):
+        pass
+
 
 @pytest.fixture
 def make(monkeypatch):
@@ -101,6 +104,17 @@ def walk(stage, log):
 
 def happened(log, *kinds):
     return [entry[:2] for entry in log if entry[0] in kinds]
+
+
+def test_a_goal_that_an_evaluation_reaches_ends_the_stage(make):
+    log = []
+    walk(make(log, steps=6, eval_every=2, stop_at={"accuracy": 0.75}), log)
+    assert happened(log, "step", "eval", "save") == [
+        ("eval", 0), ("step", 1), ("step", 2), ("eval", 2), ("save", 2),
+    ]  # fmt: skip
+    log = []
+    walk(make(log, steps=3, eval_every=2, stop_at={"accuracy": 0.76}), log)
+    assert happened(log, "step", "save") == [("step", 1), ("step", 2), ("step", 3), ("save", 3)]
 
 
 def test_a_stage_evaluates_at_start_and_end_and_saves_at_the_end(make):
