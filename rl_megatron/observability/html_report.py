@@ -18,7 +18,7 @@ import yaml
 from jinja2 import Environment, StrictUndefined
 
 from rl_megatron.config.eval_metrics import is_eval_metric
-from rl_megatron.config.metrics import METRICS, is_cost
+from rl_megatron.config.metrics import is_cost
 from rl_megatron.observability.curves import Points, line_chart, stacked_chart
 from rl_megatron.observability.page_template import TEMPLATE
 from rl_megatron.observability.run_files import RecordedRun, flat
@@ -32,7 +32,7 @@ _MAIN = (
     ("loss", ("loss",), False),
     ("reward", ("reward",), False),
     ("gradient norm", ("grad_norm", "grad_norm_clipped"), True),
-    ("gradient norm of layers", tuple(name for name in METRICS if name.startswith("grad_norm_l")), True),
+    ("gradient norm of quarters of the layers", tuple(f"grad_norm_layers_{quarter}" for quarter in range(1, 5)), True),
     ("learning rate", ("lr",), False),
     ("entropy (nats)", ("entropy", "approx_entropy"), False),
     ("KL to the reference (nats)", ("kl_penalty", "reward_kl"), False),
@@ -50,6 +50,7 @@ _SPEED = (
 )
 _PHASE, _PEAK = ("time_", "_s"), ("peak_memory_", "_gb")
 _NOT_PHASES = ("time_step_s",)
+_OTHERS = "Other metrics"  # the heading of charts that are folded
 
 
 def write_html_report(output_dir: Path) -> None:
@@ -84,15 +85,9 @@ def compare_page(runs: Sequence[RecordedRun]) -> str:
     """Return an HTML page with the curves of several runs above each other, and what differs in their settings."""
     names = _distinct_names(runs)
     stages = list(dict.fromkeys(stage for run in runs for stage in run.stages))
-    sections = []
-    for stage in stages:
-        charts = [
-            line_chart(name, curves, logarithmic=name.startswith("grad_norm"))
-            for kind in ("train", "eval")
-            for name in dict.fromkeys(name for run in runs for name in run.metric_names(stage, kind))
-            if (curves := _curves_of_runs(runs, names, stage, kind, name)) and _is_shown_in_comparisons(kind, name)
-        ]
-        sections.append({"name": stage, "groups": [("", charts)], "samples": [], "shares": []})
+    sections = [
+        {"name": stage, "groups": _compared(runs, names, stage), "samples": [], "shares": []} for stage in stages
+    ]
     return _rendered(
         title=" and ".join(names),
         facts=[(name, f"{run.state}, {_progress(run)}") for name, run in zip(names, runs, strict=True)],
@@ -159,7 +154,7 @@ def _stage_section(run: RecordedRun, stage: str, number: int) -> dict[str, Any]:
         ]),
         ("Speed", _charts(run, stage, _SPEED)),
         ("Memory", _memory(run, stage, train)),
-        ("Other metrics", [
+        (_OTHERS, [
             line_chart(name, {name: points})
             for name in train
             if name not in shown and not is_cost(name) and len(points := run.curve(stage, "train", name)) > 1
@@ -260,10 +255,27 @@ def _attempts(run: RecordedRun) -> list[tuple[str, ...]]:
     return rows
 
 
+def _compared(runs: Sequence[RecordedRun], names: Sequence[str], stage: str) -> list[tuple[str, list[str]]]:
+    """Return the charts of a stage of several runs, in groups with their headings."""
+    charts: dict[str, list[str]] = {"Evaluations": [], "Learning": [], "Speed": [], _OTHERS: []}
+    main, speed = ([name for _, group, _ in several for name in group] for several in (_MAIN, _SPEED))
+    for kind in ("eval", "train"):
+        recorded = dict.fromkeys(name for run in runs for name in run.metric_names(stage, kind))
+        first = [name for name in (*main, "time_step_s", *speed) if name in recorded]
+        for name in dict.fromkeys([*first, *recorded]) if kind == "train" else recorded:
+            curves = _curves_of_runs(runs, names, stage, kind, name)
+            if not curves or not _is_shown_in_comparisons(kind, name):
+                continue
+            chart = line_chart(name, curves, logarithmic=name.startswith("grad_norm"))
+            known = "Learning" if name in main else "Speed" if is_cost(name) else _OTHERS
+            charts["Evaluations" if kind == "eval" else known].append(chart)
+    return [(heading, group) for heading, group in charts.items() if group]
+
+
 def _is_shown_in_comparisons(kind: str, name: str) -> bool:
     if kind == "eval":
         return is_eval_metric(name)
-    return name in METRICS and not name.startswith(("peak_memory_", "time_train_"))
+    return name != "seconds" and not name.startswith(("peak_memory_", "time_train_"))
 
 
 def _curves_of_runs(

@@ -17,8 +17,8 @@ h2 { font-size: 1.15rem; margin: 2.2rem 0 .4rem; padding-top: .8rem; border-top:
 h3 { font-size: .95rem; margin: 1.2rem 0 .3rem; color: var(--quiet); }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; margin: 0; }
 dt { color: var(--quiet); } dd { margin: 0; overflow-wrap: anywhere; }
-.charts { display: flex; flex-wrap: wrap; gap: .5rem; }
-.charts svg { width: 26rem; max-width: 100%; height: auto; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(25rem, 100%), 1fr)); gap: .5rem; }
+.charts svg { width: 100%; height: auto; }
 table { border-collapse: collapse; font-size: .85rem; }
 th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line); vertical-align: top;
   overflow-wrap: anywhere; }

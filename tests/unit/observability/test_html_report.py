@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -74,6 +76,16 @@ def test_runs_are_compared(tmp_path):
     page = compare_page(runs)
     assert "<td>stages.sft.optimizer.lr</td><td>0.5</td><td>0.25</td>" in page
     assert page.count("optimizer.") == 1 and "<svg" in page
+
+
+def test_the_commands_draw_what_a_run_recorded_without_importing_it(tmp_path):
+    """A process of its own, because this one may have imported what declares metrics."""
+    for name in ("a", "b"):
+        written(tmp_path / name)
+    command = [sys.executable, "-m", "rl_megatron", "compare", "a", "b", "--output", "both.html"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=300)
+    page = (tmp_path / "both.html").read_text()
+    assert page.index("Learning") < page.index(">loss<") < page.index("Speed") < page.index(">time_step_s<")
 
 
 def test_smoothing_keeps_constants_and_ends():
