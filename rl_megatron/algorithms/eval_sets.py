@@ -111,10 +111,10 @@ class EvalSet:
             results.append(ProblemResult(shown, problem.answer, problem.location, texts[mine], samples))
         return results
 
-    def evaluate(self, engine: RolloutEngine) -> list[ProblemResult]:
-        """Return the results of every problem. Collective."""
+    def evaluate(self, engine: RolloutEngine) -> list[Answered]:
+        """Return the scored completions of all blocks, for `results`. Collective."""
         blocks = -(-self.num_completions // COMPLETIONS_PER_BLOCK)
-        return self.results([self.answered(engine, block) for block in range(blocks)])
+        return [self.answered(engine, block) for block in range(blocks)]
 
     def metrics(self, results: Sequence[ProblemResult], start: Path | None = None) -> dict[str, float]:
         """Return the metrics of the set, with the changes since the results in the file `start`."""
@@ -148,24 +148,25 @@ class EvalSets:
             each for each, own in every if last or step == 0 or is_multiple(step, self._every if own is None else own)
         ]
 
-    def evaluate(self, step: int, last: bool, engine: RolloutEngine) -> dict[str, float]:
-        """Return the metrics of the sets that are due, and write the results of every problem. Collective.
+    def evaluate(self, step: int, sets: Sequence[EvalSet], engine: RolloutEngine) -> dict[str, float]:
+        """Return the metrics of some of the sets, and write the results of every problem. Collective.
 
         Raises:
             SaveFailed: The results cannot be written.
         """
         metrics: dict[str, float] = {}
-        for each in self.due(step, last):
+        for each in sets:
             metrics |= self._recorded(each, each.evaluate(engine), step)
         return metrics
 
-    def _recorded(self, each: EvalSet, results: list[ProblemResult], step: int) -> dict[str, float]:
-        """Write the results of a set on rank 0, which has the file of the start, and return its metrics on all."""
+    def _recorded(self, each: EvalSet, answered: list[Answered], step: int) -> dict[str, float]:
+        """Read and write the results of a set on rank 0, and return its metrics on all ranks."""
         start = results_file(self._output_dir, self._name, each.config.name, 0) if step > 0 else None
         path = results_file(self._output_dir, self._name, each.config.name, step)
         metrics: dict[str, float] = {}
 
         def write() -> None:
+            results = each.results(answered)
             metrics.update(each.metrics(results, start))
             write_results(path, results, each.config.right_from, each.digest)
 

@@ -142,7 +142,8 @@ def _finish(job: EvalJob, opened: list[_SetFile]) -> None:
     """Write the results of every problem and the metrics, and print the metrics. Rank 0 alone calls it."""
     metrics: dict[str, float] = {}
     for one in opened:
-        lines = [json.loads(line) for line in one.file.path.read_text("utf-8").splitlines()]
+        with one.file.path.open(encoding="utf-8", newline="\n") as file:  # texts may have other ends of lines
+            lines = [json.loads(line) for line in file]
         columns = ([line[key] for line in lines] for key in ("text", "reward", "length", "truncated"))
         results, name = one.each.results([Answered(*columns)]), one.each.config.name
         metrics |= one.each.metrics(results, None if job.baseline is None else job.baseline / f"{name}.parquet")

@@ -150,11 +150,12 @@ def run_stages(config: RunConfig) -> RunResults:
             except RunStopped:
                 raise
             except Exception as error:
-                attempts.end("failed", watch.position.place.describe())
                 foreseen = isinstance(error, (ConfigError, *FAILURES))
                 watch.failed(error, on_all_ranks=foreseen)
+                attempts.end("failed", watch.position.place.describe())
                 if layout.rank == 0 and file.has_begun:
-                    start_to_write(file.path.parent)  # report.html, in a process that survives the end of this one
+                    with suppress(OSError):
+                        start_to_write(file.path.parent)  # report.html, in a process that survives the end of this one
                 if foreseen or layout.world_size == 1:
                     raise
                 raise RankFailed(f"rank {layout.rank} was ended by an error: {error}") from error
@@ -212,7 +213,7 @@ def _run_locked(
                 results[name] = with_roll_backs(run_stage, stage_config.train, directory)
             weights = newest = complete_checkpoints(directory)[-1]
     except (ConfigError, *FAILURES) as error:
-        metrics_logger.close()
+        metrics_logger.close(has_failed=True)
         newest = [newest, *complete_checkpoints(directory)][-1]
         kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
         raise type(error)(f"{error}; {kept}") from error
@@ -224,7 +225,7 @@ def _run_locked(
         metrics_logger.finish(summary | {"stopped": {"stage": stopped.stage, "step": stopped.step}})
         raise
     except Exception:
-        metrics_logger.close()
+        metrics_logger.close(has_failed=True)
         raise
     assert weights is not None  # the last stage's last checkpoint
     summary = _summary(results, layout, time.perf_counter() - started)
@@ -311,6 +312,8 @@ def _run_algorithm(stage: Stage, engine: SyncedEngine) -> None:
         stage.checkpointer.complete()
         raise
     finally:
+        if stage.profiler is not None:
+            stage.profiler.abandon()
         engine.shutdown()
         stage.scorer.close()
         if stage.eval_sets is not None:

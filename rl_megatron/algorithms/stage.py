@@ -11,7 +11,7 @@ from rl_megatron import log
 from rl_megatron.algorithms.anomalies import Anomalies, described_sequences
 from rl_megatron.algorithms.checkpointer import Checkpointer, critic_checkpoints
 from rl_megatron.algorithms.desync import DesyncCheck
-from rl_megatron.algorithms.eval_sets import EvalSets, is_multiple
+from rl_megatron.algorithms.eval_sets import EvalSet, EvalSets, is_multiple
 from rl_megatron.algorithms.resumed_state import MustBe, Resumable, ResumedState, Schedules
 from rl_megatron.algorithms.roll_back import RollBack
 from rl_megatron.algorithms.step_meter import StepMeter
@@ -154,7 +154,9 @@ class Stage:
                 self.checkpointer.poll()
                 last = step == train.steps
                 self._evaluate(step, last)
-                last = last or self._has_reached_goal(step)
+                if not last and self._has_reached_goal(step):
+                    last = True
+                    self._evaluate(step, last, done=self._due(step))
                 is_due = last or bool(train.save_every and step % train.save_every == 0)
                 if is_due:
                     with self.timer.phase("save"):
@@ -288,17 +290,24 @@ class Stage:
             self.results,
         )
 
-    def _evaluate(self, step: int, last: bool = False) -> None:
-        """Evaluate on the held-out data and on the named sets, whichever are due."""
+    def _due(self, step: int, last: bool = False) -> tuple[bool, list[EvalSet]]:
+        """Return whether the held-out data is due after a step, and which sets are."""
         is_due = last or step == 0 or is_multiple(step, self.config.train.eval_every)
-        sets = self.eval_sets if self.eval_sets is not None and self.eval_sets.due(step, last) else None
-        if not is_due and sets is None:
+        return is_due, [] if self.eval_sets is None else self.eval_sets.due(step, last)
+
+    def _evaluate(self, step: int, last: bool = False, done: tuple[bool, list[EvalSet]] = (False, [])) -> None:
+        """Evaluate on the held-out data and on the named sets, whichever are due and were not `done` at this step."""
+        is_due, sets = self._due(step, last)
+        is_due, sets = is_due and not done[0], [each for each in sets if each not in done[1]]
+        if not is_due and not sets:
             return
         with self.timer.phase("evaluate"):
             eval_metrics, samples = self.evaluate() if is_due else ({}, self.results.get("samples", []))
-            if sets is not None:
-                eval_metrics = eval_metrics | sets.evaluate(step, last, self.engine)
-        self.results, self._evaluated_at = {"measures": eval_metrics, "samples": samples}, step
+            if self.eval_sets is not None:
+                eval_metrics = eval_metrics | self.eval_sets.evaluate(step, sets, self.engine)
+            self.engine.sleep()  # a stage without rollouts does not do it before it trains
+        known = self.results["measures"] if self._evaluated_at == step else {}
+        self.results, self._evaluated_at = {"measures": known | eval_metrics, "samples": samples}, step
         self.metrics_logger.record(step, eval_metrics, kind="eval")
         self.metrics_logger.record_samples(step, samples)
 

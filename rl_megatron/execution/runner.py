@@ -114,9 +114,9 @@ class Runner:
         world = dist.group.WORLD
         assert world is not None  # every rank of a topology is in it
         metrics, device = {}, self.topology.device
-        routers = balancing_routers(self.model_chunks)
-        if routers:
-            metrics["router_aux_loss"] = balancing_loss(routers, world, device)
+        config = get_model_config(self.model_chunks[0])
+        if self._has_experts and config.moe_router_load_balancing_type != "none":  # a stage may have no router
+            metrics["router_aux_loss"] = balancing_loss(balancing_routers(self.model_chunks), world, device)
         if self._has_experts:
             metrics |= expert_load(self.model_chunks, self.topology.groups.tp_dp_cp, world, device)
         if replays:

@@ -7,6 +7,8 @@ import socket
 from datetime import UTC, datetime
 from pathlib import Path
 
+from rl_megatron import log
+
 ATTEMPTS = "attempts.jsonl"
 
 
@@ -25,7 +27,10 @@ class Attempts:
     def end(self, how: str, place: str = "") -> None:
         """Record how this start ended: "complete", "stopped" or "failed", and where in the run."""
         if self._has_begun:
-            self._append({"ended": _now(), "how": how, "place": place})
+            try:
+                self._append({"ended": _now(), "how": how, "place": place})
+            except OSError as error:  # a full disk must not hide why the run ended
+                log.LOGGER.warning("%s: the end of the run cannot be recorded: %s", self._path, error)
 
     def _append(self, line: dict[str, str]) -> None:
         with self._path.open("a") as file:

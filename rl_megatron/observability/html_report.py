@@ -61,7 +61,7 @@ def write_html_report(output_dir: Path) -> None:
         OSError: The file cannot be written.
     """
     page = report_page(RecordedRun.read(output_dir))
-    partial = output_dir / f"{REPORT}.incomplete"
+    partial = output_dir / f"{REPORT}.{os.getpid()}.incomplete"  # several processes may write one
     partial.write_text(page, "utf-8")
     partial.replace(output_dir / REPORT)
 

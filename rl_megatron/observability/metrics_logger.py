@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from rl_megatron import log
 from rl_megatron.config.loggers import PrometheusConfig
 from rl_megatron.observability.html_report import ReportPages, quietly, write_html_report
 from rl_megatron.observability.progress import ConsoleProgress
@@ -115,11 +116,24 @@ class MetricsLogger:
             with (self.output_dir / SAMPLES).open("a") as file:
                 file.write(json.dumps({"stage": self._stage, "step": step, "kind": "eval", "samples": samples}) + "\n")
 
-    def close(self) -> None:
-        """Close the sinks, which a sink of a service may delay by `queued_sink.CLOSE_SECONDS` at most."""
+    def close(self, has_failed: bool = False) -> None:
+        """Close the sinks, which those of services may delay by `queued_sink.CLOSE_SECONDS` at most, together.
+
+        An error of a sink is a warning, because it must not hide why a run ended.
+
+        Args:
+            has_failed: Whether the run has failed, which services show.
+        """
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
-            sink.close()
+            if isinstance(sink, QueuedSink):
+                sink.begin_to_close(has_failed)
+        for sink in sinks:
+            try:
+                sink.close()
+            except Exception as error:  # a sink may be the user's code and raise anything
+                log.LOGGER.warning("metric sink %s failed when it was closed: %s", type(sink).__name__, error)
+        self._pages.end()
 
     def finish(
         self, summary: dict[str, Any], next_commands: Sequence[tuple[str, str]] = (), has_trained: bool = True
@@ -135,5 +149,4 @@ class MetricsLogger:
             return
         self.close()
         write_report(self.output_dir, summary, self._console, next_commands, has_trained)
-        self._pages.end()
         quietly(lambda: write_html_report(self.output_dir))

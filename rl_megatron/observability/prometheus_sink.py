@@ -11,6 +11,7 @@ from rl_megatron.config.loggers import PrometheusConfig
 from rl_megatron.observability.sinks import MetricLine
 
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
+_OWN = ("step", "phase", "restarts")  # names that are no metrics of lines
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # a variable of the launcher
 
 
@@ -63,7 +64,8 @@ class PrometheusSink:
         if line.kind == "train":
             self._set("step", line.step, stage=line.stage)
         for name, value in line.metrics.items():
-            self._set(name, value, stage=line.stage, kind=line.kind)
+            own = f"{name}_metric" if name in _OWN else name
+            self._set(own, value, stage=line.stage, kind=line.kind)
 
     def close(self) -> None:
         """Stop to listen."""
@@ -72,7 +74,7 @@ class PrometheusSink:
         self._thread.join()
 
     def _set(self, name: str, value: float, **labels: str) -> None:
-        if name not in self._gauges:
-            full = f"rl_megatron_{_NOT_IN_NAMES.sub('_', name)}"
-            self._gauges[name] = self._gauge(full, name, ["run", *labels], registry=self._registry)
-        self._gauges[name].labels(run=self._run, **labels).set(value)
+        full = f"rl_megatron_{_NOT_IN_NAMES.sub('_', name)}"
+        if full not in self._gauges:
+            self._gauges[full] = self._gauge(full, name, ["run", *labels], registry=self._registry)
+        self._gauges[full].labels(run=self._run, **labels).set(value)

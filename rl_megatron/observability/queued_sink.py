@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 from rl_megatron import log
 from rl_megatron.observability.sinks import MetricLine, MetricSink
@@ -13,6 +14,15 @@ from rl_megatron.observability.sinks import MetricLine, MetricSink
 MAX_LINES = 1000  # lines that wait for a sink; further ones are dropped
 CLOSE_SECONDS = 15.0  # time that the end of a run waits for a sink
 RETRY_SECONDS = 60.0  # time between attempts to open a sink
+
+
+@runtime_checkable
+class FailingSink(MetricSink, Protocol):
+    """A sink that shows whether a run has failed."""
+
+    def fail(self) -> None:
+        """Mark the run as failed. `close` follows."""
+        ...
 
 
 class QueuedSink:
@@ -45,7 +55,8 @@ class QueuedSink:
         self._changed = threading.Condition()
         self._waiting: deque[MetricLine | tuple[str, int]] = deque()  # lines, and beginnings of stages between them
         self._lines = self._given = self._written = 0  # lines that wait, that the run gave, and that were written
-        self._is_closing = self._has_warned = False
+        self._is_closing = self._has_closed = self._has_failed = self._has_warned = False
+        self._closes_until = 0.0
         self._thread = threading.Thread(target=self._run, name=f"metric sink {name}", daemon=True)
         self._thread.start()
 
@@ -67,14 +78,25 @@ class QueuedSink:
         if is_full:
             self._warn(f"does not keep up with the run, and {self._max_lines} lines wait")
 
-    def close(self) -> None:
-        """Let the sink write what waits and finish, within a limited time, and say how many lines it lacks."""
+    def begin_to_close(self, has_failed: bool = False) -> None:
+        """Let the sink write what waits and finish, and do not wait for it.
+
+        Args:
+            has_failed: Whether the run has failed. A sink with a method `fail` is told so before it is closed.
+        """
         with self._changed:
-            if self._is_closing:
-                return
-            self._is_closing = True
-            self._changed.notify()
-        self._thread.join(self._close_seconds)
+            if not self._is_closing:
+                self._is_closing, self._has_failed = True, has_failed
+                self._closes_until = time.monotonic() + self._close_seconds
+                self._changed.notify()
+
+    def close(self) -> None:
+        """Wait until the sink has finished, for a limited time, and say how many lines it lacks."""
+        self.begin_to_close()
+        if self._has_closed:
+            return
+        self._has_closed = True
+        self._thread.join(max(0.0, self._closes_until - time.monotonic()))
         with self._changed:
             lacking = self._given - self._written
         if self._thread.is_alive():
@@ -101,6 +123,8 @@ class QueuedSink:
                 with self._changed:
                     self._written += isinstance(entry, MetricLine)
         try:
+            if self._has_failed and isinstance(sink, FailingSink):
+                sink.fail()
             sink.close()
         except Exception as error:  # as above
             log.LOGGER.warning("metric sink %s failed when it was closed: %s", self._name, _in_words(error))

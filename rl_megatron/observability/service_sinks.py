@@ -32,6 +32,7 @@ class WandbSink:
         """Begin the run, or continue the one whose id wandb_run.json has."""
         import wandb  # slow to import, and only rank 0 needs it
 
+        self._exit_code = 0
         known = KnownRun(output_dir / "wandb_run.json", {"project": settings.project, "entity": settings.entity})
         run_id = known.id or uuid.uuid4().hex[:8]
         known.keep(run_id)
@@ -68,9 +69,13 @@ class WandbSink:
         """Log the metrics of the line."""
         self._run.log({f"{line.stage}/step": line.step, **_named(line)})
 
+    def fail(self) -> None:
+        """Mark the run as failed."""
+        self._exit_code = 1
+
     def close(self) -> None:
         """Finish the run."""
-        self._run.finish()
+        self._run.finish(exit_code=self._exit_code)
 
 
 class MlflowSink:
@@ -81,7 +86,7 @@ class MlflowSink:
         import mlflow  # slow to import, and only rank 0 needs it
         from mlflow.entities import Metric, Param, RunTag
 
-        self._metric = Metric
+        self._metric, self._status = Metric, "FINISHED"
         chosen = settings.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         uri = chosen or (output_dir / "mlruns").resolve().as_uri()
         if uri.startswith("file:"):  # MLflow refuses directories otherwise; a database needs its larger package
@@ -118,9 +123,13 @@ class MlflowSink:
         for start in range(0, len(values), 1000):  # the most of one request
             self._client.log_batch(self.run_id, metrics=values[start : start + 1000])
 
+    def fail(self) -> None:
+        """Mark the run as failed."""
+        self._status = "FAILED"
+
     def close(self) -> None:
-        """Mark the run as finished."""
-        self._client.set_terminated(self.run_id)
+        """Mark the run as ended."""
+        self._client.set_terminated(self.run_id, self._status)
 
 
 class SwanlabSink:
@@ -175,12 +184,19 @@ class TrackioSink:
     """A run of Trackio, with `<stage>/<kind>/<metric>` at the steps of the stage."""
 
     def __init__(self, settings: TrackioConfig, output_dir: Path, info: RunInfo):
-        """Begin the run, or continue the one with its name."""
+        """Begin the run, or continue the one whose name trackio_run.json has.
+
+        Trackio knows runs by their names, so a new run's name gets an end that no other has.
+        """
         import trackio  # slow to import, and only rank 0 needs it
 
+        place = {"project": settings.project, "space_id": settings.space_id, "directory": settings.directory}
+        known = KnownRun(output_dir / "trackio_run.json", place)
+        name = known.id or f"{settings.name or output_dir.resolve().name}-{uuid.uuid4().hex[:6]}"
+        known.keep(name)
         self._run = trackio.init(
             project=settings.project,
-            name=settings.name or output_dir.resolve().name,
+            name=name,
             group=settings.group,
             space_id=settings.space_id,
             config=_facts(info) | info.config,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -89,6 +90,18 @@ class StepProfiler:
             _write_trace(merged, [self._part(step, rank) for rank in range(dist.get_world_size())])
             log.LOGGER.info("step %d is profiled: open %s at https://ui.perfetto.dev", step, merged)
 
+    def abandon(self) -> None:
+        """Stop to record a step that does not end, and drop what was recorded."""
+        if not self._step:
+            return
+        self._step, self._timer.listener, self._running = 0, None, []
+        self._open.close()
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
+            if self._is_cuda and self._config.memory:
+                torch.cuda.memory._record_memory_history(enabled=None)
+
     def _part(self, step: int, rank: int) -> Path:
         return self._directory / f"step-{step:06}-rank-{rank}.part.gz"
 
@@ -135,8 +148,11 @@ def _events_of(trace: dict[str, Any], process: str) -> list[dict[str, Any]]:
     for event in trace["traceEvents"]:
         if "ts" in event and event.get("ph") in ("X", "i", "s", "f"):
             device = event.get("pid")
-            where = process if isinstance(device, int) and device > 1000 else f"{process}, {device}"
-            found.append(event | {"ts": event["ts"] + base, "process": where, "tid": str(event.get("tid"))})
+            where = process if device == os.getpid() else f"{process}, {device}"
+            placed = {"ts": event["ts"] + base, "process": where, "tid": str(event.get("tid"))}
+            if event["ph"] in ("s", "f"):  # an arrow, whose number other ranks have too
+                placed["id"] = f"{process} {event.get('id')}"
+            found.append(event | placed)
     return found
 
 

@@ -40,6 +40,7 @@ def test_a_run_writes_its_files_and_a_second_start_only_reads_them(tmp_path, for
     out = tmp_path / "out"
     assert {path.name for path in out.iterdir()} == {
         "config.yaml", "metrics.jsonl", "summary.json", "curves.png", "checkpoints", "tokenizer", "tensorboard",
+        "report.html", "samples.jsonl", "run_info.json", "attempts.jsonl",
     }  # fmt: skip
     assert [(line["kind"], line["step"]) for line in metrics(out)] == [
         ("eval", 0), ("train", 1), ("train", 2), ("train", 3), ("eval", 3),

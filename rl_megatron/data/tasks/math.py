@@ -61,8 +61,14 @@ class Mathematics(FileTask):
         return float(are_equal(reference, read_answer(completion, _SECONDS), _SECONDS))
 
     def final_answer(self, completion: str) -> str | None:
-        """Return the answer that math-verify finds in the completion, a number in its shortest form, or None."""
-        found = read_answer(completion, _SECONDS)
+        """Return the answer that math-verify finds in the completion, a number in its shortest form, or None.
+
+        A completion that takes too long to read has no answer.
+        """
+        try:
+            found = read_answer(completion, _SECONDS)
+        except TimeoutError:
+            return None
         if not found:
             return None
         is_number = getattr(found[0], "is_real", False) and getattr(found[0], "is_number", False)

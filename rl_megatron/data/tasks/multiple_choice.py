@@ -15,9 +15,12 @@ from rl_megatron.data.tasks.registry import register_task
 from rl_megatron.data.tasks.task import Problem
 
 _REQUEST = 'Answer with the letter of the right choice, as in "Answer: A".'
-# "Answer: C", "the answer is (c)", "**Answer:** **C**", "\boxed{C}" or "\boxed{\text{C}}".
-_ANNOUNCED = re.compile(r"(?:(?i:answer(?:\s+is)?)[\s:*]*|\\boxed\{\s*(?:\\text\{\s*)?)(?:\(([A-Za-z])\)|\(?([A-Z])\b)")
-_ALONE = re.compile(r"\(?([A-Z])\)?(?:[.):\s]|$)")  # a completion that begins with a letter
+# "Answer: C", "the answer is (c)", "**Answer:** **C**", "\boxed{C}", "\boxed{\text{C}}" or "Answer: $\mathbf{C}$".
+_ANNOUNCED = re.compile(
+    r"(?:(?i:answer)(?:(?i:\s+is)\b|\s*\**\s*:)[\s:*$]*|\\boxed\{\s*)(?:\\(?:text|mathbf|mathrm)\{\s*)?"
+    r"(?:\(([A-Za-z])\)|\(?([A-Z])\b)"
+)
+_ALONE = re.compile(r"\(?([A-Z])(?:[.):]|$)")  # a completion that begins with a letter
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def test_the_metrics_of_a_set(sums):
     # Problem 0 is answered rightly twice, problem 1 always, problem 2 never.
     right = {0: 2, 1: 4, 2: 0}
     engine = Guessing(lambda prompt, i: correct(prompt) if i // 3 < right[i % 3] else "7777")
-    metrics = sums.metrics(sums.evaluate(engine))
+    metrics = sums.metrics(sums.results(sums.evaluate(engine)))
     assert metrics["sums/avg@4"] == pytest.approx(0.5)
     assert metrics["sums/pass@2"] == pytest.approx((5 / 6 + 1 + 0) / 3)
     assert metrics["sums/maj@4"] == pytest.approx((0.5 + 1 + 0) / 3), "the right answer and 7777 tie on problem 0"
@@ -135,22 +135,23 @@ def test_sets_are_evaluated_when_they_are_due(tmp_path):
 def test_later_evaluations_are_compared_with_the_start_of_the_run(tmp_path):
     stage = stage_with(SUMS)
     sets = EvalSets(stage, "grpo", Characters(), tmp_path)
-    first = sets.evaluate(0, False, Guessing(lambda prompt, i: correct(prompt) if i % 3 == 0 else "7777"))
+    first = sets.evaluate(0, sets.sets, Guessing(lambda prompt, i: correct(prompt) if i % 3 == 0 else "7777"))
     assert first["sums/avg@4"] == pytest.approx(1 / 3) and not any("_change" in name for name in first)
     later = EvalSets(stage, "grpo", Characters(), tmp_path)  # as after a restart
-    second = later.evaluate(2, False, Guessing(lambda prompt, i: correct(prompt)))
+    second = later.evaluate(2, later.sets, Guessing(lambda prompt, i: correct(prompt)))
     assert second["sums/avg@4_change"] == pytest.approx(2 / 3)
     assert second["sums/avg@4_change_se"] == pytest.approx(1 / 3)
     assert 0.1 < second["sums/avg@4_change_p"] < 0.25
     harder = stage_with(SUMS.replace("max_new_tokens: 4", "max_new_tokens: 5"))
-    third = EvalSets(harder, "grpo", Characters(), tmp_path).evaluate(4, False, Guessing(lambda p, i: correct(p)))
+    others = EvalSets(harder, "grpo", Characters(), tmp_path)
+    third = others.evaluate(4, others.sets, Guessing(lambda p, i: correct(p)))
     assert not any("_change" in name for name in third), "other sampling is not compared"
 
 
 def test_the_results_of_every_problem_are_in_a_parquet_file(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     sets = EvalSets(stage_with(SUMS), "grpo", Characters(), tmp_path)
-    sets.evaluate(2, False, Guessing(lambda prompt, i: correct(prompt) if i % 3 == 0 else "7777"))
+    sets.evaluate(2, sets.sets, Guessing(lambda prompt, i: correct(prompt) if i % 3 == 0 else "7777"))
     table = parquet.read_table(results_file(tmp_path, "grpo", "sums", 2)).to_pylist()
     assert [line["answer"] for line in table] == [problem.answer for problem in PROBLEMS]
     assert table[0]["rewards"] == [1.0] * 4 and table[1]["completions"] == ["7777"] * 4

@@ -28,6 +28,7 @@ def test_an_error_in_a_step_completes_the_checkpoint_under_way(monkeypatch, erro
     algorithm = SimpleNamespace(head="lm", critic=None, progress_metric="loss", run=fail)
     config = load_config(["algorithm=sft"])
     stage = SimpleNamespace(
+        profiler=None,
         checkpointer=closing("complete"), scorer=closing("close"), config=config.first, keep=lambda name, part: None,
         timer=PhaseTimer(), eval_sets=None,
     )  # fmt: skip

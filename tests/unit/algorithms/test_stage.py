@@ -79,6 +79,23 @@ class Silent:
         pass
 
 
+class Engine:
+    """An engine that only sleeps."""
+
+    def sleep(self):
+        pass
+
+
+class Sets:
+    """Two named sets: one that reaches a goal, which is due every 2 steps, and one that is due at the end only."""
+
+    def due(self, step, last):
+        return [name for name, is_due in (("often", last or step % 2 == 0), ("late", last)) if is_due]
+
+    def evaluate(self, step, sets, engine):
+        return {f"{name}/avg@1": 0.5 for name in sets}
+
+
 @pytest.fixture
 def make(monkeypatch):
     """`make(log, saved=…, steps=…)`: a stage that logs what happens."""
@@ -90,8 +107,8 @@ def make(monkeypatch):
         )
         config = load_config([])
         config = replace(config.first, train=replace(config.first.train, **train))
-        evaluate = lambda: ({"accuracy": 0.75}, ["sample"])  # noqa: E731
-        return Stage("sft", config, Policy(log, nan_at), None, Characters(), Silent(log), "here", None, evaluate, "a")
+        args = (Engine(), Characters(), Silent(log), "here", None, lambda: ({"accuracy": 0.75}, ["sample"]), "a")
+        return Stage("sft", config, Policy(log, nan_at), *args)
 
     return build
 
@@ -115,6 +132,17 @@ def test_a_goal_that_an_evaluation_reaches_ends_the_stage(make):
     log = []
     walk(make(log, steps=3, eval_every=2, stop_at={"accuracy": 0.76}), log)
     assert happened(log, "step", "save") == [("step", 1), ("step", 2), ("step", 3), ("save", 3)]
+
+
+def test_what_was_not_due_when_a_goal_was_reached_is_evaluated_then(make):
+    log = []
+    stage = make(log, steps=6, eval_every=3, stop_at={"often/avg@1": 0.5})
+    stage.eval_sets = Sets()
+    walk(stage, log)
+    assert happened(log, "step", "eval", "save") == [
+        ("eval", 0), ("step", 1), ("step", 2), ("eval", 2), ("eval", 2), ("save", 2),
+    ]  # fmt: skip
+    assert stage.results["measures"] == {"often/avg@1": 0.5, "late/avg@1": 0.5, "accuracy": 0.75}
 
 
 def test_a_stage_evaluates_at_start_and_end_and_saves_at_the_end(make):

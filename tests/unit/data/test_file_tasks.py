@@ -27,6 +27,14 @@ def test_mathematical_answers_are_compared_as_such(tmp_path):
     assert task.final_answer("I do not know") is None
 
 
+def test_a_completion_that_takes_too_long_to_read_has_no_answer(tmp_path, monkeypatch):
+    def too_slow(text, seconds):
+        raise TimeoutError
+
+    monkeypatch.setattr("rl_megatron.data.tasks.math.read_answer", too_slow)
+    assert Mathematics(written(tmp_path, {"problem": "1?", "answer": 1})).final_answer("1") is None
+
+
 @pytest.mark.parametrize("answer", [2, "2", "C", "c", "Paris"])
 def test_the_right_choice_is_a_number_a_letter_or_a_text(tmp_path, answer):
     record = {"question": "Capital of France?", "choices": ["Rome", "Bonn", "Paris"], "answer": answer}
@@ -42,6 +50,8 @@ def test_the_right_choice_is_a_number_a_letter_or_a_text(tmp_path, answer):
         ("Answer: C", "C"), ("The answer is (b).", "B"), (r"so \boxed{D}", "D"), (r"\boxed{\text{A}}", "A"), ("C", "C"),
         ("(B) Bonn", "B"), ("D. It is", "D"), ("answer: A. No, the answer is B", "B"), ("**Answer:** **C**", "C"),
         ("Rome, because", None), ("", None), ("Answer: none of them", None),
+        ("Answer: B. That is the answer I would give.", "B"), ("Answer: B\n\nThe answer A would be wrong", "B"),
+        ("A common rule says so", None), (r"Answer: $\mathbf{C}$", "C"),
     ],
 )  # fmt: skip
 def test_a_completion_gives_a_letter(completion, letter):

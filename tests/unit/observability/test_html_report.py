@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from rl_megatron import log
 from rl_megatron.config.load import load_config, to_yaml
 from rl_megatron.observability.attempts import Attempts
 from rl_megatron.observability.curves import smoothed
@@ -69,6 +70,17 @@ def test_starts_of_a_run_are_told_with_their_ends(tmp_path):
         ("failed", "failed", "stage sft, step 3"),
         ("complete", "complete", "stage sft, step 3"),
     ]
+
+
+def test_an_end_that_cannot_be_recorded_is_said_only(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(log.LOGGER, "warning", lambda text, *args: said.append(text % args))
+    attempts = Attempts(tmp_path)
+    attempts.begin("1 rank")
+    (tmp_path / "attempts.jsonl").unlink()
+    (tmp_path / "attempts.jsonl").mkdir()
+    attempts.end("failed")
+    assert "the end of the run cannot be recorded" in said[0]
 
 
 def test_runs_are_compared(tmp_path):

@@ -36,6 +36,14 @@ def test_the_newest_value_of_every_metric_is_shown(sink):
     assert found['rl_megatron_restarts{run="maths"}'] == "0.0"
 
 
+def test_metrics_whose_names_become_equal_share_a_gauge_and_a_metric_may_have_an_own_name(sink):
+    sink.begin_stage("sft", 0)
+    sink.write(MetricLine("sft", 1, "train", {"a.b": 1.0, "a_b": 2.0, "phase": 3.0}, 1.0))
+    found = values(sink)
+    assert found['rl_megatron_a_b{kind="train",run="maths",stage="sft"}'] == "2.0"
+    assert found['rl_megatron_phase_metric{kind="train",run="maths",stage="sft"}'] == "3.0"
+
+
 def test_one_phase_runs(sink):
     for phase in ("generate", None, "train"):
         sink.enter_phase(phase)

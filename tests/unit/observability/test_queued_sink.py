@@ -3,6 +3,7 @@
 import json
 import logging
 import threading
+import time
 
 import pytest
 
@@ -138,6 +139,26 @@ def test_a_sink_that_is_never_opened_does_not_delay_the_end(warnings):
     assert tried.wait(60)
     queued.close()
     assert warnings[-1] == "metric sink far lacks 1 of 1 lines"
+
+
+def test_services_that_hang_delay_the_end_together(block, warnings):
+    sinks = [QueuedSink(name, lambda: Kept(block), close_seconds=0.4) for name in "abc"]
+    for sink in sinks:
+        sink.write(line(1))
+        sink.begin_to_close()
+    began = time.monotonic()
+    for sink in sinks:
+        sink.close()
+    assert time.monotonic() - began < 1.0 and len(warnings) == 3
+
+
+def test_a_sink_is_told_that_the_run_has_failed():
+    kept = Kept()
+    kept.fail = lambda: kept.calls.append("fail")
+    sink = QueuedSink("mine", lambda: kept)
+    sink.begin_to_close(has_failed=True)
+    sink.close()
+    assert kept.calls == ["fail", "close"]
 
 
 def test_a_message_hides_the_password_of_an_address(warnings):

@@ -160,7 +160,9 @@ def test_a_resumed_run_continues_its_trackio_run(tmp_path):
     with sqlite3.connect(tmp_path / "trackio" / "maths.db") as database:
         rows = database.execute("select run_name, run_id, step, metrics from metrics order by id").fetchall()
         (recorded,) = database.execute("select config from configs").fetchall()
-    assert {row[0] for row in rows} == {tmp_path.name}
+    (name,) = {row[0] for row in rows}
+    assert name == json.loads((tmp_path / "trackio_run.json").read_text())["id"]
+    assert name.startswith(f"{tmp_path.name}-")
     assert len({row[1] for row in rows}) == 1
     points = [(step, json.loads(metrics)["sft/train/loss"]) for _, _, step, metrics in rows]
     assert points == [(1, 1.0), (2, 0.5), (3, 1 / 3), (3, 1 / 3), (4, 0.25)]

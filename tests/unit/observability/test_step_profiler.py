@@ -33,6 +33,21 @@ def take_steps(profiles):
         profiler.end()
 
 
+def repeat_a_step(profiles):
+    """Begin a step that fails, and take it again, as after a roll-back."""
+    for ends in (False, True):
+        profiler = StepProfiler(ProfileConfig(steps=(2,)), profiles, PhaseTimer(), 0, is_cuda=False)
+        profiler.begin(2)
+        if ends:
+            profiler.end()
+        profiler.abandon()
+
+
+def test_a_profiled_step_that_fails_can_be_taken_again(tmp_path, ranks):
+    ranks.run(1, repeat_a_step, tmp_path / "profiles")
+    assert (tmp_path / "profiles" / "step-000002.json.gz").is_file()
+
+
 def test_a_step_that_is_chosen_is_written_with_all_its_phases(tmp_path, ranks):
     ranks.run(1, take_steps, tmp_path / "profiles")
     assert sorted(path.name for path in (tmp_path / "profiles").iterdir()) == [

@@ -109,6 +109,8 @@ def test_the_first_failure_stays_whoever_records_later():
     store = dist.HashStore()
     first, second = FirstFailure(store), FirstFailure(store.clone())
     assert first.get() is None and not first.has_been_reported()
+    secret = failure_of(ValueError("no http://me:hunter2@host"), 2, Place(), on_all_ranks=False)
+    assert "hunter2" not in str(secret)
     failure = failure_of(ValueError("a\n b"), 2, Place("sft", 1, 2, 3, "train"), on_all_ranks=False)
     assert first.record(failure) == failure and failure["message"] == "ValueError: a b"
     assert second.record(failure | {"rank": 0}) == second.get() == failure
