@@ -1,7 +1,4 @@
-"""Write report.html of a run, or a page that compares runs. Both are made from the files of runs, and need no others.
-
-python -m rl_megatron.observability.html_report OUTPUT_DIR    # what a run starts from time to time
-"""
+"""Write report.html of a run, or a page that compares runs. Both are made from files of runs, and need no others."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from rl_megatron.topology.child_process import environment_of_a_child
 
 REPORT = "report.html"
 _SAMPLES_PER_STEP, _STEPS_WITH_SAMPLES = 3, 6
-_SECONDS_BETWEEN_PAGES = 600.0  # a page takes a few seconds of one core
+_SECONDS_BETWEEN_PAGES = 600.0  # a process for a page takes a few seconds of one core, most of them for imports
 # Charts that a report shows first: (title, names of metrics, whether the axis is logarithmic).
 _MAIN = (
     ("loss", ("loss",), False),
@@ -316,7 +313,8 @@ class ReportPages:
 
 def start_to_write(output_dir: Path) -> subprocess.Popen[bytes]:
     """Start a process that writes report.html, and that goes on if this one ends."""
-    command = [sys.executable, "-m", "rl_megatron.observability.html_report", str(output_dir)]
+    program = f"import os; os.nice(19); from {__name__} import main; main()"  # before the imports, which take longest
+    command = [sys.executable, "-c", program, str(output_dir)]
     nothing, variables = subprocess.DEVNULL, environment_of_a_child()
     return subprocess.Popen(
         command, stdin=nothing, stdout=nothing, stderr=nothing, env=variables, start_new_session=True
@@ -333,6 +331,6 @@ def quietly(write: Callable[[], object]) -> None:
         log.LOGGER.warning("%s cannot be written: %s: %s", REPORT, type(error).__name__, error)
 
 
-if __name__ == "__main__":
-    os.nice(19)
+def main() -> None:
+    """Write the page of the run whose directory is the argument."""
     write_html_report(Path(sys.argv[1]))

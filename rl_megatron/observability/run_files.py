@@ -14,9 +14,8 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.metrics import METRICS_FILE
 from rl_megatron.observability.attempts import ATTEMPTS, joined
 from rl_megatron.observability.failure_file import FAILURE, PREVIOUS
-from rl_megatron.observability.run_info import RUN_INFO
 
-CONFIG, SUMMARY, SAMPLES = "config.yaml", "summary.json", "samples.jsonl"
+CONFIG, SUMMARY, SAMPLES, RUN_INFO = "config.yaml", "summary.json", "samples.jsonl", "run_info.json"
 
 
 @dataclass(frozen=True)

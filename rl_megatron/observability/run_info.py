@@ -13,8 +13,8 @@ import yaml
 from rl_megatron.checkpoint.save import versions
 from rl_megatron.config.load import to_yaml
 from rl_megatron.config.schema import RunConfig
+from rl_megatron.observability.run_files import RUN_INFO
 
-RUN_INFO = "run_info.json"
 _GIT_SECONDS = 10.0
 
 
