@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 import os
 import pickle
 import sys
@@ -158,7 +157,7 @@ def _can_be_imported(module: ModuleType) -> bool:
     return (
         top == "__main__"
         or top in sys.builtin_module_names
-        or importlib.machinery.PathFinder.find_spec(top) is not None
+        or any(finder.find_spec(top, None) is not None for finder in sys.meta_path)  # an editable install has its own
     )
 
 
