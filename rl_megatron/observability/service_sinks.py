@@ -11,13 +11,14 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rl_megatron import log
 from rl_megatron.config.loggers import LoggerConfig, MlflowConfig, SwanlabConfig, TrackioConfig, WandbConfig
+from rl_megatron.observability.run_files import flat
 from rl_megatron.observability.run_info import RunInfo, replace_file
 from rl_megatron.observability.sinks import MetricLine, MetricSink
 
@@ -94,14 +95,14 @@ class MlflowSink:
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         place = {"tracking_uri": chosen and log.redact(chosen), "experiment_name": settings.experiment_name}
         known = KnownRun(output_dir / "mlflow_run.json", place)
-        tags = {"mlflow.source.git.commit": info.git_revision, **_flat(_facts(info)), **settings.tags}
+        tags = {"mlflow.source.git.commit": info.git_revision, **flat(_facts(info)), **settings.tags}
         if known.id is None:
             found = self._client.get_experiment_by_name(settings.experiment_name)
             experiment = found.experiment_id if found else self._client.create_experiment(settings.experiment_name)
             name = settings.run_name or output_dir.resolve().name
             self.run_id = self._client.create_run(experiment, run_name=name).info.run_id
             known.keep(self.run_id)
-            values = [Param(key, _cut(value, 6000)) for key, value in _flat(info.config).items()]
+            values = [Param(key, _cut(value, 6000)) for key, value in flat(info.config).items()]
             for start in range(0, len(values), 100):  # the most of one request
                 self._client.log_batch(self.run_id, params=values[start : start + 100])
         else:  # parameters cannot change: the settings of the first start stay
@@ -275,19 +276,6 @@ def _facts(info: RunInfo) -> dict[str, Any]:
         "layout": info.layout,
         "device_type": info.device,
     }
-
-
-def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of nested mappings by their paths, as in `optimizer.lr`."""
-    return dict(_leaves(tree, ""))
-
-
-def _leaves(tree: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
 
 
 def _cut(value: Any, most: int) -> str:
