@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,14 +31,12 @@ from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.foreign import as_loss
 from rl_megatron.model.build import Head
 from rl_megatron.model.sharded_model import ShardedModel
-from rl_megatron.policy import training_step
-from rl_megatron.policy.gradient_norms import GradientNorms
 from rl_megatron.policy.inference import Inference, build_runner, checked_lengths, on_host, replayable
 from rl_megatron.policy.interfaces import ColocatablePolicyInterface
-from rl_megatron.policy.optimizer import build_optimizer, build_scheduler, wrap_for_gradients
 from rl_megatron.policy.recorded_reference import RecordedReference
 from rl_megatron.policy.reference import Placement, ReferenceModel
-from rl_megatron.policy.skipped_steps import SkippedSteps, counts
+from rl_megatron.policy.skipped_steps import counts
+from rl_megatron.policy.trainer import Trainer, require_whole_groups
 from rl_megatron.policy.training_memory import TrainingMemory
 from rl_megatron.topology.topology import Topology, start_topology
 from rl_megatron.weight_sync.exporter import weights_digest
@@ -64,8 +62,6 @@ class MegatronPolicy(ColocatablePolicyInterface):
         weights: The sender of the weights to rollout engines.
         reference: The frozen model or the recorded logprobs with which the policy is compared, or None.
         memory: The gradient buffers and optimizer state, and whether they are on the device.
-        optimizer: megatron-core's optimizer, or None.
-        scheduler: The optimizer's learning-rate schedule, or None.
         batching: How a batch is split into microbatches by default.
     """
 
@@ -95,14 +91,9 @@ class MegatronPolicy(ColocatablePolicyInterface):
             model, topology, vocab_size=vocab_size, precision=precision, seed=seed, head=head, initialise=initialise
         )
         self.model_config, self.topology, self.vocab_size = model, topology, vocab_size
-        self.optimizer: MegatronOptimizer | None = None
-        self._gradients: GradientNorms | None = None
-        self.scheduler: OptimizerParamScheduler | None = None
+        self._trainer: Trainer | None = None
         if optimizer is not None:
-            self.model.model_chunks[:] = wrap_for_gradients(self.model.model_chunks, topology, optimizer)
-            self.optimizer = build_optimizer(self.model.wrapped_model_chunks, optimizer, precision)
-            self.scheduler = build_scheduler(self.optimizer, optimizer, total_steps)
-            self._gradients = GradientNorms(self.optimizer, self.model.wrapped_model_chunks)
+            self._trainer = Trainer(self.model, optimizer, precision, total_steps, max_skipped_steps)
         self.weights = WeightSender(self.model)
         self.memory = TrainingMemory(self.model, self.optimizer)
         self.reference: ReferenceModel | RecordedReference | None = None
@@ -112,7 +103,6 @@ class MegatronPolicy(ColocatablePolicyInterface):
         self._global_batch_size = global_batch_size
         self._fused_head = fused_head
         self._reference_placement: Placement = reference_placement
-        self._skipped = SkippedSteps(max_skipped_steps)
         self.finish_training()
 
     @classmethod
@@ -165,6 +155,16 @@ class MegatronPolicy(ColocatablePolicyInterface):
     # --- training ---
 
     @property
+    def optimizer(self) -> MegatronOptimizer | None:
+        """Return megatron-core's optimizer, or None if the policy was built without one."""
+        return None if self._trainer is None else self._trainer.optimizer
+
+    @property
+    def scheduler(self) -> OptimizerParamScheduler | None:
+        """Return the optimizer's learning-rate schedule, or None if the policy was built without an optimizer."""
+        return None if self._trainer is None else self._trainer.scheduler
+
+    @property
     def schedule_steps(self) -> int:
         """Return how many optimizer steps the learning-rate schedule has counted; 0 without an optimizer."""
         return 0 if self.scheduler is None else self.scheduler.num_steps
@@ -175,7 +175,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         Raises:
             RuntimeError: The policy was built without an optimizer.
         """
-        self._optimizer_and_scheduler()
+        self._required_trainer()
         self.weights.release()
         self.memory.restore_optimizer()
         self.memory.allocate_gradients()
@@ -193,6 +193,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         eval_mode: bool = False,
         gbs: int | None = None,
         mbs: int | None = None,
+        sizes: Sequence[int] | None = None,
     ) -> dict[str, Any]:
         """Take one optimizer step for each `gbs` sequences of `data` in order (the last step may have fewer).
 
@@ -205,13 +206,14 @@ class MegatronPolicy(ColocatablePolicyInterface):
             eval_mode: Compute the metrics only.
             gbs: The number of sequences per optimizer step. The default is the policy's global batch size.
             mbs: The number of sequences per forward pass. The default is that of `batching`.
+            sizes: The number of sequences of each optimizer step, instead of `gbs`.
 
         Returns:
             The loss's metrics, with `packing_efficiency` (tokens per token slot that the model computed), `grad_norm`
             (before clipping; also of groups of layers, as in `grad_norm_embedding`), `grad_norm_clipped`, `lr` and
             `num_updates`, and `skipped_steps` if steps may be skipped; a skipped step has no metrics of the loss. Each
-            metric is reduced over a global batch as it declares, and
-            then over steps: minima and maxima stay minima and maxima, and others are averaged.
+            metric is reduced over a global batch as it declares, and then over steps: minima and maxima stay minima and
+            maxima, and others are averaged.
 
         Raises:
             NonFiniteLoss: The loss or the gradient norm is not finite, and the step may not be skipped. It is raised on
@@ -221,34 +223,25 @@ class MegatronPolicy(ColocatablePolicyInterface):
         loss, gbs = as_loss(loss_fn), gbs or self._global_batch_size
         batching = self._batching(mbs)
         per_microbatch = {"mbs": batching.sequences} if batching.kind == "padded" else {}
-        training_step.require_whole_groups(loss, {"the batch": data.size, "gbs": gbs, **per_microbatch})
+        require_whole_groups(loss, {"the batch": data.size, "gbs": gbs, **per_microbatch})
         lengths = checked_lengths(self.model_config, data)
         data = replayable(self.model, on_host(data))
         if eval_mode:
             self.finish_training()
         else:
             self.prepare_for_training()
-        reports = []
-        for start in range(0, data.size, gbs):
-            part = slice(start, min(start + gbs, data.size))
+        reports, ends = [], list(accumulate(sizes)) if sizes else [*range(gbs, data.size, gbs), data.size]
+        for start, end in pairwise([0, *ends]):
+            part = slice(start, end)
             batch = data.slice(part.start, part.stop)
             planned = self._plan(batch, lengths[part], batching, loss)
             if eval_mode:
-                reports.append(training_step.evaluate_batch(self.runner, batch, planned, loss))
+                reports.append(self._evaluate(batch, planned, loss))
             else:
-                reports.append(self._take_step(batch, planned, loss))
+                reports.append(self._required_trainer().step(self.runner, batch, planned, loss))
         self.model.set_training(False)  # the next forward, or the next reader, gathers the weights
         result = over_steps(reports, loss)
         return result | ({} if eval_mode else counts(reports))
-
-    def _take_step(self, batch: BatchedDataDict, planned: RankPlan, loss: Loss) -> dict[str, float]:
-        optimizer, scheduler = self._optimizer_and_scheduler()
-        assert self._gradients is not None  # it is built with the optimizer
-        step = partial(
-            training_step.train_on_batch, self.model, self.runner, optimizer, scheduler, self._gradients, batch,
-            planned, loss,
-        )  # fmt: skip
-        return self._skipped.take(step, optimizer.param_groups[0]["lr"])
 
     def _batching(self, mbs: int | None) -> Batching:
         return self.batching if mbs is None else replace(self.batching, sequences=mbs)
@@ -260,9 +253,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         loss, batch = as_loss(loss_fn), replayable(self.model, on_host(batch))
         planned = self.plan(batch, loss, mbs)
         self.prepare_for_training()
-        optimizer, _ = self._optimizer_and_scheduler()
-        denominators = Denominators.count(batch)
-        report = training_step.accumulate_gradients(self.model, self.runner, optimizer, planned, loss, denominators)
+        report = self._required_trainer().accumulate(self.runner, planned, loss, Denominators.count(batch))
         self.finish_training()
         return report
 
@@ -274,10 +265,15 @@ class MegatronPolicy(ColocatablePolicyInterface):
         cost, rank = self._inference.cost, self.topology.data_rank
         return plan_global_batch(batch, lengths, batching, self.topology, loss.group_size, cost).of_rank(rank)
 
-    def _optimizer_and_scheduler(self) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-        if self.optimizer is None or self.scheduler is None:
+    def _evaluate(self, batch: BatchedDataDict, planned: RankPlan, loss: Loss) -> dict[str, float]:
+        """Return the loss's metrics on one global batch, without gradients. Collective."""
+        report = self.runner.train_step(planned.microbatches, loss, Denominators.count(batch), forward_only=True)
+        return report | {"packing_efficiency": planned.efficiency}
+
+    def _required_trainer(self) -> Trainer:
+        if self._trainer is None:
             raise RuntimeError("this policy was built without an optimizer; pass `optimizer` to train it")
-        return self.optimizer, self.scheduler
+        return self._trainer
 
     # --- logprobs and scores ---
 
@@ -429,7 +425,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         """Release model, optimizer and reference, and return whether there was a model."""
         self.weights.close()
         self.memory.release()
-        self.optimizer = self.scheduler = self._gradients = None
+        self._trainer = None
         self.drop_reference()
         held = self.model.release()
         gc.collect()  # megatron-core's wrappers and hooks form reference cycles

@@ -1,13 +1,11 @@
-"""The optimizer step, and megatron-core's DDP, Adam and learning-rate schedule, built from our configuration."""
+"""megatron-core's DDP, Adam and learning-rate schedule, built from our configuration."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, clip_grads, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -16,11 +14,7 @@ from torch import Tensor
 
 from rl_megatron.checkpoint.optimizer_state import allocate_moments, parts
 from rl_megatron.config.optimizer import OptimizerConfig
-from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.execution.megatron_timers import MEGATRON_TIMERS
-from rl_megatron.model.layers.router import move_biases, moving_routers
-from rl_megatron.model.sharded_model import ShardedModel
-from rl_megatron.policy.gradient_norms import GradientNorms
 from rl_megatron.topology.topology import Topology
 
 
@@ -40,7 +34,7 @@ def wrap_for_gradients(
         average_in_collective=False,
         overlap_grad_reduce=optimizer.overlap,
         overlap_param_gather=optimizer.overlap and is_split,
-        check_for_nan_in_grad=False,  # the runner checks the loss, and `take_step` checks the gradient norm
+        check_for_nan_in_grad=False,  # the runner checks the loss, and the trainer checks the gradient norm
     )
     wrapped = [
         DistributedDataParallel(
@@ -156,47 +150,3 @@ def build_scheduler(optimizer: MegatronOptimizer, config: OptimizerConfig, total
         use_checkpoint_opt_param_scheduler=False,  # the settings are the run's; a checkpoint only has the step count
         override_opt_param_scheduler=True,
     )
-
-
-def norm_after_clipping(optimizer: MegatronOptimizer, grad_norm: float) -> float:
-    """Return the norm that the gradient has after megatron-core has clipped it to `optimizer.clip_grad`."""
-    largest = parts(optimizer)[0].config.clip_grad
-    return grad_norm * min(1.0, largest / (grad_norm + 1e-6)) if largest > 0 else grad_norm
-
-
-def take_step(
-    model: ShardedModel,
-    optimizer: MegatronOptimizer,
-    scheduler: OptimizerParamScheduler,
-    gradients: GradientNorms,
-    loss: float,
-) -> tuple[dict[str, float], bool]:
-    """Update the weights with the gradients in their main gradient buffers, and advance the schedule. Collective.
-
-    Args:
-        model: The model.
-        optimizer: The model's optimizer.
-        scheduler: The optimizer's learning-rate schedule.
-        gradients: The norms of the optimizer's gradients.
-        loss: The value of the loss, for the error message.
-
-    Returns:
-        The gradient's norms before clipping, in all and by group of layers, and whether the weights were updated.
-
-    Raises:
-        NonFiniteLoss: The gradient norm is NaN or infinite. Nothing is updated then.
-    """
-    optimizer.prepare_grads()
-    norms = gradients.norms()
-    grad_norm = norms["grad_norm"]
-    if not math.isfinite(grad_norm):  # clipping with it would make every weight NaN
-        raise NonFiniteLoss(f"the gradient norm is {grad_norm} at a finite loss of {loss:.4g}")
-    for part in parts(optimizer):
-        if part.config.clip_grad > 0:
-            clip_grads.clip_grad_by_total_norm_fp32([*part.get_parameters()], part.config.clip_grad, grad_norm)
-    updated = optimizer.step_with_ready_grads()
-    model.mark_updated(updated)
-    if updated:
-        move_biases(moving_routers(model.model_chunks), model.topology.groups.tp_dp_cp)
-    scheduler.step(increment=1)
-    return norms, bool(updated)

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl_megatron.checkpoint.optimizer_state import parts
 from rl_megatron.losses import NLLLoss
 from rl_megatron.policy import optimizer as policy_optimizer
-from rl_megatron.policy.gradient_norms import GradientNorms
 from rl_megatron.topology import cuda_on_cpu
 from tests.parallel.layouts import DISTRIBUTED_OPTIMIZER, EXPERTS, MODEL, build_policy, gradients
 from tests.parallel.test_layouts import random_batch
@@ -43,13 +42,12 @@ def step(parallel: dict, has_experts: bool) -> tuple[int, int, float, dict[str, 
     policy.accumulate_gradients(random_batch(8, 16, 0), NLLLoss())
     policy_optimizer.complete_gradients(policy.model.wrapped_model_chunks)
     whole = gradients(policy)
-    optimizer, scheduler = policy.optimizer, policy.scheduler
-    assert optimizer is not None and scheduler is not None
+    trainer, optimizer = policy._trainer, policy.optimizer
+    assert trainer is not None and optimizer is not None
     optimizer.prepare_grads()
     megatrons = float(optimizer.get_grad_norm())
-    norms = GradientNorms(optimizer, policy.model.wrapped_model_chunks)
     with ReadNumbers() as reads:
-        ours, updated = policy_optimizer.take_step(policy.model, optimizer, scheduler, norms, 1.0)
+        ours, updated = trainer.update(1.0)
     assert updated
     parameters = sum(len(list(part.get_parameters())) for part in parts(optimizer))
     return parameters, reads.count, megatrons, ours, whole
