@@ -23,10 +23,12 @@ from benchmarks import (
     misbehaving_rewards,
     observability_cost,
     packing,
+    paired_steps,
     plan_memory,
     refit,
     reward_failures,
     rewards,
+    rollout_workers,
     train_step,
 )
 from benchmarks.gpu_check import __main__ as gpu_check_command
@@ -162,12 +164,17 @@ def test_background_saves_are_compared_with_foreground_saves(tmp_path, forks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", observability_cost.MEASURED)
-def test_the_cost_of_measuring_is_measured_in_pairs_of_steps(forks, tmp_path, what):
+@pytest.mark.parametrize(
+    ("program", "what"),
+    [*((observability_cost.main, what) for what in observability_cost.MEASURED), (rollout_workers.main, "completion")],
+)
+def test_costs_are_measured_in_pairs_of_steps(forks, tmp_path, program, what):
     small = ("train.steps=8", "model.num_layers=1", "algorithm.prompts_per_step=2", "train.global_batch_size=16")
-    done = forks.run(tmp_path, what, *small, program=observability_cost.main)
+    done = forks.run(tmp_path, what, *small, program=program)
     assert done.status == 0, done.err
-    assert re.search(rf"3 pairs of steps of [\d.]+ ms: {what} adds -?[\d.]+ ± [\d.]+ ms\nratio [\d.]+ ± ", done.out)
+    for kind in ("time", "CPU time"):
+        measured = rf"3 pairs of steps of [\d.]+ ms of {kind}: {what} adds -?[\d.]+ ± [\d.]+ ms\nratio [\d.]+ ± "
+        assert re.search(measured, done.out)
 
 
 def test_completions_that_differ_are_listed_with_how_near_the_other_token_was():
@@ -199,8 +206,12 @@ def test_a_command_of_the_page_is_valid(command):
         assert (REPOSITORY / "benchmarks" / "config_mutations" / "__main__.py").is_file()
     elif "benchmarks/early_answers.py" in words:
         assert early_answers.parser().parse_args(words[words.index("benchmarks/early_answers.py") + 1 :])
-    elif "benchmarks/observability_cost.py" in words:
-        assert observability_cost.parser().parse_args(words[words.index("benchmarks/observability_cost.py") + 1 :])
+    elif "benchmarks.observability_cost" in words:
+        given = words[words.index("benchmarks.observability_cost") + 1 :]
+        assert paired_steps.parser(None, list(observability_cost.MEASURED)).parse_args(given)
+    elif "benchmarks.rollout_workers" in words:
+        given = words[words.index("benchmarks.rollout_workers") + 1 :]
+        assert paired_steps.parser(None, list(rollout_workers.MEASURED)).parse_args(given)
     elif "benchmarks/eval_layouts.py" in words:
         assert eval_layouts.parser().parse_args(words[words.index("benchmarks/eval_layouts.py") + 1 :])
     elif "benchmarks/rewards.py" in words:
