@@ -1,0 +1,90 @@
+"""Servers that the engine starts: their ends, restarts and failures to start, with fake servers."""
+
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.servers import VllmConfig
+from rl_megatron.generation.interfaces import EngineFailed, Served
+from tests.fake_vllm import FakeVllm
+from tests.unit.generation.servers.engines_of_fakes import PROMPTS, SAMPLING, make
+
+
+def servers_of(engine):
+    """The processes of the servers, which are children of their guardians."""
+    return [psutil.Process(process.pid).children()[0] for process in engine._pool._local.processes]
+
+
+@pytest.mark.slow
+def test_launched_servers_answer_log_into_the_run_and_end_with_the_engine(engines, tmp_path):
+    engine = engines(settings={"num_servers": 2})
+    engine.update_weights()
+    assert engine.generate(PROMPTS, SAMPLING, seed=1)["input_ids"][0].tolist() == [3, 4, 5, 6, 7, 8, 9]
+    processes = servers_of(engine)
+    logs = sorted((tmp_path / "servers").glob("vllm-*-[01].log"))
+    assert len(logs) == 2 and all("the fake server starts" in path.read_text() for path in logs)
+    engine.shutdown()
+    assert not any(process.is_running() for process in processes)
+
+
+@pytest.mark.slow
+def test_a_killed_server_is_started_again_and_the_batch_is_completed(engines):
+    engine = engines("seconds=1.5")
+    engine.update_weights()
+    (server,) = servers_of(engine)
+    threading.Timer(0.5, lambda: os.kill(server.pid, signal.SIGKILL)).start()
+    assert engine.generate(PROMPTS, SAMPLING, seed=1)["input_ids"][0].tolist() == [3, 4, 5, 6, 7, 8, 9]
+    assert engine.served == Served(1, 2) and servers_of(engine)[0].pid != server.pid
+
+
+@pytest.mark.slow
+def test_a_server_ends_if_the_process_that_started_it_is_killed(tmp_path):
+    """The guardian reads the end of its standard input, and ends the server."""
+    pid = os.fork()
+    if pid == 0:
+        engine = make(tmp_path, VllmConfig(startup_timeout_seconds=30.0))
+        engine.update_weights()
+        (tmp_path / "pids").write_text(" ".join(str(process.pid) for process in servers_of(engine)))
+        time.sleep(60)
+        os._exit(0)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pids").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    server = psutil.Process(int((tmp_path / "pids").read_text()))
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    server.wait(20)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("exit=ValueError: Model architectures ['X'] are not supported for now.", "does not know the model's arch"),
+        ("exit=No module named vllm", "run scripts/install_vllm.sh, or set the key to the Python"),
+        (
+            "exit=something else",
+            r"with status 3 before it was ready; look at the log; its log .* ends: .*something",
+        ),
+        ("after=60", r"not ready within generation.vllm.startup_timeout_seconds=2; raise it, or free the machine"),
+    ],
+)
+@pytest.mark.slow
+def test_a_server_that_does_not_start_ends_the_run_and_says_why(engines, option, message):
+    engine = engines(option, settings={"startup_timeout_seconds": 2.0 if "after" in option else 30.0})
+    with pytest.raises(EngineFailed, match=message):
+        engine.update_weights()
+
+
+def test_a_port_in_use_is_named_before_a_server_starts(engines):
+    fake = FakeVllm()
+    port = int(fake.url.rpartition(":")[2])
+    engine = engines(settings={"port": port})
+    message = rf"generation.vllm.port={port}: vLLM server 0 cannot listen at port {port}"
+    with pytest.raises(ConfigError, match=message):
+        engine.update_weights()
+    fake.close()
