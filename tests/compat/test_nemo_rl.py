@@ -165,7 +165,7 @@ except ImportError:
     print("without")
 import importlib.util
 assert importlib.util.find_spec("nemo_rl.algorithms.loss") is loss.__spec__
-for unknown in ("nemo_rl.environments", "nemo_rl.algorithms.loss.triton"):
+for unknown in ("nemo_rl.environments.games", "nemo_rl.algorithms.loss.triton"):
     assert importlib.util.find_spec(unknown) is None, unknown
 """
     assert output_of(INSTALL + program).strip() == "without"

@@ -35,6 +35,7 @@ The intended differences to NeMo RL are:
   counts after the end of its sequence is an error (NeMo RL drops it).
 - `prepare_loss_input` returns 0 at masked tokens.
 - `DraftCrossEntropyLossFn` returns (loss, metrics), and takes `vocab_parallel_group` by name.
+- An environment answers one trajectory at a time (`environments`), and no Ray is needed.
 - `use_fused_linear_logprobs` and `metric_normalizations` of the losses are not provided.
 
 `batched_data_dict` lists the differences of batches.

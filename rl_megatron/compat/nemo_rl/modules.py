@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from rl_megatron import losses
-from rl_megatron.compat.nemo_rl import batch_settings, batched_data_dict, functions, loss_inputs, settings
+from rl_megatron.compat.nemo_rl import batch_settings, batched_data_dict, environments, functions, loss_inputs, settings
 from rl_megatron.compat.nemo_rl import losses as nemo_losses
 from rl_megatron.losses.functional import masked_mean
 from rl_megatron.policy import interfaces as policy
@@ -63,6 +63,11 @@ MODULES: dict[str, dict[str, Any]] = {
         "DynamicBatchingArgs": batch_settings.DynamicBatchingArgs,
         "SequencePackingArgs": batch_settings.SequencePackingArgs,
         "SlicedDataDict": batched_data_dict.BatchedDataDict,
+    },
+    "nemo_rl.data.interfaces": {"LLMMessageLogType": environments.LLMMessageLogType},
+    "nemo_rl.environments.interfaces": {
+        "EnvironmentInterface": environments.EnvironmentInterface,
+        "EnvironmentReturn": environments.EnvironmentReturn,
     },
     "nemo_rl.models.policy.interfaces": {
         "ColocatablePolicyInterface": policy.ColocatablePolicyInterface,
