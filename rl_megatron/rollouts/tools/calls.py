@@ -1,0 +1,120 @@
+"""Calls of tools, as the policy writes them in a turn, and what the parsers of all formats share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_LONGEST_SHOWN = 200  # characters of a call in a message
+_THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool.
+
+    Attributes:
+        id: The name of the call, which its answer has too. A parser leaves it empty unless the model wrote one.
+        name: The name of the tool.
+        arguments: The arguments by name, as JSON has them.
+    """
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class MalformedCall:
+    """A text that is meant as a call and cannot be read.
+
+    Attributes:
+        text: The text.
+        reason: What is wrong with it.
+        id: The name of the call, as in `ToolCall`.
+    """
+
+    text: str
+    reason: str
+    id: str = ""
+
+
+FoundCall = ToolCall | MalformedCall
+# The JSON schema of the arguments of each tool, by its name.
+Parameters = Mapping[str, Mapping[str, Any]]
+# A parser takes the text of a turn, without thinking. It returns the calls in their order.
+Parser = Callable[[str, Parameters], Sequence[FoundCall]]
+
+
+class BadCall(ValueError):
+    """A text is not a call in the format of the model."""
+
+
+def after_thinking(text: str) -> str:
+    """Return what a turn says after its thinking; nothing if it has not finished thinking."""
+    for begin, end in _THINKING:
+        before, found, behind = text.partition(end)
+        if found:
+            text = behind
+        elif before.lstrip().startswith(begin):
+            return ""
+    return text
+
+
+def read_json(text: str, place: int) -> tuple[Any, int]:
+    """Return the JSON value that begins at a place, behind white space, and the index behind it.
+
+    Raises:
+        BadCall: There is no JSON.
+    """
+    while place < len(text) and text[place].isspace():
+        place += 1
+    try:
+        return _DECODER.raw_decode(text, place)
+    except json.JSONDecodeError as error:
+        raise BadCall(f"is not JSON: {error.msg} at character {error.pos - place + 1}") from error
+    except (ValueError, RecursionError) as error:  # also if values are nested too deep
+        raise BadCall(f"is not JSON that can be read: {error}") from error
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a value of JSON")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object has a key twice")
+    return found
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_unique)
+
+
+def call_of(value: Any, arguments_key: str = "arguments") -> ToolCall:
+    """Return the call that a JSON object stands for.
+
+    Args:
+        value: The object.
+        arguments_key: Its key with the arguments.
+
+    Raises:
+        BadCall: It lacks a key, or has a value of another type.
+    """
+    if not isinstance(value, dict):
+        raise BadCall(f"is the JSON of {type(value).__name__}, and must be an object with 'name' and {arguments_key!r}")
+    for key, type_, word in (("name", str, "a string"), (arguments_key, dict, "an object")):
+        if key not in value:
+            raise BadCall(f"has no {key!r}")
+        if not isinstance(value[key], type_):
+            raise BadCall(f"has {key!r} of type {type(value[key]).__name__}, and it must be {word}")
+    id_ = value.get("id", "")
+    return ToolCall(id_ if isinstance(id_, str) else "", value["name"], value[arguments_key])
+
+
+def malformed(text: str, error: BadCall) -> MalformedCall:
+    """Return a call that cannot be read, of which a long text is cut."""
+    text = text.strip()
+    return MalformedCall(text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…", str(error))

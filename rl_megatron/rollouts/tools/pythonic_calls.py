@@ -1,0 +1,86 @@
+"""The parser of calls that are written as a list of Python calls."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+import warnings
+from typing import Any
+
+from rl_megatron.rollouts.tools.calls import BadCall, FoundCall, Parameters, ToolCall, malformed
+
+_MARKERS = ("<|python_start|>", "<|python_end|>")
+_BEGIN = re.compile(r"\[\s*([A-Za-z_]\w*)\s*\(")
+
+
+def pythonic_calls(text: str, parameters: Parameters) -> list[FoundCall]:
+    """Return the calls of a text that is a list of Python calls: `[f(a=1), g(b="x")]`.
+
+    Arguments have names, and their values are literals. A text that is no list of calls has none, unless it begins
+    with the name of a tool, as `[f(`.
+    """
+    text = text.strip().removeprefix(_MARKERS[0]).removesuffix(_MARKERS[1]).strip()
+    begin = _BEGIN.match(text)
+    if begin is None:
+        return []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # an escape that Python does not know
+            warnings.simplefilter("ignore", DeprecationWarning)  # the same, before Python 3.12
+            tree = ast.parse(text, mode="eval").body
+        nodes = tree.elts if isinstance(tree, ast.List) else []
+        calls = [node for node in nodes if isinstance(node, ast.Call)]
+        if not isinstance(tree, ast.List) or len(calls) < len(nodes):
+            raise BadCall("is not a list of calls")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        if begin[1] not in parameters:
+            return []
+        reason = error if isinstance(error, BadCall) else BadCall(f"is not Python: {_said(error)}")
+        return [malformed(text, reason)]
+    found: list[FoundCall] = []
+    for node in calls:
+        try:
+            found.append(_call(node))
+        except BadCall as error:
+            found.append(malformed(ast.get_source_segment(text, node) or text, error))
+    return found
+
+
+def _call(node: ast.Call) -> ToolCall:
+    if not isinstance(node.func, ast.Name):
+        raise BadCall("does not begin with the name of a tool")
+    if node.args or any(keyword.arg is None for keyword in node.keywords):
+        raise BadCall("has an argument without a name; write name=value")
+    arguments = {str(keyword.arg): _value(keyword) for keyword in node.keywords}
+    if len(arguments) < len(node.keywords):
+        raise BadCall("has an argument twice")
+    return ToolCall("", node.func.id, arguments)
+
+
+def _said(error: Exception) -> str:
+    return (error.msg if isinstance(error, SyntaxError) else str(error)) or type(error).__name__
+
+
+def _value(keyword: ast.keyword) -> Any:
+    try:
+        return _as_json(ast.literal_eval(keyword.value))
+    except (ValueError, TypeError, RecursionError, MemoryError) as error:
+        raise BadCall(
+            f"has a value of {keyword.arg!r} that is no literal of numbers, strings, lists and dicts"
+        ) from error
+
+
+def _as_json(value: Any) -> Any:
+    """Return a literal as JSON has it, where tuples are lists.
+
+    Raises:
+        ValueError: JSON does not have it.
+    """
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _as_json(item) for key, item in value.items()}
+    if value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    raise ValueError(f"{value!r} is not a value of JSON")

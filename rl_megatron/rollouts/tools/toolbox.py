@@ -1,0 +1,302 @@
+"""`Tools`, the tools of a stage, and `ToolBox`, which reads and answers the calls of one trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from rl_megatron import log
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.import_strings import is_import_string, load_object
+from rl_megatron.config.schema import StageConfig
+from rl_megatron.config.tools import ToolsConfig
+from rl_megatron.data.chat_template import ChatTemplate, configured_template
+from rl_megatron.data.conversations import Message
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.rollouts.hosts import HostedCallFailed, HostLimits, HostLost, ProcessHosts
+from rl_megatron.rollouts.tools.calls import FoundCall, MalformedCall, Parser, ToolCall, after_thinking
+from rl_megatron.rollouts.tools.formats import PARSERS, format_of
+from rl_megatron.rollouts.tools.registry import TOOLS
+from rl_megatron.rollouts.tools.schema import ArgumentCheck, import_string_of, tool_schema
+from rl_megatron.rollouts.tools.turns import check_tool_turns
+
+COUNTS = ("tool_calls", "tool_errors", "malformed_calls")  # of a trajectory, in its metadata and as metrics
+_ATTEMPTS = 3  # of a call whose process another call ends
+_LONGEST_NAME = 64
+_BYTES_PER_CHARACTER, _SPARE = 6, 1 << 20  # an answer that will be cut may be somewhat longer
+_ID = re.compile(r"[0-9A-Za-z]{9}")  # what Mistral's templates accept
+
+
+class ToolFailed(RuntimeError):
+    """A call of a tool failed or could not be read, and the configuration says that the trajectory fails then."""
+
+
+class Hosts(Protocol):
+    """What runs functions in other processes."""
+
+    async def call(self, target: str, kwargs: Mapping[str, Any], timeout: float) -> Any:
+        """Return what a function returns.
+
+        Args:
+            target: An import string of the function.
+            kwargs: Its arguments.
+            timeout: How long it may take, in seconds.
+
+        Raises:
+            HostedCallFailed: It raised an error, took longer, or returned too much.
+            HostLost: The process ended, and not through this call.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class _Tool:
+    """A function that the model may call.
+
+    Attributes:
+        schema: Its JSON schema, as chat templates take it.
+        target: The import string with which a process finds it.
+        bound: Further arguments, which the model does not give.
+        check: Compares arguments with the schema.
+    """
+
+    schema: Mapping[str, Any]
+    target: str
+    bound: Mapping[str, Any]
+    check: ArgumentCheck
+
+
+class Tools:
+    """The tools of a stage.
+
+    Attributes:
+        schemas: Their JSON schemas, as chat templates take them.
+    """
+
+    def __init__(self, settings: ToolsConfig):
+        """Load the functions, without running them.
+
+        Args:
+            settings: The section `rollout.tools`.
+
+        Raises:
+            ConfigError: A function cannot be loaded or described, or two have one name.
+        """
+        self.settings = settings
+        self.tools: dict[str, _Tool] = {}
+        for index, entry in enumerate(settings.functions):
+            where = f"rollout.tools.functions[{index}]={entry}"
+            tool = _loaded(entry, where, settings)
+            name = tool.schema["function"]["name"]
+            if name in self.tools:
+                raise ConfigError(f"{where}: another tool is called {name!r}, too; rename one of the functions")
+            self.tools[name] = tool
+        self.schemas: Sequence[Mapping[str, Any]] = [tool.schema for tool in self.tools.values()]
+        self.parameters = {name: tool.schema["function"]["parameters"] for name, tool in self.tools.items()}
+        self._parsers: dict[ChatTemplate | None, Parser] = {}
+
+    def hosts(self) -> ProcessHosts:
+        """Return the processes that run the functions. None has been started."""
+        settings = self.settings
+        most_bytes = _BYTES_PER_CHARACTER * settings.max_answer_characters + _SPARE
+        return ProcessHosts(settings.processes, HostLimits(settings.memory_mb, most_bytes), "tools")
+
+    def parser(self, template: ChatTemplate | None) -> Parser:
+        """Return what finds the calls in the turns of a model with this chat template.
+
+        Args:
+            template: The chat template; None if prompts are plain text.
+
+        Raises:
+            ConfigError: The format is not known, or the chat template takes no answers of tools.
+        """
+        if template not in self._parsers:
+            parser = PARSERS[_format(self.settings, template)]
+            if template is not None:
+                check_tool_turns(template, self.schemas)
+            self._parsers[template] = parser
+        return self._parsers[template]
+
+    def box(self, hosts: Hosts, template: ChatTemplate | None) -> ToolBox:
+        """Return what reads and answers the calls of one trajectory.
+
+        Args:
+            hosts: The processes that run the functions.
+            template: The chat template of the trajectory; None if its prompt is plain text.
+
+        Raises:
+            ConfigError: See `parser`.
+        """
+        return ToolBox(self, hosts, self.parser(template))
+
+
+def check_tools(stage: StageConfig, tokenizer: Tokenizer) -> None:
+    """Check the tools of a stage before its first step.
+
+    Args:
+        stage: The stage.
+        tokenizer: The run's tokenizer.
+
+    Raises:
+        ConfigError: See `Tools`, and its method `parser`. If the records decide whether there is a chat template, the
+            first trajectory raises what the method does.
+        ValueError: There is no chat template.
+    """
+    tools = configured_tools(stage.rollout.tools)
+    if tools is not None and stage.data.format != "auto":
+        tools.parser(configured_template(stage.data, tokenizer) if stage.data.format == "chat" else None)
+
+
+def configured_tools(settings: ToolsConfig) -> Tools | None:
+    """Return the tools of the section `rollout.tools`, or None if it names none.
+
+    Raises:
+        ConfigError: See `Tools`.
+    """
+    return Tools(settings) if settings.functions else None
+
+
+@dataclass
+class ToolBox:
+    """Reads and answers the calls of one trajectory, and counts them.
+
+    Attributes:
+        tools: The tools.
+        hosts: The processes that run their functions.
+        parse: What finds the calls in a turn.
+        counts: `tool_calls`, the calls so far; `tool_errors`, those of them that failed; and `malformed_calls`, those
+            of the failed ones that could not be read. A rollout worker adds them to the metadata of its trajectory.
+    """
+
+    tools: Tools
+    hosts: Hosts
+    parse: Parser
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
+    _num_named: int = 0
+
+    @property
+    def schemas(self) -> Sequence[Mapping[str, Any]]:
+        """Return the JSON schemas of the tools, as chat templates take them."""
+        return self.tools.schemas
+
+    def calls(self, text: str) -> Sequence[FoundCall]:
+        """Return the calls in the text of a turn, in their order; none of those that it only thinks of."""
+        found = self.parse(after_thinking(text), self.tools.parameters)
+        return [call if _ID.fullmatch(call.id) else replace(call, id=self._new_id()) for call in found]
+
+    async def answer(self, calls: Sequence[FoundCall]) -> tuple[list[Message], bool]:
+        """Run the calls of a turn, all at the same time.
+
+        Returns:
+            For each call, in their order, the message that answers it; and whether the trajectory ends, because a call
+            failed and `rollout.tools.on_error` is "end".
+
+        Raises:
+            ToolFailed: A call failed, and `rollout.tools.on_error` is "fail".
+            HostLost: Other calls have ended the process of a call again and again.
+        """
+        outcomes = await asyncio.gather(
+            *(self._outcome(call, number) for number, call in enumerate(calls)), return_exceptions=True
+        )
+        messages: list[Message] = []
+        failures: list[str] = []
+        for call, outcome in zip(calls, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            text, has_failed = outcome
+            self.counts["tool_calls"] += 1
+            self.counts["tool_errors"] += has_failed
+            self.counts["malformed_calls"] += isinstance(call, MalformedCall)
+            if has_failed:
+                failures.append(text)
+            messages.append({"role": "tool", "tool_call_id": call.id, "name": self._name(call), "content": text})
+        on_error = self.tools.settings.on_error
+        if failures and on_error == "fail":
+            raise ToolFailed(f"a call of a tool failed: {failures[0]}")
+        return messages, bool(failures) and on_error == "end"
+
+    async def _outcome(self, call: FoundCall, number: int) -> tuple[str, bool]:
+        """Return what the model is told about a call, and whether the call has failed."""
+        settings = self.tools.settings
+        if number >= settings.max_calls:
+            return f"Error: not run, because a turn has at most {settings.max_calls} calls", True
+        if isinstance(call, MalformedCall):
+            return self._cut(f"Error: the call {call.text} {call.reason}"), True
+        tool = self.tools.tools.get(call.name)
+        if tool is None:
+            return f"Error: there is no tool of this name; the tools are: {', '.join(self.tools.tools)}", True
+        problem = tool.check.problem(call.arguments)
+        if problem is not None:
+            return self._cut(f"Error: {problem}"), True
+        try:
+            answer = await self._run(tool, call)
+        except HostedCallFailed as error:
+            return self._cut(f"Error: {error}"), True
+        try:
+            return self._cut(_text(answer)), False
+        except (TypeError, ValueError, RecursionError) as error:
+            return self._cut(f"Error: what the tool returned cannot be written as JSON: {error}"), True
+
+    async def _run(self, tool: _Tool, call: ToolCall) -> Any:
+        for left in reversed(range(_ATTEMPTS)):
+            try:
+                return await self.hosts.call(
+                    tool.target, {**call.arguments, **tool.bound}, self.tools.settings.seconds_per_call
+                )
+            except HostLost:
+                if not left:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+    def _cut(self, text: str) -> str:
+        """Return a text that a tokenizer can read, of which a long one is cut."""
+        text = text.encode("utf-8", "replace").decode()  # half of a surrogate pair becomes a question mark
+        most = self.tools.settings.max_answer_characters
+        return text if len(text) <= most else f"{text[:most]}… (cut after {most} of {len(text)} characters)"
+
+    def _name(self, call: FoundCall) -> str:
+        """Return the name of the tool that answers; what the model made up has no character that a template reads."""
+        if isinstance(call, MalformedCall):
+            return "malformed"
+        return call.name if call.name in self.tools.tools else re.sub(r"\W", "_", call.name, flags=re.A)[:_LONGEST_NAME]
+
+    def _new_id(self) -> str:
+        self._num_named += 1
+        return f"call{self._num_named:05d}"
+
+
+def _loaded(entry: str, where: str, settings: ToolsConfig) -> _Tool:
+    """Return the tool that an entry of `rollout.tools.functions` names."""
+    if is_import_string(entry):
+        function, bound, target = load_object(entry, "rollout.tools.functions"), {}, entry
+    else:
+        registered = TOOLS.find(entry, "rollout.tools.functions")
+        function = registered.function
+        bound = {key: getattr(settings, key) for key in registered.settings}
+        target = import_string_of(function, where)
+    schema = tool_schema(function, where, bound)
+    return _Tool(schema, target, bound, ArgumentCheck(schema))
+
+
+def _format(settings: ToolsConfig, template: ChatTemplate | None) -> str:
+    if settings.format != "auto":
+        found = settings.format
+    elif template is None:
+        raise ConfigError(
+            "rollout.tools.format=auto looks into the chat template, and prompts are plain text; set it to one of "
+            f"{', '.join(PARSERS)}, or data.format=chat"
+        )
+    else:
+        found = format_of(template.text_with_tools)
+    if template is not None and "tools" not in template.text_with_tools:
+        log.once("the chat template does not describe tools, so that the model knows of them only by its prompt")
+    return found
+
+
+def _text(value: Any) -> str:
+    """Return what a function returned as the text of a message: a string as it is, and otherwise its JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

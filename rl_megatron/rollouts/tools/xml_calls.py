@@ -1,0 +1,85 @@
+"""The parser of the XML in which Qwen3-Coder writes calls."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from rl_megatron.rollouts.tools.calls import BadCall, FoundCall, Parameters, ToolCall, malformed, read_json
+
+_BLOCK = re.compile(r"<tool_call>\s*(<function=.*?</function>)\s*</tool_call>", re.DOTALL)
+_MEANT = re.compile(r"<tool_call>|<function=")
+_FUNCTION = re.compile(r"<function=([^<>\n]*)>(.*)</function>", re.DOTALL)
+# A value ends where the next parameter or the end of the function follows, because it may contain the end tag itself.
+_PARAMETER = re.compile(
+    r"\s*<parameter=([^<>\n]*)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=[^<>\n]*>|\Z))", re.DOTALL
+)
+
+
+def qwen_calls(text: str, parameters: Parameters) -> list[FoundCall]:
+    """Return the calls `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>` of a text.
+
+    A value is text if the schema says that it is a string, and otherwise JSON or a literal of Python.
+    """
+    found: list[FoundCall] = []
+    place = 0
+    while (meant := _MEANT.search(text, place)) is not None:
+        block = _BLOCK.match(text, meant.start())
+        if block is None:
+            following = text.find("<tool_call>", meant.start() + 1)
+            place = following if following >= 0 else len(text)
+            found.append(malformed(text[meant.start() : place], _why(text[meant.start() : place])))
+            continue
+        place = block.end()
+        try:
+            found.append(_call(block[1], parameters))
+        except BadCall as error:
+            found.append(malformed(block[0], error))
+    return found
+
+
+def _why(text: str) -> BadCall:
+    if text.startswith("<function="):
+        return BadCall("is not within <tool_call> and </tool_call>")
+    return BadCall("is not <tool_call><function=NAME>…</function></tool_call>")
+
+
+def _call(function: str, parameters: Parameters) -> ToolCall:
+    match = _FUNCTION.fullmatch(function)
+    name = "" if match is None else match[1].strip()
+    if match is None or not name:
+        raise BadCall("has no name; write <function=NAME>")
+    properties: Mapping[str, Any] = parameters.get(name, {}).get("properties", {})
+    arguments: dict[str, Any] = {}
+    place, inside = 0, match[2]
+    while inside[place:].strip():
+        parameter = _PARAMETER.match(inside, place)
+        if parameter is None:
+            raise BadCall(f"has {inside[place:].strip()[:40]!r} where <parameter=KEY>…</parameter> should be")
+        key = parameter[1].strip()
+        if key in arguments:
+            raise BadCall(f"has the parameter {key!r} twice")
+        arguments[key] = _value(parameter[2], properties.get(key, {}))
+        place = parameter.end()
+    return ToolCall("", name, arguments)
+
+
+def _value(text: str, schema: Mapping[str, Any]) -> Any:
+    """Return what a text stands for; a text that is no JSON and no literal stays text, which the schema refuses."""
+    if schema.get("type") == "string":
+        return None if schema.get("nullable") and text in ("None", "null") else text
+    try:
+        value, end = read_json(text, 0)
+        if not text[end:].strip():
+            return value
+    except BadCall:
+        pass  # Python's True, False and None are what the template writes
+    try:
+        value = ast.literal_eval(text.strip())
+        json.dumps(value, allow_nan=False)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return text
+    return value
