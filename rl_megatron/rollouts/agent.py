@@ -1,0 +1,184 @@
+"""The rollout worker `agent`: a program of its own makes the trajectory, through the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, BinaryIO
+
+from rl_megatron import log
+from rl_megatron.config.agent import AGENT, AgentConfig
+from rl_megatron.config.errors import nearest, shown
+from rl_megatron.generation.interfaces import Sampling
+from rl_megatron.rollouts.client import RolloutClient
+from rl_megatron.rollouts.gateway.session import Session
+from rl_megatron.rollouts.trajectory import Trajectory
+from rl_megatron.rollouts.worker import register_rollout_worker
+from rl_megatron.topology.child_process import environment_of_a_server
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+# The guardian ends the program and all its processes when this process ends, for any reason. It finds this package
+# without an environment variable, which the program would get as well.
+_GUARDIAN = (
+    "import sys; sys.path.append(sys.argv.pop(1)); from rl_megatron.generation.servers.guardian import main; "
+    "sys.exit(main(*sys.argv[1:]))"
+)
+_BYTES_SHOWN = 2000  # of what a program that fails has printed
+_SECONDS_TO_END = 10.0  # more than the guardian needs to end a program that ignores SIGTERM
+
+
+class AgentFailed(RuntimeError):
+    """The program of a trajectory failed, took too long, or left a result that cannot be used."""
+
+
+@dataclass(frozen=True)
+class AgentResult:
+    """What the program has written to RL_MEGATRON_RESULT.
+
+    Attributes:
+        reward: The reward for the whole trajectory.
+        metadata: What reward functions get.
+    """
+
+    reward: float = 0.0
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@register_rollout_worker(AGENT)
+class AgentWorker:
+    """Runs the command of `rollout.agent` for each trajectory."""
+
+    def __init__(self, settings: AgentConfig):
+        """Keep the settings, which have a command."""
+        self._settings = settings
+        self._command = shlex.split(settings.command or "")
+
+    async def rollout(self, client: RolloutClient, record: Mapping[str, Any], sampling: Sampling) -> list[Trajectory]:
+        """Run the program, and return the trajectory of its requests.
+
+        Raises:
+            AgentFailed: The program failed, took too long, or left a result that cannot be used.
+        """
+        async with client.openai(sampling=sampling) as session:
+            with TemporaryDirectory(prefix="rl-megatron-agent-") as scratch:
+                directory = Path(scratch)
+                (directory / "record.json").write_text(_as_json(record), "utf-8")
+                await self._run(client, session, directory)
+                result = read_result(directory / "result.json")
+            return [session.trajectory(result.reward, metadata=result.metadata)]
+
+    async def _run(self, client: RolloutClient, session: Session, directory: Path) -> None:
+        """Run the program until it ends."""
+        guarded = directory / "guarded"  # the guardian removes it
+        with (directory / "output").open("w+b") as output:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-P", "-c", _GUARDIAN, str(_PACKAGE), str(guarded), *self._command,
+                stdin=asyncio.subprocess.PIPE, stdout=output, stderr=output,
+                cwd=self._settings.directory, env=self._environment(session, directory),
+                # Ctrl-C reaches only the run, with which the guardian ends the program.
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                await self._wait(process, client)
+            finally:
+                await asyncio.shield(_end(process))
+            if process.returncode != 0:
+                raise AgentFailed(f"{self._shown} ended with status {process.returncode}; {_tail(output)}")
+
+    async def _wait(self, process: asyncio.subprocess.Process, client: RolloutClient) -> None:
+        """Wait until the program ends.
+
+        Raises:
+            AgentFailed: It takes longer than it may.
+        """
+        limit, began = self._settings.timeout_seconds, time.monotonic()
+        of_engine = client.seconds_of_engine
+        ended = asyncio.ensure_future(process.wait())
+        try:
+            while not ended.done():
+                used = time.monotonic() - began - (client.seconds_of_engine - of_engine)
+                if limit is not None and used >= limit:
+                    raise AgentFailed(f"{self._shown} took longer than rollout.agent.timeout_seconds={limit:g}")
+                await asyncio.wait({ended}, timeout=None if limit is None else limit - used)
+        finally:
+            ended.cancel()
+
+    @property
+    def _shown(self) -> str:
+        return f"rollout.agent.command={shown(self._settings.command)}"
+
+    def _environment(self, session: Session, directory: Path) -> dict[str, str]:
+        """Return the program's environment: that of the run, without secrets, and what the program works with."""
+        given = self._settings.environment
+        own = {name: os.environ.get(name) if value is None else value for name, value in given.items()}
+        always = {
+            **{name: value for name, value in own.items() if value is not None},
+            "OPENAI_BASE_URL": session.base_url,
+            "OPENAI_API_KEY": session.api_key,
+            "RL_MEGATRON_RECORD": str(directory / "record.json"),
+            "RL_MEGATRON_RESULT": str(directory / "result.json"),
+        }
+        whole = environment_of_a_server({}, always)
+        return {name: value for name, value in whole.items() if name in always or not log.is_secret_variable(name)}
+
+
+def read_result(path: Path) -> AgentResult:
+    """Return the result that a program has written; without a file, the reward is 0.
+
+    Raises:
+        AgentFailed: The file is not a JSON object with `reward`, a finite number, and `metadata`, an object.
+    """
+    if not path.exists():
+        return AgentResult()
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, OSError, RecursionError) as error:
+        raise AgentFailed(f"RL_MEGATRON_RESULT is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise AgentFailed(f'RL_MEGATRON_RESULT is {shown(found)}; write an object such as {{"reward": 1.0}}')
+    known = ("reward", "metadata")
+    unknown = next((name for name in found if name not in known), None)
+    if unknown is not None:
+        raise AgentFailed(f"RL_MEGATRON_RESULT has the unknown key {unknown!r}{nearest(unknown, known)}")
+    reward, metadata = found.get("reward", 0.0), found.get("metadata", {})
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise AgentFailed(f"RL_MEGATRON_RESULT: reward is {shown(reward)}, and must be a finite number")
+    if not isinstance(metadata, dict):
+        raise AgentFailed(f"RL_MEGATRON_RESULT: metadata is {shown(metadata)}, and must be an object")
+    return AgentResult(float(reward), metadata)
+
+
+def _as_json(record: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(dict(record), ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise AgentFailed(f"the record cannot be written as JSON for the agent: {error}") from error
+
+
+def _tail(output: BinaryIO) -> str:
+    size = output.seek(0, os.SEEK_END)
+    output.seek(max(0, size - _BYTES_SHOWN))
+    lines = [line.strip() for line in output.read().decode(errors="replace").splitlines() if line.strip()]
+    return f"its output ends: {' | '.join(lines)}" if lines else "it has printed nothing"
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """End the program and all its processes."""
+    if process.stdin is not None:
+        process.stdin.close()  # the guardian reads the end of the stream
+    try:
+        await asyncio.wait_for(process.wait(), _SECONDS_TO_END)
+    except TimeoutError:
+        with suppress(ProcessLookupError):
+            process.kill()  # the program's death signal follows the guardian's end
+        await process.wait()

@@ -1,0 +1,133 @@
+"""The gateway's HTTP application: its paths, its keys and its errors. It needs the extra `gateway`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from rl_megatron import log
+from rl_megatron.config.importing import raised
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.rollouts.gateway.answers import chat_answer, chat_pieces, model_list, text_answer, text_pieces
+from rl_megatron.rollouts.gateway.errors import RequestRefused
+from rl_megatron.rollouts.gateway.session import Choices, Session
+
+LARGEST_BODY = 32 << 20  # bytes
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def application(session_of: Callable[[str], Session | None]) -> Starlette:
+    """Return the application.
+
+    Args:
+        session_of: Returns the session of a key, or None.
+    """
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def models(request: Request) -> Response:
+        _session(request, session_of)
+        return JSONResponse(model_list())
+
+    async def chat(request: Request) -> Response:
+        session = _session(request, session_of)
+        body = await _body(request)
+        return await _answer(request, session, session.run(session.chat(body)), chat_answer, chat_pieces)
+
+    async def text(request: Request) -> Response:
+        session = _session(request, session_of)
+        body = await _body(request)
+        return await _answer(request, session, session.run(session.text(body)), text_answer, text_pieces)
+
+    return Starlette(
+        routes=[
+            Route("/health", _answering_errors(health)),
+            Route("/v1/models", _answering_errors(models)),
+            Route("/v1/chat/completions", _answering_errors(chat), methods=["POST"]),
+            Route("/v1/completions", _answering_errors(text), methods=["POST"]),
+        ],
+        exception_handlers={HTTPException: _unknown_path},
+    )
+
+
+def _answering_errors(handler: Handler) -> Handler:
+    async def handle(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except RequestRefused as error:
+            return JSONResponse(error.body, error.status)
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+        except Exception as error:  # the session has noted it, and its trajectory fails
+            log.LOGGER.warning("the gateway %s", raised(error))
+            refused = RequestRefused(f"the gateway {raised(error)}", status=500)
+            return JSONResponse(refused.body, refused.status)
+
+    return handle
+
+
+async def _unknown_path(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    refused = RequestRefused(
+        f"{request.method} {request.url.path}: the gateway answers POST /v1/chat/completions, POST /v1/completions, "
+        "GET /v1/models and GET /health",
+        status=status,
+    )
+    return JSONResponse(refused.body, status)
+
+
+def _session(request: Request, session_of: Callable[[str], Session | None]) -> Session:
+    kind, _, key = request.headers.get("authorization", "").partition(" ")
+    session = session_of(key.strip()) if kind.lower() == "bearer" else None
+    if session is None:
+        raise RequestRefused(
+            "the key is not that of a trajectory that runs; send the one of OPENAI_API_KEY as a bearer token",
+            status=401,
+            code="invalid_api_key",
+        )
+    return session
+
+
+async def _body(request: Request) -> Mapping[str, Any]:
+    """Return the body of a request.
+
+    Raises:
+        RequestRefused: It is too large, or not a JSON object.
+    """
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > LARGEST_BODY:
+            raise RequestRefused(f"the body has more than {LARGEST_BODY} bytes", status=413)
+        parts.append(part)
+    try:
+        body = json.loads(b"".join(parts))
+    except (ValueError, RecursionError) as error:
+        raise RequestRefused(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise RequestRefused("the body must be a JSON object")
+    return body
+
+
+async def _answer(
+    request: Request,
+    session: Session,
+    asked: Awaitable[Choices],
+    whole: Callable[[Choices, Tokenizer], dict[str, Any]],
+    pieces: Callable[[Choices, Tokenizer], Iterator[str]],
+) -> Response:
+    choices = await asked
+    if await request.is_disconnected():
+        session.ignore(choices)
+        return Response(status_code=499)  # nobody reads it
+    if choices.parameters.stream:
+        return StreamingResponse(pieces(choices, session.tokenizer), media_type="text/event-stream")
+    return JSONResponse(whole(choices, session.tokenizer))

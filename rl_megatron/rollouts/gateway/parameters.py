@@ -1,0 +1,197 @@
+"""Parameters of requests: those that are honoured, those that are harmless, and the refusal of all others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.generation.interfaces import Sampling
+from rl_megatron.generation.stop_strings import StopStrings
+from rl_megatron.rollouts.gateway.errors import RequestRefused
+
+_MOST_CHOICES = 128
+_LARGEST_TEMPERATURE = 2.0
+_MOST_TOP_LOGPROBS = 20
+# Parameters of both endpoints that `common_parameters` reads.
+_COMMON = {"model", "temperature", "top_p", "top_k", "stop", "n", "stream", "stream_options", "max_tokens"}
+# Parameters that do not change what the policy is asked for.
+_HARMLESS = {
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "return_token_ids", "seed",
+}  # fmt: skip
+_OF_CHAT = {"messages", "tools", "tool_choice", "max_completion_tokens", "logprobs", "top_logprobs"}
+_OF_TEXT = {"prompt", "logprobs"}
+# Parameters that are accepted only with a value that says nothing.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "min_p": (0,), "min_tokens": (0,),
+    "logit_bias": ({},), "response_format": ({"type": "text"},), "parallel_tool_calls": (True,),
+    "modalities": (["text"],), "echo": (False,), "suffix": ("",), "best_of": (1,), "ignore_eos": (False,),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What a request says, besides its messages or its prompt.
+
+    Attributes:
+        model: The name of the model, which is only sent back.
+        sampling: How the choices are sampled.
+        stop: Texts that end a choice, and are left out of its text.
+        num_choices: The number of choices.
+        logprobs: Whether the answer has logprobs.
+        top_logprobs: Whether it has them also as the most likely tokens, of which only the sampled one is known.
+        stream: Whether the answer is sent in pieces.
+        include_usage: Whether the last piece has the numbers of tokens.
+        token_ids: Whether the answer has token ids.
+        tools: JSON schemas of the tools.
+        calls_tools: Whether the text is searched for tool calls.
+    """
+
+    model: str
+    sampling: Sampling
+    stop: tuple[str, ...]
+    num_choices: int
+    logprobs: bool
+    top_logprobs: bool
+    stream: bool
+    include_usage: bool
+    token_ids: bool
+    tools: tuple[Mapping[str, Any], ...] = ()
+    calls_tools: bool = False
+
+
+class ParameterReader:
+    """Reads the parameters of a session's requests."""
+
+    def __init__(self, sampling: Sampling, tokenizer: Tokenizer, stops_at_strings: bool):
+        """Keep what parameters are completed with.
+
+        Args:
+            sampling: How completions are sampled if a request does not say so. A request can lower the number of
+                tokens.
+            tokenizer: The run's tokenizer.
+            stops_at_strings: Whether the rollout engine ends completions at texts.
+        """
+        self._sampling, self._tokenizer, self._stops_at_strings = sampling, tokenizer, stops_at_strings
+
+    def of_chat(self, body: Mapping[str, Any]) -> Parameters:
+        """Return the parameters of a request to /v1/chat/completions.
+
+        Raises:
+            RequestRefused: One has a wrong value, or asks for what the gateway does not do; the error names it.
+        """
+        given = _known(body, _OF_CHAT)
+        limits = [_positive(given, name) for name in ("max_tokens", "max_completion_tokens") if name in given]
+        logprobs = _switch(given, "logprobs")
+        top = _integer(given, "top_logprobs", 0, _MOST_TOP_LOGPROBS) if "top_logprobs" in given else 0
+        found = self._common(given, min(limits, default=None), logprobs, top > 0)
+        tools = given.get("tools", [])
+        if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise RequestRefused("tools must be a list of objects", param="tools")
+        choice = given.get("tool_choice", "auto")
+        if choice not in ("auto", "none"):
+            raise RequestRefused(
+                f"tool_choice={choice!r} is not supported: the policy is never forced to call a tool; leave it out, or "
+                "set it to auto or none",
+                param="tool_choice",
+            )
+        return replace(found, tools=tuple(tools), calls_tools=bool(tools) and choice == "auto")
+
+    def of_text(self, body: Mapping[str, Any]) -> Parameters:
+        """Return the parameters of a request to /v1/completions.
+
+        Raises:
+            RequestRefused: One has a wrong value, or asks for what the gateway does not do; the error names it.
+        """
+        given = _known(body, _OF_TEXT)
+        limit = _positive(given, "max_tokens") if "max_tokens" in given else None
+        logprobs = "logprobs" in given
+        top = _integer(given, "logprobs", 0, _MOST_TOP_LOGPROBS) if logprobs else 0
+        return self._common(given, limit, logprobs, top > 0)
+
+    def _common(
+        self, given: Mapping[str, Any], max_tokens: int | None, logprobs: bool, top_logprobs: bool
+    ) -> Parameters:
+        sampling = self._sampling
+        if max_tokens is not None:
+            sampling = replace(sampling, max_new_tokens=min(max_tokens, sampling.max_new_tokens))
+        if "temperature" in given:
+            temperature = _number(given, "temperature", lambda value: 0 <= value <= _LARGEST_TEMPERATURE, "from 0 to 2")
+            sampling = replace(sampling, temperature=temperature)
+        if "top_p" in given:
+            top_p = _number(given, "top_p", lambda value: 0 < value <= 1, "above 0 and at most 1")
+            sampling = replace(sampling, top_p=top_p)
+        if "top_k" in given:  # -1 is off for other servers
+            sampling = replace(sampling, top_k=max(0, _integer(given, "top_k", -1, 1 << 30)))
+        stop = self._stop(given.get("stop", ()))
+        if stop:
+            texts = (*(sampling.stop_strings.texts if sampling.stop_strings else ()), *stop)
+            sampling = replace(sampling, stop_strings=StopStrings(texts, self._tokenizer.definition))
+        model = given.get("model", "policy")
+        if not isinstance(model, str):
+            raise RequestRefused("model must be a string", param="model")
+        options = given.get("stream_options", {})
+        if not isinstance(options, Mapping):
+            raise RequestRefused("stream_options must be an object", param="stream_options")
+        return Parameters(
+            model, sampling, stop, _integer(given, "n", 1, _MOST_CHOICES) if "n" in given else 1, logprobs,
+            top_logprobs, _switch(given, "stream"), _switch(options, "include_usage"),
+            _switch(given, "return_token_ids"),
+        )  # fmt: skip
+
+    def _stop(self, given: Any) -> tuple[str, ...]:
+        texts = (given,) if isinstance(given, str) else given
+        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
+            raise RequestRefused("stop must be a text or a list of texts, none of them empty", param="stop")
+        if texts and not self._stops_at_strings:
+            raise RequestRefused(
+                "stop: the rollout engine of this run does not stop at texts; leave it out", param="stop"
+            )
+        return tuple(texts)
+
+
+def _known(body: Mapping[str, Any], own: set[str]) -> dict[str, Any]:
+    """Return the parameters that are not null.
+
+    Raises:
+        RequestRefused: One of them is unknown, or known and not supported.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        if name in _COMMON or name in own or name in _HARMLESS:
+            continue
+        if name not in _NEUTRAL:
+            raise RequestRefused(f"the parameter {name} is not supported; leave it out", param=name)
+        if value not in _NEUTRAL[name]:
+            raise RequestRefused(
+                f"{name}={value!r} is not supported; leave it out, or set it to {_NEUTRAL[name][0]!r}", param=name
+            )
+    return given
+
+
+def _switch(given: Mapping[str, Any], name: str) -> bool:
+    value = given.get(name, False)
+    if not isinstance(value, bool | None):
+        raise RequestRefused(f"{name}={value!r} must be true or false", param=name)
+    return bool(value)
+
+
+def _positive(given: Mapping[str, Any], name: str) -> int:
+    return _integer(given, name, 1, 1 << 30)
+
+
+def _integer(given: Mapping[str, Any], name: str, least: int, most: int) -> int:
+    value = given[name]
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise RequestRefused(f"{name}={value!r} must be an integer from {least} to {most}", param=name)
+    return value
+
+
+def _number(given: Mapping[str, Any], name: str, is_valid: Callable[[float], bool], rule: str) -> float:
+    value = given[name]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or not is_valid(value):
+        raise RequestRefused(f"{name}={value!r} must be a number {rule}", param=name)
+    return float(value)

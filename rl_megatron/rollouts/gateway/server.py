@@ -1,0 +1,107 @@
+"""`Gateway`: the sessions of all trajectories that run, and the HTTP server that their agents reach."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from rl_megatron.config.agent import AgentConfig
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.generation.interfaces import Sampling
+from rl_megatron.rollouts.gateway.session import Session, SessionClient
+from rl_megatron.rollouts.gateway.tool_calls import parser_of
+from rl_megatron.rollouts.tools.calls import Parser
+
+_SECONDS_TO_END = 3.0
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # what agents of this machine reach instead
+
+
+class Gateway:
+    """The HTTP server on the asyncio loop of rollout workers. It starts with the first session."""
+
+    def __init__(self, settings: AgentConfig, stops_at_strings: bool = True):
+        """Start nothing.
+
+        Args:
+            settings: Where the server listens, and how the policy writes tool calls.
+            stops_at_strings: Whether the rollout engine ends completions at texts.
+        """
+        self._settings, self._stops_at_strings = settings, stops_at_strings
+        self._sessions: dict[str, Session] = {}
+        self._server: Any = None
+        self._serving: asyncio.Task[None] | None = None
+        self._url = ""
+
+    @asynccontextmanager
+    async def session(
+        self, client: SessionClient, sampling: Sampling, parser: Parser | None = None
+    ) -> AsyncIterator[Session]:
+        """Open a session for the block of an `async with` statement. Its key is not accepted afterwards.
+
+        Args:
+            client: What completes tokens.
+            sampling: How completions are sampled if a request does not say so.
+            parser: What finds tool calls in texts; None: what `rollout.agent.tool_format` names.
+
+        Raises:
+            ConfigError: The extra `gateway` is not installed, or the server cannot listen.
+        """
+        if self._serving is None:
+            self._start()
+        key = secrets.token_urlsafe(32)
+        chat = client.prompt.chat()
+        parser = parser or parser_of(self._settings.tool_format, None if chat is None else chat[0])
+        session = Session(f"{self._url}/v1", key, client, sampling, parser, self._stops_at_strings)
+        self._sessions[key] = session
+        try:
+            yield session
+        finally:
+            del self._sessions[key]
+            await session.end()
+
+    async def close(self) -> None:
+        """End the server."""
+        if self._serving is None:
+            return
+        self._server.should_exit = True
+        done, _ = await asyncio.wait({self._serving}, timeout=_SECONDS_TO_END)
+        if not done:
+            self._serving.cancel()
+        self._serving = None
+
+    def _start(self) -> None:
+        try:
+            import uvicorn
+
+            from rl_megatron.rollouts.gateway.application import application
+        except ImportError as error:
+            raise ConfigError(
+                f"the gateway needs the Python package {error.name}, which is not installed; "
+                "pip install 'rl_megatron[gateway]'"
+            ) from error
+        listening = self._listening()
+        options = uvicorn.Config(
+            application(self._sessions.get), log_config=None, access_log=False, lifespan="off", ws="none", http="h11",
+            proxy_headers=False, server_header=False, timeout_graceful_shutdown=1,
+        )  # fmt: skip
+        self._server = uvicorn.Server(options)
+        self._serving = asyncio.get_running_loop().create_task(self._server.serve([listening]))
+
+    def _listening(self) -> socket.socket:
+        """Return the socket, which takes connections from now on."""
+        host, port = self._settings.host, self._settings.port
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            listening = socket.create_server((host, port), family=family, backlog=2048)
+        except OSError as error:
+            raise ConfigError(
+                f"the gateway cannot listen at rollout.agent.host={host}, rollout.agent.port={port}: {error}; set "
+                "port=0 for a free one"
+            ) from error
+        reached = _EVERYWHERE.get(host, host)
+        self._url = f"http://{f'[{reached}]' if ':' in reached else reached}:{listening.getsockname()[1]}"
+        return listening
