@@ -1,0 +1,140 @@
+"""`EnvironmentStep`: what an environment says to a turn of the policy, and the check of what environments return.
+
+This module does without torch, because environments import it in processes of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from rl_megatron.data.conversations import ROLES, Message
+from rl_megatron.rollouts.plain_data import BadAnswer
+
+_FIELDS_OF_GYMNASIUM = 5
+_ENVIRONMENT = "environment"  # the role of NeMo RL's observations, which chat templates do not know
+
+
+@dataclass(frozen=True)
+class EnvironmentStep:
+    """What an environment says to a turn of the policy.
+
+    Attributes:
+        messages: What the policy sees next: messages with `role` and `content`, or a text, which is one message of the
+            user. The role `environment` stands for `user`.
+        reward: The reward of the turn.
+        done: Whether the trajectory is at its end.
+        truncated: Whether it ends here before its end, as at a limit of the environment's own.
+        metadata: What reward functions get as `metadata`; values of later steps take the place of earlier ones.
+        stop: Further texts that end the next turn; None for those of the configuration.
+    """
+
+    messages: Sequence[Message] | str = ()
+    reward: float = 0.0
+    done: bool = False
+    truncated: bool = False
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    stop: Sequence[str] | None = None
+
+
+def read_observation(observation: Any) -> list[Message] | None:
+    """Return an observation as messages; None stays None.
+
+    Raises:
+        BadAnswer: It is neither a text nor a list of messages.
+    """
+    if observation is None:
+        return None
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    if not isinstance(observation, list | tuple):
+        raise BadAnswer(
+            f"returned an observation of type {type(observation).__name__}; return a text, a list of messages with "
+            "'role' and 'content', or None"
+        )
+    for number, message in enumerate(observation):
+        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
+            raise BadAnswer(
+                f"returned {message!r:.80} as message {number} of an observation; a message has 'role' and 'content', "
+                "and its content is a text"
+            )
+        if message.get("role") not in (*ROLES, _ENVIRONMENT):
+            raise BadAnswer(f"returned a message of role {message.get('role')!r}; a role is one of {', '.join(ROLES)}")
+    return [
+        {**message, "role": "user" if message["role"] == _ENVIRONMENT else message["role"]} for message in observation
+    ]
+
+
+def read_reset(result: Any) -> tuple[list[Message] | None, dict[str, Any]]:
+    """Return the messages and the metadata of what `reset` returned: an observation, or one with a mapping.
+
+    Raises:
+        BadAnswer: It is neither.
+    """
+    metadata: Any = {}
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping) and "role" not in result[1]:
+        result, metadata = result
+    return read_observation(result), _metadata(metadata)
+
+
+def read_step(result: Any) -> EnvironmentStep:
+    """Return what `step` returned as an EnvironmentStep whose messages are a list.
+
+    Args:
+        result: An EnvironmentStep, or gymnasium's observation, reward, terminated, truncated and info.
+
+    Raises:
+        BadAnswer: It is neither, or a part of it cannot be used.
+    """
+    if isinstance(result, EnvironmentStep):
+        step = result
+    elif isinstance(result, tuple) and len(result) == _FIELDS_OF_GYMNASIUM:
+        observation, reward, terminated, truncated, info = result
+        step = EnvironmentStep(observation, reward, terminated, truncated, info)
+    else:
+        raise BadAnswer(
+            f"returned {type(result).__name__} {result!r:.80}; return an rl_megatron.EnvironmentStep, or the tuple "
+            "(observation, reward, terminated, truncated, info)"
+        )
+    stop = step.stop
+    if stop is not None:
+        if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+            raise BadAnswer(f"returned stop={stop!r:.80}; it is a list of texts that are not empty, or None")
+        stop = tuple(stop)
+    return EnvironmentStep(
+        read_observation(step.messages) or [],
+        _reward(step.reward),
+        _switch("done", step.done),
+        _switch("truncated", step.truncated),
+        _metadata(step.metadata),
+        stop,
+    )
+
+
+def _reward(reward: Any) -> float:
+    number = _item(reward)
+    if isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number):
+        raise BadAnswer(f"returned the reward {reward!r:.80}; a reward is a finite number")
+    return float(number)
+
+
+def _switch(name: str, value: Any) -> bool:
+    found = _item(value)
+    if not isinstance(found, bool):
+        raise BadAnswer(f"returned {name}={value!r:.80}; it is True or False")
+    return found
+
+
+def _metadata(metadata: Any) -> dict[str, Any]:
+    if not isinstance(metadata, Mapping) or not all(isinstance(key, str) for key in metadata):
+        raise BadAnswer(f"returned the metadata {metadata!r:.80}; it is a mapping with texts as keys")
+    return dict(metadata)
+
+
+def _item(value: Any) -> Any:
+    """Return the number in a scalar of numpy or torch, and other values as they are."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) and getattr(value, "shape", None) == () else value

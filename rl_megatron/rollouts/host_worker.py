@@ -1,0 +1,174 @@
+"""Hold objects of users' code in a process of their own. `host_process` starts it and sends calls over a socket.
+
+The code may do anything: raise, print, wait, hang, or end the process. Every call is marked in shared memory while it
+runs, so that the parent process knows which call was the last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import mmap
+import os
+import resource
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.import_strings import find_files, load_object
+from rl_megatron.rewards.coroutines import BusyTime, TimedCall, finished_within
+from rl_megatron.rewards.frames import CallMark, read_frame, write_frame
+from rl_megatron.rewards.results import in_words
+from rl_megatron.rollouts.plain_data import BadAnswer, plain, plain_bytes
+from rl_megatron.rollouts.user_calls import call_user_code
+from rl_megatron.topology.child_process import die_with
+
+LOADING, RUNNING = 0, 1  # what a call does: it imports the user's module, or it runs the user's code
+_SECONDS_BETWEEN_TOUCHES = 0.1  # by an event loop that nothing blocks
+_LONGEST_MESSAGE = 4000  # characters of an error
+
+
+class HostWorker:
+    """The objects of one process, its event loop, and its end of the socket.
+
+    Calls of plain methods run one after another. Those of async methods run at the same time.
+    """
+
+    def __init__(self, connection: socket.socket, mark: CallMark):
+        self._connection, self._mark = connection, mark
+        self._loop = asyncio.new_event_loop()
+        self._objects: dict[int, Any] = {}
+        self._calls: dict[int, set[asyncio.Task[None]]] = {}  # those of each object; -1: of functions
+        self._touching: asyncio.Task[None] | None = None
+        self._busy, self._most_bytes = BusyTime(), 0
+
+    def serve(self) -> None:
+        """Answer messages until the other end closes the socket, which ends this process."""
+        self._begin(*read_frame(self._connection))
+        self._loop.add_reader(self._connection, self._receive)
+        self._loop.run_forever()
+
+    def _begin(self, paths: list[str], files: Mapping[str, str], memory: int | None, most_bytes: int) -> None:
+        sys.path[:] = paths
+        find_files(files)
+        self._most_bytes = most_bytes
+        if memory is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+        self._send("ready")
+
+    def _receive(self) -> None:
+        message = read_frame(self._connection)
+        if message is None:
+            os._exit(0)  # threads of the user's code do not delay the end
+        kind, number, owner, *arguments, timeout = message
+        work = {"make": self._make, "method": self._method, "function": self._function, "drop": self._drop}[kind]
+        calls = self._calls.setdefault(owner, set())
+        if kind == "drop":
+            for call in calls:
+                call.cancel()
+        task = self._loop.create_task(self._call(number, timeout, lambda: work(number, owner, *arguments)))
+        calls.add(task)
+        task.add_done_callback(functools.partial(self._forget, number, owner))
+        if self._touching is None:
+            self._touching = self._loop.create_task(self._touch())
+
+    def _forget(self, number: int, owner: int, task: asyncio.Task[None]) -> None:
+        if task.cancelled():  # its object is dropped
+            self._send("failed", number, "was cancelled")
+        self._calls[owner].discard(task)
+        if not self._calls[owner]:
+            del self._calls[owner]
+
+    async def _touch(self) -> None:
+        """Mark again and again, while there are calls, that the loop goes round."""
+        while self._calls:
+            self._mark.touch()
+            await asyncio.sleep(_SECONDS_BETWEEN_TOUCHES)
+        self._touching = None
+
+    async def _call(self, number: int, timeout: float, work: Callable[[], Callable[[], Any]]) -> None:
+        """Run a call, and send its answer or its failure."""
+        try:
+            with self._mark.of(number, LOADING):
+                call = work()
+        except BaseException as error:  # also SystemExit, with which a module would end this process
+            self._send("failed", number, _said(error))
+            return
+        timed = TimedCall(self._mark, self._busy, (number, RUNNING), self._answer(number, call))
+        if await finished_within(timed, timeout) is None:
+            self._send("failed", number, f"took longer than {timeout:g} seconds")
+
+    async def _answer(self, number: int, call: Callable[[], Any]) -> None:
+        """Call the user's code, and send what it returns, while the call is marked: it may have closed the socket.
+
+        An answer that comes after the limit of time is sent as well, and the other end ignores it.
+        """
+        try:
+            result, is_async = await call_user_code(call)
+            payload = plain_bytes(("answer", number, plain(result), is_async))
+            if len(payload) > self._most_bytes:
+                raise BadAnswer(
+                    f"returned {len(payload)} bytes, and {self._most_bytes} are the most that it may return"
+                )
+        except GeneratorExit:  # this coroutine is closed
+            raise
+        except BaseException as error:  # also SystemExit and asyncio.CancelledError, which would end the loop
+            self._send("failed", number, _said(error))
+        else:
+            self._write(payload)
+
+    def _make(
+        self, number: int, owner: int, target: str, kwargs: Mapping[str, Any], imports: list[str]
+    ) -> Callable[[], Any]:
+        for each in imports:
+            load_object(each, each)
+        found = load_object(target, target)
+
+        async def make() -> None:
+            self._objects[owner], _ = await call_user_code(found, **kwargs)
+
+        return make
+
+    def _method(self, number: int, owner: int, name: str, arguments: tuple[Any, ...]) -> Callable[[], Any]:
+        return functools.partial(getattr(self._objects[owner], name), *arguments)
+
+    def _function(self, number: int, owner: int, target: str, kwargs: Mapping[str, Any]) -> Callable[[], Any]:
+        return functools.partial(load_object(target, target), **kwargs)
+
+    def _drop(self, number: int, owner: int) -> Callable[[], Any]:
+        dropped = self._objects.pop(owner, None)  # None: it could not be made
+        return getattr(dropped, "close", lambda: None)
+
+    def _send(self, *message: Any) -> None:
+        self._mark.end_forked_child()
+        self._write(plain_bytes(message))
+
+    def _write(self, payload: bytes) -> None:
+        self._mark.end_forked_child()
+        try:
+            write_frame(self._connection, payload)
+        except OSError:  # the other end is gone, or the user's code closed the socket
+            os._exit(1)
+
+
+def _said(error: BaseException) -> str:
+    said = str(error) if isinstance(error, BadAnswer | ConfigError) else f"raised {in_words(error)}"
+    return said if len(said) <= _LONGEST_MESSAGE else f"{said[:_LONGEST_MESSAGE]} …"
+
+
+def main(arguments: list[str]) -> None:
+    """Serve the parent process. The arguments are the descriptors of socket and marks, and the parent's process id."""
+    descriptor, marks, parent = map(int, arguments)
+    die_with(parent)
+    shared = mmap.mmap(marks, CallMark.SIZE)
+    os.close(marks)
+    try:
+        HostWorker(socket.socket(fileno=descriptor), CallMark(shared)).serve()
+    except OSError:  # the other end is gone, or the user's code closed the socket
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
