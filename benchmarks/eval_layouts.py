@@ -27,19 +27,19 @@ _RECORD = "RL_MEGATRON_RECORDED_TOKENS"  # the file that a process of `rl-megatr
 def record_tokens(path: Path) -> None:
     """Let this process record the tokens of an evaluation, and the distance of every random number from a boundary."""
     from rl_megatron import log
-    from rl_megatron.algorithms import eval_sets
     from rl_megatron.generation import embedded_replica
+    from rl_megatron.rollouts.scored import ScoredRollouts
 
-    decoded, sample = eval_sets.decoded, embedded_replica.sample
+    make, sample = ScoredRollouts.make, embedded_replica.sample
     completions: list[list[int]] = []
     distances: dict[float, float] = {}
 
-    def recorded(rollouts: Any, tokenizer: Any) -> Any:
-        rows = zip(rollouts["input_ids"], rollouts["prompt_lengths"], rollouts["input_lengths"], strict=True)
-        completions.extend(ids[begin:end].tolist() for ids, begin, end in rows)
+    def recorded(rollouts: ScoredRollouts, *arguments: Any) -> Any:
+        scored = make(rollouts, *arguments)
+        completions.extend(list(sample.completion_ids) for sample in scored.samples)
         if log.is_main_rank():
             path.write_text(json.dumps({"completions": completions, "distances": list(distances.items())}))
-        return decoded(rollouts, tokenizer)
+        return scored
 
     def measured(logits: Any, uniforms: Any, sampling: Any, group: Any, vocab_size: int) -> Any:
         ids, logprobs = sample(logits, uniforms, sampling, group, vocab_size)
@@ -49,7 +49,7 @@ def record_tokens(path: Path) -> None:
             distances.update(zip(uniforms.tolist(), nearest.tolist(), strict=True))
         return ids, logprobs
 
-    eval_sets.decoded, embedded_replica.sample = recorded, measured  # type: ignore[assignment]
+    ScoredRollouts.make, embedded_replica.sample = recorded, measured  # type: ignore[assignment]
 
 
 def evaluate(checkpoint: Path, layout: tuple[str, ...], arguments: argparse.Namespace, place: Path) -> dict[str, Any]:

@@ -132,7 +132,6 @@ def ours(connection: Connection, work: Work, case: Sequence[str]) -> None:
     """
     from rl_megatron.algorithms import run, stage
     from rl_megatron.config.load import load_config
-    from rl_megatron.generation.interfaces import Sampling
 
     _prepare(work.threads)
     clock = Clock(work.now)
@@ -146,12 +145,13 @@ def ours(connection: Connection, work: Work, case: Sequence[str]) -> None:
         def sleep(self) -> None:
             self._engine.sleep()
 
-        def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> Any:
+        def complete_all(self, requests: list[Any]) -> Any:
+            endless = [replace(each, sampling=replace(each.sampling, stop_ids=())) for each in requests]
             with clock.phase("generate"):
-                rollouts = self._engine.generate(prompts, replace(sampling, stop_ids=()), seed)
-            lengths = rollouts["input_lengths"] - rollouts["prompt_lengths"]
-            clock.tokens = (int(rollouts["prompt_lengths"].sum()), int(lengths.sum()))
-            return rollouts
+                completions = self._engine.complete_all(endless)
+            lengths = sum(len(completion.ids) for completion in completions)
+            clock.tokens = (sum(len(each.prompt) for each in requests), lengths)
+            return completions
 
     class Raced(stage.Stage):
         """A stage whose steps wait for their turn."""
@@ -159,7 +159,8 @@ def ours(connection: Connection, work: Work, case: Sequence[str]) -> None:
         def __post_init__(self) -> None:
             super().__post_init__()
             self.engine: Any = FullLength(self.engine)
-            self.scorer.score_rollouts = clock.timed("reward", self.scorer.score_rollouts)
+            scorer = self.rollouts._scorer
+            scorer.score_samples = clock.timed("reward", scorer.score_samples)
             self.policy.get_logprobs = clock.timed("logprobs", self.policy.get_logprobs)
             self.policy.train = clock.timed("train", self.policy.train)
 

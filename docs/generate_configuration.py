@@ -25,8 +25,10 @@ sys.path.insert(0, str(REPOSITORY))
 from docs.declarations import DEFAULTS_OF_KEYS, Key, argument_meanings, as_yaml, default, in_words, keys  # noqa: E402
 from rl_megatron.algorithms import ALGORITHMS  # noqa: E402
 from rl_megatron.config import schema  # noqa: E402
+from rl_megatron.config.agent import AgentConfig  # noqa: E402
 from rl_megatron.config.compose import config_directory  # noqa: E402
 from rl_megatron.config.engines import ENGINE_DECLARATIONS  # noqa: E402
+from rl_megatron.config.environment import EnvironmentConfig  # noqa: E402
 from rl_megatron.config.eval_sets import EvalConfig, EvalSetConfig  # noqa: E402
 from rl_megatron.config.generation import GenerationConfig  # noqa: E402
 from rl_megatron.config.load import load_config, to_yaml  # noqa: E402
@@ -36,13 +38,15 @@ from rl_megatron.config.optimizer import OptimizerConfig  # noqa: E402
 from rl_megatron.config.parallel import ParallelConfig  # noqa: E402
 from rl_megatron.config.profiling import ProfileConfig  # noqa: E402
 from rl_megatron.config.rewards import RewardConfig, RewardFunctionConfig  # noqa: E402
-from rl_megatron.config.rollout_files import RolloutFilesConfig  # noqa: E402
+from rl_megatron.config.rollout import TrajectoryConfig, TurnSampling  # noqa: E402
 from rl_megatron.config.tokenizer import TokenizerConfig  # noqa: E402
+from rl_megatron.config.tools import ToolsConfig  # noqa: E402
 from rl_megatron.config.train import TrainConfig  # noqa: E402
 from rl_megatron.data.tasks.registry import TASKS  # noqa: E402
 from rl_megatron.observability.sinks import SINKS  # noqa: E402
 from rl_megatron.rewards import functions as _reward_functions  # noqa: E402, F401  # it registers them
 from rl_megatron.rewards.registry import REWARDS  # noqa: E402
+from rl_megatron.rollouts.tools.registry import TOOLS  # noqa: E402
 
 PAGE = REPOSITORY / "docs" / "reference" / "configuration.md"
 ROPE_KINDS = (LinearRope, Llama3Rope, YarnRope)
@@ -56,7 +60,7 @@ SECTIONS = {
     "generation": GenerationConfig,
     "reward": RewardConfig,
     "eval": EvalConfig,
-    "rollouts": RolloutFilesConfig,
+    "rollout": TrajectoryConfig,
     "profile": ProfileConfig,
 }
 # Keys whose value is chosen by name: which part of the page lists the names.
@@ -65,10 +69,14 @@ TYPES = {
     "generation.engine": "name of a [rollout engine](#rollout-engines)",
     "generation.vllm": "mapping with [these keys](#generationvllm)",
     "generation.sglang": "mapping with [these keys](#generationsglang)",
+    "rollout.agent": "mapping with [these keys](#rolloutagent)",
     "reward.functions": "list of [reward functions](#rewardfunctions)",
     "eval.sets": "list of [sets](#evalsets)",
+    "rollout.turn_sampling": "list of [turns](#rolloutturn_sampling), or null",
+    "rollout.environment": "mapping with [these keys](#rolloutenvironment)",
     "train.stop_at": "mapping of [eval metrics](metrics.md#evaluations) to numbers",
     "train.keep_best": "name of an [eval metric](metrics.md#evaluations), or null",
+    "rollout.tools": "mapping with [these keys](#rollouttools)",
     "metric_sinks": "list of [metric sinks](#metric-sinks)",
     "stages": "mapping of [stages](#stages)",
     "algorithm.critic_optimizer": "mapping with the keys of [`optimizer`](#optimizer)",
@@ -122,7 +130,7 @@ def page() -> str:
     parts = [_run(), _stages(), _presets(), _algorithms()]
     parts += [_section(name) for name in ("model", "parallel", "optimizer", "train", "tokenizer")]
     parts += [_data(), _tasks(), _section("generation"), _engines(), _rewards(), _sets(), _loss()]
-    parts += [_section("rollouts"), _section("profile"), _loggers(), _sinks()]
+    parts += [_rollout(), _section("profile"), _loggers(), _sinks()]
     return _HEAD + "".join("\n" + "\n".join(part).rstrip("\n") + "\n" for part in parts)
 
 
@@ -174,14 +182,15 @@ def _algorithms() -> Iterator[str]:
             yield "It has no keys of its own."
 
 
-def _section(name: str) -> Iterator[str]:
+def _section(name: str, **values: Any) -> Iterator[str]:
+    """Yield the part of a section; `values` are those of keys that have a table of their own."""
     section = SECTIONS[name]
     yield f"## {name}"
     yield ""
     if section.__doc__ and not section.__doc__.startswith(f"{section.__name__}("):  # what dataclass writes
         yield " ".join(inspect.cleandoc(section.__doc__).split())
         yield ""
-    yield from _table(name, keys(section), _composed()[name])
+    yield from _table(name, keys(section), _composed()[name] | values)
     if name == "model":
         yield from _rope_kinds()
 
@@ -270,6 +279,34 @@ def _sets() -> Iterator[str]:
     yield "Each element of the list has these keys. [Evaluation](../evaluation.md) describes them."
     yield ""
     yield from _table("eval.sets[]", keys(EvalSetConfig), {}, anchors=False)
+
+
+def _rollout() -> Iterator[str]:
+    yield from _section("rollout", environment=EnvironmentConfig())
+    yield ""
+    yield "### rollout.environment"
+    yield ""
+    yield f"{summary(EnvironmentConfig)} [Environments](../environments.md) describes them."
+    yield ""
+    yield from _table("rollout.environment", keys(EnvironmentConfig), {})
+    yield ""
+    yield "### rollout.turn_sampling"
+    yield ""
+    yield f"Each element of the list has these keys. {summary(TurnSampling)}"
+    yield ""
+    yield from _table("rollout.turn_sampling[]", keys(TurnSampling), {}, anchors=False)
+    yield ""
+    yield "### rollout.tools"
+    yield ""
+    yield f"{summary(ToolsConfig)} [Tools](../tools.md) describes them. Tools of this package: {_code(sorted(TOOLS))}."
+    yield ""
+    yield from _table("rollout.tools", keys(ToolsConfig), {})
+    yield ""
+    yield "### rollout.agent"
+    yield ""
+    yield f"{summary(AgentConfig)} [Agents](../agents.md) describes them."
+    yield ""
+    yield from _table("rollout.agent", keys(AgentConfig), {})
 
 
 def _loss() -> Iterator[str]:

@@ -58,10 +58,15 @@ def is_main_rank() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+def is_secret_variable(name: str) -> bool:
+    """Return whether the name of an environment variable says that its value is a secret."""
+    return _SECRET_VARIABLE.search(name) is not None
+
+
 def redact(text: str) -> str:
     """Return a text without secrets: values of such environment variables, and what addresses and options hold."""
     for name, value in os.environ.items():
-        if _SECRET_VARIABLE.search(name) and len(value) >= _SHORTEST_SECRET and value in text:
+        if is_secret_variable(name) and len(value) >= _SHORTEST_SECRET and value in text:
             text = text.replace(value, REDACTED)
     return _AFTER_OPTION.sub(rf"\1{REDACTED}", _IN_ADDRESS.sub(rf"\1{REDACTED}@", text))
 

@@ -34,6 +34,10 @@ OTHER_MEANINGS = {
         (f"rl_megatron.data.{module}", "text"): "the field of a record or of a message"
         for module in ("conversations", "files", "plain_text", "templates")
     },
+    **{
+        (f"rl_megatron.rollouts.gateway.{module}", "text"): "a key or a type of OpenAI's API"
+        for module in ("answers", "messages", "parameters")
+    },
     ("rl_megatron.observability.step_view", "prompts"): "what a page shows",
     ("rl_megatron.cli.generate", "prompts"): "a key of the settings of a file of completions",
     ("rl_megatron.algorithms.generate", "text"): "a field of a completion",

@@ -12,6 +12,7 @@ UNPICKLING = {
     "checkpoint/metadata.py": "a checkpoint, with a list of the classes that it may name",
     "rewards/frames.py": "the socket pair of a parent and its child",
     "rewards/worker.py": "the socket pair of a parent and its child",
+    "rollouts/plain_data.py": "the socket pair of a parent and its child, of which plain data is read",
 }
 
 

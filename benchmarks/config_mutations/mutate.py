@@ -68,17 +68,6 @@ class Mutation:
     words: tuple[str, ...]
 
 
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings by key path."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            found |= leaves(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
-
-
 def mutation(chance: random.Random, keys: Mapping[str, Any]) -> Mutation:
     """Return a random mutation of a configuration with these keys and values."""
     kinds = {

@@ -21,8 +21,8 @@ STRUCK = "struck"  # the file that says that the fault has come, so that it does
 # moment → the class and the method whose calls are counted
 MOMENTS = {
     "load": (MegatronPolicy, "__init__"),
-    "generate": (SyncedEngine, "generate"),
-    "reward": (Scorer, "score"),
+    "generate": (SyncedEngine, "complete_all"),
+    "reward": (Scorer, "score_samples"),
     "logprobs": (MegatronPolicy, "get_logprobs"),
     "train": (MegatronPolicy, "train"),
     "refit": (SyncedEngine, "update_weights"),

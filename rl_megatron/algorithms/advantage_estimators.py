@@ -8,7 +8,8 @@ of a sequence corresponds to token t:
 - group_size: the number of samples per prompt.
 - token_mask [B, S]: 1 at sampled tokens, 0 at the prompt and at padding.
 - token_rewards [B, S]: the reward of each sample at its last sampled token, minus the KL penalty at every sampled token
-  if loss.use_kl_in_reward is true.
+  if loss.use_kl_in_reward is true. Rewards that an environment gave for turns are at the last tokens of these turns.
+- turns [B, S]: the number of the turn at sampled tokens, from 0, and -1 elsewhere. A completion is one turn.
 - rollouts: the whole batch, with input_ids, input_lengths, prompt_lengths and generation_logprobs; and prev_logprobs,
   unless algorithm.recompute_logprobs is never.
 - leave_one_out, normalize_std: these keys of the algorithm section.
@@ -20,11 +21,12 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from rl_megatron.algorithms.advantages import group_relative, reinforce_plus_plus
 from rl_megatron.algorithms.rollout import rewards_per_token
+from rl_megatron.algorithms.turn_advantages import group_relative_steps, group_relative_turns
 from rl_megatron.config.advantages import ESTIMATORS, OPTIONS, estimator_parameters, parameters_of
 from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.config.errors import ConfigError
@@ -32,6 +34,8 @@ from rl_megatron.config.importing import raised
 from rl_megatron.config.registry import Registry
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.contract import LossFunction
+from rl_megatron.rollouts.batch import TURN
+from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
 from rl_megatron.topology.collective_errors import on_all_or_none
 
 Function = TypeVar("Function", bound=Callable[..., Tensor])
@@ -58,6 +62,8 @@ def register_advantage(name: str) -> Callable[[Function], Function]:
 
 
 register_advantage("group_relative")(group_relative)
+register_advantage("group_relative_turns")(group_relative_turns)
+register_advantage("group_relative_steps")(group_relative_steps)
 
 
 @register_advantage("reinforce_plus_plus")
@@ -88,20 +94,35 @@ def estimated_advantages(
         raise AdvantagesFailed(f"the advantage estimator failed: {error}") from error
 
 
+def _turns(
+    rollouts: BatchedDataDict, index: TrajectoryIndex, mask: Shaped[Tensor, "trajectory sequence"]
+) -> Int[Tensor, "trajectory sequence"]:
+    """Return the number of the turn at each sampled token of trajectories, and -1 elsewhere."""
+    numbers = index.joined(rollouts[TURN]) if TURN in rollouts else torch.zeros_like(mask, dtype=torch.int64)
+    return torch.where(mask != 0, numbers, -1)
+
+
 def _estimated_advantages(
     rollouts: BatchedDataDict, algorithm: GRPOConfig, loss_fn: LossFunction
 ) -> Float[Tensor, "batch sequence"]:
-    name, mask = algorithm.advantage_estimator, rollouts["token_mask"]
+    name, index = algorithm.advantage_estimator, TrajectoryIndex(rollouts)
+    mask = index.joined(rollouts["token_mask"])
     parameters = estimator_parameters(name)
     available = {
-        "rewards": lambda: rollouts["rewards"],
+        "rewards": lambda: index.of_first(rollouts["rewards"]),
         "group_size": lambda: algorithm.samples_per_prompt,
         "token_mask": lambda: mask,
-        "token_rewards": lambda: rewards_per_token(rollouts, loss_fn),
+        "token_rewards": lambda: index.joined(rewards_per_token(rollouts, loss_fn)),
+        "turns": lambda: _turns(rollouts, index, mask),
         "rollouts": lambda: rollouts,
         **{option: lambda option=option: getattr(algorithm, option) for option in OPTIONS},
     }
     where = f"algorithm.advantage_estimator={name}"
+    if "rollouts" in parameters and not index.all_alone:
+        raise ConfigError(
+            f"{where} takes the parameter `rollouts`, and a trajectory of this step has several sequences; take "
+            "token_rewards and token_mask instead, or set rollout.on_rewrite=keep"
+        )
     function = ADVANTAGES.find(name, "algorithm.advantage_estimator")
     given = {key: value() for key, value in available.items() if key in parameters}
     try:
@@ -117,4 +138,4 @@ def _estimated_advantages(
     advantages = torch.where(mask != 0, advantages, 0.0).to(mask.device)
     if not advantages.isfinite().all():
         raise ConfigError(f"{where} returned advantages that are not finite")
-    return advantages
+    return index.split(advantages)

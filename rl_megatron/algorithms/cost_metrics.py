@@ -9,6 +9,7 @@ from rl_megatron.config.metrics import Metric, declare_metrics
 # The outermost phases of steps (execution/phase_timer.py), with what is done in them.
 OUTER_PHASES = {
     "generate": "generating completions",
+    "environment": "waiting for rollout workers, with their environments and tools",
     "reward": "scoring completions",
     "sleep": "letting a rollout engine release its memory",
     "logprobs": "computing the policy's logprobs",

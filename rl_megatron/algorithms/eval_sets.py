@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-import torch.distributed as dist
-
 from rl_megatron.algorithms.eval_results import ProblemResult, results_file, start_values, write_results
 from rl_megatron.algorithms.eval_statistics import ProblemSamples, problem_values, set_metrics
 from rl_megatron.checkpoint.save import SaveFailed
@@ -23,8 +21,10 @@ from rl_megatron.data.training_data import encoded_prompts
 from rl_megatron.generation.completions import request_seed
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
 from rl_megatron.generation.stage_sampling import stage_sampling
-from rl_megatron.rewards.scorer import Scorer, decoded
-from rl_megatron.topology.collective_errors import run_on_rank0
+from rl_megatron.rewards.scorer import Scorer
+from rl_megatron.rollouts.runner import RolloutRunner
+from rl_megatron.rollouts.scored import ScoredRollouts
+from rl_megatron.topology.collective_errors import from_rank0, run_on_rank0
 
 # Completions that are generated together. Their random numbers depend on it.
 COMPLETIONS_PER_BLOCK = 1024
@@ -82,16 +82,15 @@ class EvalSet:
         """Return how many completions an evaluation has."""
         return len(self._prompts) * self.config.n
 
-    def answered(self, engine: RolloutEngine, block: int) -> Answered:
+    def answered(self, engine: RolloutEngine, runner: RolloutRunner, block: int) -> Answered:
         """Return the scored completions of a block. Collective."""
         total = self.num_completions
         numbers = range(block * COMPLETIONS_PER_BLOCK, min((block + 1) * COMPLETIONS_PER_BLOCK, total))
         prompts = [self._prompts[number % len(self._prompts)] for number in numbers]
-        rollouts = engine.generate([prompt.ids for prompt in prompts], self._sampling, request_seed(_SEED, block))
-        rewards, _ = self._scorer.score_rollouts([prompt.problem for prompt in prompts], rollouts, self._tokenizer)
-        lengths = rollouts["input_lengths"] - rollouts["prompt_lengths"]
-        texts = decoded(rollouts, self._tokenizer)
-        return Answered(texts, rewards.tolist(), lengths.tolist(), (~rollouts["stopped"]).tolist())
+        rollouts = ScoredRollouts(runner, self._scorer, self._tokenizer)
+        scored = rollouts.make(engine, prompts, self._sampling, request_seed(_SEED, block))
+        texts, truncated = zip(*((sample.completion, sample.truncated) for sample in scored.samples), strict=True)
+        return Answered(list(texts), scored.rewards.tolist(), list(scored.num_sampled), list(truncated))
 
     def results(self, blocks: Sequence[Answered]) -> list[ProblemResult]:
         """Return the results of every problem, from the completions of all blocks."""
@@ -111,10 +110,10 @@ class EvalSet:
             results.append(ProblemResult(shown, problem.answer, problem.location, texts[mine], samples))
         return results
 
-    def evaluate(self, engine: RolloutEngine) -> list[Answered]:
+    def evaluate(self, engine: RolloutEngine, runner: RolloutRunner) -> list[Answered]:
         """Return the scored completions of all blocks, for `results`. Collective."""
         blocks = -(-self.num_completions // COMPLETIONS_PER_BLOCK)
-        return [self.answered(engine, block) for block in range(blocks)]
+        return [self.answered(engine, runner, block) for block in range(blocks)]
 
     def metrics(self, results: Sequence[ProblemResult], start: Path | None = None) -> dict[str, float]:
         """Return the metrics of the set, with the changes since the results in the file `start`."""
@@ -134,12 +133,14 @@ class EvalSets:
         stage: The stage.
         name: Its name.
         tokenizer: The run's tokenizer.
+        runner: What makes trajectories.
         output_dir: The run's directory, for the results of every problem.
     """
 
-    def __init__(self, stage: StageConfig, name: str, tokenizer: Tokenizer, output_dir: Path):
+    def __init__(self, stage: StageConfig, name: str, tokenizer: Tokenizer, runner: RolloutRunner, output_dir: Path):
         self.sets = [EvalSet(stage, config, tokenizer) for config in stage.eval.sets]
         self._every, self._name, self._output_dir = stage.train.eval_every, name, output_dir
+        self._runner = runner
 
     def due(self, step: int, last: bool) -> list[EvalSet]:
         """Return the sets that are evaluated after a step; step 0 is before the first one."""
@@ -156,7 +157,7 @@ class EvalSets:
         """
         metrics: dict[str, float] = {}
         for each in sets:
-            metrics |= self._recorded(each, each.evaluate(engine), step)
+            metrics |= self._recorded(each, each.evaluate(engine, self._runner), step)
         return metrics
 
     def _recorded(self, each: EvalSet, answered: list[Answered], step: int) -> dict[str, float]:
@@ -173,7 +174,7 @@ class EvalSets:
         failure = run_on_rank0(write)
         if failure is not None:
             raise SaveFailed(f"{path}: the results of the evaluation cannot be written: {failure}; free space")
-        return _of_rank_0(metrics)
+        return from_rank0(metrics)
 
     def close(self) -> None:
         """End the workers of all sets."""
@@ -199,11 +200,3 @@ def _digest(prompts: Sequence[EncodedPrompt], of_set: StageConfig, config: EvalS
     sampling["task"] = config.task
     problems = [(list(prompt.ids), prompt.problem.answer) for prompt in prompts]
     return sha256(json.dumps([sampling, problems], default=str).encode()).hexdigest()
-
-
-def _of_rank_0(metrics: dict[str, float]) -> dict[str, float]:
-    """Return rank 0's metrics on every rank."""
-    box = [metrics]
-    if dist.is_initialized():
-        dist.broadcast_object_list(box, src=0)
-    return box[0]

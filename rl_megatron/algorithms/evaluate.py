@@ -27,7 +27,7 @@ from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.losses import NLLLoss
 from rl_megatron.losses.functional import masked_mean, masked_sum
 from rl_megatron.policy.megatron_policy import MegatronPolicy
-from rl_megatron.rewards.scorer import Scorer, decoded
+from rl_megatron.rollouts.scored import ScoredRollouts
 
 _NUM_SAMPLES_KEPT = 6
 EvalResult = tuple[dict[str, float], list[dict[str, Any]]]
@@ -54,8 +54,8 @@ class Evaluation(ABC):
     def evaluate(self, policy: MegatronPolicy, engine: RolloutEngine) -> EvalResult:
         """Return the eval metrics of the policy, and samples for people to read."""
 
-    def scored_by(self, scorer: Scorer) -> Self:
-        """Return this evaluation with the stage's scorer, if it scores completions."""
+    def made_by(self, rollouts: ScoredRollouts) -> Self:
+        """Return this evaluation with what makes and scores the stage's trajectories, if it has some."""
         return self
 
     def item_lengths(self) -> list[list[int]]:
@@ -219,7 +219,7 @@ class HeldoutProblems(Evaluation):
     tokenizer: Tokenizer
     sampling: Sampling  # greedy
     metric: str  # the name of the mean reward
-    scorer: Scorer | None = None
+    rollouts: ScoredRollouts | None = None
 
     @classmethod
     def of_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
@@ -235,25 +235,24 @@ class HeldoutProblems(Evaluation):
 
     @classmethod
     def metric_names(cls, stage: StageConfig) -> tuple[str, ...]:
-        """Return the names of the eval metrics: the reward of a task is an accuracy, a sum of scores is not."""
-        return ("reward",) if stage.reward.functions else ("accuracy",)
+        """Return the names of the eval metrics: the reward of a task is an accuracy, a sum of rewards is not."""
+        return ("reward",) if stage.reward.functions or stage.rollout.worker != "completion" else ("accuracy",)
 
-    def scored_by(self, scorer: Scorer) -> Self:
-        """Return this evaluation with the stage's scorer."""
-        return replace(self, scorer=scorer)
+    def made_by(self, rollouts: ScoredRollouts) -> Self:
+        """Return this evaluation with what makes and scores the stage's trajectories."""
+        return replace(self, rollouts=rollouts)
 
     def evaluate(self, policy: MegatronPolicy | None, engine: RolloutEngine) -> EvalResult:
         """Return the mean reward, the metrics of the reward functions, and a few samples for people to read."""
-        assert self.scorer is not None  # `scored_by` comes first
-        rollouts = engine.generate([prompt.ids for prompt in self.prompts], self.sampling, seed=0)
-        problems = [prompt.problem for prompt in self.prompts]
-        scored, metrics = self.scorer.score_rollouts(problems, rollouts, self.tokenizer)
-        rewards, texts = scored.tolist(), decoded(rollouts, self.tokenizer)
+        assert self.rollouts is not None  # `made_by` comes first
+        scored = self.rollouts.make(engine, self.prompts, self.sampling, seed=0)
+        rewards = scored.rewards.tolist()
+        shown = zip(self.prompts[:_NUM_SAMPLES_KEPT], scored.samples, rewards, strict=False)
         samples = [
-            {"prompt": self._text(prompt), "completion": text, "answer": prompt.problem.answer, "reward": reward}
-            for prompt, text, reward in zip(self.prompts, texts, rewards, strict=True)
+            {"prompt": self._text(p), "completion": sample.completion, "answer": p.problem.answer, "reward": reward}
+            for p, sample, reward in shown
         ]
-        return {self.metric: sum(rewards) / len(rewards)} | metrics.values(), samples[:_NUM_SAMPLES_KEPT]
+        return {self.metric: sum(rewards) / len(rewards)} | scored.metrics.values(), samples
 
     def _text(self, prompt: EncodedPrompt) -> str:
         """Return the prompt as the model saw it, with special tokens."""

@@ -16,7 +16,7 @@ from rich.table import Table
 from rl_megatron import log
 from rl_megatron.algorithms.eval_results import write_results
 from rl_megatron.algorithms.eval_sets import COMPLETIONS_PER_BLOCK, Answered, EvalSet
-from rl_megatron.algorithms.generate import exit_status, from_rank_0, loaded_engine
+from rl_megatron.algorithms.generate import exit_status, loaded_engine
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.model_rules import check_vocabulary
 from rl_megatron.config.schema import StageConfig
@@ -25,8 +25,10 @@ from rl_megatron.generation.completions_file import CompletionsFile
 from rl_megatron.generation.engines import check_engine
 from rl_megatron.generation.interfaces import RolloutEngine
 from rl_megatron.generation.stage_sampling import stage_sampling
+from rl_megatron.rollouts.build import build_runner
+from rl_megatron.rollouts.runner import RolloutRunner
 from rl_megatron.topology import degrees
-from rl_megatron.topology.collective_errors import on_all_or_none, run_on_rank0
+from rl_megatron.topology.collective_errors import from_rank0, on_all_or_none, run_on_rank0
 from rl_megatron.topology.topology import start_topology
 
 METRICS = "metrics.json"
@@ -83,13 +85,17 @@ def _evaluate_weights(job: EvalJob, opened: list[_SetFile]) -> None:
     degrees.validate_model(stage.model, stage.parallel)
     opened += on_all_or_none(lambda: _sets(job))
     done = on_all_or_none(lambda: [one.file.open() for one in opened] if dist.get_rank() == 0 else [])
-    left = [(one, number) for one, number in zip(opened, from_rank_0(done), strict=True)]
+    left = [(one, number) for one, number in zip(opened, from_rank0(done), strict=True)]
     left = [(one, number) for one, number in left if number < one.each.num_completions]
     if left:
         sampling = stage_sampling(stage, job.tokenizer)
-        with loaded_engine(stage, job.weights, job.tokenizer, layout, job.output, sampling) as engine:
-            for one, number in left:
-                _generate(one, number, engine)
+        runner = build_runner(stage, job.tokenizer, layout)
+        try:
+            with loaded_engine(stage, job.weights, job.tokenizer, layout, job.output, sampling) as engine:
+                for one, number in left:
+                    _generate(one, number, engine, runner)
+        finally:
+            runner.close()
     failure = run_on_rank0(lambda: _finish(job, opened))
     if failure is not None:
         raise SaveFailed(f"--output {job.output}: the results cannot be written: {failure}; free space, and repeat")
@@ -119,12 +125,12 @@ def _sets(job: EvalJob) -> list[_SetFile]:
     return found
 
 
-def _generate(one: _SetFile, done: int, engine: RolloutEngine) -> None:
+def _generate(one: _SetFile, done: int, engine: RolloutEngine, runner: RolloutRunner) -> None:
     """Generate and score the completions of a set from number `done` on, and write them block by block."""
     each, total = one.each, one.each.num_completions
     for block in range(done // COMPLETIONS_PER_BLOCK, -(-total // COMPLETIONS_PER_BLOCK)):
         log.LOGGER.info("%s: %d of %d completions", each.config.name, max(done, block * COMPLETIONS_PER_BLOCK), total)
-        answered = each.answered(engine, block)
+        answered = each.answered(engine, runner, block)
         failure = run_on_rank0(lambda a=answered, b=block: one.file.append(_lines(a, b * COMPLETIONS_PER_BLOCK, done)))
         if failure is not None:
             raise SaveFailed(f"--output {one.file.path} cannot be written: {failure}; free space, and repeat")
@@ -142,8 +148,7 @@ def _finish(job: EvalJob, opened: list[_SetFile]) -> None:
     """Write the results of every problem and the metrics, and print the metrics. Rank 0 alone calls it."""
     metrics: dict[str, float] = {}
     for one in opened:
-        with one.file.path.open(encoding="utf-8", newline="\n") as file:  # texts may have other ends of lines
-            lines = [json.loads(line) for line in file]
+        lines = one.file.read()
         columns = ([line[key] for line in lines] for key in ("text", "reward", "length", "truncated"))
         results, name = one.each.results([Answered(*columns)]), one.each.config.name
         metrics |= one.each.metrics(results, None if job.baseline is None else job.baseline / f"{name}.parquet")

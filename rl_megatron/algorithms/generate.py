@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from rich.console import Console
@@ -33,10 +33,9 @@ from rl_megatron.generation.interfaces import RolloutEngine, Sampling
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.topology import degrees
-from rl_megatron.topology.collective_errors import on_all_or_none, run_on_rank0
+from rl_megatron.topology.collective_errors import from_rank0, on_all_or_none, run_on_rank0
 from rl_megatron.topology.topology import Topology, start_topology
 
-_T = TypeVar("_T")
 _SECONDS_PER_LINE = 30.0  # of progress, if the console is not a terminal
 
 
@@ -112,8 +111,7 @@ def _complete_prompts(job: CompletionJob) -> None:
     layout = start_topology(stage.parallel, device=stage.device, seed=job.seed, timeout_minutes=timeout_minutes)
     degrees.validate_model(stage.model, stage.parallel)
     sampling = on_all_or_none(lambda: _checked_sampling(job))
-    done = on_all_or_none(lambda: job.output.open() if dist.get_rank() == 0 else 0)
-    done = from_rank_0(done)
+    done = from_rank0(on_all_or_none(lambda: job.output.open() if dist.get_rank() == 0 else 0))
     if done:
         log.LOGGER.info("%s: %d of %d completions are there already", job.output.path, done, job.num_completions)
     if done >= job.num_completions:
@@ -237,10 +235,3 @@ def _progress(total: int) -> Iterator[Callable[[int, int], None]]:
             yield begin
         finally:
             log.watch_progress(None)
-
-
-def from_rank_0(value: _T) -> _T:
-    """Return rank 0's value on every rank."""
-    box: list[Any] = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]

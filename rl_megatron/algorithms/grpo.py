@@ -25,6 +25,7 @@ from rl_megatron.algorithms.stage import Stage
 from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.registry import configured_loss
+from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
 
 
 @register_algorithm(
@@ -68,7 +69,7 @@ def collect(sampler: Sampler, step: int, algorithm: GRPOConfig) -> tuple[Batched
         rollouts = sampler.draw(step, round_)
         seen.append(rollouts)
         kept.append(keep_informative(rollouts, group_size) if algorithm.dynamic_sampling else rollouts)
-        if sum(part.size for part in kept) >= wanted:
+        if sum(TrajectoryIndex(part).num_trajectories for part in kept) >= wanted:
             break
     outcome = statistics(join(seen, len(seen) * wanted), group_size) | sampler.reward_metrics()
     if algorithm.dynamic_sampling:

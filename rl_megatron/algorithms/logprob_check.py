@@ -47,6 +47,11 @@ class LogprobCheck:
     num_prompts: int
     limit: float
 
+    @property
+    def max_new_tokens(self) -> int:
+        """Return the most tokens of its completions."""
+        return min(self.sampling.max_new_tokens, _MAX_TOKENS)
+
     def run(self, engine: RolloutEngine, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
         """Complete the first `num_prompts` different prompts, and compare the logprobs of the sampled tokens.
 
@@ -59,7 +64,7 @@ class LogprobCheck:
         chosen = [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts))][: self.num_prompts]
         if not chosen:
             return {}
-        sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, _MAX_TOKENS))
+        sampling = replace(self.sampling, max_new_tokens=self.max_new_tokens)
         rollouts = engine.generate(chosen, sampling, _SEED)
         trainers = self.policy.get_logprobs(rollouts)["logprobs"]
         difference = (trainers - rollouts["generation_logprobs"]).abs()

@@ -29,6 +29,7 @@ from rl_megatron.config.algorithms import PPOConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.registry import configured_loss
+from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
 
 
 def _value_loss(algorithm: PPOConfig) -> dict[str, Any]:
@@ -86,9 +87,12 @@ def ppo(stage: Stage, algorithm: PPOConfig) -> None:
 
 def with_advantages(rollouts: BatchedDataDict, algorithm: PPOConfig, policy_loss: LossFunction) -> BatchedDataDict:
     """Return the rollouts with GAE's `advantages` and the `returns` that the critic learns, both [B, S]."""
-    rewards, mask = rewards_per_token(rollouts, policy_loss), rollouts["token_mask"]
-    advantages, rollouts["returns"] = generalized_advantages(
-        rewards, rollouts["values"], mask, discount=algorithm.discount, gae_lambda=algorithm.gae_lambda
+    index = TrajectoryIndex(rollouts)
+    per_token = (rewards_per_token(rollouts, policy_loss), rollouts["values"], rollouts["token_mask"])
+    rewards, values, mask = map(index.joined, per_token)
+    advantages, returns = generalized_advantages(
+        rewards, values, mask, discount=algorithm.discount, gae_lambda=algorithm.gae_lambda
     )
-    rollouts["advantages"] = whiten(advantages, mask) if algorithm.whiten_advantages else advantages
+    rollouts["returns"] = index.split(returns)
+    rollouts["advantages"] = index.split(whiten(advantages, mask) if algorithm.whiten_advantages else advantages)
     return rollouts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.advantages import informative_groups, token_rewards
@@ -26,6 +27,8 @@ from rl_megatron.losses.functional import kl_penalty, masked_mean
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.policy.interfaces import PolicyInterface
 from rl_megatron.rewards.scorer import RewardMetrics
+from rl_megatron.rollouts.batch import TURN, TURN_REWARDS
+from rl_megatron.rollouts.trajectory_index import TrajectoryIndex, first_trajectories, renumbered
 
 # The keys of rollouts when they reach the loss.
 ROLLOUT_KEYS = frozenset(
@@ -77,15 +80,15 @@ class Sampler:
 
     def __init__(self, stage: Stage, algorithm: RolloutConfig):
         config, self._stage = stage.config, stage
-        self._engine, self._tokenizer, self._seed = stage.engine, stage.tokenizer, config.train.seed
+        self._engine, self._seed = stage.engine, config.train.seed
         self._per_prompt = algorithm.samples_per_prompt
-        self._scorer, self._metrics = stage.scorer, RewardMetrics()
-        self._scorer.start()  # workers load the reward functions while the first completions are generated
+        self._rollouts, self._metrics = stage.rollouts, RewardMetrics()
+        self._rollouts.start()  # workers load the reward functions while the first completions are generated
         self._prompts = RolloutPrompts(config, algorithm, stage.tokenizer)
         stage.use_loader(self._prompts.loader)
         stage.keep("sampler", self)
         self._sampling = stage_sampling(config, stage.tokenizer, end_of_turn_ids=self._prompts.end_of_turn_ids)
-        self._record = RolloutRecord(config.rollouts, stage.rollout_files, stage.tokenizer, self._per_prompt)
+        self._record = RolloutRecord(config.rollout, stage.rollout_files, stage.tokenizer, self._per_prompt)
 
     def draw(self, step: int, round_: int = 0) -> BatchedDataDict:
         """Return `samples_per_prompt` scored completions for each of the round's prompts.
@@ -97,17 +100,15 @@ class Sampler:
         prompts = [prompt for prompt in self._prompts.at(number, round_) for _ in range(self._per_prompt)]
         rollouts, metrics = self._record.replayed(step, round_, len(prompts)), RewardMetrics()
         if rollouts is None:
-            seed, ids = self._seed_of(number) + round_, [prompt.ids for prompt in prompts]
-            rollouts = self._engine.generate(ids, self._sampling, seed)
-            with phase("reward"):
-                problems = [prompt.problem for prompt in prompts]
-                rollouts["rewards"], metrics = self._scorer.score_rollouts(problems, rollouts, self._tokenizer)
+            seed = self._seed_of(number) + round_
+            scored = self._rollouts.make(self._engine, prompts, self._sampling, seed, self._per_prompt)
+            rollouts, metrics = scored.batch, scored.metrics
         self._record.add(round_, rollouts, prompts, metrics)
         self._metrics.add(metrics)
         return rollouts
 
     def keep(self, step: int, learned: BatchedDataDict) -> None:
-        """Write the rollouts of a step to a file if `rollouts.save_every` says so. Collective.
+        """Write the rollouts of a step to a file if `rollout.save_every` says so. Collective.
 
         Args:
             step: The step.
@@ -195,12 +196,17 @@ def needs_reference(loss_fn: LossFunction) -> bool:
 
 
 def rewards_per_token(rollouts: BatchedDataDict, loss_fn: LossFunction) -> Tensor:
-    """Return token rewards [B, S]: the reward of each sequence at its last sampled token, and the KL penalty.
+    """Return token rewards [B, S]: the reward of each trajectory at its last sampled token, and the KL penalty.
 
-    If the KL penalty is part of the reward, β·KL(π_prev‖π_ref) is subtracted at every sampled token.
+    Rewards that an environment gave for turns are at the last tokens of these turns instead. If the KL penalty is part
+    of the reward, β·KL(π_prev‖π_ref) is subtracted at every sampled token.
     """
-    kl = _kl_of_tokens(rollouts, loss_fn)
-    return token_rewards(rollouts["rewards"], rollouts["token_mask"], kl, kl_in_reward(loss_fn))
+    kl, index = _kl_of_tokens(rollouts, loss_fn), TrajectoryIndex(rollouts)
+    at_end, of_turns = rollouts["rewards"].float(), rollouts.get(TURN_REWARDS)
+    if of_turns is not None:  # they have their own places, and what is left belongs to the end
+        at_end = torch.where(index.is_last(), at_end - index.spread(index.total(of_turns.sum(1))), 0.0)
+    rewards = token_rewards(at_end, rollouts["token_mask"], kl, kl_in_reward(loss_fn))
+    return rewards if of_turns is None else rewards + of_turns
 
 
 def reward_kl(rollouts: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
@@ -224,12 +230,14 @@ def _kl_of_tokens(rollouts: BatchedDataDict, loss_fn: LossFunction) -> Tensor | 
 
 
 def keep_informative(rollouts: BatchedDataDict, group_size: int) -> BatchedDataDict:
-    """Return the samples of groups whose rewards differ."""
-    kept = informative_groups(rollouts["rewards"], group_size)
-    return rollouts.select_indices(kept.repeat_interleave(group_size).nonzero()[:, 0].tolist())
+    """Return the trajectories of groups whose rewards differ."""
+    index = TrajectoryIndex(rollouts)
+    kept = informative_groups(index.of_first(rollouts["rewards"]), group_size).repeat_interleave(group_size)
+    return rollouts.select_indices(index.spread(kept))
 
 
 def join(parts: Sequence[BatchedDataDict], limit: int) -> BatchedDataDict:
-    """Return several rounds of rollouts as one batch of at most `limit` samples."""
-    joined = BatchedDataDict.from_batches(list(parts), {ROUTED_EXPERTS: UNKNOWN_EXPERT}) if len(parts) > 1 else parts[0]
-    return joined.slice(0, min(limit, joined.size))
+    """Return several rounds of rollouts as one batch of at most `limit` trajectories."""
+    padding = {ROUTED_EXPERTS: UNKNOWN_EXPERT, TURN: -1}
+    joined = BatchedDataDict.from_batches(renumbered(parts), padding) if len(parts) > 1 else parts[0]
+    return first_trajectories(joined, limit)

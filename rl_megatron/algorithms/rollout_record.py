@@ -12,12 +12,13 @@ from torch import Tensor
 from rl_megatron import log
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.rollout_files import RolloutFilesConfig
+from rl_megatron.config.rollout import TrajectoryConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.generation.rollout_files import KEPT, Draw, batch_of, read_rows, rollout_file, rows, write_rows
 from rl_megatron.rewards.scorer import RewardMetrics
+from rl_megatron.rollouts.files import KEPT, Draw, batch_of, read_rows, rollout_file, rows, write_rows
+from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
 from rl_megatron.topology.collective_errors import run_on_rank0
 
 # The place of a trajectory among all of its step, in the order in which they were drawn: a key of batches.
@@ -27,11 +28,11 @@ ORDER = "draw_order"
 class RolloutRecord:
     """The rollouts of the current step, on all ranks alike. Rank 0 writes them."""
 
-    def __init__(self, config: RolloutFilesConfig, directory: Path, tokenizer: Tokenizer, samples_per_prompt: int):
+    def __init__(self, config: TrajectoryConfig, directory: Path, tokenizer: Tokenizer, samples_per_prompt: int):
         """Start without rollouts.
 
         Args:
-            config: The section `rollouts`.
+            config: The section `rollout`.
             directory: Where files are written.
             tokenizer: What decodes tokens.
             samples_per_prompt: How many trajectories in a row belong to one prompt.
@@ -54,12 +55,12 @@ class RolloutRecord:
             of_step = groupby(read_rows(path), key=lambda row: row["round"])
             self._replayed = step, {number: batch_of(list(of_round)) for number, of_round in of_step}
         batch = self._replayed[1].get(round_)
-        size = 0 if batch is None else batch.size
+        size = 0 if batch is None else TrajectoryIndex(batch).num_trajectories
         if batch is None or size != num_trajectories:
             raise ConfigError(
-                f"rollouts.replay={self._config.replay}: {path.name} has {size} trajectories of round {round_}, and "
+                f"rollout.replay={self._config.replay}: {path.name} has {size} trajectories of round {round_}, and "
                 f"the step learns from {num_trajectories}; replay a run with the same algorithm.prompts_per_step and "
-                "samples_per_prompt, and with rollouts.num_prompts=null"
+                "samples_per_prompt, and with rollout.save_prompts=null"
             )
         return batch
 
@@ -94,7 +95,7 @@ class RolloutRecord:
         path = rollout_file(self._directory, step)
         failure = run_on_rank0(lambda: write_rows(path, self._rows(step, learned, newest_version)))
         if failure is not None:
-            raise SaveFailed(f"{path} cannot be written: {failure}; free space, or set rollouts.save_every=0")
+            raise SaveFailed(f"{path} cannot be written: {failure}; free space, or set rollout.save_every=0")
 
     def _rows(self, step: int, learned: BatchedDataDict, newest_version: int) -> list[dict]:
         advantages: dict[int, Tensor] = dict(zip(learned[ORDER].tolist(), learned["advantages"], strict=True))
@@ -106,7 +107,7 @@ class RolloutRecord:
                 step, draw, self._tokenizer, samples_per_prompt=self._samples_per_prompt,
                 newest_version=newest_version, advantages=of_draw,
             )  # fmt: skip
-            most = self._config.num_prompts
+            most = self._config.save_prompts
             written += [row for row in found if most is None or row["group"] < most]
             before += draw.rollouts.size
         return written

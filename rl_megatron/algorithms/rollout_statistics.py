@@ -6,6 +6,7 @@ from torch import Tensor
 
 from rl_megatron.algorithms.advantages import informative_groups
 from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
 
 QUANTILES = (0.1, 0.5, 0.9)
 
@@ -16,14 +17,18 @@ def statistics(rollouts: BatchedDataDict, group_size: int) -> dict[str, float]:
     `stopped` is the share of completions that ended with a stop token. `informative_groups` is the share of groups
     whose rewards differ; it is 0 if a group is one sample.
     """
-    lengths: Tensor = (rollouts["input_lengths"] - rollouts["prompt_lengths"]).float()
+    index = TrajectoryIndex(rollouts)
+    rewards, has_ended = index.of_first(rollouts["rewards"]), index.of_first(rollouts["sample_mask"]) > 0
+    lengths, stopped = index.total(rollouts["token_mask"].sum(1)), index.of_last(rollouts["stopped"]).float()
+    groups = informative_groups(rewards, group_size).float().mean().item()
+    rewards, lengths, stopped = (values[has_ended] for values in (rewards, lengths, stopped))  # others have failed
     return {
-        "reward": rollouts["rewards"].mean().item(),
-        **_distribution("reward", rollouts["rewards"]),
+        "reward": rewards.mean().item(),
+        **_distribution("reward", rewards),
         "completion_tokens": lengths.mean().item(),
         **_distribution("completion_tokens", lengths),
-        "stopped": rollouts["stopped"].float().mean().item(),
-        "informative_groups": informative_groups(rollouts["rewards"], group_size).float().mean().item(),
+        "stopped": stopped.mean().item(),
+        "informative_groups": groups,
     }
 
 

@@ -55,6 +55,9 @@ from rl_megatron.observability.run_watch import RunWatch
 from rl_megatron.observability.step_profiler import StepProfiler
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.rewards.scorer import RewardFailed, Scorer
+from rl_megatron.rollouts.build import build_runner
+from rl_megatron.rollouts.runner import RolloutFailed
+from rl_megatron.rollouts.scored import ScoredRollouts
 from rl_megatron.topology import degrees
 from rl_megatron.topology.collective_errors import on_all_or_none, run_on_rank0
 from rl_megatron.topology.determinism import compute_deterministically
@@ -71,6 +74,7 @@ FAILURES = (
     EngineFailed,
     EngineMismatch,
     RewardFailed,
+    RolloutFailed,
     AdvantagesFailed,
     SaveFailed,
     RanksDiffer,
@@ -282,16 +286,18 @@ def _run_stage(
     engine = build_engine(policy, config, metrics_logger.output_dir)
     engine = SyncedEngine(engine, check, metrics_logger.note, needs_routing=replays)
     scorer = Scorer(config.reward, lambda: build_source(config).task())
-    evaluation = build_evaluation(config, tokenizer).scored_by(scorer)
+    runner = build_runner(config, tokenizer, layout)
+    rollouts = ScoredRollouts(runner, scorer, tokenizer)
+    evaluation = build_evaluation(config, tokenizer).made_by(rollouts)
     meter = StepMeter(layout, config.precision)
     profiles = metrics_logger.output_dir / "profiles" / name
     profiler = StepProfiler(config.profile, profiles, meter.timer, layout.rank, layout.is_cuda)
     stage = Stage(
         name, config, policy, engine, tokenizer, metrics_logger, directory,
-        scorer, lambda: evaluation.evaluate(policy, engine), weights_from, critic, run_yaml,
+        rollouts, lambda: evaluation.evaluate(policy, engine), weights_from, critic, run_yaml,
         algorithm.progress_metric, timer=meter.timer, meter=meter, profiler=profiler, stopping=stopping,
         roll_back=roll_back, position=position,
-        eval_sets=EvalSets(config, name, tokenizer, metrics_logger.output_dir) if config.eval.sets else None,
+        eval_sets=EvalSets(config, name, tokenizer, runner, metrics_logger.output_dir) if config.eval.sets else None,
     )  # fmt: skip
     stage.keep("metrics", RecordedMetrics(metrics_logger.output_dir))
     try:
@@ -299,12 +305,15 @@ def _run_stage(
     except NonFiniteLoss:  # the stage may roll back, and build its models again
         _shut_down(policy, critic)
         raise
+    finally:
+        runner.close()
+        scorer.close()
     _shut_down(policy, critic)
     return stage.results
 
 
 def _run_algorithm(stage: Stage, engine: SyncedEngine) -> None:
-    """Run the training loop of a stage, and shut down its engine and its scorer."""
+    """Run the training loop of a stage, and shut down its engine."""
     try:
         with timing(stage.timer):
             algorithm_of(stage.config).run(stage, stage.config.algorithm)
@@ -315,7 +324,6 @@ def _run_algorithm(stage: Stage, engine: SyncedEngine) -> None:
         if stage.profiler is not None:
             stage.profiler.abandon()
         engine.shutdown()
-        stage.scorer.close()
         if stage.eval_sets is not None:
             stage.eval_sets.close()
 

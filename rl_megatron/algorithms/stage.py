@@ -34,7 +34,9 @@ from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.observability.position import Position
 from rl_megatron.observability.step_profiler import StepProfiler
 from rl_megatron.policy.megatron_policy import MegatronPolicy
-from rl_megatron.rewards.scorer import Scorer
+from rl_megatron.rollouts.batch import TRAJECTORY
+from rl_megatron.rollouts.scored import ScoredRollouts
+from rl_megatron.rollouts.trajectory_index import sizes_of_steps
 
 Evaluation = Callable[[], tuple[dict[str, float], list[dict[str, Any]]]]
 
@@ -51,7 +53,7 @@ class Stage:
         tokenizer: The run's tokenizer.
         metrics_logger: The logger of the run's metrics.
         checkpoints: The directory of the stage's checkpoints.
-        scorer: Scores completions with the stage's reward functions, or with the reward of its task.
+        rollouts: Makes trajectories with the stage's rollout worker, and scores them.
         evaluate: Returns the eval metrics on held-out data, and samples for people to read.
         weights_from: A description of the initial weights, which checkpoints store: the reference policy has them.
         critic: The critic, for algorithms that have one. It is saved and resumed with the policy.
@@ -75,7 +77,7 @@ class Stage:
     tokenizer: Tokenizer
     metrics_logger: MetricsLogger
     checkpoints: Path
-    scorer: Scorer
+    rollouts: ScoredRollouts
     evaluate: Evaluation
     weights_from: str
     critic: MegatronPolicy | None = None
@@ -222,7 +224,10 @@ class Stage:
             with self.timer.phase("train" if model is None else "train_critic"):
                 if self.meter is not None:
                     self.meter.learned_from(model or self.policy, batch, is_policy=model is None)
-                return (model or self.policy).train(batch, loss_fn)
+                options = {}
+                if isinstance(batch, BatchedDataDict) and TRAJECTORY in batch:
+                    options["sizes"] = sizes_of_steps(batch, self.config.train.global_batch_size)
+                return (model or self.policy).train(batch, loss_fn, **options)
         except NonFiniteLoss as error:
             raise NonFiniteLoss(f"stage {self.name}, step {step}: {error}") from error
 

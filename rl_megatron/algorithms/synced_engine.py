@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from rl_megatron.algorithms.logprob_check import LogprobCheck
 from rl_megatron.batching.routing import ROUTED_EXPERTS
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution.phase_timer import count_tokens, phase
-from rl_megatron.generation.interfaces import EngineFailed, RolloutEngine, Sampling, Served, SleepingEngine
+from rl_megatron.generation.completion_batch import complete_requests
+from rl_megatron.generation.interfaces import (
+    Completion,
+    EngineFailed,
+    Request,
+    RolloutEngine,
+    Sampling,
+    Served,
+    SleepingEngine,
+)
+
+_T = TypeVar("_T")
 
 
 class SyncedEngine:
@@ -56,6 +68,34 @@ class SyncedEngine:
             EngineMismatch: The engine's logprobs differ from the trainer's. Nothing was generated for the caller.
             EngineFailed: The completions have no routed experts, although the engine is one that records them.
         """
+
+        def generate() -> BatchedDataDict:
+            rollouts = self._engine.generate(prompts, sampling, seed)
+            count_tokens(int((rollouts["input_lengths"] - rollouts["prompt_lengths"]).sum()))
+            self._require_routing(ROUTED_EXPERTS in rollouts)
+            return rollouts
+
+        return self._checked_result(generate, prompts)
+
+    def complete_all(self, requests: Sequence[Request]) -> list[Completion]:
+        """Complete requests, as `CompletesRequests.complete_all`, with the policy's current weights.
+
+        Raises:
+            EngineMismatch: The engine's logprobs differ from the trainer's. Nothing was generated for the caller.
+            EngineFailed: The completions have no routed experts, although the engine is one that records them; or the
+                engine takes no requests.
+        """
+
+        def complete() -> list[Completion]:
+            completions = complete_requests(self._engine, requests)
+            count_tokens(sum(len(completion.ids) for completion in completions))
+            self._require_routing(all(each.routed_experts is not None for each in completions))
+            return completions
+
+        return self._checked_result(complete, [self._beginning(request) for request in requests])
+
+    def _checked_result(self, generate: Callable[[], _T], prompts: list[list[int]]) -> _T:
+        """Return what `generate` returns from an engine that has the policy's weights and was checked on prompts."""
         while True:
             served = self._sync()
             if served != self._checked:
@@ -64,15 +104,21 @@ class SyncedEngine:
                 self._checked = served
                 continue  # if the engine restarted during the check, the check is repeated
             with phase("generate"):
-                rollouts = self._engine.generate(prompts, sampling, seed)
-                count_tokens(int((rollouts["input_lengths"] - rollouts["prompt_lengths"]).sum()))
-            if self._needs_routing and ROUTED_EXPERTS not in rollouts:
-                raise EngineFailed(
-                    "no routed experts came with the completions, and generation.router_replay=true needs them; set "
-                    "router_replay=false, or use another engine"
-                )
+                result = generate()
             if self.served == served:
-                return rollouts  # otherwise they come from a restarted engine, which has not been checked
+                return result  # otherwise it comes from a restarted engine, which has not been checked
+
+    def _beginning(self, request: Request) -> list[int]:
+        """Return as much of a prompt as leaves place for a completion of the logprob check."""
+        length = len(request.prompt) + min(0, request.sampling.max_new_tokens - self._check.max_new_tokens)
+        return list(request.prompt[: max(1, length)])
+
+    def _require_routing(self, has_routing: bool) -> None:
+        if self._needs_routing and not has_routing:
+            raise EngineFailed(
+                "no routed experts came with the completions, and generation.router_replay=true needs them; set "
+                "router_replay=false, or use another engine"
+            )
 
     def sleep(self) -> None:
         """Let the engine release memory that the policy needs for training, if it shares devices with the policy."""

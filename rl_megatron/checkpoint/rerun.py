@@ -35,8 +35,8 @@ MAY_CHANGE = {
     "steps": ("train.steps", "train.stop_at"),
     "evaluation": ("train.eval_every", "data.num_eval_examples", "eval."),
     "saving": (
-        "train.save_every", "train.async_save", "train.keep_checkpoints", "train.keep_best", "rollouts.save_every",
-        "rollouts.num_prompts",
+        "train.save_every", "train.async_save", "train.keep_checkpoints", "train.keep_best", "rollout.save_every",
+        "rollout.save_prompts",
     ),
     # Gradients do not depend on the layout, because losses are divided by counts over the whole batch.
     "layout and device": ("parallel.", "device", "optimizer.distributed", "optimizer.overlap", "model.backend"),
@@ -46,7 +46,7 @@ MAY_CHANGE = {
     ),
     "time limits": (
         "train.collective_timeout_minutes", "train.hang_report_seconds", "train.checkpoint_must_save_by",
-        "generation.engine_timeout_minutes", "reward.timeout_seconds",
+        "generation.engine_timeout_minutes", "reward.timeout_seconds", "rollout.environment.seconds_per_call",
     ),
     # Up to the first number that is not finite, all of them train the same.
     "numbers that are not finite": ("train.on_nonfinite", "train.max_nonfinite_steps"),

@@ -29,7 +29,7 @@ def file_digests(stage: StageConfig) -> dict[str, str]:
     named = [text for key, text in _texts(sections["data"]) if key in _PATHS]
     named += [
         text.partition(".py:")[0] + ".py"
-        for section in ("algorithm", "data", "loss", "reward")
+        for section in ("algorithm", "data", "loss", "reward", "rollout")
         for _, text in _texts(sections[section])
         if is_import_string(text) and ".py:" in text
     ]

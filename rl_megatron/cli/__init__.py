@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
             return _without_configuration(parsed)
         parsed.overrides += rest
         if getattr(parsed, "replay_rollouts", None) is not None:
-            parsed.overrides.append(override("rollouts.replay", parsed.replay_rollouts))
+            parsed.overrides.append(override("rollout.replay", parsed.replay_rollouts))
         if parsed.info is not None or parsed.hydra_help:
             return _show_how_it_is_composed(parsed)
         if getattr(parsed, "multirun", False):

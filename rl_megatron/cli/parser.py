@@ -184,7 +184,7 @@ def _add_pages(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_rollouts(commands: argparse._SubParsersAction) -> None:
-    command = commands.add_parser("rollouts", help="show the rollouts that a run has written (rollouts.save_every)")
+    command = commands.add_parser("rollouts", help="show the rollouts that a run has written (rollout.save_every)")
     where = "the output_dir of a run, a directory of such files, or a file"
     command.add_argument("path", type=Path, metavar="RUN", help=where)
     command.add_argument("--stage", metavar="NAME", help="the stage; by default all")

@@ -60,13 +60,13 @@ def _files(path: Path, stage: str | None, step: int | None) -> list[Path]:
     if not found:
         raise ConfigError(
             f"{path} has no files of rollouts{'' if step is None else f' of step {step}'}; "
-            "a run writes them with rollouts.save_every above 0"
+            "a run writes them with rollout.save_every above 0"
         )
     return found
 
 
 def _chosen(files: list[Path], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    from rl_megatron.generation.rollout_files import read_rows, require_parquet
+    from rl_megatron.rollouts.files import read_rows, require_parquet
 
     require_parquet("rl-megatron rollouts")
     for file in files:

@@ -15,11 +15,13 @@ from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.import_strings import is_import_string, load_object
 from rl_megatron.config.registry import Registry
 
-GIVEN = ("rewards", "group_size", "token_mask", "token_rewards", "rollouts")
+GIVEN = ("rewards", "group_size", "token_mask", "token_rewards", "turns", "rollouts")
 OPTIONS = {"leave_one_out": False, "normalize_std": True}  # keys of the algorithm section, with their defaults
 
 ESTIMATORS: Registry[frozenset[str]] = Registry("advantage estimator")  # the names of the parameters of each
 ESTIMATORS.register("group_relative")(frozenset({"rewards", "group_size", *OPTIONS}))
+ESTIMATORS.register("group_relative_turns")(frozenset({"token_rewards", "turns", "group_size", *OPTIONS}))
+ESTIMATORS.register("group_relative_steps")(frozenset({"token_rewards", "turns", "group_size", "normalize_std"}))
 ESTIMATORS.register("reinforce_plus_plus")(frozenset({"token_rewards", "token_mask"}))
 
 

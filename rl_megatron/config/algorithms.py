@@ -212,12 +212,15 @@ class GRPOConfig(PolicyGradientConfig):
     name: Literal["grpo"] = "grpo"  # the algorithm
     prompts_per_step: Positive = 32  # prompts per rollout step
     samples_per_prompt: Positive = 8  # completions per prompt, which form a group; at least 2 for group_relative
-    # group_relative: compare a sample's reward with the mean of its group. reinforce_plus_plus: compare the return of
-    # each token with the mean of the whole batch; with loss.use_kl_in_reward, the KL is subtracted from token rewards.
-    # file.py:name or package.module:name: your own function.
+    # group_relative: compare a sample's reward with the mean of its group. group_relative_turns: compare the rewards
+    # from a turn on with those of the same turn of the group. group_relative_steps: compare the reward of each turn
+    # with the mean of all turns of the group, and add up the turns that follow. reinforce_plus_plus: compare the return
+    # of each token with the mean of the whole batch. With loss.use_kl_in_reward, the KL is subtracted from the rewards
+    # of tokens, which all but group_relative use. file.py:name or package.module:name: your own function.
     advantage_estimator: Annotated[str, AfterValidator(known_estimator)] = "group_relative"
-    leave_one_out: bool = False  # group_relative: compare with the mean of the other samples of the group (RLOO)
-    normalize_std: bool = True  # group_relative: divide by the group's standard deviation (Dr. GRPO: false)
+    # group_relative and group_relative_turns: compare with the mean of the other samples of the group (RLOO).
+    leave_one_out: bool = False
+    normalize_std: bool = True  # group_relative…: divide by the group's standard deviation (Dr. GRPO: false)
     dynamic_sampling: bool = False  # drop groups whose rewards are all equal, and sample other prompts instead (DAPO)
     dynamic_sampling_max_rounds: Positive = 4  # most rounds of prompts per step with dynamic_sampling
 

@@ -19,7 +19,7 @@ from rl_megatron.config.errors import nearest
 
 OPEN_SECTIONS = ("stages.", "algorithm.", "data.")  # the keys of these depend on a name in the section
 _MOST = 2  # keys that one hint names
-# Names in TRL, verl and Transformers → the keys here. Only messages about unknown keys use them.
+# Names in TRL, verl, NeMo RL and Transformers → the keys here. Only messages about unknown keys use them.
 NAMES_ELSEWHERE = {
     "beta": ("loss.reference_policy_kl_penalty",),
     "kl_coef": ("loss.reference_policy_kl_penalty",),
@@ -29,6 +29,7 @@ NAMES_ELSEWHERE = {
     "clip_ratio": ("loss.ratio_clip_min", "loss.ratio_clip_max"),
     "num_generations": ("algorithm.samples_per_prompt",),
     "n": ("algorithm.samples_per_prompt",),
+    "max_rollout_turns": ("rollout.max_turns",),
     "learning_rate": ("optimizer.lr",),
     "lr": ("optimizer.lr",),
     "max_completion_length": ("generation.max_new_tokens",),

@@ -1,8 +1,9 @@
 """Import strings: `file.py:name` or `package.module:name` stands for a user's class or function.
 
-A configuration may use one where it selects a loss, a task, an advantage estimator or a reward function, so that users
-need no plugin module. A file is imported once, under a name that follows from its absolute path; its directory is added
-at the end of `sys.path`, so that the file can import its neighbours and none of them hides an installed module.
+A configuration may use one where it selects a loss, a task, an advantage estimator, a reward function, a rollout worker
+or an environment, so that users need no plugin module. A file is imported once, under a name that follows from its
+absolute path; its directory is added at the end of `sys.path`, so that the file can import its neighbours and none of
+them hides an installed module.
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ from typing import Any
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.importing import imported, refuse_another
 
-_KEYS = ("loss.name", "data.task.name", "data.mix_weights", "algorithm.advantage_estimator")  # the keys that take one
+_KEYS = (
+    "loss.name",
+    "data.task.name",
+    "data.mix_weights",
+    "algorithm.advantage_estimator",
+    "rollout.worker",
+    "rollout.environment.name",
+    "rollout.tools.functions",
+    "rollout.agent.tool_format",
+)  # the keys that take one, or a list of them
 _files: dict[str, str] = {}  # the name of each module that was imported from a file, and the file
 _FORM = "write file.py:name or package.module:name"
 
@@ -114,6 +124,11 @@ def make_absolute(tree: Mapping[str, Any], config_dir: str | os.PathLike[str] | 
                 holder = holder.get(part) if isinstance(holder, dict) else None
             if isinstance(holder, dict) and is_import_string(holder.get(key)):
                 holder[key] = absolute(holder[key], f"{prefix}{path}", config_dir)
+            elif isinstance(holder, dict) and isinstance(holder.get(key), list):
+                holder[key] = [
+                    absolute(each, f"{prefix}{path}[{index}]", config_dir) if is_import_string(each) else each
+                    for index, each in enumerate(holder[key])
+                ]
 
 
 def find_file(place: str, where: str, config_dir: str | os.PathLike[str] | None = None) -> Path:

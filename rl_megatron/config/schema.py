@@ -28,7 +28,7 @@ from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.profiling import ProfileConfig
 from rl_megatron.config.registry import Registry
 from rl_megatron.config.rewards import RewardConfig
-from rl_megatron.config.rollout_files import RolloutFilesConfig
+from rl_megatron.config.rollout import TrajectoryConfig
 from rl_megatron.config.tokenizer import TokenizerConfig
 from rl_megatron.config.train import TrainConfig
 
@@ -138,7 +138,8 @@ class DataConfig:
     # or another field of the records that holds the answer, such as `completion`.
     answer_template: str | None = None
     system_prompt: str | None = None  # with format=chat, the system message of conversations without one; null: none
-    chat_template: str | None = None  # a file with the Jinja template of format=chat; null: the tokenizer's template
+    # The Jinja template of format=chat: a file, or the template itself, which has {{ or {%. null: the tokenizer's.
+    chat_template: str | None = None
     # Further variables of the chat template, for example {enable_thinking: false}.
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     trained_turns: Literal["all", "last"] = "all"  # with format=chat, the assistant's turns that are learned
@@ -175,7 +176,7 @@ class StageConfig:
     data: Annotated[SerializeAsAny[DataConfig], named_class("source", SOURCE_CONFIGS)]
     generation: GenerationConfig  # sampling and the rollout engine
     reward: RewardConfig = field(default_factory=RewardConfig)  # reward functions and the processes that run them
-    rollouts: RolloutFilesConfig = field(default_factory=RolloutFilesConfig)  # files of rollouts
+    rollout: TrajectoryConfig = field(default_factory=TrajectoryConfig)  # trajectories
     profile: ProfileConfig = field(default_factory=ProfileConfig)  # profiles of chosen steps
     eval: EvalConfig = field(default_factory=EvalConfig)  # named sets of problems to evaluate on
     loss: dict[str, Any]  # name and settings of a registered loss (rl_megatron/losses); pretrain and sft use nll

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from rl_megatron.config import data_sources, schema
 from rl_megatron.config.data_rules import check_data
 from rl_megatron.config.determinism import check_deterministic
-from rl_megatron.config.engines import check_generation, check_router_replay
+from rl_megatron.config.engines import ENGINE_DECLARATIONS, check_generation, check_router_replay
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.hints import key_of
 from rl_megatron.config.losses import check_loss_settings
@@ -106,6 +106,8 @@ def _check_stage(name: str, stage: schema.StageConfig, first: schema.StageConfig
     check_generation(stage.generation)
     check_router_replay(stage.generation, stage.model)
     stage.reward.check()
+    stage.rollout.check(f"{where}rollout", ENGINE_DECLARATIONS[stage.generation.engine].stops_at_strings)
+    stage.rollout.agent.check(stage.rollout.worker)
     stage.eval.check(f"{where}eval", stage.generation.temperature, bool(stage.reward.functions))
     if stage.eval.sets and not stage.algorithm.leaves_language_model:
         raise ConfigError(

@@ -35,6 +35,11 @@ class ChatTemplate:
     def __init__(self, texts: Mapping[str, str], variables: Mapping[str, Any], name: str):
         self._texts, self._variables, self._name = texts, dict(variables), name
 
+    @property
+    def text_with_tools(self) -> str:
+        """Return the Jinja text that conversations with tools are rendered with; empty if there is none."""
+        return self._texts.get("tool_use", self._texts.get("default", ""))
+
     def prompt(self, conversation: Conversation) -> str:
         """Return the text that the assistant's next turn follows."""
         return self._render(conversation, len(conversation.messages), generation_prompt=True)
@@ -157,7 +162,7 @@ def _hint(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def configured_template(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the chat template of a data section: that of its file, or the tokenizer's.
+    """Return the chat template of a data section: its own, or the tokenizer's.
 
     Raises:
         ValueError: The file does not exist, or there is neither.
@@ -170,10 +175,28 @@ def configured_template(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
                 "file, or tokenizer.path to the tokenizer of a chat model."
             )
         return ChatTemplate(tokenizer.chat_templates, variables, "the tokenizer's chat template")
-    file = Path(data.chat_template).expanduser()
+    is_text = _is_template(data.chat_template)
+    name = "data.chat_template" if is_text else f"data.chat_template={data.chat_template}"
+    return ChatTemplate({"default": template_text(data.chat_template)}, variables, name)
+
+
+def template_text(configured: str) -> str:
+    """Return the Jinja text that `data.chat_template` names: that of its file, or the value itself if it is Jinja.
+
+    Raises:
+        ValueError: The file does not exist.
+    """
+    if _is_template(configured):
+        return configured
+    file = Path(configured).expanduser()
     if not file.is_file():
         raise ValueError(f"data.chat_template: there is no file {file.absolute()}: set it to a Jinja file.")
-    return ChatTemplate({"default": file.read_text("utf-8")}, variables, f"data.chat_template={data.chat_template}")
+    return file.read_text("utf-8")
+
+
+def _is_template(configured: str) -> bool:
+    """Return whether a value of `data.chat_template` is a template, and no name of a file."""
+    return "{{" in configured or "{%" in configured
 
 
 def tokens_of(encoding: Encoding, begin: int, end: int) -> range:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, Self, TypeVar, get_args
 
 from rl_megatron.config.errors import unknown_name
+from rl_megatron.data.chat_template import ChatTemplate
+from rl_megatron.data.conversations import Conversation
 from rl_megatron.data.records import NothingLeft, Record
 from rl_megatron.data.tasks.task import Problem
 
@@ -73,6 +75,14 @@ class EncodedPair:
         return EncodedPair(chosen, rejected)
 
 
+class RendersChats(Protocol):
+    """What knows the conversation that a prompt consists of: a `Renderer`."""
+
+    def chat(self, record: Record) -> tuple[ChatTemplate, Conversation] | None:
+        """Return the chat template and the conversation of a record's prompt, or None for plain text."""
+        ...
+
+
 @dataclass(frozen=True)
 class EncodedPrompt:
     """The tokens of a problem's prompt.
@@ -82,12 +92,14 @@ class EncodedPrompt:
         problem: The problem.
         record: Its record.
         num_prefix: How many tokens the tokenizer puts before every text (BOS). Truncation keeps them.
+        renderer: What has rendered the record, or None.
     """
 
     ids: list[int]
     problem: Problem
     record: Record
     num_prefix: int = 0
+    renderer: RendersChats | None = field(default=None, compare=False, repr=False)
 
     @property
     def num_tokens(self) -> int:
@@ -100,6 +112,10 @@ class EncodedPrompt:
         if num_last < 1:
             return None
         return replace(self, ids=self.ids[: self.num_prefix] + self.ids[-num_last:])
+
+    def chat(self) -> tuple[ChatTemplate, Conversation] | None:
+        """Return the chat template and the conversation of the prompt, or None if it is plain text."""
+        return None if self.renderer is None else self.renderer.chat(self.record)
 
 
 class Limited(Protocol):

@@ -74,6 +74,12 @@ class Renderer:
             return self._chat().prompt(self._prompt_conversation(record))
         return self.plain.prompt(record)
 
+    def chat(self, record: Record) -> tuple[ChatTemplate, Conversation] | None:
+        """Return the chat template and the conversation of the record's prompt, or None for plain text."""
+        if self._format_of(record) != CHAT:
+            return None
+        return self._chat(), self._prompt_conversation(record)
+
     def prompt(self, problem: Problem) -> EncodedPrompt:
         """Return the prompt of a problem."""
         record = problem.as_record()
@@ -83,7 +89,7 @@ class Renderer:
         """Return the prompt of a problem, whose tokens are known."""
         prefix = self.tokenizer.prefix_ids
         starts_with_prefix = ids[: len(prefix)] == prefix
-        return EncodedPrompt(ids, problem, record, len(prefix) if starts_with_prefix else 0)
+        return EncodedPrompt(ids, problem, record, len(prefix) if starts_with_prefix else 0, self)
 
     def example(self, record: Record) -> EncodedSequence:
         """Return the sequence of prompt and answer, or of a conversation, with the tokens to learn."""

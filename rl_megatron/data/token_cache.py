@@ -23,6 +23,7 @@ import numpy as np
 import tokenizers
 
 from rl_megatron import __version__, log
+from rl_megatron.data.chat_template import template_text
 from rl_megatron.data.encoding import EncodedPair, EncodedSequence
 from rl_megatron.data.progress import tracked
 from rl_megatron.data.records import Record
@@ -160,7 +161,7 @@ def _of_tokenizer(tokenizer: Tokenizer) -> list[Any]:
 
 def _of_rendering(renderer: Renderer) -> list[Any]:
     data = renderer.data
-    template = None if data.chat_template is None else Path(data.chat_template).expanduser().read_text("utf-8")
+    template = None if data.chat_template is None else template_text(data.chat_template)
     # A template may write the date into a system message.
     today = date.today().isoformat() if "strftime" in f"{template}{renderer.tokenizer.chat_templates}" else None
     return [template, today, {key: getattr(data, key) for key in _RENDERING}]

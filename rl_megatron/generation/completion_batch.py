@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from dataclasses import dataclass
+from itertools import chain, groupby
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,28 +16,94 @@ from rl_megatron.batching.routing import ROUTED_EXPERTS, UNKNOWN_EXPERT
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import NonFiniteLoss
-from rl_megatron.generation.interfaces import Completion, EngineFailed, Sampling
+from rl_megatron.generation.interfaces import (
+    CompletesRequests,
+    Completion,
+    EngineFailed,
+    Request,
+    RolloutEngine,
+    Sampling,
+    WeightSpan,
+)
 
 
-def check_prompts(prompts: list[list[int]], sampling: Sampling, max_sequence_length: int) -> None:
+def check_requests(requests: Iterable[Request], max_sequence_length: int) -> None:
     """Check that the prompts and their completions fit the model.
 
     Args:
-        prompts: Token ids.
-        sampling: How completions are sampled.
+        requests: The requests.
         max_sequence_length: Tokens of the longest sequence that the model takes.
 
     Raises:
         ConfigError: A prompt is empty, or prompt and `max_new_tokens` together exceed `max_sequence_length`.
     """
-    if not all(prompts):
-        raise ConfigError("a prompt is empty; every prompt needs at least one token")
-    longest = max(len(prompt) for prompt in prompts)
-    if longest + sampling.max_new_tokens > max_sequence_length:
+    longest, new = 0, 0
+    for request in requests:
+        if not request.prompt:
+            raise ConfigError("a prompt is empty; every prompt needs at least one token")
+        if len(request.prompt) + request.sampling.max_new_tokens > longest + new:
+            longest, new = len(request.prompt), request.sampling.max_new_tokens
+    if longest + new > max_sequence_length:
         raise ConfigError(
-            f"a prompt of {longest} tokens and generation.max_new_tokens={sampling.max_new_tokens} exceed "
+            f"a prompt of {longest} tokens and generation.max_new_tokens={new} exceed "
             f"model.max_sequence_length={max_sequence_length}; lower max_new_tokens or raise the limit"
         )
+
+
+def complete_requests(engine: RolloutEngine, requests: Sequence[Request]) -> list[Completion]:
+    """Return the completions of requests, also of an engine that has only `generate`. Every rank calls it.
+
+    Such an engine samples with the seed of the first request.
+
+    Raises:
+        EngineFailed: The engine has only `generate`, and the requests are to be sampled in different ways.
+    """
+    if isinstance(engine, CompletesRequests):
+        return engine.complete_all(requests)
+    first = requests[0]
+    if any(request.sampling != first.sampling for request in requests):
+        raise EngineFailed(
+            "the requests of a round are to be sampled in different ways, and the rollout engine has no method "
+            "`complete_all`; add it, or use rollout.worker=completion"
+        )
+    return _completions(requests, engine.generate([list(each.prompt) for each in requests], first.sampling, first.seed))
+
+
+def _completions(requests: Sequence[Request], batch: BatchedDataDict) -> list[Completion]:
+    """Return the completions in a batch that `RolloutEngine.generate` returned."""
+    columns = (batch[key].tolist() for key in ("prompt_lengths", "input_lengths", "stopped"))
+    found = []
+    for place, (request, start, end, stopped) in enumerate(zip(requests, *columns, strict=True)):
+        spans = []
+        for version, tokens in groupby(batch["token_weight_versions"][place, start:end].tolist()):
+            begin = spans[-1].end if spans else 0
+            spans.append(WeightSpan(version, begin, begin + len(list(tokens))))
+        ids, logprobs = (batch[key][place, start:end].tolist() for key in ("input_ids", "generation_logprobs"))
+        experts = batch[ROUTED_EXPERTS][place, : end - 1] if ROUTED_EXPERTS in batch else None
+        reason: Literal["stop", "length"] = "stop" if stopped else "length"
+        found.append(Completion(request.request_id, tuple(ids), tuple(logprobs), tuple(spans), reason, experts))
+    return found
+
+
+@dataclass(frozen=True)
+class SampledSequence:
+    """A sequence with the completions in it.
+
+    Attributes:
+        ids: All token ids.
+        completions: The index of the first token of each completion, in order, with the completion. Behind the first
+            one, tokens between them are not sampled.
+        sampling: How the completions were sampled.
+    """
+
+    ids: Sequence[int]
+    completions: Sequence[tuple[int, Completion]]
+    sampling: Sampling
+
+    @property
+    def prompt_length(self) -> int:
+        """Return the number of tokens before the first completion."""
+        return self.completions[0][0] if self.completions else len(self.ids)
 
 
 def rollouts(prompts: list[list[int]], completions: Sequence[Completion], sampling: Sampling) -> BatchedDataDict:
@@ -49,62 +118,87 @@ def rollouts(prompts: list[list[int]], completions: Sequence[Completion], sampli
         NonFiniteLoss: The logits of a sequence were NaN.
         EngineFailed: The routed experts of a completion are not those of its tokens.
     """
-    num_sequences = len(prompts)
-    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
-    lengths = torch.tensor([len(completion.ids) for completion in completions])
-    ids = _flat((completion.ids for completion in completions), torch.long)
+    return sequence_batch(
+        [
+            SampledSequence([*prompt, *completion.ids], ((len(prompt), completion),), sampling)
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+    )
+
+
+def sequence_batch(sequences: Sequence[SampledSequence]) -> BatchedDataDict:
+    """Return sequences with their completions as a batch with the keys of `RolloutEngine.generate`, on the CPU.
+
+    `stopped` is that of the last completion of a sequence.
+
+    Raises:
+        NonFiniteLoss: The logits of a sequence were NaN.
+        EngineFailed: The routed experts of a completion are not those of its tokens.
+    """
+    lengths = torch.tensor([len(sequence.ids) for sequence in sequences])
+    columns = torch.arange(int(lengths.max()))
+    mask = np.zeros((len(sequences), len(columns)), dtype=bool)
+    for place, sequence in enumerate(sequences):
+        for start, completion in sequence.completions:
+            mask[place, start : start + len(completion.ids)] = True
+    sampled = torch.from_numpy(mask)
+    completions = [completion for sequence in sequences for _, completion in sequence.completions]
     logprobs = _flat((completion.logprobs for completion in completions), torch.float32)
-    columns = torch.arange(int((prompt_lengths + lengths).max()))
-    in_prompt = columns < prompt_lengths[:, None]
-    sampled = (columns < (prompt_lengths + lengths)[:, None]) & ~in_prompt
     if logprobs.isnan().any():
-        numbers = (columns - prompt_lengths[:, None] + 1)[sampled]
-        first = int(numbers[logprobs.isnan()].min())
-        raise NonFiniteLoss(f"the model's logits are NaN or infinite at token {first} of a completion")
+        numbers = [number for one in completions for number, value in enumerate(one.logprobs, 1) if math.isnan(value)]
+        raise NonFiniteLoss(f"the model's logits are NaN or infinite at token {min(numbers)} of a completion")
 
     input_ids = torch.zeros(sampled.shape, dtype=torch.long)
-    input_ids[in_prompt] = _flat(prompts, torch.long)
-    input_ids[sampled] = ids
+    input_ids[columns < lengths[:, None]] = _flat((sequence.ids for sequence in sequences), torch.long)
     token_weight_versions = torch.full(sampled.shape, -1)
     token_weight_versions[sampled] = _versions(completions)
     oldest = token_weight_versions.masked_fill(~sampled, torch.iinfo(torch.long).max).amin(1)
-    experts = _routed_experts(prompts, completions, len(columns))
+    experts = _routed_experts(sequences, len(columns))
+    each = [sequence.sampling for sequence in sequences]
     return BatchedDataDict(
         {
             "input_ids": input_ids,
-            "input_lengths": prompt_lengths + lengths,
-            "prompt_lengths": prompt_lengths,
+            "input_lengths": lengths,
+            "prompt_lengths": torch.tensor([sequence.prompt_length for sequence in sequences]),
             "token_mask": sampled.float(),
-            "sample_mask": torch.ones(num_sequences),
+            "sample_mask": torch.ones(len(sequences)),
             "generation_logprobs": torch.zeros(sampled.shape).masked_scatter_(sampled, logprobs),
-            "temperature": torch.full((num_sequences,), sampling.temperature or 1.0),
-            "top_k": torch.full((num_sequences,), sampling.top_k),
-            "top_p": torch.full((num_sequences,), float(sampling.top_p)),
+            "temperature": torch.tensor([float(sampling.temperature or 1.0) for sampling in each]),
+            "top_k": torch.tensor([sampling.top_k for sampling in each]),
+            "top_p": torch.tensor([float(sampling.top_p) for sampling in each]),
             "token_weight_versions": token_weight_versions,
-            "weight_version": torch.where(lengths > 0, oldest, -1),
-            "stopped": torch.tensor([completion.reason == "stop" for completion in completions]),
+            "weight_version": torch.where(sampled.any(1), oldest, -1),
+            "stopped": torch.tensor(
+                [bool(one.completions) and one.completions[-1][1].reason == "stop" for one in sequences]
+            ),
             **({} if experts is None else {ROUTED_EXPERTS: experts}),
         }
     )
 
 
-def _routed_experts(prompts: list[list[int]], completions: Sequence[Completion], width: int) -> Tensor | None:
-    """Return the experts of every token, [B, width, layers, k] int16, or None if no completion has any."""
-    recorded = [completion.routed_experts for completion in completions]
+def _routed_experts(sequences: Sequence[SampledSequence], width: int) -> Tensor | None:
+    """Return the experts of every token, [B, width, layers, k] int16, or None if no completion has any.
+
+    The tokens from one completion to the next have the experts with which the model read them for the latter.
+    """
+    recorded = (completion.routed_experts for one in sequences for _, completion in one.completions)
     first = next((each for each in recorded if each is not None), None)
     if first is None:
         return None
-    experts = torch.full((len(prompts), width, *first.shape[1:]), UNKNOWN_EXPERT, dtype=torch.int16)
-    for index, (prompt, completion, each) in enumerate(zip(prompts, completions, recorded, strict=True)):
-        wanted = (len(prompt) + len(completion.ids) - 1, *first.shape[1:])
-        if each is None and completion.reason == "abort":
-            continue  # it was aborted before the model had read it
-        if each is None or tuple(each.shape) != wanted:
-            raise EngineFailed(
-                f"request {completion.request_id}: routed experts have shape "
-                f"{None if each is None else tuple(each.shape)}, but its tokens ask for {wanted}"
-            )
-        experts[index, : wanted[0]] = each.to(torch.int16)
+    experts = torch.full((len(sequences), width, *first.shape[1:]), UNKNOWN_EXPERT, dtype=torch.int16)
+    for place, sequence in enumerate(sequences):
+        behind = 0
+        for start, completion in sequence.completions:
+            each, end = completion.routed_experts, start + len(completion.ids) - 1
+            if each is None and completion.reason == "abort":
+                continue  # it was aborted before the model had read it
+            if each is None or tuple(each.shape) != (end, *first.shape[1:]):
+                raise EngineFailed(
+                    f"request {completion.request_id}: routed experts have shape "
+                    f"{None if each is None else tuple(each.shape)}, but its tokens ask for {(end, *first.shape[1:])}"
+                )
+            experts[place, behind:end] = each[behind:].to(torch.int16)
+            behind = end
     return experts
 
 

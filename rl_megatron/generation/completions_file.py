@@ -77,6 +77,15 @@ class CompletionsFile:
         self._file.flush()
         os.fsync(self._file.fileno())
 
+    def read(self) -> list[dict[str, Any]]:
+        """Return the complete lines of the file.
+
+        Raises:
+            OSError: They cannot be read.
+        """
+        with self.path.open(encoding="utf-8", newline="\n") as file:  # a text may have other ends of lines
+            return [json.loads(line) for line in file]
+
     def close(self) -> None:
         """Close the file, if it is open."""
         if self._file is not None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.generation.completion_batch import check_prompts, rollouts
+from rl_megatron.generation.completion_batch import check_requests, rollouts
 from rl_megatron.generation.completions import requests_of, seed_of_id
 from rl_megatron.generation.decoder import Decoder
 from rl_megatron.generation.decoding_progress import DecodingProgress
@@ -55,17 +55,25 @@ class EmbeddedEngine:
             ConfigError: On every rank, if a prompt is too long for `max_new_tokens`.
             NonFiniteLoss: On every rank, if the logits of any rank are NaN or infinite.
         """
-        self.policy.model.require_head("lm", "generate")
-        check_prompts(prompts, sampling, self.policy.model_config.max_sequence_length)
         requests = requests_of(prompts, sampling, seed)
+        return rollouts(prompts, self.complete_all(requests), sampling)
+
+    def complete_all(self, requests: Sequence[Request]) -> list[Completion]:
+        """Complete the requests together; see `CompletesRequests.complete_all`.
+
+        Raises:
+            ConfigError: On every rank, if a prompt is too long for `max_new_tokens`.
+        """
+        self.policy.model.require_head("lm", "generate")
+        check_requests(requests, self.policy.model_config.max_sequence_length)
         group = self.policy.topology.groups.dp_cp
         self.policy.finish_training()
         decoder = Decoder(EmbeddedReplica(self.policy, self.records_routing), self.batch_size)
         decoder.add([Ongoing(request) for request in requests[group.rank() :: group.size()]])
         # Gather before any check: an error on one rank alone would leave the others waiting for its sequences.
-        found = _gathered(self._until_idle(decoder, len(prompts)), group)
+        found = _gathered(self._until_idle(decoder, len(requests)), group)
         by_id = {completion.request_id: completion for completion in found}
-        return rollouts(prompts, [by_id[request.request_id] for request in requests], sampling)
+        return [by_id[request.request_id] for request in requests]
 
     # --- requests ---
 
@@ -83,9 +91,9 @@ class EmbeddedEngine:
         """
         if self.policy.topology.rank != 0:
             raise RuntimeError(f"request {request_id}: only the policy's rank 0 takes requests")
-        check_prompts([ids], sampling, self.policy.model_config.max_sequence_length)
-        seed = seed_of_id(request_id) if seed is None else seed
-        future = self._requests.put(Request(request_id, tuple(ids), sampling, seed))
+        request = Request(request_id, tuple(ids), sampling, seed_of_id(request_id) if seed is None else seed)
+        check_requests([request], self.policy.model_config.max_sequence_length)
+        future = self._requests.put(request)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:

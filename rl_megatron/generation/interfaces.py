@@ -198,7 +198,19 @@ class SleepingEngine(RolloutEngine, Protocol):
         ...
 
 
-class RequestEngine(RolloutEngine, Protocol):
+@runtime_checkable
+class CompletesRequests(Protocol):
+    """What completes requests together. All engines of this package do."""
+
+    def complete_all(self, requests: Sequence[Request]) -> list[Completion]:
+        """Complete requests together, with the policy's current weights, and return the completions in their order.
+
+        Every rank calls it with the same requests, and gets the same completions. It raises what `generate` raises.
+        """
+        ...
+
+
+class RequestEngine(RolloutEngine, CompletesRequests, Protocol):
     """A rollout engine that also takes single requests, at any time. All engines of this package are such engines.
 
     Only the policy's rank 0 calls these methods.

@@ -118,7 +118,8 @@ class QueuedSink:
                 else:
                     sink.begin_stage(*entry)
             except Exception as error:  # whatever a library raises must not end the run
-                self._warn(_in_words(error))
+                if not self._has_warned:
+                    self._warn(_in_words(error))
             else:
                 with self._changed:
                     self._written += isinstance(entry, MetricLine)

@@ -56,7 +56,7 @@ class RunWatch:
         self._watchdog: Watchdog | None = None
         self._own_failure: dict[str, Any] | None = None
         self._others_failed_at: float | None = None
-        self._has_said = False
+        self._has_said, self._has_heard = False, False
 
     def __enter__(self) -> RunWatch:
         log.follow_progress(self.position.progress)
@@ -100,6 +100,8 @@ class RunWatch:
 
     def _record(self, failure: dict[str, Any]) -> None:
         """Record the failure in the store. The first rank that fails waits until rank 0 has reported it."""
+        if self._has_heard:
+            return  # rank 0 has been told that this rank knows of another's failure, so the store may have ended
         try:
             shared = FirstFailure(self._store.clone())
             first = shared.record(failure)
@@ -174,9 +176,14 @@ class RunWatch:
                 elapsed, before = now - before, now
                 heartbeat.send(elapsed)
                 heartbeat.answer()
-                if self._watchdog is not None:
+                if self._watchdog is not None and self._others_failed_at is None:
                     self._watchdog.tick(elapsed)
                 self._hear(failures)
+                if self._rank != 0 and self._others_failed_at is not None and self._own_failure is None:
+                    self._has_heard = True
+                    failures.add_known()  # so rank 0 may end, which frees a rank that waits for it in a collective
+                    self._end_in_time()
+                    return
                 self._ticks += 1
             heartbeat.send(0.0, has_ended=True)
         except RuntimeError as error:
@@ -197,13 +204,17 @@ class RunWatch:
         if self._rank == 0 and self._own_failure is None and now - self._others_failed_at >= patience:
             self._say_failure(failures, first)
         if self._own_failure is None and now - self._others_failed_at > _SECONDS_TO_END:
-            sys.stderr.flush()
-            os._exit(1)  # the main thread waits in a collective for a rank that has ended
+            _end_process()
+
+    def _end_in_time(self) -> None:
+        """End this process unless its main thread ends in time. It does not use the store any more."""
+        if not self._stop.wait(_SECONDS_TO_END):
+            _end_process()
 
     def _watch_store(self) -> None:
         """Report that the store does not answer, if no heartbeat ends for as long as a rank may be silent."""
         ticks, silent, before = -1, 0.0, time.monotonic()
-        while not self._stop.wait(self._interval):
+        while not self._stop.wait(self._interval) and self._others_failed_at is None:
             now = time.monotonic()
             elapsed, before = now - before, now
             if ticks != self._ticks:
@@ -230,6 +241,12 @@ class RunWatch:
 def _say(text: str) -> None:
     """Print a line on this rank's terminal, whichever rank it is."""
     log.LOGGER.error(text)
+
+
+def _end_process() -> None:
+    """End this process, whose main thread waits in a collective for a rank that has ended."""
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _address() -> str:

@@ -19,8 +19,9 @@ Form = Literal["sample", "list", "verl", "problem"]
 _OF_LISTS = {"prompts", "completions"}
 _OF_VERL = {"data_source", "solution_str"}
 _VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-_OF_EVERY_SAMPLE = ("prompt", "completion", "completion_ids", "truncated", "answer", "record")
-_OF_EVERY_LIST = ("prompts", "completions", "completion_ids", "log_metric", "log_extra")
+_OF_TRAJECTORIES = ("messages", "turns", "metadata", "environment_reward")
+_OF_EVERY_SAMPLE = ("prompt", "completion", "completion_ids", "truncated", "answer", "record", *_OF_TRAJECTORIES)
+_OF_EVERY_LIST = ("prompts", "completions", "completion_ids", "log_metric", "log_extra", *_OF_TRAJECTORIES)
 # Other names that datasets have for the reference answer. They stand for it if the record has no such field.
 _ANSWERS = ("answer", "ground_truth", "solution")
 
@@ -113,6 +114,7 @@ class RewardFunction:
             "answer": reference(problem),
         }
         named = {"record": problem.record, **{name: given["answer"] for name in _ANSWERS}, **given}
+        named |= _of_trajectory(sample)
         return self._taken(given, named)
 
     def _of_verl(self, sample: Sample) -> dict[str, Any]:
@@ -131,19 +133,20 @@ class RewardFunction:
         for name in ("prompt", "completion"):
             columns.pop(name, None)
         conversations = [conversation(problem) for problem in problems]
-        texts = [sample.completion for sample in samples]
+        trajectories = [_of_trajectory(sample) for sample in samples]
         given = {name: [problem.record.get(name) for problem in problems] for name in columns} | {
             "prompts": [talk or problem.prompt for talk, problem in zip(conversations, problems, strict=True)],
             "completions": [
-                [{"role": "assistant", "content": text}] if talk else text
-                for talk, text in zip(conversations, texts, strict=True)
+                each["messages"][len(talk) :] if talk else sample.completion
+                for talk, each, sample in zip(conversations, trajectories, samples, strict=True)
             ],
             "completion_ids": [sample.completion_ids for sample in samples],
             "log_metric": log_metric,
             "log_extra": lambda column, values: None,  # the table of completions is not written
         }
         answers = [reference(problem) for problem in problems]
-        return self._taken(given, {**{name: answers for name in _ANSWERS}, **given})
+        of_trajectories = {name: [each[name] for each in trajectories] for name in _OF_TRAJECTORIES}
+        return self._taken(given, {**{name: answers for name in _ANSWERS}, **given, **of_trajectories})
 
     def _taken(self, given: dict[str, Any], named: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that the function takes: all of `given`, or those of `named` that it names."""
@@ -193,6 +196,20 @@ def conversation(problem: Problem) -> list[Mapping[str, Any]] | None:
                 asked.pop()  # the reference answer
             return asked
     return None
+
+
+def _of_trajectory(sample: Sample) -> dict[str, Any]:
+    """Return the arguments for what several turns have; those of a single turn follow from the completion."""
+    messages = list(sample.messages)
+    if not messages:
+        asked = conversation(sample.problem) or [{"role": "user", "content": sample.problem.prompt}]
+        messages = [*asked, {"role": "assistant", "content": sample.completion}]
+    return {
+        "messages": messages,
+        "turns": list(sample.turns) or [sample.completion],
+        "metadata": dict(sample.metadata),
+        "environment_reward": sample.environment_reward,
+    }
 
 
 async def finished(result: Awaitable[Any]) -> Any:

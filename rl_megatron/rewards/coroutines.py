@@ -69,3 +69,15 @@ class TimedCall(Coroutine[Any, Any, Any]):
             held = time.monotonic() - began
             self._busy.seconds += held
             self._busy_of_others += held  # its own time is no other's
+
+
+async def finished_within(timed: TimedCall, seconds: float) -> asyncio.Task[Any] | None:
+    """Run a call; return its task, which is done, or None if it takes longer than so many seconds and is cancelled."""
+    call = asyncio.get_running_loop().create_task(timed)
+    try:
+        await timed.has_begun.wait()
+        while not call.done() and (left := seconds - timed.seconds) > 0:
+            await asyncio.wait({call}, timeout=left)
+        return call if call.done() else None
+    finally:
+        call.cancel()  # it has no effect on a task that is done

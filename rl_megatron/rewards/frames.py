@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import pickle
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 _LENGTH = struct.Struct("!Q")
-_CALL = struct.Struct("qq")
-_NO_CALL = (-1, -1)
+# Each is one word, which is copied whole. `struct.pack_into` would write zeros first, which the other process can read.
+_CALL = struct.Struct("q")
+_NO_CALL = -1
+_FUNCTIONS = 1 << 16  # a job has fewer functions
 _TIME = struct.Struct("d")  # of `time.monotonic`, which all processes of a machine share
+_CALL_WORD, _TIME_WORD = slice(0, _CALL.size), slice(_CALL.size, _CALL.size + _TIME.size)
 
 
 def framed(payload: bytes) -> bytes:
@@ -35,15 +39,33 @@ def read_frame(connection: socket.socket) -> Any:
     return None if payload is None else pickle.loads(payload)
 
 
-def split_frames(buffer: bytearray) -> Iterator[Any]:
-    """Yield the complete messages at the beginning of a buffer, and remove them."""
+class BadFrame(ValueError):
+    """What has arrived is no message, or a message that is longer than any that may be sent."""
+
+
+def split_frames(
+    buffer: bytearray, loads: Callable[[bytes], Any] = pickle.loads, most_bytes: float = math.inf
+) -> Iterator[Any]:
+    """Yield the complete messages at the beginning of a buffer, and remove them.
+
+    Args:
+        buffer: What has arrived.
+        loads: Reads a message.
+        most_bytes: The longest message.
+
+    Raises:
+        BadFrame: A message is longer.
+    """
     while len(buffer) >= _LENGTH.size:
-        end = _LENGTH.size + _LENGTH.unpack_from(buffer)[0]
+        length = _LENGTH.unpack_from(buffer)[0]
+        if length > most_bytes:
+            raise BadFrame(f"a message of {length} bytes was announced, and {most_bytes} are the most")
+        end = _LENGTH.size + length
         if len(buffer) < end:
             return
         payload = bytes(memoryview(buffer)[_LENGTH.size : end])
         del buffer[:end]
-        yield pickle.loads(payload)
+        yield loads(payload)
 
 
 class CallMark:
@@ -58,22 +80,22 @@ class CallMark:
     def clear(self) -> None:
         """Mark that no call runs."""
         self.touch()
-        _CALL.pack_into(self._shared, 0, *_NO_CALL)
+        self._shared[_CALL_WORD] = _CALL.pack(_NO_CALL)
 
     def touch(self) -> None:
         """Mark the present time: the worker can go on."""
-        _TIME.pack_into(self._shared, _CALL.size, time.monotonic())
+        self._shared[_TIME_WORD] = _TIME.pack(time.monotonic())
 
     @property
     def touched(self) -> float:
         """Return when a call last began or ended, or the worker's event loop last went round."""
-        return _TIME.unpack_from(self._shared, _CALL.size)[0]
+        return _TIME.unpack(self._shared[_TIME_WORD])[0]
 
     @contextmanager
     def of(self, job: int, index: int) -> Iterator[None]:
         """Mark, during the block of a `with` statement, that the function `index` runs for a job."""
         self.touch()
-        _CALL.pack_into(self._shared, 0, job, index)
+        self._shared[_CALL_WORD] = _CALL.pack(job * _FUNCTIONS + index)
         try:
             yield
         finally:
@@ -87,8 +109,8 @@ class CallMark:
 
     def read(self) -> tuple[int, int] | None:
         """Return the (job, function) of the call that runs, or None."""
-        call = _CALL.unpack_from(self._shared)
-        return None if call == _NO_CALL else call
+        (call,) = _CALL.unpack(self._shared[_CALL_WORD])
+        return None if call == _NO_CALL else divmod(call, _FUNCTIONS)
 
 
 def _read(connection: socket.socket, count: int) -> bytes | None:

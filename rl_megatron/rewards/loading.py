@@ -58,7 +58,8 @@ def check_rewards(stage: StageConfig, loads: bool) -> None:
     Raises:
         ConfigError: There is none, and the problems come without a reward; or see `check_functions`.
     """
-    if stage.scores_completions and not stage.reward.functions and not stage.data.has_rewards:
+    has_rewards = stage.reward.functions or stage.data.has_rewards or stage.rollout.environment.name is not None
+    if stage.scores_completions and not has_rewards:
         raise ConfigError(
             f"reward.functions is empty, and the problems of data.source={stage.data.source} have no reward of their "
             "own; set it, as in reward.functions=[{name: exact_match}]"

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -32,14 +32,22 @@ class WorkerProcess:
         has_ended: Whether its socket is closed, or the process has ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = WORKER_MODULE, split: Callable[[bytearray], Iterator[Any]] = split_frames) -> None:
+        """Start the process.
+
+        Args:
+            module: The module that it runs. Its arguments are the descriptors of the socket and of the shared memory,
+                and the number of this process.
+            split: Takes the complete messages from the beginning of what has arrived.
+        """
+        self._split = split
         ours, theirs = socket.socketpair()
         with theirs, tempfile.TemporaryFile() as shared:
             shared.truncate(CallMark.SIZE)
             self.mark = CallMark(mmap.mmap(shared.fileno(), CallMark.SIZE))
             self.mark.clear()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", WORKER_MODULE, str(theirs.fileno()), str(shared.fileno()), str(os.getpid())],
+                [sys.executable, "-m", module, str(theirs.fileno()), str(shared.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno(), shared.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=_STDERR,  # what functions print does not mix with the output of the run
@@ -82,7 +90,7 @@ class WorkerProcess:
             pass
         except OSError:
             self.has_ended = True
-        yield from split_frames(self._incoming)
+        yield from self._split(self._incoming)
 
     def look(self) -> None:
         """Find out whether the process has ended, also if one of its children keeps the socket open."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import struct
+import traceback
 from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any, NamedTuple
@@ -107,3 +108,14 @@ def _as_number(value: Any) -> float | None:
 def _shown(value: Any) -> str:
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}" if value is not None else "None"
+
+
+def in_words(error: BaseException) -> str:
+    """Return an exception's type and message, and where it was raised, in one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    try:
+        said = " ".join(str(error).split())
+    except Exception:  # of a user's own exception
+        said = "its message cannot be read"
+    return f"{type(error).__name__}{': ' if said else ''}{said}{place}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
@@ -26,12 +26,20 @@ class Sample:
         completion: The sampled text.
         completion_ids: Its tokens, with the stop token.
         truncated: Whether the completion ended without a stop token.
+        messages: The whole conversation. Without a chat format it is the prompt and the completion.
+        turns: The texts of the policy's turns. The completion is the last one.
+        metadata: What an environment says about the trajectory.
+        environment_reward: The reward that the environment gave; the reward functions' is added to it.
     """
 
     problem: Problem
     completion: str
     completion_ids: list[int]
     truncated: bool
+    messages: Sequence[Mapping[str, Any]] = ()
+    turns: Sequence[str] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    environment_reward: float = 0.0
 
     def in_words(self) -> str:
         """Return the prompt and the completion, both shortened, for a message."""

@@ -15,9 +15,7 @@ from torch import Tensor
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.rewards import RewardConfig
-from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.tasks.task import Problem, Task
-from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.rewards.loading import configured_functions, task_function
 from rl_megatron.rewards.results import ERRORS, SCORE, TIMEOUTS, is_finite_reward
 from rl_megatron.rewards.samples import Failure, FunctionSpec, Outcome, Sample
@@ -140,16 +138,12 @@ class Scorer:
             ConfigError: A worker cannot load a function; raised on every rank.
         """
         parts = zip(problems, completions, completion_ids, truncated, strict=True)
-        samples = [Sample(problem, text, list(ids), bool(cut)) for problem, text, ids, cut in parts]
+        return self.score_samples([Sample(problem, text, list(ids), bool(cut)) for problem, text, ids, cut in parts])
+
+    def score_samples(self, samples: Sequence[Sample]) -> tuple[Tensor, RewardMetrics]:
+        """Return what `score` returns, for samples that may have several turns. Collective."""
         self.start()
         return self._combined(samples, self._outcomes(samples))
-
-    def score_rollouts(
-        self, problems: Sequence[Problem], rollouts: BatchedDataDict, tokenizer: Tokenizer
-    ) -> tuple[Tensor, RewardMetrics]:
-        """Return what `score` returns for the completions of a batch that a rollout engine returned. Collective."""
-        truncated = (~rollouts["stopped"]).tolist()
-        return self.score(problems, decoded(rollouts, tokenizer), completion_ids(rollouts), truncated)
 
     def close(self) -> None:
         """End the workers."""
@@ -270,17 +264,6 @@ class Scorer:
             metrics.observe(prefix + SCORE, outcome.score)
         for name, value in outcome.metrics.items():
             metrics.observe(prefix + name, value)
-
-
-def decoded(rollouts: BatchedDataDict, tokenizer: Tokenizer) -> list[str]:
-    """Return the sampled text of each sequence, without special tokens."""
-    return [tokenizer.decode(ids) for ids in completion_ids(rollouts)]
-
-
-def completion_ids(rollouts: BatchedDataDict) -> list[list[int]]:
-    """Return the sampled tokens of each sequence, with its stop token."""
-    columns = (rollouts[key].tolist() for key in ("input_ids", "prompt_lengths", "input_lengths"))
-    return [ids[start:stop] for ids, start, stop in zip(*columns, strict=True)]
 
 
 def _weighted(weights: Sequence[float], outcomes: Sequence[Outcome]) -> float:

@@ -13,15 +13,14 @@ import pickle
 import resource
 import socket
 import sys
-import traceback
 from typing import Any
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.import_strings import find_files, load_object
 from rl_megatron.rewards.calling import BadFunction, RewardFunction, TaskReward, run_async
-from rl_megatron.rewards.coroutines import BusyTime, TimedCall
+from rl_megatron.rewards.coroutines import BusyTime, TimedCall, finished_within
 from rl_megatron.rewards.frames import CallMark, read_frame, write_frame
-from rl_megatron.rewards.results import BadResult, read_result, read_results
+from rl_megatron.rewards.results import BadResult, in_words, read_result, read_results
 from rl_megatron.rewards.samples import Failure, FunctionSpec, Outcome, Sample
 from rl_megatron.topology.child_process import die_with
 
@@ -69,7 +68,7 @@ class Worker:
             self._send("refused", str(error) if named else f"{where}: {error}")
             return
         except Exception as error:  # unpickling runs the user's imports
-            self._send("refused", f"{where}: {_in_words(error)}")
+            self._send("refused", f"{where}: {in_words(error)}")
             return
         self._send("loaded", [function.describe() for function in self._functions])
 
@@ -136,14 +135,10 @@ class Worker:
     async def _await_one(self, job: int, index: int, sample: Sample) -> None:
         """Call an async function for one sample, and send the outcome."""
         timed = TimedCall(self._mark, self._busy, (job, index), self._outcome(index, sample))
-        call = self._loop.create_task(timed)
-        await timed.has_begun.wait()
-        while not call.done() and (left := self._timeout - timed.seconds) > 0:
-            await asyncio.wait({call}, timeout=left)
-        if call.done():
+        call = await finished_within(timed, self._timeout)
+        if call is not None:
             outcome = call.result()
         else:
-            call.cancel()
             outcome = Outcome(None, {}, Failure("timeout", f"took longer than {self._timeout:g} seconds"))
         self._send("outcomes", job, index, [outcome])
 
@@ -175,18 +170,7 @@ def _failed(error: BaseException) -> Outcome:
     if isinstance(error, BadResult):
         return Outcome(None, {}, Failure("error", str(error)))
     kind = "timeout" if isinstance(error, TimeoutError) else "error"
-    return Outcome(None, {}, Failure(kind, f"raised {_in_words(error)}"))
-
-
-def _in_words(error: BaseException) -> str:
-    """Return an exception's type and message, and where it was raised, in one line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    try:
-        said = " ".join(str(error).split())
-    except Exception:  # of a user's own exception
-        said = "its message cannot be read"
-    return f"{type(error).__name__}{': ' if said else ''}{said}{place}"
+    return Outcome(None, {}, Failure(kind, f"raised {in_words(error)}"))
 
 
 def main(arguments: list[str]) -> None:

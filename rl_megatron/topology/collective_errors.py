@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -69,3 +69,11 @@ def run_on_rank0(action: Callable[[], object], describe: Callable[[Exception], s
     if dist.is_initialized():
         dist.broadcast_object_list(outcome, src=0)
     return outcome[0]
+
+
+def from_rank0(value: _T) -> _T:
+    """Return rank 0's value on every rank. Without a process group, that is this process's. Collective."""
+    box: list[Any] = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, src=0)
+    return box[0]

@@ -10,7 +10,6 @@ import json
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from typing import Any, Self
 
 from rl_megatron.config.metrics import is_cost
 from tests.forkserver import environment, fork_context
+from tests.ports import free_port
 
 TIMEOUT = 600  # seconds; far longer than any run here takes, even on a busy machine
 
@@ -334,12 +334,6 @@ def _main(
     sys.exit(program(list(arguments)))
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
-
-
 def metrics(directory: Path, timed: bool = False) -> list[dict[str, Any]]:
     """Return the complete lines of metrics.jsonl.
 
@@ -364,3 +358,19 @@ def checkpoints(output_dir: Path, stage: str) -> list[str]:
     """Return the sorted names of the files and directories in a stage's checkpoint directory."""
     directory = output_dir / "checkpoints" / stage
     return sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
+
+
+def train_and_export(forks: Forks, directory: Path, *overrides: str) -> Path:
+    """Train a tiny model by SFT in `directory`/out, and write it for Hugging Face in `directory`/exported."""
+    trained = forks.run(directory, "train", *TINY, "algorithm=sft", *overrides)
+    assert trained.status == 0, trained.err
+    exported = forks.run(
+        directory, "convert", "export", str(trained_checkpoint(directory)), str(directory / "exported")
+    )
+    assert exported.status == 0, exported.err
+    return directory
+
+
+def trained_checkpoint(directory: Path) -> Path:
+    """Return the last checkpoint of `train_and_export`."""
+    return directory / "out" / "checkpoints" / "sft" / "step-000003"

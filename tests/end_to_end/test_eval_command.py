@@ -6,7 +6,7 @@ import re
 import pytest
 
 from benchmarks import eval_layouts
-from tests.end_to_end.launch import TINY, metrics
+from tests.end_to_end.launch import metrics, train_and_export, trained_checkpoint
 
 SETS = (
     "eval.sets=[{name: sums, task: arithmetic, num_problems: 6, n: 4, max_new_tokens: 4, every: 2}, "
@@ -20,16 +20,7 @@ SAMPLING = (SETS, "generation.max_new_tokens=4")  # as in the run, whose number 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory, forks):
     """A directory with a run in out/ that was evaluated on two sets, and its weights for Hugging Face in exported/."""
-    directory = tmp_path_factory.mktemp("trained")
-    trained = forks.run(directory, "train", *TINY, "algorithm=sft", SETS)
-    assert trained.status == 0, trained.err
-    exported = forks.run(directory, "convert", "export", str(checkpoint(directory)), str(directory / "exported"))
-    assert exported.status == 0, exported.err
-    return directory
-
-
-def checkpoint(home):
-    return home / "out" / "checkpoints" / "sft" / "step-000003"
+    return train_and_export(forks, tmp_path_factory.mktemp("trained"), SETS)
 
 
 def evaluated(forks, directory, weights, *arguments, ranks=1):
@@ -54,7 +45,7 @@ def test_a_run_evaluates_each_set_when_it_is_due_and_compares_it_with_the_start(
 def alone(home, tmp_path_factory, forks):
     """The directory in which the command evaluated the run's last checkpoint."""
     directory = tmp_path_factory.mktemp("alone")
-    evaluated(forks, directory, checkpoint(home))
+    evaluated(forks, directory, trained_checkpoint(home))
     return directory
 
 
@@ -66,7 +57,7 @@ def test_the_command_gives_the_numbers_of_the_run(home, alone):
 
 def test_another_layout_and_a_hugging_face_directory_give_the_same(home, alone, tmp_path, forks):
     for name, weights, arguments, ranks in (
-        ("tensor", checkpoint(home), ("parallel.tensor=2",), 2),
+        ("tensor", trained_checkpoint(home), ("parallel.tensor=2",), 2),
         ("data", home / "exported", ("generation.batch_size=2",), 2),
     ):
         (tmp_path / name).mkdir()
@@ -77,19 +68,19 @@ def test_another_layout_and_a_hugging_face_directory_give_the_same(home, alone, 
 
 @pytest.mark.slow
 def test_tokens_of_three_layouts_are_compared(home, capsys):
-    assert eval_layouts.main([str(checkpoint(home)), "--problems", "5", "--samples", "2", "--tokens", "4"]) == 0
+    assert eval_layouts.main([str(trained_checkpoint(home)), "--problems", "5", "--samples", "2", "--tokens", "4"]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"10 completions of \d+ tokens, \d+ of them within 1e-05 of a boundary", printed)
     assert "tensor 2: 0 completions differ" in printed and "data 2: 0 completions differ" in printed
 
 
 def test_a_killed_command_goes_on_and_an_evaluation_is_compared_with_another(home, alone, tmp_path, forks):
-    evaluated(forks, tmp_path, checkpoint(home))
+    evaluated(forks, tmp_path, trained_checkpoint(home))
     file = tmp_path / "results" / "sums.jsonl"
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
     (tmp_path / "results" / "greedy.jsonl").unlink()
-    found = evaluated(forks, tmp_path, checkpoint(home), "--baseline", str(alone / "results"))
+    found = evaluated(forks, tmp_path, trained_checkpoint(home), "--baseline", str(alone / "results"))
     assert file.read_bytes() == whole == (alone / "results" / "sums.jsonl").read_bytes()
     assert found["sums/length_change"] == 0 and found["sums/length_change_p"] == 1
 

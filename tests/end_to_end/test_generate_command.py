@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.end_to_end.launch import TINY
+from tests.end_to_end.launch import train_and_export, trained_checkpoint
 
 PROMPTS = [{"prompt": f"{number}+2="} for number in range(5)]
 COMMAND = (
@@ -16,16 +16,7 @@ COMMAND = (
 @pytest.fixture(scope="module")
 def home(tmp_path_factory, forks):
     """A directory with a trained run in out/, and the same weights as a Hugging Face directory in exported/."""
-    directory = tmp_path_factory.mktemp("trained")
-    trained = forks.run(directory, "train", *TINY, "algorithm=sft")
-    assert trained.status == 0, trained.err
-    exported = forks.run(directory, "convert", "export", str(checkpoint(directory)), str(directory / "exported"))
-    assert exported.status == 0, exported.err
-    return directory
-
-
-def checkpoint(home):
-    return home / "out" / "checkpoints" / "sft" / "step-000003"
+    return train_and_export(forks, tmp_path_factory.mktemp("trained"))
 
 
 def generate(forks, directory, weights, *arguments, ranks=1):
@@ -38,7 +29,7 @@ def generate(forks, directory, weights, *arguments, ranks=1):
 
 @pytest.fixture(scope="module")
 def lines(home, tmp_path_factory, forks):
-    return generate(forks, tmp_path_factory.mktemp("once"), checkpoint(home))
+    return generate(forks, tmp_path_factory.mktemp("once"), trained_checkpoint(home))
 
 
 def without_logprobs(lines):
@@ -57,7 +48,7 @@ def test_each_prompt_gets_its_samples_in_order(lines):
 
 def test_another_layout_another_engine_and_a_hugging_face_directory_give_the_same(home, lines, tmp_path, forks):
     for name, weights, arguments, ranks in (
-        ("tensor", checkpoint(home), ("parallel.tensor=2",), 2),
+        ("tensor", trained_checkpoint(home), ("parallel.tensor=2",), 2),
         ("data", home / "exported", ("generation.batch_size=2",), 2),
         ("engine", home / "exported", ("generation.engine=transformers", "generation.num_engines=2"), 1),
     ):
@@ -69,23 +60,23 @@ def test_another_layout_another_engine_and_a_hugging_face_directory_give_the_sam
 
 
 def test_a_killed_command_goes_on_behind_the_last_complete_line(home, lines, tmp_path, forks):
-    assert generate(forks, tmp_path, checkpoint(home)) == lines
+    assert generate(forks, tmp_path, trained_checkpoint(home)) == lines
     whole = (tmp_path / "out.jsonl").read_bytes()
     ends = [position + 1 for position, byte in enumerate(whole) if byte == ord("\n")]
     (tmp_path / "out.jsonl").write_bytes(whole[: ends[2] + 20])  # three lines, and the beginning of a fourth
-    resumed = generate(forks, tmp_path, checkpoint(home))
+    resumed = generate(forks, tmp_path, trained_checkpoint(home))
     assert resumed == lines and (tmp_path / "out.jsonl").read_bytes() == whole
     assert "3 of 10 completions are there already" in (tmp_path / "err0.txt").read_text()
-    generate(forks, tmp_path, checkpoint(home))
+    generate(forks, tmp_path, trained_checkpoint(home))
     assert (tmp_path / "out.jsonl").read_bytes() == whole
 
 
 def test_another_seed_gives_other_completions_in_another_file_only(home, lines, tmp_path, forks):
-    generate(forks, tmp_path, checkpoint(home))
-    refused = forks.run(tmp_path, "generate", f"init_from={checkpoint(home)}", *COMMAND, "--seed", "4")
+    generate(forks, tmp_path, trained_checkpoint(home))
+    refused = forks.run(tmp_path, "generate", f"init_from={trained_checkpoint(home)}", *COMMAND, "--seed", "4")
     assert refused.status == 2 and "completions of other settings (seed: 3 → 4)" in refused.err
     found = forks.run(
-        tmp_path, "generate", f"init_from={checkpoint(home)}", *COMMAND, "--seed", "4", "--output", "b.jsonl"
+        tmp_path, "generate", f"init_from={trained_checkpoint(home)}", *COMMAND, "--seed", "4", "--output", "b.jsonl"
     )
     assert found.status == 0, found.err
     others = [json.loads(line) for line in (tmp_path / "b.jsonl").read_text("utf-8").splitlines()]
@@ -93,6 +84,6 @@ def test_another_seed_gives_other_completions_in_another_file_only(home, lines, 
 
 
 def test_the_seed_decides_nothing_if_completions_are_greedy(home, tmp_path, forks):
-    once = generate(forks, tmp_path, checkpoint(home), "-n", "1", "--greedy")
+    once = generate(forks, tmp_path, trained_checkpoint(home), "-n", "1", "--greedy")
     assert len(once) == len(PROMPTS)
-    assert generate(forks, tmp_path, checkpoint(home), "-n", "1", "--greedy", "--seed", "4") == once
+    assert generate(forks, tmp_path, trained_checkpoint(home), "-n", "1", "--greedy", "--seed", "4") == once

@@ -13,6 +13,7 @@ from tests.end_to_end.launch import TINY_GRPO, metrics
 RUN = ("train", *TINY_GRPO, "train.steps=4", "train.save_every=1", "train.async_save=false")
 RANKS, PARALLEL = 4, "parallel.tensor=2"
 LIMIT = 3.0  # seconds, of train.hang_report_seconds
+SECONDS_TO_END = 180.0  # that ranks have after another one failed
 # phase → the rank that stops in it, and the step. Rank 0 has the store in these runs, so that rank 1 reports it.
 STOPPED = {"train": (2, 1), "generate": (1, 2), "save": (0, 3)}
 # The call of the engine in step 2: before it, the logprob check, an evaluation and step 1 have called it.
@@ -27,7 +28,7 @@ def _stop_in_three_phases() -> None:
 
     for owner, method, phase in (
         (MegatronPolicy, "train", "train"),
-        (EmbeddedEngine, "generate", "generate"),
+        (EmbeddedEngine, "complete_all", "generate"),
         (Checkpointer, "save", "save"),
     ):
         rank, step = STOPPED[phase]
@@ -107,7 +108,12 @@ def _named(report):
 
 
 def _fail_on_rank_1() -> None:
+    """Let rank 1 fail in its first step. Ranks that wait for each other are ended after a time that is longer here."""
+    from rl_megatron.observability import run_watch
     from rl_megatron.policy.megatron_policy import MegatronPolicy
+
+    run_watch._SECONDS_TO_END = run_watch._SECONDS_FOR_THE_OTHERS["error"] = SECONDS_TO_END
+    run_watch._SECONDS_TO_RECORD = SECONDS_TO_END + 10
 
     def fail(self, *arguments, **keywords):
         raise ZeroDivisionError("my loss divides by zero")
@@ -117,10 +123,12 @@ def _fail_on_rank_1() -> None:
 
 
 def test_an_exception_on_one_rank_ends_all_ranks_with_one_paragraph(tmp_path, forks):
+    began = time.monotonic()
     with forks.start(
         tmp_path, *RUN, PARALLEL, "train.hang_report_seconds=8", ranks=RANKS, before=_fail_on_rank_1
     ) as running:
         done = running.finish_ranks()
+    assert time.monotonic() - began < SECONDS_TO_END, "ranks that know of the failure waited until they were ended"
     assert [rank.status for rank in done] == [1] * RANKS, done
     (line,) = [line for line in done[0].err.splitlines() if "error" in line]
     assert line.startswith("error: rank 1 on ") and "stage grpo, step 1 of 4, phase train" in line

@@ -19,7 +19,7 @@ def even(completion_ids, **_):
 RUN = (
     "train", *TINY_GRPO, "train.steps=4", "train.eval_every=2", "train.save_every=2", "parallel.pipeline=2",
     "model.num_layers=2",
-    "reward.functions=[{path: even.py, name: even}]", "rollouts.save_every=1",
+    "reward.functions=[{path: even.py, name: even}]", "rollout.save_every=1",
     "algorithm.updates_per_rollout=2",
 )  # fmt: skip
 
@@ -95,7 +95,7 @@ def test_a_trace_has_every_phase_of_every_process(recorded):
 def test_reports_stand_alone_and_runs_are_compared(recorded, forks):
     page = (recorded / "out" / "report.html").read_text()
     assert page.count("<svg") > 10 and not re.search(r"(src|href)=\"?http|url\(http|<link|<script", page)
-    assert "complete" in page and "rollouts.save_every" in page
+    assert "complete" in page and "rollout.save_every" in page
     compared = forks.run(recorded, "compare", "out", "out", "--output", "both.html")
     assert compared.status == 0 and (recorded / "both.html").read_text().count("<svg") > 5
     refused = forks.run(recorded, "report", ".")

@@ -26,16 +26,17 @@ def _record_rollouts() -> None:
     """Let rank 0 write the seed, the prompts and the completions of each rollout to a file."""
     from rl_megatron.algorithms.synced_engine import SyncedEngine
 
-    generate = SyncedEngine.generate
+    complete_all = SyncedEngine.complete_all
 
-    def recorded(self, prompts, sampling, seed):
-        rollouts = generate(self, prompts, sampling, seed)
+    def recorded(self, requests):
+        completions = complete_all(self, requests)
         if os.environ.get("RANK", "0") == "0":
+            asked = zip(*((request.seed, request.prompt) for request in requests), strict=True)
             with Path("rollouts.jsonl").open("a") as file:
-                file.write(json.dumps([seed, prompts, rollouts["input_ids"].tolist()]) + "\n")
-        return rollouts
+                file.write(json.dumps([*asked, [each.ids for each in completions]]) + "\n")
+        return completions
 
-    SyncedEngine.generate = recorded
+    SyncedEngine.complete_all = recorded
 
 
 def run(directory, forks, ranks, *layout):

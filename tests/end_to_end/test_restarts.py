@@ -6,7 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.end_to_end.launch import INTERRUPTED, checkpoints, free_port, metrics
+from tests.end_to_end.launch import INTERRUPTED, checkpoints, metrics
+from tests.ports import free_port
 
 RUN = (*INTERRUPTED, "train.save_every=2")
 

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from rl_megatron.algorithms.logprob_check import LIMITS, EngineMismatch, LogprobCheck
 from rl_megatron.generation.completion_batch import rollouts
 from rl_megatron.generation.interfaces import Completion, Sampling, WeightSpan
+from rl_megatron.generation.rank_zero_loop import RankZeroLoop
 from rl_megatron.generation.servers.client import ServerClient
-from rl_megatron.generation.servers.loop import RankZeroLoop
 from rl_megatron.generation.transformers.model import build_model, checkpoint_tensors
 from rl_megatron.weight_sync.exporter import WeightExporter
 from rl_megatron.weight_sync.plan import TensorSpec, WeightsRefused
@@ -50,7 +50,7 @@ class Trainer:
     def __init__(self, urls: list[str], refit: str, directory: Path):
         self.policy = build_policy({"tensor": 2}, MODEL, vocab_size=MODEL.vocab_size)
         ranks = PolicyRanks(self.policy.topology.rank, self.policy.topology.world_size, self.policy.topology.device)
-        self.ranks, self._loop = ranks, RankZeroLoop(ranks, collective_timeout=60)
+        self.ranks, self._loop = ranks, RankZeroLoop(ranks, 60, "requests to servers", (ServerDied, ServerRefused))
         self.servers = [
             ServerClient("the server", url, self._loop.loop, "/health", timeout_seconds=60)
             for url in (urls if ranks.leads else ())

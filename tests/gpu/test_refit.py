@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
-import socket
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from rl_megatron.weight_sync.ipc import opened
 from rl_megatron.weight_sync.process_group import CollectiveFailed, StandaloneGroup
 from rl_megatron.weight_sync.receiver import ParameterSink, WeightReceiver
 from tests.parallel.refit_engines import digests
+from tests.ports import free_port
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SPAWN = multiprocessing.get_context("spawn")
@@ -164,9 +164,7 @@ def leave_without_a_word(port: int) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs, because NCCL takes one process per GPU")
 def test_a_peer_that_dies_raises_an_error_and_leaves_this_process_alive():
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
+    port = free_port()
     peer = SPAWN.Process(target=leave_without_a_word, args=(port,))
     peer.start()
     group = StandaloneGroup("127.0.0.1", port, 0, 2, torch.device("cuda", 0), timeout_seconds=30)

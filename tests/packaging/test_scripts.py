@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from rl_megatron.config.metrics import is_cost
+from tests.ports import free_port
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted([*(REPO / "scripts").glob("*.sh"), *(REPO / "scripts").glob("*.slurm"), REPO / ".ci" / "run"])
@@ -48,12 +48,6 @@ def metrics(output_dir):
 
 def world(output_dir):
     return json.loads((output_dir / "summary.json").read_text())["layout"]
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

@@ -18,7 +18,7 @@ from rl_megatron.data.tokenizer import Tokenizer
 
 
 class PromptsTask:
-    """The task of problems that come with no reward of their own, because `reward.functions` score them."""
+    """The task of problems without a reward of their own: `reward.functions` or an environment reward them."""
 
     name: ClassVar[str] = "prompts"
 
@@ -38,12 +38,8 @@ class PromptsTask:
         return [Demonstration(problem.prompt, problem.answer) for problem in self.train_problems(count, seed)]
 
     def reward(self, problem: Problem, completion: str) -> float:
-        """Refuse to score a completion.
-
-        Raises:
-            TypeError: Always: the configuration was checked to have `reward.functions`.
-        """
-        raise TypeError("problems from files have no reward of their own")
+        """Return 0, to which an environment's reward is added. It is not called if there are `reward.functions`."""
+        return 0.0
 
 
 @register_source(PromptsConfig)

@@ -14,12 +14,12 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.generation import GenerationConfig
 from rl_megatron.config.servers import ServersConfig
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.generation.completion_batch import check_prompts, rollouts
+from rl_megatron.generation.completion_batch import check_requests, rollouts
 from rl_megatron.generation.completions import requests_of, seed_of_id
 from rl_megatron.generation.interfaces import Completion, EngineFailed, Request, Sampling, Served
+from rl_megatron.generation.rank_zero_loop import RankZeroLoop
 from rl_megatron.generation.servers.client import ServerClient
 from rl_megatron.generation.servers.dialect import ServerDialect
-from rl_megatron.generation.servers.loop import RankZeroLoop
 from rl_megatron.generation.servers.pool import ServerPool
 from rl_megatron.generation.servers.requests import RequestSender
 from rl_megatron.policy.megatron_policy import MegatronPolicy
@@ -27,6 +27,7 @@ from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 from rl_megatron.weight_sync.servers import ServerDied, ServerRefused, ServerSync, WeightServers
 
 _T = TypeVar("_T")
+_FORESEEN = (ServerDied, ServerRefused, EngineFailed, ConfigError)
 _SECONDS_TO_NOTICE = 0.5  # a guardian notices within this time that its server has ended
 
 
@@ -80,7 +81,7 @@ class ServerEngine:
         self._kind, self._timeout = kind, 60 * collective_timeout_minutes
         topology = policy.topology
         self._ranks = PolicyRanks(topology.rank, topology.world_size, topology.device)
-        self._loop = RankZeroLoop(self._ranks, self._timeout)
+        self._loop = RankZeroLoop(self._ranks, self._timeout, "requests to servers", _FORESEEN)
         timeout_seconds = 60 * generation.engine_timeout_minutes
         self._pool = ServerPool(
             kind.dialect, kind.settings, self._ranks, self._loop, directory / "servers", timeout_seconds
@@ -124,14 +125,24 @@ class ServerEngine:
             EngineFailed: On every rank, if an answer cannot be used, or servers die more often than
                 `generation.max_engine_restarts`.
         """
+        return rollouts(prompts, self.complete_all(requests_of(prompts, sampling, seed)), sampling)
+
+    def complete_all(self, requests: Sequence[Request]) -> list[Completion]:
+        """Complete the requests together; see `CompletesRequests.complete_all`.
+
+        Raises:
+            ConfigError: On every rank, if a prompt is too long for `max_new_tokens`.
+            EngineFailed: On every rank, if an answer cannot be used, or servers die more often than
+                `generation.max_engine_restarts`.
+        """
         self.policy.model.require_head("lm", "generate")
-        self._check_lengths(prompts, sampling)
+        self._check_lengths(requests)
         if self._served is None:
             raise EngineFailed("the rollout engine serves no weights; call update_weights() first")
-        requests, done = requests_of(prompts, sampling, seed), {}
+        done: dict[str, Completion] = {}
         completions = self._with_restarts(lambda: self._complete_all(requests, done))
         self._check_versions(completions)
-        return rollouts(prompts, completions, sampling)
+        return completions
 
     async def complete(
         self, ids: Sequence[int], sampling: Sampling, request_id: str, *, seed: int | None = None
@@ -146,10 +157,8 @@ class ServerEngine:
         """
         if self._served is None or self._has_lost_a_server:
             raise EngineFailed("the rollout engine serves no weights; call update_weights() first")
-        self._check_lengths([list(ids)], sampling)
-        if seed is None:
-            seed = seed_of_id(request_id)
-        request = Request(request_id, tuple(ids), sampling, seed)
+        request = Request(request_id, tuple(ids), sampling, seed_of_id(request_id) if seed is None else seed)
+        self._check_lengths([request])
         try:
             return await asyncio.wrap_future(self._loop.start(self._requests().complete(request)))
         except ServerDied as death:
@@ -293,14 +302,15 @@ class ServerEngine:
             raise EngineFailed("no server runs; update_weights() starts the servers")
         return self._sender
 
-    def _check_lengths(self, prompts: list[list[int]], sampling: Sampling) -> None:
+    def _check_lengths(self, requests: Sequence[Request]) -> None:
         """Check that the policy and the servers take prompts with completions as long as they may become.
 
         Raises:
             ConfigError: They do not.
         """
-        check_prompts(prompts, sampling, self.policy.model_config.max_sequence_length)
-        longest, most = max(map(len, prompts)) + sampling.max_new_tokens, self._kind.max_tokens
+        check_requests(requests, self.policy.model_config.max_sequence_length)
+        longest = max(len(request.prompt) + request.sampling.max_new_tokens for request in requests)
+        most = self._kind.max_tokens
         if longest > most:
             raise ConfigError(
                 f"a prompt with its completion can have {longest} tokens, and the servers take {most}: raise their "

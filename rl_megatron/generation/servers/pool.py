@@ -14,10 +14,10 @@ from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.servers import ServersConfig
 from rl_megatron.generation.interfaces import EngineFailed
+from rl_megatron.generation.rank_zero_loop import RankZeroLoop
 from rl_megatron.generation.servers.access import TOKEN
 from rl_megatron.generation.servers.client import ServerClient
 from rl_megatron.generation.servers.dialect import ServerDialect, ServerFacts
-from rl_megatron.generation.servers.loop import RankZeroLoop
 from rl_megatron.generation.servers.process import LocalServers
 from rl_megatron.weight_sync.plan import RefitPlan
 from rl_megatron.weight_sync.policy_ranks import PolicyRanks

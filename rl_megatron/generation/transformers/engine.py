@@ -15,7 +15,7 @@ from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.generation import GenerationConfig
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.generation.completion_batch import check_prompts, rollouts
+from rl_megatron.generation.completion_batch import check_requests, rollouts
 from rl_megatron.generation.completions import requests_of, seed_of_id
 from rl_megatron.generation.interfaces import Completion, EngineFailed, Request, Sampling, Served
 from rl_megatron.generation.transformers.process import Answers, EngineDied, EngineWorkers
@@ -79,11 +79,21 @@ class TransformersEngine:
             EngineFailed: On every rank, if the engine generated with other weights than the policy's, or engines die
                 more often than `generation.max_engine_restarts`.
         """
+        return rollouts(prompts, self.complete_all(requests_of(prompts, sampling, seed)), sampling)
+
+    def complete_all(self, requests: Sequence[Request]) -> list[Completion]:
+        """Complete the requests together; see `CompletesRequests.complete_all`.
+
+        Raises:
+            ConfigError: On every rank, if a prompt is too long for `max_new_tokens`.
+            EngineFailed: On every rank, if the engine generated with other weights than the policy's, or engines die
+                more often than `generation.max_engine_restarts`.
+        """
         self.policy.model.require_head("lm", "generate")
-        check_prompts(prompts, sampling, self.policy.model_config.max_sequence_length)
+        check_requests(requests, self.policy.model_config.max_sequence_length)
         if self._served is None:
             raise EngineFailed("the rollout engine serves no weights; call update_weights() first")
-        answers = self._with_restarts(lambda: self._ask_for_completions(requests_of(prompts, sampling, seed)))
+        answers = self._with_restarts(lambda: self._ask_for_completions(list(requests)))
         completions = [completion for answer in answers for completion in answer]
         for version in {span.version for completion in completions for span in completion.versions}:
             if version != self.policy.weight_version:
@@ -91,7 +101,7 @@ class TransformersEngine:
                     f"the rollout engine answered with version {version} of the weights, and the policy's is "
                     f"{self.policy.weight_version}; call update_weights() before generate()"
                 )
-        return rollouts(prompts, completions, sampling)
+        return completions
 
     async def complete(
         self, ids: Sequence[int], sampling: Sampling, request_id: str, *, seed: int | None = None
@@ -109,8 +119,8 @@ class TransformersEngine:
         """
         if self._served is None:
             raise EngineFailed("the rollout engine serves no weights; call update_weights() first")
-        check_prompts([list(ids)], sampling, self.policy.model_config.max_sequence_length)
         request = Request(request_id, tuple(ids), sampling, seed_of_id(request_id) if seed is None else seed)
+        check_requests([request], self.policy.model_config.max_sequence_length)
         try:
             return await asyncio.wrap_future(self._engines().requests.put(request))
         except asyncio.CancelledError:

@@ -7,10 +7,17 @@ from types import SimpleNamespace
 import torch
 
 from rl_megatron.config.load import load_config
-from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tasks import Problem
-from rl_megatron.rewards.scorer import RewardMetrics, decoded
+from rl_megatron.generation.completion_batch import rollouts as batch_of_completions
+from rl_megatron.generation.completions import requests_of
+from rl_megatron.generation.interfaces import Completion, Request, WeightSpan
+from rl_megatron.rewards.scorer import RewardMetrics
+from rl_megatron.rollouts.limits import TokenLimits
+from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner
+from rl_megatron.rollouts.scored import ScoredRollouts
+from rl_megatron.rollouts.worker import completion
+from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 
 EOS = 0
 _DATA = load_config([]).first.data
@@ -78,10 +85,8 @@ class ScoredHere:
     def start(self):
         pass
 
-    def score_rollouts(self, problems, rollouts, tokenizer):
-        texts = decoded(rollouts, tokenizer)
-        rewards = [self.task.reward(problem, text) for problem, text in zip(problems, texts, strict=True)]
-        return torch.tensor(rewards), RewardMetrics()
+    def score_samples(self, samples):
+        return torch.tensor([self.task.reward(each.problem, each.completion) for each in samples]), RewardMetrics()
 
 
 @dataclass
@@ -94,31 +99,46 @@ class Scripted:
     def sleep(self): ...
 
     def generate(self, prompts, sampling, seed):
-        words = ["".join(map(chr, prompt)) for prompt in prompts]
-        self.calls.append((words, seed))
-        completions = [[ord(c) for c in self.answers[word].pop(0)] + [EOS] for word in words]
-        width = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True))
-        ids, mask = torch.zeros(len(prompts), width, dtype=torch.long), torch.zeros(len(prompts), width)
-        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            ids[row, : len(prompt) + len(completion)] = torch.tensor(prompt + completion)
-            mask[row, len(prompt) : len(prompt) + len(completion)] = 1.0
-        starts = torch.tensor([len(prompt) for prompt in prompts])
-        return BatchedDataDict(
-            input_ids=ids,
-            prompt_lengths=starts,
-            input_lengths=starts + torch.tensor([len(completion) for completion in completions]),
-            token_mask=mask,
-            sample_mask=torch.ones(len(prompts)),
-            generation_logprobs=-mask,
-            temperature=torch.ones(len(prompts)),
-            stopped=torch.ones(len(prompts), dtype=torch.bool),
-            weight_version=torch.ones(len(prompts), dtype=torch.long),
-        )
+        return batch_of_completions(prompts, self.complete_all(requests_of(prompts, sampling, seed), seed), sampling)
+
+    def complete_all(self, requests, seed=None):
+        words = ["".join(map(chr, request.prompt)) for request in requests]
+        self.calls.append((words, requests[0].seed if seed is None else seed))
+        answers = [[ord(c) for c in self.answers[word].pop(0)] + [EOS] for word in words]
+        return [completed(request, ids) for request, ids in zip(requests, answers, strict=True)]
 
 
-def stage_of_a_sampler(**attributes: object) -> SimpleNamespace:
+def completed(request: Request, ids: list[int], reason: str = "stop") -> Completion:
+    """Return the completion of a request, of weights of version 1 that give every token e^-1."""
+    spans = (WeightSpan(1, 0, len(ids)),)
+    return Completion(request.request_id, tuple(ids), (-1.0,) * len(ids), spans, reason)
+
+
+def runner_of_completions() -> RolloutRunner:
+    """Return what makes one completion per prompt, in one process."""
+    rules, ranks = RolloutRules(TokenLimits(10**6, 10**6)), PolicyRanks(0, 1, torch.device("cpu"))
+    return RolloutRunner(completion, rules, Characters(), ranks, 60.0)
+
+
+def rollouts_of(scorer, tokenizer=None) -> ScoredRollouts:
+    """Return what makes one completion per prompt in this process, and scores it."""
+    return ScoredRollouts(runner_of_completions(), scorer, tokenizer or Characters())
+
+
+def stage_of_a_sampler(scorer, **attributes: object) -> SimpleNamespace:
     """Return what a `Sampler` needs of a stage: these attributes, and batches that have the numbers of their steps."""
     ignored = lambda *_: None  # noqa: E731
     return SimpleNamespace(
-        **attributes, batch_number=int, use_loader=ignored, keep=ignored, rollout_files=Path("unused")
+        **attributes,
+        rollouts=rollouts_of(scorer, attributes["tokenizer"]),
+        batch_number=int,
+        use_loader=ignored,
+        keep=ignored,
+        rollout_files=Path("unused"),
     )
+
+
+def decoded(rollouts, tokenizer):
+    """Return the text of each sequence behind its prompt."""
+    columns = (rollouts[key].tolist() for key in ("input_ids", "prompt_lengths", "input_lengths"))
+    return [tokenizer.decode(ids[start:end]) for ids, start, end in zip(*columns, strict=True)]

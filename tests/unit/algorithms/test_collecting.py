@@ -12,8 +12,15 @@ from rl_megatron.config.load import load_config
 from rl_megatron.data import stage_loader, training_data
 from rl_megatron.data.order import ShuffledEpochs
 from rl_megatron.execution.phase_timer import PhaseTimer, timing
-from rl_megatron.rewards.scorer import decoded
-from tests.unit.algorithms.fakes import Characters, Echo, Problems, ScoredHere, Scripted, stage_of_a_sampler
+from tests.unit.algorithms.fakes import (
+    Characters,
+    Echo,
+    Problems,
+    ScoredHere,
+    Scripted,
+    decoded,
+    stage_of_a_sampler,
+)
 
 SIZE = 2
 DIFFER, EQUAL = ["1", "0"], ["1", "1"]
@@ -151,4 +158,4 @@ def test_the_kl_in_the_reward_is_recorded(monkeypatch):
         grpo(stage, stage.config.algorithm)
     assert records[0]["reward_kl"] == 0.5
     phases = [path[0] for path in stage.timer.collect().seconds if path]
-    assert phases == ["reward", "logprobs", "reference", "advantages"]
+    assert phases == ["environment", "reward", "logprobs", "reference", "advantages"]

@@ -11,12 +11,12 @@ from rl_megatron.algorithms.eval_sets import EvalSet, EvalSets, set_metric_names
 from rl_megatron.algorithms.preflight import _check_keep_best
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
-from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.eval_problems import check_set_files, problems_of_set
-from rl_megatron.rewards.scorer import RewardMetrics, decoded
-from tests.unit.algorithms.fakes import Characters
+from rl_megatron.rewards.scorer import RewardMetrics
+from tests.unit.algorithms.fakes import Characters, completed, runner_of_completions
 
 SUMS = "{name: sums, task: arithmetic, num_problems: 3, n: 4, temperature: 0.7, max_new_tokens: 4, every: 2}"
+RUNNER = runner_of_completions()
 BASE = ["algorithm=grpo", "data=arithmetic", "train.eval_every=3", "train.save_every=4"]
 
 
@@ -26,17 +26,14 @@ class Guessing:
     def __init__(self, answer):
         self.answer, self.calls = answer, []
 
-    def generate(self, prompts, sampling, seed):
-        self.calls.append((prompts, sampling, seed))
+    def complete_all(self, requests):
+        prompts = [list(request.prompt) for request in requests]
+        self.calls.append((prompts, requests[0].sampling, requests[0].seed))
         texts = [self.answer(prompt, index) for index, prompt in enumerate(prompts)]
-        width = max(len(prompt) + len(text) + 1 for prompt, text in zip(prompts, texts, strict=True))
-        ids = torch.zeros(len(prompts), width, dtype=torch.long)
-        for line, prompt, text in zip(ids, prompts, texts, strict=True):
-            line[: len(prompt) + len(text)] = torch.tensor(prompt + [ord(c) for c in text])
-        starts = torch.tensor([len(prompt) for prompt in prompts])
-        ends = starts + torch.tensor([len(text) + 1 for text in texts])
-        stopped = torch.tensor([text != "7777" for text in texts])
-        return BatchedDataDict(input_ids=ids, prompt_lengths=starts, input_lengths=ends, stopped=stopped)
+        return [
+            completed(request, [ord(c) for c in text] + [0], "length" if text == "7777" else "stop")
+            for request, text in zip(requests, texts, strict=True)
+        ]
 
 
 class Here:
@@ -45,10 +42,8 @@ class Here:
     def __init__(self, settings, task):
         self.task, self.settings, self.closed = task, settings, False
 
-    def score_rollouts(self, problems, rollouts, tokenizer):
-        texts = decoded(rollouts, tokenizer)
-        pairs = zip(problems, texts, strict=True)
-        return torch.tensor([self.task().reward(*pair) for pair in pairs]), RewardMetrics()
+    def score_samples(self, samples):
+        return torch.tensor([self.task().reward(each.problem, each.completion) for each in samples]), RewardMetrics()
 
     def close(self):
         self.closed = True
@@ -79,7 +74,7 @@ def sums():
 
 def test_a_set_asks_for_n_samples_of_each_problem_with_its_own_sampling(sums):
     engine = Guessing(lambda prompt, index: correct(prompt))
-    sums.evaluate(engine)
+    sums.evaluate(engine, RUNNER)
     ((prompts, sampling, _),) = engine.calls
     assert [("".join(map(chr, prompt))) for prompt in prompts] == [problem.prompt for problem in PROBLEMS] * 4
     assert (sampling.temperature, sampling.max_new_tokens) == (0.7, 4)
@@ -89,7 +84,7 @@ def test_the_metrics_of_a_set(sums):
     # Problem 0 is answered rightly twice, problem 1 always, problem 2 never.
     right = {0: 2, 1: 4, 2: 0}
     engine = Guessing(lambda prompt, i: correct(prompt) if i // 3 < right[i % 3] else "7777")
-    metrics = sums.metrics(sums.results(sums.evaluate(engine)))
+    metrics = sums.metrics(sums.results(sums.evaluate(engine, RUNNER)))
     assert metrics["sums/avg@4"] == pytest.approx(0.5)
     assert metrics["sums/pass@2"] == pytest.approx((5 / 6 + 1 + 0) / 3)
     assert metrics["sums/maj@4"] == pytest.approx((0.5 + 1 + 0) / 3), "the right answer and 7777 tie on problem 0"
@@ -105,7 +100,7 @@ def test_more_samples_do_not_change_the_first_ones(monkeypatch):
     def asked(n):
         stage = stage_with(SUMS.replace("n: 4", f"n: {n}"))
         engine = Guessing(lambda prompt, index: correct(prompt))
-        EvalSet(stage, stage.eval.sets[0], Characters()).evaluate(engine)
+        EvalSet(stage, stage.eval.sets[0], Characters()).evaluate(engine, RUNNER)
         return [(seed, i, prompt) for prompts, _, seed in engine.calls for i, prompt in enumerate(prompts)]
 
     few, many = asked(2), asked(4)
@@ -117,7 +112,7 @@ def test_sets_are_evaluated_when_they_are_due(tmp_path):
     other = "{name: other, task: arithmetic, num_problems: 2}"
     ends = "{name: ends, task: arithmetic, num_problems: 2, every: 0}"
     stage = stage_with(SUMS, other, ends)
-    sets = EvalSets(stage, "grpo", Characters(), tmp_path)
+    sets = EvalSets(stage, "grpo", Characters(), RUNNER, tmp_path)
     due = {step: [each.config.name for each in sets.due(step, step == 7)] for step in range(8)}
     everything = ["sums", "other", "ends"]
     assert due == {
@@ -134,23 +129,23 @@ def test_sets_are_evaluated_when_they_are_due(tmp_path):
 
 def test_later_evaluations_are_compared_with_the_start_of_the_run(tmp_path):
     stage = stage_with(SUMS)
-    sets = EvalSets(stage, "grpo", Characters(), tmp_path)
+    sets = EvalSets(stage, "grpo", Characters(), RUNNER, tmp_path)
     first = sets.evaluate(0, sets.sets, Guessing(lambda prompt, i: correct(prompt) if i % 3 == 0 else "7777"))
     assert first["sums/avg@4"] == pytest.approx(1 / 3) and not any("_change" in name for name in first)
-    later = EvalSets(stage, "grpo", Characters(), tmp_path)  # as after a restart
+    later = EvalSets(stage, "grpo", Characters(), RUNNER, tmp_path)  # as after a restart
     second = later.evaluate(2, later.sets, Guessing(lambda prompt, i: correct(prompt)))
     assert second["sums/avg@4_change"] == pytest.approx(2 / 3)
     assert second["sums/avg@4_change_se"] == pytest.approx(1 / 3)
     assert 0.1 < second["sums/avg@4_change_p"] < 0.25
     harder = stage_with(SUMS.replace("max_new_tokens: 4", "max_new_tokens: 5"))
-    others = EvalSets(harder, "grpo", Characters(), tmp_path)
+    others = EvalSets(harder, "grpo", Characters(), RUNNER, tmp_path)
     third = others.evaluate(4, others.sets, Guessing(lambda p, i: correct(p)))
     assert not any("_change" in name for name in third), "other sampling is not compared"
 
 
 def test_the_results_of_every_problem_are_in_a_parquet_file(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
-    sets = EvalSets(stage_with(SUMS), "grpo", Characters(), tmp_path)
+    sets = EvalSets(stage_with(SUMS), "grpo", Characters(), RUNNER, tmp_path)
     sets.evaluate(2, sets.sets, Guessing(lambda prompt, i: correct(prompt) if i % 3 == 0 else "7777"))
     table = parquet.read_table(results_file(tmp_path, "grpo", "sums", 2)).to_pylist()
     assert [line["answer"] for line in table] == [problem.answer for problem in PROBLEMS]
@@ -206,6 +201,6 @@ def test_too_few_problems_are_refused():
 
 
 def test_workers_of_all_sets_are_ended(tmp_path):
-    sets = EvalSets(stage_with(SUMS), "grpo", Characters(), tmp_path)
+    sets = EvalSets(stage_with(SUMS), "grpo", Characters(), RUNNER, tmp_path)
     sets.close()
     assert all(each._scorer.closed for each in sets.sets)

@@ -13,11 +13,16 @@ from rl_megatron.config.metrics import METRICS
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import MSEValueLoss, build_loss
 from rl_megatron.losses import metrics as losses
+from rl_megatron.rollouts.tools.toolbox import COUNTS
 from rl_megatron.weight_sync.sender import SyncTimings
 
 
 def names(declared):
     return {metric.name for metric in declared}
+
+
+# Of workers other than completion, and of tools.
+OF_TURNS = {"turns", "segments", "failed_trajectories", "retried_trajectories", *COUNTS}
 
 
 def test_the_statistics_of_rollouts_are_declared():
@@ -26,11 +31,12 @@ def test_the_statistics_of_rollouts_are_declared():
         rewards=torch.tensor([0.0, 1.0]), input_lengths=torch.tensor([2, 2]), prompt_lengths=torch.tensor([1, 1]),
         stopped=torch.tensor([True, False]), token_mask=mask, prev_logprobs=-mask, generation_logprobs=-mask,
         reference_policy_logprobs=-mask, advantages=mask, weight_version=torch.tensor([1, 1]),
+        sample_mask=torch.ones(2),
     )  # fmt: skip
     loss = build_loss("clipped_pg", {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.1})
     reported = statistics(rollouts, 2) | logprob_mismatch(rollouts) | reward_kl(rollouts, loss)
     reported |= learned_statistics(rollouts, 1)
-    elsewhere = {"sampling_rounds", "mismatch_routing"}
+    elsewhere = {"sampling_rounds", "mismatch_routing", *OF_TURNS}
     assert reported.keys() | elsewhere == names(metrics.ROLLOUT) | set(logprob_mismatch(rollouts))
     assert logprob_mismatch(rollouts).keys() <= names(losses.MISMATCH) | {"mismatch_p99"}
 

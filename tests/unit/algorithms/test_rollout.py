@@ -25,8 +25,15 @@ from rl_megatron.data import stage_loader, training_data
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.order import ShuffledEpochs
 from rl_megatron.losses import build_loss
-from rl_megatron.rewards.scorer import decoded
-from tests.unit.algorithms.fakes import Characters, Echo, Problems, ScoredHere, Scripted, stage_of_a_sampler
+from tests.unit.algorithms.fakes import (
+    Characters,
+    Echo,
+    Problems,
+    ScoredHere,
+    Scripted,
+    decoded,
+    stage_of_a_sampler,
+)
 
 
 @pytest.fixture

@@ -23,24 +23,25 @@ def test_an_error_in_a_step_completes_the_checkpoint_under_way(monkeypatch, erro
         raise error("a later record is bad")
 
     def closing(name):
-        return SimpleNamespace(**{name: lambda: done.append(name), "scored_by": lambda scorer: None})
+        return SimpleNamespace(**{name: lambda: done.append(name), "made_by": lambda rollouts: None})
 
     algorithm = SimpleNamespace(head="lm", critic=None, progress_metric="loss", run=fail)
     config = load_config(["algorithm=sft"])
     stage = SimpleNamespace(
         profiler=None,
-        checkpointer=closing("complete"), scorer=closing("close"), config=config.first, keep=lambda name, part: None,
+        checkpointer=closing("complete"), config=config.first, keep=lambda name, part: None,
         timer=PhaseTimer(), eval_sets=None,
     )  # fmt: skip
     fakes = {"SyncedEngine": closing("shutdown"), "Scorer": closing("close"), "build_evaluation": closing("x")}
     fakes |= {"_model": None, "build_engine": None, "_logprob_check": None, "Stage": stage, "algorithm_of": algorithm}
+    fakes |= {"build_runner": closing("close")}
     fakes |= {"StepMeter": SimpleNamespace(timer=stage.timer), "StepProfiler": None}
     for name, made in fakes.items():
         monkeypatch.setattr(run, name, lambda *args, made=made, **options: made)
     logger, layout = SimpleNamespace(note=None, output_dir=Path("x")), SimpleNamespace(rank=0, is_cuda=False)
     with pytest.raises(error, match="a later record is bad"):
         run._run_stage(config, "sft", layout, None, logger, Path("x"), None, "", "", Stopping(), Position(), RollBack())
-    assert done == ["complete", "shutdown", "close"]
+    assert done == ["complete", "shutdown", "close", "close"], "the engine, the rollout worker and the scorer"
 
 
 def test_every_collective_of_a_run_has_the_timeout_of_the_run(monkeypatch):

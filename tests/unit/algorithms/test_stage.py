@@ -20,7 +20,7 @@ from rl_megatron.data.tasks import Problem
 from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.losses import NLLLoss
-from tests.unit.algorithms.fakes import Characters, Echo, ScoredHere, Scripted
+from tests.unit.algorithms.fakes import Characters, Echo, ScoredHere, Scripted, rollouts_of
 
 
 class Policy:
@@ -80,10 +80,13 @@ class Silent:
 
 
 class Engine:
-    """An engine that only sleeps."""
+    """An engine that writes into a list when it sleeps."""
+
+    def __init__(self, log):
+        self.log = log
 
     def sleep(self):
-        pass
+        self.log.append(("sleep",))
 
 
 class Sets:
@@ -107,7 +110,7 @@ def make(monkeypatch):
         )
         config = load_config([])
         config = replace(config.first, train=replace(config.first.train, **train))
-        args = (Engine(), Characters(), Silent(log), "here", None, lambda: ({"accuracy": 0.75}, ["sample"]), "a")
+        args = (Engine(log), Characters(), Silent(log), "here", None, lambda: ({"accuracy": 0.75}, ["sample"]), "a")
         return Stage("sft", config, Policy(log, nan_at), *args)
 
     return build
@@ -146,14 +149,17 @@ def test_what_was_not_due_when_a_goal_was_reached_is_evaluated_then(make):
 
 
 def test_a_stage_evaluates_at_start_and_end_and_saves_at_the_end(make):
+    """The engine sleeps before training goes on, which needs its memory."""
     log = []
     walk(make(log, steps=3), log)
     assert log == [
         ("begin", 0),
+        ("sleep",),
         ("eval", 0),
         ("step", 1),
         ("step", 2),
         ("step", 3),
+        ("sleep",),
         ("eval", 3),
         ("save", 3, {"measures": {"accuracy": 0.75}, "samples": ["sample"]}),
         ("delete older", 2),
@@ -236,7 +242,7 @@ def test_heldout_problems_are_answered_and_scored():
     prompts = [EncodedPrompt([ord(each.prompt)], each, each.as_record()) for each in problems]
     engine = Scripted({prompt: ["1" if prompt < "c" else "0"] for prompt in "abcdefgh"})
     evaluation = HeldoutProblems(prompts, Characters(), Sampling(4, temperature=0.0), "accuracy")
-    evaluation = evaluation.scored_by(ScoredHere(Echo()))
+    evaluation = evaluation.made_by(rollouts_of(ScoredHere(Echo())))
     measures, samples = evaluation.evaluate(None, engine)
     assert measures == {"accuracy": 0.25}
     assert samples[0] == {"prompt": "a", "completion": "1", "answer": "1", "reward": 1.0}

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.import_strings import absolute, is_import_string, load_object
+from rl_megatron.config.import_strings import absolute, is_import_string, load_object, make_absolute
 
 
 @pytest.fixture(autouse=True)
@@ -108,3 +108,14 @@ def test_the_recorded_string_has_an_absolute_path(tmp_path):
     assert absolute("pkg.mod:f", "k") == "pkg.mod:f"
     with pytest.raises(ConfigError, match="k: there is no file"):
         absolute("gone.py:f", "k")
+
+
+def test_each_function_of_a_list_is_found_from_any_directory(tmp_path):
+    (tmp_path / "mine.py").write_text("def f(): ...\n")
+    tree = {
+        "rollout": {"tools": {"functions": ["calculator", "mine.py:f"]}},
+        "stages": {"grpo": {"rollout": {"tools": {"functions": ["package.module:f", "none.py:f"]}}}},
+    }
+    with pytest.raises(ConfigError, match=r"stages\.grpo\.rollout\.tools\.functions\[1\]: there is no file"):
+        make_absolute(tree, None)
+    assert tree["rollout"]["tools"]["functions"] == ["calculator", f"{tmp_path}/mine.py:f"]

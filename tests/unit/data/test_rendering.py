@@ -296,6 +296,17 @@ def test_a_template_that_fails_names_its_line_and_the_record(families, tmp_path)
         assert words in str(error.value) and str(file) in str(error.value), error.value
 
 
+def test_a_template_in_the_settings_is_that_of_a_file_with_its_text(families, tmp_path):
+    tokenizer, _ = families["qwen3"]
+    text = "{% for m in messages %}{{ m.role + ': ' + m.content }}\n{% endfor %}"
+    (tmp_path / "short.jinja").write_text(text)
+    of_file, of_text = (renderer(tokenizer, chat_template=each) for each in (str(tmp_path / "short.jinja"), text))
+    assert of_text.example(record(ONE_TURN)) == of_file.example(record(ONE_TURN))
+    assert of_text.prompt_text(record(ONE_TURN)).startswith(f"user: {ONE_TURN[0]['content']}")
+    with pytest.raises(ValueError, match="data.chat_template fails at line 1: 'str object' has no attribute 'nothing'"):
+        renderer(tokenizer, chat_template="{{ messages[0].content.nothing() }}").example(record(ONE_TURN))
+
+
 def test_bad_settings_are_refused(families, tmp_path):
     tokenizer, _ = families["qwen3"]
     with pytest.raises(ValueError, match="data.chat_template: there is no file"):

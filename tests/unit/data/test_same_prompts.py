@@ -13,7 +13,7 @@ from rl_megatron.data.run_tokenizer import build_tokenizer
 from rl_megatron.data.same_prompts import different_prompts
 from rl_megatron.data.tasks import Problem
 from rl_megatron.data.training_data import RolloutPrompts, encoded_prompts, training_dataset
-from tests.unit.algorithms.fakes import Echo, ScoredHere, stage_of_a_sampler
+from tests.unit.algorithms.fakes import Echo, ScoredHere, rollouts_of, stage_of_a_sampler
 from tests.unit.data.chat_families import write_tokenizer
 
 CHAT = ("data.format=chat", "data.system_prompt='Be brief.'")
@@ -61,7 +61,7 @@ def test_sft_and_grpo_send_the_same_prompt_ids(gsm8k, of_problems, keys):
         Sampler(stage, grpo.algorithm).draw(1)
     assert {tuple(prompt) for prompt in engine.prompts} == prompts_of(batch) and len(prompts_of(batch)) == 8
     heldout = build_evaluation(sft, tokenizer).batch
-    evaluation = build_evaluation(grpo, tokenizer).scored_by(scorer)
+    evaluation = build_evaluation(grpo, tokenizer).made_by(rollouts_of(scorer, tokenizer))
     with pytest.raises(InterruptedError):
         evaluation.evaluate(None, engine)
     assert {tuple(prompt) for prompt in engine.prompts} == prompts_of(heldout) and len(prompts_of(heldout)) == 4

@@ -79,7 +79,9 @@ def test_another_text_tokenizer_or_setting_has_other_tokens(built, tmp_path):
     assert built(tokenizer=train_bpe(["other words\n" * 3], 265))[1]
     assert built(prompt_template="{question}: ")[1]
     assert built("pairs")[1]
-    assert len(list((tmp_path / "cache").iterdir())) == 5
+    template = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+    assert built(format="chat", chat_template=template)[1] and not built(format="chat", chat_template=template)[1]
+    assert len(list((tmp_path / "cache").iterdir())) == 6
     assert not built(records=[Record(each.values, "elsewhere") for each in RECORDS])[1], "the place does not matter"
 
 

@@ -11,7 +11,8 @@ SETTINGS = {"seed": 0, "sampling": {"top_k": 3, "stop_tokens": ("a", "b")}}
 
 
 def lines(*numbers):
-    return [{"prompt": number, "text": "ü\n"} for number in numbers]
+    """Return lines whose texts have ends of lines of their own."""
+    return [{"prompt": number, "text": "ü\n\u2028"} for number in numbers]
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def write(path, *numbers, settings=SETTINGS):
 def test_lines_are_added_to_those_of_an_earlier_command(path):
     assert write(path, 0, 1) == 0
     assert write(path, 2) == 2
-    assert [json.loads(line) for line in path.read_text("utf-8").splitlines()] == lines(0, 1, 2)
+    assert CompletionsFile(path, SETTINGS).read() == lines(0, 1, 2)
 
 
 def test_an_incomplete_line_is_removed(path):
@@ -49,7 +50,7 @@ def test_a_file_of_an_incomplete_line_only_becomes_empty(path):
     write(path)
     path.write_text("{")
     assert write(path, 0) == 0
-    assert len(path.read_text().splitlines()) == 1
+    assert CompletionsFile(path, SETTINGS).read() == lines(0)
 
 
 @pytest.mark.parametrize("settings", [{**SETTINGS, "seed": 1}, {**SETTINGS, "sampling": {}}])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from pathlib import Path
@@ -15,14 +14,9 @@ import torch
 import torch.distributed as dist
 
 from rl_megatron.weight_sync.process_group import CollectiveFailed, StandaloneGroup, listening_socket
+from tests.ports import free_port
 
 CPU = torch.device("cpu")
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
 
 
 def two_ranks(timeout_seconds: float) -> list[StandaloneGroup]:

@@ -1,8 +1,8 @@
-"""Read and write files of rollouts: one Parquet file for each step, with one trajectory in each row.
+"""Read and write files of rollouts: one Parquet file for each step, with one sequence in each row.
 
 A trajectory is a sequence of tokens, some of which the policy has sampled. The others are the prompt and, with several
-turns, what an environment says between them. Every number that training reads is kept to the bit, so that a run can
-learn from the files as it does from the rollouts themselves.
+turns, what an environment says between them. If its past was rewritten, it has several sequences. Every number that
+training reads is kept to the bit, so that a run can learn from the files as it does from the rollouts themselves.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.rollouts.batch import TRAJECTORY, TURN, TURN_REWARDS
+from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
 
 # Columns that are a number of each trajectory: (the column, the key of the batch, the type of both).
 _NUMBERS = (
@@ -36,7 +38,7 @@ _NUMBERS = (
 )
 # Keys of a batch that have columns of another form.
 _OTHERS = ("input_ids", "input_lengths", "token_mask", "generation_logprobs", "token_weight_versions", ROUTED_EXPERTS)
-KEPT = frozenset((*_OTHERS, *(key for _, key, _ in _NUMBERS)))
+KEPT = frozenset((*_OTHERS, TRAJECTORY, TURN, TURN_REWARDS, *(key for _, key, _ in _NUMBERS)))
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class Draw:
         round: The round of dynamic sampling, from 0.
         rollouts: The batch that a rollout engine returned, with `rewards`.
         prompts: The prompt of each trajectory.
-        scores: The score of each reward function for each trajectory; None where it does not apply.
+        scores: The score of each reward function, and the reward of the environment, for each trajectory; None where
+            there is none.
     """
 
     round: int
@@ -70,7 +73,7 @@ def rows(
     newest_version: int,
     advantages: Mapping[int, Tensor],
 ) -> Iterator[dict[str, Any]]:
-    """Yield the row of each trajectory of a draw.
+    """Yield the row of each sequence of a draw.
 
     Args:
         step: The step.
@@ -78,21 +81,22 @@ def rows(
         tokenizer: What decodes them.
         samples_per_prompt: How many trajectories in a row belong to one prompt.
         newest_version: The version of the policy's weights.
-        advantages: The advantages [S] of the trajectories that the step learned from, by their numbers in the draw.
+        advantages: The advantages [S] of the sequences that the step learned from, by their numbers in the draw.
     """
-    batch = draw.rollouts
+    batch, owners = draw.rollouts, TrajectoryIndex(draw.rollouts).owner.tolist()
     for number in range(batch.size):
         length, start = int(batch["input_lengths"][number]), int(batch["prompt_lengths"][number])
         ids, sampled = batch["input_ids"][number, :length], batch["token_mask"][number, :length].bool()
         versions = batch["token_weight_versions"][number, :length]
-        learned = advantages.get(number)
+        learned, owner = advantages.get(number), owners[number]
         row: dict[str, Any] = {
             "step": step,
             "round": draw.round,
             "number": number,
-            "group": number // samples_per_prompt,
+            "trajectory": owner,
+            "group": owner // samples_per_prompt,
             "is_learned_from": learned is not None,
-            "location": draw.prompts[number].problem.location,
+            "location": draw.prompts[owner].problem.location,
             "prompt": tokenizer.decode(ids[:start].tolist()),
             "completion": tokenizer.decode(ids[start:].tolist()),
             "age": newest_version - int(batch["weight_version"][number]),
@@ -102,10 +106,11 @@ def rows(
             "advantages": None if learned is None else learned[:length][sampled].tolist(),
             "versions": list(_spans(versions.tolist())),
             "rewards": [
-                {"turn": 0, "component": name, "value": values[number]}
+                {"turn": 0, "component": name, "value": values[owner]}
                 for name, values in draw.scores.items()
-                if values[number] is not None
+                if values[owner] is not None
             ],
+            "turns": list(_turns(batch, number)) if TURN in batch else None,
         }
         row |= {column: batch[key][number].item() for column, key, _ in _NUMBERS}
         if ROUTED_EXPERTS in batch:
@@ -121,6 +126,16 @@ def _spans(versions: Sequence[int]) -> Iterator[dict[str, int]]:
         end = start + len(list(tokens))
         if version >= 0:
             yield {"version": version, "start": start, "end": end}
+        start = end
+
+
+def _turns(batch: BatchedDataDict, number: int) -> Iterator[dict[str, Any]]:
+    """Yield the turns of a sequence: their numbers in the trajectory, tokens and rewards."""
+    start = 0
+    for turn, tokens in groupby(batch[TURN][number].tolist()):
+        end = start + len(list(tokens))
+        if turn >= 0:
+            yield {"turn": turn, "start": start, "end": end, "reward": batch[TURN_REWARDS][number, end - 1].item()}
         start = end
 
 
@@ -189,9 +204,20 @@ def batch_of(read: Sequence[Mapping[str, Any]]) -> BatchedDataDict:
     )
     for column, key, dtype in _NUMBERS:
         batch[key] = torch.tensor([row[column] for row in read], dtype=dtype)
+    if read[0]["turns"] is not None:
+        batch |= _keys_of_turns(read, within.shape)
     if any(row["experts"] is not None for row in read):
         batch[ROUTED_EXPERTS] = _experts(read, len(columns))
     return batch
+
+
+def _keys_of_turns(read: Sequence[Mapping[str, Any]], shape: torch.Size) -> dict[str, Tensor]:
+    numbers, rewards = torch.full(shape, -1), torch.zeros(shape)
+    for number, row in enumerate(read):
+        for turn in row["turns"]:
+            numbers[number, turn["start"] : turn["end"]] = turn["turn"]
+            rewards[number, turn["end"] - 1] = turn["reward"]
+    return {TRAJECTORY: torch.tensor([row["trajectory"] for row in read]), TURN: numbers, TURN_REWARDS: rewards}
 
 
 def _experts(read: Sequence[Mapping[str, Any]], width: int) -> Tensor:
@@ -214,11 +240,14 @@ def _schema() -> Any:
     import pyarrow as arrow
 
     span = arrow.struct([("version", arrow.int64()), ("start", arrow.int32()), ("end", arrow.int32())])
+    turn = arrow.struct(
+        [("turn", arrow.int32()), ("start", arrow.int32()), ("end", arrow.int32()), ("reward", arrow.float32())]
+    )
     reward = arrow.struct([("turn", arrow.int32()), ("component", arrow.string()), ("value", arrow.float64())])
     types = {torch.float32: arrow.float32(), torch.bool: arrow.bool_(), torch.int64: arrow.int64()}
     return arrow.schema(
         [
-            *((name, arrow.int32()) for name in ("step", "round", "number", "group")),
+            *((name, arrow.int32()) for name in ("step", "round", "number", "trajectory", "group")),
             ("is_learned_from", arrow.bool_()),
             *((name, arrow.string()) for name in ("location", "prompt", "completion")),
             *((column, types[dtype]) for column, _, dtype in _NUMBERS),
@@ -229,6 +258,7 @@ def _schema() -> Any:
             ("advantages", arrow.list_(arrow.float32())),
             ("versions", arrow.list_(span)),
             ("rewards", arrow.list_(reward)),
+            ("turns", arrow.list_(turn)),
             ("experts", arrow.list_(arrow.int16())),
             ("experts_shape", arrow.list_(arrow.int32())),
         ]

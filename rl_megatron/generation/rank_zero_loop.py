@@ -1,4 +1,4 @@
-"""`RankZeroLoop`: an asyncio loop on rank 0 that talks to servers, and whose results every rank gets."""
+"""`RankZeroLoop`: an asyncio loop on rank 0, whose results every rank gets."""
 
 from __future__ import annotations
 
@@ -10,32 +10,31 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from rl_megatron.config.errors import ConfigError
-from rl_megatron.generation.interfaces import EngineFailed
 from rl_megatron.weight_sync.policy_ranks import PolicyRanks
-from rl_megatron.weight_sync.servers import ServerDied, ServerRefused
 
 _T = TypeVar("_T")
 _SECONDS_TO_END = 5.0
 _TICK_SECONDS = 0.2
-_SENT_TO_ALL = (ServerDied, ServerRefused, EngineFailed, ConfigError)
 
 
 class RankZeroLoop:
     """A running loop in a thread of rank 0. It does not keep the process alive. Other ranks have no loop."""
 
-    def __init__(self, ranks: PolicyRanks, collective_timeout: float):
+    def __init__(self, ranks: PolicyRanks, collective_timeout: float, name: str, foreseen: tuple[type[Exception], ...]):
         """Start the thread.
 
         Args:
             ranks: The exchange among the policy's ranks.
             collective_timeout: Seconds after which a collective fails. Ranks that wait hear of rank 0 before.
+            name: What the thread does.
+            foreseen: Errors that every rank raises as they are; others become RuntimeError.
         """
-        self._ranks, self._longest_silence = ranks, collective_timeout / 4
+        self._ranks, self._longest_silence, self._name = ranks, collective_timeout / 4, name
+        self._foreseen = foreseen
         self._loop: asyncio.AbstractEventLoop | None = None
         if ranks.leads:
             self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name="requests to servers", daemon=True)
+            self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
             self._thread.start()
 
     @property
@@ -43,10 +42,10 @@ class RankZeroLoop:
         """Return the loop.
 
         Raises:
-            RuntimeError: This is not rank 0, or the engine was shut down.
+            RuntimeError: This is not rank 0, or the loop is closed.
         """
         if self._loop is None:
-            raise RuntimeError("only rank 0 of the policy sends requests to servers, until the engine is shut down")
+            raise RuntimeError(f"the loop for {self._name} runs on rank 0 of the policy only, until it is closed")
         return self._loop
 
     def start(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
@@ -95,10 +94,10 @@ class RankZeroLoop:
                 return future.result(_TICK_SECONDS), None
             except concurrent.futures.TimeoutError:
                 if future.done() and isinstance(future.exception(), TimeoutError):
-                    return None, (RuntimeError, "a request to a server timed out without saying so")
+                    return None, (RuntimeError, f"{self._name}: a limit of time was reached without saying so")
                 if tick is not None:
                     tick()
-            except _SENT_TO_ALL as error:
+            except self._foreseen as error:
                 return None, (type(error), str(error))
             except Exception as error:  # a mistake in this package: it has to end the run on every rank
                 return None, (RuntimeError, f"{type(error).__name__}: {error}")

@@ -9,7 +9,7 @@ from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tasks.task import Problem
 from rl_megatron.generation.completion_batch import rollouts as batch_of_completions
 from rl_megatron.generation.interfaces import Completion, Sampling, WeightSpan
-from rl_megatron.generation.rollout_files import Draw, batch_of, read_rows, rollout_file, rows, write_rows
+from rl_megatron.rollouts.files import Draw, batch_of, read_rows, rollout_file, rows, write_rows
 from tests.unit.algorithms.fakes import Characters
 
 PROMPTS = ["1+1=", "2+2=", "2+2="]
@@ -34,6 +34,29 @@ def draw(experts=False):
         EncodedPrompt([1], Problem(text, "2", location=f"data.jsonl:{i}"), None) for i, text in enumerate(PROMPTS)
     ]
     return Draw(2, batch, prompts, {"exact": [1.0, 0.5, None], "short": [None, None, 0.25]})
+
+
+def draw_of_turns():
+    """Two trajectories, of which the second one has two sequences."""
+    drawn = draw()
+    width = drawn.rollouts["input_ids"].shape[1]
+    numbers, rewards = torch.full((3, width), -1), torch.zeros(3, width)
+    for row, (turn, start, end, reward) in enumerate([(0, 4, 5, 0.5), (0, 4, 8, 0.0), (1, 4, 6, -1 / 3)]):
+        numbers[row, start:end] = turn
+        rewards[row, end - 1] = reward
+    drawn.rollouts.update({"trajectory": torch.tensor([0, 1, 1]), "turn": numbers, "turn_rewards": rewards})
+    return Draw(drawn.round, drawn.rollouts, drawn.prompts[:2], {"environment": [0.5, -1 / 3]})
+
+
+def test_turns_and_the_sequences_of_a_trajectory_come_back_to_the_bit(tmp_path):
+    drawn = draw_of_turns()
+    found = written(tmp_path, drawn, {})
+    assert [(row["number"], row["trajectory"], row["group"]) for row in found] == [(0, 0, 0), (1, 1, 1), (2, 1, 1)]
+    assert found[0]["turns"] == [{"turn": 0, "start": 4, "end": 5, "reward": 0.5}]
+    back = batch_of(found)
+    assert back.keys() == drawn.rollouts.keys()
+    for key, value in drawn.rollouts.items():
+        assert back[key].dtype == value.dtype and torch.equal(back[key], value), key
 
 
 def written(tmp_path, drawn, advantages):

@@ -1,0 +1,124 @@
+"""The settings of trajectories: what makes them, their limits, and the files that they are written to."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from rl_megatron.config.agent import AgentConfig
+from rl_megatron.config.environment import EnvironmentConfig
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.field_types import NonNegative, NonNegativeFloat, Positive, PositiveFloat, section
+from rl_megatron.config.tools import ToolsConfig
+
+CONVERSATION = "conversation"  # the worker that has turns, with an environment
+
+
+@section
+class TurnSampling:
+    """An element says how one turn is sampled. A key that is null is that of the section `generation`."""
+
+    max_new_tokens: Positive | None = None  # most tokens of the turn
+    temperature: NonNegativeFloat | None = None  # divides the logits; 0: greedy. Evaluations that are greedy stay so.
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None  # sample from the likeliest tokens of this total mass
+    top_k: NonNegative | None = None  # sample from the k likeliest tokens; 0: off
+    # Further texts that end the turn, which includes them.
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+
+
+def _as_list(value: Any) -> Any:
+    """Return the elements of a list of which null stands for the empty one."""
+    return () if value is None else value
+
+
+@section
+class TrajectoryConfig:
+    """Rollout workers, which make the trajectories of a step, and the files of trajectories.
+
+    The files are rollouts/STAGE/step-NNNNNN.parquet in output_dir, with one sequence in each row.
+    """
+
+    # What makes the trajectories of a prompt: completion (one completion), conversation (turns that an environment or
+    # tools answer), agent (the program of rollout.agent), or file.py:name or package.module:name, an async function or
+    # a class of your own.
+    worker: str = "completion"
+    worker_kwargs: dict[str, Any] = field(default_factory=dict)  # further arguments of the worker, by name
+    max_turns: Positive = 8  # turns of the policy in a trajectory of worker=conversation, which is truncated there
+    # How turns of worker=conversation are sampled: entry i is for turn i, and the last one for all later turns. null:
+    # as the section generation says.
+    turn_sampling: Annotated[tuple[TurnSampling, ...], BeforeValidator(_as_list)] = ()
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)  # what answers the policy's turns
+    tools: ToolsConfig = field(default_factory=ToolsConfig)  # functions that the policy calls
+    agent: AgentConfig = field(default_factory=AgentConfig)  # agents that are programs of their own, and the gateway
+    # Tokens of a history, those of prompts and environments included. null: model.max_sequence_length.
+    max_tokens: Positive | None = None
+    max_sampled_tokens: Positive | None = None  # tokens that the policy samples in a trajectory; null: any number
+    # What happens if the chat template writes earlier messages in another way than before, as when it drops thinking.
+    # branch: a segment begins with what it writes now, and both are learned from. keep: the trajectory goes on behind
+    # the tokens that are there. error: the trajectory fails.
+    on_rewrite: Literal["branch", "keep", "error"] = "branch"
+    concurrency: Positive = 4096  # trajectories that run at the same time
+    retries: NonNegative = 0  # how often a trajectory that fails is tried again
+    # How long an attempt may take, without the time in which it waits for the rollout engine. null: any time.
+    timeout_seconds: PositiveFloat | None = None
+    # What a trajectory does that fails in all its attempts. error: the run ends. mask: nothing is learned from its
+    # group, and metrics count it.
+    on_failure: Literal["error", "mask"] = "error"
+    save_every: NonNegative = 0  # write the trajectories of every so many steps; 0: of none
+    # Prompts of a round whose trajectories are written; null: all, which a replay needs.
+    save_prompts: Positive | None = None
+    # Learn from the trajectories in a directory rollouts/STAGE of another run, instead of making and scoring them.
+    # null: no.
+    replay: str | None = None
+
+    def check(self, where: str, stops_at_strings: bool) -> None:
+        """Check that every key has an effect.
+
+        Args:
+            where: The section's name, for messages.
+            stops_at_strings: Whether the rollout engine ends completions at texts.
+
+        Raises:
+            ConfigError: A key has none; the message names it.
+        """
+        environment, default = self.environment, EnvironmentConfig()
+        if environment.name is None:
+            changed = [name for name, value in vars(default).items() if getattr(environment, name) != value]
+            if changed:
+                raise ConfigError(
+                    f"{where}.environment.{changed[0]} has no effect without an environment; set "
+                    f"{where}.environment.name, or leave it out"
+                )
+        if not self.tools.functions and self.tools != ToolsConfig():
+            raise ConfigError(
+                f"{where}.tools has no effect without functions; set {where}.tools.functions, or leave the section out"
+            )
+        if self.worker == CONVERSATION:
+            if self.worker_kwargs:
+                raise ConfigError(
+                    f"{where}.worker_kwargs has no effect on worker={CONVERSATION}; leave it out, and see "
+                    f"{where}.environment.kwargs for the arguments of an environment"
+                )
+        else:
+            self._refuse_keys_of_conversations(where)
+        if any(turn.stop for turn in self.turn_sampling) and not stops_at_strings:
+            raise ConfigError(
+                f"{where}.turn_sampling has stop, and the engine of generation.engine does not stop at texts; choose "
+                "another engine, or leave stop out"
+            )
+
+    def _refuse_keys_of_conversations(self, where: str) -> None:
+        default = TrajectoryConfig()
+        keys = {
+            "environment.name": self.environment.name is not None,
+            "tools.functions": bool(self.tools.functions),
+        }
+        keys |= {name: getattr(self, name) != getattr(default, name) for name in ("max_turns", "turn_sampling")}
+        for key, is_set in keys.items():
+            if is_set:
+                raise ConfigError(
+                    f"{where}.{key} has no effect on {where}.worker={self.worker}; set {where}.worker={CONVERSATION}, "
+                    "or leave it out"
+                )

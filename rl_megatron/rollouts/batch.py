@@ -1,0 +1,91 @@
+"""Turn trajectories into training batches: one sequence for each segment, in which the policy's own tokens count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.encoding import EncodedPrompt
+from rl_megatron.generation.completion_batch import SampledSequence, sequence_batch
+from rl_megatron.generation.interfaces import Sampling
+from rl_megatron.rollouts.trajectory import Segment, Trajectory, Turn
+
+# Keys of batches that only workers other than `completion` need:
+# trajectory [B] int64, the number of the trajectory that a sequence belongs to;
+# turn [B, S] int64, the number of the turn within its trajectory at sampled tokens and -1 elsewhere, and
+# turn_rewards [B, S] fp32, the reward of the environment for a turn at its last token.
+TRAJECTORY, TURN, TURN_REWARDS = "trajectory", "turn", "turn_rewards"
+
+
+def trajectory_batch(
+    trajectories: Sequence[Trajectory | None],
+    prompts: Sequence[EncodedPrompt],
+    sampling: Sampling,
+    has_turns: bool,
+) -> BatchedDataDict:
+    """Return trajectories as a batch with the keys of `RolloutEngine.generate`, and those of this module.
+
+    The sequences of a trajectory follow each other. A trajectory that is None is the sequence of its prompt, with a
+    `sample_mask` of 0.
+
+    Args:
+        trajectories: The trajectories.
+        prompts: The prompt of each.
+        sampling: The sampling of trajectories that are None.
+        has_turns: Whether trajectories may have several sequences or turns, so that the batch gets the keys of this
+            module.
+
+    Raises:
+        NonFiniteLoss: The logits of a completion were NaN.
+        EngineFailed: The routed experts of a completion are not those of its tokens.
+    """
+    sequences: list[tuple[int, SampledSequence, Sequence[tuple[int, Turn]]]] = []  # with the numbers of the turns
+    for owner, (trajectory, prompt) in enumerate(zip(trajectories, prompts, strict=True)):
+        if trajectory is None:
+            sequences.append((owner, SampledSequence(prompt.ids, (), sampling), ()))
+            continue
+        before = 0
+        for segment in trajectory.segments:
+            for part in _parts(segment):
+                last = part[-1][1]
+                completions = tuple((turn.start, turn.completion) for _, turn in part)
+                numbered = [(before + number, turn) for number, turn in part]
+                sequences.append(
+                    (owner, SampledSequence(segment.ids[: last.end], completions, last.sampling), numbered)
+                )
+            before += len(segment.turns)
+    batch = sequence_batch([sequence for _, sequence, _ in sequences])
+    owners = torch.tensor([owner for owner, _, _ in sequences])
+    batch["sample_mask"] = torch.tensor([float(trajectories[owner] is not None) for owner, _, _ in sequences])
+    if has_turns:
+        batch[TRAJECTORY] = owners
+        batch |= _turns([turns for _, _, turns in sequences], batch["input_ids"].shape)
+    ended_early = [trajectory is not None and trajectory.truncated for trajectory in trajectories]
+    batch["stopped"] &= ~torch.tensor(ended_early)[owners]
+    return batch
+
+
+def _parts(segment: Segment) -> list[list[tuple[int, Turn]]]:
+    """Return the turns of a segment, with their numbers, in parts of equal temperature and filters.
+
+    Logprobs are those of one temperature per sequence.
+    """
+    numbered = enumerate(segment.turns)
+    return [list(part) for _, part in groupby(numbered, lambda each: _filters(each[1].sampling))]
+
+
+def _filters(sampling: Sampling) -> tuple[float, int, float]:
+    return sampling.temperature, sampling.top_k, sampling.top_p
+
+
+def _turns(sequences: Sequence[Sequence[tuple[int, Turn]]], shape: torch.Size) -> dict[str, torch.Tensor]:
+    numbers, rewards = torch.full(shape, -1), torch.zeros(shape)
+    for place, turns in enumerate(sequences):
+        for number, turn in turns:
+            numbers[place, turn.start : turn.end] = number
+            if turn.completion.ids:
+                rewards[place, turn.end - 1] = turn.reward
+    return {TURN: numbers, TURN_REWARDS: rewards}

@@ -1,0 +1,98 @@
+"""Make what runs the rollout worker of a stage."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+from rl_megatron.config.agent import AGENT
+from rl_megatron.config.engines import ENGINE_DECLARATIONS
+from rl_megatron.config.rollout import CONVERSATION, TrajectoryConfig
+from rl_megatron.config.schema import StageConfig
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.rollouts import agent as _agent  # noqa: F401  # it registers the worker
+from rl_megatron.rollouts.conversation import Conversation
+from rl_megatron.rollouts.environments import Environments, check_environment
+from rl_megatron.rollouts.gateway.server import Gateway
+from rl_megatron.rollouts.gateway.tool_calls import check_tool_format
+from rl_megatron.rollouts.hosts import ProcessHosts
+from rl_megatron.rollouts.limits import TokenLimits
+from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner
+from rl_megatron.rollouts.tools.toolbox import check_tools, configured_tools
+from rl_megatron.rollouts.worker import RolloutWorker, loaded_worker
+from rl_megatron.topology.topology import Topology
+from rl_megatron.weight_sync.policy_ranks import PolicyRanks
+
+
+def _named_worker(settings: TrajectoryConfig) -> RolloutWorker:
+    """Return the worker that `rollout.worker` names.
+
+    Raises:
+        ConfigError: It cannot be loaded.
+    """
+    kwargs = settings.worker_kwargs | ({"settings": settings.agent} if settings.worker == AGENT else {})
+    return loaded_worker(settings.worker, kwargs)
+
+
+def build_runner(stage: StageConfig, tokenizer: Tokenizer, topology: Topology) -> RolloutRunner:
+    """Return what runs the stage's rollout worker, and owns the processes that the worker needs.
+
+    Raises:
+        ConfigError: The worker cannot be loaded.
+    """
+    settings = stage.rollout
+    ranks = PolicyRanks(topology.rank, topology.world_size, topology.device)
+    owned: list[Environments | ProcessHosts] = []
+    if settings.worker == CONVERSATION:
+        environments, tools = None, None
+        if settings.environment.name is not None:
+            environments = Environments(settings.environment)
+            owned.append(environments)
+        loaded = configured_tools(settings.tools)
+        if loaded is not None:
+            hosts = loaded.hosts()
+            owned.append(hosts)
+            tools = partial(loaded.box, hosts)
+        worker = Conversation(environments, tools, settings.max_turns, settings.turn_sampling).rollout
+    else:
+        worker = _named_worker(settings)
+    gateway = Gateway(settings.agent, ENGINE_DECLARATIONS[stage.generation.engine].stops_at_strings)
+    timeout = 60 * stage.train.collective_timeout_minutes
+    rules = rollout_rules(settings, stage.model.max_sequence_length)
+    return RolloutRunner(worker, rules, tokenizer, ranks, timeout, owned, gateway)
+
+
+def rollout_rules(settings: TrajectoryConfig, longest: int) -> RolloutRules:
+    """Return how tasks run.
+
+    Args:
+        settings: The section `rollout`.
+        longest: The tokens of the longest sequence that the model takes.
+    """
+    limits = TokenLimits(settings.max_tokens or longest, settings.max_sampled_tokens or sys.maxsize)
+    # A trajectory that waited for a process while it holds a place among those that run would keep the round waiting.
+    most = settings.agent.max_processes if settings.worker == AGENT else settings.concurrency
+    return RolloutRules(
+        limits, settings.on_rewrite, min(settings.concurrency, most), settings.retries, settings.timeout_seconds,
+        fails_run=settings.on_failure == "error",
+    )  # fmt: skip
+
+
+def check_worker(stage: StageConfig, tokenizer: Tokenizer, loads: bool) -> None:
+    """Check the rollout worker of a stage that scores completions.
+
+    Args:
+        stage: The stage.
+        tokenizer: The run's tokenizer.
+        loads: Whether to load the environment, in a process of its own.
+
+    Raises:
+        ConfigError: The worker, the environment, a tool or the format of tool calls cannot be loaded or used.
+    """
+    if not stage.scores_completions:
+        return
+    _named_worker(stage.rollout)
+    check_tools(stage, tokenizer)
+    check_tool_format(stage.rollout.agent.tool_format)
+    if loads:
+        check_environment(stage.rollout.environment)

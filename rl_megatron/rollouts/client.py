@@ -1,0 +1,198 @@
+"""`RolloutClient`: the rollout engine as one trajectory uses it, and the check of what became of its answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from rl_megatron.data.conversations import Message, message_text
+from rl_megatron.data.encoding import EncodedPrompt
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.generation.completions import request_seed
+from rl_megatron.generation.interfaces import Completion, Request, Sampling
+from rl_megatron.rollouts.gateway.server import Gateway
+from rl_megatron.rollouts.gateway.session import Session
+from rl_megatron.rollouts.history import ChatHistory, History, OnRewrite, TextHistory
+from rl_megatron.rollouts.limits import HistoryFull, TokenLimits
+from rl_megatron.rollouts.tools.calls import Parser
+from rl_megatron.rollouts.trajectory import TokensDiffer, Trajectory
+
+Answer = Callable[[Request], Awaitable[Completion]]
+
+
+class RolloutClient:
+    """What a rollout worker completes tokens with, in one trajectory.
+
+    It keeps every prompt with its completion, and so can tell whether a trajectory consists of these tokens.
+
+    Attributes:
+        name: The name of the trajectory. It is the id of its first request.
+        prompt: The prompt of the task, as the data section renders it.
+        tokenizer: The run's tokenizer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        seed: int,
+        prompt: EncodedPrompt,
+        sampling: Sampling,
+        tokenizer: Tokenizer,
+        limits: TokenLimits,
+        answer: Answer,
+        on_rewrite: OnRewrite = "branch",
+        gateway: Gateway | None = None,
+    ):
+        """Start without a completion.
+
+        Args:
+            name: The name of the trajectory; no other one that runs may have it.
+            seed: The seed of its first request.
+            prompt: The prompt of the task.
+            sampling: How completions are sampled if the worker does not say so.
+            tokenizer: The run's tokenizer.
+            limits: The limits of its tokens.
+            answer: Returns the completion of a request.
+            on_rewrite: What happens if the chat template rewrites the past; see `ChatHistory`.
+            gateway: What `openai` opens sessions of; None if there is none.
+        """
+        self.name, self.prompt, self.tokenizer = name, prompt, tokenizer
+        self._seed, self._sampling, self._limits, self._answer = seed, sampling, limits, answer
+        self._on_rewrite: OnRewrite = on_rewrite
+        self._gateway = gateway
+        self._answered: dict[str, tuple[tuple[int, ...], Completion]] = {}
+        self._num_requests = 0
+        self._num_waiting, self._waiting_since, self._seconds_waited = 0, 0.0, 0.0
+
+    async def complete(self, ids: Sequence[int], sampling: Sampling | None = None) -> Completion:
+        """Return the completion of token ids.
+
+        The number of new tokens is lowered to what the limits of the trajectory leave.
+
+        Args:
+            ids: The tokens, at least one.
+            sampling: How the completion is sampled; None: as the generation section says.
+
+        Raises:
+            HistoryFull: No token fits behind them.
+        """
+        sampling = self.fitting(len(ids), sampling)
+        number, self._num_requests = self._num_requests, self._num_requests + 1
+        request_id = self.name if number == 0 else f"{self.name}.{number}"
+        seed = self._seed if number == 0 else request_seed(self._seed, number)
+        with self._waits():
+            completion = await self._answer(Request(request_id, tuple(ids), sampling, seed))
+        self._answered[request_id] = tuple(ids), completion
+        return completion
+
+    @property
+    def seconds_of_engine(self) -> float:
+        """Return how long the trajectory has waited for the engine so far."""
+        waits = time.monotonic() - self._waiting_since if self._num_waiting else 0.0
+        return self._seconds_waited + waits
+
+    @contextmanager
+    def _waits(self) -> Iterator[None]:
+        if self._num_waiting == 0:
+            self._waiting_since = time.monotonic()
+        self._num_waiting += 1
+        try:
+            yield
+        finally:
+            self._num_waiting -= 1
+            if self._num_waiting == 0:
+                self._seconds_waited += time.monotonic() - self._waiting_since
+
+    def fitting(self, num_tokens: int, sampling: Sampling | None = None) -> Sampling:
+        """Return how the next completion behind so many tokens is sampled, within the limits.
+
+        Raises:
+            HistoryFull: No token fits.
+        """
+        sampling = sampling or self._sampling
+        sampled = sum(len(completion.ids) for _, completion in self._answered.values())
+        left = min(self._limits.context - num_tokens, self._limits.sampled - sampled, sampling.max_new_tokens)
+        if left < 1:
+            raise HistoryFull(
+                f"trajectory {self.name} has {num_tokens} tokens, {sampled} of them sampled, and its limits are "
+                f"{self._limits.context} and {self._limits.sampled}"
+            )
+        return sampling if left == sampling.max_new_tokens else replace(sampling, max_new_tokens=left)
+
+    def history(
+        self, messages: Sequence[Message] | None = None, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> History:
+        """Return the history that begins with the prompt of the task, or with messages.
+
+        Args:
+            messages: The first messages; None: those of the prompt. Without a chat template, their texts are the
+                prompt.
+            tools: JSON schemas of the tools that the chat template describes.
+
+        Raises:
+            ValueError: There are tools, and no chat template.
+        """
+        chat = self.prompt.chat()
+        if chat is None:
+            if tools:
+                raise ValueError(
+                    "tools need a chat template: set data.format=chat, and data.chat_template or a tokenizer that has "
+                    "one"
+                )
+            if messages is None:
+                return TextHistory(self, self.tokenizer, self.prompt.ids)
+            texts = "".join(message_text(message) for message in messages)
+            return TextHistory(self, self.tokenizer, [*self.tokenizer.prefix_ids, *self.tokenizer.encode(texts)])
+        template, conversation = chat
+        is_that_of_the_prompt = messages is None and not tools
+        if messages is not None:
+            conversation = replace(conversation, messages=[dict(message) for message in messages])
+        if tools:
+            known = conversation.tools or []
+            conversation = replace(conversation, tools=[*known, *(dict(tool) for tool in tools if tool not in known)])
+        ids = self.prompt.ids if is_that_of_the_prompt else None
+        return ChatHistory(self, self.tokenizer, template, conversation, self._on_rewrite, ids)
+
+    def openai(
+        self, parser: Parser | None = None, sampling: Sampling | None = None
+    ) -> AbstractAsyncContextManager[Session]:
+        """Open a session of the gateway, whose `base_url` and `api_key` are for OpenAI's client.
+
+        Args:
+            parser: What finds tool calls in the policy's texts; None: what `rollout.agent.tool_format` names.
+            sampling: How completions are sampled if a request does not say so; None: as the generation section says.
+
+        Raises:
+            RuntimeError: The client was made without a gateway.
+            ConfigError: The extra `gateway` is not installed, or the gateway cannot listen.
+        """
+        if self._gateway is None:
+            raise RuntimeError(f"trajectory {self.name} has no gateway; pass one to RolloutClient")
+        return self._gateway.session(self, sampling or self._sampling, parser)
+
+    def check(self, trajectory: Trajectory) -> None:
+        """Check that the trajectory has the tokens that the engine was asked to continue, and those that it sampled.
+
+        Raises:
+            TokensDiffer: A token differs, or a completion is not one of this client; the message names the trajectory,
+                the turn and the token.
+        """
+        for segment in trajectory.segments:
+            for number, turn in enumerate(segment.turns, 1):
+                where = f"trajectory {self.name}, turn {number}"
+                known = self._answered.get(turn.completion.request_id)
+                if known is None:
+                    raise TokensDiffer(f"{where}: the engine was given no request {turn.completion.request_id!r}")
+                prompt, completion = known
+                given = (*prompt, *completion.ids)
+                if turn.end != len(given):
+                    raise TokensDiffer(f"{where} ends at token {turn.end}, and the engine's answer at {len(given)}")
+                for place, (token, engines) in enumerate(zip(segment.ids, given, strict=False), 1):
+                    if token != engines:
+                        said = "was asked to continue" if place <= len(prompt) else "sampled"
+                        raise TokensDiffer(f"{where}: token {place} is {token}, and the engine {said} {engines}")
+                if turn.completion != completion:
+                    raise TokensDiffer(f"{where}: logprobs or weight versions are not those of the engine's answer")

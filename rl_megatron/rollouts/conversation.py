@@ -1,0 +1,170 @@
+"""`Conversation`: the rollout worker that lets an environment and tools answer the policy, turn by turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from rl_megatron.config.rollout import TurnSampling
+from rl_megatron.data.chat_template import ChatTemplate
+from rl_megatron.data.conversations import Message
+from rl_megatron.generation.interfaces import Sampling
+from rl_megatron.generation.stop_strings import StopStrings
+from rl_megatron.rollouts.client import RolloutClient
+from rl_megatron.rollouts.environment import read_observation
+from rl_megatron.rollouts.environments import Environment, Environments
+from rl_megatron.rollouts.history import History
+from rl_megatron.rollouts.limits import HistoryFull
+from rl_megatron.rollouts.trajectory import Trajectory
+from rl_megatron.rollouts.worker import register_rollout_worker
+
+
+class Tools(Protocol):
+    """The tools that the policy may call in one trajectory."""
+
+    @property
+    def schemas(self) -> Sequence[Mapping[str, Any]]:
+        """Return their JSON schemas, which the chat template describes."""
+        ...
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Return how many calls there were and how many failed, by name."""
+        ...
+
+    def calls(self, text: str) -> Sequence[Any]:
+        """Return the calls in a turn of the policy; empty if there are none."""
+        ...
+
+    async def answer(self, calls: Sequence[Any]) -> tuple[list[Message], bool]:
+        """Return the messages for the model, and whether the trajectory ends."""
+        ...
+
+
+@register_rollout_worker("conversation")
+class Conversation:
+    """A rollout worker of several turns: tools answer calls, and an environment answers all other turns.
+
+    A trajectory ends when the environment says so, or after a turn that nothing answers. At a limit of turns or tokens
+    it is truncated.
+    """
+
+    def __init__(
+        self,
+        environments: Environments | None = None,
+        tools: Callable[[ChatTemplate | None], Tools] | None = None,
+        max_turns: int = 8,
+        turns: Sequence[TurnSampling] = (),
+    ):
+        """Keep the parts, which belong to the caller.
+
+        Args:
+            environments: Make the environments; None: there is none.
+            tools: Returns the tools of a trajectory with a chat template, or without one; None: there are none.
+            max_turns: The most turns of a trajectory.
+            turns: How turns are sampled: entry i is for turn i, the last one also for all later turns.
+        """
+        self._environments, self._tools = environments, tools
+        self._max_turns, self._turns = max_turns, turns
+
+    async def rollout(self, client: RolloutClient, record: Mapping[str, Any], sampling: Sampling) -> list[Trajectory]:
+        """Return the trajectory of a task.
+
+        Raises:
+            HostedCallFailed: The environment failed.
+            HostLost: The process of the environment ended through no fault of its own.
+            HistoryFull: The prompt leaves no space for a token.
+        """
+        chat = client.prompt.chat()
+        tools = None if self._tools is None else self._tools(None if chat is None else chat[0])
+        if self._environments is None:
+            return [await self._talk(client, client.history(tools=_schemas(tools)), None, tools, {}, sampling)]
+        environment = await self._environments.make()
+        try:
+            history, metadata = await self._begin(client, record, environment, tools)
+            return [await self._talk(client, history, environment, tools, metadata, sampling)]
+        finally:
+            await environment.close()
+
+    async def _begin(
+        self, client: RolloutClient, record: Mapping[str, Any], environment: Environment, tools: Tools | None
+    ) -> tuple[History, dict[str, Any]]:
+        """Reset the environment; return the history with its first messages, and its metadata."""
+        history = client.history(tools=_schemas(tools))
+        messages, metadata = await environment.reset(record, history.messages)
+        if messages is not None:
+            first = history.messages[:1]
+            if first and first[0]["role"] == "system" and messages[:1] and messages[0]["role"] != "system":
+                messages = [*first, *messages]
+            history = client.history(messages, _schemas(tools))
+        return history, metadata
+
+    async def _talk(
+        self,
+        client: RolloutClient,
+        history: History,
+        environment: Environment | None,
+        tools: Tools | None,
+        metadata: Mapping[str, Any],
+        sampling: Sampling,
+    ) -> Trajectory:
+        """Let the policy take turns until something ends the trajectory."""
+        said, truncated, stop = dict(metadata), False, None
+        for turn in range(self._max_turns):
+            try:
+                completion = await history.complete(self._sampling(client, sampling, turn, stop))
+            except HistoryFull:
+                if not history.num_turns:
+                    raise
+                truncated = True
+                break
+            text, stop = history.messages[-1]["content"], None
+            was_cut = completion.reason != "stop"
+            if tools is not None and (calls := tools.calls(text)):
+                messages, ends = await tools.answer(calls)
+                was_cut = was_cut or ends  # an answer was still to come
+            elif environment is not None:
+                step = await environment.step(text)
+                history.add_reward(step.reward)
+                said |= step.metadata
+                messages, stop, ends = read_observation(step.messages) or [], step.stop, step.done or step.truncated
+                was_cut = was_cut or step.truncated
+            else:
+                messages, ends = [], True
+            if ends:
+                history.messages += messages  # no turn follows them, so they become no tokens
+                truncated = was_cut
+                break
+            history.extend(messages)
+        else:
+            truncated = True
+        if tools is not None:
+            said |= tools.counts
+        return history.trajectory(truncated=truncated, metadata=said)
+
+    def _sampling(self, client: RolloutClient, sampling: Sampling, turn: int, stop: Sequence[str] | None) -> Sampling:
+        """Return how a turn is sampled.
+
+        Args:
+            client: Has the tokenizer.
+            sampling: How turns are sampled if nothing else is said.
+            turn: The number of the turn, from 0 on.
+            stop: Texts that end this turn as well.
+        """
+        texts = list(stop or ())
+        if self._turns:
+            chosen = self._turns[min(turn, len(self._turns) - 1)]
+            is_greedy = sampling.temperature == 0  # as evaluations ask for
+            names = ("max_new_tokens",) if is_greedy else ("max_new_tokens", "temperature", "top_p", "top_k")
+            own = {name: value for name in names if (value := getattr(chosen, name)) is not None}
+            sampling, texts = replace(sampling, **own), [*texts, *chosen.stop]
+        if not texts:
+            return sampling
+        known = () if sampling.stop_strings is None else sampling.stop_strings.texts
+        stop_strings = StopStrings(tuple(dict.fromkeys((*known, *texts))), client.tokenizer.definition)
+        return replace(sampling, stop_strings=stop_strings)
+
+
+def _schemas(tools: Tools | None) -> Sequence[Mapping[str, Any]] | None:
+    return None if tools is None else tools.schemas

@@ -1,0 +1,313 @@
+"""Histories: the tokens of a trajectory, which only grow, and the messages that they come from.
+
+The tokens of a completion stay as the engine sampled them, and are never made again from text. What stands between two
+completions is rendered once, and the whole conversation is rendered with it, to see that the template has left its past
+alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, Literal, Protocol, Self
+
+from rl_megatron.data.chat_template import ChatTemplate
+from rl_megatron.data.conversations import Conversation, Message, message_text
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.generation.interfaces import Completion, Sampling
+from rl_megatron.rollouts.special_tokens import without_special_tokens
+from rl_megatron.rollouts.tools.turns import ToolTurns
+from rl_megatron.rollouts.trajectory import Segment, Trajectory, Turn
+
+OnRewrite = Literal["branch", "keep", "error"]
+_PLACEHOLDER = "TURN-8d2f41"  # stands for the text of a turn
+
+
+class PastRewritten(RuntimeError):
+    """The chat template writes earlier messages in another way than before, and the configuration refuses that."""
+
+
+class Completes(Protocol):
+    """What a history asks for completions: a `RolloutClient`."""
+
+    def fitting(self, num_tokens: int, sampling: Sampling | None = None) -> Sampling:
+        """Return how the next completion behind so many tokens is sampled."""
+        ...
+
+    async def complete(self, ids: Sequence[int], sampling: Sampling | None = None) -> Completion:
+        """Return the completion of token ids."""
+        ...
+
+
+@dataclass(frozen=True)
+class _End:
+    """What a history was behind a completion.
+
+    Attributes:
+        segment: The number of its segment.
+        num_messages: The number of messages.
+        num_characters: The length of the text that the tokens of the segment stand for.
+        end_of_turn: The text of the token that ended the completion.
+    """
+
+    segment: int
+    num_messages: int
+    num_characters: int
+    end_of_turn: str
+
+
+class History(ABC):
+    """The messages and the tokens of one trajectory. Environments and tools extend it, and the engine completes it.
+
+    Attributes:
+        messages: The conversation so far.
+    """
+
+    def __init__(self, client: Completes, ids: Sequence[int], messages: Sequence[Message]):
+        self.messages: list[Message] = list(messages)
+        self._client = client
+        self._ids = list(ids)
+        self._text, self._end_of_turn = "", ""  # the text that the tokens stand for, and that of the last stop token
+        self._has_sampled = False  # whether the tokens of the segment have sampled ones among them
+        self._closed: list[Segment] = []
+        self._closed_texts: list[str] = []
+        self._turns: list[Turn] = []
+        self._ends: list[_End] = []  # of the turns of all segments
+        self._parent: int | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        """Return the tokens that the next completion follows."""
+        return list(self._ids)
+
+    @property
+    def num_turns(self) -> int:
+        """Return the number of completions."""
+        return len(self._turns) + sum(len(segment.turns) for segment in self._closed)
+
+    async def complete(self, sampling: Sampling | None = None) -> Completion:
+        """Append the engine's completion, and return it. Its text is the last message.
+
+        Args:
+            sampling: How it is sampled; None: as the generation section says.
+
+        Raises:
+            HistoryFull: No token fits.
+        """
+        used = self._client.fitting(len(self._ids), sampling)
+        completion = await self._client.complete(self._ids, used)
+        self._turns.append(Turn(len(self._ids), completion, used))
+        self._has_sampled = True
+        self._ids += completion.ids
+        self._note(completion, used)
+        self._ends.append(_End(len(self._closed), len(self.messages), len(self._text), self._end_of_turn))
+        return completion
+
+    @abstractmethod
+    def extend(self, messages: Sequence[Message]) -> None:
+        """Append messages that the policy did not write, so that its next turn follows."""
+
+    @abstractmethod
+    def _note(self, completion: Completion, sampling: Sampling) -> None:
+        """Append the message of a completion, whose tokens are there already."""
+
+    def add_reward(self, reward: float) -> None:
+        """Add to the environment's reward of the last completion."""
+        last = self._turns[-1]
+        self._turns[-1] = replace(last, reward=last.reward + reward)
+
+    def trajectory(
+        self,
+        reward: float = 0.0,
+        *,
+        truncated: bool | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Trajectory:
+        """Return the trajectory up to the last completion.
+
+        Args:
+            reward: The environment's reward for the whole, besides those of turns.
+            truncated: Whether it ended before its end; None: if the last completion did.
+            metadata: What reward functions get as `metadata`.
+        """
+        segments = self.segments()
+        if truncated is None:
+            truncated = not segments or segments[-1].turns[-1].completion.reason != "stop"
+        return Trajectory(tuple(segments), reward, truncated, tuple(self.messages), dict(metadata or {}))
+
+    def segments(self, num_turns: int | None = None) -> list[Segment]:
+        """Return the segments of the first so many completions; None: of all."""
+        segments = [*self._closed]
+        if self._turns:
+            segments.append(Segment(self._ids[: self._turns[-1].end], tuple(self._turns), self._parent))
+        if num_turns is None or num_turns >= self.num_turns:
+            return segments
+        found = []
+        for segment, before in zip(segments, accumulate([0, *(len(each.turns) for each in segments)]), strict=False):
+            turns = segment.turns[: max(0, num_turns - before)]
+            if turns:
+                found.append(Segment(segment.ids[: turns[-1].end], turns, segment.parent))
+        return found
+
+    def segment_of(self, turn: int) -> int:
+        """Return the number of the segment that has a completion; completions are numbered from 1."""
+        return self._ends[turn - 1].segment
+
+    def messages_until(self, turn: int) -> list[Message]:
+        """Return the messages up to a completion, with it; completions are numbered from 1."""
+        return self.messages[: self._ends[turn - 1].num_messages]
+
+    def is_behind(self, turn: int) -> bool:
+        """Return whether nothing follows a completion yet; completions are numbered from 1."""
+        return turn == self.num_turns and len(self.messages) == self._ends[turn - 1].num_messages
+
+    def fork(self, turn: int) -> Self:
+        """Return a history that goes on behind a completion of this one, whose tokens stay as they are.
+
+        The completions so far are not among those of the new history: they are its context.
+
+        Args:
+            turn: The number of the completion, from 1.
+        """
+        end, forked = self._ends[turn - 1], copy(self)
+        is_closed = end.segment < len(self._closed)
+        ids = self._closed[end.segment].ids if is_closed else self._ids
+        text = self._closed_texts[end.segment] if is_closed else self._text
+        (*_, last) = self.segments(turn)
+        forked.messages = self.messages_until(turn)
+        forked._ids, forked._text = list(ids[: last.turns[-1].end]), text[: end.num_characters]
+        forked._end_of_turn, forked._has_sampled = end.end_of_turn, True
+        forked._closed, forked._closed_texts, forked._turns, forked._ends = [], [], [], []
+        forked._parent = None
+        return forked
+
+
+class TextHistory(History):
+    """A history of plain text: what is said is appended as it is."""
+
+    def __init__(self, client: Completes, tokenizer: Tokenizer, ids: Sequence[int]):
+        """Begin with the tokens of a prompt."""
+        super().__init__(client, ids, [{"role": "user", "content": tokenizer.decode(ids)}])
+        self._tokenizer = tokenizer
+
+    def extend(self, messages: Sequence[Message]) -> None:
+        """Append the texts of messages."""
+        self.messages += messages
+        self._ids += self._tokenizer.encode("".join(message_text(message) for message in messages))
+
+    def extend_ids(self, ids: Sequence[int]) -> None:
+        """Append tokens that the policy did not sample."""
+        self.messages.append({"role": "user", "content": self._tokenizer.decode(ids)})
+        self._ids += ids
+
+    def _note(self, completion: Completion, sampling: Sampling) -> None:
+        self.messages.append({"role": "assistant", "content": self._tokenizer.decode(completion.ids)})
+
+
+class ChatHistory(History):
+    """A conversation that a chat template renders."""
+
+    def __init__(
+        self,
+        client: Completes,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        conversation: Conversation,
+        on_rewrite: OnRewrite,
+        ids: Sequence[int] | None = None,
+    ):
+        """Begin with a conversation that the policy answers.
+
+        Args:
+            client: What completes the tokens.
+            tokenizer: The tokenizer.
+            template: The chat template.
+            conversation: The first messages, with the tools.
+            on_rewrite: What happens if the template writes earlier messages in another way than before: "branch"
+                begins a segment with what it writes now, "keep" goes on behind the tokens that are there, and "error"
+                raises `PastRewritten`.
+            ids: The tokens of the conversation, if they are known.
+        """
+        text = template.prompt(conversation)
+        super().__init__(client, tokenizer.encode_special(text).ids if ids is None else ids, conversation.messages)
+        self._tokenizer, self._template, self._on_rewrite = tokenizer, ToolTurns(template), on_rewrite
+        self._conversation, self._text = conversation, text
+
+    def extend(self, messages: Sequence[Message]) -> None:
+        """Append messages, as the chat template writes them.
+
+        The text of a message cannot make special tokens: their names in it get an invisible character.
+
+        Raises:
+            PastRewritten: The template writes the messages before in another way, and `on_rewrite` is "error".
+            ValueError: The template fails.
+        """
+        self.messages += [without_special_tokens(message, self._tokenizer) for message in messages]
+        rendered = self._template.prompt(self._so_far())
+        if not self._has_sampled:  # nothing was sampled in this segment, so nothing has to stay
+            self._text, self._ids = rendered, self._tokenizer.encode_special(rendered).ids
+            return
+        if rendered.startswith(self._text):
+            self._append(rendered[len(self._text) :])
+            return
+        if self._on_rewrite == "keep":
+            self._append(self._behind_the_last_turn(len(messages)))
+            return
+        if self._on_rewrite == "error":
+            place = next(
+                (number for number, (one, other) in enumerate(zip(self._text, rendered, strict=False)) if one != other),
+                min(len(self._text), len(rendered)),
+            )
+            raise PastRewritten(
+                f"the chat template writes {rendered[place : place + 40]!r} where the conversation has "
+                f"{self._text[place : place + 40]!r} (character {place + 1}); set rollout.on_rewrite=branch to learn "
+                "from both histories, or keep to go on with the first one"
+            )
+        self._branch(rendered)
+
+    def _note(self, completion: Completion, sampling: Sampling) -> None:
+        ids = completion.ids
+        has_stop_token = completion.reason == "stop" and ids[-1] in sampling.stop_ids
+        content = self._tokenizer.decode(ids[:-1] if has_stop_token else ids, skip_special_tokens=False)
+        self._end_of_turn = self._tokenizer.token_text(ids[-1]) if has_stop_token else ""
+        self.messages.append({"role": "assistant", "content": content})
+        # Behind another token, the first one may have a space that it does not have alone.
+        before = self._ids[-len(ids) - 1]
+        alone = self._tokenizer.decode([before], skip_special_tokens=False)
+        self._text += self._tokenizer.decode([before, *ids], skip_special_tokens=False)[len(alone) :]
+
+    def _so_far(self, num_messages: int | None = None) -> Conversation:
+        messages = [dict(message) for message in self.messages[:num_messages]]
+        return replace(self._conversation, messages=messages)
+
+    def _append(self, text: str) -> None:
+        self._text += text
+        self._ids += self._tokenizer.encode_special(text).ids
+
+    def _branch(self, rendered: str) -> None:
+        """Close the segment, and begin one with what the template writes now."""
+        if self._turns:  # otherwise it has only the context of a fork, and is not a segment of this history
+            self._closed.append(Segment(self._ids[: self._turns[-1].end], tuple(self._turns), self._parent))
+            self._closed_texts.append(self._text)
+            self._parent = len(self._closed) - 1
+        self._turns, self._text, self._has_sampled = [], rendered, False
+        self._ids = self._tokenizer.encode_special(rendered).ids
+
+    def _behind_the_last_turn(self, num_new: int) -> str:
+        """Return what the template writes behind the text of the last completion.
+
+        Raises:
+            PastRewritten: The template does not write the text of that turn as it is.
+        """
+        conversation, place = self._so_far(), len(self.messages) - num_new - 1
+        conversation.messages[place]["content"] = _PLACEHOLDER
+        _, *behind = self._template.prompt(conversation).split(_PLACEHOLDER)
+        if len(behind) != 1 or not behind[0].startswith(self._end_of_turn):
+            raise PastRewritten(
+                "rollout.on_rewrite=keep: it cannot be told what the chat template writes behind the last turn, which "
+                f"ends with {self._text[-20:]!r}; set it to branch"
+            )
+        return behind[0][len(self._end_of_turn) :]

@@ -1,0 +1,224 @@
+"""`RolloutRunner`: lets a rollout worker make the trajectories of many tasks. All ranks get all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from rl_megatron import log
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.importing import raised
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.execution import NonFiniteLoss
+from rl_megatron.execution.phase_timer import phase
+from rl_megatron.generation.completion_batch import complete_requests
+from rl_megatron.generation.interfaces import Completion, EngineFailed, Request, RolloutEngine, Sampling
+from rl_megatron.generation.rank_zero_loop import RankZeroLoop
+from rl_megatron.rollouts.client import Answer, RolloutClient
+from rl_megatron.rollouts.gateway.server import Gateway
+from rl_megatron.rollouts.history import OnRewrite
+from rl_megatron.rollouts.hosts import HostLost
+from rl_megatron.rollouts.limits import TokenLimits
+from rl_megatron.rollouts.rounds import RolloutTask, Rounds, TaskResult
+from rl_megatron.rollouts.trajectory import Trajectory
+from rl_megatron.rollouts.worker import RolloutWorker, completion
+from rl_megatron.weight_sync.policy_ranks import PolicyRanks
+
+_T = TypeVar("_T")
+_RETRY_SEEDS = 1 << 32  # the distance of the seeds of two attempts
+# How often an attempt is made again whose process another call has ended, and how often if nobody knows what ended it.
+# Each of the first kind has a cause, which usually is a failed attempt of another task, so that it comes to an end.
+_MOST_LOSSES, _MOST_UNEXPLAINED_LOSSES = 1000, 10
+
+
+class Closes(Protocol):
+    """Something that is closed when a runner is."""
+
+    def close(self) -> None:
+        """End what it has started."""
+        ...
+
+
+class RolloutFailed(RuntimeError):
+    """A task failed in all its attempts, and the configuration says that the run ends then."""
+
+
+_FORESEEN = (RolloutFailed, EngineFailed, NonFiniteLoss, ConfigError)
+
+
+@dataclass(frozen=True)
+class RolloutRules:
+    """How tasks run.
+
+    Attributes:
+        limits: The limits of a trajectory's tokens.
+        on_rewrite: What happens if a chat template rewrites the past.
+        concurrency: The most tasks that run at the same time.
+        retries: How often a task that fails is tried again.
+        timeout_seconds: The longest time of an attempt, without the time of the engine; None for no limit.
+        fails_run: Whether a task that has failed in all attempts ends the run.
+    """
+
+    limits: TokenLimits
+    on_rewrite: OnRewrite = "branch"
+    concurrency: int = 4096
+    retries: int = 0
+    timeout_seconds: float | None = None
+    fails_run: bool = True
+
+
+class RolloutRunner:
+    """Runs a rollout worker for many tasks. The worker runs on rank 0, on an asyncio loop in a thread of its own.
+
+    Every rank calls `run` with the same tasks, and takes part in the rounds of completions.
+    """
+
+    def __init__(
+        self,
+        worker: RolloutWorker,
+        rules: RolloutRules,
+        tokenizer: Tokenizer,
+        ranks: PolicyRanks,
+        collective_timeout: float,
+        owned: Sequence[Closes] = (),
+        gateway: Gateway | None = None,
+    ):
+        """Start the thread.
+
+        Args:
+            worker: The worker.
+            rules: How tasks run.
+            tokenizer: The run's tokenizer.
+            ranks: The exchange among the policy's ranks.
+            collective_timeout: Seconds after which a collective fails.
+            owned: What the worker needs and nobody else, such as processes. It is closed with the runner.
+            gateway: What agents send requests to; `close` ends it. None if there is none.
+        """
+        self._gateway, self._owned = gateway, owned
+        self._worker, self._rules, self._tokenizer, self._ranks = worker, rules, tokenizer, ranks
+        self._loop = RankZeroLoop(ranks, collective_timeout, "rollout workers", _FORESEEN)
+
+    @property
+    def makes_turns(self) -> bool:
+        """Return whether trajectories may have several turns or sequences, or rewards of an environment."""
+        return self._worker is not completion
+
+    def run(self, tasks: Sequence[RolloutTask], engine: RolloutEngine, sampling: Sampling) -> list[TaskResult]:
+        """Return the result of each task, in order. Collective.
+
+        Raises:
+            RolloutFailed: A task failed in all its attempts, and the rules say that the run ends then.
+            EngineFailed: The engine cannot go on.
+        """
+        rounds = Rounds(partial(self._attempts, sampling), self._rules.concurrency)
+        try:
+            if self._ranks.leads:
+                self._loop.wait(_begin(rounds, tasks))
+            while requests := self._next_round(rounds):
+                completions = complete_requests(engine, requests)
+                if self._ranks.leads:
+                    self._loop.wait(_answer(rounds, completions))
+            return self._loop.on_all_ranks(lambda: _results(rounds))
+        finally:
+            if self._ranks.leads:
+                self._loop.wait(_cancel(rounds))
+
+    def close(self) -> None:
+        """End the gateway, the thread, and what the worker needs."""
+        try:
+            if self._gateway is not None and self._ranks.leads:
+                self._loop.wait(self._gateway.close())
+            self._loop.close()
+        finally:
+            for each in self._owned:
+                each.close()
+
+    def _next_round(self, rounds: Rounds) -> list[Request]:
+        with phase("environment"):
+            return self._loop.on_all_ranks(rounds.requests)
+
+    async def _attempts(self, sampling: Sampling, task: RolloutTask, answer: Answer) -> TaskResult:
+        """Run a task until an attempt succeeds or there are no more. An attempt whose process was lost is free."""
+        rules, failed, failure = self._rules, 0, ""
+        losses = {True: _MOST_LOSSES, False: _MOST_UNEXPLAINED_LOSSES}
+        tries = 0
+        while failed <= rules.retries:
+            name = task.name if tries == 0 else f"{task.name}r{tries}"
+            client = RolloutClient(
+                name, task.seed + tries * _RETRY_SEEDS, task.prompt, sampling, self._tokenizer, rules.limits,
+                answer, rules.on_rewrite, self._gateway,
+            )  # fmt: skip
+            tries += 1
+            try:
+                made = await within_limit(self._trajectories(client, sampling), rules.timeout_seconds, client)
+                return TaskResult(made, attempts=tries)
+            except (EngineFailed, NonFiniteLoss, ConfigError, asyncio.CancelledError):
+                raise
+            except Exception as error:  # whatever the worker, an environment or a tool raises
+                failure = f"trajectory {name} ({task.prompt.record.location}): the rollout worker {raised(error)}"
+                if isinstance(error, HostLost) and losses[error.by_another_call] > 0:
+                    losses[error.by_another_call] -= 1
+                    log.LOGGER.warning("%s; it begins again, which does not count as an attempt", failure)
+                    continue
+                failed += 1
+                log.LOGGER.warning("%s; attempt %d of %d", failure, failed, rules.retries + 1)
+        if rules.fails_run:
+            raise RolloutFailed(failure)
+        return TaskResult((), failure, tries)
+
+    async def _trajectories(self, client: RolloutClient, sampling: Sampling) -> list[Trajectory]:
+        """Return what the worker makes with a client, whose tokens are those of the engine."""
+        made = await self._worker(client, client.prompt.record.values, sampling)
+        trajectories = list(made)
+        for trajectory in trajectories:
+            if not isinstance(trajectory, Trajectory):
+                raise TypeError(f"it returned {type(trajectory).__name__}, and a list of Trajectory is wanted")
+            client.check(trajectory)
+        if len(trajectories) != 1 or not trajectories[0].turns:
+            raise ValueError(f"it returned {len(trajectories)} trajectories, and one with a completion is wanted")
+        return trajectories
+
+
+async def within_limit(work: Coroutine[Any, Any, _T], seconds: float | None, client: RolloutClient) -> _T:
+    """Return what a coroutine returns.
+
+    Args:
+        work: The coroutine.
+        seconds: The longest time that it may take, without the time in which the client waits for the engine.
+        client: The client.
+
+    Raises:
+        TimeoutError: It takes longer, and is cancelled.
+    """
+    task, began = asyncio.ensure_future(work), time.monotonic()
+    try:
+        while not task.done():
+            left = None if seconds is None else seconds - (time.monotonic() - began - client.seconds_of_engine)
+            if left is not None and left <= 0:
+                raise TimeoutError(f"took longer than rollout.timeout_seconds={seconds:g}")
+            await asyncio.wait({task}, timeout=left)
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+
+
+async def _begin(rounds: Rounds, tasks: Sequence[RolloutTask]) -> None:
+    rounds.begin(tasks)
+
+
+async def _answer(rounds: Rounds, completions: Sequence[Completion]) -> None:
+    rounds.answer(completions)
+
+
+async def _results(rounds: Rounds) -> list[TaskResult]:
+    return rounds.results()
+
+
+async def _cancel(rounds: Rounds) -> None:
+    rounds.cancel()

@@ -1,0 +1,102 @@
+"""`Trajectory`: the tokens that a policy sampled in one task, over several turns, with what was around them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_megatron.data.conversations import Message
+from rl_megatron.generation.interfaces import Completion, Sampling
+
+
+class TokensDiffer(RuntimeError):
+    """A token of a trajectory is not the one that the engine sampled, or that the template wrote."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A completion in its place.
+
+    Attributes:
+        start: The index of its first token in its segment.
+        completion: The engine's answer.
+        sampling: How it was sampled.
+        reward: The environment's reward for it.
+    """
+
+    start: int
+    completion: Completion
+    sampling: Sampling
+    reward: float = 0.0
+
+    @property
+    def end(self) -> int:
+        """Return the index behind its last token."""
+        return self.start + len(self.completion.ids)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A history of tokens that only grew at its end. It becomes one sequence of a training batch.
+
+    Attributes:
+        ids: All tokens.
+        turns: The completions in it, in their order. Only their tokens are learned from.
+        parent: The number of the segment that this one goes on from: the chat template rewrote its history, or an agent
+            went on behind an earlier turn of it. None for a segment with a beginning of its own.
+    """
+
+    ids: Sequence[int]
+    turns: Sequence[Turn]
+    parent: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check that every completion is in its place, behind at least one token, and that none overlaps the next.
+
+        Raises:
+            TokensDiffer: A completion is not; the message names the turn and the token.
+        """
+        behind = 1
+        for number, turn in enumerate(self.turns, 1):
+            if turn.start < behind or turn.end > len(self.ids):
+                raise TokensDiffer(
+                    f"turn {number} is said to be tokens {turn.start + 1} to {turn.end} of a segment of "
+                    f"{len(self.ids)} tokens, of which the first {behind} are not its own"
+                )
+            behind = turn.end
+            for place, sampled in enumerate(turn.completion.ids, turn.start):
+                if self.ids[place] != sampled:
+                    raise TokensDiffer(
+                        f"turn {number}: token {place + 1} of the segment is {self.ids[place]}, and the engine sampled "
+                        f"{sampled} in request {turn.completion.request_id!r}"
+                    )
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """What a rollout worker returns for one task.
+
+    Attributes:
+        segments: The histories with their completions, at least one of which has one.
+        reward: The environment's reward for the whole, besides those of turns. Reward functions add theirs to it.
+        truncated: Whether it ended before its end: at a limit of turns, tokens or time.
+        messages: The conversation, for reward functions and reports. Without a conversation it is empty.
+        metadata: What the environment says about it, for reward functions.
+    """
+
+    segments: Sequence[Segment]
+    reward: float = 0.0
+    truncated: bool = False
+    messages: Sequence[Message] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def turns(self) -> list[Turn]:
+        """Return the completions of all segments. Those of a segment are in the order in which they were sampled."""
+        return [turn for segment in self.segments for turn in segment.turns]
+
+    @property
+    def environment_reward(self) -> float:
+        """Return the sum of the environment's rewards."""
+        return self.reward + sum(turn.reward for turn in self.turns)

@@ -1,0 +1,107 @@
+"""`TrajectoryIndex`: which sequences of a batch belong to one trajectory, and values of whole trajectories.
+
+A trajectory is usually one sequence. It has several if a chat template rewrote its past, or if its turns were sampled
+at different temperatures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.rollouts.batch import TRAJECTORY
+
+
+class TrajectoryIndex:
+    """The sequences of a batch by trajectory. Sequences of one trajectory follow each other.
+
+    Attributes:
+        owner: The number of the trajectory of each sequence, [B] int64, from 0 without a gap.
+        num_trajectories: The number N of trajectories.
+    """
+
+    def __init__(self, rollouts: BatchedDataDict):
+        """Read the key `trajectory`; without it, every sequence is a trajectory."""
+        if TRAJECTORY in rollouts:
+            changes = rollouts[TRAJECTORY].diff() != 0
+            self.owner = torch.cat([torch.zeros(1, dtype=torch.long), changes.long()]).cumsum(0)
+        else:
+            self.owner = torch.arange(rollouts.size)
+        self.num_trajectories = int(self.owner[-1]) + 1 if len(self.owner) else 0
+        self.all_alone = self.num_trajectories == len(self.owner)
+        counts = torch.bincount(self.owner, minlength=self.num_trajectories)
+        self._last = counts.cumsum(0) - 1
+        self._first = self._last - counts + 1
+        self._most = int(counts.max()) if len(counts) else 0
+
+    def of_first(self, values: Tensor) -> Tensor:
+        """Return the value [N, …] of the first sequence of each trajectory."""
+        return values if self.all_alone else values[self._first]
+
+    def of_last(self, values: Tensor) -> Tensor:
+        """Return the value [N, …] of the last sequence of each trajectory."""
+        return values if self.all_alone else values[self._last]
+
+    def is_last(self) -> Tensor:
+        """Return which sequences are the last of their trajectory, [B] bool."""
+        found = torch.zeros(len(self.owner), dtype=torch.bool)
+        found[self._last] = True
+        return found
+
+    def total(self, values: Tensor) -> Tensor:
+        """Return the sums [N] of the values [B] of each trajectory's sequences."""
+        if self.all_alone:
+            return values
+        return torch.zeros(self.num_trajectories, dtype=values.dtype).index_add_(0, self.owner, values)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return the value of its trajectory for each sequence: [N, …] becomes [B, …]."""
+        return values if self.all_alone else values[self.owner]
+
+    def joined(self, values: Tensor) -> Tensor:
+        """Return the sequences of each trajectory as one, padded with zeros: [B, S] becomes [N, K·S]."""
+        if self.all_alone:
+            return values
+        width = values.shape[1]
+        whole = values.new_zeros((self.num_trajectories, self._most, width))
+        whole[self.owner, self._place()] = values
+        return whole.view(self.num_trajectories, self._most * width)
+
+    def split(self, values: Tensor) -> Tensor:
+        """Return what `joined` was given: [N, K·S] becomes [B, S]."""
+        if self.all_alone:
+            return values
+        return values.view(self.num_trajectories, self._most, -1)[self.owner, self._place()]
+
+    def _place(self) -> Tensor:
+        """Return the number of each sequence within its trajectory, [B]."""
+        return torch.arange(len(self.owner)) - self._first[self.owner]
+
+
+def renumbered(parts: Sequence[BatchedDataDict]) -> list[BatchedDataDict]:
+    """Return batches whose trajectories have numbers of their own, so that they can be joined."""
+    found, before = [], 0
+    for part in parts:
+        index = TrajectoryIndex(part)
+        if TRAJECTORY in part:
+            part = BatchedDataDict({**part, TRAJECTORY: index.owner + before})
+        before += index.num_trajectories
+        found.append(part)
+    return found
+
+
+def first_trajectories(rollouts: BatchedDataDict, limit: int) -> BatchedDataDict:
+    """Return the sequences of the first `limit` trajectories."""
+    end = int((TrajectoryIndex(rollouts).owner < limit).sum())
+    return rollouts.slice(0, end)
+
+
+def sizes_of_steps(rollouts: BatchedDataDict, trajectories: int) -> list[int] | None:
+    """Return the numbers of sequences of optimizer steps of so many trajectories; None if each is one sequence."""
+    index = TrajectoryIndex(rollouts)
+    if index.all_alone:
+        return None
+    return torch.bincount(index.owner // trajectories).tolist()

@@ -1,0 +1,79 @@
+"""Rollout workers: what makes the trajectories of a task. `rollout.worker` chooses one, or names the user's own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.importing import raised
+from rl_megatron.config.registry import Registry
+from rl_megatron.generation.interfaces import Sampling
+from rl_megatron.rollouts.client import RolloutClient
+from rl_megatron.rollouts.trajectory import Segment, Trajectory, Turn
+
+# async def rollout(client, record, sampling) -> list[Trajectory]. The record has the fields of the task's problem.
+RolloutWorker = Callable[[RolloutClient, Mapping[str, Any], Sampling], Awaitable[Sequence[Trajectory]]]
+WorkerT = TypeVar("WorkerT", bound=Callable[..., Any])
+
+WORKERS: Registry[Callable[..., Any]] = Registry("rollout worker")
+
+
+def register_rollout_worker(name: str) -> Callable[[WorkerT], WorkerT]:
+    """Return a decorator that registers a rollout worker, a function or a class, as `name` of `rollout.worker`.
+
+    Raises:
+        ValueError: Another worker has this name already.
+    """
+
+    def add(worker: WorkerT) -> WorkerT:
+        WORKERS.register(name)(worker)
+        return worker
+
+    return add
+
+
+@register_rollout_worker("completion")
+async def completion(client: RolloutClient, record: Mapping[str, Any], sampling: Sampling) -> list[Trajectory]:
+    """Complete the prompt once."""
+    ids = client.prompt.ids
+    answer = await client.complete(ids, sampling)
+    segment = Segment([*ids, *answer.ids], (Turn(len(ids), answer, sampling),))
+    return [Trajectory((segment,), truncated=answer.reason != "stop")]
+
+
+def loaded_worker(name: str, kwargs: Mapping[str, Any]) -> RolloutWorker:
+    """Return the worker that `rollout.worker` names, with the arguments of `rollout.worker_kwargs`.
+
+    It is an async function, or a class with an async method `rollout`, which is made with the arguments.
+
+    Raises:
+        ConfigError: There is no such worker, it does not take the arguments, or it is not async.
+    """
+    where = f"rollout.worker={name}"
+    found: Any = WORKERS.find(name, "rollout.worker")
+    if inspect.isclass(found):
+        found, kwargs = _made(found, kwargs, where), {}
+    function = getattr(found, "rollout", found)
+    if not inspect.iscoroutinefunction(function):
+        raise ConfigError(
+            f"{where} is no coroutine function; write `async def rollout(client, record, sampling)`, or a class with "
+            "such a method"
+        )
+    try:
+        inspect.signature(function).bind(None, {}, None, **kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"{where}: it is called as rollout(client, record, sampling) with the arguments of rollout.worker_kwargs "
+            f"({', '.join(kwargs) or 'none'}): {error}"
+        ) from error
+    return partial(function, **kwargs) if kwargs else function
+
+
+def _made(found: type, kwargs: Mapping[str, Any], where: str) -> Any:
+    try:
+        return found(**kwargs)
+    except Exception as error:  # whatever the user's class raises
+        raise ConfigError(f"{where} cannot be made with rollout.worker_kwargs: {raised(error)}") from error

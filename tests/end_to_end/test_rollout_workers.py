@@ -1,0 +1,77 @@
+"""A worker of the user's own on two ranks: several turns in GRPO, PPO and evaluations, recorded and replayed."""
+
+import pytest
+
+from tests.end_to_end.launch import TINY_GRPO, metrics
+
+WORKER = """
+async def second_try(client, record, sampling, hint=" no, "):
+    history = client.history()
+    await history.complete(sampling)
+    if history.messages[-1]["content"] != record["answer"]:
+        history.add_reward(-0.5)
+        history.extend([{"role": "user", "content": hint}])
+        await history.complete(sampling)
+    return [history.trajectory()]
+
+
+async def fails(client, record, sampling):
+    raise OSError("the world has ended")
+
+
+def even(completion_ids, turns, environment_reward, **_):
+    assert 1 <= len(turns) <= 2 and environment_reward in (0.0, -0.5)
+    return sum(token % 2 == 0 for token in completion_ids) / len(completion_ids)
+"""
+OPTIONS = (
+    *TINY_GRPO, "rollout.worker=worker.py:second_try", "reward.functions=[{path: worker.py, name: even}]",
+    "rollout.save_every=1",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, forks):
+    """The directory of a run of GRPO on two ranks."""
+    directory = tmp_path_factory.mktemp("trained")
+    (directory / "worker.py").write_text(WORKER)
+    ranks = forks.run_ranks(directory, "train", *OPTIONS, "parallel.tensor=2", ranks=2)
+    assert [rank.status for rank in ranks] == [0, 0], ranks[0].err
+    return directory
+
+
+def test_trajectories_have_their_turns_and_both_rewards(trained):
+    lines = metrics(trained / "out")
+    steps = [line for line in lines if line["kind"] == "train"]
+    assert all(1.9 < line["turns"] <= 2 and line["failed_trajectories"] == 0 for line in steps)
+    assert all(line["mismatch_max"] < 1e-4 and line["grad_norm"] > 0 for line in steps)
+    assert all(-0.5 <= line["reward"] <= 1 and line["reward"] == pytest.approx(line["reward_even_score"] - 0.5, abs=0.1)
+               for line in steps)  # fmt: skip
+    assert any("reward" in line and "turns" in line for line in lines if line["kind"] == "eval")
+
+
+def test_a_replay_of_turns_gives_the_same_metrics(trained, tmp_path, forks):
+    (tmp_path / "worker.py").write_text(WORKER)
+    recorded = trained / "out" / "rollouts" / "grpo"
+    command = ("train", *OPTIONS, "parallel.tensor=2", f"rollout.replay={recorded}")
+    ranks = forks.run_ranks(tmp_path, *command, ranks=2)
+    assert [rank.status for rank in ranks] == [0, 0], ranks[0].err
+    names = ("loss", "grad_norm", "reward", "advantage_max")
+    first, second = (
+        [line for line in metrics(each / "out") if line["kind"] == "train"] for each in (trained, tmp_path)
+    )
+    assert [[line[name] for name in names] for line in first] == [[line[name] for name in names] for line in second]
+
+
+def test_ppo_learns_from_turns(tmp_path, forks):
+    (tmp_path / "worker.py").write_text(WORKER)
+    done = forks.run(tmp_path, "train", *OPTIONS, "algorithm=ppo", "train.steps=1")
+    assert done.status == 0, done.err
+    (step,) = [line for line in metrics(tmp_path / "out") if line["kind"] == "train"]
+    assert step["turns"] > 1.9 and step["critic_loss"] > 0
+
+
+def test_a_worker_that_fails_ends_the_run_and_names_the_record(tmp_path, forks):
+    (tmp_path / "worker.py").write_text(WORKER)
+    failed = forks.run(tmp_path, "train", *OPTIONS, "rollout.worker=worker.py:fails", "rollout.retries=1")
+    assert failed.status == 1
+    assert "the rollout worker raised OSError: the world has ended" in failed.err and "attempt 2 of 2" in failed.err

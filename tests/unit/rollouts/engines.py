@@ -1,0 +1,46 @@
+"""Engines that sample without a model, and what runs rollout workers on them in one process."""
+
+import random
+
+import torch
+
+from rl_megatron.generation.interfaces import Completion, Sampling, WeightSpan
+from rl_megatron.rollouts.limits import TokenLimits
+from rl_megatron.rollouts.rounds import RolloutTask
+from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner
+from rl_megatron.weight_sync.policy_ranks import PolicyRanks
+
+SAMPLING = Sampling(8, stop_ids=(0,))
+NO_LIMITS = TokenLimits(10**6, 10**6)
+NO_LIMITS = TokenLimits(10**6, 10**6)
+
+
+class RandomTokens:
+    """An engine that draws tokens from some ids. Each request has the random numbers of its seed."""
+
+    def __init__(self, ids, stop_id=0, stops=0.2):
+        self.ids, self.stop_id, self.stops, self.rounds = list(ids), stop_id, stops, []
+
+    def complete_all(self, requests):
+        self.rounds.append(list(requests))
+        return [self.completion(request) for request in requests]
+
+    def completion(self, request):
+        chance, ids, reason = random.Random(request.seed), [], "length"
+        while len(ids) < request.sampling.max_new_tokens and reason == "length":
+            ids.append(chance.choice(self.ids))
+            if chance.random() < self.stops:
+                ids[-1], reason = self.stop_id, "stop"
+        logprobs = tuple(-chance.random() for _ in ids)
+        return Completion(request.request_id, tuple(ids), logprobs, (WeightSpan(1, 0, len(ids)),), reason)
+
+
+def run(worker, prompts, engine, tokenizer, limits=NO_LIMITS, sampling=SAMPLING, owned=(), **rules):
+    """Return the result of a worker for each prompt."""
+    ranks = PolicyRanks(0, 1, torch.device("cpu"))
+    runner = RolloutRunner(worker, RolloutRules(limits, **rules), tokenizer, ranks, 60.0, owned)
+    tasks = [RolloutTask(f"7-{number}", prompt, 1000 + number) for number, prompt in enumerate(prompts)]
+    try:
+        return runner.run(tasks, engine, sampling)
+    finally:
+        runner.close()

@@ -1,0 +1,217 @@
+"""Many workers at the same time: rounds, failures, retries, limits of time, and tokens that were changed."""
+
+import asyncio
+import random
+import resource
+import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.data.encoding import EncodedPrompt
+from rl_megatron.data.records import Record
+from rl_megatron.data.tasks import Problem
+from rl_megatron.generation.interfaces import EngineFailed
+from rl_megatron.rewards.scorer import RewardMetrics
+from rl_megatron.rollouts.limits import HistoryFull, TokenLimits
+from rl_megatron.rollouts.runner import RolloutFailed
+from rl_megatron.rollouts.scored import ScoredRollouts
+from rl_megatron.rollouts.trajectory import Segment, TokensDiffer
+from rl_megatron.rollouts.worker import completion, loaded_worker
+from tests.unit.algorithms.fakes import Characters
+from tests.unit.rollouts.engines import SAMPLING, RandomTokens, run
+
+TOKENIZER = Characters()
+
+
+def prompts(number):
+    records = [Record({"number": i}, f"x:{i}") for i in range(number)]
+    return [EncodedPrompt([1 + i % 100, 2], Problem(str(i), ""), each) for i, each in enumerate(records)]
+
+
+async def two_turns(client, record, sampling):
+    history = client.history()
+    await history.complete(sampling)
+    history.extend([{"role": "user", "content": "ab"}])
+    await history.complete(sampling)
+    return [history.trajectory()]
+
+
+def test_all_requests_of_a_turn_are_one_round_however_long_a_worker_takes():
+    async def slow(client, record, sampling):
+        history = client.history()
+        for _ in range(3):
+            await asyncio.sleep(random.random() / 50)
+            await history.complete(sampling)
+        return [history.trajectory()]
+
+    one, other = RandomTokens(range(1, 9)), RandomTokens(range(1, 9))
+    first, second = (run(slow, prompts(20), engine, TOKENIZER) for engine in (one, other))
+    assert [len(requests) for requests in one.rounds] == [20, 20, 20]
+    assert one.rounds == other.rounds and first == second
+    assert [request.request_id for request in one.rounds[1]] == [f"7-{number}.1" for number in range(20)]
+
+
+def test_so_many_tasks_run_at_the_same_time_as_are_allowed():
+    engine = RandomTokens(range(1, 9))
+    results = run(two_turns, prompts(7), engine, TOKENIZER, concurrency=3)
+    assert len(results) == 7 and max(map(len, engine.rounds)) == 3
+    assert all(result.trajectories for result in results)
+
+
+def test_a_worker_that_fails_is_tried_again_and_its_failure_names_the_task():
+    async def fails_once(client, record, sampling):
+        if record["number"] == 2 and not client.name.endswith("r1"):
+            raise OSError("the environment is gone")
+        return await completion(client, record, sampling)
+
+    results = run(fails_once, prompts(4), RandomTokens(range(1, 9)), TOKENIZER, retries=1)
+    assert [result.attempts for result in results] == [1, 1, 2, 1]
+    with pytest.raises(RolloutFailed, match=r"trajectory 7-2 \(x:2\): the rollout worker raised OSError: the environ"):
+        run(fails_once, prompts(4), RandomTokens(range(1, 9)), TOKENIZER)
+    masked = run(fails_once, prompts(4), RandomTokens(range(1, 9)), TOKENIZER, fails_run=False)
+    assert [bool(result.trajectories) for result in masked] == [True, True, False, True]
+
+
+def test_an_engine_that_fails_ends_the_run():
+    class Broken(RandomTokens):
+        def complete_all(self, requests):
+            raise EngineFailed("the engine has ended")
+
+    before = threading.active_count()
+    with pytest.raises(EngineFailed, match="the engine has ended"):
+        run(two_turns, prompts(3), Broken([1]), TOKENIZER)
+    assert threading.active_count() == before
+
+
+def test_a_limit_of_time_does_not_count_the_engine():
+    class Slow(RandomTokens):
+        def complete_all(self, requests):
+            time.sleep(0.4)
+            return super().complete_all(requests)
+
+    async def hangs(client, record, sampling):
+        history = client.history()
+        await history.complete(sampling)
+        await asyncio.sleep(60 if record["number"] == 1 else 0)
+        return [history.trajectory()]
+
+    results = run(hangs, prompts(3), Slow(range(1, 9)), TOKENIZER, timeout_seconds=0.2, fails_run=False)
+    assert [bool(result.trajectories) for result in results] == [True, False, True]
+    assert "took longer than rollout.timeout_seconds=0.2" in results[1].failure
+
+
+@pytest.mark.parametrize("place", [0, 3, 5])
+def test_a_token_that_was_changed_is_named(place):
+    """Tokens 0 and 1 are the prompt, token 2 was sampled, tokens 3 and 4 are another's, and token 5 was sampled."""
+
+    async def corrupts(client, record, sampling):
+        (trajectory,) = await two_turns(client, record, sampling)
+        (segment,) = trajectory.segments
+        ids = list(segment.ids)
+        ids[place] += 1
+        return [replace(trajectory, segments=(Segment(ids, segment.turns),))]
+
+    turn = 1 if place == 0 else 2
+    with pytest.raises(RolloutFailed, match=rf"turn {turn}: token {place + 1} .*\d+, and the engine "):
+        run(corrupts, prompts(1), RandomTokens(range(1, 9), stops=1.0), TOKENIZER)
+
+
+def test_a_completion_of_nobody_is_refused():
+    async def invents(client, record, sampling):
+        (trajectory,) = await completion(client, record, sampling)
+        (segment,) = trajectory.segments
+        turn = segment.turns[0]
+        forged = replace(turn, completion=replace(turn.completion, request_id="another"))
+        return [replace(trajectory, segments=(Segment(segment.ids, (forged,)),))]
+
+    with pytest.raises(RolloutFailed, match="the engine was given no request 'another'"):
+        run(invents, prompts(1), RandomTokens(range(1, 9)), TOKENIZER)
+
+
+def test_a_segment_is_refused_whose_turns_overlap():
+    async def keep(client, record, sampling):
+        kept.extend(await two_turns(client, record, sampling))
+        return kept
+
+    kept = []
+    run(keep, prompts(1), RandomTokens(range(1, 9)), TOKENIZER)
+    segment = kept[0].segments[0]
+    with pytest.raises(TokensDiffer, match="turn 2 is said to be tokens"):
+        Segment(segment.ids, segment.turns[::-1])
+
+
+def test_limits_of_tokens_shorten_completions_and_end_trajectories():
+    async def long(client, record, sampling):
+        history = client.history()
+        try:
+            while True:
+                await history.complete(sampling)
+                history.extend([{"role": "user", "content": "ab"}])
+        except HistoryFull:
+            return [history.trajectory(truncated=True)]
+
+    engine = RandomTokens(range(1, 9), stops=0.0)
+    (result,) = run(long, prompts(1), engine, TOKENIZER, limits=TokenLimits(25, 10**6))
+    lengths = [turn.end - turn.start for turn in result.trajectories[0].turns]
+    assert lengths == [8, 8, 3] and len(result.trajectories[0].segments[0].ids) == 25
+    (result,) = run(long, prompts(1), engine, TOKENIZER, limits=TokenLimits(10**6, 10))
+    assert [turn.end - turn.start for turn in result.trajectories[0].turns] == [8, 2]
+
+
+@pytest.mark.slow
+def test_a_thousand_trajectories_with_faults_are_all_accounted_for():
+    """Of each group of four, all are learned from or none."""
+
+    async def faulty(client, record, sampling):
+        chance, history = random.Random(record["number"]), client.history()
+        for _ in range(3):
+            await asyncio.sleep(chance.random() / 100)
+            fault = chance.random()
+            if fault < 0.02:
+                raise RuntimeError("a fault")
+            if fault < 0.035:
+                await asyncio.sleep(3600)
+            await history.complete(sampling)
+            history.extend([{"role": "user", "content": "x" * chance.randint(0, 200)}])
+        return [history.trajectory(reward=1.0)]
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    tasks = prompts(1000)
+    results = run(faulty, tasks, RandomTokens(range(1, 9)), TOKENIZER, timeout_seconds=2.0, fails_run=False)
+    failed = [number for number, result in enumerate(results) if result.failure]
+    assert len(results) == 1000 and 50 < len(failed) < 200
+    runner = SimpleNamespace(makes_turns=True, run=lambda *arguments: results)
+    scorer = SimpleNamespace(score_samples=lambda samples: (torch.zeros(len(samples)), RewardMetrics()))
+    batch = ScoredRollouts(runner, scorer, TOKENIZER).make(None, tasks, SAMPLING, 0, group_size=4).batch
+    groups = (batch["sample_mask"] > 0).view(-1, 4)
+    assert (groups.all(1) | ~groups.any(1)).all()
+    assert {number // 4 for number in failed} == set((~groups.any(1)).nonzero()[:, 0].tolist())
+    assert batch["token_mask"][batch["sample_mask"] == 0].sum() == 0
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < 500, "MiB"
+
+
+def test_a_worker_is_a_function_or_a_class_with_arguments(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "async def plain(client, record, sampling, turns=1): ...\n"
+        "def blocking(client, record, sampling): ...\n"
+        "class Game:\n"
+        "    def __init__(self, size): self.size = size\n"
+        "    async def rollout(self, client, record, sampling): return self.size\n"
+    )
+    assert loaded_worker("completion", {}) is completion
+    assert loaded_worker(f"{path}:plain", {"turns": 2}).keywords == {"turns": 2}
+    assert asyncio.run(loaded_worker(f"{path}:Game", {"size": 3})(None, {}, SAMPLING)) == 3
+    for name, kwargs, message in (
+        ("completio", {}, "there is no rollout worker 'completio'"),
+        (f"{path}:plain", {"size": 2}, "got an unexpected keyword argument 'size'"),
+        (f"{path}:blocking", {}, "is no coroutine function; write `async def rollout"),
+        (f"{path}:Game", {}, "cannot be made with rollout.worker_kwargs: raised TypeError"),
+    ):
+        with pytest.raises((ConfigError, ValueError), match=message):
+            loaded_worker(name, kwargs)
