@@ -75,6 +75,64 @@ def _distribution(name: str, unit: str, what: str) -> tuple[Metric, ...]:
     )
 
 
+ASYNCHRONOUS = declare_metrics(
+    Metric(
+        "trajectory_age_mean",
+        "steps",
+        "With rollout.async_enabled, how many steps ago the oldest tokens of trajectories were sampled.",
+        "mean",
+        "lower",
+    ),
+    Metric(
+        "trajectory_age_max",
+        "steps",
+        "The same, for the oldest trajectory.",
+        "max",
+        "lower",
+        healthy="at most rollout.max_trajectory_age_steps",
+    ),
+    Metric(
+        "partial_trajectories", "trajectories", "Trajectories with tokens of several versions of the weights.", "sum"
+    ),
+    Metric("dropped_groups", "groups", "Groups that no step learns from, for any reason.", "sum", "lower"),
+    Metric("dropped_groups_too_old", "groups", "Dropped groups that were older than the bound.", "sum", "lower"),
+    Metric(
+        "dropped_groups_not_in_time",
+        "groups",
+        "Dropped groups that a step with rollout.over_sampling did not wait for.",
+        "sum",
+        "lower",
+    ),
+    Metric("refilled_groups", "groups", "Groups that were started in the place of dropped ones.", "sum"),
+    Metric("running_groups", "groups", "Groups that run when the step gets its own.", "last"),
+    Metric("ready_groups", "groups", "Complete groups that wait for later steps then.", "last"),
+    Metric(
+        "engine_idle",
+        "1",
+        "The share of time in which the rollout engine has no request.",
+        "mean",
+        "lower",
+        healthy="below 0.15; otherwise raise rollout.max_trajectory_age_steps, or use fewer engines",
+    ),
+    Metric(
+        "trainer_idle",
+        "1",
+        "The share of time in which training waits for trajectories.",
+        "mean",
+        "lower",
+        healthy="below 0.15; otherwise use more engines",
+    ),
+    Metric(
+        "correction_ess",
+        "1",
+        "The effective sample size (Σw)²/Σw² of the weights π_prev/π_generation, as a share of the tokens.",
+        "mean",
+        "higher",
+        healthy="above 0.9",
+    ),
+    Metric("old_logprobs_of_engine", "1", "1 if π_prev is what the engine reported, and 0 if not.", "last"),
+)
+
 ROLLOUT = declare_metrics(
     Metric(
         "reward",

@@ -9,21 +9,22 @@ from __future__ import annotations
 from typing import Any
 
 from rl_megatron.algorithms.advantages import generalized_advantages, whiten
+from rl_megatron.algorithms.async_sampler import sampler_of
 from rl_megatron.algorithms.metrics import CRITIC_PREFIX
 from rl_megatron.algorithms.registry import CriticNeeds, register_algorithm
 from rl_megatron.algorithms.rollout import (
     ROLLOUT_LOSS,
-    Sampler,
     check_policy_gradient,
     needs_reference,
     num_tokens,
     recomputes_logprobs,
     reward_kl,
     rewards_per_token,
+    rollout_loss,
     uses_reference,
     with_logprobs,
 )
-from rl_megatron.algorithms.rollout_statistics import learned_statistics, logprob_mismatch, statistics
+from rl_megatron.algorithms.rollout_statistics import correction_statistics, learned_statistics, logprob_mismatch
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.config.algorithms import PPOConfig
 from rl_megatron.data.batch import BatchedDataDict
@@ -55,33 +56,36 @@ def ppo(stage: Stage, algorithm: PPOConfig) -> None:
     """Train the stage's policy and critic by PPO."""
     critic = stage.critic
     assert critic is not None  # the stage has one because the algorithm is registered with a critic
-    policy_loss = configured_loss(stage.config.loss)
+    policy_loss = rollout_loss(stage.config)
     value_loss = configured_loss(_value_loss(algorithm))
     recompute, reference = recomputes_logprobs(stage.config, algorithm, policy_loss), needs_reference(policy_loss)
     if reference:
         stage.policy.freeze_reference()
-    sampler = Sampler(stage, algorithm)
+    from_engine = stage.config.rollout.correction == "engine"
+    sampler = sampler_of(stage, algorithm)
 
     for step in stage.steps():
-        rollouts = sampler.draw(step)
+        rollouts, report = sampler.collect(step)
         stage.engine.sleep()
         learns = step > algorithm.critic_warmup_steps
         # Logprobs are reported in every step, even if no training step computes them.
-        rollouts = with_logprobs(rollouts, stage.policy, recompute=recompute or not learns, reference=reference)
+        rollouts = with_logprobs(
+            rollouts, stage.policy, recompute=(recompute or not learns) and not from_engine, reference=reference,
+            from_engine=from_engine,
+        )  # fmt: skip
         with stage.timer.phase("values"):
             rollouts["values"] = critic.get_values(rollouts)["values"]
             stage.timer.count_tokens(num_tokens(rollouts))
         with stage.timer.phase("advantages"):
             rollouts = with_advantages(rollouts, algorithm, policy_loss)
         sampler.keep(step, rollouts)
-        report = statistics(rollouts, algorithm.samples_per_prompt)
-        report |= learned_statistics(rollouts, stage.policy.weight_version)
-        report |= reward_kl(rollouts, policy_loss) | sampler.reward_metrics()
+        report |= learned_statistics(rollouts, stage.policy.weight_version) | reward_kl(rollouts, policy_loss)
         for _ in range(algorithm.updates_per_rollout):
             learned = stage.train(step, rollouts, value_loss, critic)
             report |= {f"{CRITIC_PREFIX}{name}": value for name, value in learned.items()}
             if learns:
                 report |= stage.train(step, rollouts, policy_loss)
+                report |= correction_statistics(report)
         stage.record(step, report | logprob_mismatch(rollouts))
 
 

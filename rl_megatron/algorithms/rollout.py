@@ -11,6 +11,7 @@ from rl_megatron.algorithms.advantages import informative_groups, token_rewards
 from rl_megatron.algorithms.registry import LossNeeds
 from rl_megatron.algorithms.resumed_state import MustBe
 from rl_megatron.algorithms.rollout_record import RolloutRecord
+from rl_megatron.algorithms.rollout_statistics import statistics
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.batching.routing import ROUTED_EXPERTS, UNKNOWN_EXPERT
 from rl_megatron.config.algorithms import PolicyGradientConfig, RolloutConfig
@@ -47,7 +48,13 @@ ROLLOUT_LOSS = LossNeeds("advantages", _uses_advantages, ROLLOUT_KEYS, "clipped_
 
 def uses_reference(stage: StageConfig) -> bool:
     """Return whether the stage's loss, or its reward, uses the reference policy."""
-    return needs_reference(configured_loss(stage.loss))
+    return needs_reference(rollout_loss(stage))
+
+
+def rollout_loss(stage: StageConfig) -> LossFunction:
+    """Return the loss of a stage, which weights old trajectories as `rollout.importance_correction` says."""
+    recomputed = stage.rollout.correction == "recomputed" and stage.rollout.async_enabled
+    return configured_loss({**stage.loss, **({"use_importance_sampling_correction": True} if recomputed else {})})
 
 
 def check_problems(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
@@ -67,8 +74,18 @@ def check_policy_gradient(stage: StageConfig, tokenizer: Tokenizer) -> list[tupl
         ConfigError: See `check_problems` and `recomputes_logprobs`.
     """
     algorithm: PolicyGradientConfig = stage.algorithm  # pyright: ignore[reportAssignmentType] registered only for this class
-    recomputes_logprobs(stage, algorithm, configured_loss(stage.loss))
+    recomputes_logprobs(stage, algorithm, rollout_loss(stage))
     return check_problems(stage, tokenizer)
+
+
+def seed_of_batch(seed: int, batch_number: int) -> int:
+    """Return the seed of the first round of a batch; those of further rounds follow it.
+
+    Args:
+        seed: `train.seed`.
+        batch_number: The number of the batch, from 1 on.
+    """
+    return (seed * 1_000_003 + batch_number) * _ROUNDS_PER_SEED
 
 
 class Sampler:
@@ -79,7 +96,7 @@ class Sampler:
     """
 
     def __init__(self, stage: Stage, algorithm: RolloutConfig):
-        config, self._stage = stage.config, stage
+        config, self._stage, self._algorithm = stage.config, stage, algorithm
         self._engine, self._seed = stage.engine, config.train.seed
         self._per_prompt = algorithm.samples_per_prompt
         self._rollouts, self._metrics = stage.rollouts, RewardMetrics()
@@ -89,6 +106,27 @@ class Sampler:
         stage.keep("sampler", self)
         self._sampling = stage_sampling(config, stage.tokenizer, end_of_turn_ids=self._prompts.end_of_turn_ids)
         self._record = RolloutRecord(config.rollout, stage.rollout_files, stage.tokenizer, self._per_prompt)
+
+    def collect(self, step: int) -> tuple[BatchedDataDict, dict[str, float]]:
+        """Return (the rollouts that the step learns from, statistics of all sampled rollouts).
+
+        With dynamic sampling, groups whose rewards are all equal are dropped, and other prompts are sampled until the
+        step is full or has used all its rounds.
+        """
+        group_size, drops = self._per_prompt, self._algorithm.drops_equal_rewards
+        wanted = self._algorithm.prompts_per_step * group_size
+        kept, seen = [], []
+        for round_ in range(self._algorithm.rounds_per_step):
+            rollouts = self.draw(step, round_)
+            seen.append(rollouts)
+            kept.append(keep_informative(rollouts, group_size) if drops else rollouts)
+            if sum(TrajectoryIndex(part).num_trajectories for part in kept) >= wanted:
+                break
+        outcome = statistics(join(seen, len(seen) * wanted), group_size) | self._reward_metrics()
+        if drops:
+            outcome["sampling_rounds"] = float(len(seen))
+            kept = [part for part in kept if part.size] or seen[-1:]  # if no group differs, the step has no gradient
+        return join(kept, wanted), outcome
 
     def draw(self, step: int, round_: int = 0) -> BatchedDataDict:
         """Return `samples_per_prompt` scored completions for each of the round's prompts.
@@ -100,7 +138,7 @@ class Sampler:
         prompts = [prompt for prompt in self._prompts.at(number, round_) for _ in range(self._per_prompt)]
         rollouts, metrics = self._record.replayed(step, round_, len(prompts)), RewardMetrics()
         if rollouts is None:
-            seed = self._seed_of(number) + round_
+            seed = seed_of_batch(self._seed, number) + round_
             scored = self._rollouts.make(self._engine, prompts, self._sampling, seed, self._per_prompt)
             rollouts, metrics = scored.batch, scored.metrics
         self._record.add(round_, rollouts, prompts, metrics)
@@ -116,18 +154,15 @@ class Sampler:
         """
         self._record.write(step, learned, self._stage.policy.weight_version)
 
-    def _seed_of(self, batch_number: int) -> int:
-        return (self._seed * 1_000_003 + batch_number) * _ROUNDS_PER_SEED
-
     def state_dict(self) -> dict[str, int]:
         """Return the seed of the next draw, which checkpoints keep."""
-        return {"next_seed": self._seed_of(self._stage.next_batch_number)}
+        return {"next_seed": seed_of_batch(self._seed, self._stage.next_batch_number)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Check that the next draw has the seed that a checkpoint says; see `MustBe.load_state_dict`."""
         MustBe(self.state_dict()).load_state_dict(state)
 
-    def reward_metrics(self) -> dict[str, float]:
+    def _reward_metrics(self) -> dict[str, float]:
         """Return the metrics of the reward functions over all draws since the last call."""
         metrics, self._metrics = self._metrics, RewardMetrics()
         return metrics.values()
@@ -136,12 +171,15 @@ class Sampler:
 def recomputes_logprobs(stage: StageConfig, algorithm: PolicyGradientConfig, loss_fn: LossFunction) -> bool:
     """Return whether `prev_logprobs` are computed before the policy learns from a rollout.
 
-    With `algorithm.recompute_logprobs=auto` they are, unless the loss takes them from the forward pass of the training
-    step (`Loss.on_policy_keys`), and nothing else may read them.
+    With `rollout.importance_correction=engine` they are those of the engine. With `algorithm.recompute_logprobs=auto`
+    they are computed, unless the loss takes them from the forward pass of the training step (`Loss.on_policy_keys`),
+    and nothing else may read them.
 
     Raises:
         ConfigError: `algorithm.recompute_logprobs=never`, and the loss needs them.
     """
+    if stage.rollout.correction == "engine":
+        return False
     key = "prev_logprobs"
     needed = key in getattr(loss_fn, "required_keys", ())
     if algorithm.recompute_logprobs == "never" and needed:
@@ -156,12 +194,14 @@ def recomputes_logprobs(stage: StageConfig, algorithm: PolicyGradientConfig, los
 
 
 def with_logprobs(
-    rollouts: BatchedDataDict, policy: PolicyInterface, *, recompute: bool, reference: bool
+    rollouts: BatchedDataDict, policy: PolicyInterface, *, recompute: bool, reference: bool, from_engine: bool = False
 ) -> BatchedDataDict:
     """Return the rollouts with the `prev_logprobs` and `reference_policy_logprobs` that are asked for.
 
-    `prev_logprobs` are those of the current policy.
+    `prev_logprobs` are those of the current policy, or with `from_engine` those that the engine reported.
     """
+    if from_engine:
+        rollouts["prev_logprobs"] = rollouts["generation_logprobs"].clone()
     if recompute:
         with phase("logprobs"):
             rollouts["prev_logprobs"] = policy.get_logprobs(rollouts)["logprobs"]

@@ -64,6 +64,14 @@ class RolloutRecord:
             )
         return batch
 
+    def of_step(self, step: int, round_: int) -> BatchedDataDict:
+        """Return a round of a step that this run has written.
+
+        Raises:
+            ConfigError: The file is missing, or is not a file of rollouts.
+        """
+        return batch_of([row for row in read_rows(rollout_file(self._directory, step)) if row["round"] == round_])
+
     def add(
         self, round_: int, rollouts: BatchedDataDict, prompts: Sequence[EncodedPrompt], metrics: RewardMetrics
     ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from rl_megatron.algorithms.advantages import informative_groups
@@ -49,6 +51,18 @@ def learned_statistics(rollouts: BatchedDataDict, weight_version: int) -> dict[s
         "weight_age_mean": ages.float().mean().item(),
         "weight_age_max": float(ages.max()),
     }
+
+
+def correction_statistics(report: Mapping[str, float]) -> dict[str, float]:
+    """Return `correction_ess`, the effective sample size of the correction's weights as a share of the tokens.
+
+    Weights w of n tokens are worth (Σw)²/Σw² equal ones (Kish 1965). The result is empty if the loss has no weights.
+
+    Args:
+        report: The metrics of a training step.
+    """
+    mean, square = (report.get(f"sampling_importance_ratio{end}") for end in ("", "_square"))
+    return {} if mean is None or not square else {"correction_ess": mean**2 / square}
 
 
 def _distribution(name: str, values: Tensor) -> dict[str, float]:

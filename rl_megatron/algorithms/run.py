@@ -323,6 +323,8 @@ def _run_algorithm(stage: Stage, engine: SyncedEngine) -> None:
     finally:
         if stage.profiler is not None:
             stage.profiler.abandon()
+        for part in stage.closing:
+            part.close()
         engine.shutdown()
         if stage.eval_sets is not None:
             stage.eval_sets.close()

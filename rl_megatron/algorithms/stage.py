@@ -35,6 +35,7 @@ from rl_megatron.observability.position import Position
 from rl_megatron.observability.step_profiler import StepProfiler
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.rollouts.batch import TRAJECTORY
+from rl_megatron.rollouts.runner import Closes
 from rl_megatron.rollouts.scored import ScoredRollouts
 from rl_megatron.rollouts.trajectory_index import sizes_of_steps
 
@@ -68,6 +69,7 @@ class Stage:
         roll_back: The step that the stage is in, and the batches that it leaves out.
         position: Where in the run this process is, for its heartbeat.
         eval_sets: The named sets of problems, or None if there are none.
+        closing: What is closed with the stage, before its rollout engine.
     """
 
     name: str
@@ -92,6 +94,7 @@ class Stage:
     roll_back: RollBack = field(default_factory=RollBack)
     position: Position = field(default_factory=Position)
     eval_sets: EvalSets | None = None
+    closing: list[Closes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.checkpointer = Checkpointer(
@@ -128,6 +131,10 @@ class Stage:
             ValueError: The stage keeps a part of this name already.
         """
         self._resumed_state.add(name, part)
+
+    def close_at_end(self, part: Closes) -> None:
+        """Close something with the stage, before its rollout engine."""
+        self.closing.append(part)
 
     def steps(self) -> Iterator[int]:
         """Yield the step numbers 1 … train.steps, or those after the newest checkpoint of this stage if it is resumed.

@@ -18,6 +18,7 @@ from rl_megatron.generation.interfaces import (
     Sampling,
     Served,
     SleepingEngine,
+    TakesRequests,
 )
 
 _T = TypeVar("_T")
@@ -48,6 +49,12 @@ class SyncedEngine:
         self._engine, self._check, self._note = engine, check, note
         self._needs_routing = needs_routing
         self._checked: Served | None = None
+        self._before_sync: Callable[[], None] = _nothing
+        self._after_sync: Callable[[], None] = _nothing
+
+    def observe_syncs(self, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Call functions before and after every weight sync, on every rank."""
+        self._before_sync, self._after_sync = before, after
 
     @property
     def served(self) -> Served | None:
@@ -56,10 +63,32 @@ class SyncedEngine:
 
     def update_weights(self) -> dict[str, float]:
         """Sync the policy's current weights to the engine, and return the metrics of the sync."""
+        self._before_sync()
         with phase("refit"):
             metrics = self._engine.update_weights()
+        self._after_sync()
         self._note(metrics)
         return metrics
+
+    async def complete(self, request: Request) -> Completion:
+        """Complete a single request on rank 0, with whatever weights the engine has; see `RequestEngine.complete`.
+
+        Raises:
+            EngineLost: The engine has ended, and the next sync starts it again.
+            EngineFailed: The completion has no routed experts, although the engine is one that records them; or the
+                engine takes no single requests.
+        """
+        engine = self._engine
+        if not isinstance(engine, TakesRequests):
+            raise EngineFailed(
+                "the rollout engine takes no single requests while the policy trains: it has no method `complete`; set "
+                "rollout.async_enabled=false"
+            )
+        completion = await engine.complete(
+            list(request.prompt), request.sampling, request.request_id, seed=request.seed
+        )
+        self._require_routing(completion.routed_experts is not None)
+        return completion
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> BatchedDataDict:
         """Generate completions of `prompts`, as `RolloutEngine.generate`, with the policy's current weights.
@@ -97,16 +126,25 @@ class SyncedEngine:
     def _checked_result(self, generate: Callable[[], _T], prompts: list[list[int]]) -> _T:
         """Return what `generate` returns from an engine that has the policy's weights and was checked on prompts."""
         while True:
-            served = self._sync()
-            if served != self._checked:
-                with phase("gate"):
-                    self._note(self._check.run(self._engine, prompts))
-                self._checked = served
-                continue  # if the engine restarted during the check, the check is repeated
+            served = self.ready(prompts)
             with phase("generate"):
                 result = generate()
             if self.served == served:
                 return result  # otherwise it comes from a restarted engine, which has not been checked
+
+    def ready(self, prompts: list[list[int]]) -> Served:
+        """Sync the policy's current weights and check them on prompts, and return which copy the engine serves.
+
+        Raises:
+            EngineMismatch: The engine's logprobs differ from the trainer's.
+        """
+        while True:
+            served = self._sync()
+            if served == self._checked:
+                return served
+            with phase("gate"):
+                self._note(self._check.run(self._engine, prompts))
+            self._checked = served  # if the engine restarted during the check, the check is repeated
 
     def _beginning(self, request: Request) -> list[int]:
         """Return as much of a prompt as leaves place for a completion of the logprob check."""
@@ -136,3 +174,7 @@ class SyncedEngine:
     def shutdown(self) -> None:
         """Shut the engine down."""
         self._engine.shutdown()
+
+
+def _nothing() -> None:
+    """Do nothing about a weight sync."""

@@ -63,6 +63,11 @@ class RolloutConfig(AlgorithmConfig):
         """Return how many times a step may draw `prompts_per_step` prompts."""
         return 1
 
+    @property
+    def drops_equal_rewards(self) -> bool:
+        """Return whether groups whose rewards are all equal are dropped, and other prompts sampled instead."""
+        return False
+
     def prompts_of_all_steps(self, train: TrainConfig) -> int:
         """Return how many prompts the stage draws at most."""
         return train.steps * self.rounds_per_step * self.prompts_per_step
@@ -228,6 +233,11 @@ class GRPOConfig(PolicyGradientConfig):
     def rounds_per_step(self) -> int:
         """Return how many times a step may draw `prompts_per_step` prompts."""
         return self.dynamic_sampling_max_rounds if self.dynamic_sampling else 1
+
+    @property
+    def drops_equal_rewards(self) -> bool:
+        """Return whether groups whose rewards are all equal are dropped, and other prompts sampled instead."""
+        return self.dynamic_sampling
 
     def optimizer_steps(self, train: TrainConfig) -> int:
         """Return how many optimizer steps the policy takes."""

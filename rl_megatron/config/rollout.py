@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 from rl_megatron.config.agent import AgentConfig
 from rl_megatron.config.environment import EnvironmentConfig
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.field_types import NonNegative, NonNegativeFloat, Positive, PositiveFloat, section
+from rl_megatron.config.field_types import NonNegative, NonNegativeFloat, Number, Positive, PositiveFloat, section
 from rl_megatron.config.tools import ToolsConfig
 
 CONVERSATION = "conversation"  # the worker that has turns, with an environment
@@ -66,12 +66,50 @@ class TrajectoryConfig:
     # What a trajectory does that fails in all its attempts. error: the run ends. mask: nothing is learned from its
     # group, and metrics count it.
     on_failure: Literal["error", "mask"] = "error"
-    save_every: NonNegative = 0  # write the trajectories of every so many steps; 0: of none
+    # Make trajectories while the policy trains, with weights of earlier steps. false: every step waits for its own.
+    async_enabled: bool = False
+    # How many steps before the one that learns from a trajectory its oldest token may have been sampled; 0: none, as
+    # without async_enabled.
+    max_trajectory_age_steps: NonNegative = 1
+    # With async_enabled, completions that run when new weights arrive go on with them. false: new weights wait until
+    # the engine has no request left.
+    in_flight_weight_updates: bool = True
+    # Compute the keys and values of such completions again with the new weights, as every engine of the package does.
+    recompute_kv_cache_after_weight_updates: bool = True
+    # With async_enabled, groups that are made for a step, as a multiple of algorithm.prompts_per_step. Above 1, a step
+    # learns from those that are complete first, so it prefers short ones.
+    over_sampling: Annotated[float, Field(ge=1.0, le=8.0), Number] = 1.0
+    # With over_sampling, trajectories that a step did not wait for go on under new weights, for later steps. false:
+    # they are dropped.
+    partial: bool = True
+    # How old trajectories are corrected for. recomputed: loss.use_importance_sampling_correction weights tokens by
+    # π_prev/π_generation, where the trainer computes π_prev before it learns. engine: π_prev is what the engine
+    # reported, so that the ratio of the loss is π/π_generation. off: not at all. auto: recomputed, if trajectories can
+    # be old.
+    importance_correction: Literal["auto", "recomputed", "engine", "off"] = "auto"
+    save_every: NonNegative = 0  # write the trajectories of every so many steps; 0: of none. async_enabled: of all
     # Prompts of a round whose trajectories are written; null: all, which a replay needs.
     save_prompts: Positive | None = None
     # Learn from the trajectories in a directory rollouts/STAGE of another run, instead of making and scoring them.
     # null: no.
     replay: str | None = None
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Return whether trajectories are made while the policy trains."""
+        return self.async_enabled and (self.max_trajectory_age_steps > 0 or self.over_sampling > 1)
+
+    @property
+    def may_be_old(self) -> bool:
+        """Return whether the policy may learn from tokens that older weights sampled."""
+        return self.async_enabled and self.max_trajectory_age_steps > 0
+
+    @property
+    def correction(self) -> str:
+        """Return how old trajectories are corrected for: recomputed, engine or off."""
+        if self.importance_correction != "auto":
+            return self.importance_correction
+        return "recomputed" if self.may_be_old else "off"
 
     def check(self, where: str, stops_at_strings: bool) -> None:
         """Check that every key has an effect.

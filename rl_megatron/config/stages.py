@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rl_megatron.config import data_sources, schema
+from rl_megatron.config.async_rules import check_asynchronous
 from rl_megatron.config.data_rules import check_data
 from rl_megatron.config.determinism import check_deterministic
 from rl_megatron.config.engines import ENGINE_DECLARATIONS, check_generation, check_router_replay
@@ -108,6 +109,7 @@ def _check_stage(name: str, stage: schema.StageConfig, first: schema.StageConfig
     stage.reward.check()
     stage.rollout.check(f"{where}rollout", ENGINE_DECLARATIONS[stage.generation.engine].stops_at_strings)
     stage.rollout.agent.check(stage.rollout.worker)
+    check_asynchronous(stage, f"{where}rollout")
     stage.eval.check(f"{where}eval", stage.generation.temperature, bool(stage.reward.functions))
     if stage.eval.sets and not stage.algorithm.leaves_language_model:
         raise ConfigError(

@@ -52,6 +52,10 @@ class EngineFailed(RuntimeError):
     """A rollout engine cannot go on, or its answer cannot be used. It is raised on every rank."""
 
 
+class EngineLost(EngineFailed):
+    """A process of the engine has ended, with the requests that it had. `update_weights` starts it again."""
+
+
 @dataclass(frozen=True)
 class Request:
     """A prompt to complete.
@@ -210,11 +214,9 @@ class CompletesRequests(Protocol):
         ...
 
 
-class RequestEngine(RolloutEngine, CompletesRequests, Protocol):
-    """A rollout engine that also takes single requests, at any time. All engines of this package are such engines.
-
-    Only the policy's rank 0 calls these methods.
-    """
+@runtime_checkable
+class TakesRequests(Protocol):
+    """What completes single requests, at any time. All engines of this package do, and only rank 0 calls it."""
 
     async def complete(
         self, ids: list[int], sampling: Sampling, request_id: str, *, seed: int | None = None
@@ -228,6 +230,13 @@ class RequestEngine(RolloutEngine, CompletesRequests, Protocol):
             seed: The source of the request's random numbers; None for one that is derived from `request_id`.
         """
         ...
+
+
+class RequestEngine(RolloutEngine, CompletesRequests, TakesRequests, Protocol):
+    """A rollout engine whose single requests can be stopped. All engines of this package are such engines.
+
+    Only the policy's rank 0 calls these methods.
+    """
 
     def pause(self, abort: bool = False) -> None:
         """Generate no further tokens until `resume`. Requests are still accepted.

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,9 @@ from rl_megatron.topology.collective_errors import in_words
 # How long a rank scores before all ranks meet. It is less than any timeout of a collective, so that a rank which waits
 # for the rewards of others does not give up.
 _SECONDS_BETWEEN_MEETINGS = 5.0
+_SECONDS_ALONE = 0.5  # how long a scorer that is alone scores before it looks whether it is closed
 _MOST_WARNINGS = 5  # of one function
+_T = TypeVar("_T")
 
 
 class RewardFailed(RuntimeError):
@@ -91,14 +93,16 @@ class Scorer:
     same rewards, because a judge or a verifier with a time limit may give the same text different scores.
     """
 
-    def __init__(self, settings: RewardConfig, task: Callable[[], Task]):
+    def __init__(self, settings: RewardConfig, task: Callable[[], Task], alone: bool = False):
         """Start nothing yet.
 
         Args:
             settings: The section `reward`.
             task: Returns the task whose reward is used if `reward.functions` is empty.
+            alone: Whether this rank scores all samples by itself, so that no method is collective.
         """
-        self._settings, self._task = settings, task
+        self._settings, self._task, self._alone = settings, task, alone
+        self._is_closed = False
         self._specs: list[FunctionSpec] = []
         self._workers: RewardWorkers | None = None
         self._scoring_ranks: list[int] = []
@@ -109,9 +113,10 @@ class Scorer:
         if self._scoring_ranks:
             return
         self._specs = configured_functions(self._settings) or [task_function(self._task())]
-        first_of_node = [False] * _world_size()
-        _gather(first_of_node, int(os.environ.get("LOCAL_RANK", _rank())) == 0)
+        first_of_node = self._of_all_ranks(int(os.environ.get("LOCAL_RANK", _rank())) == 0)
         self._scoring_ranks = [rank for rank, is_first in enumerate(first_of_node) if is_first] or [0]
+        if self._alone:
+            self._scoring_ranks = [_rank()]
         if _rank() in self._scoring_ranks:
             self._workers = RewardWorkers(self._specs, self._settings)
             with suppress(OSError):  # `score` tries again, and tells all ranks if that fails as well
@@ -146,7 +151,8 @@ class Scorer:
         return self._combined(samples, self._outcomes(samples))
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers. A call of `score` in another thread of a scorer that is alone fails soon."""
+        self._is_closed = True
         if self._workers is not None:
             self._workers.close()
 
@@ -161,8 +167,7 @@ class Scorer:
                 mine = range(place, len(samples), len(self._scoring_ranks))
                 report = self._work(None if has_begun else samples, mine, with_lists=place == 0)
                 has_begun, has_reported = True, report.is_done
-            reports = [report] * _world_size()
-            _gather(reports, report)
+            reports = self._of_all_ranks(report)
             self._raise_first(reports, samples)
             for each in reports:
                 outcomes |= each.outcomes
@@ -173,14 +178,24 @@ class Scorer:
         """Begin to score samples, or go on with it, until all ranks meet."""
         assert self._workers is not None  # this is a scoring rank
         try:
+            if self._is_closed:
+                raise RuntimeError("the run ends")
             if samples is not None:
                 self._workers.submit(samples, mine, with_lists)
-            is_done = self._workers.advance(_SECONDS_BETWEEN_MEETINGS)
+            is_done = self._workers.advance(_SECONDS_ALONE if self._alone else _SECONDS_BETWEEN_MEETINGS)
         except ConfigError as error:
             return _Report(error=error)
         except Exception as error:  # any failure, such as that of a new process: the other ranks wait for this one
             return _Report(error=RewardFailed(f"the reward workers cannot go on: {in_words(error)}"))
         return _Report(is_done, None, self._workers.failed, self._workers.outcomes if is_done else {})
+
+    def _of_all_ranks(self, value: _T) -> list[_T]:
+        """Return the values of all ranks, or that of this one if it is alone."""
+        if self._alone or not dist.is_initialized():
+            return [value]
+        values = [value] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
 
     def _raise_first(self, reports: Sequence[_Report], samples: Sequence[Sample]) -> None:
         """Raise what the first rank reports that reports an error or a failure."""
@@ -271,17 +286,5 @@ def _weighted(weights: Sequence[float], outcomes: Sequence[Outcome]) -> float:
     return sum(weight * outcome.score for weight, outcome in scored if outcome.score is not None)
 
 
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _gather(values: list, value: object) -> None:
-    """Put the value of every rank into `values`. Collective."""
-    if dist.is_initialized():
-        dist.all_gather_object(values, value)
-    else:
-        values[:] = [value]

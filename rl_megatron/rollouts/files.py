@@ -8,6 +8,7 @@ training reads is kept to the bit, so that a run can learn from the files as it 
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -151,7 +152,10 @@ def write_rows(path: Path, written: Sequence[Mapping[str, Any]]) -> None:
     table = pyarrow.Table.from_pylist(list(written), schema=_schema())
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.incomplete")
-    pyarrow.parquet.write_table(table, partial, compression="zstd")
+    with partial.open("wb") as file:
+        pyarrow.parquet.write_table(table, file, compression="zstd")
+        file.flush()
+        os.fsync(file.fileno())
     partial.replace(path)
 
 

@@ -18,6 +18,7 @@ from rl_megatron.execution.phase_timer import phase
 from rl_megatron.generation.completion_batch import complete_requests
 from rl_megatron.generation.interfaces import Completion, EngineFailed, Request, RolloutEngine, Sampling
 from rl_megatron.generation.rank_zero_loop import RankZeroLoop
+from rl_megatron.rewards.scorer import RewardFailed
 from rl_megatron.rollouts.client import Answer, RolloutClient
 from rl_megatron.rollouts.gateway.server import Gateway
 from rl_megatron.rollouts.history import OnRewrite
@@ -47,7 +48,7 @@ class RolloutFailed(RuntimeError):
     """A task failed in all its attempts, and the configuration says that the run ends then."""
 
 
-_FORESEEN = (RolloutFailed, EngineFailed, NonFiniteLoss, ConfigError)
+_FORESEEN = (RolloutFailed, RewardFailed, EngineFailed, NonFiniteLoss, ConfigError)
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,10 @@ class RolloutRunner:
     """Runs a rollout worker for many tasks. The worker runs on rank 0, on an asyncio loop in a thread of its own.
 
     Every rank calls `run` with the same tasks, and takes part in the rounds of completions.
+
+    Attributes:
+        rules: How tasks run.
+        loop: The loop.
     """
 
     def __init__(
@@ -99,8 +104,8 @@ class RolloutRunner:
             gateway: What agents send requests to; `close` ends it. None if there is none.
         """
         self._gateway, self._owned = gateway, owned
-        self._worker, self._rules, self._tokenizer, self._ranks = worker, rules, tokenizer, ranks
-        self._loop = RankZeroLoop(ranks, collective_timeout, "rollout workers", _FORESEEN)
+        self._worker, self.rules, self._tokenizer, self._ranks = worker, rules, tokenizer, ranks
+        self.loop = RankZeroLoop(ranks, collective_timeout, "rollout workers", _FORESEEN)
 
     @property
     def makes_turns(self) -> bool:
@@ -114,36 +119,47 @@ class RolloutRunner:
             RolloutFailed: A task failed in all its attempts, and the rules say that the run ends then.
             EngineFailed: The engine cannot go on.
         """
-        rounds = Rounds(partial(self._attempts, sampling), self._rules.concurrency)
+        rounds = Rounds(partial(self.attempts, sampling), self.rules.concurrency)
         try:
             if self._ranks.leads:
-                self._loop.wait(_begin(rounds, tasks))
+                self.loop.wait(_begin(rounds, tasks))
             while requests := self._next_round(rounds):
                 completions = complete_requests(engine, requests)
                 if self._ranks.leads:
-                    self._loop.wait(_answer(rounds, completions))
-            return self._loop.on_all_ranks(lambda: _results(rounds))
+                    self.loop.wait(_answer(rounds, completions))
+            return self.loop.on_all_ranks(lambda: _results(rounds))
         finally:
             if self._ranks.leads:
-                self._loop.wait(_cancel(rounds))
+                self.loop.wait(_cancel(rounds))
 
     def close(self) -> None:
         """End the gateway, the thread, and what the worker needs."""
         try:
             if self._gateway is not None and self._ranks.leads:
-                self._loop.wait(self._gateway.close())
-            self._loop.close()
+                self.loop.wait(self._gateway.close())
+            self.loop.close()
         finally:
             for each in self._owned:
                 each.close()
 
     def _next_round(self, rounds: Rounds) -> list[Request]:
         with phase("environment"):
-            return self._loop.on_all_ranks(rounds.requests)
+            return self.loop.on_all_ranks(rounds.requests)
 
-    async def _attempts(self, sampling: Sampling, task: RolloutTask, answer: Answer) -> TaskResult:
-        """Run a task until an attempt succeeds or there are no more. An attempt whose process was lost is free."""
-        rules, failed, failure = self._rules, 0, ""
+    async def attempts(self, sampling: Sampling, task: RolloutTask, answer: Answer) -> TaskResult:
+        """Run a task on the loop until an attempt succeeds or there are no more.
+
+        An attempt whose process was lost does not count.
+
+        Args:
+            sampling: How completions are sampled if the worker does not say so.
+            task: The task.
+            answer: Returns the completion of a request.
+
+        Raises:
+            RolloutFailed: All attempts failed, and the rules say that the run ends then.
+        """
+        rules, failed, failure = self.rules, 0, ""
         losses = {True: _MOST_LOSSES, False: _MOST_UNEXPLAINED_LOSSES}
         tries = 0
         while failed <= rules.retries:

@@ -24,6 +24,30 @@ from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
 
 
 @dataclass(frozen=True)
+class Scores:
+    """The scores of trajectories.
+
+    Attributes:
+        samples: The last turn of each trajectory, as reward functions get it.
+        rewards: The reward of each trajectory; 0 for one that failed.
+        metrics: The metrics of the reward functions.
+    """
+
+    samples: Sequence[Sample]
+    rewards: torch.Tensor
+    metrics: RewardMetrics
+
+    @classmethod
+    def joined(cls, parts: Sequence[Scores]) -> Scores:
+        """Return the scores of several lists of trajectories as those of one."""
+        metrics = RewardMetrics()
+        for part in parts:
+            metrics.add(part.metrics)
+        samples = [sample for part in parts for sample in part.samples]
+        return cls(samples, torch.cat([part.rewards for part in parts]), metrics)
+
+
+@dataclass(frozen=True)
 class Scored:
     """Trajectories with their rewards.
 
@@ -43,7 +67,11 @@ class Scored:
 
 
 class ScoredRollouts:
-    """Trajectories of a rollout worker, with the rewards of reward functions."""
+    """Trajectories of a rollout worker, with the rewards of reward functions.
+
+    Attributes:
+        runner: Runs the worker.
+    """
 
     def __init__(self, runner: RolloutRunner, scorer: Scorer, tokenizer: Tokenizer):
         """Keep the parts, which belong to the caller.
@@ -53,7 +81,7 @@ class ScoredRollouts:
             scorer: Scores what the worker makes.
             tokenizer: The run's tokenizer.
         """
-        self._runner, self._scorer, self._tokenizer = runner, scorer, tokenizer
+        self.runner, self._scorer, self._tokenizer = runner, scorer, tokenizer
 
     def start(self) -> None:
         """Start processes that the first trajectories will need, without waiting for them. Collective."""
@@ -84,45 +112,45 @@ class ScoredRollouts:
             EngineFailed: The engine cannot go on.
             NonFiniteLoss: Logits are NaN or infinite.
         """
-        tasks = [
-            RolloutTask(f"{seed}-{number}", prompt, request_seed(seed, number)) for number, prompt in enumerate(prompts)
-        ]
-        results = self._runner.run(tasks, engine, sampling)
-        trajectories = [result.trajectories[0] if result.trajectories else None for result in results]
+        results = self.runner.run(tasks_of(prompts, seed), engine, sampling)
+        batch = self._batch(prompts, results, sampling)
+        with phase("reward"):
+            scores = self.score(prompts, results, self._scorer)
+        return _with_rewards(batch, results, scores, group_size)
+
+    def score(self, prompts: Sequence[EncodedPrompt], results: Sequence[TaskResult], scorer: Scorer) -> Scores:
+        """Return the scores of the trajectories of prompts. Collective, unless the scorer is alone."""
+        trajectories = [_trajectory(result) for result in results]
+        samples = [self._sample(*pair) for pair in zip(prompts, trajectories, strict=True)]
+        made = torch.tensor([each is not None for each in trajectories])
+        rewards, metrics = _scored(scorer, samples, made)
+        if self.runner.makes_turns:
+            _observe(metrics, results, trajectories)
+        return Scores(samples, rewards, metrics)
+
+    def assembled(
+        self,
+        prompts: Sequence[EncodedPrompt],
+        results: Sequence[TaskResult],
+        scores: Scores,
+        sampling: Sampling,
+        group_size: int,
+    ) -> Scored:
+        """Return trajectories that have been made and scored, as `make` returns them.
+
+        Raises:
+            RolloutFailed: All trajectories failed.
+            NonFiniteLoss: Logits were NaN or infinite.
+        """
+        return _with_rewards(self._batch(prompts, results, sampling), results, scores, group_size)
+
+    def _batch(
+        self, prompts: Sequence[EncodedPrompt], results: Sequence[TaskResult], sampling: Sampling
+    ) -> BatchedDataDict:
+        trajectories = [_trajectory(result) for result in results]
         if all(each is None for each in trajectories):
             raise RolloutFailed(f"all {len(results)} trajectories failed; the first one: {results[0].failure}")
-        batch = trajectory_batch(trajectories, prompts, sampling, self._runner.makes_turns)
-        with phase("reward"):
-            samples = [self._sample(*pair) for pair in zip(prompts, trajectories, strict=True)]
-            made = torch.tensor([each is not None for each in trajectories])
-            rewards, metrics = self._scored(samples, made)
-        if self._runner.makes_turns:
-            _observe(metrics, results, trajectories)
-        index = TrajectoryIndex(batch)
-        whole = made.view(-1, group_size).all(1).repeat_interleave(group_size)
-        if not whole.all():
-            for key in ("sample_mask", "token_mask"):
-                batch[key][~index.spread(whole)] = 0.0
-        batch["rewards"] = index.spread(torch.where(whole, rewards, 0.0))
-        num_sampled = [
-            0 if each is None else sum(len(turn.completion.ids) for turn in each.turns) for each in trajectories
-        ]
-        return Scored(batch, samples, rewards, num_sampled, metrics)
-
-    def _scored(self, samples: Sequence[Sample], made: torch.Tensor) -> tuple[torch.Tensor, RewardMetrics]:
-        """Return the rewards of samples, 0 of those that were not made, and the metrics of reward functions."""
-        there = [sample for sample, is_made in zip(samples, made.tolist(), strict=True) if is_made]
-        scored, metrics = self._scorer.score_samples(there)
-        given = torch.tensor([sample.environment_reward for sample in there])
-        if given.any():
-            scored = scored + given
-            metrics.scores["environment"] = given.tolist()
-        if made.all():
-            return scored, metrics
-        for label, scores in metrics.scores.items():
-            left = iter(scores)
-            metrics.scores[label] = [next(left) if is_made else None for is_made in made.tolist()]
-        return torch.zeros(len(samples)).masked_scatter_(made, scored), metrics
+        return trajectory_batch(trajectories, prompts, sampling, self.runner.makes_turns)
 
     def _sample(self, prompt: EncodedPrompt, trajectory: Trajectory | None) -> Sample:
         """Return a trajectory as reward functions get it: the completion is the last turn."""
@@ -135,6 +163,53 @@ class ScoredRollouts:
             prompt.problem, texts[-1], ids, trajectory.truncated, trajectory.messages,
             texts if len(texts) > 1 else (), trajectory.metadata, trajectory.environment_reward,
         )  # fmt: skip
+
+
+def tasks_of(prompts: Sequence[EncodedPrompt], seed: int, first: int = 0) -> list[RolloutTask]:
+    """Return the tasks of prompts.
+
+    Args:
+        prompts: The prompts.
+        seed: The seed of all random numbers.
+        first: The number of the first of these prompts among those with the same seed.
+    """
+    return [
+        RolloutTask(f"{seed}-{number}", prompt, request_seed(seed, number))
+        for number, prompt in enumerate(prompts, first)
+    ]
+
+
+def _trajectory(result: TaskResult) -> Trajectory | None:
+    return result.trajectories[0] if result.trajectories else None
+
+
+def _with_rewards(batch: BatchedDataDict, results: Sequence[TaskResult], scores: Scores, group_size: int) -> Scored:
+    """Return a batch with rewards, in which nothing is learned from the group of a trajectory that has failed."""
+    trajectories, index = [_trajectory(result) for result in results], TrajectoryIndex(batch)
+    made = torch.tensor([each is not None for each in trajectories])
+    whole = made.view(-1, group_size).all(1).repeat_interleave(group_size)
+    if not whole.all():
+        for key in ("sample_mask", "token_mask"):
+            batch[key][~index.spread(whole)] = 0.0
+    batch["rewards"] = index.spread(torch.where(whole, scores.rewards, 0.0))
+    num_sampled = [0 if each is None else sum(len(turn.completion.ids) for turn in each.turns) for each in trajectories]
+    return Scored(batch, scores.samples, scores.rewards, num_sampled, scores.metrics)
+
+
+def _scored(scorer: Scorer, samples: Sequence[Sample], made: torch.Tensor) -> tuple[torch.Tensor, RewardMetrics]:
+    """Return the rewards of samples, 0 of those that were not made, and the metrics of reward functions."""
+    there = [sample for sample, is_made in zip(samples, made.tolist(), strict=True) if is_made]
+    scored, metrics = scorer.score_samples(there)
+    given = torch.tensor([sample.environment_reward for sample in there])
+    if given.any():
+        scored = scored + given
+        metrics.scores["environment"] = given.tolist()
+    if made.all():
+        return scored, metrics
+    for label, scores in metrics.scores.items():
+        left = iter(scores)
+        metrics.scores[label] = [next(left) if is_made else None for is_made in made.tolist()]
+    return torch.zeros(len(samples)).masked_scatter_(made, scored), metrics
 
 
 def _observe(metrics: RewardMetrics, results: Sequence[TaskResult], trajectories: Sequence[Trajectory | None]) -> None:

@@ -16,7 +16,7 @@ from rl_megatron.config.servers import ServersConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.generation.completion_batch import check_requests, rollouts
 from rl_megatron.generation.completions import requests_of, seed_of_id
-from rl_megatron.generation.interfaces import Completion, EngineFailed, Request, Sampling, Served
+from rl_megatron.generation.interfaces import Completion, EngineFailed, EngineLost, Request, Sampling, Served
 from rl_megatron.generation.rank_zero_loop import RankZeroLoop
 from rl_megatron.generation.servers.client import ServerClient
 from rl_megatron.generation.servers.dialect import ServerDialect
@@ -151,19 +151,19 @@ class ServerEngine:
 
         Raises:
             ConfigError: The prompt is too long for `max_new_tokens`.
-            EngineFailed: The answer cannot be used, or the server died. After `update_weights` has started it again,
-                the request may be repeated.
+            EngineFailed: The answer cannot be used.
+            EngineLost: The server died. After `update_weights` has started it again, the request may be repeated.
             ValueError: Another request that has no completion yet has this id.
         """
         if self._served is None or self._has_lost_a_server:
-            raise EngineFailed("the rollout engine serves no weights; call update_weights() first")
+            raise EngineLost("the rollout engine serves no weights; call update_weights() first")
         request = Request(request_id, tuple(ids), sampling, seed_of_id(request_id) if seed is None else seed)
         self._check_lengths([request])
         try:
             return await asyncio.wrap_future(self._loop.start(self._requests().complete(request)))
         except ServerDied as death:
             self._has_lost_a_server = True  # all ranks hear of it in the next `update_weights`
-            raise EngineFailed(f"{death}; update_weights() starts the server again") from death
+            raise EngineLost(f"{death}; update_weights() starts the server again") from death
 
     def pause(self, abort: bool = False) -> None:
         """Generate no further tokens until `resume`; see `RequestEngine.pause`."""
@@ -296,10 +296,10 @@ class ServerEngine:
         """Return what sends requests, on rank 0.
 
         Raises:
-            EngineFailed: No server was started or reached yet, or one has died.
+            EngineLost: No server was started or reached yet, or one has died.
         """
         if self._sender is None:
-            raise EngineFailed("no server runs; update_weights() starts the servers")
+            raise EngineLost("no server runs; update_weights() starts the servers")
         return self._sender
 
     def _check_lengths(self, requests: Sequence[Request]) -> None:

@@ -17,7 +17,7 @@ from rl_megatron.config.generation import GenerationConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.generation.completion_batch import check_requests, rollouts
 from rl_megatron.generation.completions import requests_of, seed_of_id
-from rl_megatron.generation.interfaces import Completion, EngineFailed, Request, Sampling, Served
+from rl_megatron.generation.interfaces import Completion, EngineFailed, EngineLost, Request, Sampling, Served
 from rl_megatron.generation.transformers.process import Answers, EngineDied, EngineWorkers
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.weight_sync.plan import WeightsRefused
@@ -113,12 +113,12 @@ class TransformersEngine:
 
         Raises:
             ConfigError: The prompt is too long for `max_new_tokens`.
-            EngineFailed: The engine raised an exception, or its process ended. After `update_weights` has started it
-                again, the request may be repeated.
+            EngineFailed: The engine raised an exception.
+            EngineLost: Its process ended. After `update_weights` has started it again, the request may be repeated.
             ValueError: Another request that has no completion yet has this id.
         """
         if self._served is None:
-            raise EngineFailed("the rollout engine serves no weights; call update_weights() first")
+            raise EngineLost("the rollout engine serves no weights; call update_weights() first")
         request = Request(request_id, tuple(ids), sampling, seed_of_id(request_id) if seed is None else seed)
         check_requests([request], self.policy.model_config.max_sequence_length)
         try:
@@ -261,10 +261,10 @@ class TransformersEngine:
         """Return the running engines, on rank 0.
 
         Raises:
-            EngineFailed: No engine runs, or this is not rank 0.
+            EngineLost: No engine runs, or this is not rank 0.
         """
         if self._workers is None:
-            raise EngineFailed("no rollout engine runs here: rank 0 of the policy starts them at the first weight sync")
+            raise EngineLost("no rollout engine runs here: rank 0 of the policy starts them at the first weight sync")
         return self._workers
 
     def _leave(self, at_once: bool) -> None:

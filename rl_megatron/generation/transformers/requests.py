@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rl_megatron.generation.interfaces import Completion, EngineFailed, Request
+from rl_megatron.generation.interfaces import Completion, EngineFailed, EngineLost, Request
 
 
 class EngineRequests:
@@ -42,7 +42,7 @@ class EngineRequests:
 
         Raises:
             ValueError: Another request without a completion has this id.
-            EngineFailed: The process has ended.
+            EngineLost: The process has ended.
         """
         future: Future[Completion] = Future()
         future.set_running_or_notify_cancel()  # a request ends by `abort`, and not by cancelling its future
@@ -58,21 +58,21 @@ class EngineRequests:
                 self._connections[index].send(("add", (request,)))
             except OSError as error:
                 del self._futures[request.request_id]
-                raise EngineFailed(f"{self._names[index]} has ended") from error
+                raise EngineLost(f"{self._names[index]} has ended") from error
         return future
 
     def tell(self, method: str, *arguments: Any) -> None:
         """Call a method of every process's `PendingRequests`, which has no result.
 
         Raises:
-            EngineFailed: A process has ended.
+            EngineLost: A process has ended.
         """
         with self._lock:
             for connection, name in zip(self._connections, self._names, strict=True):
                 try:
                     connection.send((method, arguments))
                 except OSError as error:
-                    raise EngineFailed(f"{name} has ended") from error
+                    raise EngineLost(f"{name} has ended") from error
 
     def _listen(self, index: int) -> None:
         while True:
@@ -95,4 +95,4 @@ class EngineRequests:
             self._connections[index].close()
             lost = [request_id for request_id, (place, _) in self._futures.items() if place == index]
             for request_id in lost:
-                self._futures.pop(request_id)[1].set_exception(EngineFailed(f"{self._names[index]} has ended"))
+                self._futures.pop(request_id)[1].set_exception(EngineLost(f"{self._names[index]} has ended"))

@@ -66,6 +66,7 @@ def generation_metrics(
     )
     weight_mean = means.over_sequences if cfg.sequence_level_importance_ratios else means.over_tokens
     metrics["sampling_importance_ratio"] = weight_mean(weights)
+    metrics["sampling_importance_ratio_square"] = weight_mean(weights.square())
     metrics["approx_entropy"] = -means.over_tokens(F.bounded_exp(logprobs - generation_logprobs) * logprobs)
     if cfg.truncation_type is not None:
         outside_mean = means.over_sequences if cfg.truncation_type == "seq-mask-tis" else means.over_tokens

@@ -49,10 +49,10 @@ class ClippedPGLossFn(LogprobLoss):
 
     Metrics: see `metric_reductions`. Means are over the global batch's tokens, whatever the loss averages over. The
     exceptions are `loss`, `kl_penalty` (averaged like the loss, without β), `num_valid_samples`, `positive_nll_loss`
-    (see above), `sampling_importance_ratio` (over sequences under GSPO) and `is_oob_ratio` (over sequences for
-    seq-mask-tis). `clip_fraction` is the share of tokens whose ratio was outside the clip range. With disable_ppo_ratio
-    the ratio metrics are log-probabilities. Generation metrics are present if the batch has generation_logprobs;
-    `entropy` is present if next_token_entropy is given.
+    (see above), `sampling_importance_ratio` and its square (over sequences under GSPO) and `is_oob_ratio` (over
+    sequences for seq-mask-tis). `clip_fraction` is the share of tokens whose ratio was outside the clip range. With
+    disable_ppo_ratio the ratio metrics are log-probabilities. Generation metrics are present if the batch has
+    generation_logprobs; `entropy` is present if next_token_entropy is given.
 
     TRL's GRPOTrainer computes the same loss for these values of its loss_type:
 
@@ -84,7 +84,7 @@ class ClippedPGLossFn(LogprobLoss):
         ratios = ("probs_ratio", "probs_ratio_clamped")
         return Reduction.table(
             "loss", *ratios, "kl_penalty", "clip_fraction", "num_valid_samples", "positive_nll_loss", "entropy",
-            "sampling_importance_ratio", "approx_entropy", *MISMATCH_MEANS,
+            "sampling_importance_ratio", "sampling_importance_ratio_square", "approx_entropy", *MISMATCH_MEANS,
             *(["is_oob_ratio"] if self.cfg.truncation_type is not None else []),
             minima=[f"{name}_min" for name in ratios],
             maxima=[*(f"{name}_max" for name in ratios), *MISMATCH_MAXIMA],

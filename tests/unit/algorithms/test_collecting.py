@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_megatron.algorithms.advantage_estimators import estimated_advantages
-from rl_megatron.algorithms.grpo import collect, grpo
+from rl_megatron.algorithms.grpo import grpo
 from rl_megatron.algorithms.rollout import Sampler
 from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.config.load import load_config
@@ -39,7 +39,7 @@ def collecting(monkeypatch):
         engine = Scripted({prompt: list(texts) for prompt, texts in answers.items()})
         stage = stage_of_a_sampler(config=config, tokenizer=Characters(), engine=engine, scorer=ScoredHere(Echo()))
         sampler = Sampler(stage, config.algorithm)
-        return lambda step: collect(sampler, step, config.algorithm), engine
+        return sampler.collect, engine
 
     return make
 

@@ -1,0 +1,214 @@
+"""`AsyncSampler`: the rollouts of a step in asynchronous training, where they are made while the policy trains."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rl_megatron.algorithms.rollout import Sampler, join, seed_of_batch
+from rl_megatron.algorithms.rollout_record import RolloutRecord
+from rl_megatron.algorithms.rollout_statistics import statistics
+from rl_megatron.algorithms.stage import Stage
+from rl_megatron.algorithms.synced_engine import SyncedEngine
+from rl_megatron.checkpoint.save import SaveFailed
+from rl_megatron.config.algorithms import RolloutConfig
+from rl_megatron.config.rollout import TrajectoryConfig
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.sources import build_source
+from rl_megatron.data.training_data import RolloutPrompts
+from rl_megatron.generation.interfaces import Completion, Request
+from rl_megatron.generation.stage_sampling import stage_sampling
+from rl_megatron.rewards.scorer import RewardMetrics, Scorer
+from rl_megatron.rollouts.async_rollouts import AsyncRollouts, Group, StepGroups
+from rl_megatron.rollouts.group_queue import NOT_IN_TIME, TOO_OLD, QueueRules
+from rl_megatron.rollouts.rollout_log import LoggedGroup, LoggedStep, RolloutLog
+from rl_megatron.rollouts.rounds import RolloutTask
+from rl_megatron.rollouts.scored import Scored, Scores, tasks_of
+from rl_megatron.topology.collective_errors import run_on_rank0
+from rl_megatron.weight_sync.policy_ranks import PolicyRanks
+
+
+def sampler_of(stage: Stage, algorithm: RolloutConfig) -> Sampler | AsyncSampler:
+    """Return what makes the rollouts of a stage."""
+    rollout = stage.config.rollout
+    if rollout.is_asynchronous and rollout.replay is None:
+        return AsyncSampler(stage, algorithm)
+    return Sampler(stage, algorithm)
+
+
+class AsyncSampler:
+    """The sampler of a stage whose trajectories are made while the policy trains.
+
+    Group n of the stream has the prompt and the seeds that a synchronous run gives to its place. Every step is written
+    to a log before it is learned from. A run that is continued learns from the log as far as it goes, so that it trains
+    on the same tokens again, and then makes the groups anew that were not complete.
+    """
+
+    def __init__(self, stage: Stage, algorithm: RolloutConfig):
+        config = stage.config
+        assert isinstance(stage.engine, SyncedEngine)  # a run makes no other one
+        self._stage, self._engine = stage, stage.engine
+        self._group_size, self._per_step = algorithm.samples_per_prompt, algorithm.prompts_per_step
+        self._rounds, self._seed = algorithm.rounds_per_step, config.train.seed
+        self._prompts = RolloutPrompts(config, algorithm, stage.tokenizer)
+        stage.use_loader(self._prompts.loader)
+        self._sampling = stage_sampling(config, stage.tokenizer, end_of_turn_ids=self._prompts.end_of_turn_ids)
+        of_all = replace(config.rollout, save_every=1, save_prompts=None)
+        self._record = RolloutRecord(of_all, stage.rollout_files, stage.tokenizer, self._group_size)
+        self._log = RolloutLog(stage.rollout_files)
+        topology = stage.policy.topology
+        ranks = PolicyRanks(topology.rank, topology.world_size, topology.device)
+        self._logged = ranks.from_rank_0(self._log.read)
+        self._rollouts = AsyncRollouts(
+            stage.rollouts, Scorer(config.reward, lambda: build_source(config).task(), alone=True),
+            queue_rules(config.rollout, algorithm, config.train.steps), self._tasks_at, self._complete, self._sampling,
+            ranks, waits_for_requests=not config.rollout.in_flight_weight_updates,
+        )  # fmt: skip
+        stage.keep("sampler", self)
+        stage.close_at_end(self._rollouts)
+        self._engine.observe_syncs(self._before_sync, self._after_sync)
+        self._collected = 0, 0  # the newest step that was collected, and the version of its weights
+        self._collected_at: float | None = None
+        self._new: LoggedStep | None = None  # the step that is to be logged
+
+    def collect(self, step: int) -> tuple[BatchedDataDict, dict[str, float]]:
+        """Return (the rollouts that the step learns from, statistics of all rollouts since the step before).
+
+        Raises:
+            RolloutFailed, RewardFailed, EngineFailed, EngineMismatch: See `AsyncRollouts.take` and `SyncedEngine`.
+        """
+        self._collected = step, self._stage.policy.weight_version
+        logged = self._logged.pop(step, None)
+        if logged is not None:
+            return self._replayed(logged)
+        self._rollouts.begin()
+        prompts = [prompt.ids for prompt in self._prompts.loader.batch((step - 1) * self._rounds)]
+        self._engine.ready(prompts)
+        began_to_wait = time.monotonic()
+        groups = self._rollouts.take(restore=lambda: self._engine.ready(prompts))
+        ended, since = time.monotonic(), self._collected_at
+        self._collected_at = ended
+        rollouts, outcome = self._learned(groups)
+        outcome["old_logprobs_of_engine"] = float(self._stage.config.rollout.correction == "engine")
+        if since is not None:
+            outcome["trainer_idle"] = (ended - began_to_wait) / max(ended - since, 1e-9)
+        self._new = _logged(step, groups, outcome)
+        return rollouts, outcome
+
+    def keep(self, step: int, learned: BatchedDataDict) -> None:
+        """Write the rollouts of a step and its line of the log, if it was not replayed. Collective.
+
+        Raises:
+            SaveFailed: They cannot be written.
+        """
+        new, self._new = self._new, None
+        if new is None:
+            return
+        self._record.write(step, learned, self._stage.policy.weight_version)
+        failure = run_on_rank0(lambda: self._log.append(new))
+        if failure is not None:
+            raise SaveFailed(f"the log of rollouts in {self._stage.rollout_files} cannot be written: {failure}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the groups that are left, which checkpoints keep. Collective."""
+        return {"queue": self._rollouts.state_dict(), "batches_skipped": self._stage.roll_back.batches_skipped}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint. After a roll-back, the log ends there, and the groups since are left out."""
+        queue = self._rollouts.queue
+        queue.load_state_dict(state["queue"])
+        self._logged = {step: logged for step, logged in self._logged.items() if step >= queue.next_step}
+        skipped = self._stage.roll_back.batches_skipped - state["batches_skipped"]
+        if skipped:
+            self._logged = {}
+            failure = run_on_rank0(lambda: self._log.forget(queue.next_step - 1))
+            if failure is not None:
+                raise SaveFailed(f"the log of rollouts in {self._stage.rollout_files} cannot be written: {failure}")
+            queue.leave_out(skipped)
+
+    # ---
+
+    def _replayed(self, logged: LoggedStep) -> tuple[BatchedDataDict, dict[str, float]]:
+        """Return the rollouts of a step that the run has logged before it was ended."""
+        rollouts = self._record.of_step(logged.step, 0)
+        self._rollouts.queue.replay(logged.ended)
+        return rollouts, dict(logged.metrics)
+
+    def _learned(self, groups: StepGroups) -> tuple[BatchedDataDict, dict[str, float]]:
+        used = self._assembled(groups.used)
+        seen, metrics = [used.batch], RewardMetrics()
+        metrics.add(used.metrics)
+        if groups.equal:
+            equal = self._assembled(groups.equal)
+            seen.append(equal.batch)
+            metrics.add(equal.metrics)
+        num_seen = sum(len(group.results) for group in (*groups.used, *groups.equal))
+        outcome = statistics(join(seen, num_seen), self._group_size) | metrics.values() | _queue_metrics(groups)
+        prompts = [prompt for group in groups.used for prompt in group.prompts]
+        self._record.add(0, used.batch, prompts, used.metrics)
+        return used.batch, outcome
+
+    def _assembled(self, groups: Sequence[Group]) -> Scored:
+        prompts = [prompt for group in groups for prompt in group.prompts]
+        results = [result for group in groups for result in group.results]
+        scores = Scores.joined([group.scores for group in groups])
+        return self._stage.rollouts.assembled(prompts, results, scores, self._sampling, self._group_size)
+
+    def _tasks_at(self, number: int) -> list[RolloutTask]:
+        """Return the tasks of the group at a place of the stream: those of a synchronous run."""
+        batch, place = divmod(number, self._per_step)
+        prompt = self._prompts.loader.batch(batch)[place]
+        step, round_ = divmod(batch, self._rounds)
+        seed = seed_of_batch(self._seed, step + 1) + round_
+        return tasks_of([prompt] * self._group_size, seed, place * self._group_size)
+
+    async def _complete(self, request: Request) -> Completion:
+        return await self._engine.complete(request)
+
+    def _before_sync(self) -> None:
+        served = self._engine.served
+        if served is None or served.version != self._stage.policy.weight_version:
+            self._rollouts.before_sync()
+
+    def _after_sync(self) -> None:
+        step, version = self._collected
+        newest = self._stage.policy.weight_version
+        self._rollouts.after_sync(newest, step if newest == version else step + 1)
+
+
+def queue_rules(rollout: TrajectoryConfig, algorithm: RolloutConfig, num_steps: int) -> QueueRules:
+    """Return how many groups run."""
+    return QueueRules(
+        algorithm.prompts_per_step, num_steps, rollout.max_trajectory_age_steps, rollout.over_sampling,
+        rollout.partial, algorithm.rounds_per_step, algorithm.drops_equal_rewards,
+    )  # fmt: skip
+
+
+def _queue_metrics(groups: StepGroups) -> dict[str, float]:
+    ages = torch.tensor([age for group in groups.used for age in group.ages], dtype=torch.float32)
+    reasons = list(groups.dropped.values())
+    return {
+        "trajectory_age_mean": ages.mean().item(),
+        "trajectory_age_max": ages.max().item(),
+        "partial_trajectories": float(sum(group.num_partial for group in groups.used)),
+        "dropped_groups": float(len(reasons)),
+        "dropped_groups_too_old": float(reasons.count(TOO_OLD)),
+        "dropped_groups_not_in_time": float(reasons.count(NOT_IN_TIME)),
+        "refilled_groups": float(groups.num_refilled),
+        "running_groups": float(groups.num_running),
+        "ready_groups": float(groups.num_ready),
+        "engine_idle": groups.engine_idle,
+    }
+
+
+def _logged(step: int, groups: StepGroups, outcome: Mapping[str, float]) -> LoggedStep:
+    used = []
+    for group in groups.used:
+        versions = sorted(group.versions)
+        location = group.prompts[0].problem.location or ""
+        used.append(LoggedGroup(group.number, location, list(group.ages), [*versions[:1], *versions[-1:]]))
+    return LoggedStep(step, used, dict(groups.dropped), dict(outcome))

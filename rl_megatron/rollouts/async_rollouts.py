@@ -1,0 +1,341 @@
+"""`AsyncRollouts`: makes and scores groups of trajectories on rank 0 while all ranks train."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rl_megatron.data.encoding import EncodedPrompt
+from rl_megatron.execution.phase_timer import phase
+from rl_megatron.generation.interfaces import Completion, EngineLost, Request, Sampling
+from rl_megatron.rewards.scorer import Scorer
+from rl_megatron.rollouts.group_queue import GroupQueue, QueueRules, Taken
+from rl_megatron.rollouts.rounds import RolloutTask, TaskResult
+from rl_megatron.rollouts.scored import ScoredRollouts, Scores
+from rl_megatron.weight_sync.policy_ranks import PolicyRanks
+
+
+@dataclass(frozen=True)
+class Group:
+    """A complete group.
+
+    Attributes:
+        number: Its place in the stream of prompts.
+        prompts: The prompt of each trajectory.
+        results: What became of each.
+        scores: Their scores.
+        ages: The age of each trajectory, in steps: that of its oldest token.
+    """
+
+    number: int
+    prompts: Sequence[EncodedPrompt]
+    results: Sequence[TaskResult]
+    scores: Scores
+    ages: Sequence[int]
+
+    @property
+    def num_partial(self) -> int:
+        """Return how many of its trajectories have tokens of several versions of the weights."""
+        return sum(len(_versions(result)) > 1 for result in self.results)
+
+    @property
+    def versions(self) -> set[int]:
+        """Return the versions of the weights that sampled its tokens."""
+        return set().union(*(_versions(result) for result in self.results))
+
+
+@dataclass(frozen=True)
+class StepGroups:
+    """What a step gets.
+
+    Attributes:
+        used: The groups that it learns from, in the order of the stream.
+        equal: Groups that were dropped since the step before because their rewards are equal.
+        dropped: All groups that were dropped since then, with the reason.
+        num_refilled: How many groups were started in the place of dropped ones.
+        num_running: How many groups run on.
+        num_ready: How many complete groups wait for later steps.
+        engine_idle: The share of the time since the step before in which the engine had no request.
+    """
+
+    used: Sequence[Group]
+    equal: Sequence[Group]
+    dropped: Mapping[int, str]
+    num_refilled: int
+    num_running: int
+    num_ready: int
+    engine_idle: float
+
+
+class AsyncRollouts:
+    """The groups of a stage that run, on the loop of rollout workers. Rank 0 owns them.
+
+    Methods are collective. The engine is used by one request after another as it becomes free, and not in rounds.
+    """
+
+    def __init__(
+        self,
+        rollouts: ScoredRollouts,
+        scorer: Scorer,
+        rules: QueueRules,
+        tasks_at: Callable[[int], list[RolloutTask]],
+        complete: Callable[[Request], Awaitable[Completion]],
+        sampling: Sampling,
+        ranks: PolicyRanks,
+        waits_for_requests: bool,
+    ):
+        """Start nothing before `begin`.
+
+        Args:
+            rollouts: What makes and scores trajectories. Its runner has the loop.
+            scorer: A scorer that is alone, which belongs to this object.
+            rules: How many groups run.
+            tasks_at: Returns the tasks of the group at a place of the stream of prompts.
+            complete: Completes a request on the engine; called on rank 0's loop.
+            sampling: How completions are sampled if the worker does not say so.
+            ranks: The exchange among the policy's ranks.
+            waits_for_requests: Whether new weights wait until the engine has no request.
+        """
+        self._rollouts, self._scorer, self._tasks_at, self._complete = rollouts, scorer, tasks_at, complete
+        self._rules, self._sampling, self._ranks, self._waits = rules, sampling, ranks, waits_for_requests
+        self._loop = rollouts.runner.loop
+        self.queue = GroupQueue(rules)
+        self._has_begun = False
+        # All below is used on rank 0's loop only.
+        self._is_open = asyncio.Event()  # whether requests may be sent
+        self._changed = asyncio.Event()
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._ready: dict[int, Group] = {}
+        self._equal: list[Group] = []
+        self._to_score: list[tuple[int, list[RolloutTask], list[TaskResult]]] = []
+        self._scoring: asyncio.Task[None] | None = None
+        self._places = asyncio.Semaphore(rollouts.runner.rules.concurrency)
+        self._step_of_version: dict[int, int] = {}
+        self._failure: BaseException | None = None
+        self._num_requests, self._is_lost = 0, False
+        self._idle = _Idle()
+        self._thread = ThreadPoolExecutor(1, "rewards") if ranks.leads else None
+
+    # --- weights ---
+
+    def begin(self) -> None:
+        """Start groups as soon as the engine has weights. Before that, weight syncs have no effect on this object."""
+        self._has_begun = True
+
+    def before_sync(self) -> None:
+        """Send no further request, and let the running ones end if new weights wait for them."""
+        if self._has_begun:
+            self._loop.on_all_ranks(self._close)
+
+    def after_sync(self, version: int, step: int) -> None:
+        """Go on with weights that the engine has got.
+
+        Args:
+            version: The policy's weight version.
+            step: The step that begins with these weights.
+        """
+        if self._has_begun:
+            self._loop.on_all_ranks(lambda: self._open(version, step))
+
+    # --- groups ---
+
+    def take(self, restore: Callable[[], object]) -> StepGroups:
+        """Wait for the groups of the next step, and return them.
+
+        Args:
+            restore: Starts an engine that was lost again, and lets it serve the policy's weights. Collective.
+
+        Raises:
+            RolloutFailed: A trajectory failed in all attempts, and the run is to end then.
+            RewardFailed: A reward function gave no score, and the run is to end then.
+            EngineFailed: The engine cannot go on.
+        """
+        while True:
+            with phase("wait"):
+                taken = self._loop.on_all_ranks(self._next)
+            if taken is not None:
+                return taken
+            restore()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the queue, the same on all ranks."""
+        if not self._has_begun:
+            return self.queue.state_dict()
+        return self._loop.on_all_ranks(self._state)
+
+    def close(self) -> None:
+        """End what runs. It is not collective."""
+        if self._ranks.leads:
+            self._loop.wait(self._cancel())
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+        self._scorer.close()
+
+    # --- on rank 0's loop ---
+
+    async def _close(self) -> None:
+        self._is_open.clear()
+        while self._waits and self._num_requests:
+            await self._wait_for_a_change()
+
+    async def _open(self, version: int, step: int) -> None:
+        self._step_of_version[version] = step
+        self.queue.has_weights(step)
+        self._is_lost = False
+        self._is_open.set()
+        self._start_groups()
+
+    async def _state(self) -> dict[str, Any]:
+        return self.queue.state_dict()
+
+    async def _next(self) -> StepGroups | None:
+        """Return the groups of the next step, or None if the engine was lost meanwhile."""
+        while not self.queue.is_ready():
+            if self._failure is not None:
+                raise self._failure
+            if self._is_lost:
+                return None
+            await self._wait_for_a_change()
+        taken = self.queue.take()
+        used = [self._with_ages(self._ready.pop(number), taken) for number in taken.used]
+        for number in taken.dropped:
+            self._ready.pop(number, None)
+        for number in taken.running:
+            self._running.pop(number).cancel()
+        equal, self._equal = self._equal, []
+        found = StepGroups(
+            used, equal, taken.dropped, taken.num_refilled, self.queue.num_running, self.queue.num_ready,
+            self._idle.share_since_last(self._num_requests),
+        )  # fmt: skip
+        self._start_groups()
+        return found
+
+    async def _wait_for_a_change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    async def _cancel(self) -> None:
+        tasks = [*self._running.values(), *([] if self._scoring is None else [self._scoring])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _start_groups(self) -> None:
+        while self._is_open.is_set() and (number := self.queue.start()) is not None:
+            self._running[number] = asyncio.get_running_loop().create_task(self._run(number))
+
+    async def _run(self, number: int) -> None:
+        """Make the trajectories of a group, and hand them to the scorer."""
+        try:
+            tasks = self._tasks_at(number)
+            async with asyncio.TaskGroup() as together:
+                work = [together.create_task(self._attempts(task)) for task in tasks]
+            self._to_score.append((number, tasks, [each.result() for each in work]))
+            if self._scoring is None:
+                self._scoring = asyncio.get_running_loop().create_task(self._score())
+        except BaseExceptionGroup as errors:
+            self._fail(errors.exceptions[0])
+        except Exception as error:
+            self._fail(error)
+
+    async def _attempts(self, task: RolloutTask) -> TaskResult:
+        async with self._places:
+            return await self._rollouts.runner.attempts(self._sampling, task, self._ask)
+
+    async def _ask(self, request: Request) -> Completion:
+        """Return the completion of a request. If the engine is lost, it is asked again when there is another."""
+        while True:
+            await self._is_open.wait()
+            self._idle.note(self._num_requests)
+            self._num_requests += 1
+            try:
+                return await self._complete(request)
+            except EngineLost:
+                self._is_open.clear()
+                self._is_lost = True
+            finally:
+                self._idle.note(self._num_requests)
+                self._num_requests -= 1
+                self._changed.set()
+
+    async def _score(self) -> None:
+        """Score groups in a thread of their own, all that are complete together."""
+        try:
+            while self._to_score:
+                waiting, self._to_score = self._to_score, []
+                scores = await asyncio.get_running_loop().run_in_executor(self._thread, self._scores, waiting)
+                for (number, tasks, results), of_group in zip(waiting, scores, strict=True):
+                    self._complete_group(number, tasks, results, of_group)
+                self._start_groups()
+                self._changed.set()
+        except Exception as error:
+            self._fail(error)
+        finally:
+            self._scoring = None
+
+    def _scores(self, groups: Sequence[tuple[int, list[RolloutTask], list[TaskResult]]]) -> list[Scores]:
+        return [
+            self._rollouts.score([task.prompt for task in tasks], results, self._scorer) for _, tasks, results in groups
+        ]
+
+    def _complete_group(self, number: int, tasks: list[RolloutTask], results: list[TaskResult], scores: Scores) -> None:
+        if self._running.pop(number, None) is None:
+            return  # it was dropped while it was scored
+        prompts = [replace(task.prompt, renderer=None) for task in tasks]  # other ranks get them without their template
+        group = Group(number, prompts, results, replace(scores, samples=()), ())
+        steps = [self._step_of_version[version] for result in results for version in _versions(result)]
+        rewards = scores.rewards.tolist()
+        differs = any(reward != rewards[0] for reward in rewards)
+        # A group whose trajectories all failed has no token.
+        if self.queue.complete(number, min(steps, default=self.queue.next_step), differs):
+            self._ready[number] = group
+        else:
+            self._equal.append(group)
+
+    def _with_ages(self, group: Group, taken: Taken) -> Group:
+        step = self.queue.next_step - 1
+        ages = [
+            step - min((self._step_of_version[version] for version in _versions(result)), default=step)
+            for result in group.results
+        ]
+        return replace(group, ages=ages)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._changed.set()
+
+
+class _Idle:
+    """The time in which the engine has no request."""
+
+    def __init__(self) -> None:
+        self._began = self._noted = time.monotonic()
+        self._idle = 0.0
+
+    def note(self, num_requests: int) -> None:
+        """Note that the number of requests is about to change."""
+        now = time.monotonic()
+        if num_requests == 0:
+            self._idle += now - self._noted
+        self._noted = now
+
+    def share_since_last(self, num_requests: int) -> float:
+        """Return the share of the time since the last call."""
+        self.note(num_requests)
+        share = self._idle / max(self._noted - self._began, 1e-9)
+        self._began, self._idle = self._noted, 0.0
+        return share
+
+
+def _versions(result: TaskResult) -> set[int]:
+    """Return the versions of the weights that sampled a trajectory."""
+    return {
+        span.version
+        for trajectory in result.trajectories
+        for turn in trajectory.turns
+        for span in turn.completion.versions
+    }
