@@ -115,10 +115,15 @@ class AsyncSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the groups that are left, which checkpoints keep. Collective."""
-        return {"queue": self._rollouts.state_dict(), "batches_skipped": self._stage.roll_back.batches_skipped}
+        return {
+            "queue": self._rollouts.state_dict(),
+            "batches_skipped": self._stage.roll_back.batches_skipped,
+            "weight_version": self._stage.policy.weight_version,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint. After a roll-back, the log ends there, and the groups since are left out."""
+        self._stage.policy.model.version = state["weight_version"]  # the log goes on with the same numbers
         queue = self._rollouts.queue
         queue.load_state_dict(state["queue"])
         self._logged = {step: logged for step, logged in self._logged.items() if step >= queue.next_step}

@@ -123,6 +123,7 @@ class Sampler:
             if sum(TrajectoryIndex(part).num_trajectories for part in kept) >= wanted:
                 break
         outcome = statistics(join(seen, len(seen) * wanted), group_size) | self._reward_metrics()
+        outcome |= self._record.logged_metrics(step)
         if drops:
             outcome["sampling_rounds"] = float(len(seen))
             kept = [part for part in kept if part.size] or seen[-1:]  # if no group differs, the step has no gradient

@@ -18,6 +18,7 @@ from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.rewards.scorer import RewardMetrics
 from rl_megatron.rollouts.files import KEPT, Draw, batch_of, read_rows, rollout_file, rows, write_rows
+from rl_megatron.rollouts.rollout_log import LoggedStep, RolloutLog
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
 from rl_megatron.topology.collective_errors import run_on_rank0
 
@@ -41,6 +42,7 @@ class RolloutRecord:
         self._samples_per_prompt = samples_per_prompt
         self._draws: list[Draw] = []
         self._replayed: tuple[int, dict[int, BatchedDataDict]] = (0, {})
+        self._replayed_log: dict[int, LoggedStep] | None = None
 
     def replayed(self, step: int, round_: int, num_trajectories: int) -> BatchedDataDict | None:
         """Return the recorded rollouts of a round, or None if the run generates its own.
@@ -63,6 +65,15 @@ class RolloutRecord:
                 "samples_per_prompt, and with rollout.save_prompts=null"
             )
         return batch
+
+    def logged_metrics(self, step: int) -> dict[str, float]:
+        """Return what the log of a replayed asynchronous run says of a step; empty without such a log."""
+        if self._config.replay is None:
+            return {}
+        if self._replayed_log is None:
+            self._replayed_log = RolloutLog(Path(self._config.replay)).read()
+        logged = self._replayed_log.get(step)
+        return {} if logged is None else dict(logged.metrics)
 
     def of_step(self, step: int, round_: int) -> BatchedDataDict:
         """Return a round of a step that this run has written.
