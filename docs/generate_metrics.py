@@ -75,6 +75,11 @@ GROUPS = (
         metrics.ROLLOUT,
     ),
     Group(
+        "Asynchronous rollouts",
+        "Training lines of `grpo` and `ppo` with `rollout.async_enabled`.",
+        metrics.ASYNCHRONOUS,
+    ),
+    Group(
         "Reward functions",
         "Lines of training and of evaluations, if `reward.functions` is set. `<function>` is the label of a function.",
         rewards.OF_FUNCTIONS,

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from rl_megatron import log
+from rl_megatron.algorithms.device_balance import DeviceBalance
 from rl_megatron.algorithms.rollout import Sampler, join, seed_of_batch
 from rl_megatron.algorithms.rollout_record import RolloutRecord
 from rl_megatron.algorithms.rollout_statistics import statistics
@@ -16,6 +18,7 @@ from rl_megatron.algorithms.stage import Stage
 from rl_megatron.algorithms.synced_engine import SyncedEngine
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.algorithms import RolloutConfig
+from rl_megatron.config.generation import GenerationConfig
 from rl_megatron.config.rollout import TrajectoryConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.sources import build_source
@@ -74,6 +77,8 @@ class AsyncSampler:
         self._collected = 0, 0  # the newest step that was collected, and the version of its weights
         self._collected_at: float | None = None
         self._new: LoggedStep | None = None  # the step that is to be logged
+        self._balance = DeviceBalance(topology.world_size, engine_devices(config.generation))
+        self._num_steps = config.train.steps
 
     def collect(self, step: int) -> tuple[BatchedDataDict, dict[str, float]]:
         """Return (the rollouts that the step learns from, statistics of all rollouts since the step before).
@@ -97,6 +102,10 @@ class AsyncSampler:
         if since is not None:
             outcome["trainer_idle"] = (ended - began_to_wait) / max(ended - since, 1e-9)
         self._new = _logged(step, groups, outcome)
+        self._balance.note(outcome)
+        said = self._balance.report() if step == self._num_steps else None
+        if said is not None and log.is_main_rank():
+            log.LOGGER.info("stage %s: %s", self._stage.name, said)
         return rollouts, outcome
 
     def keep(self, step: int, learned: BatchedDataDict) -> None:
@@ -191,6 +200,15 @@ def queue_rules(rollout: TrajectoryConfig, algorithm: RolloutConfig, num_steps: 
         algorithm.prompts_per_step, num_steps, rollout.max_trajectory_age_steps, rollout.over_sampling,
         rollout.partial, algorithm.rounds_per_step, algorithm.drops_equal_rewards,
     )  # fmt: skip
+
+
+def engine_devices(generation: GenerationConfig) -> int:
+    """Return how many devices the rollout engine has, as far as the configuration says it."""
+    if generation.engine not in ("vllm", "sglang"):
+        return generation.num_engines
+    servers = getattr(generation, generation.engine)
+    size = servers.tensor_parallel_size if generation.engine == "vllm" else servers.tp_size
+    return (len(servers.server_urls or ()) or servers.num_servers) * size
 
 
 def _queue_metrics(groups: StepGroups) -> dict[str, float]:

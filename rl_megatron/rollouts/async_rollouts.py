@@ -132,7 +132,7 @@ class AsyncRollouts:
             self._loop.on_all_ranks(self._close)
 
     def after_sync(self, version: int, step: int) -> None:
-        """Go on with weights that the engine has got.
+        """Continue with weights that the engine has got.
 
         Args:
             version: The policy's weight version.
@@ -263,7 +263,7 @@ class AsyncRollouts:
                 self._changed.set()
 
     async def _score(self) -> None:
-        """Score groups in a thread of their own, all that are complete together."""
+        """Add the scores of all groups that are complete, which a thread computes."""
         try:
             while self._to_score:
                 waiting, self._to_score = self._to_score, []
@@ -317,7 +317,7 @@ class _Idle:
         self._idle = 0.0
 
     def note(self, num_requests: int) -> None:
-        """Note that the number of requests is about to change."""
+        """Record that the number of requests is about to change."""
         now = time.monotonic()
         if num_requests == 0:
             self._idle += now - self._noted

@@ -107,7 +107,7 @@ class GroupQueue:
         return len(self._groups) - self.num_running
 
     def has_weights(self, step: int) -> None:
-        """Note that the engine has the weights of a step."""
+        """Record that the engine has the weights of a step."""
         self._weights = step
 
     def start(self) -> int | None:
@@ -125,7 +125,7 @@ class GroupQueue:
         return number
 
     def complete(self, number: int, oldest: int, differs: bool = True) -> bool:
-        """Note that a group is complete; return whether it stays.
+        """Record that a group is complete; return whether it stays.
 
         Args:
             number: The group.
@@ -186,7 +186,7 @@ class GroupQueue:
         self._groups, self._again = {}, list(state["again"])
 
     def replay(self, ended: Iterable[int]) -> None:
-        """Go on to the next step, with groups that a log says have ended: learned from in this step, or dropped."""
+        """Skip to the next step, with groups that a log says have ended: learned from in this step, or dropped."""
         for number in ended:
             self._again += range(self._next, number + 1)
             self._next = max(self._next, number + 1)

@@ -25,8 +25,8 @@ async def slow(client, record, sampling):
 """
 STEPS = 12
 OPTIONS = (
-    *TINY_GRPO, f"train.steps={STEPS}", "train.global_batch_size=16", "train.eval_every=0", "train.save_every=5", "generation.engine=transformers",
-    "reward.functions=[{path: reward.py, name: even}]", "rollout.async_enabled=true",
+    *TINY_GRPO, f"train.steps={STEPS}", "train.global_batch_size=16", "train.eval_every=0", "train.save_every=5",
+    "generation.engine=transformers", "reward.functions=[{path: reward.py, name: even}]", "rollout.async_enabled=true",
 )  # fmt: skip
 PER_STEP = 4  # groups
 # What depends on how fast processes are.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -66,7 +68,8 @@ def generation_metrics(
     )
     weight_mean = means.over_sequences if cfg.sequence_level_importance_ratios else means.over_tokens
     metrics["sampling_importance_ratio"] = weight_mean(weights)
-    metrics["sampling_importance_ratio_square"] = weight_mean(weights.square())
+    bounded = weights.clamp(max=math.exp(F.MAX_LOG_RATIO))  # so that a square is finite
+    metrics["sampling_importance_ratio_square"] = weight_mean(bounded.square())
     metrics["approx_entropy"] = -means.over_tokens(F.bounded_exp(logprobs - generation_logprobs) * logprobs)
     if cfg.truncation_type is not None:
         outside_mean = means.over_sequences if cfg.truncation_type == "seq-mask-tis" else means.over_tokens

@@ -12,6 +12,7 @@ from rl_megatron.algorithms import checkpointer
 from rl_megatron.algorithms import ppo as training_loop
 from rl_megatron.algorithms import stage as stage_module
 from rl_megatron.algorithms.ppo import CRITIC
+from rl_megatron.algorithms.rollout_statistics import statistics
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.checkpoint.retention import delete_older
 from rl_megatron.config.checkpoint_metadata import MANIFEST
@@ -73,19 +74,17 @@ class Rollouts:
     def __init__(self, stage, algorithm):
         pass
 
-    def draw(self, step):
+    def collect(self, step):
         mask = torch.tensor([[0.0, 1.0, 1.0], [0.0, 1.0, 0.0]])
-        return BatchedDataDict(
+        rollouts = BatchedDataDict(
             input_ids=torch.ones(2, 3, dtype=torch.long), token_mask=mask, sample_mask=torch.ones(2),
             rewards=torch.tensor([0.0, 1.0]), generation_logprobs=-mask, prompt_lengths=torch.tensor([1, 1]),
             input_lengths=torch.tensor([3, 2]), stopped=torch.tensor([True, True]), weight_version=torch.tensor([1, 1]),
         )  # fmt: skip
+        return rollouts, statistics(rollouts, 2)
 
     def keep(self, step, learned):
         pass
-
-    def reward_metrics(self):
-        return {}
 
 
 @pytest.fixture
@@ -103,7 +102,7 @@ def run(monkeypatch):
             record_samples=lambda step, samples: None,
             record=lambda step, report, kind="train": records.setdefault(kind, {}).setdefault(step, report),
         )
-        monkeypatch.setattr(training_loop, "Sampler", Rollouts)
+        monkeypatch.setattr(training_loop, "sampler_of", Rollouts)
         monkeypatch.setattr(stage_module, "complete_checkpoints", lambda directory: list(saved))
         monkeypatch.setattr(
             checkpointer,

@@ -30,7 +30,7 @@ def test_an_error_in_a_step_completes_the_checkpoint_under_way(monkeypatch, erro
     stage = SimpleNamespace(
         profiler=None,
         checkpointer=closing("complete"), config=config.first, keep=lambda name, part: None,
-        timer=PhaseTimer(), eval_sets=None,
+        timer=PhaseTimer(), eval_sets=None, closing=[],
     )  # fmt: skip
     fakes = {"SyncedEngine": closing("shutdown"), "Scorer": closing("close"), "build_evaluation": closing("x")}
     fakes |= {"_model": None, "build_engine": None, "_logprob_check": None, "Stage": stage, "algorithm_of": algorithm}

@@ -135,6 +135,7 @@ class TokenByToken:
             "mismatch_mean": mean(lambda t: abs(t["gen"] - t["prev"])),
             "mismatch_max": max(abs(t["gen"] - t["prev"]) for t in self.all_tokens),
             "sampling_importance_ratio": by_sequence(lambda t: t["w"]),
+            "sampling_importance_ratio_square": by_sequence(lambda t: t["w"] ** 2),
             "approx_entropy": mean(lambda t: -math.exp(t["lp"] - t["gen"]) * t["lp"]),
             "num_valid_samples": self.num_samples,
             "positive_nll_loss": positive_nll,
