@@ -186,12 +186,16 @@ class AsyncSampler:
     def _before_sync(self) -> None:
         served = self._engine.served
         if served is None or served.version != self._stage.policy.weight_version:
-            self._rollouts.before_sync()
+            self._rollouts.before_sync(*self._weights())
 
     def _after_sync(self) -> None:
+        self._rollouts.after_sync(*self._weights())
+
+    def _weights(self) -> tuple[int, int]:
+        """Return the version of the policy's weights, and the step that begins with them."""
         step, version = self._collected
         newest = self._stage.policy.weight_version
-        self._rollouts.after_sync(newest, step if newest == version else step + 1)
+        return newest, step if newest == version else step + 1
 
 
 def queue_rules(rollout: TrajectoryConfig, algorithm: RolloutConfig, num_steps: int) -> QueueRules:

@@ -61,7 +61,9 @@ CLIPPED_PG = declare_metrics(
         "The mean weight π_prev/π_generation, after truncation; over sequences for GSPO.",
         "sum",
     ),
-    Metric("sampling_importance_ratio_square", "1", "The mean of the squares of these weights, each at most e²⁰.", "sum"),
+    Metric(
+        "sampling_importance_ratio_square", "1", "The mean of the squares of these weights, each at most e²⁰.", "sum"
+    ),
     Metric(
         "approx_entropy",
         "nats",

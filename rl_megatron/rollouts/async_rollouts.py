@@ -126,10 +126,15 @@ class AsyncRollouts:
         """Start groups as soon as the engine has weights. Before that, weight syncs have no effect on this object."""
         self._has_begun = True
 
-    def before_sync(self) -> None:
-        """Send no further request, and let the running ones end if new weights wait for them."""
+    def before_sync(self, version: int, step: int) -> None:
+        """Send no further request, and let the running ones end if new weights wait for them.
+
+        Args:
+            version: The policy's weight version, with which running requests go on before the sync has returned.
+            step: The step that begins with these weights.
+        """
         if self._has_begun:
-            self._loop.on_all_ranks(self._close)
+            self._loop.on_all_ranks(lambda: self._close(version, step))
 
     def after_sync(self, version: int, step: int) -> None:
         """Continue with weights that the engine has got.
@@ -177,7 +182,8 @@ class AsyncRollouts:
 
     # --- on rank 0's loop ---
 
-    async def _close(self) -> None:
+    async def _close(self, version: int, step: int) -> None:
+        self._step_of_version[version] = step
         self._is_open.clear()
         while self._waits and self._num_requests:
             await self._wait_for_a_change()

@@ -8,6 +8,7 @@ import pytest
 
 from tests.end_to_end.launch import TINY_GRPO, metrics
 from tests.end_to_end.test_engines import engines
+from tests.end_to_end.weight_versions import difference_from_versions
 
 REWARD = """
 import asyncio
@@ -67,6 +68,21 @@ def test_every_group_is_learned_from_once_and_none_is_too_old(whole):
         versions = [version for group in line["used"] for version in group["versions"]]
         assert line["step"] - 2 <= min(versions) <= max(versions) <= line["step"] - 1
         assert step["weight_age_max"] == step["trajectory_age_max"], "one optimizer step is one version"
+
+
+def test_every_token_has_the_logprob_of_the_weights_of_its_version(tmp_path, ranks, forks):
+    """Also those of completions that went on when new weights arrived."""
+    (tmp_path / "reward.py").write_text(REWARD)
+    long = (
+        "train.save_every=1", "train.keep_checkpoints=20", "generation.max_new_tokens=32", "optimizer.lr=1e-2",
+        "optimizer.warmup_steps=0", "rollout.max_trajectory_age_steps=3", "rollout.worker=reward.py:slow",
+        "loss.reference_policy_kl_penalty=0", "train.micro_batch_tokens=512",
+    )  # fmt: skip
+    done = forks.run(tmp_path, "train", *OPTIONS, *long)
+    assert done.status == 0, done.err
+    (found,) = ranks.run(1, difference_from_versions, tmp_path / "out")
+    assert found["mixed"] > 0 and found["tokens"] > 1000
+    assert found["largest"] < 1e-4 and found["of_another"] > 100 * found["largest"]
 
 
 def test_a_replay_gives_the_same_bits(whole, tmp_path, forks):

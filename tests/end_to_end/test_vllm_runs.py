@@ -18,6 +18,7 @@ import pytest
 from rl_megatron.config.load import load_config
 from rl_megatron.config.metrics import is_cost
 from tests.end_to_end.launch import TINY_GRPO, metrics
+from tests.end_to_end.weight_versions import difference_from_versions
 from tests.vllm_servers import OF_RUNS, PYTHON, needs_vllm
 
 pytestmark = needs_vllm
@@ -195,3 +196,27 @@ def test_a_run_whose_servers_are_killed_has_the_metrics_of_an_undisturbed_run(ur
         for name in ("stage", "kind"):
             assert line.pop(name) == wanted.pop(name)
         assert line == pytest.approx(wanted, rel=1e-4, abs=1e-6, nan_ok=True)
+
+
+def run_asynchronously(urls: list[str], directory: Path, steps: int) -> tuple[int, str]:
+    """Run asynchronous steps, whose completions take longer than a step."""
+    long = (
+        "rollout.async_enabled=true", "rollout.max_trajectory_age_steps=2", f"train.steps={steps}",
+        "train.save_every=1", "train.keep_checkpoints=40", "train.eval_every=0", "train.global_batch_size=16",
+        "train.micro_batch_tokens=512", "generation.max_new_tokens=64", "optimizer.lr=3e-3",
+        "loss.reference_policy_kl_penalty=0",
+    )  # fmt: skip
+    return train(directory, *long, named(urls), rewarded(directory.parent / "reward"))
+
+
+def test_asynchronous_steps_know_the_weights_of_every_token(urls, ranks, tmp_path, request):
+    num_steps = 30 if request.config.getoption("--whole-grid") else 6
+    (status, stderr), _ = ranks.run(2, run_asynchronously, urls, tmp_path / "out", num_steps)
+    assert status == 0, stderr
+    steps = [line for line in metrics(tmp_path / "out", timed=True) if line["kind"] == "train"]
+    assert len(steps) == num_steps and all(step["trajectory_age_max"] <= 2 for step in steps)
+    assert all(step["gate_mean"] < 1e-4 for step in steps if "gate_mean" in step)
+    assert sum("gate_mean" in step for step in steps) >= num_steps - 1, "the logprob check follows every weight sync"
+    (found,) = ranks.run(1, difference_from_versions, tmp_path / "out")
+    assert found["mixed"] > 0, "weights arrived while completions ran"
+    assert found["tokens"] > 150 * num_steps and found["largest"] < 1e-3 and found["of_another"] > 10 * found["largest"]

@@ -1,0 +1,193 @@
+"""Groups that are made while a policy trains, with an engine that a test controls: weights, losses and failures."""
+
+import asyncio
+import random
+import threading
+import time
+
+import pytest
+import torch
+
+from rl_megatron.generation.interfaces import Completion, EngineLost, WeightSpan
+from rl_megatron.rewards.scorer import RewardFailed, RewardMetrics
+from rl_megatron.rollouts.async_rollouts import AsyncRollouts
+from rl_megatron.rollouts.group_queue import QueueRules
+from rl_megatron.rollouts.runner import RolloutFailed, RolloutRules, RolloutRunner
+from rl_megatron.rollouts.scored import ScoredRollouts, tasks_of
+from rl_megatron.rollouts.worker import completion
+from rl_megatron.weight_sync.policy_ranks import PolicyRanks
+from tests.unit.algorithms.fakes import Characters
+from tests.unit.rollouts.engines import NO_LIMITS, SAMPLING
+from tests.unit.rollouts.test_runner import prompts
+
+GROUP = 2
+
+
+class Engine:
+    """An engine whose requests take random times, with the versions that it has meanwhile; it can be lost.
+
+    Requests from number `slow` on take half a second.
+    """
+
+    def __init__(self, seconds=0.01, slow=1000):
+        self.version, self.is_lost, self.seconds, self.slow = 0, False, seconds, slow
+        self.num_running = self.most_running = self.num_repeated = 0
+
+    async def complete(self, request):
+        self.num_running += 1
+        began, chance = self.version, random.Random(request.seed)
+        try:
+            is_slow = int(request.request_id.split("-")[1]) >= self.slow
+            await asyncio.sleep(0.5 if is_slow else chance.random() * self.seconds)
+        finally:
+            self.num_running -= 1
+        if self.is_lost:
+            self.num_repeated += 1
+            raise EngineLost("the engine has ended")
+        spans = (WeightSpan(began, 0, 1), WeightSpan(self.version, 1, 2))
+        if began == self.version:
+            spans = (WeightSpan(began, 0, 2),)
+        return Completion(request.request_id, (65, 66), (-1.0, -2.0), spans, "length")
+
+
+class Scores:
+    """A scorer that may raise, and that says in which thread it was called."""
+
+    def __init__(self, error=None):
+        self.error, self.threads = error, set()
+
+    def start(self): ...
+
+    def close(self): ...
+
+    def score_samples(self, samples):
+        self.threads.add(threading.current_thread().name)
+        if self.error is not None:
+            raise self.error
+        return torch.arange(len(samples)).float(), RewardMetrics()
+
+
+@pytest.fixture
+def made():
+    """`made(engine, …)`: the groups that an engine makes; they are closed after the test."""
+    closing = []
+
+    def make(engine, worker=completion, scorer=None, waits=False, **rules):
+        ranks = PolicyRanks(0, 1, torch.device("cpu"))
+        runner = RolloutRunner(worker, RolloutRules(NO_LIMITS), Characters(), ranks, 60.0)
+        scorer = scorer or Scores()
+        all_prompts = prompts(100)
+        found = AsyncRollouts(
+            ScoredRollouts(runner, scorer, Characters()), scorer,
+            QueueRules(**{"per_step": 3, "num_steps": 9, **rules}),
+            lambda number: tasks_of([all_prompts[number]] * GROUP, 7, number * GROUP), engine.complete, SAMPLING, ranks,
+            waits,
+        )  # fmt: skip
+        closing.extend([found, runner])
+        return found
+
+    yield make
+    for each in closing:
+        each.close()
+
+
+def sync(rollouts, engine, version):
+    """Give the engine the weights of a version, with which step `version` + 1 begins."""
+    rollouts.before_sync(version, version + 1)
+    engine.version = version
+    rollouts.after_sync(version, version + 1)
+
+
+def test_steps_get_the_groups_of_the_stream_with_their_ages(made):
+    engine = Engine()
+    rollouts = made(engine, max_age=2)
+    rollouts.begin()
+    numbers, ages = [], []
+    for step in range(1, 10):
+        sync(rollouts, engine, step - 1)
+        groups = rollouts.take(restore=lambda: pytest.fail("nothing was lost"))
+        numbers += [group.number for group in groups.used]
+        ages += [age for group in groups.used for age in group.ages]
+        assert all(step - 1 - min(group.versions) == max(group.ages) for group in groups.used)
+        assert all(len(group.results) == GROUP for group in groups.used)
+    assert numbers == list(range(27)) and max(ages) <= 2
+    assert rollouts.queue.num_running == rollouts.queue.num_ready == 0, "nothing is made for a tenth step"
+
+
+def test_a_completion_may_end_with_new_weights_before_the_sync_returns(made):
+    engine = Engine(slow=3 * GROUP)
+    rollouts = made(engine, max_age=1)
+    rollouts.begin()
+    sync(rollouts, engine, 0)
+    rollouts.take(restore=lambda: None)
+    assert engine.num_running == 3 * GROUP
+    rollouts.before_sync(1, 2)
+    engine.version = 1
+    while rollouts.queue.num_running:
+        time.sleep(0.01)
+    rollouts.after_sync(1, 2)
+    groups = rollouts.take(restore=lambda: None)
+    assert sum(group.num_partial for group in groups.used) == 3 * GROUP
+    assert {age for group in groups.used for age in group.ages} == {1}
+
+
+def test_new_weights_wait_for_requests_if_they_are_told_to(made):
+    engine = Engine(seconds=0.2)
+    rollouts = made(engine, max_age=2, waits=True)
+    rollouts.begin()
+    for step in range(1, 5):
+        rollouts.before_sync(step - 1, step)
+        assert engine.num_running == 0
+        engine.version = step - 1
+        rollouts.after_sync(step - 1, step)
+        groups = rollouts.take(restore=lambda: None)
+        assert not any(group.num_partial for group in groups.used)
+
+
+def test_requests_of_an_engine_that_was_lost_are_repeated(made):
+    engine = Engine(seconds=0.05)
+    rollouts = made(engine, max_age=1)
+    rollouts.begin()
+    sync(rollouts, engine, 0)
+    engine.is_lost, restored = True, []
+
+    def restore():
+        restored.append(engine.num_repeated)
+        engine.is_lost = False
+        sync(rollouts, engine, 0)
+
+    groups = rollouts.take(restore)
+    assert len(groups.used) == 3 and restored and restored[0] >= 1
+
+
+@pytest.mark.parametrize("where", ["worker", "reward"])
+def test_a_failure_ends_the_wait(made, where):
+    async def fails(client, record, sampling):
+        raise OSError("the world has ended")
+
+    engine, error = Engine(), RewardFailed("no judge")
+    rollouts = made(engine, max_age=1, **({"worker": fails} if where == "worker" else {"scorer": Scores(error)}))
+    rollouts.begin()
+    sync(rollouts, engine, 0)
+    kind, message = (RolloutFailed, "the world has ended") if where == "worker" else (RewardFailed, "no judge")
+    with pytest.raises(kind, match=message):
+        rollouts.take(restore=lambda: None)
+
+
+def test_groups_that_are_dropped_are_cancelled(made):
+    async def some_are_slow(client, record, sampling):
+        await asyncio.sleep(3600 if record["number"] % 4 == 3 else 0)
+        return await completion(client, record, sampling)
+
+    engine, scorer = Engine(), Scores()
+    rollouts = made(engine, worker=some_are_slow, scorer=scorer, max_age=0, over_sampling=2.0, keeps_unfinished=False)
+    rollouts.begin()
+    dropped = {}
+    for step in range(1, 4):
+        sync(rollouts, engine, step - 1)
+        groups = rollouts.take(restore=lambda: None)
+        assert len(groups.used) == 3 and all(group.number % 4 != 3 for group in groups.used)
+        dropped |= groups.dropped
+    assert any(number % 4 == 3 for number in dropped)
+    assert scorer.threads and threading.main_thread().name not in scorer.threads, "training does not wait for scores"
+    assert rollouts.queue.num_running + rollouts.queue.num_ready <= 6, "none is left that was dropped"
