@@ -149,5 +149,4 @@ class OpenEnv:
 def _fields(observation: Any) -> dict[str, Any]:
     if isinstance(observation, Mapping):
         return dict(observation)
-    dump = getattr(observation, "model_dump", None)
-    return dump() if callable(dump) else dict(vars(observation))
+    return observation.model_dump() if hasattr(observation, "model_dump") else dict(vars(observation))

@@ -51,7 +51,7 @@ class ClassicEnvironment:
         Raises:
             RolloutFailed: It ended with an error, or its reward is not a finite number.
         """
-        from verifiers.clients import OpenAIChatCompletionsClient
+        from verifiers.clients import OpenAIChatCompletionsClient  # pyright: ignore[reportMissingImports]
 
         client = OpenAIChatCompletionsClient(self._openai().with_options(base_url=base_url, api_key=api_key))
         output = await self._environment.run_rollout(dict(example), client, MODEL, {})

@@ -1,4 +1,4 @@
-"""Environments of `verifiers` 0.4: a taskset and the program, called a harness, that answers its tasks."""
+"""Environments of `verifiers` from 0.3.1 on: a taskset and the program, called a harness, that answers its tasks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def made_of_a_taskset(name: str, kwargs: Mapping[str, Any]) -> Any:
         name: The name of the taskset.
         kwargs: The keys of the environment's configuration, such as `agent` and `taskset`.
     """
-    import verifiers.v1 as library
+    import verifiers.v1 as library  # pyright: ignore[reportMissingImports]
 
     taskset = {**(kwargs.get("taskset") or {}), "id": name}
     return library.load_environment(library.resolve_env_config({**kwargs, "taskset": taskset}))
@@ -32,18 +32,21 @@ class TasksetEnvironment:
     def __init__(self, environment: Any, name: str):
         """Keep the environment, whose configuration each rollout uses."""
         self._environment, self._name = environment, name
-        self._tasks: list[Any] | None = None
+        self._tasks: list[Any] = []
+        self._rest = iter(environment.taskset)
 
     def examples(self, is_heldout: bool, limit: int | None) -> list[dict[str, Any]]:
-        """Return the tasks of the taskset, each with its number as `idx`. A taskset has none for evaluation."""
+        """Return the tasks of the taskset, each with its number. A taskset has none for evaluation."""
         if is_heldout:
             return []
         taskset = self._environment.taskset
-        if limit is None and not taskset.bounded:
+        is_bounded = getattr(taskset, "bounded", not taskset.INFINITE)  # 0.3.1 has no views with an end of their own
+        if limit is None and not is_bounded:
             raise ConfigError(
                 f"rollout.environment.name={self._name} has tasks without an end; set data.task.max_examples"
             )
-        return [_example(task.data.model_dump(mode="json")) for task in itertools.islice(taskset, limit)]
+        tasks = enumerate(itertools.islice(taskset, limit))
+        return [_example(number, task.data.model_dump(mode="json")) for number, task in tasks]
 
     async def rollout(self, example: Mapping[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
         """Run one episode, and return what its task says about it.
@@ -51,7 +54,7 @@ class TasksetEnvironment:
         Raises:
             RolloutFailed: It ended with an error, or has the rewards of several agents, or no finite one.
         """
-        import verifiers.v1 as library
+        import verifiers.v1 as library  # pyright: ignore[reportMissingImports]
 
         task = self._task(example)
         environment = type(self._environment)(self._environment.config)
@@ -72,23 +75,21 @@ class TasksetEnvironment:
         Raises:
             RolloutFailed: The example is not one of the taskset.
         """
-        number = example.get("idx")
+        number = example.get("number")
         if not isinstance(number, int) or number < 0:
             raise RolloutFailed("the record is not of the taskset; set data.task.name=verifiers")
-        if self._tasks is None:
-            self._tasks, self._source = [], iter(self._environment.taskset)
-        self._tasks += itertools.islice(self._source, max(0, number + 1 - len(self._tasks)))
+        self._tasks += itertools.islice(self._rest, max(0, number + 1 - len(self._tasks)))
         if number >= len(self._tasks):
             raise RolloutFailed(f"the taskset has {len(self._tasks)} tasks, and none with the number {number}")
         return self._tasks[number]
 
 
-def _example(data: Mapping[str, Any]) -> dict[str, Any]:
+def _example(number: int, data: Mapping[str, Any]) -> dict[str, Any]:
     prompt = data.get("prompt") or ""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if data.get("system_prompt"):
         messages = [{"role": "system", "content": data["system_prompt"]}, *messages]
-    return {"idx": data["idx"], "prompt": messages, "answer": str(data.get("answer") or "")}
+    return {"number": number, "prompt": messages, "answer": str(data.get("answer") or "")}
 
 
 def _outcome(episode: Any) -> dict[str, Any]:
