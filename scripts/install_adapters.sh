@@ -17,7 +17,8 @@ if [ -x "$VENV/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "${wanted[*]}"
 
 if [ ! -x "$VENV/bin/python" ]; then make_venv; fi
 echo "installing ${wanted[*]} into $VENV"
-if ! PYTHONUNBUFFERED=1 "$VENV/bin/python" -m pip install --disable-pip-version-check --prefer-binary --no-compile \
+# Bytecode is compiled here: a run imports the libraries several times, and each time takes seconds without it.
+if ! PYTHONUNBUFFERED=1 "$VENV/bin/python" -m pip install --disable-pip-version-check --prefer-binary \
   --progress-bar off "${wanted[@]}" 2>&1 | tee "$VENV/install.log" | show_progress; then
   sed '/^WARNING/d' "$VENV/install.log" | tail -n 30 >&2
   echo "error: the installation failed; all of pip's output is in $VENV/install.log" >&2
