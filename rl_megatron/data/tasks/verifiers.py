@@ -43,7 +43,7 @@ class Verifiers:
     name: ClassVar[str]
 
     environment: str
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: dict[str, Any] = field(default_factory=dict)
     python: str | None = None
     heldout_fraction: float = 0.05
     max_examples: int | None = None

@@ -33,8 +33,11 @@ class ClassicEnvironment:
                 f"rollout.environment.name={name} scores whole groups of rollouts, and a rollout is scored alone here; "
                 "use reward functions that score one"
             )
-        self._environment = environment
-        self._client: Any = None
+        # These imports take seconds, and no rollout's time.
+        from verifiers.clients import OpenAIChatCompletionsClient  # pyright: ignore[reportMissingImports]
+
+        self._environment, self._client_class = environment, OpenAIChatCompletionsClient
+        self._openai = _shared_client()
 
     def examples(self, is_heldout: bool, limit: int | None) -> list[dict[str, Any]]:
         """Return the examples of the environment's dataset, or of its dataset for evaluation."""
@@ -51,9 +54,7 @@ class ClassicEnvironment:
         Raises:
             RolloutFailed: It ended with an error, or its reward is not a finite number.
         """
-        from verifiers.clients import OpenAIChatCompletionsClient  # pyright: ignore[reportMissingImports]
-
-        client = OpenAIChatCompletionsClient(self._openai().with_options(base_url=base_url, api_key=api_key))
+        client = self._client_class(self._openai.with_options(base_url=base_url, api_key=api_key))
         output = await self._environment.run_rollout(dict(example), client, MODEL, {})
         if output.get("error"):
             raise RolloutFailed(f"the rollout ended with an error: {_said(output['error'])}")
@@ -65,21 +66,20 @@ class ClassicEnvironment:
             "stop_condition": output.get("stop_condition"),
         }
 
-    def _openai(self) -> Any:
-        """Return the client whose connections all rollouts of this process share.
 
-        The number of connections has no limit: a request that waits for one would not reach the gateway, whose round
-        waits for all requests.
-        """
-        if self._client is None:
-            import openai
+def _shared_client() -> Any:
+    """Return an OpenAI client, whose connections all rollouts of this process share.
 
-            limits = type(openai.DEFAULT_CONNECTION_LIMITS)(max_connections=None, max_keepalive_connections=100)
-            http = openai.DefaultAsyncHttpxClient(limits=limits, timeout=None)
-            self._client = openai.AsyncOpenAI(
-                base_url="http://127.0.0.1", api_key="none", max_retries=0, timeout=None, http_client=http
-            )
-        return self._client
+    The number of connections has no limit: a request that waits for one would not reach the gateway, whose round waits
+    for all requests.
+    """
+    import openai
+
+    limits = type(openai.DEFAULT_CONNECTION_LIMITS)(max_connections=None, max_keepalive_connections=100)
+    http = openai.DefaultAsyncHttpxClient(limits=limits, timeout=None)
+    return openai.AsyncOpenAI(
+        base_url="http://127.0.0.1", api_key="none", max_retries=0, timeout=None, http_client=http
+    )
 
 
 def finite_reward(reward: Any) -> float:
