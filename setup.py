@@ -33,8 +33,8 @@ GATEWAY = ["starlette>=0.40,<2", "uvicorn>=0.30,<1"]
 PROMETHEUS = ["prometheus-client>=0.20"]
 # Libraries of environments (docs/adapters.md). Their pins do not fit those of constraints.txt, so that they are rather
 # installed in an environment of their own, as scripts/install_adapters.sh does.
-VERIFIERS = ["verifiers>=0.1.12,<0.5"]
-OPENENV = ["openenv-core>=0.2.3,<0.4"]
+VERIFIERS = ["verifiers>=0.3.1,<0.5"]
+OPENENV = ["openenv-core>=0.3,<0.4"]
 
 setup(
     name="rl_megatron",

@@ -20,7 +20,7 @@ class RolloutFailed(RuntimeError):
 
 
 class ClassicEnvironment:
-    """An environment with the method `run_rollout`, in `verifiers` 0.1.12 to 0.3."""
+    """An environment with the method `run_rollout`, in `verifiers` up to 0.3."""
 
     def __init__(self, environment: Any, name: str):
         """Keep the environment.

@@ -34,14 +34,13 @@ ENVIRONMENT = """
 import asyncio, os, pathlib, time
 import verifiers
 
-pathlib.Path(__file__).with_name("loads").open("a").write("x")
-
 class Own(verifiers.Environment):
     async def scored(self, input, text):
         found = {{"metrics": {{"reward": 1.0, "letters": len(text)}}, "is_truncated": False, "stop_condition": "over"}}
         {scored}
 
 def load_environment(num=4, heldout=0, **attributes):
+    pathlib.Path(__file__).with_name("loads").open("a").write("x")
     parts = [
         [
             {{"prompt": [{{"role": "user", "content": f"{{part}}{{n}}="}}], "answer": str(n), "info": {{"n": n}}}}

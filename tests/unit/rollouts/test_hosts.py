@@ -232,12 +232,15 @@ def _is_a_host(pid):
 def test_objects_can_live_in_another_interpreter_that_has_no_package(tmp_path):
     python = tmp_path / "venv" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (packages / "only_there.py").write_text("NAME = 'only there'\n")
     (tmp_path / "neighbour.py").write_text("NAME = 'neighbour'\n")
     (tmp_path / "thing.py").write_text(
         "import importlib.util, sys\n"
         "import neighbour, rl_megatron\n"
         "class Thing:\n"
         "    def found(self):\n"
+        "        import only_there\n"
         "        has = [importlib.util.find_spec(name) is not None for name in ('torch', 'pydantic')]\n"
         "        return sys.executable, neighbour.NAME, rl_megatron.__file__, has\n"
     )
