@@ -31,6 +31,10 @@ TRACKIO = ["trackio>=0.43,<1"]
 # The endpoint that agents send requests to (`rollout.agent`).
 GATEWAY = ["starlette>=0.40,<2", "uvicorn>=0.30,<1"]
 PROMETHEUS = ["prometheus-client>=0.20"]
+# Libraries of environments (docs/adapters.md). Their pins do not fit those of constraints.txt, so that they are rather
+# installed in an environment of their own, as scripts/install_adapters.sh does.
+VERIFIERS = ["verifiers>=0.3.1,<0.5"]
+OPENENV = ["openenv-core>=0.3,<0.4"]
 
 setup(
     name="rl_megatron",
@@ -84,6 +88,8 @@ setup(
         "trackio": TRACKIO,
         "prometheus": PROMETHEUS,
         "gateway": GATEWAY,
+        "verifiers": [*GATEWAY, *VERIFIERS],
+        "openenv": OPENENV,
         "docs": DOCS,
         # trl: tests/contract/test_trl_oracle.py calls methods of its trainers that may change with any release.
         # triton: its interpreter runs the kernels if there is no GPU; before 3.7 it needs numpy < 2.4.

@@ -48,6 +48,7 @@ OTHER_MEANINGS = {
     ("rl_megatron.data.sources.prompts", "reward_model"): "the field of a record for verl",
     ("rl_megatron.rewards.calling", "reward_model"): "a field of verl's records",
     ("rl_megatron.rewards.calling", "prompts"): "a parameter of TRL's functions",
+    ("rl_megatron.rollouts.hosted_verifiers", "task"): "a field of examples of verifiers",
     ("rl_megatron.data.tasks.registry", "task"): "what an error message calls a task",
     **{
         (module, name): "the function of this name"

@@ -68,9 +68,20 @@ class AgentConfig:
         taken = sorted(set(self.environment) & set(_GIVEN))
         if taken:
             raise ConfigError(f"rollout.agent.environment sets {taken[0]}, which the run sets itself; leave it out")
-        missing = next((name for name in PACKAGES if importlib.util.find_spec(name) is None), None)
-        if missing is not None:
-            raise ConfigError(
-                f"rollout.worker=agent needs the Python package {missing}, which is not installed; "
-                "pip install 'rl_megatron[gateway]'"
-            )
+        check_gateway("rollout.worker=agent")
+
+
+def check_gateway(where: str) -> None:
+    """Check that the extra `gateway` is installed.
+
+    Args:
+        where: The key that needs it, with its value, for the message.
+
+    Raises:
+        ConfigError: A package of it is missing.
+    """
+    missing = next((name for name in PACKAGES if importlib.util.find_spec(name) is None), None)
+    if missing is not None:
+        raise ConfigError(
+            f"{where} needs the Python package {missing}, which is not installed; pip install 'rl_megatron[gateway]'"
+        )

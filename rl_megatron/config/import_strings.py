@@ -28,6 +28,7 @@ from rl_megatron.config.importing import imported, refuse_another
 _KEYS = (
     "loss.name",
     "data.task.name",
+    "data.task.environment",
     "data.mix_weights",
     "algorithm.advantage_estimator",
     "rollout.worker",

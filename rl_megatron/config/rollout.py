@@ -7,13 +7,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from rl_megatron.config.agent import AgentConfig
+from rl_megatron.config.agent import AgentConfig, check_gateway
 from rl_megatron.config.environment import EnvironmentConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.field_types import NonNegative, NonNegativeFloat, Number, Positive, PositiveFloat, section
 from rl_megatron.config.tools import ToolsConfig
 
 CONVERSATION = "conversation"  # the worker that has turns, with an environment
+VERIFIERS = "verifiers"  # the worker whose environment is one of the library of this name
 
 
 @section
@@ -41,8 +42,8 @@ class TrajectoryConfig:
     """
 
     # What makes the trajectories of a prompt: completion (one completion), conversation (turns that an environment or
-    # tools answer), agent (the program of rollout.agent), or file.py:name or package.module:name, an async function or
-    # a class of your own.
+    # tools answer), agent (the program of rollout.agent), verifiers (an environment of the library verifiers), or
+    # file.py:name or package.module:name, an async function or a class of your own.
     worker: str = "completion"
     worker_kwargs: dict[str, Any] = field(default_factory=dict)  # further arguments of the worker, by name
     max_turns: Positive = 8  # turns of the policy in a trajectory of worker=conversation, which is truncated there
@@ -133,14 +134,21 @@ class TrajectoryConfig:
             raise ConfigError(
                 f"{where}.tools has no effect without functions; set {where}.tools.functions, or leave the section out"
             )
-        if self.worker == CONVERSATION:
+        if self.worker in (CONVERSATION, VERIFIERS):
             if self.worker_kwargs:
                 raise ConfigError(
-                    f"{where}.worker_kwargs has no effect on worker={CONVERSATION}; leave it out, and see "
+                    f"{where}.worker_kwargs has no effect on worker={self.worker}; leave it out, and see "
                     f"{where}.environment.kwargs for the arguments of an environment"
                 )
-        else:
+        if self.worker != CONVERSATION:
             self._refuse_keys_of_conversations(where)
+        if self.worker == VERIFIERS:
+            if environment.name is None:
+                raise ConfigError(
+                    f"{where}.worker={VERIFIERS} needs {where}.environment.name, the name of an environment of this "
+                    "library; set it"
+                )
+            check_gateway(f"{where}.worker={VERIFIERS}")
         if any(turn.stop for turn in self.turn_sampling) and not stops_at_strings:
             raise ConfigError(
                 f"{where}.turn_sampling has stop, and the engine of generation.engine does not stop at texts; choose "
@@ -150,7 +158,7 @@ class TrajectoryConfig:
     def _refuse_keys_of_conversations(self, where: str) -> None:
         default = TrajectoryConfig()
         keys = {
-            "environment.name": self.environment.name is not None,
+            "environment.name": self.environment.name is not None and self.worker != VERIFIERS,
             "tools.functions": bool(self.tools.functions),
         }
         keys |= {name: getattr(self, name) != getattr(default, name) for name in ("max_turns", "turn_sampling")}

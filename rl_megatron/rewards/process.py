@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from typing import Any
 
 from rl_megatron.rewards.frames import CallMark, framed, split_frames
 from rl_megatron.rewards.samples import dumps
-from rl_megatron.topology.child_process import environment_of_a_child
+from rl_megatron.topology.child_process import module_command
 
 WORKER_MODULE = "rl_megatron.rewards.worker"
 _SECONDS_TO_LEAVE = 1.0
@@ -32,13 +31,19 @@ class WorkerProcess:
         has_ended: Whether its socket is closed, or the process has ended.
     """
 
-    def __init__(self, module: str = WORKER_MODULE, split: Callable[[bytearray], Iterator[Any]] = split_frames) -> None:
+    def __init__(
+        self,
+        module: str = WORKER_MODULE,
+        split: Callable[[bytearray], Iterator[Any]] = split_frames,
+        python: str | None = None,
+    ) -> None:
         """Start the process.
 
         Args:
             module: The module that it runs. Its arguments are the descriptors of the socket and of the shared memory,
                 and the number of this process.
             split: Takes the complete messages from the beginning of what has arrived.
+            python: The interpreter; None for that of this process. The module must do without packages that it lacks.
         """
         self._split = split
         ours, theirs = socket.socketpair()
@@ -46,12 +51,13 @@ class WorkerProcess:
             shared.truncate(CallMark.SIZE)
             self.mark = CallMark(mmap.mmap(shared.fileno(), CallMark.SIZE))
             self.mark.clear()
+            command, environment = module_command(module, python)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno()), str(shared.fileno()), str(os.getpid())],
+                [*command, str(theirs.fileno()), str(shared.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno(), shared.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=_STDERR,  # what functions print does not mix with the output of the run
-                env={"OMP_NUM_THREADS": "1"} | environment_of_a_child(),
+                env={"OMP_NUM_THREADS": "1"} | environment,
                 start_new_session=True,  # its children are in its group, and Ctrl-C reaches only the rank
             )
         ours.setblocking(False)

@@ -7,7 +7,8 @@ from functools import partial
 
 from rl_megatron.config.agent import AGENT
 from rl_megatron.config.engines import ENGINE_DECLARATIONS
-from rl_megatron.config.rollout import CONVERSATION, TrajectoryConfig
+from rl_megatron.config.interpreters import check_interpreter
+from rl_megatron.config.rollout import CONVERSATION, VERIFIERS, TrajectoryConfig
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.rollouts import agent as _agent  # noqa: F401  # it registers the worker
@@ -19,6 +20,7 @@ from rl_megatron.rollouts.hosts import ProcessHosts
 from rl_megatron.rollouts.limits import TokenLimits
 from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner
 from rl_megatron.rollouts.tools.toolbox import check_tools, configured_tools
+from rl_megatron.rollouts.verifiers_worker import VerifiersWorker, check_verifiers
 from rl_megatron.rollouts.worker import RolloutWorker, loaded_worker
 from rl_megatron.topology.topology import Topology
 from rl_megatron.weight_sync.policy_ranks import PolicyRanks
@@ -42,7 +44,7 @@ def build_runner(stage: StageConfig, tokenizer: Tokenizer, topology: Topology) -
     """
     settings = stage.rollout
     ranks = PolicyRanks(topology.rank, topology.world_size, topology.device)
-    owned: list[Environments | ProcessHosts] = []
+    owned: list[Environments | ProcessHosts | VerifiersWorker] = []
     if settings.worker == CONVERSATION:
         environments, tools = None, None
         if settings.environment.name is not None:
@@ -54,6 +56,10 @@ def build_runner(stage: StageConfig, tokenizer: Tokenizer, topology: Topology) -
             owned.append(hosts)
             tools = partial(loaded.box, hosts)
         worker = Conversation(environments, tools, settings.max_turns, settings.turn_sampling).rollout
+    elif settings.worker == VERIFIERS:
+        made = VerifiersWorker(settings.environment)
+        owned.append(made)
+        worker = made.rollout
     else:
         worker = _named_worker(settings)
     gateway = Gateway(settings.agent, ENGINE_DECLARATIONS[stage.generation.engine].stops_at_strings)
@@ -91,8 +97,11 @@ def check_worker(stage: StageConfig, tokenizer: Tokenizer, loads: bool) -> None:
     """
     if not stage.scores_completions:
         return
-    _named_worker(stage.rollout)
+    if stage.rollout.worker != VERIFIERS:
+        _named_worker(stage.rollout)
     check_tools(stage, tokenizer)
     check_tool_format(stage.rollout.agent.tool_format)
     if loads:
-        check_environment(stage.rollout.environment)
+        check_interpreter(stage.rollout.environment.python, "rollout.environment.python")
+        check = check_verifiers if stage.rollout.worker == VERIFIERS else check_environment
+        check(stage.rollout.environment)

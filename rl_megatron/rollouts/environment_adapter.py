@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rl_megatron.config.import_strings import load_object
+from rl_megatron.config.registry import Registry
 from rl_megatron.data.conversations import Message
 from rl_megatron.rollouts.environment import EnvironmentStep, read_reset, read_step
 from rl_megatron.rollouts.nemo_environment import NemoEnvironment, is_of_nemo
+from rl_megatron.rollouts.openenv import OPENENV, OpenEnv
 from rl_megatron.rollouts.plain_data import BadAnswer
 from rl_megatron.rollouts.user_calls import call_user_code
 
 _KEY = "rollout.environment.name"
+# Those of the package. Plugins cannot add any, because the processes of environments do not import them.
+ENVIRONMENTS: Registry[Callable[..., Any]] = Registry("environment")
+ENVIRONMENTS.register(OPENENV)(OpenEnv)
 
 
 class HostedEnvironment:
@@ -58,18 +62,18 @@ async def make(target: str, kwargs: Mapping[str, Any]) -> HostedEnvironment:
     Raises:
         ConfigError: It cannot be loaded.
     """
-    made, _ = await call_user_code(load_object(target, _KEY), **kwargs)
+    made, _ = await call_user_code(ENVIRONMENTS.find(target, _KEY), **kwargs)
     return HostedEnvironment(made)
 
 
 def check(target: str, kwargs: Mapping[str, Any]) -> None:
-    """Check that a name is that of an environment, which takes these arguments. Nothing is made.
+    """Check that a name is that of an environment, which takes these arguments. A user's environment is not made.
 
     Raises:
         ConfigError: It cannot be loaded.
         BadAnswer: It is no environment, or takes other arguments.
     """
-    found = load_object(target, _KEY)
+    found = ENVIRONMENTS.find(target, _KEY)
     if type(found).__module__.startswith("ray.") or not callable(found):
         raise BadAnswer(
             "is decorated with ray.remote, and no Ray runs here; name the class itself, as in "
@@ -87,3 +91,5 @@ def check(target: str, kwargs: Mapping[str, Any]) -> None:
         raise BadAnswer(
             f"is made with the arguments of rollout.environment.kwargs ({', '.join(kwargs) or 'none'}): {error}"
         ) from error
+    if target in ENVIRONMENTS:
+        found(**kwargs)  # it loads what its arguments name

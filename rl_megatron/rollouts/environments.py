@@ -10,6 +10,7 @@ from typing import Any
 
 from rl_megatron.config.environment import EnvironmentConfig
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.import_strings import is_import_string
 from rl_megatron.data.conversations import Message
 from rl_megatron.rollouts import environment_adapter
 from rl_megatron.rollouts.environment import EnvironmentStep
@@ -61,7 +62,7 @@ class Environments:
         Args:
             settings: The section `rollout.environment`, with a name.
         """
-        self._settings, self._hosts = settings, _hosts(settings)
+        self._settings, self._hosts = settings, environment_hosts(settings)
 
     async def make(self) -> Environment:
         """Return a new environment.
@@ -73,7 +74,8 @@ class Environments:
         settings = self._settings
         kwargs = {"target": settings.name, "kwargs": settings.kwargs}
         seconds, shown = settings.seconds_per_call, f"environment {settings.name}"
-        hosted = await self._hosts.make(f"{_ADAPTER}:make", kwargs, seconds, shown, [str(settings.name)])
+        imports = [str(settings.name)] if is_import_string(settings.name) else []
+        hosted = await self._hosts.make(f"{_ADAPTER}:make", kwargs, seconds, shown, imports)
         return Environment(hosted, seconds)
 
     def close(self) -> None:
@@ -94,7 +96,7 @@ def check_environment(settings: EnvironmentConfig) -> None:
 
 
 async def _check(settings: EnvironmentConfig) -> None:
-    hosts, what = _hosts(settings), f"{_ADAPTER}:check"
+    hosts, what = environment_hosts(settings), f"{_ADAPTER}:check"
     try:
         await hosts.call(what, {"target": settings.name, "kwargs": settings.kwargs}, settings.seconds_per_call)
     except (HostedCallFailed, HostLost) as error:
@@ -105,7 +107,8 @@ async def _check(settings: EnvironmentConfig) -> None:
         hosts.close()
 
 
-def _hosts(settings: EnvironmentConfig) -> ProcessHosts:
+def environment_hosts(settings: EnvironmentConfig) -> ProcessHosts:
+    """Return the processes of the section `rollout.environment`. None is started yet."""
     count = settings.processes or min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
     limits = HostLimits(settings.memory_mb, int(settings.max_answer_mb * _MEBIBYTE))
-    return ProcessHosts(count, limits, "environments")
+    return ProcessHosts(count, limits, "environments", settings.python)

@@ -16,6 +16,7 @@ from rl_megatron.rewards.process import WorkerProcess
 from rl_megatron.rewards.samples import import_path
 from rl_megatron.rollouts.host_worker import LOADING
 from rl_megatron.rollouts.plain_data import loads_plain
+from rl_megatron.topology.child_process import own_import_path
 
 _MODULE = "rl_megatron.rollouts.host_worker"
 _SECONDS_TO_LOAD = 120.0  # of the start of a process, and of the import of a user's module
@@ -71,12 +72,13 @@ class HostProcess:
         has_ended: Whether it cannot be called any more.
     """
 
-    def __init__(self, name: str, limits: HostLimits):
+    def __init__(self, name: str, limits: HostLimits, python: str | None = None):
         """Start the process, without waiting for it.
 
         Args:
             name: What it is for, in messages.
             limits: Its limits.
+            python: Its interpreter; None for that of this process.
         """
         self._name, self._loop = name, asyncio.get_running_loop()
         self.objects: set[int] = set()
@@ -86,9 +88,10 @@ class HostProcess:
         self._numbers = itertools.count()
         self._started = self._looked = time.monotonic()
         split = partial(_messages, most_bytes=limits.max_answer_bytes + _MESSAGE_BYTES)
-        self._process = WorkerProcess(_MODULE, split)
+        self._process = WorkerProcess(_MODULE, split, python)
         memory = None if limits.memory_mb is None else int(limits.memory_mb * _MEBIBYTE)
-        self._process.send(import_path(), imported_files(), memory, limits.max_answer_bytes)
+        paths = import_path() if python is None else own_import_path()
+        self._process.send(paths, python is not None, imported_files(), memory, limits.max_answer_bytes)
         self._loop.add_reader(self._process.socket, self._receive)
         self._timer = self._loop.call_later(_SECONDS_BETWEEN_LOOKS, self._look)
 
@@ -97,7 +100,9 @@ class HostProcess:
         """Return the number of calls that are not answered."""
         return len(self._calls)
 
-    async def ask(self, kind: str, owner: int, *arguments: Any, timeout: float, what: str) -> tuple[Any, bool]:
+    async def ask(
+        self, kind: str, owner: int, *arguments: Any, timeout: float, what: str, waits: float | None = None
+    ) -> tuple[Any, bool]:
         """Return what a call returns, and whether it was async.
 
         Args:
@@ -106,6 +111,8 @@ class HostProcess:
             arguments: What `HostWorker` takes for this kind.
             timeout: The longest time of the call, in seconds. Its clock starts when the call does.
             what: The call, for messages.
+            waits: The longest time of an async call that lets others run; None for `timeout`, which is then how long
+                it may hold the process.
 
         Raises:
             HostedCallFailed: The call failed.
@@ -114,7 +121,7 @@ class HostProcess:
         if self.has_ended:
             raise self._loss()
         number = next(self._numbers)
-        self._process.send(kind, number, owner, *arguments, timeout)
+        self._process.send(kind, number, owner, *arguments, timeout if waits is None else waits)
         call = _Call(what, timeout, time.monotonic(), self._loop.create_future())
         self._calls[number] = call
         self._write()

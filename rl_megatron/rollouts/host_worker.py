@@ -50,8 +50,11 @@ class HostWorker:
         self._loop.add_reader(self._connection, self._receive)
         self._loop.run_forever()
 
-    def _begin(self, paths: list[str], files: Mapping[str, str], memory: int | None, most_bytes: int) -> None:
-        sys.path[:] = paths
+    def _begin(
+        self, paths: list[str], keeps_path: bool, files: Mapping[str, str], memory: int | None, most_bytes: int
+    ) -> None:
+        # Another interpreter keeps the directories of its own environment, and takes those of the user's files.
+        sys.path[:] = [*sys.path, *(path for path in paths if path not in sys.path)] if keeps_path else paths
         find_files(files)
         self._most_bytes = most_bytes
         if memory is not None:

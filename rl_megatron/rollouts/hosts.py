@@ -23,15 +23,16 @@ class ProcessHosts:
     time. All calls are made on one asyncio loop, whose thread must live as long as the processes.
     """
 
-    def __init__(self, count: int, limits: HostLimits, name: str):
+    def __init__(self, count: int, limits: HostLimits, name: str, python: str | None = None):
         """Start no process yet.
 
         Args:
             count: The most processes.
             limits: The limits of each of them, and of its answers.
             name: What they are for, in messages.
+            python: Their interpreter; None for that of this process.
         """
-        self._limits, self._name = limits, name
+        self._limits, self._name, self._python = limits, name, python
         self._processes: list[HostProcess | None] = [None] * count
         self._numbers = itertools.count()
         self._async: set[str] = set()  # functions that are known to be async
@@ -123,7 +124,7 @@ class ProcessHosts:
                 best, least = place, load
         found = self._processes[best]
         if found is None or found.has_ended:
-            found = self._processes[best] = HostProcess(self._name, self._limits)
+            found = self._processes[best] = HostProcess(self._name, self._limits, self._python)
         return found
 
 
@@ -134,7 +135,7 @@ class HostedObject:
         """Keep where it is; `ProcessHosts.make` makes it there."""
         self._process, self._number, self._shown = process, number, shown
 
-    async def call(self, method: str, *args: Any, timeout: float) -> Any:
+    async def call(self, method: str, *args: Any, timeout: float, waits: float | None = None) -> Any:
         """Return what a method returns.
 
         Args:
@@ -142,13 +143,16 @@ class HostedObject:
             args: Its arguments.
             timeout: The longest time of the call, in seconds. A plain method that takes longer ends its process, and an
                 async one that waits is cancelled.
+            waits: The longest time of an async method that lets others run; None for `timeout`.
 
         Raises:
             HostedCallFailed: The method raised an error, took longer, or its answer cannot be sent.
             HostLost: The process ended through no fault of this object.
         """
         what = f"{self._shown}.{method}()"
-        result, _ = await self._process.ask("method", self._number, method, args, timeout=timeout, what=what)
+        result, _ = await self._process.ask(
+            "method", self._number, method, args, timeout=timeout, what=what, waits=waits
+        )
         return result
 
     async def close(self) -> None:

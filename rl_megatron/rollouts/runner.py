@@ -199,23 +199,33 @@ class RolloutRunner:
         return trajectories
 
 
-async def within_limit(work: Coroutine[Any, Any, _T], seconds: float | None, client: RolloutClient) -> _T:
+async def within_limit(
+    work: Coroutine[Any, Any, _T],
+    seconds: float | None,
+    client: RolloutClient,
+    key: str = "rollout.timeout_seconds",
+) -> _T:
     """Return what a coroutine returns.
 
     Args:
         work: The coroutine.
         seconds: The longest time that it may take, without the time in which the client waits for the engine.
         client: The client.
+        key: The configuration key of this time, for the message.
 
     Raises:
         TimeoutError: It takes longer, and is cancelled.
     """
-    task, began = asyncio.ensure_future(work), time.monotonic()
+    task, began, of_engine = asyncio.ensure_future(work), time.monotonic(), client.seconds_of_engine
     try:
         while not task.done():
-            left = None if seconds is None else seconds - (time.monotonic() - began - client.seconds_of_engine)
+            left = (
+                None
+                if seconds is None
+                else seconds - (time.monotonic() - began - (client.seconds_of_engine - of_engine))
+            )
             if left is not None and left <= 0:
-                raise TimeoutError(f"took longer than rollout.timeout_seconds={seconds:g}")
+                raise TimeoutError(f"took longer than {key}={seconds:g}")
             await asyncio.wait({task}, timeout=left)
         return task.result()
     finally:

@@ -19,7 +19,45 @@ _OF_A_RANK = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
+# It makes only this package importable: the directory above it may hold packages that do not fit the interpreter.
+_RUN_MODULE = """
+import importlib, importlib.util, os, sys
+directory, name = sys.argv.pop(1), sys.argv.pop(1)
+package = os.path.basename(directory)
+file = os.path.join(directory, "__init__.py")
+spec = importlib.util.spec_from_file_location(package, file, submodule_search_locations=[directory])
+sys.modules[package] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules[package])
+importlib.import_module(name).main(sys.argv[1:])
+"""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
+
+
+def module_command(module: str, python: str | None) -> tuple[list[str], dict[str, str]]:
+    """Return what starts a module of this package as a program, without its arguments, and its environment.
+
+    Args:
+        module: The module, which has a function `main` that takes the arguments.
+        python: The interpreter; None for that of this process. Another one imports this package from where it is, and
+            all else from its own environment.
+    """
+    if python is None:
+        return [sys.executable, "-m", module], environment_of_a_child()
+    package = str(Path(__file__).resolve().parents[1])
+    return [python, "-P", "-c", _RUN_MODULE, package, module], environment_of_a_server({}, {})
+
+
+def own_import_path() -> list[str]:
+    """Return the directories of `sys.path` that do not belong to this interpreter or its environment."""
+    belonging = {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix)}
+
+    def is_own(entry: str) -> bool:
+        place = os.path.realpath(entry)
+        is_of_packages = os.path.basename(place) in ("site-packages", "dist-packages")
+        belongs = any(os.path.commonpath([place, prefix]) == prefix for prefix in belonging)
+        return os.path.isdir(place) and not is_of_packages and not belongs
+
+    return [entry for entry in map(os.path.abspath, sys.path) if is_own(entry)]
 
 
 def environment_of_a_child() -> dict[str, str]:

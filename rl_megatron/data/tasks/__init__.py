@@ -10,6 +10,7 @@ from rl_megatron.data.tasks.math import Mathematics
 from rl_megatron.data.tasks.multiple_choice import GPQA, MultipleChoice
 from rl_megatron.data.tasks.registry import TASKS, build_task, register_task
 from rl_megatron.data.tasks.task import Demonstration, GeneratedTask, Problem, Task
+from rl_megatron.data.tasks.verifiers import Verifiers
 
 __all__ = [
     "GPQA",
@@ -23,6 +24,7 @@ __all__ = [
     "GeneratedTask",
     "Problem",
     "Task",
+    "Verifiers",
     "build_task",
     "register_task",
 ]

@@ -290,7 +290,7 @@ class Session:
         self._mark_unheard(turns)
         if isinstance(error, HistoryFull):
             self._is_full = True
-            raise RequestRefused(str(error), code="context_length_exceeded", param="messages") from error
+            raise RequestRefused(_full(error), code="context_length_exceeded", param="messages") from error
         raise error
 
     async def _turn(self, branch: Branch, parameters: Parameters, asked: Sequence[Key]) -> AnsweredTurn:
@@ -313,6 +313,10 @@ class Session:
         for turn in turns:
             turn.is_heard = False
         self._num_unheard += len(turns)
+
+
+def _full(error: HistoryFull) -> str:
+    return f"the messages exceed the context length: {error}"  # clients look for the last words
 
 
 def _ended() -> RequestRefused:

@@ -7,6 +7,7 @@ from rl_megatron.config.load import load_config
 
 GRPO = ("algorithm=grpo", "data=arithmetic")
 CONVERSATION = (*GRPO, "rollout.worker=conversation")
+VERIFIERS = (*GRPO, "rollout.worker=verifiers", "rollout.environment.name=reverse-text")
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,11 @@ CONVERSATION = (*GRPO, "rollout.worker=conversation")
         ((*CONVERSATION, "rollout.max_rollout_turns=3"), "did you mean 'rollout.max_turns'"),
         ((*CONVERSATION, "rollout.turn_sampling=[{stop: ['']}]"), "rollout.turn_sampling"),
         ((*CONVERSATION, "rollout.environment.name=no.py:C"), "rollout.environment.name: there is no file"),
+        ((*CONVERSATION, "rollout.environment.python=p"), "environment.python has no effect without an environment"),
+        ((*GRPO, "rollout.worker=verifiers"), "rollout.worker=verifiers needs rollout.environment.name"),
+        ((*VERIFIERS, "rollout.worker_kwargs.x=3"), "rollout.worker_kwargs has no effect on worker=verifiers"),
+        ((*VERIFIERS, "rollout.max_turns=3"), "rollout.max_turns has no effect on rollout.worker=verifiers"),
+        ((*VERIFIERS, "rollout.tools.functions=[python]"), "tools.functions has no effect on rollout.worker=verifiers"),
     ],
 )
 def test_a_key_that_cannot_be_used_is_refused(overrides, message):

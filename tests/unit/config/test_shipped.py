@@ -24,6 +24,12 @@ OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONFIGS / 
 ALSO = {
     ("data", "gsm8k"): ["data.path=somewhere"],
     ("data", "gsm8k_pairs"): ["data.path=somewhere", "algorithm=dpo"],
+    ("data", "verifiers"): [
+        "algorithm=grpo",
+        "rollout.worker=verifiers",
+        "rollout.environment.name=reverse-text",
+        "rollout.environment.kwargs={size: 3}",
+    ],
     ("data", "text"): ["data.path=somewhere", "algorithm=pretrain"],
     ("algorithm", "dpo"): ["data=gsm8k_pairs", "data.path=somewhere"],
     ("algorithm", "reward_model"): ["data=gsm8k_pairs", "data.path=somewhere"],
@@ -92,6 +98,8 @@ def test_every_option_of_every_group_loads(group, option):
     for key, value in given.items():
         if f"{group}.{key}" not in ("data.path", "data.source", "data.defaults"):
             found = chosen[key] if isinstance(chosen, dict) else getattr(chosen, key)
+            if (group, option) == ("data", "verifiers") and key == "task":
+                value = {"name": "verifiers", "environment": "reverse-text", "kwargs": {"size": 3}, "python": None}
             assert plain(found) == value
 
 

@@ -2,12 +2,15 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+import rl_megatron
 from rl_megatron.rollouts.hosts import HostedCallFailed, HostLimits, HostLost, ProcessHosts
 
 FILE = str(Path(__file__).parent / "hosted_file.py")
@@ -223,3 +226,31 @@ def _is_a_host(pid):
         return b"host_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
+
+
+@pytest.mark.slow
+def test_objects_can_live_in_another_interpreter_that_has_no_package(tmp_path):
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (packages / "only_there.py").write_text("NAME = 'only there'\n")
+    (tmp_path / "neighbour.py").write_text("NAME = 'neighbour'\n")
+    (tmp_path / "thing.py").write_text(
+        "import importlib.util, sys\n"
+        "import neighbour, rl_megatron\n"
+        "class Thing:\n"
+        "    def found(self):\n"
+        "        import only_there\n"
+        "        has = [importlib.util.find_spec(name) is not None for name in ('torch', 'pydantic')]\n"
+        "        return sys.executable, neighbour.NAME, rl_megatron.__file__, has\n"
+    )
+
+    async def found():
+        hosts = ProcessHosts(1, HostLimits(), "tests", str(python))
+        try:
+            made = await hosts.make(f"{tmp_path}/thing.py:Thing", {}, 20.0)
+            return await made.call("found", timeout=5.0)
+        finally:
+            hosts.close()
+
+    assert asyncio.run(found()) == (str(python), "neighbour", rl_megatron.__file__, [False, False])

@@ -176,6 +176,7 @@ async def test_a_history_that_is_full_is_told_and_truncates_the_trajectory(qwen)
     assert second["choices"][0]["finish_reason"] == "length"
     error = await agent.refused(messages=[*HELLO, message, user("Again?")])
     assert error["code"] == "context_length_exceeded" and "its limits are" in error["message"]
+    assert "context length" in error["message"]  # as clients of verifiers look for
     trajectory = agent.trajectory()
     assert trajectory.truncated and len(trajectory.turns) == 2
     assert agent.trajectory(truncated=False).truncated is False

@@ -1,0 +1,52 @@
+"""Hold an environment of `verifiers` in a process of users' code, which may be of another interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl_megatron.data.conversations import Message
+from rl_megatron.data.verifiers.library import VerifiersEnvironment, load
+
+_FIELDS = ("info", "task", "example_id")  # of an example, besides prompt and answer
+
+
+class HostedRollout:
+    """One trajectory of an environment that all trajectories of the process share."""
+
+    def __init__(self, environment: VerifiersEnvironment):
+        """Keep the environment."""
+        self._environment = environment
+
+    async def rollout(self, example: Mapping[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
+        """Run one rollout, as `VerifiersEnvironment.rollout` describes."""
+        return await self._environment.rollout(example, base_url, api_key)
+
+
+async def make(name: str, kwargs: Mapping[str, Any]) -> HostedRollout:
+    """Return a rollout of the environment, which this process loads if it has not.
+
+    Raises:
+        ConfigError: It cannot be loaded.
+    """
+    return HostedRollout(load(name, kwargs))
+
+
+def check(name: str, kwargs: Mapping[str, Any]) -> None:
+    """Load the environment.
+
+    Raises:
+        ConfigError: It cannot be loaded.
+    """
+    load(name, kwargs)
+
+
+def example_of(record: Mapping[str, Any], messages: Sequence[Message]) -> dict[str, Any]:
+    """Return the example that a record of other data stands for.
+
+    Args:
+        record: The record.
+        messages: The messages of its prompt.
+    """
+    found = {"prompt": list(messages), "answer": str(record.get("answer", "")), "info": {}, "example_id": 0}
+    return found | {name: record[name] for name in _FIELDS if record.get(name) is not None}
