@@ -5,7 +5,8 @@
     python -m benchmarks.faults --out outputs/faults --table        # print the table of docs/reliability.md
 
 A fault is good if the run recovers by itself, or ends with a message and goes on with the same command. Its metrics
-must then equal those of an undisturbed run to the bit, and all its checkpoints must be there and undamaged. A file in
+must then equal those of an undisturbed run to the bit, and all its checkpoints must be there and undamaged. The log of
+an asynchronous run must have every group once, and its replay must have the metrics of the run to the bit. A file in
 the output directory has a line for each fault; started again, the command goes on where it stopped. The exit status is
 1 if a fault was not good.
 """
@@ -29,7 +30,7 @@ import hydra._internal.hydra  # noqa: F401  # these before the first fork, becau
 import matplotlib.pyplot  # noqa: F401
 
 import rl_megatron.algorithms.run  # noqa: F401
-from benchmarks.faults.cases import COUNTS, RUNS, faults
+from benchmarks.faults.cases import ASYNCHRONOUS_COUNTS, COUNTS, RUNS, faults
 from benchmarks.faults.judge import CONTINUED, GOOD, NAMED, RECOVERED, Wrong, outcome_of, undisturbed
 
 
@@ -39,6 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="the I-th of N parts, from 1")
     parser.add_argument("--vllm", action="store_true", help="run the faults of vLLM servers instead of the others")
+    parser.add_argument("--asynchronous", action="store_true", help="run the faults of asynchronous runs instead")
     parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="the numbers of faults to run")
     parser.add_argument("--minutes", type=float, default=60.0, help="stop after this time; a later call goes on")
     parser.add_argument("--out", type=Path, default=Path("outputs/faults"))
@@ -47,7 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
     out = options.out.absolute()
     every = faults(options.seed)
     part, parts = options.shard
-    chosen = [fault for fault in every if fault.number % parts == part - 1 and RUNS[fault.run].is_exact != options.vllm]
+    wanted_part = "asynchronous" if options.asynchronous else "vllm" if options.vllm else "plain"
+    chosen = [fault for fault in every if fault.number % parts == part - 1 and RUNS[fault.run].part == wanted_part]
     if options.only is not None:
         chosen = [fault for fault in every if fault.number in options.only]
     out.mkdir(parents=True, exist_ok=True)
@@ -66,7 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
         if time.monotonic() - began > 60 * options.minutes:
             break
         try:
-            wanted = undisturbed(fault.run, out / f"{re.sub(r'[^a-z]+', '-', fault.run.lower())}.json")
+            kept = out / f"{re.sub(r'[^a-z]+', '-', fault.run.lower())}.json"
+            wanted = [] if RUNS[fault.run].is_asynchronous else undisturbed(fault.run, kept)
         except Wrong as wrong:
             print(f"error: {fault.run}: {wrong}", file=sys.stderr)
             return 1
@@ -112,7 +116,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     """Return the Markdown table of the results: a row for each kind of fault, and one for each run."""
     rows = [f"| what is hit | faults | {RECOVERED} | {CONTINUED} | {NAMED} | wrong |", "|---|---|---|---|---|---|"]
     for name, key in (
-        *((f"{target}: {action}", "kind") for target, action in COUNTS),
+        *((f"{target}: {action}", "kind") for target, action in {**COUNTS, **ASYNCHRONOUS_COUNTS}),
         *((name, "run") for name in RUNS),
         ("all", None),
     ):

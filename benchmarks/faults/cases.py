@@ -31,6 +31,10 @@ VLLM = (
     "generation.engine=vllm", f"generation.vllm.python={_VLLM_PYTHON}", "generation.refit_bucket_mb=0.05",
     "generation.engine_timeout_minutes=1", "model.hidden_size=64",
 )  # fmt: skip
+ASYNCHRONOUS = (
+    "train.steps=8", "rollout.async_enabled=true", "rollout.max_trajectory_age_steps=2", "rollout.worker=conversation",
+    "rollout.environment.name=game.py:Game", "rollout.environment.processes=2", "rollout.retries=2",
+)  # fmt: skip
 _LEARNING = ("load", "train", "save")
 _SAMPLING = ("load", "generate", "reward", "logprobs", "train", "refit", "save")
 
@@ -57,6 +61,16 @@ class Run:
         """Return whether two runs have equal metrics to the bit. The bits of a vLLM server depend on how it batches."""
         return "generation.engine=vllm" not in self.arguments
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Return whether it generates while it trains. Which weights have sampled a token then depends on speed."""
+        return "rollout.async_enabled=true" in self.arguments
+
+    @property
+    def part(self) -> str:
+        """Return the part of the campaign that it belongs to: plain, vllm or asynchronous."""
+        return "asynchronous" if self.is_asynchronous else "plain" if self.is_exact else "vllm"
+
 
 RUNS = {
     "SFT": Run((*TINY, "algorithm=sft", "parallel.tensor=2", "parallel.context=2"), _LEARNING),
@@ -68,6 +82,10 @@ RUNS = {
     "PPO, embedded engine": Run((*TINY, *ROLLOUTS, *EMBEDDED, "algorithm=ppo", "parallel.pipeline=2"), _SAMPLING),
     "PPO, transformers engine": Run((*TINY, *ROLLOUTS, *TRANSFORMERS, "algorithm=ppo", "parallel.tensor=2"), _SAMPLING),
     "GRPO, vLLM server": Run((*TINY, *ROLLOUTS, *VLLM, "algorithm=grpo", "parallel.tensor=2"), _SAMPLING),
+    "GRPO, asynchronous": Run(
+        (*TINY, *ROLLOUTS, *TRANSFORMERS, *ASYNCHRONOUS, "algorithm=grpo", "parallel.tensor=2"),
+        ("load", "wait", "train", "refit", "save"),
+    ),
 }
 
 
@@ -78,7 +96,9 @@ class Fault:
     Attributes:
         number: Its number in the campaign.
         run: The run that it hits, a key of `RUNS`.
-        target: What is hit: "rank", "engine", "launcher", "disk" (of a rank) or "file" (of the output directory).
+        target: What is hit: "rank", "engine", "launcher", "disk" (of a rank) or "file" (of the output directory). In
+            asynchronous runs also "coordinator", which is rank 0 with the queue of groups, and "environment", a process
+            of environments; "rank" is then another one.
         action: The signal's name, "full", "truncated" or "one bit flipped".
         moment: During which call it comes; see `in_rank.MOMENTS`.
         rank: The rank that is hit, or that counts the calls.
@@ -112,6 +132,10 @@ COUNTS = {
     ("file", "truncated"): 12, ("file", "one bit flipped"): 12,
 }  # fmt: skip
 SERVER_COUNTS = {("engine", "SIGKILL"): 5, ("engine", "SIGTERM"): 3, ("engine", "SIGSTOP"): 4}  # of vLLM servers
+ASYNCHRONOUS_COUNTS = {
+    (target, "SIGKILL"): 20 for target in ("engine", "environment", "coordinator", "rank")
+}  # of asynchronous runs
+_OF_RANK_0 = ("engine", "environment")  # processes that rank 0 starts
 _LAST_CALL = {"load": 1, "save": 2}
 _BEFORE_THE_END = {"train": 3, "save": 1}  # a run that is asked to end in a later call is complete
 _CALLED_ONCE = {"logprobs": 1}  # a run takes them from the embedded engine, once it has compared them with its own
@@ -119,15 +143,20 @@ _LONGEST = {"load": 1.0, "save": 0.2}  # seconds from the begin of a call
 
 
 def faults(seed: int) -> list[Fault]:
-    """Return all faults: those without servers, and then those of vLLM servers.
+    """Return all faults: those of synchronous runs without servers, of vLLM servers, and of asynchronous runs.
 
     Each kind hits all runs, and each of their moments, about equally often.
     """
-    without = _drawn(random.Random(seed), COUNTS, {name: run for name, run in RUNS.items() if run.is_exact})
-    of_servers = _drawn(
-        random.Random(seed), SERVER_COUNTS, {name: run for name, run in RUNS.items() if not run.is_exact}
-    )
-    return [Fault(**{**vars(fault), "number": number}) for number, fault in enumerate([*without, *of_servers])]
+    drawn: list[Fault] = []
+    for part, counts in (("plain", COUNTS), ("vllm", SERVER_COUNTS), ("asynchronous", ASYNCHRONOUS_COUNTS)):
+        drawn += _drawn(random.Random(seed), counts, {name: run for name, run in RUNS.items() if run.part == part})
+    return [Fault(**{**vars(fault), "number": number}) for number, fault in enumerate(drawn)]
+
+
+def _rank(target: str, run: Run, chance: random.Random) -> int:
+    if target in (*_OF_RANK_0, "coordinator"):
+        return 0
+    return chance.randrange(1, RANKS) if run.is_asynchronous else chance.randrange(RANKS)
 
 
 def _drawn(chance: random.Random, counts: dict[tuple[str, str], int], runs: dict[str, Run]) -> list[Fault]:
@@ -137,7 +166,8 @@ def _drawn(chance: random.Random, counts: dict[tuple[str, str], int], runs: dict
             (name, moment)
             for name, run in runs.items()
             for moment in run.moments
-            if target != "engine" or (run.has_engine_process and moment != "load")
+            if target not in _OF_RANK_0 or moment != "load"
+            if target != "engine" or run.has_engine_process
         ]
         if target in ("disk", "file"):  # they matter at saves and loads, whenever they come
             places = [(name, moment) for name, moment in places if moment in ("train", "save")]
@@ -147,7 +177,7 @@ def _drawn(chance: random.Random, counts: dict[tuple[str, str], int], runs: dict
             drawn.append(
                 Fault(
                     0, name, target, action, moment,
-                    rank=0 if target == "engine" else chance.randrange(RANKS),
+                    rank=_rank(target, runs[name], chance),
                     call=min(chance.randint(1, _LAST_CALL.get(moment, 4)), latest.get(moment, 4)),
                     delay=round(chance.uniform(0, _LONGEST.get(moment, 0.05)), 4),
                     chance=round(chance.random(), 6),

@@ -7,6 +7,7 @@ import resource
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -16,6 +17,7 @@ from rl_megatron.algorithms.checkpointer import Checkpointer
 from rl_megatron.algorithms.synced_engine import SyncedEngine
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.rewards.scorer import Scorer
+from rl_megatron.rollouts.async_rollouts import AsyncRollouts
 
 STRUCK = "struck"  # the file that says that the fault has come, so that it does not come again after a restart
 # moment → the class and the method whose calls are counted
@@ -27,9 +29,11 @@ MOMENTS = {
     "train": (MegatronPolicy, "train"),
     "refit": (SyncedEngine, "update_weights"),
     "save": (Checkpointer, "save"),
+    "wait": (AsyncRollouts, "take"),
 }
 _ENGINES = ("rl_megatron.generation.transformers.worker", "vllm.entrypoints.cli.main")  # in their command lines
-_ENGINE_STARTS_SECONDS = 300.0
+_HOSTS = ("rl_megatron.rollouts.host_worker",)
+_CHILD_STARTS_SECONDS = 300.0
 _LEFT_ON_DISK = 20_000  # bytes that a file may have on a full disk: enough for metrics, and too few for weights
 
 
@@ -58,22 +62,26 @@ def _strike(fault: Fault, directory: Path) -> None:
     if fault.target == "file":
         pid, number = os.getppid(), signal.SIGTERM  # the run is saved and ends; the campaign then damages a file
     else:
-        pid = {"rank": os.getpid, "engine": lambda: _engine(fault.chance), "launcher": os.getppid}[fault.target]()
+        find = {
+            "engine": lambda: _child(_ENGINES, fault.chance), "environment": lambda: _child(_HOSTS, fault.chance),
+            "launcher": os.getppid,
+        }  # fmt: skip
+        pid = find.get(fault.target, os.getpid)()
         number = signal.Signals[fault.action]
     (directory / STRUCK).touch()
     os.kill(pid, number)
 
 
-def _engine(chance: float) -> int:
-    """Return the process of this rank's rollout engine, which may be about to start.
+def _child(modules: Sequence[str], chance: float) -> int:
+    """Return a process of this rank that runs one of these modules, and that may be about to start.
 
     A server has several processes: its guardian and all below that. `chance`, from 0 to 1, chooses one of them.
     """
-    deadline = time.monotonic() + _ENGINE_STARTS_SECONDS
+    deadline = time.monotonic() + _CHILD_STARTS_SECONDS
     while time.monotonic() < deadline:
         for child in psutil.Process().children(recursive=True):
-            if any(engine in child.cmdline() for engine in _ENGINES):
+            if any(module in child.cmdline() for module in modules):
                 every = [child, *child.children(recursive=True)]
                 return every[int(chance * len(every))].pid
         time.sleep(0.01)
-    raise RuntimeError("rank 0 started no rollout engine")
+    raise RuntimeError(f"rank 0 started no process of {modules[0]}")

@@ -22,6 +22,7 @@ from rl_megatron.checkpoint.digests import check_digests
 from rl_megatron.checkpoint.directory import complete_checkpoints, read_manifest
 from rl_megatron.config.errors import STOPPED, ConfigError
 from rl_megatron.config.metrics import METRICS_FILE, is_cost
+from rl_megatron.rollouts.rollout_log import RolloutLog
 
 RECOVERED = "recovered by itself"
 CONTINUED = "saved, ended and continued"
@@ -35,6 +36,21 @@ _REWARD = """
 def even(completion_ids, **_):
     return sum(token % 2 == 0 for token in completion_ids) / len(completion_ids)
 """  # an untrained model gets different rewards
+_GAME = """
+import time
+
+from rl_megatron import EnvironmentStep
+
+
+class Game:
+    def reset(self, record):
+        self.turns = 0
+
+    def step(self, answer):
+        time.sleep(0.01)
+        self.turns += 1
+        return EnvironmentStep(" go on: ", reward=0.1, done=self.turns == 2)
+"""
 _PAIRS = "".join(
     json.dumps({"question": f"Is {n} a number?", "chosen": f"yes, {n}.", "rejected": f"no, {n}."}) + "\n"
     for n in range(10, 110)
@@ -71,6 +87,7 @@ def prepare(directory: Path) -> None:
     """Make the directory of a run, with its data and its reward function."""
     directory.mkdir(parents=True)
     (directory / "even.py").write_text(_REWARD)
+    (directory / "game.py").write_text(_GAME)
     (directory / "pairs.jsonl").write_text(_PAIRS)
 
 
@@ -84,7 +101,10 @@ def outcome_of(fault: Fault, directory: Path, wanted: Sequence[dict[str, Any]]) 
     prepare(directory)
     try:
         outcome = _run(fault, directory)
-        _check_metrics(_metrics(directory), wanted, RUNS[fault.run])
+        if RUNS[fault.run].is_asynchronous:
+            _check_log(directory, RUNS[fault.run])
+        else:
+            _check_metrics(_metrics(directory), wanted, RUNS[fault.run])
         _check_checkpoints(directory)
     except Wrong as wrong:
         outcome = str(wrong)
@@ -112,6 +132,34 @@ def _check_metrics(found: Sequence[dict[str, Any]], wanted: Sequence[dict[str, A
     unchecked = [line["step"] for line in found if line["kind"] == "train" and line["step"] not in checked]
     if unchecked:
         raise Wrong(f"the logprob check did not run in step {unchecked[0]}")
+
+
+def _check_log(directory: Path, run: Run) -> None:
+    """Check the log of an asynchronous run, and that a replay of it has the same metrics.
+
+    Raises:
+        Wrong: A group is missing or was used twice, one is too old, or the metrics differ.
+    """
+    steps = RolloutLog(directory / "out" / "rollouts" / "grpo").read()
+    used = [group for step in sorted(steps) for group in steps[step].used]
+    if [group.number for group in used] != list(range(len(used))) or sorted(steps) != list(range(1, len(steps) + 1)):
+        raise Wrong("the log does not have every group once, in order")
+    if max(age for group in used for age in group.ages) > 2:
+        raise Wrong("a group of the log is too old")
+    (directory / "out").rename(directory / "first")
+    replay = f"rollout.replay={directory / 'first' / 'rollouts' / 'grpo'}"
+    status = _wait(start(directory, (*run.arguments, replay), 0, lambda: None), directory, lambda: None)
+    found, wanted = ([line for line in lines if line["kind"] == "train"] for lines in (
+        _metrics(directory), _metrics(directory, "first")
+    ))  # fmt: skip
+    kept = [
+        [{key: value for key, value in line.items() if not key.startswith(_OF_AN_ENGINE)} for line in lines]
+        for lines in (found, wanted)
+    ]
+    if status != 0 or kept[0] != kept[1]:
+        raise Wrong(f"a replay of the log ended with status {status}, and its metrics are not those of the run")
+    shutil.rmtree(directory / "out")
+    (directory / "first").rename(directory / "out")
 
 
 def _run(fault: Fault, directory: Path) -> str:
@@ -242,8 +290,8 @@ def _check_checkpoints(directory: Path) -> None:
             raise Wrong(f"a damaged checkpoint was left: {error}") from error
 
 
-def _metrics(directory: Path) -> list[dict[str, Any]]:
-    path = directory / "out" / "metrics.jsonl"
+def _metrics(directory: Path, output: str = "out") -> list[dict[str, Any]]:
+    path = directory / output / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
     return [{key: value for key, value in line.items() if not is_cost(key)} for line in lines]
 
