@@ -20,7 +20,7 @@ _SIGN, _BITS = 1 << 31, (1 << 32) - 1
 
 
 @dataclass(frozen=True)
-class Reduction:
+class RankReduction:
     """The data-parallel ranks that hold parts of a batch. Every method is collective over them.
 
     Attributes:

@@ -1,0 +1,106 @@
+"""Deal sequences out to blocks of data-parallel ranks, so that each block can plan for itself.
+
+A plan for all ranks takes time that grows with their number. A block has a fixed number of ranks. One vectorised pass
+gives every block sequences of about the same cost, and leaves most of them where they were produced.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+BLOCK_RANKS = 8
+"""The data-parallel ranks that plan together. Fewer balance worse, and more take longer to plan."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Data-parallel ranks in blocks of neighbours. The last block may have fewer.
+
+    Attributes:
+        num_ranks: The number of data-parallel ranks.
+        ranks_per_block: The ranks of a block.
+    """
+
+    num_ranks: int
+    ranks_per_block: int = BLOCK_RANKS
+
+    def __len__(self) -> int:
+        """Return the number of blocks."""
+        return -(-self.num_ranks // self.ranks_per_block)
+
+    def of_rank(self, rank: int) -> int:
+        """Return the block of a rank."""
+        return rank // self.ranks_per_block
+
+    def ranks(self, block: int) -> range:
+        """Return the ranks of a block."""
+        start = block * self.ranks_per_block
+        return range(start, min(start + self.ranks_per_block, self.num_ranks))
+
+
+def deal_to_blocks(costs: np.ndarray, homes: np.ndarray, blocks: Blocks) -> np.ndarray:
+    """Return the block of each unit: a sequence, or several that stay together.
+
+    The units are dealt in rounds, the costliest first, and a round has one unit for each rank. So every block gets as
+    many units of similar cost as it has ranks. Within a round, a unit goes to the block that has it already, unless
+    that block has too many. Others are left over for blocks that have too few.
+
+    Args:
+        costs: [n] The cost of each unit.
+        homes: [n] The rank on which each unit was produced.
+        blocks: The blocks.
+    """
+    number, order = len(costs), np.argsort(-costs, kind="stable")
+    rounds = np.arange(number) // blocks.num_ranks
+    slots = _slots(number, blocks)
+    own, of_slots = rounds * len(blocks) + homes[order] // blocks.ranks_per_block, rounds * len(blocks) + slots
+    most = len(blocks) * (int(rounds[-1]) + 1 if number else 0)
+    there, wanted = np.bincount(own, minlength=most), np.bincount(of_slots, minlength=most)
+    place, count, share = _places(own), there[own], np.minimum(wanted, there)[own]
+    stays = (place + 1) * share // count > place * share // count  # evenly spaced among those that could stay
+    is_free = _places(of_slots) >= np.minimum(wanted, there)[of_slots]
+    found = np.empty(number, dtype=np.int64)
+    found[order[stays]] = homes[order[stays]] // blocks.ranks_per_block
+    found[order[~stays]] = slots[is_free]  # as many in every round as are left over, in the same order
+    return found
+
+
+def _slots(number: int, blocks: Blocks) -> np.ndarray:
+    """Return the block of each place in the order in which units are dealt.
+
+    Each block has its turn once per rank. The direction alternates, so that the first block is not always the one with
+    the costliest unit.
+    """
+    turns = [
+        [block for block in range(len(blocks)) if turn < len(blocks.ranks(block))]
+        for turn in range(blocks.ranks_per_block)
+    ]
+    forth = [block for turn, each in enumerate(turns) for block in (each if turn % 2 == 0 else each[::-1])]
+    back = [block for turn, each in enumerate(turns) for block in (each if turn % 2 else each[::-1])]
+    both = np.array(forth + back, dtype=np.int64)
+    return np.resize(both, number)
+
+
+def _places(keys: np.ndarray) -> np.ndarray:
+    """Return how many equal keys stand before each key."""
+    order = np.argsort(keys, kind="stable")
+    in_order = keys[order]
+    starts = np.flatnonzero(np.r_[True, in_order[1:] != in_order[:-1]]) if len(keys) else np.zeros(0, dtype=np.int64)
+    places = np.empty(len(keys), dtype=np.int64)
+    places[order] = np.arange(len(keys)) - np.repeat(starts, np.diff(np.r_[starts, len(keys)]))
+    return places
+
+
+def deal_to_ranks(costs: Sequence[float], num_ranks: int) -> list[int]:
+    """Return the rank of each unit: the costliest goes first, and each to the rank whose sum is smallest so far."""
+    ready = [(0.0, 0, rank) for rank in range(num_ranks)]
+    found = [0] * len(costs)
+    for unit in sorted(range(len(costs)), key=lambda unit: (-costs[unit], unit)):
+        total, number, rank = ready[0]
+        found[unit] = rank
+        heapq.heapreplace(ready, (total + costs[unit], number + 1, rank))
+    return found
