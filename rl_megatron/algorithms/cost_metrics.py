@@ -11,6 +11,7 @@ OUTER_PHASES = {
     "generate": "generating completions",
     "environment": "waiting for rollout workers, with their environments and tools",
     "reward": "scoring completions",
+    "exchange": "moving rollouts to the ranks that learn from them",
     "sleep": "letting a rollout engine release its memory",
     "logprobs": "computing the policy's logprobs",
     "reference": "computing the reference policy's logprobs",

@@ -6,7 +6,7 @@ batch from REINFORCE++, arXiv:2501.03262.
 
 from __future__ import annotations
 
-from rl_megatron.algorithms.advantage_estimators import estimated_advantages
+from rl_megatron.algorithms.advantage_estimators import estimated_advantages, owned_together
 from rl_megatron.algorithms.registry import register_algorithm
 from rl_megatron.algorithms.rollout import (
     ROLLOUT_LOSS,
@@ -15,6 +15,7 @@ from rl_megatron.algorithms.rollout import (
     join,
     keep_informative,
     needs_reference,
+    owned,
     recomputes_logprobs,
     reward_kl,
     uses_reference,
@@ -22,10 +23,9 @@ from rl_megatron.algorithms.rollout import (
 )
 from rl_megatron.algorithms.rollout_statistics import learned_statistics, logprob_mismatch, statistics
 from rl_megatron.algorithms.stage import Stage
+from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.config.algorithms import GRPOConfig
-from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.registry import configured_loss
-from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
 
 
 @register_algorithm(
@@ -46,6 +46,7 @@ def grpo(stage: Stage, algorithm: GRPOConfig) -> None:
     for step in stage.steps():
         rollouts, outcome = collect(sampler, step, algorithm)
         stage.engine.sleep()
+        rollouts = owned(rollouts, stage, owned_together(rollouts, algorithm))
         rollouts = with_logprobs(rollouts, stage.policy, recompute=recompute, reference=reference)
         with stage.timer.phase("advantages"):
             rollouts["advantages"] = estimated_advantages(rollouts, algorithm, loss_fn)
@@ -56,7 +57,7 @@ def grpo(stage: Stage, algorithm: GRPOConfig) -> None:
         stage.record(step, report | outcome | logprob_mismatch(rollouts) | reward_kl(rollouts, loss_fn))
 
 
-def collect(sampler: Sampler, step: int, algorithm: GRPOConfig) -> tuple[BatchedDataDict, dict[str, float]]:
+def collect(sampler: Sampler, step: int, algorithm: GRPOConfig) -> tuple[ShardedBatch, dict[str, float]]:
     """Return (the rollouts that the step learns from, statistics of all sampled rollouts).
 
     With dynamic sampling, groups whose rewards are all equal are dropped, and other prompts are sampled until the step
@@ -66,10 +67,10 @@ def collect(sampler: Sampler, step: int, algorithm: GRPOConfig) -> tuple[Batched
     wanted = algorithm.prompts_per_step * group_size
     kept, seen = [], []
     for round_ in range(algorithm.rounds_per_step):
-        rollouts = sampler.draw(step, round_)
+        rollouts = sampler.produce(step, round_)
         seen.append(rollouts)
         kept.append(keep_informative(rollouts, group_size) if algorithm.dynamic_sampling else rollouts)
-        if sum(TrajectoryIndex(part).num_trajectories for part in kept) >= wanted:
+        if sum(part.num_trajectories for part in kept) >= wanted:
             break
     outcome = statistics(join(seen, len(seen) * wanted), group_size) | sampler.reward_metrics()
     if algorithm.dynamic_sampling:

@@ -7,13 +7,17 @@ gives every block sequences of about the same cost, and leaves most of them wher
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 BLOCK_RANKS = 8
 """The data-parallel ranks that plan together. Fewer balance worse, and more take longer to plan."""
+
+Gifts = Callable[[np.ndarray], np.ndarray]
+"""Returns what all blocks give away from what this rank's block gives away. Collective."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +46,77 @@ class Blocks:
         return range(start, min(start + self.ranks_per_block, self.num_ranks))
 
 
-def deal_to_blocks(costs: np.ndarray, homes: np.ndarray, blocks: Blocks) -> np.ndarray:
-    """Return the block of each unit: a sequence, or several that stay together.
+_UNEVEN = 0.5  # of a block's share: if a block has produced so much more or less, sequences are dealt anew
 
-    The units are dealt in rounds, the costliest first, and a round has one unit for each rank. So every block gets as
-    many units of similar cost as it has ranks. Within a round, a unit goes to the block that has it already, unless
+
+def blocks_of(costs: np.ndarray, homes: np.ndarray, blocks: Blocks, mine: int, exchange: Gifts) -> np.ndarray:
+    """Return the block of each group, so that blocks have about the same cost per rank. Collective.
+
+    A block keeps what its ranks have produced, and gives a few groups to blocks that have less. If ranks have produced
+    very different amounts, as when rank 0 has produced everything, all groups are dealt anew.
+
+    Args:
+        costs: [n] The cost of each group.
+        homes: [n] The rank on which each group was produced.
+        blocks: The blocks.
+        mine: The block of this rank.
+        exchange: Returns what all blocks give away, [k, 2] (the number of the group, the block that gets it), from what
+            this rank's block gives away.
+    """
+    at = homes // blocks.ranks_per_block
+    totals = np.bincount(at, weights=costs, minlength=len(blocks))
+    shares = np.array([len(blocks.ranks(block)) for block in range(len(blocks))]) * totals.sum() / blocks.num_ranks
+    if np.abs(totals - shares).max() > _UNEVEN * shares.min():
+        return deal_to_blocks(costs, homes, blocks)
+    found = at.astype(np.int64)
+    for_others = _owed(totals - shares, mine)
+    own = np.flatnonzero(at == mine)
+    gifts = exchange(_chosen(own, costs[own], for_others))
+    found[gifts[:, 0]] = gifts[:, 1]
+    return found
+
+
+def _owed(excess: np.ndarray, mine: int) -> list[tuple[int, float]]:
+    """Return (block, cost) of what this block owes to others, so that no block has an excess any more.
+
+    The excesses are laid end to end, and so is what blocks lack. A block owes to those that its own part overlaps.
+    """
+    upper = np.cumsum(np.maximum(excess, 0.0))
+    lower, lacks = upper[mine] - max(excess[mine], 0.0), np.cumsum(np.maximum(-excess, 0.0))
+    ends = np.minimum(lacks, upper[mine])
+    starts = np.maximum(np.r_[0.0, lacks[:-1]], lower)
+    return [(int(block), float(ends[block] - starts[block])) for block in np.flatnonzero(ends > starts)]
+
+
+def _chosen(numbers: np.ndarray, costs: np.ndarray, owed: list[tuple[int, float]]) -> np.ndarray:
+    """Return [k, 2] the groups whose costs come nearest to what is owed, with the blocks that get them."""
+    order = np.argsort(costs, kind="stable").tolist()
+    ascending = costs[order].tolist()
+    gifts: list[tuple[int, int]] = []
+    for block, cost in owed:
+        while ascending:
+            place = bisect_left(ascending, cost)
+            if place == len(ascending) or (place and cost - ascending[place - 1] < ascending[place] - cost):
+                place -= 1
+            if ascending[place] >= 2 * cost:  # without it, the block is nearer to what it owes
+                break
+            cost -= ascending.pop(place)
+            gifts.append((int(numbers[order.pop(place)]), block))
+            if cost <= 0:
+                break
+    return np.array(gifts, dtype=np.int64).reshape(-1, 2)
+
+
+def deal_to_blocks(costs: np.ndarray, homes: np.ndarray, blocks: Blocks) -> np.ndarray:
+    """Return the block of each group: a sequence, or several that stay together.
+
+    The groups are dealt in rounds, the costliest first, and a round has one group for each rank. So every block gets as
+    many groups of similar cost as it has ranks. Within a round, a group goes to the block that has it already, unless
     that block has too many. Others are left over for blocks that have too few.
 
     Args:
-        costs: [n] The cost of each unit.
-        homes: [n] The rank on which each unit was produced.
+        costs: [n] The cost of each group.
+        homes: [n] The rank on which each group was produced.
         blocks: The blocks.
     """
     number, order = len(costs), np.argsort(-costs, kind="stable")
@@ -70,10 +135,10 @@ def deal_to_blocks(costs: np.ndarray, homes: np.ndarray, blocks: Blocks) -> np.n
 
 
 def _slots(number: int, blocks: Blocks) -> np.ndarray:
-    """Return the block of each place in the order in which units are dealt.
+    """Return the block of each place in the order in which groups are dealt.
 
     Each block has its turn once per rank. The direction alternates, so that the first block is not always the one with
-    the costliest unit.
+    the costliest group.
     """
     turns = [
         [block for block in range(len(blocks)) if turn < len(blocks.ranks(block))]
@@ -96,11 +161,11 @@ def _places(keys: np.ndarray) -> np.ndarray:
 
 
 def deal_to_ranks(costs: Sequence[float], num_ranks: int) -> list[int]:
-    """Return the rank of each unit: the costliest goes first, and each to the rank whose sum is smallest so far."""
+    """Return the rank of each group: the costliest goes first, and each to the rank whose sum is smallest so far."""
     ready = [(0.0, 0, rank) for rank in range(num_ranks)]
     found = [0] * len(costs)
-    for unit in sorted(range(len(costs)), key=lambda unit: (-costs[unit], unit)):
+    for group in sorted(range(len(costs)), key=lambda group: (-costs[group], group)):
         total, number, rank = ready[0]
-        found[unit] = rank
-        heapq.heapreplace(ready, (total + costs[unit], number + 1, rank))
+        found[group] = rank
+        heapq.heapreplace(ready, (total + costs[group], number + 1, rank))
     return found

@@ -190,25 +190,25 @@ class Exchange:
         """Return the bytes of the values of sequences that this rank has, one sequence after the other."""
         if not len(sent):
             return torch.empty(0, dtype=torch.uint8)
-        rows, values = np.searchsorted(numbers, sent), own[key]
+        indices, values = np.searchsorted(numbers, sent), own[key]
         if column.per_token:
-            flat = values.flatten(0, 1)[self._places(sent, rows, values.size(1))]
+            flat = values.flatten(0, 1)[self._places(sent, indices, values.size(1))]
         else:
-            flat = values[torch.from_numpy(rows)]
+            flat = values[torch.from_numpy(indices)]
         return flat.contiguous().view(-1).view(torch.uint8)
 
-    def _write(self, found: Tensor, payload: Tensor, column: Column, got: np.ndarray, rows: np.ndarray) -> None:
-        """Write the values of sequences into the rows of a tensor."""
+    def _write(self, found: Tensor, payload: Tensor, column: Column, got: np.ndarray, indices: np.ndarray) -> None:
+        """Write the values of sequences into their places in a tensor."""
         values = payload.view(column.dtype).view(-1, *column.shape)
         if column.per_token and len(got):
-            found.flatten(0, 1)[self._places(got, rows, found.size(1))] = values
+            found.flatten(0, 1)[self._places(got, indices, found.size(1))] = values
         elif len(got):
-            found[torch.from_numpy(rows)] = values
+            found[torch.from_numpy(indices)] = values
 
-    def _places(self, chosen: np.ndarray, rows: np.ndarray, width: int) -> Tensor:
-        """Return the places of the tokens of sequences in a flattened tensor [·, width] that has them in `rows`."""
+    def _places(self, chosen: np.ndarray, indices: np.ndarray, width: int) -> Tensor:
+        """Return the places of the tokens of sequences in a flattened tensor [·, width] that has them at `indices`."""
         counts = self.lengths[chosen].astype(np.int64)
-        starts = rows * width - (np.cumsum(counts) - counts)
+        starts = indices * width - (np.cumsum(counts) - counts)
         return torch.from_numpy(np.repeat(starts, counts) + np.arange(int(counts.sum())))
 
 

@@ -59,11 +59,11 @@ def owned_microbatches(batch: ShardedBatch, step: OwnedStep) -> RankPlan:
 
 def _microbatch(batch: ShardedBatch, step: OwnedStep, chosen: list[int], width: int) -> Microbatch:
     if step.batching.kind == "padded":
-        return Microbatch(batch.rows(chosen, batch.width))
+        return Microbatch(batch.sequences(chosen, batch.width))
     if step.batching.kind == "dynamic":
-        return Microbatch(batch.rows(chosen, min(width, batch.width)))
+        return Microbatch(batch.sequences(chosen, min(width, batch.width)))
     lengths = tuple(1 if number == PADDING else max(int(batch.lengths[number]), 1) for number in chosen)
-    return Microbatch(batch.rows(chosen, max(lengths)), lengths)
+    return Microbatch(batch.sequences(chosen, max(lengths)), lengths)
 
 
 def part_of(batch: ShardedBatch, start: int, stop: int) -> BatchedDataDict:

@@ -14,11 +14,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rl_megatron.batching.blocks import BLOCK_RANKS, Blocks, deal_to_blocks, deal_to_ranks
+from rl_megatron.batching.blocks import BLOCK_RANKS, Blocks, Gifts, blocks_of, deal_to_ranks
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.packing import round_up
 from rl_megatron.batching.rank_plan import plan_lengths
+from rl_megatron.topology.collectives import from_all_ranks
 from rl_megatron.topology.degrees import SequenceLayout
 from rl_megatron.topology.reductions import RankReduction
 
@@ -103,7 +104,7 @@ class OwnershipPlanner:
         layout: The layout.
         cost: The cost of a sequence.
         group_size: Sequences in a row that stay together in a microbatch.
-        units: [B] A number for each sequence, the same for neighbours that one rank must own, such as the sequences of
+        groups: [B] A number for each sequence, the same for neighbours that one rank must own, such as the sequences of
             a trajectory. They may be in different microbatches. None: nothing but `group_size` holds.
         blocks: The data-parallel ranks in blocks.
     """
@@ -115,21 +116,31 @@ class OwnershipPlanner:
     cost: SequenceCost
     blocks: Blocks
     group_size: int = 1
-    units: np.ndarray | None = None
+    groups: np.ndarray | None = None
 
     @property
     def plans_microbatches(self) -> bool:
         """Return whether ownership follows from a plan of microbatches, as it does for sequences that are free."""
-        return self.units is None or self.blocks.num_ranks == 1
+        return self.groups is None or self.blocks.num_ranks == 1
 
-    def block_of(self, start: int, stop: int, homes: np.ndarray) -> np.ndarray:
-        """Return the block of each sequence from `start` to `stop - 1`, which are those of one optimizer step."""
+    def block_of(self, start: int, stop: int, homes: np.ndarray, mine: int, exchange: Gifts) -> np.ndarray:
+        """Return the block of each sequence from `start` to `stop - 1`, which are those of one optimizer step.
+
+        Args:
+            start: The first sequence.
+            stop: The number behind the last one.
+            homes: [B] The rank on which each sequence was produced.
+            mine: The block of this rank.
+            exchange: See `blocks_of`.
+        """
         if len(self.blocks) == 1:
             return np.zeros(stop - start, dtype=np.int64)
-        units = self._units_of(start, stop)
-        first = np.flatnonzero(np.r_[True, units[1:] != units[:-1]])
-        costs = np.add.reduceat(self._costs(self.lengths[start:stop]), first)
-        found = deal_to_blocks(costs, homes[start:stop][first], self.blocks)
+        costs, homes = self._costs(self.lengths[start:stop]), homes[start:stop]
+        if self.groups is None and self.group_size == 1:
+            return blocks_of(costs, homes, self.blocks, mine, exchange)
+        groups = self._groups_of(start, stop)
+        first = np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]])
+        found = blocks_of(np.add.reduceat(costs, first), homes[first], self.blocks, mine, exchange)
         return np.repeat(found, np.diff(np.r_[first, stop - start]))
 
     def of_block(self, numbers: np.ndarray, num_ranks: int) -> tuple[np.ndarray, list[Shapes]]:
@@ -140,11 +151,13 @@ class OwnershipPlanner:
             num_ranks: The ranks of the block.
         """
         if not self.plans_microbatches:
-            units = self.units[numbers]  # pyright: ignore[reportOptionalSubscript]  # there are units then
-            first = np.flatnonzero(np.r_[True, units[1:] != units[:-1]]) if len(units) else np.zeros(0, dtype=np.int64)
-            costs = np.add.reduceat(self._costs(self.lengths[numbers]), first) if len(units) else np.zeros(0)
-            of_units = np.array(deal_to_ranks(costs.tolist(), num_ranks), dtype=np.int64)
-            return np.repeat(of_units, np.diff(np.r_[first, len(numbers)])), []
+            groups = self.groups[numbers]  # pyright: ignore[reportOptionalSubscript]  # there are groups then
+            first = (
+                np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]]) if len(groups) else np.zeros(0, dtype=np.int64)
+            )
+            costs = np.add.reduceat(self._costs(self.lengths[numbers]), first) if len(groups) else np.zeros(0)
+            of_groups = np.array(deal_to_ranks(costs.tolist(), num_ranks), dtype=np.int64)
+            return np.repeat(of_groups, np.diff(np.r_[first, len(numbers)])), []
         if not len(numbers):
             return np.zeros(0, dtype=np.int64), [self.nothing()] * num_ranks
         planned = plan_lengths(
@@ -169,12 +182,14 @@ class OwnershipPlanner:
         """Return the microbatch of a rank that owns no sequence: padding with zero loss weight."""
         return Shapes([[PADDING] * self.group_size], [self.layout.sequence_multiple], 0, self.group_size)
 
-    def _units_of(self, start: int, stop: int) -> np.ndarray:
-        if self.units is not None:
-            return self.units[start:stop]
+    def _groups_of(self, start: int, stop: int) -> np.ndarray:
+        if self.groups is not None:
+            return self.groups[start:stop]
         return np.arange(stop - start) // self.group_size
 
     def _costs(self, lengths: np.ndarray) -> np.ndarray:
+        if self.batching.kind == "padded":  # every sequence is as wide as the batch
+            return np.ones(len(lengths))
         length = lengths.astype(np.float64)
         return (self.cost.per_token + self.cost.per_pair * length) * length
 
@@ -216,13 +231,15 @@ def plan_ownership(
     of_steps: list[list[Shapes]] = []
     ends = np.cumsum([0, *sizes]).tolist()
     for start, stop in pairwise(ends):
-        block_of[start:stop] = planner.block_of(start, stop, homes)
+        block_of[start:stop] = planner.block_of(
+            start, stop, homes, mine, lambda given: _gifts(given, members, rank, ranks)
+        )
         numbers = start + np.flatnonzero(block_of[start:stop] == mine)
         local[numbers], of_ranks = planner.of_block(numbers, len(members))
         of_steps.append(of_ranks)
     if len(blocks) > 1:
         local = _of_all_blocks(local if rank == members.start else np.zeros_like(local), ranks)
-    owners = block_of * blocks.ranks_per_block + local
+    owners = (block_of * blocks.ranks_per_block + local).astype(np.int32)
     if not planner.plans_microbatches:
         return Ownership(owners, [])
     if len(blocks) > 1:
@@ -254,11 +271,21 @@ def _efficiency(shapes: Sequence[Shapes]) -> float:
     return sum(each.tokens for each in shapes) / sum(each.slots for each in shapes)
 
 
+def _gifts(given: np.ndarray, members: range, rank: int, ranks: RankReduction) -> np.ndarray:
+    """Return [k, 2] what all blocks give away. Each rank of a block says its part of what the block gives."""
+    own = given[rank - members.start :: len(members)]
+    most = int(ranks.max(torch.tensor([len(own)])).item())
+    padded = torch.full((most, 2), -1, dtype=torch.int32)
+    padded[: len(own)] = torch.from_numpy(own)
+    found = from_all_ranks(padded.to(ranks.device), ranks.group).flatten(0, 1).cpu().numpy()
+    return found[found[:, 0] >= 0].astype(np.int64)
+
+
 def _of_all_blocks(local: np.ndarray, ranks: RankReduction) -> np.ndarray:
     """Return the sum over all ranks, of which one per block has the numbers of that block's sequences."""
     found = torch.from_numpy(local).to(ranks.device)
     dist.all_reduce(found, group=ranks.group)
-    return found.cpu().numpy().astype(np.int64)
+    return found.cpu().numpy()
 
 
 def default_blocks(num_ranks: int) -> Blocks:

@@ -21,9 +21,8 @@ from rl_megatron.topology.topology import Topology
 _FACTS = {
     LENGTHS: torch.int32,
     "rewards": torch.float32,
-    "sample_mask": torch.float32,
+    "sample_mask": torch.bool,
     "stopped": torch.bool,
-    "weight_version": torch.int32,
     TRAJECTORIES: torch.int32,
 }
 
@@ -57,7 +56,7 @@ def produced(own: BatchedDataDict | None, topology: Topology | None, store: Tens
     facts = _gathered(own, columns, counts, topology, moved)
     if TRAJECTORIES in facts:
         facts[TRAJECTORIES] = _numbered(facts[TRAJECTORIES], counts)
-    homes = np.repeat(np.arange(len(counts)), counts)
+    homes = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     rank = 0 if topology is None else topology.data_rank
     has_own = own is not None
     numbers = np.flatnonzero(homes == rank) if has_own else np.zeros(0, dtype=np.int64)
@@ -134,24 +133,30 @@ def _gathered(
     if own is not None:
         here = torch.cat([values.view(torch.uint8) for values in _facts(own, dtypes).values()])
         packed[: len(here)] = here.to(topology.device)
-    if sum(count > 0 for count in counts) == 1:
-        parts = {next(rank for rank, count in enumerate(counts) if count): packed}
+    producers = [rank for rank, count in enumerate(counts) if count]
+    if len(producers) == 1:
         if topology.data > 1 and is_first_of_replica(topology):
-            dist.broadcast(packed, dist.get_global_rank(topology.groups.dp, next(iter(parts))), topology.groups.dp)
-        parts = {next(iter(parts)): from_first_of_replica(packed, topology).cpu()}
-        moved.received += packed.numel()
+            dist.broadcast(packed, dist.get_global_rank(topology.groups.dp, producers[0]), topology.groups.dp)
+        parts = from_first_of_replica(packed, topology).cpu()[None]
     else:
-        every = _of_all_replicas(packed, topology)
-        parts = dict(enumerate(every))
-        moved.received += every.numel()
-    found: dict[str, list[Tensor]] = {name: [] for name in dtypes}
-    for rank, part in parts.items():
-        start = 0
-        for name, dtype in dtypes.items():
-            stop = start + counts[rank] * dtype.itemsize
-            found[name].append(part[start:stop].clone().view(dtype))
-            start = stop
-    return {name: torch.cat(values) for name, values in found.items()}
+        parts = _of_all_replicas(packed, topology)
+        parts = parts if len(producers) == len(parts) else parts[producers]
+    moved.received += parts.numel()
+    return _unpacked(parts, [counts[rank] for rank in producers], dtypes)
+
+
+def _unpacked(parts: Tensor, counts: list[int], dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
+    """Return the facts of all sequences, from the bytes [ranks, …] that each of some ranks has packed."""
+    found, starts = {}, np.zeros(len(counts), dtype=np.int64)
+    for name, dtype in dtypes.items():
+        sizes = np.array(counts) * dtype.itemsize
+        if (sizes == sizes[0]).all():
+            part = parts[:, starts[0] : starts[0] + sizes[0]].contiguous()
+        else:
+            part = torch.cat([each[a : a + size] for each, a, size in zip(parts, starts, sizes, strict=True)])
+        found[name] = part.view(-1).view(dtype)
+        starts += sizes
+    return found
 
 
 def _facts(own: BatchedDataDict, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:

@@ -104,6 +104,11 @@ class ShardedBatch(MutableMapping[str, Tensor]):
             return self.facts[TRAJECTORIES].long()
         return torch.arange(self.size)
 
+    @property
+    def num_trajectories(self) -> int:
+        """Return the number of trajectories of the global batch."""
+        return int(self.trajectories()[-1]) + 1 if self.size else 0
+
     def own_facts(self, values: Tensor) -> Tensor:
         """Return this rank's part [n, …] of values [B, …] of the global batch."""
         return values[torch.from_numpy(self.numbers)]
@@ -175,7 +180,7 @@ class ShardedBatch(MutableMapping[str, Tensor]):
         every = columns_of(self.own)
         return {key: every[key] for key in keys}
 
-    def rows(self, chosen: Sequence[int], width: int) -> BatchedDataDict:
+    def sequences(self, chosen: Sequence[int], width: int) -> BatchedDataDict:
         """Return copies of some of this rank's sequences.
 
         Args:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import TypeVar
 
 from torch import Tensor
 
@@ -20,10 +19,8 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import Denominators
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.policy.inference import check_width, checked_lengths, on_host, replayable
+from rl_megatron.policy.interfaces import Batch, BatchT
 from rl_megatron.topology.collective_errors import on_all_or_none
-
-Batch = BatchedDataDict | ShardedBatch
-BatchT = TypeVar("BatchT", BatchedDataDict, ShardedBatch)
 
 
 @dataclass(frozen=True)
@@ -87,13 +84,13 @@ class StepPlanner:
         return PlannedStep(owned_microbatches(batch, step), denominators)
 
     def distributed(
-        self, batch: ShardedBatch, batching: Batching, sizes: Sequence[int], units: Tensor | None
+        self, batch: ShardedBatch, batching: Batching, sizes: Sequence[int], groups: Tensor | None
     ) -> ShardedBatch:
         """Return the batch with every sequence on the rank that trains on it; see `MegatronPolicy.distribute`."""
         topology = self.model.topology
-        blocks, of_units = default_blocks(topology.data), None if units is None else units.numpy()
+        blocks, of_groups = default_blocks(topology.data), None if groups is None else groups.numpy()
         planner = OwnershipPlanner(
-            batch.lengths, batch.width, batching, topology, self.cost, blocks, group_size=1, units=of_units
+            batch.lengths, batch.width, batching, topology, self.cost, blocks, group_size=1, groups=of_groups
         )
         ranks = reduction_over(topology)
         return batch.moved_to(plan_ownership(planner, sizes, batch.homes, topology.data_rank, ranks))

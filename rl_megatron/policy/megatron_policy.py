@@ -31,9 +31,9 @@ from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.foreign import as_loss
 from rl_megatron.model.build import Head
 from rl_megatron.model.sharded_model import ShardedModel
-from rl_megatron.policy.batches import Batch, BatchT, PlannedStep, StepPlanner, result_of
+from rl_megatron.policy.batches import PlannedStep, StepPlanner, result_of
 from rl_megatron.policy.inference import Inference, build_runner, checked_lengths
-from rl_megatron.policy.interfaces import ColocatablePolicyInterface
+from rl_megatron.policy.interfaces import Batch, BatchT, ColocatablePolicyInterface
 from rl_megatron.policy.recorded_reference import RecordedReference
 from rl_megatron.policy.reference import Placement, ReferenceModel
 from rl_megatron.policy.skipped_steps import counts
@@ -158,7 +158,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         return self.model.version
 
     def distribute(
-        self, batch: ShardedBatch, sizes: Sequence[int] | None = None, units: Tensor | None = None
+        self, batch: ShardedBatch, sizes: Sequence[int] | None = None, groups: Tensor | None = None
     ) -> ShardedBatch:
         """Move every sequence to the data-parallel rank that computes its logprobs and trains on it. Collective.
 
@@ -166,14 +166,14 @@ class MegatronPolicy(ColocatablePolicyInterface):
             batch: The sequences on the ranks that have produced them.
             sizes: The number of sequences of each optimizer step, each of which is spread evenly over the ranks. None:
                 steps of the policy's global batch size.
-            units: [B] A number for each sequence, the same for neighbours that one rank must own. None: ranks own any.
+            groups: [B] A number for each sequence, the same for neighbours that one rank must own. None: ranks own any.
 
         Raises:
             ConfigError: A sequence alone exceeds the tokens of a microbatch.
         """
         gbs = self._global_batch_size
         steps = sizes or [min(gbs, batch.size - start) for start in range(0, batch.size, gbs)]
-        return self._planner.distributed(batch, self.batching, steps, units)
+        return self._planner.distributed(batch, self.batching, steps, groups)
 
     # --- training ---
 

@@ -29,13 +29,14 @@ class Scored:
 
     Attributes:
         batch: The batch that `trajectory_batch` returns, with `rewards` [B]: that of its trajectory for each sequence.
+            Only rank 0 has it; it is None on other ranks.
         samples: The last turn of each trajectory, as reward functions get it.
         rewards: The reward of each trajectory.
         num_sampled: The number of tokens that the policy sampled in each trajectory.
         metrics: The metrics of the reward functions.
     """
 
-    batch: BatchedDataDict
+    batch: BatchedDataDict | None
     samples: Sequence[Sample]
     rewards: torch.Tensor
     num_sampled: Sequence[int]
@@ -91,19 +92,18 @@ class ScoredRollouts:
         trajectories = [result.trajectories[0] if result.trajectories else None for result in results]
         if all(each is None for each in trajectories):
             raise RolloutFailed(f"all {len(results)} trajectories failed; the first one: {results[0].failure}")
-        batch = trajectory_batch(trajectories, prompts, sampling, self._runner.makes_turns)
+        batch = self._runner.on_rank_0(
+            lambda: trajectory_batch(trajectories, prompts, sampling, self._runner.makes_turns)
+        )
         with phase("reward"):
             samples = [self._sample(*pair) for pair in zip(prompts, trajectories, strict=True)]
             made = torch.tensor([each is not None for each in trajectories])
             rewards, metrics = self._scored(samples, made)
         if self._runner.makes_turns:
             _observe(metrics, results, trajectories)
-        index = TrajectoryIndex(batch)
         whole = made.view(-1, group_size).all(1).repeat_interleave(group_size)
-        if not whole.all():
-            for key in ("sample_mask", "token_mask"):
-                batch[key][~index.spread(whole)] = 0.0
-        batch["rewards"] = index.spread(torch.where(whole, rewards, 0.0))
+        if batch is not None:
+            _give_rewards(batch, torch.where(whole, rewards, 0.0), whole)
         num_sampled = [
             0 if each is None else sum(len(turn.completion.ids) for turn in each.turns) for each in trajectories
         ]
@@ -135,6 +135,15 @@ class ScoredRollouts:
             prompt.problem, texts[-1], ids, trajectory.truncated, trajectory.messages,
             texts if len(texts) > 1 else (), trajectory.metadata, trajectory.environment_reward,
         )  # fmt: skip
+
+
+def _give_rewards(batch: BatchedDataDict, rewards: torch.Tensor, whole: torch.Tensor) -> None:
+    """Add the rewards of trajectories to their sequences, and mask those of groups that are not whole."""
+    index = TrajectoryIndex(batch)
+    if not whole.all():
+        for key in ("sample_mask", "token_mask"):
+            batch[key][~index.spread(whole)] = 0.0
+    batch["rewards"] = index.spread(rewards)
 
 
 def _observe(metrics: RewardMetrics, results: Sequence[TaskResult], trajectories: Sequence[Trajectory | None]) -> None:

@@ -111,6 +111,10 @@ class RankReduction:
         return counts.cpu()
 
 
+ALONE = RankReduction()
+"""What reduces over this process alone."""
+
+
 def _ordered_keys(values: Tensor) -> Tensor:
     """Return integers from 0 to 2³²−1 in int64 that have the order of the fp32 values."""
     bits = (values.float() + 0.0).view(torch.int32).long() & _BITS  # adding 0 makes −0 the same as 0

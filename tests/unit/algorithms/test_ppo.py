@@ -13,6 +13,7 @@ from rl_megatron.algorithms import ppo as training_loop
 from rl_megatron.algorithms import stage as stage_module
 from rl_megatron.algorithms.ppo import CRITIC
 from rl_megatron.algorithms.stage import Stage
+from rl_megatron.batching.produced import whole
 from rl_megatron.checkpoint.retention import delete_older
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.load import load_config
@@ -73,13 +74,14 @@ class Rollouts:
     def __init__(self, stage, algorithm):
         pass
 
-    def draw(self, step):
+    def produce(self, step):
         mask = torch.tensor([[0.0, 1.0, 1.0], [0.0, 1.0, 0.0]])
-        return BatchedDataDict(
+        batch = BatchedDataDict(
             input_ids=torch.ones(2, 3, dtype=torch.long), token_mask=mask, sample_mask=torch.ones(2),
             rewards=torch.tensor([0.0, 1.0]), generation_logprobs=-mask, prompt_lengths=torch.tensor([1, 1]),
             input_lengths=torch.tensor([3, 2]), stopped=torch.tensor([True, True]), weight_version=torch.tensor([1, 1]),
         )  # fmt: skip
+        return whole(batch)
 
     def keep(self, step, learned):
         pass
