@@ -4,11 +4,12 @@
     torchrun --nproc-per-node 4 benchmarks/data_plane.py
 
 Alone, it simulates 8 to 1,024 data-parallel ranks, each of which has produced 64 sequences of up to 8,192 tokens. One
-rank does its part of the work for real: it collects the numbers of all sequences, plans the ownership, and exchanges its
-sequences. Collectives are those of a fake process group, so they take no time; the bytes are counted where they are
+rank does its part of the work for real: it collects the numbers of all sequences, plans the ownership, and exchanges
+its sequences. Collectives are those of a fake process group, so they take no time. The bytes are counted where they are
 given to a collective. What other ranks would answer is computed from the same seeds.
 
-    planning      the time to collect the numbers and to plan the ownership: the least of several runs
+    collecting    the time to collect the numbers of all sequences
+    planning      the time to plan the ownership; both times are the least of several runs, as means over seeds
     held          bytes of the sequences and numbers that the rank holds afterwards
     moved         bytes that the rank has received from others
     imbalance     by how much the costliest of all ranks exceeds the mean
@@ -26,11 +27,12 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -49,7 +51,7 @@ from rl_megatron.batching.config import Batching  # noqa: E402
 from rl_megatron.batching.cost import SequenceCost  # noqa: E402
 from rl_megatron.batching.ownership import OwnershipPlanner, default_blocks, plan_ownership  # noqa: E402
 from rl_megatron.batching.produced import produced  # noqa: E402
-from rl_megatron.batching.sharded import ShardedBatch  # noqa: E402
+from rl_megatron.batching.sharded import LENGTHS, SAMPLED, ShardedBatch  # noqa: E402
 from rl_megatron.config.model import ModelConfig  # noqa: E402
 from rl_megatron.config.optimizer import OptimizerConfig  # noqa: E402
 from rl_megatron.data.batch import BatchedDataDict  # noqa: E402
@@ -68,16 +70,17 @@ class Measured:
     """What one rank of `ranks` holds, moves and needs."""
 
     ranks: int
+    collecting_seconds: float
     planning_seconds: float
-    held: int
-    moved: int
+    held: float
+    moved: float
     imbalance: float
     stay: float
 
 
-def lengths_of(rank: int, shortest: int) -> np.ndarray:
+def lengths_of(seed: int, rank: int, shortest: int) -> np.ndarray:
     """Return the lengths of the sequences that a rank has produced."""
-    return np.random.default_rng(rank).integers(shortest, WIDTH + 1, PER_RANK)
+    return np.random.default_rng((seed, rank)).integers(shortest, WIDTH + 1, PER_RANK)
 
 
 def rollouts_of(lengths: np.ndarray) -> BatchedDataDict:
@@ -93,7 +96,7 @@ def rollouts_of(lengths: np.ndarray) -> BatchedDataDict:
     )  # fmt: skip
 
 
-def simulated(ranks: int, rank: int) -> SimpleNamespace:
+def simulated(ranks: int, rank: int) -> Any:
     """Return the layout of a rank that has a replica for itself, in a fake process group."""
     world = dist.group.WORLD
     return SimpleNamespace(
@@ -109,7 +112,9 @@ def alone() -> SimpleNamespace:
 
 
 @contextmanager
-def others(ranks: int, own: BatchedDataDict, facts: torch.Tensor, local: np.ndarray) -> Iterator[None]:
+def others(
+    ranks: int, own: BatchedDataDict, facts: torch.Tensor, gifts: np.ndarray, local: np.ndarray
+) -> Iterator[None]:
     """Answer collectives as the other ranks would."""
     alike = produced(own, None)
     described = alike.columns, alike.padding
@@ -120,58 +125,79 @@ def others(ranks: int, own: BatchedDataDict, facts: torch.Tensor, local: np.ndar
             mock.patch.object(produced_module, "_of_all_replicas", lambda values, _: answers[values.dtype])
         )
         stack.enter_context(mock.patch.object(produced_module, "_described", lambda *_: described))
+        stack.enter_context(mock.patch.object(ownership_module, "_gifts", lambda *_: gifts))
         stack.enter_context(mock.patch.object(ownership_module, "_of_all_blocks", lambda *_: local))
         stack.enter_context(mock.patch.object(RankReduction, "_gathered", lambda _, values: values[None]))
         yield
 
 
-def plan_of_all(planner: OwnershipPlanner, homes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (the rank within its block that owns each sequence, the rank that does), as all blocks plan it."""
-    blocks, number = planner.blocks, len(planner.lengths)
-    block_of, local = planner.block_of(0, number, homes), np.zeros(number, dtype=np.int64)
+def plan_of_all(planner: OwnershipPlanner, homes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return what all blocks plan.
+
+    These are what blocks give away, the rank within its block that owns each sequence, and the rank that does.
+    """
+    blocks, number, given = planner.blocks, len(planner.lengths), []
+
+    def recorded(gifts: np.ndarray) -> np.ndarray:
+        given.append(gifts)
+        return gifts
+
+    for block in range(len(blocks)):
+        planner.block_of(0, number, homes, block, recorded)
+    gifts = np.concatenate(given) if given else np.zeros((0, 2), dtype=np.int64)
+    block_of, local = planner.block_of(0, number, homes, 0, lambda _: gifts), np.zeros(number, dtype=np.uint8)
     for block in range(len(blocks)):
         numbers = np.flatnonzero(block_of == block)
         local[numbers], _ = planner.of_block(numbers, len(blocks.ranks(block)))
-    return local, block_of * blocks.ranks_per_block + local
+    return gifts, local, block_of * blocks.ranks_per_block + local
 
 
-def measure(ranks: int, shortest: int, repetitions: int = 5) -> Measured:
-    """Return what the middle one of so many ranks holds, moves and needs."""
+def measure(ranks: int, shortest: int, seeds: int = 8) -> Measured:
+    """Return what the middle one of so many ranks holds, moves and needs, as means over seeds of the lengths."""
+    found = [measure_once(ranks, shortest, seed) for seed in range(seeds)]
+    means = {field.name: statistics.mean(getattr(each, field.name) for each in found) for field in fields(Measured)}
+    return Measured(**(means | {"ranks": ranks}))
+
+
+def measure_once(ranks: int, shortest: int, seed: int, repetitions: int = 10) -> Measured:
+    """Return the same for one seed."""
     rank = ranks // 2
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         layout = simulated(ranks, rank)
-        lengths = [lengths_of(each, shortest) for each in range(ranks)]
-        homes, every = np.repeat(np.arange(ranks), PER_RANK), np.concatenate(lengths).astype(np.int32)
+        lengths = [lengths_of(seed, each, shortest) for each in range(ranks)]
+        homes, every = np.repeat(np.arange(ranks, dtype=np.uint16), PER_RANK), np.concatenate(lengths).astype(np.int32)
         planner = OwnershipPlanner(every, WIDTH, PACKED, layout, COST, default_blocks(ranks))
-        local, owners = plan_of_all(planner, homes)
+        gifts, local, owners = plan_of_all(planner, homes)
         own = rollouts_of(lengths[rank])
-        facts = torch.stack([facts_of(each) for each in lengths])
-        seconds = []
-        with others(ranks, own, facts, local):
+        facts = facts_of(lengths, produced(own, None).facts)
+        collecting, planning = [], []
+        with others(ranks, own, facts, gifts, local):
             for _ in range(repetitions):
                 started = time.perf_counter()
                 batch = produced(own, layout)
+                collecting.append(time.perf_counter() - started)
+                started = time.perf_counter()
                 plan = plan_ownership(planner, [batch.size], batch.homes, rank, batch.ranks)
-                seconds.append(time.perf_counter() - started)
+                planning.append(time.perf_counter() - started)
             assert (plan.owners == owners).all()
             batch = batch.moved_to(plan)
         costs = np.bincount(owners, weights=COST.per_token * every + COST.per_pair * every.astype(float) ** 2)
         stay = (owners // 8 == homes // 8).mean().item()
-        # The plan's answer of all blocks is a byte for each sequence, which the transport does not count.
-        moved = batch.moved.received + (len(every) if ranks > 8 else 0)
-        return Measured(ranks, min(seconds), held(batch), moved, costs.max() / costs.mean() - 1, stay)
+        # The planner's own collectives: a byte for each sequence, and 8 for each that goes to another block.
+        moved = batch.moved.received + (len(every) + 8 * len(gifts) if ranks > 8 else 0)
+        return Measured(ranks, min(collecting), min(planning), held(batch), moved, costs.max() / costs.mean() - 1, stay)
     finally:
         dist.destroy_process_group()
 
 
-def facts_of(lengths: np.ndarray) -> torch.Tensor:
-    """Return the bytes that a rank says about its sequences."""
-    batch = rollouts_of(lengths)
-    columns = produced_module.columns_of(batch)
-    dtypes = {name: dtype for name, dtype in produced_module._FACTS.items() if name in columns}
-    dtypes[produced_module.SAMPLED] = torch.int32
-    return torch.cat([values.view(torch.uint8) for values in produced_module._facts(batch, dtypes).values()])
+def facts_of(lengths: Sequence[np.ndarray], like: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the bytes [ranks, …] that ranks say about their sequences; `like` has those of one rank."""
+    of_lengths = torch.from_numpy(np.stack(lengths)).int()
+    parts = [
+        of_lengths if name in (LENGTHS, SAMPLED) else values.expand(len(lengths), -1) for name, values in like.items()
+    ]
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
 
 
 def held(batch: ShardedBatch) -> int:
@@ -230,15 +256,15 @@ def race(per_rank: int, rounds: int) -> tuple[float, float, int]:
 def table(measured: Sequence[Measured], title: str) -> Table:
     """Return the measurements as a table, with the growth from the first to the last."""
     found = Table(title=title)
-    for name in ("ranks", "planning", "held", "moved", "imbalance", "stay"):
+    for name in ("ranks", "collecting", "planning", "held", "moved", "imbalance", "stay"):
         found.add_column(name, justify="right")
     for each in measured:
-        found.add_row(
-            f"{each.ranks:,}", f"{each.planning_seconds * 1e3:.1f} ms", f"{each.held / 1e6:.2f} MB",
-            f"{each.moved / 1e6:.2f} MB", f"{each.imbalance:.2%}", f"{each.stay:.1%}",
-        )  # fmt: skip
+        times = (f"{seconds * 1e3:.2f} ms" for seconds in (each.collecting_seconds, each.planning_seconds))
+        sizes = (f"{number / 1e6:.2f} MB" for number in (each.held, each.moved))
+        found.add_row(f"{each.ranks:,}", *times, *sizes, f"{each.imbalance:.2%}", f"{each.stay:.1%}")
     first, last = measured[0], measured[-1]
-    growth = [f"×{getattr(last, key) / getattr(first, key):.2f}" for key in ("planning_seconds", "held", "moved")]
+    keys = "collecting_seconds", "planning_seconds", "held", "moved"
+    growth = [f"×{getattr(last, key) / getattr(first, key):.2f}" for key in keys]
     found.add_row("growth", *growth, "", "")
     return found
 
@@ -255,7 +281,8 @@ def main() -> None:
         if os.environ["RANK"] == "0":
             console.print(
                 f"{os.environ['WORLD_SIZE']} ranks: {whole:.3f} s with the whole batch on every rank, {sharded:.3f} s "
-                f"with its sequences moved to their owners; ratio {sharded / whole:.3f}; rank 0 sent {sent / 1e6:.2f} MB"
+                f"with its sequences moved to their owners; ratio {sharded / whole:.3f}; rank 0 sent "
+                f"{sent / 1e6:.2f} MB"
             )
         return
     for shortest in (1024, WIDTH):

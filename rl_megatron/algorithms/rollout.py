@@ -43,7 +43,7 @@ ROLLOUT_KEYS = frozenset(
     "input_ids input_lengths token_mask sample_mask rewards advantages temperature generation_logprobs prev_logprobs "
     "reference_policy_logprobs".split()
 )
-RolloutsT = TypeVar("RolloutsT", BatchedDataDict, ShardedBatch)
+RolloutsT = TypeVar("RolloutsT", bound=Rollouts)
 _ROUNDS_PER_SEED = 1000  # distance between the seeds of two steps, so that their rounds have different seeds
 
 

@@ -36,6 +36,10 @@ class Blocks:
         """Return the number of blocks."""
         return -(-self.num_ranks // self.ranks_per_block)
 
+    def sizes(self) -> np.ndarray:
+        """Return the number of ranks of each block."""
+        return np.diff(np.minimum(np.arange(len(self) + 1) * self.ranks_per_block, self.num_ranks))
+
     def of_rank(self, rank: int) -> int:
         """Return the block of a rank."""
         return rank // self.ranks_per_block
@@ -64,16 +68,28 @@ def blocks_of(costs: np.ndarray, homes: np.ndarray, blocks: Blocks, mine: int, e
             this rank's block gives away.
     """
     at = homes // blocks.ranks_per_block
-    totals = np.bincount(at, weights=costs, minlength=len(blocks))
-    shares = np.array([len(blocks.ranks(block)) for block in range(len(blocks))]) * totals.sum() / blocks.num_ranks
+    totals = _totals(costs, at, len(blocks))
+    shares = blocks.sizes() * (totals.sum() / blocks.num_ranks)
     if np.abs(totals - shares).max() > _UNEVEN * shares.min():
         return deal_to_blocks(costs, homes, blocks)
-    found = at.astype(np.int64)
+    found = at.copy()
     for_others = _owed(totals - shares, mine)
     own = np.flatnonzero(at == mine)
     gifts = exchange(_chosen(own, costs[own], for_others))
     found[gifts[:, 0]] = gifts[:, 1]
     return found
+
+
+def _totals(costs: np.ndarray, at: np.ndarray, number: int) -> np.ndarray:
+    """Return the cost of each block's groups. A sum over neighbours is much faster than one over places."""
+    if (at[1:] < at[:-1]).any():
+        return np.bincount(at, weights=costs, minlength=number)
+    starts = np.searchsorted(at, np.arange(number))
+    is_there = np.diff(np.r_[starts, len(at)]) > 0
+    totals = np.zeros(number)
+    if is_there.any():
+        totals[is_there] = np.add.reduceat(costs, starts[is_there])
+    return totals
 
 
 def _owed(excess: np.ndarray, mine: int) -> list[tuple[int, float]]:

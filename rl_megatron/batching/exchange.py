@@ -123,9 +123,10 @@ class Exchange:
             sent = sent[np.argsort(self.targets[sent], kind="stable")]
             got = of_round[self.targets[of_round] == self.rank]
             got = got[np.argsort(self.sources[got], kind="stable")]
-            for key, column in columns.items():
-                payload = self._received(own, numbers, key, column, sent, got)
-                self._write(found[key], payload, column, got, np.searchsorted(mine, got))
+            payload = self._received(own, numbers, columns, sent, got)
+            indices = np.searchsorted(mine, got)
+            for key, values in self._by_key(payload, columns, got).items():
+                self._write(found[key], values, columns[key], got, indices)
         return BatchedDataDict(found)
 
     def _rounds(self, columns: Columns) -> np.ndarray:
@@ -143,54 +144,70 @@ class Exchange:
         return rounds
 
     def _received(
-        self, own: Mapping[str, Tensor], numbers: np.ndarray, key: str, column: Column, sent: np.ndarray,
-        got: np.ndarray,
-    ) -> Tensor:  # fmt: skip
-        """Return the values of the sequences `got`, one after the other, from this rank's `sent` and others'."""
+        self, own: Mapping[str, Tensor], numbers: np.ndarray, columns: Columns, sent: np.ndarray, got: np.ndarray
+    ) -> Tensor:
+        """Return the bytes of the sequences `got`, from this rank's `sent` and those of others.
+
+        The bytes of each source follow those of the one before. Within a source, those of each key do.
+        """
         topology = self.topology
-        expected = self._sizes(column, got)
-        if topology is None or topology.data == 1:
-            leads = topology is None or is_first_of_replica(topology)
-            payload = self._packed(own, numbers, key, column, sent) if leads else None
-        elif is_first_of_replica(topology):
-            payload = self._over_replicas(self._packed(own, numbers, key, column, sent), column, sent, got)
-        else:
-            payload = None
-        if topology is None or topology.world_size == topology.data:
-            assert payload is not None  # every rank is the first of its replica
-            return payload
-        if payload is None:
-            payload = torch.empty(int(expected.sum()), dtype=torch.uint8, device=topology.device)
+        into = self._splits(columns, got, self.sources)
+        if topology is not None and not is_first_of_replica(topology):
+            payload = torch.empty(int(into.sum()), dtype=torch.uint8, device=topology.device)
             self.moved.received += len(payload)
+        else:
+            payload = self._packed(own, numbers, columns, sent)
+            if topology is not None and topology.data > 1:
+                payload = self._over_replicas(payload, self._splits(columns, sent, self.targets), into, topology)
+        if topology is None or topology.world_size == topology.data:
+            return payload.cpu()
         return from_first_of_replica(payload.to(topology.device), topology).cpu()
 
-    def _over_replicas(self, packed: Tensor, column: Column, sent: np.ndarray, got: np.ndarray) -> Tensor:
-        topology = self.topology
-        assert topology is not None  # there are replicas
-        out, into = self._splits(column, sent, self.targets), self._splits(column, got, self.sources)
-        found = torch.empty(sum(into), dtype=torch.uint8, device=topology.device)
-        dist.all_to_all_single(found, packed.to(topology.device), into, out, group=topology.groups.dp)
-        self.moved.sent += sum(out) - out[self.rank]
-        self.moved.received += sum(into) - into[self.rank]
-        return found.cpu()
+    def _over_replicas(self, packed: Tensor, out: np.ndarray, into: np.ndarray, topology: Topology) -> Tensor:
+        """Return the bytes that other replicas' first ranks have for this one, by source.
 
-    def _splits(self, column: Column, chosen: np.ndarray, peers: np.ndarray) -> list[int]:
-        """Return the bytes of the chosen sequences by the data-parallel rank that `peers` names for each."""
-        assert self.topology is not None  # there are replicas
-        found = np.bincount(peers[chosen], weights=self._sizes(column, chosen), minlength=self.topology.data)
-        return found.astype(np.int64).tolist()
+        Args:
+            packed: The bytes for each target, one after the other.
+            out: [keys, ranks] The bytes of each key for each target.
+            into: [keys, ranks] The bytes of each key from each source.
+            topology: The layout.
+        """
+        sizes_out, sizes_into = out.sum(0), into.sum(0)
+        found = torch.empty(int(sizes_into.sum()), dtype=torch.uint8, device=topology.device)
+        dist.all_to_all_single(
+            found, packed.to(topology.device), sizes_into.tolist(), sizes_out.tolist(), group=topology.groups.dp
+        )
+        self.moved.sent += int(sizes_out.sum() - sizes_out[self.rank])
+        self.moved.received += int(sizes_into.sum() - sizes_into[self.rank])
+        return found
 
-    def _sizes(self, column: Column, chosen: np.ndarray) -> np.ndarray:
-        """Return the bytes of each of the chosen sequences."""
-        return (self.lengths[chosen].astype(np.int64) if column.per_token else np.ones_like(chosen)) * column.bytes
+    def _splits(self, columns: Columns, chosen: np.ndarray, peers: np.ndarray) -> np.ndarray:
+        """Return [keys, ranks] the bytes of each key of the chosen sequences by the rank that `peers` has for each."""
+        ranks = 1 if self.topology is None else self.topology.data
+        of = peers[chosen]
+        numbers = np.bincount(of, minlength=ranks)
+        tokens = np.bincount(of, weights=self.lengths[chosen], minlength=ranks).astype(np.int64)
+        return np.array([(tokens if each.per_token else numbers) * each.bytes for each in columns.values()])
 
-    def _packed(
-        self, own: Mapping[str, Tensor], numbers: np.ndarray, key: str, column: Column, sent: np.ndarray
-    ) -> Tensor:
-        """Return the bytes of the values of sequences that this rank has, one sequence after the other."""
+    def _packed(self, own: Mapping[str, Tensor], numbers: np.ndarray, columns: Columns, sent: np.ndarray) -> Tensor:
+        """Return the bytes of sequences that this rank has: target by target, and within a target key by key."""
         if not len(sent):
             return torch.empty(0, dtype=torch.uint8)
-        indices, values = np.searchsorted(numbers, sent), own[key]
+        indices = np.searchsorted(numbers, sent)
+        each = [self._values(own[key], column, sent, indices) for key, column in columns.items()]
+        sizes = self._splits(columns, sent, self.targets)
+        parts = [values.split(of_key) for values, of_key in zip(each, sizes.tolist(), strict=True)]
+        return torch.cat([parts[key][target] for target in np.flatnonzero(sizes.any(0)) for key in range(len(parts))])
+
+    def _by_key(self, payload: Tensor, columns: Columns, got: np.ndarray) -> dict[str, Tensor]:
+        """Return the bytes of each key, source by source."""
+        sizes = self._splits(columns, got, self.sources)
+        sizes = sizes[:, sizes.any(0)]
+        parts = payload.split(sizes.T.flatten().tolist())
+        return {key: torch.cat(parts[number :: len(columns)]) for number, key in enumerate(columns) if len(got)}
+
+    def _values(self, values: Tensor, column: Column, sent: np.ndarray, indices: np.ndarray) -> Tensor:
+        """Return the bytes of the values of sequences, one sequence after the other."""
         if column.per_token:
             flat = values.flatten(0, 1)[self._places(sent, indices, values.size(1))]
         else:

@@ -191,7 +191,10 @@ class OwnershipPlanner:
         if self.batching.kind == "padded":  # every sequence is as wide as the batch
             return np.ones(len(lengths))
         length = lengths.astype(np.float64)
-        return (self.cost.per_token + self.cost.per_pair * length) * length
+        costs = length * self.cost.per_pair
+        costs += self.cost.per_token
+        costs *= length
+        return costs
 
     def check_longest(self) -> None:
         """Check that every group fits a microbatch, so that no block fails to plan while others go on.
@@ -200,11 +203,13 @@ class OwnershipPlanner:
             ConfigError: A group alone exceeds `batching.tokens`.
         """
         size = self.group_size
-        tokens = self.lengths[: len(self.lengths) // size * size].reshape(-1, size)
-        needed = tokens.max(1) if self.batching.kind == "dynamic" else tokens.sum(1)
-        if len(needed):
-            longest = tokens[int(needed.argmax())].tolist()
-            plan_lengths(longest, self.width, self.batching, self.layout, 1, size, self.cost)
+        tokens = self.lengths[: len(self.lengths) // size * size]
+        if size > 1:
+            tokens = tokens.reshape(-1, size)
+            tokens = tokens[(tokens.max(1) if self.batching.kind == "dynamic" else tokens.sum(1)).argmax()]
+        else:
+            tokens = tokens[tokens.argmax() :][:1]
+        plan_lengths(tokens.tolist(), self.width, self.batching, self.layout, 1, size, self.cost)
 
 
 def plan_ownership(
@@ -227,7 +232,7 @@ def plan_ownership(
     mine = blocks.of_rank(rank)
     members = blocks.ranks(mine)
     local = np.zeros(len(planner.lengths), dtype=np.uint8)  # the rank within the block, of this block's sequences
-    block_of = np.zeros(len(planner.lengths), dtype=np.int64)
+    block_of = np.zeros(len(planner.lengths), dtype=np.uint16)
     of_steps: list[list[Shapes]] = []
     ends = np.cumsum([0, *sizes]).tolist()
     for start, stop in pairwise(ends):
@@ -239,7 +244,8 @@ def plan_ownership(
         of_steps.append(of_ranks)
     if len(blocks) > 1:
         local = _of_all_blocks(local if rank == members.start else np.zeros_like(local), ranks)
-    owners = (block_of * blocks.ranks_per_block + local).astype(np.int32)
+    owners = block_of * np.uint16(blocks.ranks_per_block)
+    owners += local
     if not planner.plans_microbatches:
         return Ownership(owners, [])
     if len(blocks) > 1:

@@ -56,7 +56,7 @@ def produced(own: BatchedDataDict | None, topology: Topology | None, store: Tens
     facts = _gathered(own, columns, counts, topology, moved)
     if TRAJECTORIES in facts:
         facts[TRAJECTORIES] = _numbered(facts[TRAJECTORIES], counts)
-    homes = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    homes = np.repeat(np.arange(len(counts), dtype=np.uint16), counts)
     rank = 0 if topology is None else topology.data_rank
     has_own = own is not None
     numbers = np.flatnonzero(homes == rank) if has_own else np.zeros(0, dtype=np.int64)
@@ -125,6 +125,7 @@ def _gathered(
     dtypes = {name: dtype for name, dtype in _FACTS.items() if name in columns}
     if "token_mask" in columns:
         dtypes[SAMPLED] = torch.int32
+    dtypes = dict(sorted(dtypes.items(), key=lambda each: -each[1].itemsize))  # so that each begins at its multiple
     if topology is None:
         assert own is not None  # a single process has produced all sequences
         return _facts(own, dtypes)
@@ -147,9 +148,9 @@ def _gathered(
 
 def _unpacked(parts: Tensor, counts: list[int], dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
     """Return the facts of all sequences, from the bytes [ranks, …] that each of some ranks has packed."""
-    found, starts = {}, np.zeros(len(counts), dtype=np.int64)
+    found, numbers, starts = {}, np.array(counts), np.zeros(len(counts), dtype=np.int64)
     for name, dtype in dtypes.items():
-        sizes = np.array(counts) * dtype.itemsize
+        sizes = numbers * dtype.itemsize
         if (sizes == sizes[0]).all():
             part = parts[:, starts[0] : starts[0] + sizes[0]].contiguous()
         else:
@@ -160,11 +161,12 @@ def _unpacked(parts: Tensor, counts: list[int], dtypes: dict[str, torch.dtype]) 
 
 
 def _facts(own: BatchedDataDict, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
-    """Return the facts of this rank's sequences."""
-    found = {name: own[name].to(dtype).contiguous() for name, dtype in dtypes.items() if name != SAMPLED}
-    if SAMPLED in dtypes:
-        found[SAMPLED] = (own["token_mask"] != 0).sum(1).to(torch.int32)
-    return found
+    """Return the facts of this rank's sequences, in the order of `dtypes`."""
+    sampled = (own["token_mask"] != 0).sum(1) if SAMPLED in dtypes else None
+    return {
+        name: (own[name] if sampled is None or name != SAMPLED else sampled).to(dtype).contiguous()
+        for name, dtype in dtypes.items()
+    }
 
 
 def _numbered(numbers: Tensor, counts: list[int]) -> Tensor:

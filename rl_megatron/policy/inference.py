@@ -178,7 +178,9 @@ class Inference:
         topology = self.model.topology
         own = BatchedDataDict({key: data[key] for key in keys if key in data})
         own["sample_mask"] = torch.ones(own.size)
-        batch = replace(data, own=on_all_or_none(lambda: replayable(self.model, own)))
+        if ROUTED_EXPERTS in own:
+            own = on_all_or_none(lambda: replayable(self.model, own))
+        batch = replace(data, own=own)
         step = plan_owned(batch, 0, batch.size, batching, topology, cost=self.cost)
         values = OwnTokenValues(step.shapes.sequences, batch, first_column, topology)
         return values.on_host(read(owned_microbatches(batch, step).microbatches), entry)

@@ -18,7 +18,7 @@ from rl_megatron.losses.contract import LossFunction
 
 Batch = BatchedDataDict | ShardedBatch
 """The same whole batch on every rank, or the sequences that each rank owns."""
-BatchT = TypeVar("BatchT", BatchedDataDict, ShardedBatch)
+BatchT = TypeVar("BatchT", bound=Batch)
 
 
 class LogprobOutputSpec(TypedDict):

@@ -65,6 +65,7 @@ def gathered(batch: ShardedBatch, keys) -> dict:
             for key, value in found.setdefault(number, row).items():
                 assert torch.equal(value, row[key])
     assert sorted(found) == list(range(batch.size))
+    assert batch.ranks.group is not None
     assert sum(len(numbers) for numbers, _ in parts) == batch.size * dist.get_world_size() // batch.ranks.group.size()
     return {key: torch.stack([found[number][key] for number in range(batch.size)]) for key in keys}
 
@@ -83,7 +84,7 @@ def learn(parallel, batching, sharded, everywhere=False, units=False, sizes=None
     policy.freeze_reference()
     batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
     batch["reference_policy_logprobs"] = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
-    found = gathered(batch, ["prev_logprobs"]) if sharded else batch
+    found = gathered(batch, ["prev_logprobs"]) if isinstance(batch, ShardedBatch) else batch
     assert found["prev_logprobs"].shape[1] == width
     loss = build_loss("clipped_pg", {"reference_policy_kl_penalty": 0.05})
     policy.accumulate_gradients(batch, loss)
@@ -118,3 +119,55 @@ def one_process(ranks):
 def test_training_and_logprobs_equal_one_process(ranks, one_process, layout, units, everywhere):
     size, parallel, batching = LAYOUTS[layout]
     assert_equal(ranks.run(size, learn, parallel, batching, True, everywhere, units, SIZES)[0], one_process)
+
+
+def test_sequences_beyond_the_limit_of_memory_are_in_files(ranks, one_process):
+    """The limit of 4 kB holds some tensors of a rank, so that both kinds are read."""
+    found = ranks.run(2, learn, {}, PACKED, True, False, False, SIZES, MODEL, 4096)[0]
+    assert_equal(found, one_process)
+
+
+def test_a_rank_without_sequences_computes_padding_sequences(ranks):
+    whole = ranks.run(1, few, {}, False)[0]
+    for found in ranks.run(3, few, {}, True):
+        assert found == pytest.approx(whole, rel=LOSS_TOLERANCE)
+
+
+def few(parallel, sharded) -> float:
+    """Return the loss of two sequences, of which three ranks cannot all have one."""
+    policy, batch = build_policy(parallel, batching=PACKED), whole_batch().slice(0, 2)
+    if sharded:
+        batch = policy.distribute(as_produced(batch, policy, False))
+        assert len(batch.numbers) <= 1
+    batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
+    return policy.train(batch, build_loss("clipped_pg", {"reference_policy_kl_penalty": 0.0}))["loss"]
+
+
+def moved_bytes(parallel) -> tuple[int, int, int, list[int]]:
+    """Return the bytes that a rank sent and received, those of its sequences, and the owners of all."""
+    policy, batch = build_policy(parallel, batching=PACKED), whole_batch()
+    found = policy.distribute(as_produced(batch, policy, False))
+    own = {key: value for key, value in found.own.items()}
+    per_token = [value for value in own.values() if value.dim() > 1]
+    tokens = int(found.lengths[found.numbers].sum())
+    held = sum(tokens * value.element_size() for value in per_token)
+    held += sum(value.nbytes for value in own.values() if value.dim() == 1)
+    return found.moved.sent, found.moved.received, held, found.owners.tolist()
+
+
+def test_every_sequence_is_sent_once_without_padding_to_its_owner(ranks):
+    found = ranks.run(3, moved_bytes, {})
+    facts = 21 * (4 + 4 + 1 + 1 + 4 + 4)  # input_lengths, rewards, sample_mask, stopped, trajectory, sampled_tokens
+    counts = 3 * 2 * 8
+    for rank, (sent, received, held, owners) in enumerate(found):
+        assert owners == found[0][3]
+        assert received == facts + counts + (held if rank else 0)
+        assert sent == (0 if rank else found[1][2] + found[2][2])
+
+
+def test_the_ranks_of_a_replica_get_the_sequences_from_its_first_rank(ranks):
+    found = ranks.run(4, moved_bytes, {"tensor": 2})
+    assert [sent > 0 for sent, *_ in found] == [True, False, False, False]
+    assert found[0][2] == found[1][2] and found[2][2] == found[3][2]
+    assert found[1][1] - found[0][1] == found[1][2]  # rank 0 had its own part
+    assert found[3][1] == found[2][1]
