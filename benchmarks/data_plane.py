@@ -8,8 +8,8 @@ rank does its part of the work for real: it collects the numbers of all sequence
 its sequences. Collectives are those of a fake process group, so they take no time. The bytes are counted where they are
 given to a collective. What other ranks would answer is computed from the same seeds.
 
-    collecting    the time to collect the numbers of all sequences
-    planning      the time to plan the ownership; both times are the least of several runs, as means over seeds
+    collecting    the CPU time to collect the numbers of all sequences
+    planning      the CPU time to plan the ownership; both times are the least of several runs, as means over seeds
     held          bytes of the sequences and numbers that the rank holds afterwards
     moved         bytes that the rank has received from others
     imbalance     by how much the costliest of all ranks exceeds the mean
@@ -69,7 +69,7 @@ PACKED = Batching("packed", tokens=16384)
 class Measured:
     """What one rank of `ranks` holds, moves and needs."""
 
-    ranks: int
+    ranks: float
     collecting_seconds: float
     planning_seconds: float
     held: float
@@ -152,15 +152,17 @@ def plan_of_all(planner: OwnershipPlanner, homes: np.ndarray) -> tuple[np.ndarra
     return gifts, local, block_of * blocks.ranks_per_block + local
 
 
-def measure(ranks: int, shortest: int, seeds: int = 8) -> Measured:
-    """Return what the middle one of so many ranks holds, moves and needs, as means over seeds of the lengths."""
-    found = [measure_once(ranks, shortest, seed) for seed in range(seeds)]
-    means = {field.name: statistics.mean(getattr(each, field.name) for each in found) for field in fields(Measured)}
-    return Measured(**(means | {"ranks": ranks}))
+def measure(shortest: int, sizes: Sequence[int] = RANKS, seeds: int = 8) -> list[Measured]:
+    """Return what one rank of each number of ranks holds, moves and needs, as means over seeds of the lengths."""
+    found = [[measure_once(ranks, shortest, seed) for ranks in sizes] for seed in range(seeds)]
+    return [
+        Measured(*(statistics.mean(getattr(each, field.name) for each in of_size) for field in fields(Measured)))
+        for of_size in zip(*found, strict=True)
+    ]
 
 
 def measure_once(ranks: int, shortest: int, seed: int, repetitions: int = 10) -> Measured:
-    """Return the same for one seed."""
+    """Return what the middle one of so many ranks holds, moves and needs, for one seed."""
     rank = ranks // 2
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
@@ -174,12 +176,12 @@ def measure_once(ranks: int, shortest: int, seed: int, repetitions: int = 10) ->
         collecting, planning = [], []
         with others(ranks, own, facts, gifts, local):
             for _ in range(repetitions):
-                started = time.perf_counter()
+                started = time.process_time()
                 batch = produced(own, layout)
-                collecting.append(time.perf_counter() - started)
-                started = time.perf_counter()
+                collecting.append(time.process_time() - started)
+                started = time.process_time()
                 plan = plan_ownership(planner, [batch.size], batch.homes, rank, batch.ranks)
-                planning.append(time.perf_counter() - started)
+                planning.append(time.process_time() - started)
             assert (plan.owners == owners).all()
             batch = batch.moved_to(plan)
         costs = np.bincount(owners, weights=COST.per_token * every + COST.per_pair * every.astype(float) ** 2)
@@ -261,7 +263,7 @@ def table(measured: Sequence[Measured], title: str) -> Table:
     for each in measured:
         times = (f"{seconds * 1e3:.2f} ms" for seconds in (each.collecting_seconds, each.planning_seconds))
         sizes = (f"{number / 1e6:.2f} MB" for number in (each.held, each.moved))
-        found.add_row(f"{each.ranks:,}", *times, *sizes, f"{each.imbalance:.2%}", f"{each.stay:.1%}")
+        found.add_row(f"{each.ranks:,.0f}", *times, *sizes, f"{each.imbalance:.2%}", f"{each.stay:.1%}")
     first, last = measured[0], measured[-1]
     keys = "collecting_seconds", "planning_seconds", "held", "moved"
     growth = [f"×{getattr(last, key) / getattr(first, key):.2f}" for key in keys]
@@ -275,6 +277,7 @@ def main() -> None:
     parser.add_argument("--per-rank", type=int, default=16, help="sequences per rank in the race")
     parser.add_argument("--rounds", type=int, default=8, help="steps of each side in the race")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)
     console = Console()
     if "RANK" in os.environ:
         whole, sharded, sent = race(arguments.per_rank, arguments.rounds)
@@ -287,7 +290,7 @@ def main() -> None:
         return
     for shortest in (1024, WIDTH):
         title = f"64 sequences per rank of {shortest:,} to {WIDTH:,} tokens"
-        console.print(table([measure(ranks, shortest) for ranks in RANKS], title))
+        console.print(table(measure(shortest), title))
 
 
 if __name__ == "__main__":

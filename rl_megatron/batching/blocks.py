@@ -105,12 +105,17 @@ def _owed(excess: np.ndarray, mine: int) -> list[tuple[int, float]]:
 
 
 def _chosen(numbers: np.ndarray, costs: np.ndarray, owed: list[tuple[int, float]]) -> np.ndarray:
-    """Return [k, 2] the groups whose costs come nearest to what is owed, with the blocks that get them."""
+    """Return [k, 2] the groups whose costs come nearest to what is owed, with the blocks that get them.
+
+    What a block gets too much or too little counts in what the next one gets.
+    """
     order = np.argsort(costs, kind="stable").tolist()
     ascending = costs[order].tolist()
     gifts: list[tuple[int, int]] = []
-    for block, cost in owed:
-        while ascending:
+    cost = 0.0
+    for block, more in owed:
+        cost += more
+        while ascending and cost > 0:
             place = bisect_left(ascending, cost)
             if place == len(ascending) or (place and cost - ascending[place - 1] < ascending[place] - cost):
                 place -= 1
@@ -118,8 +123,6 @@ def _chosen(numbers: np.ndarray, costs: np.ndarray, owed: list[tuple[int, float]
                 break
             cost -= ascending.pop(place)
             gifts.append((int(numbers[order.pop(place)]), block))
-            if cost <= 0:
-                break
     return np.array(gifts, dtype=np.int64).reshape(-1, 2)
 
 

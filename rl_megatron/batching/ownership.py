@@ -189,10 +189,10 @@ class OwnershipPlanner:
 
     def _costs(self, lengths: np.ndarray) -> np.ndarray:
         if self.batching.kind == "padded":  # every sequence is as wide as the batch
-            return np.ones(len(lengths))
-        length = lengths.astype(np.float64)
-        costs = length * self.cost.per_pair
-        costs += self.cost.per_token
+            return np.ones(len(lengths), dtype=np.float32)
+        length = lengths.astype(np.float32)  # exact enough for a balance, and twice as fast as fp64 for many sequences
+        costs = length * np.float32(self.cost.per_pair)
+        costs += np.float32(self.cost.per_token)
         costs *= length
         return costs
 

@@ -171,3 +171,22 @@ def test_the_ranks_of_a_replica_get_the_sequences_from_its_first_rank(ranks):
     assert found[0][2] == found[1][2] and found[2][2] == found[3][2]
     assert found[1][1] - found[0][1] == found[1][2]  # rank 0 had its own part
     assert found[3][1] == found[2][1]
+
+
+def brought_back(parallel) -> tuple[list, list]:
+    """Return the first tokens of what comes back to the ranks that produced it, and of what they had produced."""
+    policy, batch = build_policy(parallel, batching=PACKED), whole_batch()
+    drawn = as_produced(batch, policy, True)
+    before = drawn.own["advantages"].tolist() if len(drawn.numbers) else []
+    owned = policy.distribute(drawn)
+    found = owned.at_homes(["advantages"])["advantages"]
+    return found.tolist(), before
+
+
+@pytest.mark.parametrize("layout", ["data 3 dynamic", "data 2 context 2 packed"])
+def test_values_come_back_to_the_ranks_that_have_produced_their_sequences(ranks, layout):
+    size, parallel, _ = LAYOUTS[layout]
+    found = ranks.run(size, brought_back, parallel)
+    assert sum(len(before) for _, before in found) == whole_batch().size
+    for back, before in found:
+        assert not before or back == before

@@ -145,4 +145,4 @@ def test_a_block_gives_what_it_has_too_much():
     even = np.array([3.0, 3.0, 2.0, 3.0, 2.0, 3.0, 2.0])
     given_away = []
     blocks_of(even, homes, blocks, 0, lambda gifts: given_away.append(gifts.tolist()) or gifts)
-    assert given_away == [[[2, 1]]]  # 8 against 5 and 5: a sequence of cost 2 brings them to 6, 7 and 5
+    assert given_away == [[[2, 2]]]  # 8, 5 and 5 become 6, 5 and 7
