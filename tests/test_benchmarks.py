@@ -16,6 +16,7 @@ import pytest
 from benchmarks import (
     checkpoint,
     convert_memory,
+    data_plane,
     early_answers,
     eval_layouts,
     generation,
@@ -54,6 +55,12 @@ def test_packing_wastes_little_and_balances_the_ranks():
     assert balanced.rank_imbalance <= 0.02 and balanced.microbatch_imbalance <= 0.02
     assert all(balanced.waste_of_full_packs <= other.waste_of_full_packs for other in measured.values())
     assert measured["padding to the longest row"].waste_computed > 0.5
+
+
+def test_what_a_rank_holds_and_receives_hardly_grows_with_the_number_of_ranks():
+    few, many = data_plane.measure(8192, sizes=(8, 256), seeds=1)
+    assert many.held <= 1.05 * few.held and many.moved <= 1.05 * few.moved
+    assert many.imbalance <= 0.01 and many.stay >= 0.95
 
 
 def test_packing_prints_a_table_per_batch_size(tmp_path, capsys, monkeypatch):

@@ -12,22 +12,39 @@ of a sequence corresponds to token t:
 - turns [B, S]: the number of the turn at sampled tokens, from 0, and -1 elsewhere. A completion is one turn.
 - rollouts: the whole batch, with input_ids, input_lengths, prompt_lengths and generation_logprobs; and prev_logprobs,
   unless algorithm.recompute_logprobs is never.
+- ranks: the data-parallel ranks that share the step's samples (`RankReduction`), with sums, extremes and moments over
+  all of them. In a single process it has the values of this process.
 - leave_one_out, normalize_std: these keys of the algorithm section.
+
+A function of rewards and group_size alone gets those of all samples. One that takes `ranks` gets the samples that one
+data-parallel rank owns: all those of a prompt, so that samples of a prompt can be compared. What is compared with the
+whole batch has to be reduced with `ranks`. Any other function of a user's own gets the whole batch, on rank 0 alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from rl_megatron import log
 from rl_megatron.algorithms.advantages import group_relative, reinforce_plus_plus
-from rl_megatron.algorithms.rollout import rewards_per_token
+from rl_megatron.algorithms.rollout import rewards_per_token, whole_trajectories
+from rl_megatron.algorithms.rollout_statistics import Rollouts, numbers_of_all, ranks_of
 from rl_megatron.algorithms.turn_advantages import group_relative_steps, group_relative_turns
-from rl_megatron.config.advantages import ESTIMATORS, OPTIONS, estimator_parameters, parameters_of
+from rl_megatron.batching.sharded import ShardedBatch
+from rl_megatron.config.advantages import (
+    ESTIMATORS,
+    OPTIONS,
+    estimator_parameters,
+    parameters_of,
+    takes_all_samples,
+    takes_whole_batch,
+    takes_whole_groups,
+)
 from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.importing import raised
@@ -36,7 +53,8 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.rollouts.batch import TURN
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
-from rl_megatron.topology.collective_errors import on_all_or_none
+from rl_megatron.topology.collective_errors import from_rank0, on_all_or_none
+from rl_megatron.topology.reductions import RankReduction
 
 Function = TypeVar("Function", bound=Callable[..., Tensor])
 
@@ -68,9 +86,9 @@ register_advantage("group_relative_steps")(group_relative_steps)
 
 @register_advantage("reinforce_plus_plus")
 def _reinforce_plus_plus(
-    token_rewards: Float[Tensor, "batch sequence"], token_mask: Shaped[Tensor, "batch sequence"]
+    token_rewards: Float[Tensor, "batch sequence"], token_mask: Shaped[Tensor, "batch sequence"], ranks: RankReduction
 ) -> Float[Tensor, "batch sequence"]:
-    return reinforce_plus_plus(token_rewards, token_mask)
+    return reinforce_plus_plus(token_rewards, token_mask, ranks)
 
 
 class AdvantagesFailed(RuntimeError):
@@ -78,11 +96,12 @@ class AdvantagesFailed(RuntimeError):
 
 
 def estimated_advantages(
-    rollouts: BatchedDataDict, algorithm: GRPOConfig, loss_fn: LossFunction
+    rollouts: Rollouts, algorithm: GRPOConfig, loss_fn: LossFunction
 ) -> Float[Tensor, "batch sequence"]:
     """Return the advantages [B, S] that the configured estimator gives the rollouts, 0 at tokens that do not count.
 
-    Collective, because a user's function may fail on some ranks only.
+    Of a sharded batch, it returns those of this rank's sequences. Collective, because a user's function may fail on
+    some ranks only.
 
     Raises:
         AdvantagesFailed: The user's function raised an error, or its result has another shape or is not finite. It is
@@ -94,6 +113,16 @@ def estimated_advantages(
         raise AdvantagesFailed(f"the advantage estimator failed: {error}") from error
 
 
+def owned_together(rollouts: ShardedBatch, algorithm: GRPOConfig) -> Tensor | None:
+    """Return a number for each sequence, equal for those that one rank must own, or None if it may own any."""
+    parameters = estimator_parameters(algorithm.advantage_estimator)
+    if takes_all_samples(parameters):
+        return None
+    if takes_whole_groups(parameters):
+        return rollouts.trajectories() // algorithm.samples_per_prompt
+    return whole_trajectories(rollouts)
+
+
 def _turns(
     rollouts: BatchedDataDict, index: TrajectoryIndex, mask: Shaped[Tensor, "trajectory sequence"]
 ) -> Int[Tensor, "trajectory sequence"]:
@@ -103,39 +132,96 @@ def _turns(
 
 
 def _estimated_advantages(
-    rollouts: BatchedDataDict, algorithm: GRPOConfig, loss_fn: LossFunction
+    rollouts: Rollouts, algorithm: GRPOConfig, loss_fn: LossFunction
 ) -> Float[Tensor, "batch sequence"]:
-    name, index = algorithm.advantage_estimator, TrajectoryIndex(rollouts)
-    mask = index.joined(rollouts["token_mask"])
-    parameters = estimator_parameters(name)
+    name = algorithm.advantage_estimator
+    parameters, where = estimator_parameters(name), f"algorithm.advantage_estimator={name}"
+    if isinstance(rollouts, ShardedBatch) and takes_all_samples(parameters):
+        return _of_all_samples(rollouts, algorithm, parameters, where)
+    if isinstance(rollouts, ShardedBatch) and takes_whole_batch(parameters, name) and rollouts.owners is not None:
+        return _of_whole_batch(rollouts, algorithm, loss_fn)
+    own = rollouts.own if isinstance(rollouts, ShardedBatch) else rollouts
+    if not own.size and "ranks" not in parameters:  # a function with `ranks` takes part without samples
+        return torch.zeros(own["token_mask"].shape)
+    index = TrajectoryIndex(own)
+    mask = index.joined(own["token_mask"])
     available = {
-        "rewards": lambda: index.of_first(rollouts["rewards"]),
+        "rewards": lambda: index.of_first(own["rewards"]),
         "group_size": lambda: algorithm.samples_per_prompt,
         "token_mask": lambda: mask,
-        "token_rewards": lambda: index.joined(rewards_per_token(rollouts, loss_fn)),
-        "turns": lambda: _turns(rollouts, index, mask),
-        "rollouts": lambda: rollouts,
-        **{option: lambda option=option: getattr(algorithm, option) for option in OPTIONS},
+        "token_rewards": lambda: index.joined(rewards_per_token(own, loss_fn)),
+        "turns": lambda: _turns(own, index, mask),
+        "rollouts": lambda: own,
+        "ranks": lambda: ranks_of(rollouts),
     }
-    where = f"algorithm.advantage_estimator={name}"
     if "rollouts" in parameters and not index.all_alone:
         raise ConfigError(
             f"{where} takes the parameter `rollouts`, and a trajectory of this step has several sequences; take "
             "token_rewards and token_mask instead, or set rollout.on_rewrite=keep"
         )
-    function = ADVANTAGES.find(name, "algorithm.advantage_estimator")
     given = {key: value() for key, value in available.items() if key in parameters}
-    try:
-        advantages = function(**given)
-    except Exception as error:  # the user's function may raise anything
-        raise ConfigError(f"{where} {raised(error)}") from error
-    samples = mask.shape[:1]
-    if not isinstance(advantages, Tensor) or advantages.shape not in (samples, mask.shape):
-        shape = tuple(advantages.shape) if isinstance(advantages, Tensor) else type(advantages).__name__
-        raise ConfigError(f"{where} returned {shape}; it must return a tensor {tuple(samples)} or {tuple(mask.shape)}")
+    advantages = _called(algorithm, parameters, given, where, (mask.shape[:1], mask.shape))
     if advantages.dim() == 1:
         advantages = advantages[:, None]
-    advantages = torch.where(mask != 0, advantages, 0.0).to(mask.device)
+    return index.split(_finite(torch.where(mask != 0, advantages, 0.0).to(mask.device), where))
+
+
+def _of_whole_batch(
+    rollouts: ShardedBatch, algorithm: GRPOConfig, loss_fn: LossFunction
+) -> Float[Tensor, "batch sequence"]:
+    """Return the advantages of this rank's sequences, which rank 0 has computed from the whole batch. Collective."""
+    log.once(
+        f"algorithm.advantage_estimator={algorithm.advantage_estimator} gets the whole batch on rank 0, because it "
+        "takes tokens and has no parameter `ranks`; with it, every rank computes the advantages of its own samples"
+    )
+    every = rollouts.at_homes(list(rollouts))
+    failure, advantages = None, BatchedDataDict()
+    if every.size:
+        try:
+            advantages["advantages"] = _estimated_advantages(every, algorithm, loss_fn)
+        except ConfigError as error:  # the other ranks wait for the advantages
+            failure = str(error)
+    failure = from_rank0(failure)
+    if failure is not None:
+        raise ConfigError(failure)
+    return rollouts.from_homes("advantages", advantages)
+
+
+def _of_all_samples(
+    rollouts: ShardedBatch, algorithm: GRPOConfig, parameters: frozenset[str], where: str
+) -> Float[Tensor, "batch sequence"]:
+    """Return the advantages of this rank's sequences, from the rewards of all samples."""
+    numbers = numbers_of_all(rollouts)
+    index = TrajectoryIndex(numbers)
+    values = {"rewards": index.of_first(numbers["rewards"]), "group_size": algorithm.samples_per_prompt}
+    given = {key: value for key, value in values.items() if key in parameters}
+    of_samples = _called(algorithm, parameters, given, where, (torch.Size([index.num_trajectories]),))
+    own, mask = rollouts.own_facts(index.spread(of_samples)), rollouts["token_mask"]
+    return _finite(torch.where(mask != 0, own[:, None], 0.0), where)
+
+
+def _called(
+    algorithm: GRPOConfig, parameters: frozenset[str], given: dict[str, Any], where: str, shapes: Sequence[torch.Size]
+) -> Tensor:
+    """Return the result of the estimator, which has one of the shapes.
+
+    Raises:
+        ConfigError: It failed, or its result has another shape.
+    """
+    function = ADVANTAGES.find(algorithm.advantage_estimator, "algorithm.advantage_estimator")
+    options = {option: getattr(algorithm, option) for option in OPTIONS if option in parameters}
+    try:
+        advantages = function(**given, **options)
+    except Exception as error:  # the user's function may raise anything
+        raise ConfigError(f"{where} {raised(error)}") from error
+    if not isinstance(advantages, Tensor) or advantages.shape not in shapes:
+        shape = tuple(advantages.shape) if isinstance(advantages, Tensor) else type(advantages).__name__
+        wanted = " or ".join(str(tuple(each)) for each in shapes)
+        raise ConfigError(f"{where} returned {shape}; it must return a tensor {wanted}")
+    return advantages
+
+
+def _finite(advantages: Tensor, where: str) -> Tensor:
     if not advantages.isfinite().all():
         raise ConfigError(f"{where} returned advantages that are not finite")
-    return index.split(advantages)
+    return advantages

@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Real, Shaped
 from torch import Tensor
 
+from rl_megatron.topology.reductions import ALONE, RankReduction
+
 _EPSILON = 1e-6  # prevents division by zero in a group of nearly equal rewards
 _WHITENING_EPSILON = 1e-8
 
@@ -101,11 +103,13 @@ def generalized_advantages(
 
 
 def whiten(
-    advantages: Float[Tensor, "batch sequence"], mask: Shaped[Tensor, "batch sequence"]
+    advantages: Float[Tensor, "batch sequence"],
+    mask: Shaped[Tensor, "batch sequence"],
+    ranks: RankReduction = ALONE,
 ) -> Float[Tensor, "batch sequence"]:
-    """Return (A − mean) / (std + ε) over all tokens of the batch with mask ≠ 0, and exactly 0 if they are all equal.
+    """Return (A − mean) / (std + ε) over all tokens of all ranks with mask ≠ 0, and exactly 0 if they are all equal.
 
-    std is the sample standard deviation, as in `group_relative`.
+    std is the sample standard deviation, as in `group_relative`. Collective over the ranks that share the batch.
 
     Shapes: advantages and mask are [B, S]; the result is [B, S] fp32.
     Source: Andrychowicz et al. 2021, "What matters for on-policy deep actor-critic methods?" (arXiv:2006.05990),
@@ -114,8 +118,10 @@ def whiten(
     kept = mask != 0
     chosen = advantages[kept].float()
     whitened = torch.zeros(advantages.shape, device=advantages.device)
-    if (chosen != chosen[:1]).any():
-        whitened[kept] = (chosen - chosen.mean()) / (chosen.std() + _WHITENING_EPSILON)
+    least, most = ranks.extremes(chosen)
+    _, mean, deviation = ranks.moments(chosen, correction=1)
+    if least < most:
+        whitened[kept] = ((chosen - mean) / (deviation + _WHITENING_EPSILON)).float()
     return whitened
 
 
@@ -154,13 +160,19 @@ def token_rewards(
 
 
 def reinforce_plus_plus(
-    rewards: Float[Tensor, "batch sequence"], mask: Shaped[Tensor, "batch sequence"], *, discount: float = 1.0
+    rewards: Float[Tensor, "batch sequence"],
+    mask: Shaped[Tensor, "batch sequence"],
+    ranks: RankReduction = ALONE,
+    *,
+    discount: float = 1.0,
 ) -> Float[Tensor, "batch sequence"]:
     """Return whiten(Σ_k γ^k·r_{t+k}), the return from token t on compared with the whole batch, without a critic.
+
+    Collective over the ranks that share the batch.
 
     Shapes: rewards and mask are [B, S]; the result is [B, S] fp32.
     Source: Hu 2025, "REINFORCE++" (arXiv:2501.03262).
     """
     no_critic = torch.zeros_like(rewards)
     returns, _ = generalized_advantages(rewards, no_critic, mask, discount=discount, gae_lambda=1.0)
-    return whiten(returns, mask)
+    return whiten(returns, mask, ranks)

@@ -11,11 +11,14 @@ import torch
 
 from rl_megatron import log
 from rl_megatron.algorithms.device_balance import DeviceBalance
-from rl_megatron.algorithms.rollout import Sampler, join, seed_of_batch
+from rl_megatron.algorithms.rollout import Sampler, seed_of_batch
 from rl_megatron.algorithms.rollout_record import RolloutRecord
-from rl_megatron.algorithms.rollout_statistics import statistics
+from rl_megatron.algorithms.rollout_statistics import Rollouts, statistics
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.algorithms.synced_engine import SyncedEngine
+from rl_megatron.batching.host_memory import TensorStore
+from rl_megatron.batching.produced import produced
+from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.algorithms import RolloutConfig
 from rl_megatron.config.generation import GenerationConfig
@@ -64,7 +67,7 @@ class AsyncSampler:
         self._record = RolloutRecord(of_all, stage.rollout_files, stage.tokenizer, self._group_size)
         self._log = RolloutLog(stage.rollout_files)
         topology = stage.policy.topology
-        ranks = PolicyRanks(topology.rank, topology.world_size, topology.device)
+        self._ranks = ranks = PolicyRanks(topology.rank, topology.world_size, topology.device)
         self._logged = ranks.from_rank_0(self._log.read)
         self._rollouts = AsyncRollouts(
             stage.rollouts, Scorer(config.reward, lambda: build_source(config).task(), alone=True),
@@ -76,11 +79,13 @@ class AsyncSampler:
         self._engine.observe_syncs(self._before_sync, self._after_sync)
         self._collected = 0, 0  # the newest step that was collected, and the version of its weights
         self._collected_at: float | None = None
-        self._new: LoggedStep | None = None  # the step that is to be logged
+        self._new: LoggedStep | None = None  # the step that is to be logged, on rank 0
+        self._is_replayed = False
+        self._store = TensorStore(config.rollout.max_host_bytes, config.rollout.disk_directory)
         self._balance = DeviceBalance(topology.world_size, engine_devices(config.generation))
         self._num_steps = config.train.steps
 
-    def collect(self, step: int) -> tuple[BatchedDataDict, dict[str, float]]:
+    def collect(self, step: int) -> tuple[ShardedBatch, dict[str, float]]:
         """Return (the rollouts that the step learns from, statistics of all rollouts since the step before).
 
         Raises:
@@ -88,6 +93,7 @@ class AsyncSampler:
         """
         self._collected = step, self._stage.policy.weight_version
         logged = self._logged.pop(step, None)
+        self._is_replayed = logged is not None
         if logged is not None:
             return self._replayed(logged)
         self._rollouts.begin()
@@ -97,30 +103,32 @@ class AsyncSampler:
         groups = self._rollouts.take(restore=lambda: self._engine.ready(prompts))
         ended, since = time.monotonic(), self._collected_at
         self._collected_at = ended
-        rollouts, outcome = self._learned(groups)
-        outcome["old_logprobs_of_engine"] = float(self._stage.config.rollout.correction == "engine")
-        if since is not None:
-            outcome["trainer_idle"] = (ended - began_to_wait) / max(ended - since, 1e-9)
-        self._new = _logged(step, groups, outcome)
+        idle = None if since is None else (ended - began_to_wait) / max(ended - since, 1e-9)
+        rollouts, outcome = self._learned(groups, idle)
+        if groups is not None:
+            self._new = _logged(step, groups, outcome)
         self._balance.note(outcome)
         said = self._balance.report() if step == self._num_steps else None
         if said is not None and log.is_main_rank():
             log.LOGGER.info("stage %s: %s", self._stage.name, said)
         return rollouts, outcome
 
-    def keep(self, step: int, learned: BatchedDataDict) -> None:
+    def keep(self, step: int, learned: Rollouts) -> None:
         """Write the rollouts of a step and its line of the log, if it was not replayed. Collective.
 
         Raises:
             SaveFailed: They cannot be written.
         """
-        new, self._new = self._new, None
-        if new is None:
+        if self._is_replayed:
             return
         self._record.write(step, learned, self._stage.policy.weight_version)
-        failure = run_on_rank0(lambda: self._log.append(new))
+        failure = run_on_rank0(self._append)
         if failure is not None:
             raise SaveFailed(f"the log of rollouts in {self._stage.rollout_files} cannot be written: {failure}")
+
+    def _append(self) -> None:
+        assert self._new is not None  # rank 0 has collected the step
+        self._log.append(self._new)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the groups that are left, which checkpoints keep. Collective."""
@@ -146,31 +154,53 @@ class AsyncSampler:
 
     # ---
 
-    def _replayed(self, logged: LoggedStep) -> tuple[BatchedDataDict, dict[str, float]]:
+    def _replayed(self, logged: LoggedStep) -> tuple[ShardedBatch, dict[str, float]]:
         """Return the rollouts of a step that the run has logged before it was ended."""
-        rollouts = self._record.of_step(logged.step, 0)
+        rollouts = self._produced(self._record.of_step(logged.step, 0))
         self._rollouts.queue.replay(logged.ended)
         return rollouts, dict(logged.metrics)
 
-    def _learned(self, groups: StepGroups) -> tuple[BatchedDataDict, dict[str, float]]:
-        used = self._assembled(groups.used)
-        seen, metrics = [used.batch], RewardMetrics()
-        metrics.add(used.metrics)
-        if groups.equal:
-            equal = self._assembled(groups.equal)
-            seen.append(equal.batch)
-            metrics.add(equal.metrics)
-        num_seen = sum(len(group.results) for group in (*groups.used, *groups.equal))
-        outcome = statistics(join(seen, num_seen), self._group_size) | metrics.values() | _queue_metrics(groups)
-        prompts = [prompt for group in groups.used for prompt in group.prompts]
-        self._record.add(0, used.batch, prompts, used.metrics)
-        return used.batch, outcome
+    def _learned(self, groups: StepGroups | None, idle: float | None) -> tuple[ShardedBatch, dict[str, float]]:
+        """Return the rollouts of groups that rank 0 has, with their metrics.
 
-    def _assembled(self, groups: Sequence[Group]) -> Scored:
+        Args:
+            groups: The groups, on rank 0.
+            idle: The share of time in which training has waited.
+        """
+        used = self._assembled(() if groups is None else groups.used)
+        equal = self._assembled(() if groups is None else groups.equal)
+        rollouts = self._produced(None if used is None else used.batch)
+        seen, metrics = rollouts, RewardMetrics()
+        if self._ranks.from_rank_0(lambda: equal is not None):
+            seen = ShardedBatch.joined([rollouts, self._produced(None if equal is None else equal.batch)])
+        for each in (used, equal):
+            if each is not None:
+                metrics.add(each.metrics)
+        others = self._ranks.from_rank_0(lambda: metrics.values() | self._queue_metrics(groups, idle))
+        prompts = [prompt for group in (() if groups is None else groups.used) for prompt in group.prompts]
+        self._record.add(0, rollouts, prompts, RewardMetrics() if used is None else used.metrics)
+        return rollouts, statistics(seen, self._group_size) | others
+
+    def _produced(self, own: BatchedDataDict | None) -> ShardedBatch:
+        """Return a batch that rank 0 has as one of all ranks. Collective."""
+        topology = self._stage.policy.topology
+        return produced(own, topology if topology.world_size > 1 else None, self._store)
+
+    def _assembled(self, groups: Sequence[Group]) -> Scored | None:
+        """Return groups as a batch on rank 0; None on other ranks, or if there are none. Collective."""
+        return self._stage.rollouts.runner.on_rank_0(lambda: self._assembled_here(groups) if groups else None)
+
+    def _assembled_here(self, groups: Sequence[Group]) -> Scored:
         prompts = [prompt for group in groups for prompt in group.prompts]
         results = [result for group in groups for result in group.results]
         scores = Scores.joined([group.scores for group in groups])
         return self._stage.rollouts.assembled(prompts, results, scores, self._sampling, self._group_size)
+
+    def _queue_metrics(self, groups: StepGroups | None, idle: float | None) -> dict[str, float]:
+        assert groups is not None  # this is rank 0
+        is_of_engine = float(self._stage.config.rollout.correction == "engine")
+        found = _queue_metrics(groups) | {"old_logprobs_of_engine": is_of_engine}
+        return found if idle is None else found | {"trainer_idle": idle}
 
     def _tasks_at(self, number: int) -> list[RolloutTask]:
         """Return the tasks of the group at a place of the stream: those of a synchronous run."""

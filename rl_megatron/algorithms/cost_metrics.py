@@ -12,6 +12,7 @@ OUTER_PHASES = {
     "environment": "waiting for rollout workers, with their environments and tools",
     "reward": "scoring completions",
     "wait": "waiting for trajectories that are made while the policy trains",
+    "exchange": "moving rollouts to the ranks that learn from them",
     "sleep": "letting a rollout engine release its memory",
     "logprobs": "computing the policy's logprobs",
     "reference": "computing the reference policy's logprobs",

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor
 
+from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.checkpoint.rerun import leaves
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import to_yaml
@@ -29,6 +30,7 @@ from rl_megatron.topology.topology import Topology
 from rl_megatron.weight_sync.plan import fingerprint
 
 _OF_BATCH = ("input_ids", "input_lengths", "token_mask", "sample_mask", "rewards")
+_MOST_VALUES = 32  # keys of a batch, and facts of a sharded one, that are compared
 _MAY_DIFFER = "data.cache_dir"  # it may be a directory of each node
 _SHOWN = 4  # ranks in messages
 
@@ -78,12 +80,13 @@ class DesyncCheck:
         """Prepare the check; `every` is the number of steps between two checks, and 0 means before the first only."""
         self._every, self._checked = every, 0
 
-    def check(self, step: int, batch: BatchedDataDict, models: Mapping[str, MegatronPolicy]) -> None:
+    def check(self, step: int, batch: BatchedDataDict | ShardedBatch, models: Mapping[str, MegatronPolicy]) -> None:
         """Check the batch and the weights before a step, if a check is due. Collective then.
 
         Args:
             step: The step that is about to be trained.
-            batch: Its batch, which every rank has whole.
+            batch: Its batch, which every rank has whole, or a sharded one, whose own sequences all ranks of a
+                data-parallel replica have.
             models: The stage's policy and, if there is one, its critic, by name.
 
         Raises:
@@ -98,12 +101,22 @@ class DesyncCheck:
         for name, model in models.items():
             check_weights(name, model.model)
 
-    def _check_batch(self, batch: BatchedDataDict, topology: Topology) -> None:
+    def _check_batch(self, batch: BatchedDataDict | ShardedBatch, topology: Topology) -> None:
         keys = [key for key in _OF_BATCH if isinstance(batch.get(key), Tensor)]
-        numbers = [digest(str(batch[key].shape).encode(), _bytes_of(batch[key])) for key in keys]
-        found = _gathered(numbers + [0] * (len(_OF_BATCH) - len(keys)), topology.device)
-        for column, key in enumerate(keys):
-            odd, usual = _odd_ranks({0: list(range(len(found)))}, [numbers[column] for numbers in found])
+        values = {key: batch[key] for key in keys}
+        is_sharded = isinstance(batch, ShardedBatch)
+        if is_sharded:
+            values |= {f"{name} of all sequences": fact for name, fact in sorted(batch.facts.items())}
+        numbers = [digest(str(value.shape).encode(), _bytes_of(value)) for value in values.values()]
+        own = numbers + [0] * (_MOST_VALUES - len(numbers))
+        found = _gathered([*own, topology.data_rank], topology.device)
+        everybody = {0: list(range(len(found)))}
+        replicas: dict[int, list[int]] = {}
+        for rank, of_rank in enumerate(found):
+            replicas.setdefault(of_rank[-1], []).append(rank)
+        for column, key in enumerate(values):
+            groups = replicas if is_sharded and key in keys else everybody
+            odd, usual = _odd_ranks(groups, [of_rank[column] for of_rank in found])
             if odd:
                 raise RanksDiffer(
                     f"ranks do not have the same batch: {key} of {_named(odd)} differs from that of rank "

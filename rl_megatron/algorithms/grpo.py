@@ -6,13 +6,14 @@ batch from REINFORCE++, arXiv:2501.03262.
 
 from __future__ import annotations
 
-from rl_megatron.algorithms.advantage_estimators import estimated_advantages
+from rl_megatron.algorithms.advantage_estimators import estimated_advantages, owned_together
 from rl_megatron.algorithms.async_sampler import sampler_of
 from rl_megatron.algorithms.registry import register_algorithm
 from rl_megatron.algorithms.rollout import (
     ROLLOUT_LOSS,
     check_policy_gradient,
     needs_reference,
+    owned,
     recomputes_logprobs,
     reward_kl,
     rollout_loss,
@@ -43,6 +44,7 @@ def grpo(stage: Stage, algorithm: GRPOConfig) -> None:
     for step in stage.steps():
         rollouts, outcome = sampler.collect(step)
         stage.engine.sleep()
+        rollouts = owned(rollouts, stage, owned_together(rollouts, algorithm))
         rollouts = with_logprobs(
             rollouts, stage.policy, recompute=recompute, reference=reference, from_engine=from_engine
         )

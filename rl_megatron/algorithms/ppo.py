@@ -14,20 +14,28 @@ from rl_megatron.algorithms.metrics import CRITIC_PREFIX
 from rl_megatron.algorithms.registry import CriticNeeds, register_algorithm
 from rl_megatron.algorithms.rollout import (
     ROLLOUT_LOSS,
+    RolloutsT,
     check_policy_gradient,
     needs_reference,
     num_tokens,
+    owned,
     recomputes_logprobs,
     reward_kl,
     rewards_per_token,
     rollout_loss,
     uses_reference,
+    whole_trajectories,
     with_logprobs,
 )
-from rl_megatron.algorithms.rollout_statistics import correction_statistics, learned_statistics, logprob_mismatch
+from rl_megatron.algorithms.rollout_statistics import (
+    correction_statistics,
+    learned_statistics,
+    logprob_mismatch,
+    ranks_of,
+)
 from rl_megatron.algorithms.stage import Stage
+from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.config.algorithms import PPOConfig
-from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
@@ -67,6 +75,7 @@ def ppo(stage: Stage, algorithm: PPOConfig) -> None:
     for step in stage.steps():
         rollouts, report = sampler.collect(step)
         stage.engine.sleep()
+        rollouts = owned(rollouts, stage, whole_trajectories(rollouts))
         learns = step > algorithm.critic_warmup_steps
         # Logprobs are reported in every step, even if no training step computes them.
         rollouts = with_logprobs(
@@ -89,14 +98,17 @@ def ppo(stage: Stage, algorithm: PPOConfig) -> None:
         stage.record(step, report | logprob_mismatch(rollouts))
 
 
-def with_advantages(rollouts: BatchedDataDict, algorithm: PPOConfig, policy_loss: LossFunction) -> BatchedDataDict:
-    """Return the rollouts with GAE's `advantages` and the `returns` that the critic learns, both [B, S]."""
-    index = TrajectoryIndex(rollouts)
-    per_token = (rewards_per_token(rollouts, policy_loss), rollouts["values"], rollouts["token_mask"])
+def with_advantages(rollouts: RolloutsT, algorithm: PPOConfig, policy_loss: LossFunction) -> RolloutsT:
+    """Return the rollouts with GAE's `advantages` and the `returns` that the critic learns, both [B, S]. Collective."""
+    own = rollouts.own if isinstance(rollouts, ShardedBatch) else rollouts
+    index = TrajectoryIndex(own)
+    per_token = (rewards_per_token(own, policy_loss), own["values"], own["token_mask"])
     rewards, values, mask = map(index.joined, per_token)
     advantages, returns = generalized_advantages(
         rewards, values, mask, discount=algorithm.discount, gae_lambda=algorithm.gae_lambda
     )
     rollouts["returns"] = index.split(returns)
-    rollouts["advantages"] = index.split(whiten(advantages, mask) if algorithm.whiten_advantages else advantages)
+    if algorithm.whiten_advantages:
+        advantages = whiten(advantages, mask, ranks_of(rollouts))
+    rollouts["advantages"] = index.split(advantages)
     return rollouts

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron.algorithms.advantages import informative_groups, token_rewards
 from rl_megatron.algorithms.registry import LossNeeds
 from rl_megatron.algorithms.resumed_state import MustBe
-from rl_megatron.algorithms.rollout_record import RolloutRecord
-from rl_megatron.algorithms.rollout_statistics import statistics
+from rl_megatron.algorithms.rollout_record import ORDER, RolloutRecord
+from rl_megatron.algorithms.rollout_statistics import Rollouts, mean_over_tokens, numbers_of_all, ranks_of, statistics
 from rl_megatron.algorithms.stage import Stage
-from rl_megatron.batching.routing import ROUTED_EXPERTS, UNKNOWN_EXPERT
+from rl_megatron.batching.host_memory import TensorStore
+from rl_megatron.batching.ownership import Ownership
+from rl_megatron.batching.produced import produced
+from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.config.algorithms import PolicyGradientConfig, RolloutConfig
 from rl_megatron.config.clipped_pg import ClippedPGLossConfig
 from rl_megatron.config.errors import ConfigError
@@ -24,18 +30,20 @@ from rl_megatron.data.training_data import RolloutPrompts
 from rl_megatron.execution.phase_timer import count_tokens, phase
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.losses.contract import LossFunction
-from rl_megatron.losses.functional import kl_penalty, masked_mean
+from rl_megatron.losses.functional import kl_penalty
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.policy.interfaces import PolicyInterface
 from rl_megatron.rewards.scorer import RewardMetrics
-from rl_megatron.rollouts.batch import TURN, TURN_REWARDS
-from rl_megatron.rollouts.trajectory_index import TrajectoryIndex, first_trajectories, renumbered
+from rl_megatron.rollouts.batch import TURN_REWARDS
+from rl_megatron.rollouts.trajectory_index import TrajectoryIndex, sizes_of_steps
+from rl_megatron.topology.collective_errors import from_rank0
 
 # The keys of rollouts when they reach the loss.
 ROLLOUT_KEYS = frozenset(
     "input_ids input_lengths token_mask sample_mask rewards advantages temperature generation_logprobs prev_logprobs "
     "reference_policy_logprobs".split()
 )
+RolloutsT = TypeVar("RolloutsT", bound=Rollouts)
 _ROUNDS_PER_SEED = 1000  # distance between the seeds of two steps, so that their rounds have different seeds
 
 
@@ -105,9 +113,10 @@ class Sampler:
         stage.use_loader(self._prompts.loader)
         stage.keep("sampler", self)
         self._sampling = stage_sampling(config, stage.tokenizer, end_of_turn_ids=self._prompts.end_of_turn_ids)
+        self._store = TensorStore(config.rollout.max_host_bytes, config.rollout.disk_directory)
         self._record = RolloutRecord(config.rollout, stage.rollout_files, stage.tokenizer, self._per_prompt)
 
-    def collect(self, step: int) -> tuple[BatchedDataDict, dict[str, float]]:
+    def collect(self, step: int) -> tuple[ShardedBatch, dict[str, float]]:
         """Return (the rollouts that the step learns from, statistics of all sampled rollouts).
 
         With dynamic sampling, groups whose rewards are all equal are dropped, and other prompts are sampled until the
@@ -117,10 +126,10 @@ class Sampler:
         wanted = self._algorithm.prompts_per_step * group_size
         kept, seen = [], []
         for round_ in range(self._algorithm.rounds_per_step):
-            rollouts = self.draw(step, round_)
+            rollouts = self.produce(step, round_)
             seen.append(rollouts)
             kept.append(keep_informative(rollouts, group_size) if drops else rollouts)
-            if sum(TrajectoryIndex(part).num_trajectories for part in kept) >= wanted:
+            if sum(part.num_trajectories for part in kept) >= wanted:
                 break
         outcome = statistics(join(seen, len(seen) * wanted), group_size) | self._reward_metrics()
         outcome |= self._record.logged_metrics(step)
@@ -130,23 +139,34 @@ class Sampler:
         return join(kept, wanted), outcome
 
     def draw(self, step: int, round_: int = 0) -> BatchedDataDict:
-        """Return `samples_per_prompt` scored completions for each of the round's prompts.
+        """Return `samples_per_prompt` scored completions for each of the round's prompts, on every rank.
 
         The batch is the one that `RolloutEngine.generate` returns, with `rewards` [B]. Samples of a prompt are
         contiguous.
         """
+        rollouts = self.produce(step, round_)
+        whole = rollouts.own if rollouts.topology is None else from_rank0(rollouts.own)
+        if ORDER in rollouts.facts:
+            whole[ORDER] = rollouts.facts[ORDER]
+        return whole
+
+    def produce(self, step: int, round_: int = 0) -> ShardedBatch:
+        """Return the completions of `draw` on the rank that has produced them, which is rank 0. Collective."""
         number = self._stage.batch_number(step)
         prompts = [prompt for prompt in self._prompts.at(number, round_) for _ in range(self._per_prompt)]
-        rollouts, metrics = self._record.replayed(step, round_, len(prompts)), RewardMetrics()
-        if rollouts is None:
+        if self._record.replays:
+            own, metrics = self._record.replayed(step, round_, len(prompts)), RewardMetrics()
+        else:
             seed = seed_of_batch(self._seed, number) + round_
             scored = self._rollouts.make(self._engine, prompts, self._sampling, seed, self._per_prompt)
-            rollouts, metrics = scored.batch, scored.metrics
+            own, metrics = scored.batch, scored.metrics
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        rollouts = produced(own, self._stage.policy.topology if several else None, self._store)
         self._record.add(round_, rollouts, prompts, metrics)
         self._metrics.add(metrics)
         return rollouts
 
-    def keep(self, step: int, learned: BatchedDataDict) -> None:
+    def keep(self, step: int, learned: Rollouts) -> None:
         """Write the rollouts of a step to a file if `rollout.save_every` says so. Collective.
 
         Args:
@@ -194,9 +214,30 @@ def recomputes_logprobs(stage: StageConfig, algorithm: PolicyGradientConfig, los
     return not derived or algorithm.may_read_logprobs() or algorithm.needs_logprobs(stage) is not None
 
 
+def owned(rollouts: ShardedBatch, stage: Stage, together: Tensor | None) -> ShardedBatch:
+    """Return the rollouts with every sequence on the data-parallel rank that learns from it. Collective.
+
+    Args:
+        rollouts: The rollouts on the ranks that have produced them.
+        stage: The stage, whose optimizer steps are spread evenly over the ranks.
+        together: [B] A number for each sequence, equal for neighbours that one rank must own. None: ranks own any.
+    """
+    if rollouts.topology is None:
+        return rollouts.moved_to(Ownership(np.zeros(rollouts.size, dtype=np.int64), []))
+    sizes = sizes_of_steps(numbers_of_all(rollouts), stage.config.train.global_batch_size)
+    with phase("exchange"):
+        return stage.policy.distribute(rollouts, sizes, together)
+
+
+def whole_trajectories(rollouts: ShardedBatch) -> Tensor | None:
+    """Return the number of the trajectory of each sequence, or None if each trajectory is one sequence."""
+    trajectories = rollouts.trajectories()
+    return None if len(trajectories) == int(trajectories[-1]) + 1 else trajectories
+
+
 def with_logprobs(
-    rollouts: BatchedDataDict, policy: PolicyInterface, *, recompute: bool, reference: bool, from_engine: bool = False
-) -> BatchedDataDict:
+    rollouts: RolloutsT, policy: PolicyInterface, *, recompute: bool, reference: bool, from_engine: bool = False
+) -> RolloutsT:
     """Return the rollouts with the `prev_logprobs` and `reference_policy_logprobs` that are asked for.
 
     `prev_logprobs` are those of the current policy, or with `from_engine` those that the engine reported.
@@ -214,9 +255,9 @@ def with_logprobs(
     return rollouts
 
 
-def num_tokens(rollouts: BatchedDataDict) -> int:
+def num_tokens(rollouts: Rollouts) -> int:
     """Return the tokens of all sequences, without padding."""
-    return int(rollouts["input_lengths"].sum())
+    return int(numbers_of_all(rollouts)["input_lengths"].sum(dtype=torch.int64))
 
 
 def kl_in_reward(loss_fn: LossFunction) -> float:
@@ -250,16 +291,16 @@ def rewards_per_token(rollouts: BatchedDataDict, loss_fn: LossFunction) -> Tenso
     return rewards if of_turns is None else rewards + of_turns
 
 
-def reward_kl(rollouts: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
-    """Return the metric `reward_kl`: the mean KL over sampled tokens, without the factor β.
+def reward_kl(rollouts: Rollouts, loss_fn: LossFunction) -> dict[str, float]:
+    """Return the metric `reward_kl`: the mean KL over sampled tokens, without the factor β. Collective.
 
     The result is empty if the KL penalty is not part of the reward.
     """
     kl = _kl_of_tokens(rollouts, loss_fn)
-    return {} if kl is None else {"reward_kl": masked_mean(kl, rollouts["token_mask"]).item()}
+    return {} if kl is None else {"reward_kl": mean_over_tokens(kl, rollouts, ranks_of(rollouts))}
 
 
-def _kl_of_tokens(rollouts: BatchedDataDict, loss_fn: LossFunction) -> Tensor | None:
+def _kl_of_tokens(rollouts: Rollouts, loss_fn: LossFunction) -> Tensor | None:
     """Return KL(π_prev‖π_ref) [B, S], with the loss's estimator and clamps, or None if the reward has no KL penalty."""
     cfg = _kl_settings(loss_fn)
     if cfg is None or cfg.reference_policy_kl_penalty == 0:
@@ -270,15 +311,15 @@ def _kl_of_tokens(rollouts: BatchedDataDict, loss_fn: LossFunction) -> Tensor | 
     )  # fmt: skip
 
 
-def keep_informative(rollouts: BatchedDataDict, group_size: int) -> BatchedDataDict:
+def keep_informative(rollouts: ShardedBatch, group_size: int) -> ShardedBatch:
     """Return the trajectories of groups whose rewards differ."""
-    index = TrajectoryIndex(rollouts)
-    kept = informative_groups(index.of_first(rollouts["rewards"]), group_size).repeat_interleave(group_size)
-    return rollouts.select_indices(index.spread(kept))
+    numbers = numbers_of_all(rollouts)
+    index = TrajectoryIndex(numbers)
+    kept = informative_groups(index.of_first(numbers["rewards"]), group_size).repeat_interleave(group_size)
+    return rollouts.selected(index.spread(kept))
 
 
-def join(parts: Sequence[BatchedDataDict], limit: int) -> BatchedDataDict:
+def join(parts: Sequence[ShardedBatch], limit: int) -> ShardedBatch:
     """Return several rounds of rollouts as one batch of at most `limit` trajectories."""
-    padding = {ROUTED_EXPERTS: UNKNOWN_EXPERT, TURN: -1}
-    joined = BatchedDataDict.from_batches(renumbered(parts), padding) if len(parts) > 1 else parts[0]
-    return first_trajectories(joined, limit)
+    joined = ShardedBatch.joined(parts)
+    return joined.selected(joined.trajectories() < limit)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron import log
+from rl_megatron.algorithms.rollout_statistics import Rollouts
+from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.rollout import TrajectoryConfig
@@ -20,14 +23,18 @@ from rl_megatron.rewards.scorer import RewardMetrics
 from rl_megatron.rollouts.files import KEPT, Draw, batch_of, read_rows, rollout_file, rows, write_rows
 from rl_megatron.rollouts.rollout_log import LoggedStep, RolloutLog
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
-from rl_megatron.topology.collective_errors import run_on_rank0
+from rl_megatron.topology.collective_errors import on_all_or_none, run_on_rank0
 
-# The place of a trajectory among all of its step, in the order in which they were drawn: a key of batches.
+# The place of a sequence among all of its step, in the order in which they were drawn: a fact of sharded batches, and a
+# key of others.
 ORDER = "draw_order"
 
 
 class RolloutRecord:
-    """The rollouts of the current step, on all ranks alike. Rank 0 writes them."""
+    """The rollouts of the current step on rank 0, which produces, writes and replays them.
+
+    Other ranks know their order.
+    """
 
     def __init__(self, config: TrajectoryConfig, directory: Path, tokenizer: Tokenizer, samples_per_prompt: int):
         """Start without rollouts.
@@ -41,18 +48,26 @@ class RolloutRecord:
         self._config, self._directory, self._tokenizer = config, directory, tokenizer
         self._samples_per_prompt = samples_per_prompt
         self._draws: list[Draw] = []
+        self._num_drawn = 0
         self._replayed: tuple[int, dict[int, BatchedDataDict]] = (0, {})
         self._replayed_log: dict[int, LoggedStep] | None = None
 
+    @property
+    def replays(self) -> bool:
+        """Return whether the run learns from recorded rollouts."""
+        return self._config.replay is not None
+
     def replayed(self, step: int, round_: int, num_trajectories: int) -> BatchedDataDict | None:
-        """Return the recorded rollouts of a round, or None if the run generates its own.
+        """Return the recorded rollouts of a round on rank 0, and None on other ranks. Collective.
 
         Raises:
-            ConfigError: There is no such round in the files, or it has another number of trajectories.
+            ConfigError: There is no such round in the files, or it has another number of trajectories. It is raised on
+                every rank.
         """
-        if self._config.replay is None:
-            return None
-        path = rollout_file(Path(self._config.replay), step)
+        return on_all_or_none(lambda: self._read(step, round_, num_trajectories) if _leads() else None)
+
+    def _read(self, step: int, round_: int, num_trajectories: int) -> BatchedDataDict:
+        path = rollout_file(Path(str(self._config.replay)), step)
         if self._replayed[0] != step:
             of_step = groupby(read_rows(path), key=lambda row: row["round"])
             self._replayed = step, {number: batch_of(list(of_round)) for number, of_round in of_step}
@@ -75,35 +90,42 @@ class RolloutRecord:
         logged = self._replayed_log.get(step)
         return {} if logged is None else dict(logged.metrics)
 
-    def of_step(self, step: int, round_: int) -> BatchedDataDict:
-        """Return a round of a step that this run has written.
+    def of_step(self, step: int, round_: int) -> BatchedDataDict | None:
+        """Return a round of a step that this run has written on rank 0, and None on other ranks. Collective.
 
         Raises:
-            ConfigError: The file is missing, or is not a file of rollouts.
+            ConfigError: The file is missing, or is not a file of rollouts. It is raised on every rank.
         """
-        return batch_of([row for row in read_rows(rollout_file(self._directory, step)) if row["round"] == round_])
+
+        def read() -> BatchedDataDict:
+            rows_of_step = read_rows(rollout_file(self._directory, step))
+            return batch_of([row for row in rows_of_step if row["round"] == round_])
+
+        return on_all_or_none(lambda: read() if _leads() else None)
 
     def add(
-        self, round_: int, rollouts: BatchedDataDict, prompts: Sequence[EncodedPrompt], metrics: RewardMetrics
+        self, round_: int, rollouts: ShardedBatch, prompts: Sequence[EncodedPrompt], metrics: RewardMetrics
     ) -> None:
-        """Add the rollouts of a round, which get the key `draw_order` if any are written."""
+        """Add the rollouts of a round, which get the fact `draw_order` if any are written."""
         if not self._config.save_every:
             return
         if round_ == 0:
-            self._draws = []
-        before = sum(draw.rollouts.size for draw in self._draws)
-        unknown = sorted(rollouts.keys() - KEPT)
+            self._draws, self._num_drawn = [], 0
+        unknown = sorted(rollouts.columns.keys() - KEPT)
         if unknown:
             log.once(f"files of rollouts have no columns for {', '.join(unknown)}, which a replay will lack")
-        rollouts[ORDER] = torch.arange(before, before + rollouts.size)
-        self._draws.append(Draw(round_, rollouts, prompts, metrics.scores))
+        rollouts.facts[ORDER] = torch.arange(self._num_drawn, self._num_drawn + rollouts.size, dtype=torch.int32)
+        self._num_drawn += rollouts.size
+        if len(rollouts.numbers):
+            self._draws.append(Draw(round_, rollouts.own, prompts, metrics.scores))
 
-    def write(self, step: int, learned: BatchedDataDict, newest_version: int) -> None:
+    def write(self, step: int, learned: Rollouts, newest_version: int) -> None:
         """Write the rollouts of a step, if they are due. Collective.
 
         Args:
             step: The step.
-            learned: The rollouts that it learns from, with `draw_order` and `advantages`.
+            learned: The rollouts that it learns from, with `draw_order` and `advantages`. Of a sharded batch, only the
+                advantages are brought back to rank 0, which has the rest.
             newest_version: The version of the policy's weights.
 
         Raises:
@@ -111,13 +133,18 @@ class RolloutRecord:
         """
         if not self._config.save_every or step % self._config.save_every:
             return
+        if isinstance(learned, ShardedBatch):
+            orders = learned.facts[ORDER][torch.from_numpy(learned.homes == 0)]
+            advantages = learned.at_homes(["advantages"])["advantages"]
+        else:
+            orders, advantages = learned[ORDER], learned["advantages"]
+        of_sequences = dict(zip(orders.tolist(), advantages, strict=False))  # none are on ranks other than 0
         path = rollout_file(self._directory, step)
-        failure = run_on_rank0(lambda: write_rows(path, self._rows(step, learned, newest_version)))
+        failure = run_on_rank0(lambda: write_rows(path, self._rows(step, of_sequences, newest_version)))
         if failure is not None:
             raise SaveFailed(f"{path} cannot be written: {failure}; free space, or set rollout.save_every=0")
 
-    def _rows(self, step: int, learned: BatchedDataDict, newest_version: int) -> list[dict]:
-        advantages: dict[int, Tensor] = dict(zip(learned[ORDER].tolist(), learned["advantages"], strict=True))
+    def _rows(self, step: int, advantages: Mapping[int, Tensor], newest_version: int) -> list[dict]:
         written: list[dict] = []
         before = 0
         for draw in self._draws:
@@ -130,3 +157,7 @@ class RolloutRecord:
             written += [row for row in found if most is None or row["group"] < most]
             before += draw.rollouts.size
         return written
+
+
+def _leads() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0

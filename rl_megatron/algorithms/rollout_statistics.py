@@ -1,55 +1,81 @@
-"""Metrics of rollouts: how rewards, lengths, advantages, ages and mismatches are distributed."""
+"""Metrics of rollouts: how rewards, lengths, advantages, ages and mismatches are distributed.
+
+Those of samples come from numbers that every rank knows of every sequence. Those of tokens are reduced over the ranks
+that have the tokens. Either way they are exactly those of all rollouts together.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.advantages import informative_groups
+from rl_megatron.batching.sharded import SAMPLED, ShardedBatch
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
+from rl_megatron.topology.reductions import ALONE, RankReduction
 
 QUANTILES = (0.1, 0.5, 0.9)
 
+Rollouts = BatchedDataDict | ShardedBatch
 
-def statistics(rollouts: BatchedDataDict, group_size: int) -> dict[str, float]:
+
+def ranks_of(rollouts: Rollouts) -> RankReduction:
+    """Return the ranks that share the rollouts: this process alone if they are a whole batch."""
+    return rollouts.ranks if isinstance(rollouts, ShardedBatch) else ALONE
+
+
+def numbers_of_all(rollouts: Rollouts) -> BatchedDataDict:
+    """Return what every rank knows of all sequences: a batch without tokens, with `sampled_tokens` [B]."""
+    if isinstance(rollouts, ShardedBatch):
+        return BatchedDataDict(rollouts.facts)
+    values = {key: value for key, value in rollouts.items() if isinstance(value, Tensor) and value.dim() == 1}
+    return BatchedDataDict({**values, SAMPLED: rollouts["token_mask"].sum(1)})
+
+
+def statistics(rollouts: Rollouts, group_size: int) -> dict[str, float]:
     """Return metrics of the rollouts: how rewards and completion lengths are distributed, and two shares.
 
     `stopped` is the share of completions that ended with a stop token. `informative_groups` is the share of groups
     whose rewards differ; it is 0 if a group is one sample.
     """
-    index = TrajectoryIndex(rollouts)
-    rewards, has_ended = index.of_first(rollouts["rewards"]), index.of_first(rollouts["sample_mask"]) > 0
-    lengths, stopped = index.total(rollouts["token_mask"].sum(1)), index.of_last(rollouts["stopped"]).float()
+    numbers = numbers_of_all(rollouts)
+    index = TrajectoryIndex(numbers)
+    rewards, has_ended = index.of_first(numbers["rewards"]), index.of_first(numbers["sample_mask"]) > 0
+    lengths, stopped = index.total(numbers[SAMPLED]).float(), index.of_last(numbers["stopped"]).float()
     groups = informative_groups(rewards, group_size).float().mean().item()
     rewards, lengths, stopped = (values[has_ended] for values in (rewards, lengths, stopped))  # others have failed
     return {
         "reward": rewards.mean().item(),
-        **_distribution("reward", rewards),
+        **_distribution("reward", rewards, ALONE),
         "completion_tokens": lengths.mean().item(),
-        **_distribution("completion_tokens", lengths),
+        **_distribution("completion_tokens", lengths, ALONE),
         "stopped": stopped.mean().item(),
         "informative_groups": groups,
     }
 
 
-def learned_statistics(rollouts: BatchedDataDict, weight_version: int) -> dict[str, float]:
+def learned_statistics(rollouts: Rollouts, weight_version: int) -> dict[str, float]:
     """Return metrics of the rollouts that a step learns from: their advantages, and the age of their weights.
+
+    Collective over the ranks that share the rollouts.
 
     Args:
         rollouts: The rollouts, with `advantages` [B, S] or [B].
         weight_version: The version of the policy's weights.
     """
-    advantages = rollouts["advantages"]
+    advantages, ranks = rollouts["advantages"], ranks_of(rollouts)
     if advantages.dim() == 2:
         advantages = advantages[rollouts["token_mask"].bool()]
     ages = weight_version - rollouts["weight_version"]
     return {
-        "advantage_mean": advantages.float().mean().item() if advantages.numel() else 0.0,
-        **_distribution("advantage", advantages),
-        "weight_age_mean": ages.float().mean().item(),
-        "weight_age_max": float(ages.max()),
+        "advantage_mean": ranks.moments(advantages)[1],
+        **_distribution("advantage", advantages, ranks),
+        "weight_age_mean": ranks.moments(ages)[1],
+        "weight_age_max": ranks.extremes(ages)[1],
     }
 
 
@@ -65,33 +91,37 @@ def correction_statistics(report: Mapping[str, float]) -> dict[str, float]:
     return {} if mean is None or not square else {"correction_ess": mean**2 / square}
 
 
-def _distribution(name: str, values: Tensor) -> dict[str, float]:
-    """Return the standard deviation, the extremes and some quantiles of values."""
-    if not values.numel():
+def _distribution(name: str, values: Tensor, ranks: RankReduction) -> dict[str, float]:
+    """Return the standard deviation, the extremes and some quantiles of all ranks' values."""
+    number, _, deviation = ranks.moments(values)
+    if not number:
         return {}
-    values = values.float()
-    found = {f"{name}_std": values.std(correction=0).item(), f"{name}_min": values.min().item()}
-    ordered = values.sort().values  # torch.quantile takes no more than 16 million values
-    for share in QUANTILES:
-        found[f"{name}_p{share * 100:.0f}"] = ordered[round(share * (len(ordered) - 1))].item()
-    return found | {f"{name}_max": values.max().item()}
+    least, most = ranks.extremes(values)
+    found = {f"{name}_std": deviation, f"{name}_min": least}
+    quantiles = ranks.in_order(values, [round(share * (number - 1)) for share in QUANTILES])
+    found |= {f"{name}_p{share * 100:.0f}": value for share, value in zip(QUANTILES, quantiles, strict=True)}
+    return found | {f"{name}_max": most}
 
 
-def logprob_mismatch(rollouts: BatchedDataDict) -> dict[str, float]:
+def logprob_mismatch(rollouts: Rollouts) -> dict[str, float]:
     """Return the mean, 99th percentile and maximum of |trainer's − engine's logprob| over sampled tokens, in nats.
 
     They are 0 up to rounding if the engine and the trainer have the same weights. The result is empty if the trainer's
-    were not recomputed: the loss then reports the mean and the maximum (`losses/mismatch.py`).
+    were not recomputed: the loss then reports the mean and the maximum (`losses/mismatch.py`). Collective.
     """
     if "prev_logprobs" not in rollouts:
         return {}
-    sampled = rollouts["token_mask"].bool()
+    ranks, sampled = ranks_of(rollouts), rollouts["token_mask"].bool()
     difference = (rollouts["prev_logprobs"] - rollouts["generation_logprobs"]).abs()[sampled]
-    if not difference.numel():
+    number, mean, _ = ranks.moments(difference)
+    if not number:
         return {"mismatch_mean": 0.0, "mismatch_p99": 0.0, "mismatch_max": 0.0}
-    ordered = difference.sort().values
-    return {
-        "mismatch_mean": difference.mean().item(),
-        "mismatch_p99": ordered[-(-99 * (len(ordered) - 1) // 100)].item(),
-        "mismatch_max": ordered[-1].item(),
-    }
+    (high,) = ranks.in_order(difference, [-(-99 * (number - 1) // 100)])
+    return {"mismatch_mean": mean, "mismatch_p99": high, "mismatch_max": ranks.extremes(difference)[1]}
+
+
+def mean_over_tokens(values: Tensor, rollouts: Mapping[str, Any], ranks: RankReduction) -> float:
+    """Return the mean of values [n, S] over all ranks' sampled tokens; 0 if there are none. Collective."""
+    mask = rollouts["token_mask"].double()
+    total, count = ranks.sum(torch.stack([torch.where(mask != 0, values.double() * mask, 0.0).sum(), mask.sum()]))
+    return (total / count).item() if count > 0 else 0.0

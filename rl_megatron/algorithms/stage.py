@@ -16,6 +16,7 @@ from rl_megatron.algorithms.resumed_state import MustBe, Resumable, ResumedState
 from rl_megatron.algorithms.roll_back import RollBack
 from rl_megatron.algorithms.step_meter import StepMeter
 from rl_megatron.algorithms.stopping import RunStopped, Stopping
+from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.checkpoint.directory import complete_checkpoints
 from rl_megatron.checkpoint.user_files import file_digests
 from rl_megatron.config.eval_metrics import goal_reached
@@ -107,7 +108,7 @@ class Stage:
         self._resumed_state.add("schedule", Schedules(self.models))
         self._anomalies = Anomalies(self.config.train)
         self._desync = DesyncCheck(self.config.train.desync_check_every)
-        self._batch: BatchedDataDict | None = None  # that the policy was trained on in the current step
+        self._batch: BatchedDataDict | ShardedBatch | None = None  # that the policy was trained on in the current step
         self._evaluated_at: int | None = None
         self._file_digests = file_digests(self.config)  # now, because the files are read now
         self.timer.observer = self._enter
@@ -210,13 +211,17 @@ class Stage:
         return self.checkpoints.parent.parent / "rollouts" / self.name
 
     def train(
-        self, step: int, batch: BatchedDataDict, loss_fn: LossFunction, model: MegatronPolicy | None = None
+        self,
+        step: int,
+        batch: BatchedDataDict | ShardedBatch,
+        loss_fn: LossFunction,
+        model: MegatronPolicy | None = None,
     ) -> dict[str, float]:
         """Train the policy (or `model`) on `batch` once, and return the metrics.
 
         Args:
             step: The step number, for messages.
-            batch: The global batch.
+            batch: The global batch, whole or with sequences that have owners.
             loss_fn: The loss.
             model: Another model to train instead of the policy: the critic.
 
@@ -232,8 +237,9 @@ class Stage:
                 if self.meter is not None:
                     self.meter.learned_from(model or self.policy, batch, is_policy=model is None)
                 options = {}
-                if isinstance(batch, BatchedDataDict) and TRAJECTORY in batch:
-                    options["sizes"] = sizes_of_steps(batch, self.config.train.global_batch_size)
+                numbers = BatchedDataDict(batch.facts) if isinstance(batch, ShardedBatch) else batch
+                if isinstance(numbers, BatchedDataDict) and TRAJECTORY in numbers:
+                    options["sizes"] = sizes_of_steps(numbers, self.config.train.global_batch_size)
                 return (model or self.policy).train(batch, loss_fn, **options)
         except NonFiniteLoss as error:
             raise NonFiniteLoss(f"stage {self.name}, step {step}: {error}") from error
@@ -244,12 +250,14 @@ class Stage:
             self.profiler.end()
         self.metrics_logger.record(step, report | ({} if self.meter is None else self.meter.metrics()))
         batch, self._batch = self._batch, None
-        rewards = None if batch is None else batch.get("rewards")
+        rewards = None
+        if batch is not None:
+            rewards = (batch.facts if isinstance(batch, ShardedBatch) else batch).get("rewards")
         for anomaly in self._anomalies.of_step(step, report, rewards):
             if log.is_main_rank() and batch is not None:
                 self._warn_of(step, anomaly, batch)
 
-    def _warn_of(self, step: int, anomaly: str, batch: BatchedDataDict) -> None:
+    def _warn_of(self, step: int, anomaly: str, batch: BatchedDataDict | ShardedBatch) -> None:
         loader = self.loader
 
         def locations() -> list[str]:

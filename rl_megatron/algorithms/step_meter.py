@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from rl_megatron import log
 from rl_megatron.algorithms.cost_metrics import INNER_PHASES, OUTER_PHASES, TOKEN_PHASES, TRAINING_PHASES
+from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution.peak_memory import DevicePeak, HostPeak
 from rl_megatron.execution.phase_timer import HostClock, PhaseTimer, StepTimes, StreamClock
@@ -43,9 +44,9 @@ class StepMeter:
         self._samples = 0
         self._reduced: _OnHost | None = None
 
-    def learned_from(self, model: MegatronPolicy, batch: BatchedDataDict, is_policy: bool) -> None:
+    def learned_from(self, model: MegatronPolicy, batch: BatchedDataDict | ShardedBatch, is_policy: bool) -> None:
         """Count a training step of `model` on all sequences of `batch`. Call it in the phase of the step."""
-        lengths = batch["input_lengths"].tolist()
+        lengths = (batch.facts if isinstance(batch, ShardedBatch) else batch)["input_lengths"].tolist()
         self.timer.count_tokens(sum(lengths))
         if is_policy:
             self._samples = batch.size

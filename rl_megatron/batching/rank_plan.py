@@ -6,7 +6,7 @@ rank plans for every rank, and all have the same number of microbatches, of simi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -88,24 +88,73 @@ def plan_global_batch(
     Raises:
         ConfigError: A group alone exceeds `batching.tokens`.
     """
-    num_sequences, num_shards = batch.size, layout.data
-    per_rank = -(-num_sequences // (num_shards * group_size)) * group_size
-    padded_batching = min(batching.sequences, per_rank)
-    batch = batch.pad_to_multiple(num_shards * (padded_batching if batching.kind == "padded" else group_size))
+    planned = plan_lengths(lengths, batch["input_ids"].size(1), batching, layout, layout.data, group_size, cost)
+    num_sequences = batch.size
+    batch = batch.pad_to_multiple(len(planned.lengths))
     if batch.size > num_sequences and "input_lengths" in batch:
         batch["input_lengths"][num_sequences:] = 1  # a padding sequence needs no more than one token
-    num_tokens = sum(lengths)
-    lengths = [max(length, 1) for length in lengths] + [1] * (batch.size - num_sequences)
+    return GlobalPlan(batching.kind, batch, num_sequences, planned.lengths, planned.plan, planned.efficiency)
+
+
+@dataclass(frozen=True)
+class LengthPlan:
+    """A plan of sequences of which only the lengths are known.
+
+    Attributes:
+        lengths: Tokens of each sequence, at least 1. Those of padding sequences follow.
+        plan: Which sequences form which microbatch of which shard.
+        tokens: Tokens of all sequences.
+        slots: Token slots that the model computes for them.
+    """
+
+    lengths: list[int]
+    plan: MicrobatchPlan
+    tokens: int
+    slots: int
+
+    @property
+    def efficiency(self) -> float:
+        """Return the tokens per token slot that the model computes."""
+        return self.tokens / self.slots
+
+
+def plan_lengths(
+    lengths: Sequence[int],
+    width: int,
+    batching: Batching,
+    layout: SequenceLayout,
+    num_shards: int,
+    group_size: int = 1,
+    cost: SequenceCost = SequenceCost(),
+) -> LengthPlan:
+    """Return the microbatches of sequences on `num_shards` data-parallel ranks.
+
+    Args:
+        lengths: Tokens of each sequence.
+        width: The columns of the batch that the sequences are in.
+        batching: How sequences form microbatches.
+        layout: The layout.
+        num_shards: The data-parallel ranks that share the sequences.
+        group_size: Sequences that stay together, in order: 2 for preference pairs.
+        cost: The cost of a sequence, by which packs are balanced.
+
+    Raises:
+        ConfigError: A group alone exceeds `batching.tokens`.
+    """
+    num_sequences = len(lengths)
+    per_rank = -(-num_sequences // (num_shards * group_size)) * group_size
+    padded_batching = min(batching.sequences, per_rank)
+    multiple = num_shards * (padded_batching if batching.kind == "padded" else group_size)
+    size = round_up(num_sequences, multiple)
+    padded = [max(length, 1) for length in lengths] + [1] * (size - num_sequences)
     try:
-        plan = _plan_for_layout(
-            batching, lengths, batch["input_ids"].size(1), layout, padded_batching, group_size, cost
-        )
+        plan = _plan_for_layout(batching, padded, width, layout, num_shards, padded_batching, group_size, cost)
     except ValueError as error:
         raise ConfigError(
             f"train.batching={batching.kind}, train.micro_batch_tokens={batching.tokens}: {error}"
         ) from error
     slots = sum(round_up(slots, layout.sequence_multiple) for slots in chain.from_iterable(plan.slots))
-    return GlobalPlan(batching.kind, batch, num_sequences, lengths, plan, num_tokens / slots)
+    return LengthPlan(padded, plan, sum(lengths), slots)
 
 
 def _plan_for_layout(
@@ -113,12 +162,13 @@ def _plan_for_layout(
     lengths: list[int],
     width: int,
     layout: SequenceLayout,
+    num_shards: int,
     sequences_per_microbatch: int,
     group_size: int,
     cost: SequenceCost,
 ) -> MicrobatchPlan:
     """Return the plan for all ranks, within the budget even after the layout has padded the microbatches."""
-    multiple, num_shards = layout.sequence_multiple, layout.data
+    multiple = layout.sequence_multiple
     width = round_up(width, multiple)
     budget = batching.tokens // multiple * multiple
     if batching.kind == "padded":

@@ -15,14 +15,38 @@ from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.import_strings import is_import_string, load_object
 from rl_megatron.config.registry import Registry
 
-GIVEN = ("rewards", "group_size", "token_mask", "token_rewards", "turns", "rollouts")
+GIVEN = ("rewards", "group_size", "token_mask", "token_rewards", "turns", "rollouts", "ranks")
 OPTIONS = {"leave_one_out": False, "normalize_std": True}  # keys of the algorithm section, with their defaults
 
 ESTIMATORS: Registry[frozenset[str]] = Registry("advantage estimator")  # the names of the parameters of each
 ESTIMATORS.register("group_relative")(frozenset({"rewards", "group_size", *OPTIONS}))
 ESTIMATORS.register("group_relative_turns")(frozenset({"token_rewards", "turns", "group_size", *OPTIONS}))
 ESTIMATORS.register("group_relative_steps")(frozenset({"token_rewards", "turns", "group_size", "normalize_std"}))
-ESTIMATORS.register("reinforce_plus_plus")(frozenset({"token_rewards", "token_mask"}))
+ESTIMATORS.register("reinforce_plus_plus")(frozenset({"token_rewards", "token_mask", "ranks"}))
+
+_OF_GROUPS = ("group_relative_turns", "group_relative_steps")
+_OF_ALL_SAMPLES = frozenset({"rewards", "group_size", *OPTIONS})
+
+
+def takes_all_samples(parameters: frozenset[str]) -> bool:
+    """Return whether an estimator with these parameters gets the rewards of all samples, on every rank.
+
+    Others get tokens, and therefore the samples of one data-parallel rank at a time.
+    """
+    return parameters <= _OF_ALL_SAMPLES
+
+
+def takes_whole_batch(parameters: frozenset[str], name: str) -> bool:
+    """Return whether an estimator gets the whole batch: one of the user's own that takes tokens, but not `ranks`.
+
+    Those of the package that take tokens of groups compare within groups only.
+    """
+    return not takes_all_samples(parameters) and "ranks" not in parameters and name not in _OF_GROUPS
+
+
+def takes_whole_groups(parameters: frozenset[str]) -> bool:
+    """Return whether an estimator that gets tokens needs all samples of a prompt at the same time."""
+    return not takes_all_samples(parameters) and bool(parameters & {"group_size", "turns", "rollouts", "rewards"})
 
 
 def known_estimator(name: str) -> str:

@@ -94,6 +94,15 @@ class TrajectoryConfig:
     # Learn from the trajectories in a directory rollouts/STAGE of another run, instead of making and scoring them.
     # null: no.
     replay: str | None = None
+    # Host memory of a rank for the sequences that it learns from, in GB. What exceeds it is kept in files, which are
+    # read when they are needed. null: no limit.
+    max_host_memory_gb: NonNegativeFloat | None = None
+    disk_directory: str | None = None  # where these files are kept; null: the system's directory for temporary files
+
+    @property
+    def max_host_bytes(self) -> float | None:
+        """Return `max_host_memory_gb` in bytes."""
+        return None if self.max_host_memory_gb is None else self.max_host_memory_gb * 1e9
 
     @property
     def is_asynchronous(self) -> bool:

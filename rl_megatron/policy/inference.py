@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,15 +13,18 @@ from torch import Tensor
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.microbatch import Microbatch
+from rl_megatron.batching.owned_plan import owned_microbatches, plan_owned
 from rl_megatron.batching.rank_plan import plan_global_batch, sequence_lengths
 from rl_megatron.batching.routing import ROUTED_EXPERTS, check_routed_experts
+from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import FusedHead, Runner
 from rl_megatron.model.backend import choose_backend
 from rl_megatron.model.sharded_model import ShardedModel
-from rl_megatron.policy.token_values import TokenValues
+from rl_megatron.policy.token_values import OwnTokenValues, TokenValues
+from rl_megatron.topology.collective_errors import on_all_or_none
 
 _NUMBER = torch.zeros(())  # the value of one token if it is a single number
 
@@ -49,13 +53,21 @@ def checked_lengths(model: ModelConfig, data: BatchedDataDict) -> list[int]:
         ConfigError: A sequence is longer than `model.max_sequence_length`.
         ValueError: `input_lengths` does not fit the batch.
     """
-    longest = data["input_ids"].size(1)
-    if longest > model.max_sequence_length:
+    check_width(model, data["input_ids"].size(1))
+    return sequence_lengths(data)
+
+
+def check_width(model: ModelConfig, width: int) -> None:
+    """Check that the model takes sequences of so many tokens.
+
+    Raises:
+        ConfigError: They are longer than `model.max_sequence_length`.
+    """
+    if width > model.max_sequence_length:
         raise ConfigError(
-            f"a sequence has {longest} tokens, but model.max_sequence_length={model.max_sequence_length}; "
+            f"a sequence has {width} tokens, but model.max_sequence_length={model.max_sequence_length}; "
             "shorten the sequences (data.too_long=truncate) or raise the limit"
         )
-    return sequence_lengths(data)
 
 
 def replayable(model: ShardedModel, data: BatchedDataDict) -> BatchedDataDict:
@@ -69,7 +81,8 @@ def replayable(model: ShardedModel, data: BatchedDataDict) -> BatchedDataDict:
     if ROUTED_EXPERTS not in data:
         return data
     if model.head == "lm" and model.config.num_experts is not None:
-        check_routed_experts(data, model.config)
+        if data.size:  # a rank may own none
+            check_routed_experts(data, model.config)
         return data
     rest = copy.copy(data)
     del rest[ROUTED_EXPERTS]
@@ -79,14 +92,17 @@ def replayable(model: ShardedModel, data: BatchedDataDict) -> BatchedDataDict:
 class Inference:
     """Computes values for every token of a batch. It owns only the cost model that balances microbatches.
 
-    Every method is collective. All ranks pass the same batch and get the same result.
+    Every method is collective. All ranks pass the same batch and get the same result. Of a sharded batch, ranks pass
+    their own sequences, and get the values of these.
     """
 
     def __init__(self, model: ShardedModel, runner: Runner):
         self.model, self.runner = model, runner
         self.cost = SequenceCost.of_model(model.config, model.vocab_size)
 
-    def logprobs(self, data: BatchedDataDict, batching: Batching, replay_routing: bool = False) -> Tensor:
+    def logprobs(
+        self, data: BatchedDataDict | ShardedBatch, batching: Batching, replay_routing: bool = False
+    ) -> Tensor:
         """Return logprobs [B, S] fp32. Entry t corresponds to token t, and entry 0 is 0.
 
         Args:
@@ -97,7 +113,7 @@ class Inference:
         keys = ("input_ids", "temperature", ROUTED_EXPERTS) if replay_routing else ("input_ids", "temperature")
         return self._per_token(self.runner.next_token_logprobs, data, batching, keys=keys)
 
-    def values(self, data: BatchedDataDict, batching: Batching) -> Tensor:
+    def values(self, data: BatchedDataDict | ShardedBatch, batching: Batching) -> Tensor:
         """Return values [B, S] fp32 of a score head. Entry t is the score read before token t, and entry 0 is 0."""
 
         def before_each_token(microbatches: list[Microbatch]) -> list[Tensor]:
@@ -105,13 +121,13 @@ class Inference:
 
         return self._per_token(before_each_token, data, batching)
 
-    def scores(self, data: BatchedDataDict, batching: Batching) -> Tensor:
+    def scores(self, data: BatchedDataDict | ShardedBatch, batching: Batching) -> Tensor:
         """Return scores [B] fp32 of a score head, read after each sequence's last token (`input_lengths`)."""
         scores = self._per_token(self.runner.scores, data, batching, first_column=0)
         last = data["input_lengths"][:, None] - 1
         return scores.gather(1, last.to(scores.device))[:, 0]
 
-    def topk_logits(self, data: BatchedDataDict, k: int, batching: Batching) -> tuple[Tensor, Tensor]:
+    def topk_logits(self, data: BatchedDataDict | ShardedBatch, k: int, batching: Batching) -> tuple[Tensor, Tensor]:
         """Return (logits [B, S, k] fp32, ids [B, S, k] int64), largest first. Entry t is read after token t.
 
         Raises:
@@ -126,7 +142,7 @@ class Inference:
     def _per_token(
         self,
         read: Callable[[list[Microbatch]], list[Tensor]],
-        data: BatchedDataDict,
+        data: BatchedDataDict | ShardedBatch,
         batching: Batching,
         first_column: int = 1,
         entry: Tensor = _NUMBER,
@@ -143,6 +159,8 @@ class Inference:
                 those beyond a sequence's end.
             keys: The keys of `data` that the model reads.
         """
+        if isinstance(data, ShardedBatch):
+            return self._of_own_tokens(read, data, batching, first_column, entry, keys)
         home, lengths = data["input_ids"].device, checked_lengths(self.model.config, data)
         batch = on_host(BatchedDataDict({key: data[key] for key in keys if key in data}))
         batch["sample_mask"] = torch.ones(batch.size)
@@ -150,6 +168,22 @@ class Inference:
         planned = plan_global_batch(batch, lengths, batching, self.model.topology, cost=self.cost)
         values = TokenValues(planned, lengths, first_column, self.model.topology, self._hidden_bytes())
         return values.on_every_host(read(planned.microbatches(self.model.topology.data_rank)), entry).to(home)
+
+    def _of_own_tokens(
+        self, read: Callable[[list[Microbatch]], list[Tensor]], data: ShardedBatch, batching: Batching,
+        first_column: int, entry: Tensor, keys: Sequence[str],
+    ) -> Tensor:  # fmt: skip
+        """Return the value of every token [n, S, …] of this rank's sequences, on the host."""
+        check_width(self.model.config, data.width)
+        topology = self.model.topology
+        own = BatchedDataDict({key: data[key] for key in keys if key in data})
+        own["sample_mask"] = torch.ones(own.size)
+        if ROUTED_EXPERTS in own:
+            own = on_all_or_none(lambda: replayable(self.model, own))
+        batch = replace(data, own=own)
+        step = plan_owned(batch, 0, batch.size, batching, topology, cost=self.cost)
+        values = OwnTokenValues(step.shapes.sequences, batch, first_column, topology)
+        return values.on_host(read(owned_microbatches(batch, step).microbatches), entry)
 
     def _hidden_bytes(self) -> int:
         """Return the bytes of the hidden state of one token."""

@@ -1,18 +1,24 @@
 """The interface between policies and algorithms: NeMo RL's policy interfaces, without Ray.
 
 Every rank calls a policy with the same *global* batch, and gets the same global result. The policy itself distributes
-the batch over ranks.
+the batch over ranks. Or every rank calls it with the sequences that it owns (`ShardedBatch`), and gets the results of
+these, with the metrics of all.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 from torch import Tensor
 
+from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.contract import LossFunction
+
+Batch = BatchedDataDict | ShardedBatch
+"""The same whole batch on every rank, or the sequences that each rank owns."""
+BatchT = TypeVar("BatchT", bound=Batch)
 
 
 class LogprobOutputSpec(TypedDict):
@@ -41,17 +47,17 @@ class PolicyInterface(ABC):
     """A model that can be trained and that computes logprobs."""
 
     @abstractmethod
-    def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+    def get_logprobs(self, data: BatchT) -> BatchT:
         """Return the logprob of every token of `input_ids`, given the tokens before it, as a `LogprobOutputSpec`."""
 
     @abstractmethod
-    def get_reference_policy_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+    def get_reference_policy_logprobs(self, data: BatchT) -> BatchT:
         """Return the logprobs under the frozen reference policy, as a `ReferenceLogprobOutputSpec`."""
 
     @abstractmethod
     def train(
         self,
-        data: BatchedDataDict,
+        data: Batch,
         loss_fn: LossFunction,
         eval_mode: bool = False,
         gbs: int | None = None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,7 +14,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from rl_megatron.batching.config import Batching
-from rl_megatron.batching.rank_plan import RankPlan, plan_global_batch
+from rl_megatron.batching.rank_plan import RankPlan
+from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.checkpoint.directory import check_head, read_manifest, saved_model
 from rl_megatron.checkpoint.hf_load import open_hugging_face
 from rl_megatron.checkpoint.load import load_checkpoint
@@ -25,14 +25,15 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.execution import Denominators, FusedHead, over_steps
+from rl_megatron.execution import FusedHead, over_steps
 from rl_megatron.losses.base import Loss
 from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.foreign import as_loss
 from rl_megatron.model.build import Head
 from rl_megatron.model.sharded_model import ShardedModel
-from rl_megatron.policy.inference import Inference, build_runner, checked_lengths, on_host, replayable
-from rl_megatron.policy.interfaces import ColocatablePolicyInterface
+from rl_megatron.policy.batches import PlannedStep, StepPlanner, result_of
+from rl_megatron.policy.inference import Inference, build_runner, checked_lengths
+from rl_megatron.policy.interfaces import Batch, BatchT, ColocatablePolicyInterface
 from rl_megatron.policy.recorded_reference import RecordedReference
 from rl_megatron.policy.reference import Placement, ReferenceModel
 from rl_megatron.policy.skipped_steps import counts
@@ -48,6 +49,9 @@ from rl_megatron.weight_sync.sender import PendingGroup, WeightSender
 
 class MegatronPolicy(ColocatablePolicyInterface):
     """A model with its optimizer. Every rank calls every method with the same arguments and gets the same result.
+
+    Instead of the same whole batch, ranks may pass the sequences that each of them owns (`ShardedBatch`). They then get
+    the results of these.
 
     The policy distributes sequences over data-parallel ranks, and adds padding sequences with zero loss weight if their
     number does not divide. An algorithm therefore does not depend on the layout. The caller's batch is not changed or
@@ -100,6 +104,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         self.batching = batching
         self.runner = build_runner(self.model, fused_head)
         self._inference = Inference(self.model, self.runner)
+        self._planner = StepPlanner(self.model, self._inference.cost)
         self._global_batch_size = global_batch_size
         self._fused_head = fused_head
         self._reference_placement: Placement = reference_placement
@@ -152,6 +157,24 @@ class MegatronPolicy(ColocatablePolicyInterface):
         """Return a number that changes whenever the weights change."""
         return self.model.version
 
+    def distribute(
+        self, batch: ShardedBatch, sizes: Sequence[int] | None = None, groups: Tensor | None = None
+    ) -> ShardedBatch:
+        """Move every sequence to the data-parallel rank that computes its logprobs and trains on it. Collective.
+
+        Args:
+            batch: The sequences on the ranks that have produced them.
+            sizes: The number of sequences of each optimizer step, each of which is spread evenly over the ranks. None:
+                steps of the policy's global batch size.
+            groups: [B] A number for each sequence, the same for neighbours that one rank must own. None: ranks own any.
+
+        Raises:
+            ConfigError: A sequence alone exceeds the tokens of a microbatch.
+        """
+        gbs = self._global_batch_size
+        steps = sizes or [min(gbs, batch.size - start) for start in range(0, batch.size, gbs)]
+        return self._planner.distributed(batch, self.batching, steps, groups)
+
     # --- training ---
 
     @property
@@ -188,7 +211,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
 
     def train(
         self,
-        data: BatchedDataDict,
+        data: Batch,
         loss_fn: LossFunction,
         eval_mode: bool = False,
         gbs: int | None = None,
@@ -224,21 +247,18 @@ class MegatronPolicy(ColocatablePolicyInterface):
         batching = self._batching(mbs)
         per_microbatch = {"mbs": batching.sequences} if batching.kind == "padded" else {}
         require_whole_groups(loss, {"the batch": data.size, "gbs": gbs, **per_microbatch})
-        lengths = checked_lengths(self.model_config, data)
-        data = replayable(self.model, on_host(data))
+        steps = self._planner.steps(data, batching, loss.group_size, gbs, sizes)
         if eval_mode:
             self.finish_training()
         else:
             self.prepare_for_training()
-        reports, ends = [], list(accumulate(sizes)) if sizes else [*range(gbs, data.size, gbs), data.size]
-        for start, end in pairwise([0, *ends]):
-            part = slice(start, end)
-            batch = data.slice(part.start, part.stop)
-            planned = self._plan(batch, lengths[part], batching, loss)
+        reports = []
+        for planned in steps:
             if eval_mode:
-                reports.append(self._evaluate(batch, planned, loss))
+                reports.append(self._evaluate(planned, loss))
             else:
-                reports.append(self._required_trainer().step(self.runner, batch, planned, loss))
+                trainer = self._required_trainer()
+                reports.append(trainer.step(self.runner, planned.plan, loss, planned.denominators))
         self.model.set_training(False)  # the next forward, or the next reader, gathers the weights
         result = over_steps(reports, loss)
         return result | ({} if eval_mode else counts(reports))
@@ -246,29 +266,25 @@ class MegatronPolicy(ColocatablePolicyInterface):
     def _batching(self, mbs: int | None) -> Batching:
         return self.batching if mbs is None else replace(self.batching, sequences=mbs)
 
-    def accumulate_gradients(
-        self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None
-    ) -> dict[str, float]:
+    def accumulate_gradients(self, batch: Batch, loss_fn: LossFunction, mbs: int | None = None) -> dict[str, float]:
         """Return the loss's metrics on one global batch, and store its gradient in the parameters' `main_grad`."""
-        loss, batch = as_loss(loss_fn), replayable(self.model, on_host(batch))
-        planned = self.plan(batch, loss, mbs)
+        loss = as_loss(loss_fn)
+        (planned,) = self._planner.steps(batch, self._batching(mbs), loss.group_size, batch.size, None)
         self.prepare_for_training()
-        report = self._required_trainer().accumulate(self.runner, planned, loss, Denominators.count(batch))
+        report = self._required_trainer().accumulate(self.runner, planned.plan, loss, planned.denominators)
         self.finish_training()
         return report
 
     def plan(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None) -> RankPlan:
         """Return the plan of this rank's microbatches of one global batch."""
-        return self._plan(batch, checked_lengths(self.model_config, batch), self._batching(mbs), as_loss(loss_fn))
+        lengths = checked_lengths(self.model_config, batch)
+        return self._planner.of_whole(batch, lengths, self._batching(mbs), as_loss(loss_fn).group_size).plan
 
-    def _plan(self, batch: BatchedDataDict, lengths: list[int], batching: Batching, loss: Loss) -> RankPlan:
-        cost, rank = self._inference.cost, self.topology.data_rank
-        return plan_global_batch(batch, lengths, batching, self.topology, loss.group_size, cost).of_rank(rank)
-
-    def _evaluate(self, batch: BatchedDataDict, planned: RankPlan, loss: Loss) -> dict[str, float]:
+    def _evaluate(self, planned: PlannedStep, loss: Loss) -> dict[str, float]:
         """Return the loss's metrics on one global batch, without gradients. Collective."""
-        report = self.runner.train_step(planned.microbatches, loss, Denominators.count(batch), forward_only=True)
-        return report | {"packing_efficiency": planned.efficiency}
+        plan = planned.plan
+        report = self.runner.train_step(plan.microbatches, loss, planned.denominators, forward_only=True)
+        return report | {"packing_efficiency": plan.efficiency}
 
     def _required_trainer(self) -> Trainer:
         if self._trainer is None:
@@ -277,7 +293,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
 
     # --- logprobs and scores ---
 
-    def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
+    def get_logprobs(self, data: BatchT, micro_batch_size: int | None = None) -> BatchT:
         """Return `logprobs` [B, S] fp32 at each sequence's `temperature` (default 1).
 
         Entry t corresponds to token t. Entry 0 and entries past a sequence's `input_lengths` are 0. A model with
@@ -286,9 +302,9 @@ class MegatronPolicy(ColocatablePolicyInterface):
         self.model.require_head("lm", "get_logprobs")
         self.finish_training()
         logprobs = self._inference.logprobs(data, self._batching(micro_batch_size), replay_routing=True)
-        return BatchedDataDict({"logprobs": logprobs})
+        return result_of(data, logprobs=logprobs)
 
-    def get_topk_logits(self, data: BatchedDataDict, k: int, micro_batch_size: int | None = None) -> BatchedDataDict:
+    def get_topk_logits(self, data: BatchT, k: int, micro_batch_size: int | None = None) -> BatchT:
         """Return `topk_logits` [B, S, k] fp32, largest first, and `topk_indices` [B, S, k] int64: a teacher's targets.
 
         Entry t is read after token t and predicts token t+1. `temperature` is ignored. Entries past `input_lengths`
@@ -297,22 +313,22 @@ class MegatronPolicy(ColocatablePolicyInterface):
         self.model.require_head("lm", "get_topk_logits")
         self.finish_training()
         logits, ids = self._inference.topk_logits(data, k, self._batching(micro_batch_size))
-        return BatchedDataDict({"topk_logits": logits, "topk_indices": ids})
+        return result_of(data, topk_logits=logits, topk_indices=ids)
 
-    def get_values(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
+    def get_values(self, data: BatchT, micro_batch_size: int | None = None) -> BatchT:
         """Return `values` [B, S] fp32 of a score head. Entry t is the score read *before* token t.
 
         Entry 0 and entries past a sequence's `input_lengths` are 0.
         """
         self.model.require_head("score", "get_values")
         self.finish_training()
-        return BatchedDataDict({"values": self._inference.values(data, self._batching(micro_batch_size))})
+        return result_of(data, values=self._inference.values(data, self._batching(micro_batch_size)))
 
-    def score(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
+    def score(self, data: BatchT, micro_batch_size: int | None = None) -> BatchT:
         """Return `scores` [B] fp32 of a score head, read after each sequence's last token (`input_lengths`)."""
         self.model.require_head("score", "score")
         self.finish_training()
-        return BatchedDataDict({"scores": self._inference.scores(data, self._batching(micro_batch_size))})
+        return result_of(data, scores=self._inference.scores(data, self._batching(micro_batch_size)))
 
     # --- the reference ---
 
@@ -343,15 +359,13 @@ class MegatronPolicy(ColocatablePolicyInterface):
         """Free the reference."""
         self.reference = None
 
-    def get_reference_policy_logprobs(
-        self, data: BatchedDataDict, micro_batch_size: int | None = None
-    ) -> BatchedDataDict:
+    def get_reference_policy_logprobs(self, data: BatchT, micro_batch_size: int | None = None) -> BatchT:
         """Return `reference_logprobs` [B, S] of the reference that was frozen or recorded, as `get_logprobs` does."""
         self.model.require_head("lm", "get_reference_policy_logprobs")
         if self.reference is None:
             raise RuntimeError("there is no reference policy yet; call freeze_reference() first")
         logprobs = self.reference.logprobs(data, self._batching(micro_batch_size))
-        return BatchedDataDict({"reference_logprobs": logprobs})
+        return result_of(data, reference_logprobs=logprobs)
 
     # --- weights for rollout engines ---
 

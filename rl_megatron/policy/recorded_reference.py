@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rl_megatron import log
 from rl_megatron.batching.config import Batching
+from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.topology.collective_errors import run_on_rank0
@@ -73,7 +74,7 @@ class RecordedReference:
             if failure is not None:
                 raise ConfigError(f"{self._path} cannot be written: {failure}; free some disk space for output_dir")
 
-    def logprobs(self, data: BatchedDataDict, batching: Batching | None = None) -> Tensor:
+    def logprobs(self, data: BatchedDataDict | ShardedBatch, batching: Batching | None = None) -> Tensor:
         """Return logprobs [B, S] fp32. Entry t corresponds to token t, and entries past `input_lengths` are 0.
 
         `batching` has no effect, because no forward pass is needed. It is there for the signature of
@@ -123,7 +124,7 @@ def _split(digests: Tensor, lengths: Tensor, logprobs: Tensor) -> dict[bytes, Te
     return {bytes(digest): values for digest, values in zip(digests.tolist(), sequences, strict=True)}
 
 
-def _digests(batch: BatchedDataDict) -> list[bytes]:
+def _digests(batch: BatchedDataDict | ShardedBatch) -> list[bytes]:
     """Return one digest per sequence, of its tokens up to `input_lengths` and of its temperature."""
     ids, lengths = batch["input_ids"].cpu(), batch["input_lengths"].tolist()
     temperatures = batch["temperature"].tolist() if "temperature" in batch else [1.0] * len(lengths)

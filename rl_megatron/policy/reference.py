@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rl_megatron import log
 from rl_megatron.batching.config import Batching
+from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import FusedHead
 from rl_megatron.model.sharded_model import ShardedModel
@@ -37,7 +38,7 @@ class ReferenceModel:
         elif placement == "offload":
             log.once("train.reference=offload has no effect on a CPU, where host memory is the device's memory")
 
-    def logprobs(self, data: BatchedDataDict, batching: Batching) -> Tensor:
+    def logprobs(self, data: BatchedDataDict | ShardedBatch, batching: Batching) -> Tensor:
         """Return logprobs [B, S] fp32 under the frozen weights. Entry t corresponds to token t. Collective."""
         with self._host_weights.on_device() if self._host_weights is not None else nullcontext():
             return self._inference.logprobs(data, batching)

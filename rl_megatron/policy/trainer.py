@@ -10,7 +10,6 @@ from megatron.core.optimizer import clip_grads
 from rl_megatron.batching.rank_plan import RankPlan
 from rl_megatron.checkpoint.optimizer_state import parts
 from rl_megatron.config.optimizer import OptimizerConfig
-from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import Denominators, NonFiniteLoss, Runner
 from rl_megatron.execution.phase_timer import phase
 from rl_megatron.losses.base import Loss
@@ -50,7 +49,7 @@ class Trainer:
         self._model.mark_gathered()
         return report
 
-    def step(self, runner: Runner, batch: BatchedDataDict, planned: RankPlan, loss: Loss) -> dict[str, float]:
+    def step(self, runner: Runner, planned: RankPlan, loss: Loss, denominators: Denominators) -> dict[str, float]:
         """Take one optimizer step, and return the loss's metrics with gradient norms, `lr` and `updated`.
 
         A batch without a valid token changes nothing: weights, moments and learning rate stay the same.
@@ -62,7 +61,6 @@ class Trainer:
         lr = self.optimizer.param_groups[0]["lr"]
 
         def train() -> dict[str, float]:
-            denominators = Denominators.count(batch)
             report = self.accumulate(runner, planned, loss, denominators)
             norms, updated = dict.fromkeys(self._gradients.names, 0.0), False
             if denominators.tokens > 0:

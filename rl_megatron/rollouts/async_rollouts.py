@@ -111,6 +111,7 @@ class AsyncRollouts:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._ready: dict[int, Group] = {}
         self._equal: list[Group] = []
+        self._taken: StepGroups | None = None
         self._to_score: list[tuple[int, list[RolloutTask], list[TaskResult]]] = []
         self._scoring: asyncio.Task[None] | None = None
         self._places = asyncio.Semaphore(rollouts.runner.rules.concurrency)
@@ -148,8 +149,8 @@ class AsyncRollouts:
 
     # --- groups ---
 
-    def take(self, restore: Callable[[], object]) -> StepGroups:
-        """Wait for the groups of the next step, and return them.
+    def take(self, restore: Callable[[], object]) -> StepGroups | None:
+        """Wait for the groups of the next step, and return them on rank 0, and None on other ranks.
 
         Args:
             restore: Starts an engine that was lost again, and lets it serve the policy's weights. Collective.
@@ -161,8 +162,9 @@ class AsyncRollouts:
         """
         while True:
             with phase("wait"):
-                taken = self._loop.on_all_ranks(self._next)
-            if taken is not None:
+                is_ready = self._loop.on_all_ranks(self._next)
+            if is_ready:
+                taken, self._taken = self._taken, None
                 return taken
             restore()
 
@@ -198,13 +200,13 @@ class AsyncRollouts:
     async def _state(self) -> dict[str, Any]:
         return self.queue.state_dict()
 
-    async def _next(self) -> StepGroups | None:
-        """Return the groups of the next step, or None if the engine was lost meanwhile."""
+    async def _next(self) -> bool:
+        """Take the groups of the next step; return False if the engine was lost meanwhile."""
         while not self.queue.is_ready():
             if self._failure is not None:
                 raise self._failure
             if self._is_lost:
-                return None
+                return False
             await self._wait_for_a_change()
         taken = self.queue.take()
         used = [self._with_ages(self._ready.pop(number), taken) for number in taken.used]
@@ -213,12 +215,12 @@ class AsyncRollouts:
         for number in taken.running:
             self._running.pop(number).cancel()
         equal, self._equal = self._equal, []
-        found = StepGroups(
+        self._taken = StepGroups(
             used, equal, taken.dropped, taken.num_refilled, self.queue.num_running, self.queue.num_ready,
             self._idle.share_since_last(self._num_requests),
         )  # fmt: skip
         self._start_groups()
-        return found
+        return True
 
     async def _wait_for_a_change(self) -> None:
         self._changed.clear()
@@ -291,8 +293,7 @@ class AsyncRollouts:
     def _complete_group(self, number: int, tasks: list[RolloutTask], results: list[TaskResult], scores: Scores) -> None:
         if self._running.pop(number, None) is None:
             return  # it was dropped while it was scored
-        prompts = [replace(task.prompt, renderer=None) for task in tasks]  # other ranks get them without their template
-        group = Group(number, prompts, results, replace(scores, samples=()), ())
+        group = Group(number, [task.prompt for task in tasks], results, replace(scores, samples=()), ())
         steps = [self._step_of_version[version] for result in results for version in _versions(result)]
         rewards = scores.rewards.tolist()
         differs = any(reward != rewards[0] for reward in rewards)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -131,6 +131,27 @@ class RolloutRunner:
         finally:
             if self._ranks.leads:
                 self.loop.wait(_cancel(rounds))
+
+    def on_rank_0(self, make: Callable[[], _T]) -> _T | None:
+        """Return what `make` returns on rank 0, and None on other ranks. Collective.
+
+        Raises:
+            RolloutFailed, EngineFailed, NonFiniteLoss: `make` raised it; it is raised on every rank.
+        """
+        made: list[_T] = []
+
+        def outcome() -> tuple[type[Exception], str] | None:
+            try:
+                made.append(make())
+            except _FORESEEN as error:
+                return type(error), str(error)
+            return None
+
+        failure = self._ranks.from_rank_0(outcome)
+        if failure is not None:
+            kind, message = failure
+            raise kind(message)
+        return made[0] if made else None
 
     def close(self) -> None:
         """End the gateway, the thread, and what the worker needs."""

@@ -53,13 +53,14 @@ class Scored:
 
     Attributes:
         batch: The batch that `trajectory_batch` returns, with `rewards` [B]: that of its trajectory for each sequence.
+            Only rank 0 has it; it is None on other ranks.
         samples: The last turn of each trajectory, as reward functions get it.
         rewards: The reward of each trajectory.
         num_sampled: The number of tokens that the policy sampled in each trajectory.
         metrics: The metrics of the reward functions.
     """
 
-    batch: BatchedDataDict
+    batch: BatchedDataDict | None
     samples: Sequence[Sample]
     rewards: torch.Tensor
     num_sampled: Sequence[int]
@@ -113,7 +114,7 @@ class ScoredRollouts:
             NonFiniteLoss: Logits are NaN or infinite.
         """
         results = self.runner.run(tasks_of(prompts, seed), engine, sampling)
-        batch = self._batch(prompts, results, sampling)
+        batch = self.runner.on_rank_0(lambda: self._batch(prompts, results, sampling))
         with phase("reward"):
             scores = self.score(prompts, results, self._scorer)
         return _with_rewards(batch, results, scores, group_size)
@@ -136,7 +137,7 @@ class ScoredRollouts:
         sampling: Sampling,
         group_size: int,
     ) -> Scored:
-        """Return trajectories that have been made and scored, as `make` returns them.
+        """Return trajectories that have been made and scored, as `make` returns them. It is not collective.
 
         Raises:
             RolloutFailed: All trajectories failed.
@@ -183,15 +184,19 @@ def _trajectory(result: TaskResult) -> Trajectory | None:
     return result.trajectories[0] if result.trajectories else None
 
 
-def _with_rewards(batch: BatchedDataDict, results: Sequence[TaskResult], scores: Scores, group_size: int) -> Scored:
+def _with_rewards(
+    batch: BatchedDataDict | None, results: Sequence[TaskResult], scores: Scores, group_size: int
+) -> Scored:
     """Return a batch with rewards, in which nothing is learned from the group of a trajectory that has failed."""
-    trajectories, index = [_trajectory(result) for result in results], TrajectoryIndex(batch)
+    trajectories = [_trajectory(result) for result in results]
     made = torch.tensor([each is not None for each in trajectories])
     whole = made.view(-1, group_size).all(1).repeat_interleave(group_size)
-    if not whole.all():
-        for key in ("sample_mask", "token_mask"):
-            batch[key][~index.spread(whole)] = 0.0
-    batch["rewards"] = index.spread(torch.where(whole, scores.rewards, 0.0))
+    if batch is not None:
+        index = TrajectoryIndex(batch)
+        if not whole.all():
+            for key in ("sample_mask", "token_mask"):
+                batch[key][~index.spread(whole)] = 0.0
+        batch["rewards"] = index.spread(torch.where(whole, scores.rewards, 0.0))
     num_sampled = [0 if each is None else sum(len(turn.completion.ids) for turn in each.turns) for each in trajectories]
     return Scored(batch, scores.samples, scores.rewards, num_sampled, scores.metrics)
 

@@ -6,8 +6,6 @@ at different temperatures.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -25,7 +23,7 @@ class TrajectoryIndex:
 
     def __init__(self, rollouts: BatchedDataDict):
         """Read the key `trajectory`; without it, every sequence is a trajectory."""
-        if TRAJECTORY in rollouts:
+        if TRAJECTORY in rollouts and rollouts.size:
             changes = rollouts[TRAJECTORY].diff() != 0
             self.owner = torch.cat([torch.zeros(1, dtype=torch.long), changes.long()]).cumsum(0)
         else:
@@ -79,24 +77,6 @@ class TrajectoryIndex:
     def _place(self) -> Tensor:
         """Return the number of each sequence within its trajectory, [B]."""
         return torch.arange(len(self.owner)) - self._first[self.owner]
-
-
-def renumbered(parts: Sequence[BatchedDataDict]) -> list[BatchedDataDict]:
-    """Return batches whose trajectories have numbers of their own, so that they can be joined."""
-    found, before = [], 0
-    for part in parts:
-        index = TrajectoryIndex(part)
-        if TRAJECTORY in part:
-            part = BatchedDataDict({**part, TRAJECTORY: index.owner + before})
-        before += index.num_trajectories
-        found.append(part)
-    return found
-
-
-def first_trajectories(rollouts: BatchedDataDict, limit: int) -> BatchedDataDict:
-    """Return the sequences of the first `limit` trajectories."""
-    end = int((TrajectoryIndex(rollouts).owner < limit).sum())
-    return rollouts.slice(0, end)
 
 
 def sizes_of_steps(rollouts: BatchedDataDict, trajectories: int) -> list[int] | None:

@@ -18,6 +18,7 @@ from rl_megatron.algorithms.rollout import (
     rewards_per_token,
 )
 from rl_megatron.algorithms.rollout_statistics import learned_statistics, logprob_mismatch, statistics
+from rl_megatron.batching.produced import whole
 from rl_megatron.config.algorithms import GRPOConfig, PPOConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
@@ -141,24 +142,24 @@ def test_completions_are_only_the_sampled_text(rollouts_of):
 
 def test_only_informative_groups_are_kept(rollouts_of):
     rollouts, _ = rollouts_of({"a": ["1", "1"], "b": ["1", "2"], "c": ["0", "0"], "d": ["5", "4"]})
-    kept = keep_informative(rollouts, 2)
+    kept = keep_informative(whole(rollouts), 2)
     assert kept.size == 4
     assert kept["rewards"].tolist() == [1.0, 2.0, 5.0, 4.0]
     assert decoded(kept, Characters()) == ["1", "2", "5", "4"]
     assert kept["prompt_lengths"].tolist() == [1] * 4
     none, _ = rollouts_of({"a": ["1", "1"]})
-    assert keep_informative(none, 2).size == 0
+    assert keep_informative(whole(none), 2).size == 0
 
 
 def test_rounds_are_joined_in_order_up_to_the_limit(rollouts_of):
     narrow, _ = rollouts_of({"a": ["1", "2"]})
     wide, _ = rollouts_of({"bcdefg": ["3", "44"], "h": ["5", "6"]})
-    joined = join([narrow, wide], 4)
+    joined = join([whole(narrow), whole(wide)], 4)
     assert joined["rewards"].tolist() == [1.0, 2.0, 3.0, 44.0]
     assert decoded(joined, Characters()) == ["1", "2", "3", "44"]
     assert joined["token_mask"].sum(1).tolist() == [2.0, 2.0, 2.0, 3.0]
-    assert join([narrow, wide], 100).size == 6
-    assert torch.equal(join([narrow], 2)["input_ids"], narrow["input_ids"])
+    assert join([whole(narrow), whole(wide)], 100).size == 6
+    assert torch.equal(join([whole(narrow)], 2)["input_ids"], narrow["input_ids"])
 
 
 def test_statistics_of_rollouts(rollouts_of):

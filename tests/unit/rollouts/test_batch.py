@@ -9,6 +9,7 @@ from rl_megatron.algorithms.ppo import with_advantages
 from rl_megatron.algorithms.rollout import join, keep_informative, rewards_per_token
 from rl_megatron.algorithms.rollout_statistics import statistics
 from rl_megatron.algorithms.turn_advantages import group_relative_turns
+from rl_megatron.batching.produced import whole
 from rl_megatron.config.algorithms import GRPOConfig, PPOConfig
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.records import Record
@@ -103,14 +104,15 @@ def test_advantages_of_segments_are_those_of_one_long_sequence(batch):
 
 
 def test_groups_are_of_trajectories(batch):
-    batch = join([batch, batch], 4)
+    batch = join([whole(batch), whole(batch)], 4).own
     assert batch["trajectory"].tolist() == [0, 1, 1, 2, 3] and batch.size == 5
     found = estimated_advantages(batch, GRPOConfig(samples_per_prompt=2), None)
     first, second, third, fourth = group_relative(torch.tensor([2.5, 4.0, 0.0, 2.5]), 2).tolist()
     assert found.sum(1).tolist() == pytest.approx([3 * first, second, 2 * second, 0.0, 3 * fourth]) and third != 0
     assert sizes_of_steps(batch, 2) == [3, 2] and sizes_of_steps(batch, 4) == [5]
     batch["rewards"][:3] = 1.0
-    assert keep_informative(batch, 2)["trajectory"].tolist() == [2, 3]
+    kept = keep_informative(whole(batch), 2)
+    assert kept["rewards"].tolist() == [0.0, 2.5] and kept["trajectory"].tolist() == [0, 1]  # numbered anew
 
 
 def test_statistics_are_over_trajectories_that_have_not_failed(batch):
@@ -120,7 +122,7 @@ def test_statistics_are_over_trajectories_that_have_not_failed(batch):
 
 
 def test_estimators_of_turns_see_the_turns_of_whole_trajectories(batch):
-    batch = join([batch, batch], 4)
+    batch = join([whole(batch), whole(batch)], 4).own
     index = TrajectoryIndex(batch)
     rewards, turns = index.joined(rewards_per_token(batch, None)), index.joined(batch["turn"])
     wanted = group_relative_turns(rewards, torch.where(index.joined(batch["token_mask"]) > 0, turns, -1), 2)

@@ -1,0 +1,75 @@
+"""`TensorStore`: keeps the tensors of a rank's sequences in host memory, or in files if they need more than a limit."""
+
+from __future__ import annotations
+
+import tempfile
+import weakref
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+class TensorStore:
+    """Host memory for tensors, up to a limit, and memory-mapped files for all others.
+
+    A file has no name once it is mapped, so that it is gone with its tensor, even if the process is killed. The
+    directory is removed with the store.
+    """
+
+    def __init__(self, max_bytes: float | None = None, directory: str | None = None):
+        """Start empty.
+
+        Args:
+            max_bytes: The bytes of all tensors that are kept in memory at the same time, at most. None: any number.
+            directory: Where the directory of the files is made. None: the system's directory for temporary files.
+        """
+        self._max_bytes, self._parent = max_bytes, directory
+        self._in_memory = 0
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._number = 0
+
+    @property
+    def directory(self) -> Path | None:
+        """Return the directory of the files, or None as long as memory was enough."""
+        return None if self._directory is None else Path(self._directory.name)
+
+    def full(self, shape: tuple[int, ...], fill: float, dtype: torch.dtype) -> Tensor:
+        """Return a tensor of this shape and dtype that is filled with a value.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        size = torch.Size(shape).numel()
+        num_bytes = size * dtype.itemsize
+        if self._max_bytes is None or self._in_memory + num_bytes <= self._max_bytes:
+            found = torch.full(shape, fill, dtype=dtype)
+            if self._max_bytes is not None:
+                self._in_memory += num_bytes
+                weakref.finalize(found.untyped_storage(), self._free, num_bytes)
+            return found
+        return self._mapped(size, dtype).view(shape).fill_(fill)
+
+    def kept(self, tensor: Tensor) -> Tensor:
+        """Return the tensor itself if there is no limit, and otherwise a copy of it that counts."""
+        if self._max_bytes is None:
+            return tensor
+        return self.full(tuple(tensor.shape), 0, tensor.dtype).copy_(tensor)
+
+    def close(self) -> None:
+        """Remove the directory. Tensors that are still in use stay valid."""
+        if self._directory is not None:
+            self._directory.cleanup()
+            self._directory = None
+
+    def _mapped(self, size: int, dtype: torch.dtype) -> Tensor:
+        if self._directory is None:
+            self._directory = tempfile.TemporaryDirectory(prefix="rl_megatron-sequences-", dir=self._parent)
+        self._number += 1
+        path = Path(self._directory.name) / str(self._number)
+        mapped = torch.from_file(str(path), shared=True, size=max(size, 1), dtype=dtype)
+        path.unlink()
+        return mapped[:size]
+
+    def _free(self, num_bytes: int) -> None:
+        self._in_memory -= num_bytes

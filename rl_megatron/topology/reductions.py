@@ -1,0 +1,127 @@
+"""Sums, extremes and order statistics of values that data-parallel ranks hold in parts.
+
+The results are those of all values together, the same on every rank to the bit, whatever the number of ranks is. What a
+rank holds and sends for them does not grow with the number of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_megatron.topology.collectives import from_all_ranks
+
+_DIGITS = (11, 11, 10)  # bits of a number that each pass of a selection looks at, the highest first
+_SIGN, _BITS = 1 << 31, (1 << 32) - 1
+
+
+@dataclass(frozen=True)
+class RankReduction:
+    """The data-parallel ranks that hold parts of a batch. Every method is collective over them.
+
+    Attributes:
+        group: Their process group; None if this process holds everything.
+        device: The device of the collectives.
+    """
+
+    group: dist.ProcessGroup | None = None
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def is_alone(self) -> bool:
+        """Return whether this rank holds everything."""
+        return self.group is None or self.group.size() == 1
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sums of all ranks' values, added up in rank order, on the host."""
+        return self._gathered(values).sum(0)
+
+    def max(self, values: Tensor) -> Tensor:
+        """Return the largest of all ranks' values, entry by entry, on the host."""
+        return self._gathered(values).amax(0)
+
+    def min(self, values: Tensor) -> Tensor:
+        """Return the smallest of all ranks' values, entry by entry, on the host."""
+        return self._gathered(values).amin(0)
+
+    def _gathered(self, values: Tensor) -> Tensor:
+        """Return [ranks, …]. An all-reduce could add up in another order on each tensor-parallel rank."""
+        if self.is_alone:
+            return values[None]
+        return from_all_ranks(values.to(self.device), self.group).cpu()
+
+    def moments(self, values: Tensor, correction: int = 0) -> tuple[int, float, float]:
+        """Return the number, the mean and the standard deviation of all ranks' values; 0 of none.
+
+        Args:
+            values: [n] This rank's values.
+            correction: What is subtracted from the number to divide by: 1 for the sample standard deviation.
+        """
+        own = values.double()
+        number, total = self.sum(torch.stack([own.new_tensor(own.numel()), own.sum()])).tolist()
+        mean = total / number if number else 0.0
+        squares = self.sum(((own - mean) ** 2).sum()[None]).item()
+        return int(number), mean, (squares / max(number - correction, 1)) ** 0.5
+
+    def extremes(self, values: Tensor) -> tuple[float, float]:
+        """Return the smallest and the largest of all ranks' values, of which there is at least one."""
+        own = values.double()
+        least = own.min() if own.numel() else own.new_tensor(torch.inf)
+        most = own.max() if own.numel() else own.new_tensor(-torch.inf)
+        found = self.max(torch.stack([-least, most]))
+        return -found[0].item(), found[1].item()
+
+    def in_order(self, values: Tensor, places: Sequence[int], weights: Tensor | None = None) -> list[float]:
+        """Return the values at these places of all ranks' values in ascending order.
+
+        They are selected digit by digit, as in a radix sort: every pass adds up one histogram per place over the ranks.
+
+        Args:
+            values: [n] This rank's values, fp32, without NaN.
+            places: Places in the order, from 0.
+            weights: [n] How often each value counts, int64. None: once.
+        """
+        keys = _ordered_keys(values)
+        weights = torch.ones_like(keys) if weights is None else weights
+        left, found = torch.tensor(places), torch.zeros(len(places), dtype=torch.int64)
+        below = 32
+        for digits in _DIGITS:
+            below -= digits
+            histograms = torch.zeros(len(places), 1 << digits, dtype=torch.int64)
+            for number in range(len(places)):
+                is_candidate = keys >> (below + digits) == found[number]
+                bins = (keys[is_candidate] >> below) & ((1 << digits) - 1)
+                histograms[number].index_add_(0, bins, weights[is_candidate])
+            counts = self._total(histograms).cumsum(1)
+            digit = (counts <= left[:, None]).sum(1)
+            before = torch.where(digit > 0, counts.gather(1, (digit - 1).clamp(min=0)[:, None])[:, 0], 0)
+            left, found = left - before, (found << digits) | digit
+        return _values_of(found).tolist()
+
+    def _total(self, counts: Tensor) -> Tensor:
+        """Return the sums of all ranks' counts. Integers have the same sum in any order."""
+        if self.is_alone:
+            return counts
+        counts = counts.to(self.device)
+        dist.all_reduce(counts, group=self.group)
+        return counts.cpu()
+
+
+ALONE = RankReduction()
+"""What reduces over this process alone."""
+
+
+def _ordered_keys(values: Tensor) -> Tensor:
+    """Return integers from 0 to 2³²−1 in int64 that have the order of the fp32 values."""
+    bits = (values.float() + 0.0).view(torch.int32).long() & _BITS  # adding 0 makes −0 the same as 0
+    return torch.where(bits >= _SIGN, _BITS - bits, bits + _SIGN)
+
+
+def _values_of(keys: Tensor) -> Tensor:
+    """Return the fp32 values of the integers that `_ordered_keys` returns."""
+    bits = torch.where(keys >= _SIGN, keys - _SIGN, _BITS - keys)
+    return torch.where(bits >= _SIGN, bits - (1 << 32), bits).int().view(torch.float32)

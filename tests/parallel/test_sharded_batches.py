@@ -1,0 +1,192 @@
+"""A batch whose sequences have owners trains a policy, and gets logprobs, as the whole batch does in one process."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from rl_megatron.batching.config import Batching
+from rl_megatron.batching.exchange import is_first_of_replica
+from rl_megatron.batching.host_memory import TensorStore
+from rl_megatron.batching.produced import produced
+from rl_megatron.batching.sharded import ShardedBatch
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.losses import build_loss
+from rl_megatron.policy.megatron_policy import MegatronPolicy
+from tests.parallel.layouts import MODEL, build_policy, gradients, weights, worst_relative_error
+from tests.parallel.test_trajectories import batch_of, trajectory
+
+LOSS_TOLERANCE, TOLERANCE, LOGPROB_TOLERANCE = 1e-5, 1e-4, 2e-5
+PACKED, DYNAMIC, PADDED = Batching("packed", tokens=64), Batching("dynamic", tokens=96), Batching(sequences=2)
+LAYOUTS = {
+    "data 2 packed": (2, {}, PACKED),
+    "data 2 padded": (2, {}, PADDED),
+    "data 3 dynamic": (3, {}, DYNAMIC),
+    "data 2 tensor 2 packed": (4, {"tensor": 2, "sequence": True}, PACKED),
+    "data 2 context 2 packed": (4, {"context": 2}, PACKED),
+    "data 2 pipeline 2 padded": (4, {"pipeline": 2}, PADDED),
+}
+
+
+def whole_batch() -> BatchedDataDict:
+    """Return eight trajectories, some of which have two sequences, with all that a loss reads."""
+    draw = random.Random(5)
+    batch = batch_of([trajectory(draw) for _ in range(8)])
+    for key in ("prev_logprobs", "reference_policy_logprobs"):
+        del batch[key]
+    return batch
+
+
+def as_produced(batch: BatchedDataDict, policy: MegatronPolicy, everywhere: bool, store=None) -> ShardedBatch:
+    """Return the batch as rank 0 has produced it, or uneven parts of it as every replica has."""
+    topology = policy.topology
+    if not is_first_of_replica(topology):
+        return produced(None, topology, store)
+    if not everywhere:
+        return produced(batch if dist.get_rank() == 0 else None, topology, store)
+    starts = [0, *np.flatnonzero(np.diff(batch["trajectory"].numpy())) + 1, batch.size]  # trajectories stay whole
+    cuts = [starts[len(starts) * rank // (2 * topology.data)] for rank in range(topology.data)] + [batch.size]
+    cuts[0] = 0
+    return produced(batch.slice(cuts[topology.data_rank], cuts[topology.data_rank + 1]), topology, store)
+
+
+def gathered(batch: ShardedBatch, keys) -> dict:
+    """Return these keys of the global batch, and check that every sequence is on one replica and equal on its ranks."""
+    parts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (batch.numbers, {key: batch[key] for key in keys}))
+    found: dict = {}
+    for numbers, values in parts:
+        for place, number in enumerate(numbers.tolist()):
+            row = {key: values[key][place] for key in keys}
+            for key, value in found.setdefault(number, row).items():
+                assert torch.equal(value, row[key])
+    assert sorted(found) == list(range(batch.size))
+    assert batch.ranks.group is not None
+    assert sum(len(numbers) for numbers, _ in parts) == batch.size * dist.get_world_size() // batch.ranks.group.size()
+    return {key: torch.stack([found[number][key] for number in range(batch.size)]) for key in keys}
+
+
+def learn(parallel, batching, sharded, everywhere=False, units=False, sizes=None, model=MODEL, limit=None):
+    """Return logprobs, training metrics, weights after training and gradients, of a whole batch or a sharded one."""
+    policy, batch = build_policy(parallel, batching=batching, model=model), whole_batch()
+    width = batch["input_ids"].size(1)
+    sizes = sizes or [batch.size]
+    store = TensorStore(limit)
+    if sharded:
+        owners = batch["trajectory"] if units else None
+        batch = policy.distribute(as_produced(batch, policy, everywhere, store), sizes, owners)
+        before = gathered(batch, [*batch.own])
+        assert all(torch.equal(before[key], value) for key, value in whole_batch().items())
+    policy.freeze_reference()
+    batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
+    batch["reference_policy_logprobs"] = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
+    found = gathered(batch, ["prev_logprobs"]) if isinstance(batch, ShardedBatch) else batch
+    assert found["prev_logprobs"].shape[1] == width
+    loss = build_loss("clipped_pg", {"reference_policy_kl_penalty": 0.05})
+    policy.accumulate_gradients(batch, loss)
+    of_whole = gradients(policy)
+    report = policy.train(batch, loss, sizes=sizes)
+    assert (store.directory is not None) == (limit is not None and sharded)
+    store.close()
+    return found["prev_logprobs"], report, weights(policy), of_whole
+
+
+def assert_equal(found, wanted):
+    assert (found[0] - wanted[0]).abs().max() <= LOGPROB_TOLERANCE
+    for name in wanted[1].keys() - {"packing_efficiency"}:  # it depends on the microbatches
+        assert found[1][name] == pytest.approx(wanted[1][name], rel=1e-4, abs=1e-6), name
+    assert found[1]["loss"] == pytest.approx(wanted[1]["loss"], rel=LOSS_TOLERANCE, abs=1e-7)
+    for ours, theirs in zip(found[2:], wanted[2:], strict=True):
+        error, name = worst_relative_error(ours, theirs)
+        assert error <= TOLERANCE, (name, error)
+
+
+SIZES = [8, 8, 5]
+
+
+@pytest.fixture(scope="module")
+def one_process(ranks):
+    return ranks.run(1, learn, {}, Batching(sequences=32), False, False, False, SIZES)[0]
+
+
+@pytest.mark.parametrize("everywhere", [False, True], ids=["rank 0", "every replica"])
+@pytest.mark.parametrize("units", [False, True], ids=["free", "trajectories"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_and_logprobs_equal_one_process(ranks, one_process, layout, units, everywhere):
+    size, parallel, batching = LAYOUTS[layout]
+    assert_equal(ranks.run(size, learn, parallel, batching, True, everywhere, units, SIZES)[0], one_process)
+
+
+def test_sequences_beyond_the_limit_of_memory_are_in_files(ranks, one_process):
+    """The limit of 4 kB holds some tensors of a rank, so that both kinds are read."""
+    found = ranks.run(2, learn, {}, PACKED, True, False, False, SIZES, MODEL, 4096)[0]
+    assert_equal(found, one_process)
+
+
+def test_a_rank_without_sequences_computes_padding_sequences(ranks):
+    whole = ranks.run(1, few, {}, False)[0]
+    for found in ranks.run(3, few, {}, True):
+        assert found == pytest.approx(whole, rel=LOSS_TOLERANCE)
+
+
+def few(parallel, sharded) -> float:
+    """Return the loss of two sequences, of which three ranks cannot all have one."""
+    policy, batch = build_policy(parallel, batching=PACKED), whole_batch().slice(0, 2)
+    if sharded:
+        batch = policy.distribute(as_produced(batch, policy, False))
+        assert len(batch.numbers) <= 1
+    batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
+    return policy.train(batch, build_loss("clipped_pg", {"reference_policy_kl_penalty": 0.0}))["loss"]
+
+
+def moved_bytes(parallel) -> tuple[int, int, int, list[int]]:
+    """Return the bytes that a rank sent and received, those of its sequences, and the owners of all."""
+    policy, batch = build_policy(parallel, batching=PACKED), whole_batch()
+    found = policy.distribute(as_produced(batch, policy, False))
+    own = {key: value for key, value in found.own.items()}
+    per_token = [value for value in own.values() if value.dim() > 1]
+    tokens = int(found.lengths[found.numbers].sum())
+    held = sum(tokens * value.element_size() for value in per_token)
+    held += sum(value.nbytes for value in own.values() if value.dim() == 1)
+    return found.moved.sent, found.moved.received, held, found.owners.tolist()
+
+
+def test_every_sequence_is_sent_once_without_padding_to_its_owner(ranks):
+    found = ranks.run(3, moved_bytes, {})
+    facts = 21 * (4 + 4 + 1 + 1 + 4 + 4)  # input_lengths, rewards, sample_mask, stopped, trajectory, sampled_tokens
+    counts = 3 * 2 * 8
+    for rank, (sent, received, held, owners) in enumerate(found):
+        assert owners == found[0][3]
+        assert received == facts + counts + (held if rank else 0)
+        assert sent == (0 if rank else found[1][2] + found[2][2])
+
+
+def test_the_ranks_of_a_replica_get_the_sequences_from_its_first_rank(ranks):
+    found = ranks.run(4, moved_bytes, {"tensor": 2})
+    assert [sent > 0 for sent, *_ in found] == [True, False, False, False]
+    assert found[0][2] == found[1][2] and found[2][2] == found[3][2]
+    assert found[1][1] - found[0][1] == found[1][2]  # rank 0 had its own part
+    assert found[3][1] == found[2][1]
+
+
+def brought_back(parallel) -> tuple[list, list]:
+    """Return the first tokens of what comes back to the ranks that produced it, and of what they had produced."""
+    policy, batch = build_policy(parallel, batching=PACKED), whole_batch()
+    drawn = as_produced(batch, policy, True)
+    before = drawn.own["advantages"].tolist() if len(drawn.numbers) else []
+    owned = policy.distribute(drawn)
+    found = owned.at_homes(["advantages"])["advantages"]
+    return found.tolist(), before
+
+
+@pytest.mark.parametrize("layout", ["data 3 dynamic", "data 2 context 2 packed"])
+def test_values_come_back_to_the_ranks_that_have_produced_their_sequences(ranks, layout):
+    size, parallel, _ = LAYOUTS[layout]
+    found = ranks.run(size, brought_back, parallel)
+    assert sum(len(before) for _, before in found) == whole_batch().size
+    for back, before in found:
+        assert not before or back == before
