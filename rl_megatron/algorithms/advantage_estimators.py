@@ -174,17 +174,17 @@ def _of_whole_batch(
         f"algorithm.advantage_estimator={algorithm.advantage_estimator} gets the whole batch on rank 0, because it "
         "takes tokens and has no parameter `ranks`; with it, every rank computes the advantages of its own samples"
     )
-    every = rollouts.at_homes(list(rollouts))
+    every = rollouts.on_rank_0(list(rollouts))
     failure, advantages = None, BatchedDataDict()
     if every.size:
         try:
-            advantages["advantages"] = _estimated_advantages(every, algorithm, loss_fn)
+            advantages["advantages"] = _estimated_advantages(every, algorithm, loss_fn).float()
         except ConfigError as error:  # the other ranks wait for the advantages
             failure = str(error)
     failure = from_rank0(failure)
     if failure is not None:
         raise ConfigError(failure)
-    return rollouts.from_homes("advantages", advantages)
+    return rollouts.from_rank_0("advantages", advantages)
 
 
 def _of_all_samples(

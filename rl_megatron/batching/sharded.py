@@ -176,20 +176,26 @@ class ShardedBatch(MutableMapping[str, Tensor]):
         exchange = Exchange(self.lengths, self.owners, self.homes, self.topology, moved=self.moved)
         return exchange.run(found, self.numbers, columns, self.width, TensorStore())
 
-    def from_homes(self, key: str, made: BatchedDataDict) -> Tensor:
+    def on_rank_0(self, keys: Sequence[str]) -> BatchedDataDict:
+        """Return these keys of all sequences on the ranks of the first replica, and of none on others. Collective."""
+        if self.owners is None or self.topology is None or self.topology.world_size == 1:
+            return BatchedDataDict({key: self.own[key] for key in keys})
+        exchange = Exchange(self.lengths, self.owners, np.zeros_like(self.owners), self.topology, moved=self.moved)
+        found = BatchedDataDict({key: self.own[key] for key in keys})
+        return exchange.run(found, self.numbers, self._columns_of_own(keys), self.width, TensorStore())
+
+    def from_rank_0(self, key: str, made: BatchedDataDict) -> Tensor:
         """Return a value of each token, [n, width] fp32, of this rank's sequences. Collective.
 
         Args:
             key: The key.
-            made: The values of the sequences that this rank has produced, as `at_homes` returned them; it may be empty
-                if there are none.
+            made: The values of all sequences on the ranks of the first replica; it may be empty on others.
         """
         if self.owners is None or self.topology is None or self.topology.world_size == 1:
             return made[key]
-        exchange = Exchange(self.lengths, self.homes, self.owners, self.topology, moved=self.moved)
+        exchange = Exchange(self.lengths, np.zeros_like(self.owners), self.owners, self.topology, moved=self.moved)
         columns = {key: Column(torch.float32, (), per_token=True)}
-        here = np.flatnonzero(self.homes == exchange.rank) if len(made) else np.zeros(0, dtype=np.int64)
-        return exchange.run(made, here, columns, self.width, TensorStore())[key]
+        return exchange.run(made, np.arange(len(made.get(key, ()))), columns, self.width, TensorStore())[key]
 
     def _columns_of_own(self, keys: Sequence[str]) -> Columns:
         every = columns_of(self.own)

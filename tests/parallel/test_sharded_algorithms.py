@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +26,8 @@ LAYOUTS = {
     "data 2 tensor 2": (4, {"tensor": 2, "sequence": True}),
     "data 2 context 2": (4, {"context": 2}),
 }
-ESTIMATORS = ["group_relative", "group_relative_turns", "reinforce_plus_plus"]
+OWN = f"{Path(__file__).with_name('own_estimator.py')}:over_the_batch"
+ESTIMATORS = ["group_relative", "group_relative_turns", "reinforce_plus_plus", OWN]
 
 
 def rollouts(policy, everywhere: bool):
@@ -96,7 +98,7 @@ def assert_equal(found, wanted):
 
 
 @pytest.mark.parametrize("everywhere", [False, True], ids=["rank 0", "every replica"])
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=[*ESTIMATORS[:-1], "a user's own"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_of_grpo_equals_one_process(ranks, layout, estimator, everywhere):
     size, parallel = LAYOUTS[layout]
