@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.data.verifiers.library import load
+from rl_megatron.data.verifiers.loading import load
 
 
 def main(arguments: list[str]) -> None:
