@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from rl_megatron import log
 from rl_megatron.algorithms.eval_results import ProblemResult, results_file, start_values, write_results
 from rl_megatron.algorithms.eval_statistics import ProblemSamples, problem_values, set_metrics
 from rl_megatron.checkpoint.save import SaveFailed
@@ -89,6 +90,11 @@ class EvalSet:
         prompts = [self._prompts[number % len(self._prompts)] for number in numbers]
         rollouts = ScoredRollouts(runner, self._scorer, self._tokenizer)
         scored = rollouts.make(engine, prompts, self._sampling, request_seed(_SEED, block))
+        if scored.num_failed:
+            log.LOGGER.warning(
+                "evaluation set %s: %d of %d trajectories failed, and count as wrong answers",
+                *(self.config.name, scored.num_failed, len(prompts)),
+            )
         texts, truncated = zip(*((sample.completion, sample.truncated) for sample in scored.samples), strict=True)
         return Answered(list(texts), scored.rewards.tolist(), list(scored.num_sampled), list(truncated))
 

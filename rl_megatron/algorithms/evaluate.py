@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar
 
 from torch import Tensor
 
+from rl_megatron import log
 from rl_megatron.algorithms.registry import algorithm_of
 from rl_megatron.config.data_kinds import ANSWERS, DOCUMENTS, PAIRS, PROBLEMS
 from rl_megatron.config.registry import Registry
@@ -246,6 +247,11 @@ class HeldoutProblems(Evaluation):
         """Return the mean reward, the metrics of the reward functions, and a few samples for people to read."""
         assert self.rollouts is not None  # `made_by` comes first
         scored = self.rollouts.make(engine, self.prompts, self.sampling, seed=0)
+        if scored.num_failed:
+            log.LOGGER.warning(
+                "held-out problems: %d of %d trajectories failed, and count as wrong answers",
+                *(scored.num_failed, len(self.prompts)),
+            )
         rewards = scored.rewards.tolist()
         shown = zip(self.prompts[:_NUM_SAMPLES_KEPT], scored.samples, rewards, strict=False)
         samples = [

@@ -19,6 +19,7 @@ from rl_megatron.algorithms.eval_sets import COMPLETIONS_PER_BLOCK, Answered, Ev
 from rl_megatron.algorithms.generate import exit_status, loaded_engine
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.model_rules import check_vocabulary
+from rl_megatron.config.rollout import TrajectoryConfig
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.generation.completions_file import CompletionsFile
@@ -120,9 +121,20 @@ def _sets(job: EvalJob) -> list[_SetFile]:
             "tokenizer": job.tokenizer.digest,
             "problems_and_sampling": each.digest,
             "reward_functions": sha256(functions.encode()).hexdigest(),
+            "trajectories": sha256(repr(_of_completions(stage.rollout)).encode()).hexdigest(),
         }
         found.append(_SetFile(each, CompletionsFile(job.output / f"{config.name}.jsonl", settings)))
     return found
+
+
+def _of_completions(rollout: TrajectoryConfig) -> list[object]:
+    """Return the settings of trajectories that completions depend on."""
+    keys = (
+        "worker", "worker_kwargs", "max_turns", "turn_sampling", "tools", "max_tokens", "max_sampled_tokens",
+        "on_rewrite", "retries",
+    )  # fmt: skip
+    environment, agent = rollout.environment, rollout.agent
+    return [*(getattr(rollout, key) for key in keys), environment.name, environment.kwargs, agent.command]
 
 
 def _generate(one: _SetFile, done: int, engine: RolloutEngine, runner: RolloutRunner) -> None:

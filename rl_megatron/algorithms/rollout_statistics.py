@@ -70,7 +70,8 @@ def learned_statistics(rollouts: Rollouts, weight_version: int) -> dict[str, flo
     advantages, ranks = rollouts["advantages"], ranks_of(rollouts)
     if advantages.dim() == 2:
         advantages = advantages[rollouts["token_mask"].bool()]
-    ages = weight_version - rollouts["weight_version"]
+    versions = rollouts["weight_version"]
+    ages = weight_version - versions[versions >= 0]  # a trajectory that failed has none
     return {
         "advantage_mean": ranks.moments(advantages)[1],
         **_distribution("advantage", advantages, ranks),

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -90,15 +91,15 @@ class Tokenizer:
         self.special_tokens = {token: id_ for token, id_ in self.special_tokens.items() if token not in beyond}
         self.vocab_size = num_ids
 
-    @property
+    @cached_property
     def definition(self) -> str:
-        """Return the tokenizer as the content of a `tokenizer.json`."""
+        """Return the tokenizer as the content of a `tokenizer.json`: the same object each time, to be sent once."""
         return self._backend.to_str()
 
     @property
     def digest(self) -> str:
         """Return a fingerprint of the tokenizer's definition. Equal definitions give every text the same ids."""
-        return hashlib.blake2b(self._backend.to_str().encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(self.definition.encode(), digest_size=16).hexdigest()
 
     def _id_of(self, token: str, role: str) -> int:
         token_id = self._backend.token_to_id(token)

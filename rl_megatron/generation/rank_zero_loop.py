@@ -95,6 +95,8 @@ class RankZeroLoop:
             except concurrent.futures.TimeoutError:
                 if future.done() and isinstance(future.exception(), TimeoutError):
                     return None, (RuntimeError, f"{self._name}: a limit of time was reached without saying so")
+                if not self._thread.is_alive():
+                    return None, (RuntimeError, f"the loop for {self._name} has ended")
                 if tick is not None:
                     tick()
             except self._foreseen as error:

@@ -33,6 +33,7 @@ _GUARDIAN = (
     "import sys; sys.path.append(sys.argv.pop(1)); from rl_megatron.generation.servers.guardian import main; "
     "sys.exit(main(*sys.argv[1:]))"
 )
+_MOST_RESULT_BYTES = 1 << 20
 _BYTES_SHOWN = 2000  # of what a program that fails has printed
 _SECONDS_TO_END = 10.0  # more than the guardian needs to end a program that ignores SIGTERM
 
@@ -121,7 +122,10 @@ class AgentWorker:
         """Return the program's environment: that of the run, without secrets, and what the program works with."""
         given = self._settings.environment
         own = {name: os.environ.get(name) if value is None else value for name, value in given.items()}
+        direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), os.environ.get("no_proxy"), self._settings.host)))
         always = {
+            "NO_PROXY": direct,  # the gateway is never reached through a proxy
+            "no_proxy": direct,
             **{name: value for name, value in own.items() if value is not None},
             "OPENAI_BASE_URL": session.base_url,
             "OPENAI_API_KEY": session.api_key,
@@ -140,6 +144,8 @@ def read_result(path: Path) -> AgentResult:
     """
     if not path.exists():
         return AgentResult()
+    if not path.is_file() or path.stat().st_size > _MOST_RESULT_BYTES:
+        raise AgentFailed(f"RL_MEGATRON_RESULT is not a file of at most {_MOST_RESULT_BYTES} bytes")
     try:
         found = json.loads(path.read_bytes())
     except (ValueError, OSError, RecursionError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
@@ -64,7 +65,9 @@ class RolloutClient:
         self._on_rewrite: OnRewrite = on_rewrite
         self._gateway = gateway
         self._answered: dict[str, tuple[tuple[int, ...], Completion]] = {}
-        self._num_requests = 0
+        self._num_requests = self._num_reserved = 0
+        self._asked: set[asyncio.Future[Completion]] = set()
+        self._is_closed = False
         self._num_waiting, self._waiting_since, self._seconds_waited = 0, 0.0, 0.0
 
     async def complete(self, ids: Sequence[int], sampling: Sampling | None = None) -> Completion:
@@ -78,15 +81,31 @@ class RolloutClient:
 
         Raises:
             HistoryFull: No token fits behind them.
+            RuntimeError: The attempt has ended.
         """
+        if self._is_closed:
+            raise RuntimeError(f"trajectory {self.name} has ended, and takes no further completion")
         sampling = self.fitting(len(ids), sampling)
         number, self._num_requests = self._num_requests, self._num_requests + 1
         request_id = self.name if number == 0 else f"{self.name}.{number}"
         seed = self._seed if number == 0 else request_seed(self._seed, number)
-        with self._waits():
-            completion = await self._answer(Request(request_id, tuple(ids), sampling, seed))
+        asked = asyncio.ensure_future(self._answer(Request(request_id, tuple(ids), sampling, seed)))
+        self._asked.add(asked)
+        self._num_reserved += sampling.max_new_tokens
+        try:
+            with self._waits():
+                completion = await asked
+        finally:
+            self._asked.discard(asked)
+            self._num_reserved -= sampling.max_new_tokens
         self._answered[request_id] = tuple(ids), completion
         return completion
+
+    def close(self) -> None:
+        """End the requests that nobody waits for any more, because the attempt has ended."""
+        self._is_closed = True
+        for asked in list(self._asked):
+            asked.cancel()
 
     @property
     def seconds_of_engine(self) -> float:
@@ -114,7 +133,8 @@ class RolloutClient:
         """
         sampling = sampling or self._sampling
         sampled = sum(len(completion.ids) for _, completion in self._answered.values())
-        left = min(self._limits.context - num_tokens, self._limits.sampled - sampled, sampling.max_new_tokens)
+        most = self._limits.sampled - sampled - self._num_reserved
+        left = min(self._limits.context - num_tokens, most, sampling.max_new_tokens)
         if left < 1:
             raise HistoryFull(
                 f"trajectory {self.name} has {num_tokens} tokens, {sampled} of them sampled, and its limits are "

@@ -65,6 +65,7 @@ class Rounds:
         self._work: list[asyncio.Task[TaskResult]] = []
         self._num_unstarted = 0
         self._changed = asyncio.Event()
+        self._failure: Exception | None = None
 
     def begin(self, tasks: Sequence[RolloutTask]) -> None:
         """Start the tasks."""
@@ -76,8 +77,14 @@ class Rounds:
         ]
 
     async def requests(self) -> list[Request]:
-        """Wait for a round, and return its requests in the order of their tasks; none if all tasks have ended."""
+        """Wait for a round, and return its requests in the order of their tasks; none if all tasks have ended.
+
+        Raises:
+            Exception: What a task raised that is no failure of its own.
+        """
         while True:
+            if self._failure is not None:
+                raise self._failure
             if all(work.done() for work in self._work):
                 return []
             if self._all_wait():
@@ -116,17 +123,21 @@ class Rounds:
             self._running[number], self._num_unstarted = 0, self._num_unstarted - 1
             try:
                 return await self._run(task, partial(self._ask, number))
+            except Exception as error:  # it ends the run, and other tasks need not go on
+                self._failure = self._failure or error
+                raise
             finally:
                 del self._running[number]
                 self._changed.set()
 
     async def _ask(self, number: int, request: Request) -> Completion:
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._running[number] += 1  # first, because it raises if the task has ended
         self._waiting[request.request_id] = number, request, future
-        self._running[number] += 1
         self._changed.set()
         try:
             return await future
         finally:
             del self._waiting[request.request_id]
-            self._running[number] -= 1
+            if number in self._running:  # otherwise its task has ended
+                self._running[number] -= 1

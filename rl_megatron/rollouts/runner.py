@@ -25,11 +25,12 @@ from rl_megatron.rollouts.history import OnRewrite
 from rl_megatron.rollouts.hosts import HostLost
 from rl_megatron.rollouts.limits import TokenLimits
 from rl_megatron.rollouts.rounds import RolloutTask, Rounds, TaskResult
-from rl_megatron.rollouts.trajectory import Trajectory
+from rl_megatron.rollouts.trajectory import Trajectory, checked_values
 from rl_megatron.rollouts.worker import RolloutWorker, completion
 from rl_megatron.weight_sync.policy_ranks import PolicyRanks
 
 _T = TypeVar("_T")
+_SECONDS_TO_END = 5.0  # how long an attempt may take to end when it is cancelled
 _RETRY_SEEDS = 1 << 32  # the distance of the seeds of two attempts
 # How often an attempt is made again whose process another call has ended, and how often if nobody knows what ended it.
 # Each of the first kind has a cause, which usually is a failed attempt of another task, so that it comes to an end.
@@ -46,6 +47,10 @@ class Closes(Protocol):
 
 class RolloutFailed(RuntimeError):
     """A task failed in all its attempts, and the configuration says that the run ends then."""
+
+
+class WorkerLeft(RuntimeError):
+    """A rollout worker ended in a way that would end more than its attempt."""
 
 
 _FORESEEN = (RolloutFailed, RewardFailed, EngineFailed, NonFiniteLoss, ConfigError)
@@ -209,15 +214,22 @@ class RolloutRunner:
 
     async def _trajectories(self, client: RolloutClient, sampling: Sampling) -> list[Trajectory]:
         """Return what the worker makes with a client, whose tokens are those of the engine."""
-        made = await self._worker(client, client.prompt.record.values, sampling)
-        trajectories = list(made)
-        for trajectory in trajectories:
-            if not isinstance(trajectory, Trajectory):
-                raise TypeError(f"it returned {type(trajectory).__name__}, and a list of Trajectory is wanted")
-            client.check(trajectory)
-        if len(trajectories) != 1 or not trajectories[0].turns:
-            raise ValueError(f"it returned {len(trajectories)} trajectories, and one with a completion is wanted")
-        return trajectories
+        try:
+            made = list(await self._worker(client, client.prompt.record.values, sampling))
+        except (SystemExit, KeyboardInterrupt) as error:  # either would end the loop
+            raise WorkerLeft(f"it raised {type(error).__name__}: {error}") from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise WorkerLeft("a task that it awaited was cancelled") from error
+        finally:
+            client.close()
+        if len(made) != 1 or not isinstance(made[0], Trajectory) or not made[0].turns:
+            kinds = ", ".join(type(each).__name__ for each in made)
+            raise ValueError(f"it returned [{kinds}], and a list with one Trajectory that has a completion is wanted")
+        client.check(made[0])
+        return [checked_values(made[0])]
 
 
 async def within_limit(
@@ -252,7 +264,9 @@ async def within_limit(
     finally:
         if not task.done():
             task.cancel()
-            await asyncio.wait({task})
+            _, running = await asyncio.wait({task}, timeout=_SECONDS_TO_END)
+            if running:
+                log.LOGGER.warning("trajectory %s: the rollout worker goes on although it was cancelled", client.name)
 
 
 async def _begin(rounds: Rounds, tasks: Sequence[RolloutTask]) -> None:

@@ -58,6 +58,7 @@ class Scored:
         rewards: The reward of each trajectory.
         num_sampled: The number of tokens that the policy sampled in each trajectory.
         metrics: The metrics of the reward functions.
+        num_failed: How many trajectories failed; their rewards are 0.
     """
 
     batch: BatchedDataDict | None
@@ -65,6 +66,7 @@ class Scored:
     rewards: torch.Tensor
     num_sampled: Sequence[int]
     metrics: RewardMetrics
+    num_failed: int = 0
 
 
 class ScoredRollouts:
@@ -191,6 +193,9 @@ def _with_rewards(
     trajectories = [_trajectory(result) for result in results]
     made = torch.tensor([each is not None for each in trajectories])
     whole = made.view(-1, group_size).all(1).repeat_interleave(group_size)
+    if not whole.any():
+        first = next(result.failure for result in results if not result.trajectories)
+        raise RolloutFailed(f"every group has a trajectory that failed, so nothing is left to learn from: {first}")
     if batch is not None:
         index = TrajectoryIndex(batch)
         if not whole.all():
@@ -198,7 +203,8 @@ def _with_rewards(
                 batch[key][~index.spread(whole)] = 0.0
         batch["rewards"] = index.spread(torch.where(whole, scores.rewards, 0.0))
     num_sampled = [0 if each is None else sum(len(turn.completion.ids) for turn in each.turns) for each in trajectories]
-    return Scored(batch, scores.samples, scores.rewards, num_sampled, scores.metrics)
+    num_failed = len(trajectories) - int(made.sum())
+    return Scored(batch, scores.samples, scores.rewards, num_sampled, scores.metrics, num_failed)
 
 
 def _scored(scorer: Scorer, samples: Sequence[Sample], made: torch.Tensor) -> tuple[torch.Tensor, RewardMetrics]:

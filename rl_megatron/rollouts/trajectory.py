@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rl_megatron.data.conversations import Message
 from rl_megatron.generation.interfaces import Completion, Sampling
+from rl_megatron.rollouts.plain_data import plain
 
 
 class TokensDiffer(RuntimeError):
@@ -100,3 +103,28 @@ class Trajectory:
     def environment_reward(self) -> float:
         """Return the sum of the environment's rewards."""
         return self.reward + sum(turn.reward for turn in self.turns)
+
+
+def checked_values(trajectory: Trajectory) -> Trajectory:
+    """Return a trajectory whose messages and metadata are plain data, which other processes can read.
+
+    Raises:
+        BadAnswer: A part of them is something else.
+        ValueError: A reward is not a finite number, `truncated` is not a bool, or data is nested too deeply.
+    """
+    rewards = [trajectory.reward, *(turn.reward for turn in trajectory.turns)]
+    wrong = next((each for each in rewards if not _is_finite_number(each)), None)
+    if wrong is not None:
+        raise ValueError(f"a reward is {wrong!r}, and must be a finite number")
+    if not isinstance(trajectory.truncated, bool):
+        raise ValueError(f"truncated is {trajectory.truncated!r}, and must be true or false")
+    try:
+        messages, metadata = plain(list(trajectory.messages), "messages"), plain(dict(trajectory.metadata), "metadata")
+        pickle.dumps((messages, metadata))
+    except RecursionError as error:
+        raise ValueError("messages or metadata are nested too deeply") from error
+    return replace(trajectory, messages=messages, metadata=metadata)
+
+
+def _is_finite_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -26,11 +27,20 @@ class PolicyRanks:
         self._world_size, self._device = world_size, device
 
     def from_rank_0(self, read: Callable[[], _T]) -> _T:
-        """Call `read` on rank 0, and return its result on every rank."""
-        box: list[Any] = [read() if self.leads else None]
-        if self._world_size > 1:
-            dist.broadcast_object_list(box, src=0, device=self._device)
-        return box[0]
+        """Call `read` on rank 0, and return its result on every rank.
+
+        Raises:
+            RuntimeError: The result cannot be sent. It is raised on every rank.
+        """
+        result: Any = read() if self.leads else None
+        if self._world_size == 1:
+            return result
+        box: list[Any] = [_packed(result) if self.leads else None]
+        dist.broadcast_object_list(box, src=0, device=self._device)
+        payload, failure = box[0]
+        if failure is not None:
+            raise RuntimeError(failure)
+        return result if self.leads else pickle.loads(payload)
 
     def of_every_rank(self, value: _T) -> list[_T]:
         """Return the values of all ranks, in rank order."""
@@ -42,3 +52,11 @@ class PolicyRanks:
     def first_failure(self, failure: str | None) -> str | None:
         """Return the failure of the lowest rank that has one, or None."""
         return next((each for each in self.of_every_rank(failure) if each is not None), None)
+
+
+def _packed(value: object) -> tuple[bytes, str | None]:
+    """Return a value for other ranks, or why it cannot be sent, so that they do not wait for it."""
+    try:
+        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), None
+    except Exception as error:  # whatever objects of users' code raise
+        return b"", f"what rank 0 has cannot be sent to other ranks: {type(error).__name__}: {error}"

@@ -23,18 +23,30 @@ _CLONE_NEWUSER, _CLONE_NEWNET, _CLONE_THREAD = 0x10000000, 0x40000000, 0x0001000
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 1, 22, 38, 2
 # For each machine: its name in a filter, the number of clone, and those of the system calls that are refused: fork,
 # vfork, socket, kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, ptrace, process_vm_readv, process_vm_writev,
-# unshare, setns, mount, bpf, keyctl, and, with the same number on both, pidfd_send_signal and io_uring_setup.
+# unshare, setns, mount, bpf, keyctl, setpriority, sched_setaffinity, sched_setscheduler, sched_setparam, sched_setattr,
+# ioprio_set, and, with the same number on both, pidfd_send_signal and io_uring_setup.
 _SYSTEM_CALLS = {
     "x86_64": (
-        0xC000003E, 56, (57, 58, 41, 62, 200, 234, 129, 297, 101, 310, 311, 272, 308, 165, 321, 250, 424, 425),
+        0xC000003E, 56, (
+            57, 58, 41, 62, 200, 234, 129, 297, 101, 310, 311, 272, 308, 165, 321, 250, 141, 203, 144, 142, 314, 251,
+            424, 425,
+        ),
     ),
-    "aarch64": (0xC00000B7, 220, (198, 129, 130, 131, 138, 240, 117, 270, 271, 97, 268, 40, 280, 219, 424, 425)),
+    "aarch64": (
+        0xC00000B7, 220, (
+            198, 129, 130, 131, 138, 240, 117, 270, 271, 97, 268, 40, 280, 219, 140, 122, 119, 118, 274, 30, 424, 425,
+        ),
+    ),
 }  # fmt: skip
+# fcntl, of which the commands F_SETOWN, F_SETSIG and F_SETOWN_EX send signals to others, and prlimit64.
+_FCNTL_AND_PRLIMIT = {"x86_64": (72, 302), "aarch64": (25, 261)}
+_SETOWN, _SETSIG, _SETOWN_EX = 8, 10, 15
 _CLONE3 = 435
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS = 1, 38
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER, _MACHINE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in what a filter reads; of the argument, its lower half
+# Offsets in what a filter reads; of the arguments, of their lower halves.
+_NUMBER, _MACHINE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
 _X32 = 0x40000000  # numbers of x86_64's second calling convention
 # Landlock's system calls, and its bits for changes of files: writing, removing, making, moving and truncating them.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF, _GET_VERSION, _PATH_BENEATH = 444, 445, 446, 1, 1
@@ -120,6 +132,13 @@ def _filter_system_calls(libc: ctypes.CDLL) -> bool:
     ]  # fmt: skip
     for number in others:
         rules += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, refused)]
+    fcntl, prlimit = _FCNTL_AND_PRLIMIT[os.uname().machine]
+    rules += [
+        (_EQUAL, 0, 6, fcntl), (_LOAD, 0, 0, _SECOND_ARGUMENT), (_EQUAL, 2, 0, _SETOWN), (_EQUAL, 1, 0, _SETSIG),
+        (_EQUAL, 0, 1, _SETOWN_EX), (_RETURN, 0, 0, refused), (_RETURN, 0, 0, _ALLOW),
+        (_EQUAL, 0, 4, prlimit), (_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 1, 0, 0),  # 0: the process itself
+        (_RETURN, 0, 0, refused), (_RETURN, 0, 0, _ALLOW),
+    ]  # fmt: skip
     # Threads may start. Where clone3 does not exist, the C library takes clone, whose flags a filter can read.
     rules += [
         (_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERROR | _ENOSYS),

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 import resource
 import threading
 import time
@@ -17,6 +18,7 @@ from rl_megatron.data.records import Record
 from rl_megatron.data.tasks import Problem
 from rl_megatron.generation.interfaces import EngineFailed
 from rl_megatron.rewards.scorer import RewardMetrics
+from rl_megatron.rollouts import runner
 from rl_megatron.rollouts.limits import HistoryFull, TokenLimits
 from rl_megatron.rollouts.runner import RolloutFailed
 from rl_megatron.rollouts.scored import ScoredRollouts
@@ -75,6 +77,115 @@ def test_a_worker_that_fails_is_tried_again_and_its_failure_names_the_task():
         run(fails_once, prompts(4), RandomTokens(range(1, 9)), TOKENIZER)
     masked = run(fails_once, prompts(4), RandomTokens(range(1, 9)), TOKENIZER, fails_run=False)
     assert [bool(result.trajectories) for result in masked] == [True, True, False, True]
+
+
+async def _leaves(client, record, sampling):
+    raise SystemExit(3)
+
+
+async def _awaits_what_is_cancelled(client, record, sampling):
+    other = asyncio.ensure_future(asyncio.sleep(60))
+    asyncio.get_running_loop().call_soon(other.cancel)
+    await other
+
+
+async def _keeps_a_function(client, record, sampling):
+    history = client.history()
+    await history.complete(sampling)
+    return [history.trajectory(metadata={"score": lambda: 1})]
+
+
+async def _nests(client, record, sampling):
+    nested = []
+    for _ in range(5000):
+        nested = [nested]
+    history = client.history()
+    await history.complete(sampling)
+    return [history.trajectory(metadata={"parsed": nested})]
+
+
+async def _has_no_number(client, record, sampling):
+    history = client.history()
+    await history.complete(sampling)
+    history.add_reward(float("nan"))
+    return [history.trajectory()]
+
+
+@pytest.mark.parametrize(
+    ("worker", "message"),
+    [
+        (_leaves, "it raised SystemExit: 3"),
+        (_awaits_what_is_cancelled, "a task that it awaited was cancelled"),
+        (_keeps_a_function, r"metadata\['score'\]"),
+        (_nests, "nested too deeply"),
+        (_has_no_number, "a reward is nan"),
+    ],
+)
+def test_whatever_a_worker_does_is_a_failure_of_its_task_alone(worker, message):
+    async def first_only(client, record, sampling):
+        return await (worker if record["number"] == 0 else two_turns)(client, record, sampling)
+
+    results = run(first_only, prompts(3), RandomTokens(range(1, 9)), TOKENIZER, fails_run=False, retries=1)
+    assert results[0].attempts == 2 and re.search(message, results[0].failure)
+    assert [result.failure for result in results[1:]] == [None, None]
+
+
+def test_a_failure_that_ends_the_run_does_not_wait_for_others():
+    async def fails_or_waits(client, record, sampling):
+        if record["number"] == 0:
+            raise OSError("the world has ended")
+        await asyncio.sleep(3600)
+
+    with pytest.raises(RolloutFailed, match="the world has ended"):
+        run(fails_or_waits, prompts(3), RandomTokens(range(1, 9)), TOKENIZER)
+
+
+def test_a_request_that_nobody_waits_for_ends_with_its_attempt():
+    asked = []
+
+    async def forgets_a_request(client, record, sampling):
+        history = client.history()
+        if not asked:
+            asked.append(asyncio.ensure_future(client.complete([65], sampling)))
+            await asyncio.sleep(0)
+            raise OSError("once")
+        await history.complete(sampling)
+        return [history.trajectory()]
+
+    engine = RandomTokens(range(1, 9))
+    (result,) = run(forgets_a_request, prompts(1), engine, TOKENIZER, retries=1)
+    assert result.attempts == 2 and asked[0].cancelled()
+    assert [[request.request_id for request in requests] for requests in engine.rounds] == [["7-0r1"]]
+
+
+def test_requests_at_the_same_time_share_the_limit_of_tokens():
+    async def asks_twice(client, record, sampling):
+        answers = await asyncio.gather(*(client.complete([65], sampling) for _ in range(2)))
+        assert sum(len(answer.ids) for answer in answers) == 12
+        with pytest.raises(HistoryFull):
+            client.fitting(1, sampling)
+        return []
+
+    engine = RandomTokens(range(1, 9), stops=0.0)
+    (result,) = run(asks_twice, prompts(1), engine, TOKENIZER, limits=TokenLimits(10**6, 12), fails_run=False)
+    assert [request.sampling.max_new_tokens for request in engine.rounds[0]] == [8, 4]
+    assert "it returned []" in result.failure
+
+
+def test_a_worker_that_ignores_its_end_is_left_behind(monkeypatch, caplog):
+    async def ignores_its_end(client, record, sampling):
+        for _ in range(2):
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                pass
+
+    monkeypatch.setattr(runner, "_SECONDS_TO_END", 0.1)
+    (result,) = run(
+        ignores_its_end, prompts(1), RandomTokens(range(1, 9)), TOKENIZER, fails_run=False, timeout_seconds=0.1
+    )
+    assert "took longer than rollout.timeout_seconds=0.1" in result.failure
+    assert "goes on although it was cancelled" in caplog.text
 
 
 def test_an_engine_that_fails_ends_the_run():

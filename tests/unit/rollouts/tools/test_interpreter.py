@@ -47,12 +47,25 @@ def test_a_program_has_no_secrets_and_an_empty_directory(monkeypatch):
         ("import os\nwhile True: os.fork()", "Operation not permitted"),
         ("import subprocess; subprocess.run(['true'])", "Operation not permitted"),
         ("import os; os.kill(os.getppid(), 9)", "Operation not permitted"),
+        ("import os, fcntl; fcntl.fcntl(os.pipe()[1], fcntl.F_SETOWN, os.getppid())", "Operation not permitted"),
+        ("import os, fcntl; fcntl.fcntl(os.pipe()[1], 10, 9)", "Operation not permitted"),
+        ("import os, resource as r; r.prlimit(os.getppid(), r.RLIMIT_CPU, (0, 0))", "Operation not permitted"),
+        ("import os; os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)", "Operation not permitted"),
+        ("import os; os.sched_setaffinity(os.getppid(), {0})", "Operation not permitted"),
         ("import socket; socket.socket()", "Operation not permitted"),
         ("import socket; socket.create_connection(('127.0.0.1', 1))", "Operation not permitted"),
     ],
 )
 def test_a_program_that_goes_too_far_gets_an_error(program, error):
     assert error in run(program)
+
+
+def test_a_program_may_read_flags_and_lower_its_own_limits():
+    program = (
+        "import fcntl, os, resource as r\n"
+        "r.setrlimit(r.RLIMIT_NOFILE, (64, 64))\nprint(fcntl.fcntl(0, fcntl.F_GETFL) >= 0)"
+    )
+    assert run(program) == "True\n"
 
 
 def test_a_program_cannot_change_the_files_of_others(tmp_path):
