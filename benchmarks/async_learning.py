@@ -105,14 +105,19 @@ def report(found: dict[str, list[float]]) -> list[str]:
     return lines
 
 
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("directory", type=Path, help="where the runs are kept")
+    made.add_argument("--seeds", type=int, default=5)
+    made.add_argument("--steps", type=int, default=80, help="steps of GRPO")
+    made.add_argument("overrides", nargs="*", help="overrides of all runs")
+    return made
+
+
 def main(arguments: list[str]) -> int:
     """Make the runs that are missing, and print the accuracies."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="where the runs are kept")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=80, help="steps of GRPO")
-    parser.add_argument("overrides", nargs="*", help="overrides of all runs")
-    given = parser.parse_args(arguments)
+    given = parser().parse_args(arguments)
     for line in report(results(given.directory, given.seeds, given.steps, given.overrides)):
         print(line)
     return 0

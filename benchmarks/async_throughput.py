@@ -63,14 +63,19 @@ def measured(
     return steps_of(output)
 
 
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("directory", type=Path, help="where the runs are made")
+    made.add_argument("--rounds", type=int, default=3, help="runs of each kind")
+    made.add_argument("--steps", type=int, default=12, help="steps of a run that are measured")
+    made.add_argument("overrides", nargs="*", help="overrides of all runs")
+    return made
+
+
 def main(arguments: list[str]) -> int:
     """Make the runs, and print what they took."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="where the runs are made")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind")
-    parser.add_argument("--steps", type=int, default=12, help="steps of a run that are measured")
-    parser.add_argument("overrides", nargs="*", help="overrides of all runs")
-    given = parser.parse_args(arguments)
+    given = parser().parse_args(arguments)
     given.directory.mkdir(parents=True, exist_ok=True)
 
     alone = measured(given.directory, given.steps, 0.0, (), given.overrides)

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import (
+    async_learning,
+    async_throughput,
     checkpoint,
     convert_memory,
     data_plane,
@@ -37,6 +39,7 @@ from benchmarks.grpo_sides import PHASES, Step
 from benchmarks.logprobs import __main__ as logprobs_command
 from rl_megatron.generation.completions import request_seed, request_uniforms, requests_of
 from rl_megatron.generation.interfaces import Sampling
+from tests.docs.forked import Fork
 from tests.unit.data.shared_data import shared
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -57,8 +60,9 @@ def test_packing_wastes_little_and_balances_the_ranks():
     assert measured["padding to the longest row"].waste_computed > 0.5
 
 
-def test_what_a_rank_holds_and_receives_hardly_grows_with_the_number_of_ranks():
-    few, many = data_plane.measure(8192, sizes=(8, 256), seeds=1)
+def test_what_a_rank_holds_and_receives_hardly_grows_with_the_number_of_ranks(forks, tmp_path):
+    with Fork(forks.context, tmp_path) as fork:  # it starts a fake process group, of which a process can have one
+        few, many = fork.call(data_plane.measure, 8192, (8, 256), 1)
     assert many.held <= 1.05 * few.held and many.moved <= 1.05 * few.moved
     assert many.imbalance <= 0.01 and many.stay >= 0.95
 
@@ -219,6 +223,10 @@ def test_a_command_of_the_page_is_valid(command):
     elif "benchmarks.rollout_workers" in words:
         given = words[words.index("benchmarks.rollout_workers") + 1 :]
         assert paired_steps.parser(None, list(rollout_workers.MEASURED)).parse_args(given)
+    elif "benchmarks.async_learning" in words:
+        assert async_learning.parser().parse_args(words[words.index("benchmarks.async_learning") + 1 :])
+    elif "benchmarks.async_throughput" in words:
+        assert async_throughput.parser().parse_args(words[words.index("benchmarks.async_throughput") + 1 :])
     elif "benchmarks/eval_layouts.py" in words:
         assert eval_layouts.parser().parse_args(words[words.index("benchmarks/eval_layouts.py") + 1 :])
     elif "benchmarks/rewards.py" in words:

@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -77,10 +78,12 @@ def test_a_resumed_run_continues_its_wandb_run(tmp_path):
     run(tmp_path, config, 2, 4)  # step 3 comes again
     files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     assert len(files) == 2
+    deadline = time.monotonic() + 30  # the library's own process writes, and may be late on a busy machine
+    while not all(begun := [[each.run for each in wandb_records(path) if each.HasField("run")] for path in files]):
+        assert time.monotonic() < deadline, "a file of W&B has no record of its run"
+        time.sleep(0.1)
     first, second = map(wandb_records, files)
-    begun = [
-        [each.run for each in records if each.WhichOneof("record_type") == "run"][0] for records in (first, second)
-    ]
+    begun = [runs[0] for runs in begun]
     assert begun[0].run_id == begun[1].run_id
     assert (begun[0].project, begun[0].run_group, list(begun[0].tags)) == ("maths", "ablation", ["a", "b"])
     assert begun[0].display_name == tmp_path.name
