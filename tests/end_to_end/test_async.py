@@ -23,6 +23,15 @@ async def slow(client, record, sampling):
     history = client.history()
     await history.complete(sampling)
     return [history.trajectory()]
+
+
+async def long(client, record, sampling):
+    history = client.history()
+    for _ in range(4):
+        await history.complete(sampling)
+        history.extend([{"role": "user", "content": " x"}])
+        await asyncio.sleep(0.25)  # so that it lasts for several steps
+    return [history.trajectory()]
 """
 STEPS = 12
 OPTIONS = (
@@ -71,11 +80,11 @@ def test_every_group_is_learned_from_once_and_none_is_too_old(whole):
 
 
 def test_every_token_has_the_logprob_of_the_weights_of_its_version(tmp_path, ranks, forks):
-    """Also those of completions that went on when new weights arrived."""
+    """Also those of trajectories that went on when new weights arrived."""
     (tmp_path / "reward.py").write_text(REWARD)
     long = (
-        "train.save_every=1", "train.keep_checkpoints=20", "generation.max_new_tokens=32", "optimizer.lr=1e-2",
-        "optimizer.warmup_steps=0", "rollout.max_trajectory_age_steps=3", "rollout.worker=reward.py:slow",
+        "train.save_every=1", "train.keep_checkpoints=20", "generation.max_new_tokens=6", "optimizer.lr=1e-2",
+        "optimizer.warmup_steps=0", "rollout.max_trajectory_age_steps=3", "rollout.worker=reward.py:long",
         "loss.reference_policy_kl_penalty=0", "train.micro_batch_tokens=512",
     )  # fmt: skip
     done = forks.run(tmp_path, "train", *OPTIONS, *long)
