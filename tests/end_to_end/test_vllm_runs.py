@@ -198,13 +198,29 @@ def test_a_run_whose_servers_are_killed_has_the_metrics_of_an_undisturbed_run(ur
         assert line == pytest.approx(wanted, rel=1e-4, abs=1e-6, nan_ok=True)
 
 
+LONG = """
+import asyncio
+
+
+async def long(client, record, sampling):
+    history = client.history()
+    for _ in range(3):
+        await history.complete(sampling)
+        history.extend([{"role": "user", "content": " x"}])
+        await asyncio.sleep(0.5)
+    return [history.trajectory()]
+"""
+
+
 def run_asynchronously(urls: list[str], directory: Path, steps: int) -> tuple[int, str]:
-    """Run asynchronous steps, whose completions take longer than a step."""
+    """Run asynchronous steps, whose trajectories take longer than a step."""
+    worker = directory.parent / "worker.py"
+    worker.write_text(LONG)
     long = (
         "rollout.async_enabled=true", "rollout.max_trajectory_age_steps=2", f"train.steps={steps}",
         "train.save_every=1", "train.keep_checkpoints=40", "train.eval_every=0", "train.global_batch_size=16",
-        "train.micro_batch_tokens=512", "generation.max_new_tokens=64", "optimizer.lr=3e-3",
-        "loss.reference_policy_kl_penalty=0",
+        "train.micro_batch_tokens=512", "generation.max_new_tokens=24", "optimizer.lr=3e-3",
+        f"rollout.worker={worker}:long", "loss.reference_policy_kl_penalty=0",
     )  # fmt: skip
     return train(directory, *long, named(urls), rewarded(directory.parent / "reward"))
 
@@ -218,5 +234,5 @@ def test_asynchronous_steps_know_the_weights_of_every_token(urls, ranks, tmp_pat
     assert all(step["gate_mean"] < 1e-4 for step in steps if "gate_mean" in step)
     assert sum("gate_mean" in step for step in steps) >= num_steps - 1, "the logprob check follows every weight sync"
     (found,) = ranks.run(1, difference_from_versions, tmp_path / "out")
-    assert found["mixed"] > 0, "weights arrived while completions ran"
+    assert found["mixed"] > 0, "weights arrived while trajectories ran"
     assert found["tokens"] > 150 * num_steps and found["largest"] < 1e-3 and found["of_another"] > 10 * found["largest"]
