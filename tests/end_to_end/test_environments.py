@@ -1,4 +1,4 @@
-"""GRPO with an environment on two ranks: it is learned from, and whatever it does ends as the configuration says."""
+"""GRPO learns from an environment on two ranks, and every failure of the environment ends as the configuration says."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Every format of tool calls: what is read as a call, what cannot be read, and what is no call at all."""
+"""Tool calls in every format: calls are read, malformed calls are named, and other text is not a call."""
 
 import json
 
