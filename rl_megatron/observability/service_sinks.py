@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from rl_megatron import log
 from rl_megatron.config.loggers import LoggerConfig, MlflowConfig, SwanlabConfig, TrackioConfig, WandbConfig
@@ -107,6 +109,8 @@ class MlflowSink:
                 self._client.log_batch(self.run_id, params=values[start : start + 100])
         else:  # parameters cannot change: the settings of the first start stay
             self.run_id = known.id
+            if uri.startswith("file:"):
+                _drop_unfinished_points(Path(url2pathname(urlsplit(uri).path)), self.run_id)
             self._client.update_run(self.run_id, status="RUNNING")
         given = [RunTag(key, _cut(value, 5000)) for key, value in tags.items() if value is not None]
         self._client.log_batch(self.run_id, tags=given)
@@ -131,6 +135,19 @@ class MlflowSink:
     def close(self) -> None:
         """Mark the run as ended."""
         self._client.set_terminated(self.run_id, self._status)
+
+
+def _drop_unfinished_points(store: Path, run_id: str) -> None:
+    """Remove what a killed process was writing to files of metrics, because MLflow reads no run that has such files."""
+    for path in store.glob(f"*/{run_id}/metrics/**/*"):
+        if not path.is_file():
+            continue
+        content = path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if not whole:
+            path.unlink()
+        elif whole != content:
+            path.write_bytes(whole)
 
 
 class SwanlabSink:

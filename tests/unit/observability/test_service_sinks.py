@@ -101,6 +101,9 @@ def test_a_resumed_run_continues_its_mlflow_run(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     config = LoggerConfig(mlflow=MlflowConfig(experiment_name="maths", run_name="mine", tags={"team": "a"}))
     run(tmp_path, config, 0, 3)
+    (written,) = tmp_path.glob("mlruns/*/*/metrics/sft/train/loss")
+    written.write_text(written.read_text() + "17000")  # a killed process leaves such ends, and files without content
+    (written.parent / "not_written_yet").touch()
     run(tmp_path, config, 2, 4)  # step 3 comes again
     from mlflow import MlflowClient
 
