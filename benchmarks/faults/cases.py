@@ -9,6 +9,8 @@ from pathlib import Path
 
 RANKS = 4
 SECONDS = 15.0  # of the time limits of collectives and engines
+# The same in asynchronous runs, whose twelve processes share the cores. No fault of theirs waits for a limit.
+_ASYNCHRONOUS_SECONDS = 60.0
 TINY = (
     "train", "model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=64", "model.num_attention_heads=2",
     "model.num_query_groups=2", "model.max_sequence_length=48", "tokenizer.vocab_size=260", "data.num_documents=200",
@@ -34,6 +36,8 @@ VLLM = (
 ASYNCHRONOUS = (
     "train.steps=8", "rollout.async_enabled=true", "rollout.max_trajectory_age_steps=2", "rollout.worker=conversation",
     "rollout.environment.name=game.py:Game", "rollout.environment.processes=2", "rollout.retries=2",
+    f"train.collective_timeout_minutes={_ASYNCHRONOUS_SECONDS / 60}",
+    f"generation.engine_timeout_minutes={_ASYNCHRONOUS_SECONDS / 60}",
 )  # fmt: skip
 _LEARNING = ("load", "train", "save")
 _SAMPLING = ("load", "generate", "reward", "logprobs", "train", "refit", "save")
