@@ -1,4 +1,4 @@
-"""Twelve faults of the campaign: runs of four ranks are killed, stopped or damaged, and recover."""
+"""Seven faults of the campaign: runs of four ranks are killed or damaged, and recover."""
 
 import json
 import subprocess
@@ -8,12 +8,13 @@ import pytest
 
 from tests.forkserver import REPOSITORY, environment
 
-# The fastest of each kind but SIGSTOP, which test_hangs covers.
-NUMBERS = (28, 57, 59, 60, 61, 65, 66, 69, 78, 106, 147, 157)
+# Fast ones of three runs. test_ending_early has more signals that ask a run to end, test_hangs stopped ranks, test_saves
+# truncated files, and test_async asynchronous runs.
+NUMBERS = (28, 57, 60, 66, 106, 147, 157)
 
 
 @pytest.mark.slow
-def test_runs_recover_from_twelve_faults_of_all_kinds(tmp_path):
+def test_runs_recover_from_faults_of_all_kinds(tmp_path):
     """The campaign forks its runs, so that it needs a process of its own without threads."""
     command = [sys.executable, "-m", "benchmarks.faults", "--out", str(tmp_path), "--only", *map(str, NUMBERS)]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True)
