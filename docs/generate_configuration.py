@@ -252,61 +252,32 @@ def _engines() -> Iterator[str]:
     for engine, declaration in ENGINE_DECLARATIONS.items():
         if declaration.section is not None:
             section = type(getattr(GenerationConfig(), declaration.section))
-            yield ""
-            yield f"### generation.{declaration.section}"
-            yield ""
-            yield f"{summary(section)} Only `generation.engine={engine}` has these keys."
-            yield ""
-            yield from _table(f"generation.{declaration.section}", keys(section), {})
+            text = f"{summary(section)} Only `generation.engine={engine}` has these keys."
+            yield from _subsection(f"generation.{declaration.section}", text, section)
 
 
 def _rewards() -> Iterator[str]:
     yield from _section("reward")
-    yield ""
-    yield "### reward.functions"
-    yield ""
-    yield "Each element of the list has these keys. [Rewards](../rewards.md) describes the functions of this package:"
-    yield f"{_code(sorted(REWARDS))}."
-    yield ""
-    yield from _table("reward.functions[]", keys(RewardFunctionConfig), {}, anchors=False)
+    text = "Each element of the list has these keys. [Rewards](../rewards.md) describes the functions of this package:"
+    yield from _subsection("reward.functions[]", f"{text}\n{_code(sorted(REWARDS))}.", RewardFunctionConfig)
 
 
 def _sets() -> Iterator[str]:
     yield from _section("eval")
-    yield ""
-    yield "### eval.sets"
-    yield ""
-    yield "Each element of the list has these keys. [Evaluation](../evaluation.md) describes them."
-    yield ""
-    yield from _table("eval.sets[]", keys(EvalSetConfig), {}, anchors=False)
+    text = "Each element of the list has these keys. [Evaluation](../evaluation.md) describes them."
+    yield from _subsection("eval.sets[]", text, EvalSetConfig)
 
 
 def _rollout() -> Iterator[str]:
     yield from _section("rollout", environment=EnvironmentConfig())
-    yield ""
-    yield "### rollout.environment"
-    yield ""
-    yield f"{summary(EnvironmentConfig)} [Environments](../environments.md) describes them."
-    yield ""
-    yield from _table("rollout.environment", keys(EnvironmentConfig), {})
-    yield ""
-    yield "### rollout.turn_sampling"
-    yield ""
-    yield f"Each element of the list has these keys. {summary(TurnSampling)}"
-    yield ""
-    yield from _table("rollout.turn_sampling[]", keys(TurnSampling), {}, anchors=False)
-    yield ""
-    yield "### rollout.tools"
-    yield ""
-    yield f"{summary(ToolsConfig)} [Tools](../tools.md) describes them. Tools of this package: {_code(sorted(TOOLS))}."
-    yield ""
-    yield from _table("rollout.tools", keys(ToolsConfig), {})
-    yield ""
-    yield "### rollout.agent"
-    yield ""
-    yield f"{summary(AgentConfig)} [Agents](../agents.md) describes them."
-    yield ""
-    yield from _table("rollout.agent", keys(AgentConfig), {})
+    text = f"{summary(EnvironmentConfig)} [Environments](../environments.md) describes them."
+    yield from _subsection("rollout.environment", text, EnvironmentConfig)
+    text = f"Each element of the list has these keys. {summary(TurnSampling)}"
+    yield from _subsection("rollout.turn_sampling[]", text, TurnSampling)
+    text = f"{summary(ToolsConfig)} [Tools](../tools.md) describes them. Tools of this package: {_code(sorted(TOOLS))}."
+    yield from _subsection("rollout.tools", text, ToolsConfig)
+    text = f"{summary(AgentConfig)} [Agents](../agents.md) describes them."
+    yield from _subsection("rollout.agent", text, AgentConfig)
 
 
 def _loss() -> Iterator[str]:
@@ -322,12 +293,8 @@ def _loggers() -> Iterator[str]:
     yield f"{summary(LoggerConfig)} [Look at a run](../observability.md#loggers) describes them."
     for service in dataclasses.fields(LoggerConfig):
         section = next(kind for kind in typing.get_args(typing.get_type_hints(LoggerConfig)[service.name]))
-        yield ""
-        yield f"### logger.{service.name}"
-        yield ""
-        yield f"{summary(section)} It needs the extra `{service.name}`."
-        yield ""
-        yield from _table(f"logger.{service.name}", keys(section), {})
+        text = f"{summary(section)} It needs the extra `{service.name}`."
+        yield from _subsection(f"logger.{service.name}", text, section)
 
 
 def _sinks() -> Iterator[str]:
@@ -337,6 +304,16 @@ def _sinks() -> Iterator[str]:
     yield "|---|---|"
     for name, sink in SINKS.items():
         yield f"| `{name}` | {summary(sink)} |"
+
+
+def _subsection(path: str, text: str, section: type) -> Iterator[str]:
+    """Yield a heading, a text and the keys of a section. Those of a list's elements, `path[]`, have no anchors."""
+    yield ""
+    yield f"### {path.removesuffix('[]')}"
+    yield ""
+    yield text
+    yield ""
+    yield from _table(path, keys(section), {}, anchors=not path.endswith("[]"))
 
 
 def _table(section: str, declared: Iterable[Key], values: dict[str, Any], anchors: bool = True) -> Iterator[str]:
