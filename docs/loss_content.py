@@ -43,6 +43,23 @@ r = \sum_t m_t \big(\log \pi(y_t) - \log \pi_{\text{ref}}(y_t)\big)
   \Big(r_{\text{chosen}} - r_{\text{rejected}} - \frac{1}{2\tau}\Big)^2, \qquad
 r = \sum_t m_t \big(\log \pi(y_t) - \log \pi_{\text{ref}}(y_t)\big)
 """,
+    "simpo": r"""
+\mathcal L = -\frac{1}{N_{\text{pairs}}} \sum_{\text{pairs}}
+  \log \sigma\big(\beta\,(r_{\text{chosen}} - r_{\text{rejected}}) - \gamma\big) + w_s\, \mathcal L_{\text{sft}}, \qquad
+r = \frac{1}{|y|} \sum_t m_t \log \pi(y_t)
+""",
+    "cpo": r"""
+\mathcal L = -\frac{1}{N_{\text{pairs}}} \sum_{\text{pairs}}
+  \log \sigma\big(\beta\,(r_{\text{chosen}} - r_{\text{rejected}})\big) + w_s\, \mathcal L_{\text{sft}}, \qquad
+r = \sum_t m_t \log \pi(y_t), \qquad
+\mathcal L_{\text{sft}} = -\frac{1}{N_{\text{pairs}}} \sum_{\text{chosen}} r
+""",
+    "orpo": r"""
+\mathcal L = -\frac{1}{N_{\text{pairs}}} \sum_{\text{pairs}} \Big( \log P_{\text{chosen}} + \beta\,
+  \log \sigma\big(r_{\text{chosen}} - r_{\text{rejected}}\big) \Big), \qquad
+r = \log \frac{P}{1 - P}, \qquad
+P = \exp\Big(\frac{1}{|y|} \sum_t m_t \log \pi(y_t)\Big)
+""",
     "preference": r"""
 \mathcal L = -\frac{1}{N_{\text{pairs}}} \sum_{\text{pairs}}
   \log \sigma\big(\beta\,(r_{\text{chosen}} - r_{\text{rejected}})\big), \qquad
@@ -153,6 +170,24 @@ RECIPES = (
         "algorithm=dpo loss=ipo data=gsm8k_pairs data.path=path/to/pairs",
         "[2310.12036](https://arxiv.org/abs/2310.12036). The squared loss pulls the margin to a finite value, 1/(2τ).",
     ),
+    Recipe(
+        "SimPO",
+        "algorithm=dpo loss=simpo data=gsm8k_pairs data.path=path/to/pairs",
+        "[2405.14734](https://arxiv.org/abs/2405.14734). It compares mean logprobs and asks for a margin γ. There is "
+        "no reference policy.",
+    ),
+    Recipe(
+        "CPO",
+        "algorithm=dpo loss=cpo data=gsm8k_pairs data.path=path/to/pairs",
+        "[2401.08417](https://arxiv.org/abs/2401.08417). DPO without a reference policy, with the likelihood of chosen "
+        "answers.",
+    ),
+    Recipe(
+        "ORPO",
+        "algorithm=dpo loss=orpo data=gsm8k_pairs data.path=path/to/pairs",
+        "[2403.07691](https://arxiv.org/abs/2403.07691). Fine-tuning and preference in one loss, so that it can start "
+        "from a pretrained model.",
+    ),
 )
 
 # ---- the same in TRL's terms; tests/contract/test_trl_oracle.py calls both
@@ -209,6 +244,21 @@ TRL = (
         '`loss_type="sft"`',
         "`sft_loss_weight`",
         "TRL takes a mean over the chosen tokens, and this loss over pairs",
+    ),
+    (
+        '`CPOConfig(loss_type="sigmoid")`, `cpo_alpha`',
+        "`cpo`, `sft_loss_weight`",
+        "the preference loss is equal; TRL's NLL is a mean over tokens, prompts included, and here over pairs",
+    ),
+    (
+        '`CPOConfig(loss_type="simpo", cpo_alpha=0)`, `simpo_gamma`',
+        "`simpo`, `gamma`",
+        "equal",
+    ),
+    (
+        "`ORPOConfig`, `beta`",
+        "`orpo`, `beta`",
+        "the odds-ratio loss is equal (TRL computes in fp32); for the NLL, see `cpo`",
     ),
     ("`RewardConfig`", "`preference`", "equal"),
     (

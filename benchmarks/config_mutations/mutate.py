@@ -40,7 +40,7 @@ _CONTRADICTIONS = (
     ("data.prompt_template='{nothing}'",), ("data.answer_template='{nothing}'",), ("generation.stop_tokens=[zzz]",),
 )  # fmt: skip
 _PRESETS = {
-    "loss": ("dpo", "ipo", "nll", "preference", "clipped_pg", "distillation", "mse_value", "absent", "own"),
+    "loss": ("dpo", "ipo", "simpo", "nll", "preference", "clipped_pg", "distillation", "mse_value", "absent", "own"),
     "data": ("text", "arithmetic", "gsm8k", "gsm8k_pairs", "absent"),
     "algorithm": ("pretrain", "sft", "dpo", "reward_model", "grpo", "ppo", "absent"),
     "model": ("nano_moe", "init_from", "absent"),

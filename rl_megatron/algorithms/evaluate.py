@@ -27,6 +27,7 @@ from rl_megatron.generation.interfaces import RolloutEngine, Sampling
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.losses import NLLLoss
 from rl_megatron.losses.functional import masked_mean, masked_sum
+from rl_megatron.losses.registry import configured_loss
 from rl_megatron.policy.megatron_policy import MegatronPolicy
 from rl_megatron.rollouts.scored import ScoredRollouts
 
@@ -169,7 +170,7 @@ class HeldoutPairs(Evaluation):
     @classmethod
     def of_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
         """Return the evaluation on the held-out pairs."""
-        return cls(heldout.batch, per_token=bool(stage.loss.get("preference_average_log_probs")))
+        return cls(heldout.batch, per_token=getattr(configured_loss(stage.loss), "averages_logprobs", False))
 
     @classmethod
     def metric_names(cls, stage: StageConfig) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from rl_megatron.config.settings import (
 
 __all__ = [
     "LOSS_SETTINGS",
+    "CPOLossConfig",
     "ClippedPGLossConfig",
     "DPOLossConfig",
     "DistillationLossConfig",
@@ -30,7 +31,9 @@ __all__ = [
     "IPOLossConfig",
     "MSEValueLossConfig",
     "NLLLossConfig",
+    "ORPOLossConfig",
     "PreferenceLossConfig",
+    "SimPOLossConfig",
     "check_loss_settings",
     "check_own_loss",
 ]
@@ -141,6 +144,62 @@ class IPOLossConfig:
     def __post_init__(self) -> None:
         check_types(self)
         check_ranges(self, above_zero=("tau",))
+
+
+@register_loss_settings("simpo")
+@dataclass(frozen=True)
+class SimPOLossConfig:
+    """Settings of `SimPOLossFn`.
+
+    Attributes:
+        beta: The factor β > 0 of the difference of mean logprobs.
+        gamma: γ ≥ 0, the margin by which β times the difference should exceed 0. It is usually half of β.
+        sft_loss_weight: The weight w_s ≥ 0 of the mean over pairs of −log π per token of the chosen answer.
+    """
+
+    beta: float = 2.0
+    gamma: float = 1.0
+    sft_loss_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_ranges(self, above_zero=("beta",), at_least_zero=("gamma", "sft_loss_weight"))
+
+
+@register_loss_settings("cpo")
+@dataclass(frozen=True)
+class CPOLossConfig:
+    """Settings of `CPOLossFn`.
+
+    Attributes:
+        beta: The factor β > 0 of the difference of logprobs.
+        sft_loss_weight: The weight w_s ≥ 0 of the mean over pairs of −log π of the chosen answer.
+        sft_average_log_probs: The SFT loss of a sequence is the mean over its tokens instead of the sum.
+    """
+
+    beta: float = 0.1
+    sft_loss_weight: float = 1.0
+    sft_average_log_probs: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_ranges(self, above_zero=("beta",), at_least_zero=("sft_loss_weight",))
+
+
+@register_loss_settings("orpo")
+@dataclass(frozen=True)
+class ORPOLossConfig:
+    """Settings of `ORPOLossFn`.
+
+    Attributes:
+        beta: The weight λ > 0 of the odds-ratio loss. The SFT loss has the weight 1.
+    """
+
+    beta: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_ranges(self, above_zero=("beta",))
 
 
 @register_loss_settings("mse_value")

@@ -7,13 +7,16 @@ of next-token streams. `*shape` is any shape.
 """
 
 from rl_megatron.config.losses import (
+    CPOLossConfig,
     DistillationLossConfig,
     DPOLossConfig,
     DraftCrossEntropyLossConfig,
     IPOLossConfig,
     MSEValueLossConfig,
     NLLLossConfig,
+    ORPOLossConfig,
     PreferenceLossConfig,
+    SimPOLossConfig,
 )
 from rl_megatron.losses.base import LogprobLoss, Loss, ScoreLoss, accepts_deferred_logits
 from rl_megatron.losses.calling import Call, NaNLoss
@@ -33,11 +36,14 @@ from rl_megatron.losses.nll import NLLLoss
 from rl_megatron.losses.packing_wrapper import SequencePackingLossWrapper
 from rl_megatron.losses.ppo import PPOLoss
 from rl_megatron.losses.preference import PreferenceLoss, PreferenceLossDataDict
+from rl_megatron.losses.reference_free import CPOLossFn, ORPOLossFn, SimPOLossFn
 from rl_megatron.losses.registry import LOSSES, build_loss, register_loss
 from rl_megatron.losses.value import MSEValueLoss, MSEValueLossDataDict
 
 __all__ = [
     "LOSSES",
+    "CPOLossConfig",
+    "CPOLossFn",
     "Call",
     "ClippedPGLossConfig",
     "ClippedPGLossDataDict",
@@ -65,6 +71,8 @@ __all__ = [
     "NLLLoss",
     "NLLLossConfig",
     "NaNLoss",
+    "ORPOLossConfig",
+    "ORPOLossFn",
     "PPOLoss",
     "PreferenceLoss",
     "PreferenceLossConfig",
@@ -72,6 +80,8 @@ __all__ = [
     "Reduction",
     "ScoreLoss",
     "SequencePackingLossWrapper",
+    "SimPOLossConfig",
+    "SimPOLossFn",
     "accepts_deferred_logits",
     "as_loss",
     "build_loss",

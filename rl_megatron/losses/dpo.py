@@ -8,12 +8,10 @@ from typing import Any, TypedDict
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from rl_megatron.config.losses import DPOLossConfig
+from rl_megatron.config.losses import DPOLossConfig, IPOLossConfig
 from rl_megatron.config.settings import parse_settings
-from rl_megatron.losses import functional as F
-from rl_megatron.losses.base import LogprobLoss
-from rl_megatron.losses.contract import Count, Reduction
-from rl_megatron.losses.preference import PreferenceLoss
+from rl_megatron.losses.contract import Count
+from rl_megatron.losses.preference import WITH_SFT, LogprobPreferenceLoss
 from rl_megatron.losses.registry import register_loss
 from rl_megatron.losses.streams import TokenStreams
 
@@ -35,7 +33,7 @@ class DPOLossDataDict(TypedDict):
     sample_mask: Tensor
 
 
-class ReferencePreferenceLoss(LogprobLoss, PreferenceLoss):
+class ReferencePreferenceLoss(LogprobPreferenceLoss):
     """A preference loss whose rewards are log-ratios to a reference policy.
 
         r_b = Σ_t m_bt·( log π(y_bt) − log π_ref(y_bt) ),  with preference_average_log_probs divided by Σ_t m_bt
@@ -45,6 +43,7 @@ class ReferencePreferenceLoss(LogprobLoss, PreferenceLoss):
     aligned with input_ids, use `torch.roll(logprobs, -1, dims=-1)`.
     """
 
+    cfg: DPOLossConfig | IPOLossConfig
     next_token_keys = frozenset({"reference_policy_logprobs"})
 
     @property
@@ -52,14 +51,18 @@ class ReferencePreferenceLoss(LogprobLoss, PreferenceLoss):
         """Return the keys of the batch that the loss needs."""
         return (*super().required_keys, "reference_policy_logprobs")
 
+    @property
+    def averages_logprobs(self) -> bool:
+        """Return whether rewards are means over the tokens of an answer, instead of sums."""
+        return self.cfg.preference_average_log_probs
+
     def _over_log_ratios(
-        self, streams: TokenStreams, logprobs: Tensor, global_valid_seqs: Count, average: bool, beta: float
+        self, streams: TokenStreams, logprobs: Tensor, global_valid_seqs: Count, beta: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return (loss, all metrics except "loss") for rewards that are sums or means of log-ratios."""
-        over_sequence = F.masked_mean if average else F.masked_sum
-        rewards = over_sequence(logprobs - streams["reference_policy_logprobs"], streams.token_mask, dim=-1)
-        has_tokens = (streams.mask != 0).any(dim=1)
-        return self._over_pairs(rewards, streams.sample_mask, has_tokens, global_valid_seqs, beta)
+        log_ratios = logprobs - streams["reference_policy_logprobs"]
+        rewards = self._of_sequences(streams, log_ratios, self.averages_logprobs)
+        return self._over_rewards(streams, rewards, global_valid_seqs, beta)
 
 
 @register_loss("dpo")
@@ -84,9 +87,9 @@ class DPOLossFn(ReferencePreferenceLoss):
     al. 2024, "Iterative Reasoning Preference Optimization" (arXiv:2404.19733).
     """
 
-    metric_reductions: Mapping[str, Reduction] = PreferenceLoss.metric_reductions | Reduction.table(
-        "preference_loss", "sft_loss"
-    )
+    metric_reductions = WITH_SFT
+
+    cfg: DPOLossConfig
 
     def __init__(self, cfg: Any = None) -> None:
         self.cfg = parse_settings(DPOLossConfig, cfg)
@@ -103,18 +106,10 @@ class DPOLossFn(ReferencePreferenceLoss):
         cfg, streams = self.cfg, self.streams(data, next_token_logprobs)
         logprobs = streams.select("next_token_logprobs", next_token_logprobs)
         preference_loss, metrics = self._over_log_ratios(
-            streams, logprobs, global_valid_seqs, cfg.preference_average_log_probs, cfg.reference_policy_kl_penalty
+            streams, logprobs, global_valid_seqs, cfg.reference_policy_kl_penalty
         )
         sft_loss = logprobs.new_zeros(())
         if cfg.sft_loss_weight > 0:
-            sft_loss = self._chosen_nll(streams, logprobs, global_valid_seqs)
-        loss = cfg.preference_loss_weight * preference_loss + cfg.sft_loss_weight * sft_loss
-        losses = {"loss": loss, "preference_loss": preference_loss, "sft_loss": sft_loss}
-        return loss, {name: value.detach() for name, value in losses.items()} | metrics
-
-    def _chosen_nll(self, streams: TokenStreams, logprobs: Tensor, global_valid_seqs: Count) -> Tensor:
-        """Return this batch's share of the SFT loss, over its chosen sequences."""
-        over_sequence = F.masked_mean if self.cfg.sft_average_log_probs else F.masked_sum
-        chosen, _ = self.split_output_tensor(-over_sequence(logprobs, streams.token_mask, dim=-1))
-        samples, _ = self.split_output_tensor(streams.sample_mask)
-        return F.masked_mean(chosen, samples, global_normalization_factor=self._num_pairs(global_valid_seqs))
+            sft_loss = self._chosen_nll(streams, logprobs, global_valid_seqs, cfg.sft_average_log_probs)
+        loss, losses = self._weighted(preference_loss, cfg.preference_loss_weight, sft_loss, cfg.sft_loss_weight)
+        return loss, losses | metrics

@@ -20,6 +20,9 @@ MAX_LOG_RATIO = 20.0
 # would be 0 · ∞ = NaN.
 _LARGEST_EXPONENT = 80.0
 
+# A probability of 1 has infinite odds.
+_LARGEST_LOGPROB = -1e-6
+
 
 def masked_sum(
     values: Float[Tensor, "*shape"],
@@ -290,6 +293,15 @@ def bradley_terry(margin: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     Source: Bradley & Terry 1952; as a loss on rewards: Christiano et al. 2017 (arXiv:1706.03741).
     """
     return -logsigmoid(margin)
+
+
+def log_odds(logprobs: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Return log P/(1 − P) of P = e^x. From x = −1e-6 on, it stays at its value there, with gradient 0.
+
+    Source: Hong et al. 2024, "ORPO" (arXiv:2403.07691), eq. 4.
+    """
+    bounded = logprobs.clamp(max=_LARGEST_LOGPROB)
+    return bounded - torch.log(-torch.expm1(bounded))
 
 
 def identity_preference(margin: Float[Tensor, "*shape"], tau: float) -> Float[Tensor, "*shape"]:

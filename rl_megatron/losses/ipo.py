@@ -27,6 +27,8 @@ class IPOLossFn(ReferencePreferenceLoss):
     Source: Azar et al. 2023 (arXiv:2310.12036), eq. 17.
     """
 
+    cfg: IPOLossConfig
+
     def __init__(self, cfg: Any = None) -> None:
         self.cfg = parse_settings(IPOLossConfig, cfg)
 
@@ -44,6 +46,5 @@ class IPOLossFn(ReferencePreferenceLoss):
         """Return the loss and its metrics from next-token logprobs."""
         streams = self.streams(data, next_token_logprobs)
         logprobs = streams.select("next_token_logprobs", next_token_logprobs)
-        average = self.cfg.preference_average_log_probs
-        loss, metrics = self._over_log_ratios(streams, logprobs, global_valid_seqs, average, beta=1.0)
+        loss, metrics = self._over_log_ratios(streams, logprobs, global_valid_seqs, beta=1.0)
         return loss, {"loss": loss.detach()} | metrics

@@ -111,13 +111,21 @@ MISMATCH = declare_metrics(
 
 PREFERENCE = declare_metrics(
     Metric("accuracy", "1", "The share of pairs whose chosen answer has the higher reward.", "sum", "higher"),
-    Metric("rewards_chosen_mean", "reward", "The mean reward of chosen answers: score, or log π − log π_ref.", "sum"),
     Metric(
-        "rewards_rejected_mean", "reward", "The mean reward of rejected answers: score, or log π − log π_ref.", "sum"
+        "rewards_chosen_mean",
+        "reward",
+        "The mean reward of chosen answers, which the loss compares: score, log π − log π_ref, log π or log odds.",
+        "sum",
     ),
-    Metric("preference_loss", "nats", "The preference part of DPO's loss, before its weight.", "sum", "lower"),
     Metric(
-        "sft_loss", "nats", "−log π of chosen answers, the SFT part of DPO's loss, before its weight.", "sum", "lower"
+        "rewards_rejected_mean",
+        "reward",
+        "The mean reward of rejected answers, which the loss compares: score, log π − log π_ref, log π or log odds.",
+        "sum",
+    ),
+    Metric("preference_loss", "nats", "The part of the loss that compares pairs, before its weight.", "sum", "lower"),
+    Metric(
+        "sft_loss", "nats", "−log π of chosen answers, the SFT part of the loss, before its weight.", "sum", "lower"
     ),
 )
 

@@ -1,4 +1,4 @@
-"""The preference loss: pairs of a chosen and a rejected sequence, compared by reward. DPO and IPO derive from it."""
+"""The preference loss: pairs of a chosen and a rejected sequence, compared by reward. DPO and others derive from it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rl_megatron.config.losses import PreferenceLossConfig
 from rl_megatron.config.settings import parse_settings
 from rl_megatron.logprobs import Sharding
 from rl_megatron.losses import functional as F
-from rl_megatron.losses.base import Loss, token_scores
+from rl_megatron.losses.base import LogprobLoss, Loss, token_scores
 from rl_megatron.losses.contract import Count, LossInputType, LossType, Reduction
 from rl_megatron.losses.registry import register_loss
-from rl_megatron.losses.streams import real
+from rl_megatron.losses.streams import TokenStreams, real
 
 
 class PreferenceLossDataDict(TypedDict):
@@ -56,6 +56,7 @@ class PreferenceLoss(Loss):
     Source: Bradley & Terry 1952; Ouyang et al. 2022, "InstructGPT" (arXiv:2203.02155), eq. 1.
     """
 
+    cfg: Any
     loss_type = LossType.SEQUENCE_LEVEL
     input_type = LossInputType.LOGIT
     output_name = "rewards"
@@ -66,6 +67,11 @@ class PreferenceLoss(Loss):
 
     def __init__(self, cfg: Any = None) -> None:
         self.cfg = parse_settings(PreferenceLossConfig, cfg)
+
+    @property
+    def averages_logprobs(self) -> bool:
+        """Return whether answers are compared by means over their tokens, instead of by sums."""
+        return False
 
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
         """Return the reward of each sequence, [B].
@@ -161,6 +167,42 @@ class PreferenceLoss(Loss):
     def _pair_loss(self, margin: Tensor) -> Tensor:
         """Return the loss of each pair from its margin, β·(r_chosen − r_rejected)."""
         return F.bradley_terry(margin)
+
+
+class LogprobPreferenceLoss(LogprobLoss, PreferenceLoss):
+    """A preference loss whose rewards come from next-token logprobs. Subclasses have the formula of the reward.
+
+    Its parts are the preference loss, and the SFT loss: −log π of chosen answers.
+    """
+
+    def _of_sequences(self, streams: TokenStreams, values: Tensor, average: bool) -> Tensor:
+        """Return the sum or the mean of token values over each sequence, [B, S-1] → [B]."""
+        over_sequence = F.masked_mean if average else F.masked_sum
+        return over_sequence(values, streams.token_mask, dim=-1)
+
+    def _over_rewards(
+        self, streams: TokenStreams, rewards: Tensor, global_valid_seqs: Count, beta: float
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return (preference loss, all metrics of `PreferenceLoss` except "loss") from rewards [B]."""
+        has_tokens = (streams.mask != 0).any(dim=1)
+        return self._over_pairs(rewards, streams.sample_mask, has_tokens, global_valid_seqs, beta)
+
+    def _chosen_nll(self, streams: TokenStreams, logprobs: Tensor, global_valid_seqs: Count, average: bool) -> Tensor:
+        """Return this batch's share of the SFT loss, over its chosen sequences."""
+        chosen, _ = self.split_output_tensor(-self._of_sequences(streams, logprobs, average))
+        samples, _ = self.split_output_tensor(streams.sample_mask)
+        return F.masked_mean(chosen, samples, global_normalization_factor=self._num_pairs(global_valid_seqs))
+
+    def _weighted(
+        self, preference_loss: Tensor, preference_weight: float, sft_loss: Tensor, sft_weight: float
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return (w_p·preference_loss + w_s·sft_loss, the metrics of the parts and of the sum)."""
+        loss = preference_weight * preference_loss + sft_weight * sft_loss
+        losses = {"loss": loss, "preference_loss": preference_loss, "sft_loss": sft_loss}
+        return loss, {name: value.detach() for name, value in losses.items()}
+
+
+WITH_SFT: Mapping[str, Reduction] = PreferenceLoss.metric_reductions | Reduction.table("preference_loss", "sft_loss")
 
 
 def last_score(

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from trl.experimental.cpo import CPOTrainer
+from trl.experimental.orpo import ORPOTrainer
 from trl.trainer.distillation_trainer import _chunked_divergence_loss
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.grpo_trainer import GRPOTrainer
@@ -344,6 +346,52 @@ def test_preference_losses_coincide(pairs, name, cfg, loss_type):
     assert_equal(mine, theirs)
     assert mine[1][0].abs().max() > 1e-3
     assert mine[2]["accuracy"].item() == pytest.approx(theirs[2]["rewards/accuracies"])
+
+
+def trl_reference_free(pairs, method, averages, **settings):
+    """(value, gradients, losses of pairs) of a preference loss of TRL without its NLL.
+
+    TRL's ORPO computes in fp32.
+    """
+    batch, logprobs = pairs
+    leaf, mask = logprobs.clone().requires_grad_(), mask_of(batch)
+    answers = (leaf * mask).sum(1) / (mask.sum(1) if averages else 1)
+    losses, *_ = method(one_process(label_smoothing=0.0, alpha=0.0, **settings), answers[::2], answers[1::2])
+    value = losses.mean()
+    return value.detach(), torch.autograd.grad(value, leaf)
+
+
+@pytest.mark.parametrize(
+    ("name", "cfg", "settings"),
+    [
+        pytest.param("cpo", {"beta": 0.3}, {"loss_type": "sigmoid", "beta": 0.3}, id="cpo"),
+        pytest.param(
+            "simpo",
+            {"beta": 1.5, "gamma": 0.6},
+            {"loss_type": "simpo", "beta": 1.5, "simpo_gamma": 0.6},
+            id="simpo",
+        ),
+    ],
+)
+def test_preference_losses_without_a_reference_coincide(pairs, name, cfg, settings):
+    mine = our_preference_loss(name, cfg | {"sft_loss_weight": 0.0}, pairs)
+    assert_equal(mine, trl_reference_free(pairs, CPOTrainer.cpo_loss, averages=name == "simpo", **settings))
+    assert mine[1][0].abs().max() > 1e-3
+
+
+def test_the_odds_ratio_loss_coincides(pairs):
+    """Ours minus its SFT loss, whose mean is over pairs; TRL's is over all tokens of chosen sequences."""
+    batch, logprobs = pairs
+    leaf, mask = logprobs.clone().requires_grad_(), mask_of(batch)
+    value, metrics = build_loss("orpo", {"beta": 0.7}).evaluate(batch, len(leaf), None, next_token_logprobs=leaf)
+    sft = (-(leaf * mask).sum(1) / mask.sum(1))[::2].mean()
+    torch.testing.assert_close(metrics["sft_loss"], sft.detach(), **EXACT)
+    theirs = trl_reference_free(pairs, ORPOTrainer.odds_ratio_loss, averages=True, beta=0.7)
+    in_fp32 = {"rtol": 1e-5, "atol": 1e-7, "check_dtype": False}
+    torch.testing.assert_close((value - sft).detach(), -theirs[0], **in_fp32)
+    (mine,) = torch.autograd.grad(value - sft, leaf)
+    torch.testing.assert_close(mine, -theirs[1][0], **in_fp32)
+    assert mine.abs().max() > 1e-2
 
 
 def test_rewards_are_reported_without_beta_and_trls_with_it(pairs):

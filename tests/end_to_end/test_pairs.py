@@ -42,6 +42,14 @@ def test_dpo_learns_to_prefer_the_chosen_answers(pairs, forks, loss):
     assert after["reward_margin"] == pytest.approx(after["preference_margin"] - before["preference_margin"], rel=1e-3)
 
 
+def test_a_loss_without_a_reference_learns_and_keeps_none(pairs, forks):
+    done = forks.run(pairs, *DPO[:-1], "loss=simpo")
+    assert done.status == 0, done.err
+    before, after = evaluations(pairs)
+    assert after["preference_accuracy"] > 0.9 and after["preference_margin"] > before["preference_margin"]
+    assert not any(name.startswith("reward_") for name in after), "there is no reference to compare with"
+
+
 def test_a_precomputed_reference_is_kept_and_changes_no_number(pairs, forks):
     """Ten steps read every pair and start a second epoch; the run is resumed after six steps."""
     plain = forks.run(pairs, *DPO, "train.steps=10", "output_dir=plain")
@@ -84,7 +92,14 @@ def test_a_reward_model_starts_from_a_policy(pairs, forks):
         (["train.global_batch_size=15"], ["train.global_batch_size=15 must be even", "two sequences"]),
         (["train.micro_batch_size=3"], ["train.micro_batch_size=3 must be even"]),
         (["train.global_batch_size=200"], ["200 is 100 pairs of two sequences"]),
-        (["loss=clipped_pg"], ["loss.name=clipped_pg does not use logprobs of pairs", "use dpo or ipo"]),
+        (
+            ["loss=clipped_pg"],
+            ["loss.name=clipped_pg does not use logprobs of pairs", "use dpo, ipo, simpo,"],
+        ),
+        (
+            ["loss=orpo", "algorithm.precompute_reference=true"],
+            ["algorithm.precompute_reference=true has no effect", "loss.name=orpo"],
+        ),
         (["loss.sft_loss_wieght=1"], ["sft_loss_wieght"]),
         (["loss.reference_policy_kl_penalty=-1"], ["reference_policy_kl_penalty=-1"]),
         (["data=arithmetic"], ["algorithm=dpo needs pairs"]),

@@ -103,9 +103,8 @@ class DPOLossFn(NeedsRank, losses.DPOLossFn):
         streams = self.streams(call.data, keywords["next_token_logprobs"])
         logprobs = streams.select("next_token_logprobs", keywords["next_token_logprobs"])
         loss, metrics = self._over_log_ratios(
-            streams, logprobs, call.global_valid_seqs, self.cfg.preference_average_log_probs,
-            self.cfg.reference_policy_kl_penalty,
-        )  # fmt: skip
+            streams, logprobs, call.global_valid_seqs, self.cfg.reference_policy_kl_penalty
+        )
         return loss, metrics["accuracy"], metrics["rewards_chosen_mean"], metrics["rewards_rejected_mean"]
 
     def _preference_loss(

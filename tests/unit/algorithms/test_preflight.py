@@ -46,7 +46,7 @@ def stage_of(algorithm, loss):
         ("ppo", {"name": "dpo"}, "not use advantages.*use clipped_pg"),
         ("grpo", {"name": "clipped_pgg"}, "clipped_pg"),
         ("grpo", {"name": "clipped_pg", "ratio_clip_mx": 0.2}, "did you mean 'ratio_clip_max'"),
-        ("dpo", {"name": "clipped_pg"}, "not use logprobs of pairs.*use dpo or ipo"),
+        ("dpo", {"name": "clipped_pg"}, "not use logprobs of pairs.*use dpo, ipo, simpo, cpo or orpo"),
         ("dpo", {"name": "preference"}, "not use logprobs of pairs"),
         ("reward_model", {"name": "dpo"}, "not use scores of pairs.*use preference"),
         ("reward_model", {"name": "mse_value"}, "not use scores of pairs.*use preference"),
@@ -66,6 +66,9 @@ def test_a_loss_that_does_not_suit_the_algorithm_is_refused(algorithm, loss, wor
         ("ppo", IN_REWARD),
         ("dpo", {"name": "dpo", "sft_loss_weight": 0.1}),
         ("dpo", {"name": "ipo"}),
+        ("dpo", {"name": "simpo"}),
+        ("dpo", {"name": "cpo", "sft_loss_weight": 0.0}),
+        ("dpo", {"name": "orpo"}),
         ("reward_model", {"name": "preference"}),
     ],
 )
