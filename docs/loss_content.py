@@ -20,6 +20,10 @@ FORMULAS = {
 \min\big(\text{the above},\; -c\, A_t\big) \;\text{ where } A_t < 0 & \text{with ratio\_clip\_c: dual clip} \\
 -\,\mathrm{sg}\big(\mathrm{clip}(r_t,\, 1-\varepsilon_{\min},\, 1+\varepsilon_{\max})\big)\, A_t \log \pi(y_t)
   & \text{with use\_cispo} \\
+-\,A_t \big(\prod_{t'} \tilde r_{t'}\big)^{1/|y|},\;
+  \log \tilde r = \mathrm{clip}(\log r,\, -\varepsilon_{\min},\, \varepsilon_{\max}) \text{ on the side of } A
+  & \text{with use\_gmpo} \\
+-\,A_t\,\frac{4}{\tau}\,\sigma\big(\tau (r_t - 1)\big) & \text{with use\_sapo} \\
 -\,A_t \log \pi(y_t) & \text{with disable\_ppo\_ratio: REINFORCE}
 \end{cases}
 
@@ -139,6 +143,32 @@ RECIPES = (
         "weight, so every token has a gradient. The upper bound of 5 is from [ScaleRL](https://arxiv.org/abs/2510.13786).",
     ),
     Recipe(
+        "GMPO",
+        "algorithm=grpo data=arithmetic "
+        f"loss.use_gmpo=true loss.token_level_loss=false loss.ratio_clip_min=0.4 loss.ratio_clip_max=0.4 {_NO_KL}",
+        "[2507.20673](https://arxiv.org/abs/2507.20673). The geometric mean of a sequence's ratios, each clipped in "
+        "logarithms. The clip range can therefore be wide.",
+    ),
+    Recipe(
+        "SAPO",
+        f"algorithm=grpo data=arithmetic loss.use_sapo=true loss.token_level_loss=false {_NO_KL}",
+        "[2511.20347](https://arxiv.org/abs/2511.20347). A sigmoid around the ratio 1 takes the place of the clip, and "
+        "fades faster for negative advantages.",
+    ),
+    Recipe(
+        "Rejection of mismatched sequences",
+        "algorithm=grpo data=arithmetic loss.sequence_rejection_type=geometric loss.sequence_rejection_min=0.99 "
+        f"loss.sequence_rejection_max=1.01 {_NO_KL}",
+        "Sequences on which the trainer and the engine disagree per token by more than 1 % do not count. "
+        "`loss.sequence_rejection_type=k3` bounds the k3 estimate of the KL instead.",
+    ),
+    Recipe(
+        "OPO",
+        f"algorithm=grpo data=arithmetic algorithm.advantage_estimator=optimal_baseline {_NO_KL}",
+        "[2505.23585](https://arxiv.org/abs/2505.23585). The baseline is the group's mean reward, weighted by length. "
+        "It is for exactly on-policy training.",
+    ),
+    Recipe(
         "RLOO",
         "algorithm=grpo data=arithmetic "
         "algorithm.leave_one_out=true algorithm.normalize_std=false loss.disable_ppo_ratio=true "
@@ -153,6 +183,13 @@ RECIPES = (
         "loss.reference_policy_kl_type=k1",
         "[2501.03262](https://arxiv.org/abs/2501.03262). The KL is subtracted from each token's reward, and returns "
         "are whitened over the whole batch.",
+    ),
+    Recipe(
+        "REINFORCE++-baseline",
+        "algorithm=grpo data=arithmetic algorithm.advantage_estimator=reinforce_plus_plus_baseline "
+        "loss.reference_policy_kl_type=k2",
+        "[2501.03262](https://arxiv.org/abs/2501.03262). Differences from the group's mean are whitened over the whole "
+        "batch, and the KL is in the loss.",
     ),
     Recipe(
         "PPO",
@@ -220,6 +257,16 @@ TRL = (
         '`loss_type="cispo"`, `epsilon_high=e`',
         "`use_cispo: true`, `ratio_clip_min: 1`, `ratio_clip_max: e − 1`",
         "equal; TRL's value is the upper bound itself",
+    ),
+    (
+        '`loss_type="sapo"`, `sapo_temperature_pos`, `sapo_temperature_neg`',
+        "`use_sapo: true`, `token_level_loss: false`, and the same keys",
+        "equal",
+    ),
+    (
+        "`GMPOConfig`, `epsilon`, `epsilon_high`",
+        "`use_gmpo: true`, `token_level_loss: false`, `ratio_clip_min`, `ratio_clip_max`",
+        "equal",
     ),
     (
         "`beta`",

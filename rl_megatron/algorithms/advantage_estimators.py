@@ -31,7 +31,12 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from rl_megatron import log
-from rl_megatron.algorithms.advantages import group_relative, reinforce_plus_plus
+from rl_megatron.algorithms.advantages import (
+    group_relative,
+    optimal_baseline,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+)
 from rl_megatron.algorithms.rollout import rewards_per_token, whole_trajectories
 from rl_megatron.algorithms.rollout_statistics import Rollouts, numbers_of_all, ranks_of
 from rl_megatron.algorithms.turn_advantages import group_relative_steps, group_relative_turns
@@ -89,6 +94,23 @@ def _reinforce_plus_plus(
     token_rewards: Float[Tensor, "batch sequence"], token_mask: Shaped[Tensor, "batch sequence"], ranks: RankReduction
 ) -> Float[Tensor, "batch sequence"]:
     return reinforce_plus_plus(token_rewards, token_mask, ranks)
+
+
+@register_advantage("reinforce_plus_plus_baseline")
+def _reinforce_plus_plus_baseline(
+    rewards: Float[Tensor, " batch"],
+    group_size: int,
+    token_mask: Shaped[Tensor, "batch sequence"],
+    ranks: RankReduction,
+) -> Float[Tensor, "batch sequence"]:
+    return reinforce_plus_plus_baseline(rewards, group_size, token_mask, ranks)
+
+
+@register_advantage("optimal_baseline")
+def _optimal_baseline(
+    rewards: Float[Tensor, " batch"], group_size: int, token_mask: Shaped[Tensor, "batch sequence"]
+) -> Float[Tensor, " batch"]:
+    return optimal_baseline(rewards, group_size, token_mask)
 
 
 class AdvantagesFailed(RuntimeError):

@@ -176,3 +176,39 @@ def reinforce_plus_plus(
     no_critic = torch.zeros_like(rewards)
     returns, _ = generalized_advantages(rewards, no_critic, mask, discount=discount, gae_lambda=1.0)
     return whiten(returns, mask, ranks)
+
+
+def reinforce_plus_plus_baseline(
+    rewards: Real[Tensor, " samples"],
+    group_size: int,
+    mask: Shaped[Tensor, "samples sequence"],
+    ranks: RankReduction = ALONE,
+) -> Float[Tensor, "samples sequence"]:
+    """Return whiten(r_i − mean of the group), over all tokens of the whole batch, each with its sample's difference.
+
+    Collective over the ranks that share the batch.
+
+    Shapes: rewards is [num_groups · group_size], with groups contiguous; mask is [B, S]; the result is [B, S] fp32.
+    Source: Hu 2025, "REINFORCE++" (arXiv:2501.03262), REINFORCE++-baseline.
+    """
+    centred = group_relative(rewards, group_size, normalize_std=False)
+    return whiten(centred[:, None].expand(mask.shape), mask, ranks)
+
+
+def optimal_baseline(
+    rewards: Real[Tensor, " samples"], group_size: int, mask: Shaped[Tensor, "samples sequence"]
+) -> Float[Tensor, " samples"]:
+    """Return A_i = r_i − Σ_j l_j·r_j / Σ_j l_j over groups of samples of one prompt, with l the number of tokens.
+
+    It is the baseline of least variance if a sample's squared gradient grows with its length. A group of equal rewards
+    gets exactly 0, and so does one without tokens.
+
+    Shapes: rewards is [num_groups · group_size], with groups contiguous; mask is [B, S]; the result is [B] fp32.
+    Source: Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline" (arXiv:2505.23585), eq. 6.
+    """
+    groups = rewards.float().view(-1, group_size)
+    lengths = (mask != 0).sum(1).to(groups).view(-1, group_size)
+    total = lengths.sum(1, keepdim=True)
+    baseline = (lengths * groups).sum(1, keepdim=True) / total.clamp(min=1)
+    silent = (groups == groups[:, :1]).all(1, keepdim=True) | (total == 0)
+    return torch.where(silent, 0.0, groups - baseline).view(-1)

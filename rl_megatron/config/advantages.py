@@ -23,8 +23,10 @@ ESTIMATORS.register("group_relative")(frozenset({"rewards", "group_size", *OPTIO
 ESTIMATORS.register("group_relative_turns")(frozenset({"token_rewards", "turns", "group_size", *OPTIONS}))
 ESTIMATORS.register("group_relative_steps")(frozenset({"token_rewards", "turns", "group_size", "normalize_std"}))
 ESTIMATORS.register("reinforce_plus_plus")(frozenset({"token_rewards", "token_mask", "ranks"}))
+ESTIMATORS.register("reinforce_plus_plus_baseline")(frozenset({"rewards", "group_size", "token_mask", "ranks"}))
+ESTIMATORS.register("optimal_baseline")(frozenset({"rewards", "group_size", "token_mask"}))
 
-_OF_GROUPS = ("group_relative_turns", "group_relative_steps")
+_OF_GROUPS = ("optimal_baseline", "group_relative_turns", "group_relative_steps")
 _OF_ALL_SAMPLES = frozenset({"rewards", "group_size", *OPTIONS})
 
 

@@ -221,7 +221,9 @@ class GRPOConfig(PolicyGradientConfig):
     # from a turn on with those of the same turn of the group. group_relative_steps: compare the reward of each turn
     # with the mean of all turns of the group, and add up the turns that follow. reinforce_plus_plus: compare the return
     # of each token with the mean of the whole batch. With loss.use_kl_in_reward, the KL is subtracted from the rewards
-    # of tokens, which all but group_relative use. file.py:name or package.module:name: your own function.
+    # of tokens, which these three use. reinforce_plus_plus_baseline: subtract the mean of the group, and scale by the
+    # deviation of the whole batch. optimal_baseline: compare with the group's mean, weighted by length (OPO).
+    # file.py:name or package.module:name: your own function.
     advantage_estimator: Annotated[str, AfterValidator(known_estimator)] = "group_relative"
     # group_relative and group_relative_turns: compare with the mean of the other samples of the group (RLOO).
     leave_one_out: bool = False

@@ -8,6 +8,35 @@ from rl_megatron.config.settings import check_ranges, check_types, register_loss
 
 KL_TYPES = ("k1", "k2", "k3")
 TRUNCATION_TYPES = ("tis", "icepop", "seq-mask-tis")
+REJECTION_TYPES = ("geometric", "k3")
+
+
+# What each method needs of other keys, and why.
+_NEEDED = {
+    "use_cispo": {
+        "disable_ppo_ratio": (False, "CISPO weights tokens by the ratio"),
+        "force_on_policy_ratio": (False, "the ratio would always be 1, but it is CISPO's weight"),
+        "sequence_level_importance_ratios": (False, "CISPO weights each token by its own ratio"),
+        "ratio_clip_c": (None, "dual clip would remove gradients that CISPO keeps"),
+        "token_level_loss": (True, "CISPO averages over tokens"),
+    },
+    "use_gmpo": {
+        "use_cispo": (False, "both replace PPO's surrogate"),
+        "disable_ppo_ratio": (False, "GMPO averages the ratios"),
+        "force_on_policy_ratio": (False, "the ratios would always be 1"),
+        "sequence_level_importance_ratios": (False, "GMPO clips each token's ratio before it averages them"),
+        "ratio_clip_c": (None, "dual clip is of single tokens"),
+        "token_level_loss": (False, "GMPO averages over sequences"),
+    },
+    "use_sapo": {
+        "use_cispo": (False, "both replace PPO's surrogate"),
+        "use_gmpo": (False, "both replace PPO's surrogate"),
+        "disable_ppo_ratio": (False, "SAPO's sigmoid is a function of the ratio"),
+        "force_on_policy_ratio": (False, "the ratio would always be 1"),
+        "sequence_level_importance_ratios": (False, "SAPO is defined for each token's own ratio"),
+        "ratio_clip_c": (None, "SAPO does not clip"),
+    },
+}
 
 
 @register_loss_settings("clipped_pg")
@@ -25,6 +54,11 @@ class ClippedPGLossConfig:
         ratio_clip_min, ratio_clip_max: r is clipped to [1 − ratio_clip_min, 1 + ratio_clip_max].
         ratio_clip_c: The bound c > 1 of dual clip: if A < 0, the loss is at most −c·A. null disables dual clip.
         use_cispo: Use the clipped ratio as a constant weight on log π (CISPO).
+        use_gmpo: Use the geometric mean of a sequence's clipped ratios (GMPO). log r is clipped to [−ratio_clip_min,
+            ratio_clip_max], on the side that its advantage would push it past. It needs token_level_loss=False.
+        use_sapo: Use a sigmoid around r = 1 instead of the clip (SAPO). ratio_clip_* have no effect.
+        sapo_temperature_pos, sapo_temperature_neg: The temperatures τ > 0 of SAPO's sigmoid, for tokens with A > 0 and
+            for others. A larger τ makes the gradient of a token vanish nearer to r = 1.
 
     Keys of the average:
         token_level_loss: Average over all tokens. false: average over each sequence's tokens, then over sequences.
@@ -48,6 +82,14 @@ class ClippedPGLossConfig:
             whose geometric mean of weights is outside it.
         truncated_importance_sampling_ratio: The upper bound of the weights. It is required with a type.
         truncated_importance_sampling_ratio_min: The lower bound. It is required by icepop and seq-mask-tis.
+
+    Keys of the rejection of sequences on which the trainer and the engine disagree. Their loss is 0, but they count in
+    the averages. They need generation_logprobs, and no correction:
+        sequence_rejection_type: "geometric" rejects sequences whose geometric mean of π_prev/π_generation is outside
+            [sequence_rejection_min, sequence_rejection_max]. "k3" rejects those whose mean k3 estimate of
+            KL(π_generation‖π_prev) exceeds sequence_rejection_max. null rejects none.
+        sequence_rejection_max: The upper bound. It is required with a type.
+        sequence_rejection_min: The lower bound of "geometric", which requires it.
 
     Keys of further terms:
         positive_example_nll_weight: The weight μ ≥ 0 of VAPO's NLL on the tokens of samples with a positive reward.
@@ -73,6 +115,13 @@ class ClippedPGLossConfig:
     use_on_policy_kl_approximation: bool = False
     force_on_policy_ratio: bool = False
     use_cispo: bool = False
+    use_gmpo: bool = False
+    use_sapo: bool = False
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    sequence_rejection_type: str | None = None
+    sequence_rejection_max: float | None = None
+    sequence_rejection_min: float | None = None
     positive_example_nll_weight: float = 0.0
     entropy_coeff: float = 0.0
 
@@ -81,6 +130,7 @@ class ClippedPGLossConfig:
         self._check_ranges()
         self._check_combinations()
         self._check_truncation()
+        self._check_rejection()
 
     @property
     def kl_coefficient(self) -> float:
@@ -101,7 +151,7 @@ class ClippedPGLossConfig:
             ),
             above_zero=(
                 "kl_input_clamp_value", "kl_output_clamp_value", "truncated_importance_sampling_ratio",
-                "fixed_sequence_length",
+                "fixed_sequence_length", "sapo_temperature_pos", "sapo_temperature_neg", "sequence_rejection_max",
             ),
         )  # fmt: skip
         if self.ratio_clip_c is not None and self.ratio_clip_c <= 1:
@@ -124,18 +174,29 @@ class ClippedPGLossConfig:
                 f"fixed_sequence_length={self.fixed_sequence_length} divides a sum over tokens, but token_level_loss="
                 "False averages over sequences; set token_level_loss=True or fixed_sequence_length=null"
             )
-        if not self.use_cispo:
+        for method, needed in _NEEDED.items():
+            for key, (value, reason) in needed.items() if getattr(self, method) else ():
+                if getattr(self, key) != value:
+                    raise ValueError(f"{method}=True excludes {key}={getattr(self, key)}: {reason}; set {key}={value}")
+
+    def _check_rejection(self) -> None:
+        kind, low, high = self.sequence_rejection_type, self.sequence_rejection_min, self.sequence_rejection_max
+        if kind is None:
+            if high is not None or low is not None:
+                raise ValueError(
+                    "sequence_rejection_max or _min is set, but sequence_rejection_type is null; set the type to one "
+                    f"of {REJECTION_TYPES} or the bounds to null"
+                )
             return
-        needed = {
-            "disable_ppo_ratio": (False, "CISPO weights tokens by the ratio"),
-            "force_on_policy_ratio": (False, "the ratio would always be 1, but it is CISPO's weight"),
-            "sequence_level_importance_ratios": (False, "CISPO weights each token by its own ratio"),
-            "ratio_clip_c": (None, "dual clip would remove gradients that CISPO keeps"),
-            "token_level_loss": (True, "CISPO averages over tokens"),
-        }
-        for key, (value, reason) in needed.items():
-            if getattr(self, key) != value:
-                raise ValueError(f"use_cispo=True excludes {key}={getattr(self, key)}: {reason}; set {key}={value}")
+        if kind not in REJECTION_TYPES:
+            raise ValueError(f"sequence_rejection_type={kind!r} must be one of {REJECTION_TYPES} or null")
+        if high is None:
+            raise ValueError(f"sequence_rejection_type={kind!r} needs sequence_rejection_max, the upper bound")
+        if (low is None) == (kind == "geometric"):
+            rule = "needs sequence_rejection_min, the lower bound" if low is None else "has no lower bound"
+            raise ValueError(f"sequence_rejection_type={kind!r} {rule}; sequence_rejection_min={low}")
+        if low is not None and not 0 <= low <= high:
+            raise ValueError(f"sequence_rejection_min={low} must lie between 0 and sequence_rejection_max={high}")
 
     def _check_truncation(self) -> None:
         kind = self.truncation_type

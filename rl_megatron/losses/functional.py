@@ -210,6 +210,57 @@ def cispo_surrogate(
     return -advantages * clipped_ratio.detach() * logprobs
 
 
+def geometric_mean_surrogate(
+    advantages: Float[Tensor, "batch tokens"],
+    ratio: Float[Tensor, "batch tokens"],
+    clipped_ratio: Float[Tensor, "batch tokens"],
+    mask: Shaped[Tensor, "batch tokens"],
+) -> Float[Tensor, "batch tokens"]:
+    """Return −A·(Π r)^{1/|y|} at every token, with each r clipped on the side that its advantage would push it past.
+
+    Source: Zhao et al. 2025, "Geometric-Mean Policy Optimization" (arXiv:2507.20673), eq. 4.
+    """
+    pessimistic = torch.where(advantages > 0, torch.minimum(ratio, clipped_ratio), torch.maximum(ratio, clipped_ratio))
+    return -advantages * sequence_log_ratio(pessimistic.log(), mask).exp()
+
+
+def soft_surrogate(
+    advantages: Float[Tensor, "*shape"],
+    ratio: Float[Tensor, "*shape"],
+    temperature_pos: float,
+    temperature_neg: float,
+) -> Float[Tensor, "*shape"]:
+    """Return −A·(4/τ)·σ( τ·(r − 1) ), whose gradient fades with the distance of r from 1, where it is PPO's.
+
+    τ is temperature_pos if A > 0, and temperature_neg otherwise.
+
+    Source: Gao et al. 2025, "Soft Adaptive Policy Optimization" (arXiv:2511.20347), eq. 5.
+    """
+    temperature = torch.where(advantages > 0, torch.full_like(advantages, temperature_pos), temperature_neg)
+    return -advantages * torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature
+
+
+def geometric_mean_outside(
+    log_ratio: Float[Tensor, "batch tokens"], mask: Shaped[Tensor, "batch tokens"], low: float, high: float
+) -> Bool[Tensor, "batch tokens"]:
+    """Return, at every token, whether the geometric mean of e^x over its sequence is outside [low, high]."""
+    finite = torch.nan_to_num(log_ratio, nan=0.0, posinf=0.0, neginf=0.0)
+    geometric_mean = masked_mean(finite, mask, dim=-1).exp()
+    return ((geometric_mean < low) | (geometric_mean > high))[:, None].expand_as(log_ratio)
+
+
+def mean_k3_above(
+    log_ratio: Float[Tensor, "batch tokens"], mask: Shaped[Tensor, "batch tokens"], high: float
+) -> Bool[Tensor, "batch tokens"]:
+    """Return, at every token, whether the mean of e^x − 1 − x over its sequence is above `high`.
+
+    With x = log π_prev/π_generation it is the k3 estimate of KL(π_generation‖π_prev), see `kl_penalty`.
+    """
+    finite = torch.nan_to_num(log_ratio, nan=0.0, posinf=0.0, neginf=0.0)
+    k3 = kl_penalty(torch.zeros_like(finite), finite, "k3", MAX_LOG_RATIO, output_clamp=None)
+    return (masked_mean(k3, mask, dim=-1) > high)[:, None].expand_as(log_ratio)
+
+
 def truncated_weights(
     weights: Float[Tensor, "*shape"],
     low: float,
@@ -249,9 +300,7 @@ def sequence_masked_weights(
     Source: Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference
     Mismatch".
     """
-    finite = torch.nan_to_num(log_ratio, nan=0.0, posinf=0.0, neginf=0.0)
-    geometric_mean = masked_mean(finite, mask, dim=-1).exp()
-    outside = ((geometric_mean < low) | (geometric_mean > high))[:, None].expand_as(weights)
+    outside = geometric_mean_outside(log_ratio, mask, low, high)
     return torch.where(outside, 0.0, weights), outside
 
 

@@ -72,6 +72,13 @@ CLIPPED_PG = declare_metrics(
         healthy="falls slowly; near 0, all completions of a prompt are alike",
     ),
     Metric(
+        "rejected_sequences",
+        "1",
+        "The share of sequences that `sequence_rejection_type` rejects.",
+        "sum",
+        healthy="below 0.1",
+    ),
+    Metric(
         "is_oob_ratio",
         "1",
         "The share of tokens (sequences for seq-mask-tis) whose weight is outside the truncation bounds.",

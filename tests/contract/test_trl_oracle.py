@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from trl.experimental.cpo import CPOTrainer
+from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 from trl.trainer.distillation_trainer import _chunked_divergence_loss
 from trl.trainer.dpo_trainer import DPOTrainer
@@ -125,7 +126,7 @@ def trl(rollouts, loss_type, *, num_items=None, microbatches=1, trainer=GRPOTrai
             "prompt_mask": torch.ones_like(batch["input_ids"][:, :1]),
             "completion_ids": batch["input_ids"][:, 1:],
             "completion_mask": mask,
-            "advantages": batch["advantages"][:, 1:],
+            "advantages": batch["advantages"][:, 1] if trainer is GMPOTrainer else batch["advantages"][:, 1:],
             "old_per_token_logps": None if on_policy else batch["prev_logprobs"][:, 1:],
             "ref_per_token_logps": batch["reference_policy_logprobs"][:, 1:],
             "num_items_in_batch": mask.sum() if num_items is None else num_items,
@@ -165,6 +166,25 @@ def test_policy_gradients_coincide(rollouts, cfg, loss_type, settings):
     assert (mine[0] == ours(rollouts, NO_KL)[0]) == (not cfg), "a setting that does not bite compares nothing"
     assert 0.1 < mine[2]["clip_fraction"] < 0.95, "nor does a clip that never or always bites"
     assert mine[2]["entropy"].item() == pytest.approx(theirs[2]["entropy"], rel=1e-12)
+
+
+def test_soft_adaptive_policy_optimization_coincides(rollouts):
+    cfg = {"use_sapo": True, "sapo_temperature_pos": 1.5, "sapo_temperature_neg": 2.5, "token_level_loss": False}
+    mine = ours(rollouts, NO_KL | cfg)
+    assert_equal(mine, trl(rollouts, "sapo", sapo_temperature_pos=1.5, sapo_temperature_neg=2.5))
+    assert abs(mine[0] - ours(rollouts, NO_KL | PER_SEQUENCE)[0]) > 1e-3
+
+
+def test_the_geometric_mean_of_ratios_coincides(rollouts):
+    """TRL's advantages are one per sequence."""
+    batch, *streams = rollouts
+    batch = batch | {"advantages": batch["advantages"][:, :1].expand_as(batch["advantages"])}
+    cfg = {"use_gmpo": True, "token_level_loss": False, "ratio_clip_min": 0.1, "ratio_clip_max": 0.3}
+    mine = ours((batch, *streams), NO_KL | cfg)
+    theirs = trl((batch, *streams), "grpo", trainer=GMPOTrainer, epsilon=0.1, epsilon_high=0.3)
+    assert_equal(mine, theirs)
+    wide = ours((batch, *streams), NO_KL | cfg | {"ratio_clip_min": 9.0, "ratio_clip_max": 9.0})
+    assert abs(mine[0] - wide[0]) > 1e-3, "a clip that never bites compares nothing"
 
 
 def test_a_policy_that_has_not_moved_coincides_without_old_logprobs(rollouts):

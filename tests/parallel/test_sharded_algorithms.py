@@ -27,7 +27,7 @@ LAYOUTS = {
     "data 2 context 2": (4, {"context": 2}),
 }
 OWN = f"{Path(__file__).with_name('own_estimator.py')}:over_the_batch"
-ESTIMATORS = ["group_relative", "group_relative_turns", "reinforce_plus_plus", OWN]
+ESTIMATORS = ["group_relative", "group_relative_turns", "reinforce_plus_plus", "reinforce_plus_plus_baseline", OWN]
 
 
 def rollouts(policy, everywhere: bool):

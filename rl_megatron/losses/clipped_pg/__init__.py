@@ -1,4 +1,4 @@
-"""The clipped policy gradient loss, which covers PPO, GRPO, DAPO, REINFORCE, RLOO, GSPO and CISPO."""
+"""The clipped policy gradient loss, which covers PPO, GRPO, DAPO, REINFORCE, RLOO, GSPO, CISPO, GMPO and SAPO."""
 
 from rl_megatron.config.clipped_pg import ClippedPGLossConfig
 from rl_megatron.losses.clipped_pg.data import ClippedPGLossDataDict

@@ -41,6 +41,26 @@ def importance_weights(
     return F.sequence_masked_weights(weights, log_ratio, token_mask, low, high)
 
 
+def rejected(
+    cfg: ClippedPGLossConfig,
+    prev_logprobs: Float[Tensor, "batch tokens"],
+    generation_logprobs: Float[Tensor, "batch tokens"],
+    token_mask: Float[Tensor, "batch tokens"],
+) -> Bool[Tensor, "batch tokens"]:
+    """Return, at every token, whether its sequence is rejected, as sequence_rejection_type says.
+
+    Shapes: all tensor arguments and the result are [B, S-1]. `token_mask` does not include the sample's weight.
+
+    Source: Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference
+    Mismatch"; the k3 estimate is `functional.kl_penalty`'s.
+    """
+    log_ratio, high = (prev_logprobs - generation_logprobs).detach(), cfg.sequence_rejection_max
+    assert high is not None  # the settings check it
+    if cfg.sequence_rejection_type == "k3":
+        return F.mean_k3_above(log_ratio, token_mask, high)
+    return F.geometric_mean_outside(log_ratio, token_mask, cfg.sequence_rejection_min or 0.0, high)
+
+
 def generation_metrics(
     cfg: ClippedPGLossConfig,
     logprobs: Float[Tensor, "batch tokens"],

@@ -18,7 +18,7 @@ from rl_megatron.config.clipped_pg import ClippedPGLossConfig
 from rl_megatron.config.settings import parse_settings
 from rl_megatron.losses import functional as F
 from rl_megatron.losses.base import LogprobLoss
-from rl_megatron.losses.clipped_pg.importance import generation_metrics, importance_weights
+from rl_megatron.losses.clipped_pg.importance import generation_metrics, importance_weights, rejected
 from rl_megatron.losses.clipped_pg.means import Means
 from rl_megatron.losses.clipped_pg.ratios import policy_ratio, ratio_metrics
 from rl_megatron.losses.clipped_pg.surrogates import surrogate_loss
@@ -49,10 +49,10 @@ class ClippedPGLossFn(LogprobLoss):
 
     Metrics: see `metric_reductions`. Means are over the global batch's tokens, whatever the loss averages over. The
     exceptions are `loss`, `kl_penalty` (averaged like the loss, without β), `num_valid_samples`, `positive_nll_loss`
-    (see above), `sampling_importance_ratio` and its square (over sequences under GSPO) and `is_oob_ratio` (over
-    sequences for seq-mask-tis). `clip_fraction` is the share of tokens whose ratio was outside the clip range. With
-    disable_ppo_ratio the ratio metrics are log-probabilities. Generation metrics are present if the batch has
-    generation_logprobs; `entropy` is present if next_token_entropy is given.
+    (see above), `sampling_importance_ratio` and its square (over sequences under GSPO), `is_oob_ratio` (over sequences
+    for seq-mask-tis) and `rejected_sequences` (the share of sequences). `clip_fraction` is the share of tokens whose
+    ratio was outside the clip range. With disable_ppo_ratio the ratio metrics are log-probabilities. Generation metrics
+    are present if the batch has generation_logprobs; `entropy` is present if next_token_entropy is given.
 
     TRL's GRPOTrainer computes the same loss for these values of its loss_type:
 
@@ -61,6 +61,10 @@ class ClippedPGLossFn(LogprobLoss):
       without tokens in the denominator.
     - "dr_grpo": fixed_sequence_length=max_completion_length.
     - "cispo": use_cispo=True with ratio_clip_min=1, because TRL has no lower bound.
+    - "sapo": use_sapo=True with token_level_loss=False.
+
+    TRL's GMPOTrainer computes the same as use_gmpo=True with token_level_loss=False, for advantages that are equal over
+    a sequence.
 
     TRL's "bnpo" differs: it is a mean of the microbatches' means. TRL's delta equals ratio_clip_c only if it is at
     least 1 + ratio_clip_max. TRL differentiates the KL without the tokens' probability unless use_bias_correction_kl is
@@ -86,6 +90,7 @@ class ClippedPGLossFn(LogprobLoss):
             "loss", *ratios, "kl_penalty", "clip_fraction", "num_valid_samples", "positive_nll_loss", "entropy",
             "sampling_importance_ratio", "sampling_importance_ratio_square", "approx_entropy", *MISMATCH_MEANS,
             *(["is_oob_ratio"] if self.cfg.truncation_type is not None else []),
+            *(["rejected_sequences"] if self.cfg.sequence_rejection_type is not None else []),
             minima=[f"{name}_min" for name in ratios],
             maxima=[*(f"{name}_max" for name in ratios), *MISMATCH_MAXIMA],
         )  # fmt: skip
@@ -96,7 +101,9 @@ class ClippedPGLossFn(LogprobLoss):
         cfg = self.cfg
         approximates = cfg.use_on_policy_kl_approximation and cfg.kl_coefficient > 0
         conditional = {
-            "generation_logprobs": cfg.use_importance_sampling_correction or approximates,
+            "generation_logprobs": cfg.use_importance_sampling_correction
+            or approximates
+            or cfg.sequence_rejection_type is not None,
             "reference_policy_logprobs": cfg.kl_coefficient > 0,
             "rewards": cfg.positive_example_nll_weight > 0,
         }
@@ -137,12 +144,16 @@ class ClippedPGLossFn(LogprobLoss):
 
         ratio, clipped_ratio = policy_ratio(cfg, logprobs, prev, streams.mask)
         metrics |= ratio_metrics(ratio, clipped_ratio, means)
-        loss_of_tokens = surrogate_loss(cfg, streams["advantages"], ratio, clipped_ratio, logprobs)
+        loss_of_tokens = surrogate_loss(cfg, streams["advantages"], ratio, clipped_ratio, logprobs, streams.mask)
         if generation is not None:
             weights, outside = importance_weights(cfg, prev, generation, streams.token_mask)
             metrics |= generation_metrics(cfg, logprobs, prev, generation, weights, outside, means)
             if cfg.use_importance_sampling_correction:
                 loss_of_tokens = weights * loss_of_tokens
+            if cfg.sequence_rejection_type is not None:
+                is_rejected = rejected(cfg, prev, generation, streams.token_mask)
+                metrics["rejected_sequences"] = means.over_sequences(is_rejected.to(loss_of_tokens))
+                loss_of_tokens = loss_of_tokens * (~is_rejected).to(loss_of_tokens)
         loss = means.of_loss(loss_of_tokens)
 
         kl = nll = streams.mask.new_zeros(())

@@ -30,6 +30,8 @@ def policy_ratio(
     log_ratio = logprobs - prev_logprobs
     if cfg.sequence_level_importance_ratios:
         log_ratio = F.sequence_log_ratio(log_ratio, mask)
+    if cfg.use_gmpo:  # its clip range is one of logarithms
+        return F.bounded_exp(log_ratio), F.bounded_exp(log_ratio.clamp(-cfg.ratio_clip_min, cfg.ratio_clip_max))
     ratio = F.bounded_exp(log_ratio)
     return ratio, F.clip_ratio(ratio, below=cfg.ratio_clip_min, above=cfg.ratio_clip_max)
 

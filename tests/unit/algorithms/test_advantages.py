@@ -9,7 +9,9 @@ from rl_megatron.algorithms.advantages import (
     generalized_advantages,
     group_relative,
     informative_groups,
+    optimal_baseline,
     reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
     token_rewards,
     whiten,
 )
@@ -236,3 +238,30 @@ def test_the_score_of_a_sequence_is_the_return_of_each_of_its_tokens():
     mask = torch.ones(2, 3)
     found = reinforce_plus_plus(token_rewards(torch.tensor([1.0, 0.0]), mask, None, 0.0), mask)
     assert found.tolist() == [pytest.approx([math.sqrt(5 / 6)] * 3), pytest.approx([-math.sqrt(5 / 6)] * 3)]
+
+
+NUM_SAMPLED = [1, 3, 2, 4, 2, 2, 0, 1]
+SAMPLED = (torch.arange(5) < torch.tensor(NUM_SAMPLED)[:, None]).float()
+
+
+def test_the_optimal_baseline_weights_rewards_by_length():
+    found = optimal_baseline(torch.tensor(REWARDS), 4, SAMPLED)
+    weighted = [length * reward for length, reward in zip(NUM_SAMPLED, REWARDS, strict=True)]
+    baselines = [sum(weighted[i : i + 4]) / sum(NUM_SAMPLED[i : i + 4]) for i in (0, 4)]
+    assert found.tolist() == pytest.approx([r - baselines[i // 4] for i, r in enumerate(REWARDS)], rel=1e-6)
+
+
+def test_the_optimal_baseline_of_equal_rewards_or_of_no_tokens_gives_exactly_zero():
+    equal = optimal_baseline(torch.full((8,), 0.1), 4, SAMPLED)
+    silent = optimal_baseline(torch.tensor(REWARDS), 4, torch.zeros_like(SAMPLED))
+    assert torch.equal(equal, torch.zeros(8)) and torch.equal(silent, torch.zeros(8))
+
+
+def test_reinforce_plus_plus_baseline_whitens_differences_from_the_groups_over_all_tokens():
+    found = reinforce_plus_plus_baseline(torch.tensor(REWARDS), 4, SAMPLED)
+    centred = [r - sum(REWARDS[i // 4 * 4 :][:4]) / 4 for i, r in enumerate(REWARDS)]
+    tokens = [value for value, length in zip(centred, NUM_SAMPLED, strict=True) for _ in range(length)]
+    mean = sum(tokens) / len(tokens)
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in tokens) / (len(tokens) - 1))
+    wanted = torch.tensor([(value - mean) / deviation for value in centred])[:, None] * SAMPLED
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)

@@ -63,10 +63,34 @@ class TokenByToken:
                     difference = sum(differences) / len(differences)
                 token["r"] = math.exp(difference)
                 token["clipped"] = clamp(token["r"], 1 - cfg.ratio_clip_min, 1 + cfg.ratio_clip_max)
+                if cfg.use_gmpo:
+                    low, high = math.exp(-cfg.ratio_clip_min), math.exp(cfg.ratio_clip_max)
+                    token["clipped"] = clamp(token["r"], low, high)
                 if cfg.force_on_policy_ratio:
                     token["r"] = token["clipped"] = 1.0
                 elif cfg.disable_ppo_ratio:
                     token["r"] = token["clipped"] = token["lp"]
+
+            if cfg.use_gmpo:
+                chosen = [(min if t["A"] > 0 else max)(t["r"], t["clipped"]) for t in tokens]
+                for token in tokens:
+                    token["geometric"] = math.prod(chosen) ** (1 / len(chosen))
+
+    def add_rejections(self):
+        cfg = self.cfg
+        for tokens in self.samples:
+            ratios = [math.exp(token["prev"] - token["gen"]) for token in tokens]
+            mean, k3 = 1.0, 0.0
+            if tokens:
+                mean = math.prod(ratios) ** (1 / len(ratios))
+                k3 = sum(r - 1 - math.log(r) for r in ratios) / len(ratios)
+            rejected = {
+                None: lambda: False,
+                "geometric": lambda mean=mean: not cfg.sequence_rejection_min <= mean <= cfg.sequence_rejection_max,
+                "k3": lambda k3=k3: k3 > cfg.sequence_rejection_max,
+            }[cfg.sequence_rejection_type]()
+            for token in tokens:
+                token["rejected"] = rejected
 
     def add_weights(self):
         cfg, kind = self.cfg, self.cfg.truncated_importance_sampling_type
@@ -89,10 +113,17 @@ class TokenByToken:
         cfg, A = self.cfg, token["A"]
         if cfg.use_cispo:
             loss = -token["clipped"] * A * token["lp"]
+        elif cfg.use_gmpo:
+            loss = -token["geometric"] * A
+        elif cfg.use_sapo:
+            temperature = cfg.sapo_temperature_pos if A > 0 else cfg.sapo_temperature_neg
+            loss = -A * 4 / temperature / (1 + math.exp(-temperature * (token["r"] - 1)))
         else:
             loss = -min(token["r"] * A, token["clipped"] * A)
         if cfg.ratio_clip_c is not None and A < 0:
             loss = min(loss, -cfg.ratio_clip_c * A)
+        if token["rejected"]:
+            return 0.0
         return loss * (token["w"] if cfg.use_importance_sampling_correction else 1.0)
 
     def kl(self, token):
@@ -110,6 +141,7 @@ class TokenByToken:
     def results(self):
         self.add_ratios()
         self.add_weights()
+        self.add_rejections()
         cfg, mean, kind = self.cfg, self.token_mean, self.cfg.reference_policy_kl_type
         beta = 0.0 if cfg.use_kl_in_reward else cfg.reference_policy_kl_penalty
         mu = cfg.positive_example_nll_weight
@@ -144,6 +176,8 @@ class TokenByToken:
         if cfg.truncated_importance_sampling_type is not None:
             by_sequence = self.sequence_mean if cfg.truncated_importance_sampling_type == "seq-mask-tis" else mean
             metrics["is_oob_ratio"] = by_sequence(lambda t: float(t["outside"]))
+        if cfg.sequence_rejection_type is not None:
+            metrics["rejected_sequences"] = self.sequence_mean(lambda t: float(t["rejected"]))
         return metrics
 
 
