@@ -111,6 +111,7 @@ setup(
             "httpx>=0.27",  # sends requests to the gateway's application without a server
             "kubernetes-validate>=1.31",  # the schemas of Kubernetes, for examples/cluster
             "openai>=3,<4",  # the agents of tests/end_to_end/test_agents.py
+            "peft>=0.21,<0.22",  # tests/parallel/test_lora.py compares adapters with it
             "pyright[nodejs]>=1.1.400",
             "pytest>=8",
             "pytest-xdist",

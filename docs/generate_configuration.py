@@ -36,6 +36,7 @@ from rl_megatron.config.loggers import LoggerConfig  # noqa: E402
 from rl_megatron.config.model import LinearRope, Llama3Rope, ModelConfig, YarnRope  # noqa: E402
 from rl_megatron.config.optimizer import OptimizerConfig  # noqa: E402
 from rl_megatron.config.parallel import ParallelConfig  # noqa: E402
+from rl_megatron.config.peft import LoraConfig  # noqa: E402
 from rl_megatron.config.profiling import ProfileConfig  # noqa: E402
 from rl_megatron.config.rewards import RewardConfig, RewardFunctionConfig  # noqa: E402
 from rl_megatron.config.rollout import TrajectoryConfig, TurnSampling  # noqa: E402
@@ -61,6 +62,7 @@ SECTIONS = {
     "reward": RewardConfig,
     "eval": EvalConfig,
     "rollout": TrajectoryConfig,
+    "peft": LoraConfig,
     "profile": ProfileConfig,
 }
 # Keys whose value is chosen by name: which part of the page lists the names.
@@ -130,7 +132,7 @@ def page() -> str:
     parts = [_run(), _stages(), _presets(), _algorithms()]
     parts += [_section(name) for name in ("model", "parallel", "optimizer", "train", "tokenizer")]
     parts += [_data(), _tasks(), _section("generation"), _engines(), _rewards(), _sets(), _loss()]
-    parts += [_rollout(), _section("profile"), _loggers(), _sinks()]
+    parts += [_rollout(), _section("peft"), _section("profile"), _loggers(), _sinks()]
     return _HEAD + "".join("\n" + "\n".join(part).rstrip("\n") + "\n" for part in parts)
 
 
@@ -190,7 +192,7 @@ def _section(name: str, **values: Any) -> Iterator[str]:
     if section.__doc__ and not section.__doc__.startswith(f"{section.__name__}("):  # what dataclass writes
         yield " ".join(inspect.cleandoc(section.__doc__).split())
         yield ""
-    yield from _table(name, keys(section), _composed()[name] | values)
+    yield from _table(name, keys(section), (_composed()[name] or {}) | values)  # adapters are off by default
     if name == "model":
         yield from _rope_kinds()
 

@@ -23,6 +23,7 @@ _HOME = {
     "EnvironmentStep": "rollouts.environment",
     "Family": "model.families.family",
     "LogprobLoss": "losses",
+    "LoraConfig": "config.peft",
     "Loss": "losses",
     "LossInputType": "losses",
     "LossNeeds": "algorithms",

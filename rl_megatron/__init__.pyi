@@ -21,6 +21,7 @@ from rl_megatron.config.metrics import declare_metrics as declare_metrics
 from rl_megatron.config.model import ModelConfig as ModelConfig
 from rl_megatron.config.optimizer import OptimizerConfig as OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig as ParallelConfig
+from rl_megatron.config.peft import LoraConfig as LoraConfig
 from rl_megatron.config.schema import AlgorithmConfig as AlgorithmConfig
 from rl_megatron.config.schema import DataConfig as DataConfig
 from rl_megatron.config.settings import parse_settings as parse_settings

@@ -14,6 +14,7 @@ from rl_megatron.algorithms.eval_sets import set_metric_names
 from rl_megatron.algorithms.evaluate import build_evaluation, metric_names
 from rl_megatron.algorithms.registry import algorithm_of
 from rl_megatron.batching.packing import round_up
+from rl_megatron.checkpoint.adapters import check_same_adapter, holds_adapter, saved_base
 from rl_megatron.checkpoint.directory import (
     Damaged,
     check_checkpoint,
@@ -29,6 +30,7 @@ from rl_megatron.config.eval_sets import EvalSetConfig
 from rl_megatron.config.import_strings import is_import_string
 from rl_megatron.config.loggers import check_loggers
 from rl_megatron.config.model_rules import check_vocabulary
+from rl_megatron.config.peft import LoraConfig
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.data.run_tokenizer import run_tokenizer
 from rl_megatron.data.same_prompts import different_prompts
@@ -37,6 +39,7 @@ from rl_megatron.generation.engines import check_engine
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.losses.foreign import as_loss, check_call
 from rl_megatron.losses.registry import configured_loss
+from rl_megatron.model.lora.targets import adapted_linears
 from rl_megatron.observability.sinks import check_sinks
 from rl_megatron.rewards.loading import check_rewards
 from rl_megatron.rollouts.build import check_worker
@@ -72,6 +75,7 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
                 _check_saved(saved[-1], stage, tokenizer)
             except Damaged as error:
                 raise verify.with_remedy(error, saved[-1], config, read_manifest) from error
+    _check_adapters(config, tokenizer)
     for message in different_prompts(config.stages, tokenizer):
         log.LOGGER.warning(message)
     if config.init_from:
@@ -79,6 +83,37 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
         manifest = check_checkpoint(path, config.first.model, tokenizer.digest)
         check_head(path, manifest, algorithm_of(config.first).head, weights_only=True)
     return tokenizer
+
+
+def _check_adapters(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Check that every stage's adapters fit the model, and that there are weights which they adapt.
+
+    Raises:
+        ConfigError: A name, a rank or a checkpoint does not fit.
+    """
+    size = config.first.model.vocab_size or tokenizer.vocab_size
+    before: LoraConfig | None = None
+    for index, (name, stage) in enumerate(config.stages.items()):
+        where = f"stages.{name}.peft" if len(config.stages) > 1 else "peft"
+        if stage.peft is not None:
+            adapted_linears(stage.peft, stage.model, size)
+            if index == 0 and not config.init_from:
+                raise ConfigError(
+                    f"{where} is set, and the stage has no weights to adapt; set init_from, or train all weights in a "
+                    "stage before it"
+                )
+            if before is not None and before != stage.peft:
+                raise ConfigError(
+                    f"{where} differs from that of the stage before, whose adapter it goes on with; use the same keys"
+                )
+        before = stage.peft
+    if config.init_from:
+        path = Path(config.init_from)
+        manifest = read_manifest(path)
+        if holds_adapter(manifest):
+            saved_base(path, manifest)
+            if config.first.peft is not None:
+                check_same_adapter(path, manifest, config.first.peft)
 
 
 def _check_saved(newest: Path, stage: StageConfig, tokenizer: Tokenizer) -> None:

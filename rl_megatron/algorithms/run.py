@@ -366,6 +366,7 @@ def _model(
         fused_head=FusedHead() if config.train.fused_head else None,
         max_skipped_steps=config.train.max_nonfinite_steps if config.train.on_nonfinite == "skip" else 0,
         reference_placement=config.train.reference,
+        peft=config.peft,
         initialise=weights is None or check_head(weights, read_manifest(weights), head, weights_only=True),
     )
     if weights is not None:

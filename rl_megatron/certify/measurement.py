@@ -110,6 +110,7 @@ def _policy(workload: Workload, topology: Topology, head: Head) -> MegatronPolic
     return MegatronPolicy(
         workload.model, topology, vocab_size=workload.vocab_size, precision=workload.precision, seed=workload.seed,
         optimizer=workload.optimizer, head=head, fused_head=workload.fused_head,
+        peft=workload.peft,
     )  # fmt: skip
 
 

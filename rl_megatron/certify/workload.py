@@ -15,6 +15,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
+from rl_megatron.config.peft import LoraConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import FusedHead
 from rl_megatron.losses import as_loss, build_loss
@@ -73,6 +74,7 @@ class Workload:
         optimizer: The optimizer of the one step that is taken.
         fused_head: The fused head, or None for whole logits.
         precision: "fp32" or "bf16".
+        peft: The adapters that are trained, or None.
     """
 
     model: ModelConfig
@@ -84,6 +86,7 @@ class Workload:
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-2, epsilon=1e-3)
     fused_head: FusedHead | None = None
     precision: str = "fp32"
+    peft: LoraConfig | None = None
 
     def plainly(self) -> Workload:
         """Return the same workload without options that only save time or memory: fused head and overlap."""

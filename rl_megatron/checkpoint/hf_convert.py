@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_megatron.checkpoint.adapters import StoredAdapter, holds_adapter, read_adapter, saved_base
 from rl_megatron.checkpoint.digests import check_digests
 from rl_megatron.checkpoint.directory import publish, read_manifest, saved_model, system_error
 from rl_megatron.checkpoint.hf_directory import INDEX, MAX_SHARD_BYTES, read_json, refuse_existing
 from rl_megatron.checkpoint.hf_load import embedding_rows, open_hugging_face
 from rl_megatron.checkpoint.hf_weights import BLOCK_BYTES
+from rl_megatron.checkpoint.peft_convert import export_adapter, import_adapter
 from rl_megatron.checkpoint.safetensors_files import WeightReader, WeightWriter
 from rl_megatron.checkpoint.tensors import StoredTensor, TensorWriter, model_tensors, read_parts
 from rl_megatron.config.checkpoint_metadata import (
@@ -45,6 +47,47 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")  # the key in config.json, in transformer
 # Files that are copied with the weights: configuration, tokenizer, templates, licence.
 _SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*")
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")  # Megatron's have rows beyond the vocabulary
+
+
+def import_peft(source: Path, base: Path, checkpoint: Path) -> dict[str, Any]:
+    """Convert an adapter's directory, as peft writes it, to a checkpoint of the adapter, and return its manifest.
+
+    Args:
+        source: The directory.
+        base: The checkpoint of the model that the adapter was trained on.
+        checkpoint: The path of the new checkpoint, which must not exist.
+
+    Raises:
+        ConfigError: The adapter does not fit the base (nothing has been written then), or the checkpoint cannot be
+            written.
+    """
+    with _whole_or_not_at_all(checkpoint) as partial:
+        manifest = import_adapter(source, base, partial)
+        carried = hugging_face_files(base)
+        if carried is not None:
+            shutil.copytree(carried, partial / HUGGING_FACE)
+        publish(partial, checkpoint, manifest)
+    return manifest
+
+
+def export_peft(checkpoint: Path, target: Path) -> dict[str, Any]:
+    """Convert the checkpoint of an adapter to a directory that peft loads, and return its adapter_config.json.
+
+    Args:
+        checkpoint: The checkpoint.
+        target: The path of the new directory, which must not exist.
+
+    Raises:
+        ConfigError: The checkpoint is wrong (nothing has been written then), or the directory cannot be written.
+    """
+    manifest = read_manifest(checkpoint)
+    check_digests(checkpoint, manifest)
+    model = saved_model(checkpoint, manifest)
+    adapter = read_adapter(checkpoint, manifest, model, model.vocab_size or manifest["vocab_size"])
+    with _whole_or_not_at_all(target) as partial:
+        config = export_adapter(adapter, checkpoint, partial)
+        partial.rename(target)
+    return config
 
 
 def import_weights(source: Path, checkpoint: Path, progress: Progress = lambda done, total: None) -> dict[str, Any]:
@@ -81,9 +124,10 @@ def export_weights(
 ) -> dict[str, Any]:
     """Convert a language model's checkpoint to a Hugging Face directory, and return its config.json.
 
-    Weights keep the checkpoint's dtype. If the checkpoint, or the run that wrote it, started from a Hugging Face
-    directory, that directory's configuration and tokenizer are used. Otherwise the tokenizer is the run's, and the
-    configuration is that of the first family that can express the model.
+    An adapter's checkpoint gives its base with the adapter merged. Weights keep the checkpoint's dtype. If the
+    checkpoint, or the run that wrote it, started from a Hugging Face directory, that directory's configuration and
+    tokenizer are used. Otherwise the tokenizer is the run's, and the configuration is that of the first family that can
+    express the model.
 
     Args:
         checkpoint: The checkpoint.
@@ -98,14 +142,21 @@ def export_weights(
     if manifest.get("head", "lm") != "lm":
         raise ConfigError(f"checkpoint {checkpoint} has a score head, and only language models can be exported")
     check_digests(checkpoint, manifest)
-    model, config, table = _described(checkpoint, manifest)
+    adapter = None
+    if holds_adapter(manifest):
+        base = saved_base(checkpoint, manifest)
+        model, *_ = _described(base, read_manifest(base))
+        adapter = read_adapter(checkpoint, manifest, model, model.vocab_size or manifest["vocab_size"])
+        checkpoint, manifest = base, read_manifest(base)
+        check_digests(checkpoint, manifest)
+    _, config, table = _described(checkpoint, manifest)
     stored = _checked(checkpoint, table)
     dtypes = {rows.hf_name: stored[stored_name(rows.name)[0]].dtype for rows in table.rows}
     dtype = next(dtype for name, dtype in dtypes.items() if name not in table.fp32)
     with _whole_or_not_at_all(target) as partial:
         writer = WeightWriter(partial, table.hf_shapes, dtypes.__getitem__, max_shard_bytes)
         try:
-            _write_hugging_face(writer, table, stored, progress)
+            _write_hugging_face(writer, table, stored, adapter, progress)
             writer.finish()
         finally:
             writer.close()
@@ -207,7 +258,11 @@ def _checked(checkpoint: Path, table: WeightTable) -> dict[str, StoredTensor]:
 
 
 def _write_hugging_face(
-    writer: WeightWriter, table: WeightTable, stored: Mapping[str, StoredTensor], progress: Progress
+    writer: WeightWriter,
+    table: WeightTable,
+    stored: Mapping[str, StoredTensor],
+    adapter: StoredAdapter | None,
+    progress: Progress,
 ) -> None:
     names: dict[str, dict[int | None, str]] = {}
     for name in table.shapes:
@@ -217,21 +272,26 @@ def _write_hugging_face(
     for key, name_of in names.items():
         for part, data in read_parts(stored[key]):
             if None in name_of:
-                _write_part(writer, table, name_of[None], part.offset, data)
+                _write_part(writer, table, name_of[None], part.offset, data, adapter)
             else:
                 for number, expert_data in enumerate(data, start=part.offset[0]):
-                    _write_part(writer, table, name_of[number], part.offset[1:], expert_data)
+                    _write_part(writer, table, name_of[number], part.offset[1:], expert_data, adapter)
             done += data.nbytes
             progress(done, total)
 
 
-def _write_part(writer: WeightWriter, table: WeightTable, name: str, offset: Shape, data: Tensor) -> None:
+def _write_part(
+    writer: WeightWriter, table: WeightTable, name: str, offset: Shape, data: Tensor, adapter: StoredAdapter | None
+) -> None:
     first, column = offset[0], offset[1] if len(offset) > 1 else 0
     for rows in table.of_megatron[name]:
         start, end = max(rows.row, first), min(rows.row + rows.count, first + data.size(0))
         if start < end:
-            block = data[start - first : end - first]
-            writer.write(rows.hf_name, rows.hf_row + start - rows.row, column, block)
+            block, hf_row = data[start - first : end - first], rows.hf_row + start - rows.row
+            delta = None if adapter is None else adapter.delta(rows.hf_name, (hf_row, column), tuple(block.shape))
+            if delta is not None:
+                block = (block.float() + delta).to(block.dtype)
+            writer.write(rows.hf_name, hf_row, column, block)
 
 
 def _write_side_files(checkpoint: Path, target: Path, config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -16,29 +16,48 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.model.families import read_model
 from rl_megatron.model.families.family import Family
 
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_SHARD_BYTES = 5 * 10**9  # the default size of an export's files
 
 
-def check_import(source: Path, checkpoint: Path) -> None:
+def check_import(source: Path, checkpoint: Path, base: Path | None = None) -> None:
     """Check the paths of an import: `source` has a model and its weights, and `checkpoint` does not exist.
+
+    If `source` has an adapter instead, `base` must be the checkpoint of its base.
 
     Raises:
         ConfigError: One of them is wrong.
     """
+    is_adapter = (source / ADAPTER_CONFIG).is_file()
+    if is_adapter and base is None:
+        raise ConfigError(
+            f"{source} holds an adapter, and whose base is not known; name the base's checkpoint with --base CHECKPOINT"
+        )
+    if base is not None:
+        if not is_adapter:
+            raise ConfigError(f"--base is for an adapter, and {source} has no {ADAPTER_CONFIG}; leave it out")
+        check_head(base, read_manifest(base), "lm", weights_only=False)
+        refuse_existing(checkpoint)
+        return
     read_directory(source)
     weight_files(source)
     refuse_existing(checkpoint)
 
 
-def check_export(checkpoint: Path, target: Path) -> None:
+def check_export(checkpoint: Path, target: Path) -> bool:
     """Check the paths of an export: `checkpoint` is a whole one of a language model, and `target` does not exist.
+
+    Returns:
+        Whether the checkpoint holds an adapter alone.
 
     Raises:
         ConfigError: One of them is wrong.
     """
-    check_head(checkpoint, read_manifest(checkpoint), "lm", weights_only=False)
+    manifest = read_manifest(checkpoint)
+    check_head(checkpoint, manifest, "lm", weights_only=False)
     refuse_existing(target)
+    return "peft" in manifest
 
 
 def refuse_existing(path: Path) -> None:

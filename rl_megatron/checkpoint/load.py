@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,21 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
+from rl_megatron.checkpoint.adapters import (
+    base_of,
+    check_base,
+    check_same_adapter,
+    holds_adapter,
+    read_adapter,
+    saved_base,
+)
 from rl_megatron.checkpoint.directory import check_head, read_manifest
 from rl_megatron.checkpoint.metadata import check_metadata
 from rl_megatron.checkpoint.rng_state import random_state_file, restore_random_state
-from rl_megatron.checkpoint.training_state import HEAD_PREFIX, TrainingState, load_model
+from rl_megatron.checkpoint.training_state import TrainingState, load_model
 from rl_megatron.checkpoint.verify import verify_checkpoint
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.model.families import family_of_model
 
 _MESSAGE_LENGTH = 600  # megatron-core lists every key of the model
 
@@ -41,10 +51,56 @@ def load_checkpoint(path: Path, into: TrainingState, weights_only: bool = False,
     return manifest
 
 
+def load_with_adapters(
+    path: Path, manifest: dict[str, Any], into: TrainingState, weights_only: bool = False, verify: bool = True
+) -> dict[str, Any]:
+    """Fill `into` from a checkpoint that holds an adapter, or fill the frozen weights of a model with adapters.
+
+    Args:
+        path: A complete checkpoint.
+        manifest: Its manifest.
+        into: The state to fill. A model without adapters gets the base with the adapter merged.
+        weights_only: As in `load_checkpoint`.
+        verify: As in `load_checkpoint`.
+
+    Returns:
+        The manifest of `path`.
+
+    Raises:
+        ConfigError: As in `load_checkpoint`; or the adapter fits another base or has another shape, or its base cannot
+            be read.
+    """
+    model = into.model
+    if not holds_adapter(manifest):
+        if not weights_only:
+            raise ConfigError(f"checkpoint {path} holds no adapter; weights_only=True takes it as a base")
+        load_checkpoint(path, replace(into, optimizer=None, scheduler=None, selection="base"), True, verify)
+        model.base = base_of(path)
+        return manifest
+    if model.lora is None:
+        rows = model.config.vocab_size or model.vocab_size
+        adapter = read_adapter(path, manifest, model.config, rows)
+        check_head(path, manifest, model.head, weights_only)
+        load_checkpoint(saved_base(path, manifest), replace(into, optimizer=None, scheduler=None), True, verify)
+        adapter.merge_into(model, family_of_model(model.config, rows).table(model.config, rows))
+        if into.optimizer is not None:
+            into.optimizer.reload_model_params()
+        return manifest
+    check_same_adapter(path, manifest, model.lora)
+    if model.base is None and manifest["base"]:
+        base = saved_base(path, manifest)
+        load_with_adapters(base, read_manifest(base), into, weights_only=True, verify=verify)
+    check_base(path, manifest, model.base)
+    load_checkpoint(path, into, weights_only, verify)
+    model.adapters_are_new = False
+    return manifest
+
+
 def _fill(path: Path, manifest: dict[str, Any], into: TrainingState, weights_only: bool, new_head: bool) -> None:
     check_metadata(path)
     stored = frozenset(dist_checkpointing.load_tensors_metadata(str(path)))
     state = into.requested(stored, weights_only, new_head)
+    requested = [{*state[f"model{index}"]} for index, _ in enumerate(into.model_chunks)]
     partial = weights_only or into.optimizer is None
     older = "format" not in manifest  # older checkpoints contain the empty "extra states" of a backend's modules
     strict = StrictHandling.RAISE_UNEXPECTED if partial or older else StrictHandling.RAISE_ALL
@@ -57,7 +113,8 @@ def _fill(path: Path, manifest: dict[str, Any], into: TrainingState, weights_onl
         remedy = "" if partial else "; weights_only=True starts a new training from its weights only"
         raise ConfigError(f"checkpoint {path} does not fit this run: {str(error)[:_MESSAGE_LENGTH]}{remedy}") from error
     for index, model_chunk in enumerate(into.model_chunks):
-        load_model(model_chunk, loaded[f"model{index}"], without=HEAD_PREFIX if new_head else None)
+        filled = loaded[f"model{index}"]
+        load_model(model_chunk, filled, without=model_chunk.state_dict().keys() - requested[index])
     if into.optimizer is None or into.scheduler is None:
         return
     if weights_only:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -23,15 +23,21 @@ from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.model.shards import SHARDING_METADATA
 
 HEAD_PREFIX = "output_layer."  # the prefix of the head's names in a model's state
+Selection = Literal["all", "base", "adapters"]
+"""The weights of a checkpoint: all, or those that are frozen beside adapters, or those that are trained there."""
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The state that a checkpoint holds. Optimizer and scheduler are None if the model is not trained."""
+    """The state that a checkpoint holds. Optimizer and scheduler are None if the model is not trained.
+
+    If the model has adapters, `selection` says whether it is the state of these or of the frozen weights.
+    """
 
     model: ShardedModel
     optimizer: MegatronOptimizer | None
     scheduler: OptimizerParamScheduler | None
+    selection: Selection = "all"
 
     @property
     def model_chunks(self) -> list[GPTModel]:
@@ -87,7 +93,15 @@ class TrainingState:
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def _models(self) -> list[dict[str, Any]]:
-        return [tensors_of_model(model_chunk) for model_chunk in self.model_chunks]
+        models = [tensors_of_model(model_chunk) for model_chunk in self.model_chunks]
+        if self.selection == "all":
+            return models
+        trained = self.selection == "adapters"
+        return [{key: entry for key, entry in model.items() if _is_trained(entry) == trained} for model in models]
+
+
+def _is_trained(entry: ShardedTensor | ShardedTensorFactory) -> bool:
+    return isinstance(entry.data, torch.nn.Parameter) and entry.data.requires_grad
 
 
 def tensors_of_model(model_chunk: GPTModel) -> dict[str, Any]:
@@ -99,13 +113,13 @@ def tensors_of_model(model_chunk: GPTModel) -> dict[str, Any]:
     return {key: entry for key, entry in entries.items() if isinstance(entry, ShardedTensor | ShardedTensorFactory)}
 
 
-def load_model(model_chunk: torch.nn.Module, loaded: dict[str, Any], without: str | None = None) -> None:
-    """Fill all tensors of a model chunk, except those whose names begin with `without`.
+def load_model(model_chunk: torch.nn.Module, loaded: dict[str, Any], without: Collection[str] = ()) -> None:
+    """Fill all tensors of a model chunk, except those whose names are in `without`.
 
     Raises:
         RuntimeError: `loaded` lacks tensors of the model, or has unknown ones. The message names them.
     """
     absent, unknown = model_chunk.load_state_dict(loaded, strict=False)
-    absent = [key for key in absent if not key.endswith("_extra_state") and not (without and key.startswith(without))]
+    absent = [key for key in absent if not key.endswith("_extra_state") and key not in without]
     if absent or unknown:
         raise RuntimeError(f"the loaded state lacks {absent} of the model, and has {unknown}, which the model lacks")

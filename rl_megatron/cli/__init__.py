@@ -61,9 +61,12 @@ def _without_configuration(parsed: argparse.Namespace) -> int:
 
     import_plugins(parsed.plugin, Path(parsed.config_dir) if parsed.config_dir else None)
     if parsed.command == "convert":
-        from rl_megatron.cli.convert import convert
+        from rl_megatron.cli.convert import export_checkpoint, import_directory
 
-        convert(parsed.direction, parsed.source, parsed.target, getattr(parsed, "max_shard_size", None))
+        if parsed.direction == "import":
+            import_directory(parsed.source, parsed.target, parsed.base)
+        else:
+            export_checkpoint(parsed.source, parsed.target, parsed.max_shard_size, parsed.merge)
         return 0
     from rl_megatron.cli.inspect import inspect
 

@@ -18,35 +18,65 @@ from rl_megatron.config.errors import ConfigError
 _SUFFIXES = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
-def convert(direction: str, source: str, target: str, max_shard_size: str | None) -> None:
-    """Convert weights, and print how to go on.
+def import_directory(source: str, target: str, base: str | None) -> None:
+    """Convert a Hugging Face directory, or an adapter's directory, to a checkpoint, and print how to go on.
 
     Args:
-        direction: "import" (Hugging Face to checkpoint) or "export" (checkpoint to Hugging Face).
         source: The directory to read.
+        target: The checkpoint to write.
+        base: The checkpoint of an adapter's base, or None.
+
+    Raises:
+        ConfigError: The source cannot be converted, or the target exists.
+    """
+    check_import(Path(source), Path(target), None if base is None else Path(base))
+    from rl_megatron.checkpoint import hf_convert  # here, because it imports torch and megatron-core
+
+    console = _console()
+    if base is not None:
+        manifest = hf_convert.import_peft(Path(source), Path(base), Path(target))
+        console.print(f"{target}: an adapter of rank {manifest['peft']['r']}. To use the model with it:")
+    else:
+        with progress_bar(f"import {source}", console) as report:
+            manifest = hf_convert.import_weights(Path(source), Path(target), report)
+        console.print(f"{target}: a checkpoint of {manifest['model']['num_layers']} layers. To start from it:")
+    start = override("init_from", target), override("output_dir", f"outputs/{Path(target).name}")
+    console.print(f"  {command('train', 'model=init_from', *start)}")
+
+
+def export_checkpoint(source: str, target: str, max_shard_size: str | None, merge: bool) -> None:
+    """Convert a checkpoint to a Hugging Face directory, or an adapter's to a directory for peft, and say what it is.
+
+    Args:
+        source: The checkpoint to read.
         target: The directory to write.
-        max_shard_size: The largest file of an export, such as "5GB"; None for the default.
+        max_shard_size: The largest file of weights, such as "5GB"; None for the default.
+        merge: Whether an adapter is merged into its base.
 
     Raises:
         ConfigError: The source cannot be converted, the target exists, or the size cannot be read.
     """
-    console = Console(soft_wrap=True, highlight=False, markup=False)  # no line is wrapped, so that it can be copied
-    if direction == "export" and Path(source).is_dir() and not (Path(source) / MANIFEST).is_file():
+    if Path(source).is_dir() and not (Path(source) / MANIFEST).is_file():
         again = no_checkpoint(Path(source), lambda checkpoint: command("convert", "export", checkpoint, target))
         raise ConfigError(f"{source} {again}")
     limit = MAX_SHARD_BYTES if max_shard_size is None else num_bytes(max_shard_size)
-    (check_import if direction == "import" else check_export)(Path(source), Path(target))
+    is_adapter = check_export(Path(source), Path(target))
+    if merge and not is_adapter:
+        raise ConfigError(f"--merge is for an adapter, and checkpoint {source} holds a whole model; leave it out")
     from rl_megatron.checkpoint import hf_convert  # here, because it imports torch and megatron-core
 
-    with progress_bar(f"{direction} {source}", console) as report:
-        if direction == "import":
-            manifest = hf_convert.import_weights(Path(source), Path(target), report)
-            console.print(f"{target}: a checkpoint of {manifest['model']['num_layers']} layers. To start from it:")
-            start = override("init_from", target), override("output_dir", f"outputs/{Path(target).name}")
-            console.print(f"  {command('train', 'model=init_from', *start)}")
-        else:
-            config = hf_convert.export_weights(Path(source), Path(target), limit, report)
-            console.print(f"{target}: {config['architectures'][0]}, as transformers loads it")
+    console = _console()
+    if is_adapter and not merge:
+        config = hf_convert.export_peft(Path(source), Path(target))
+        console.print(f"{target}: an adapter of rank {config['r']}, as peft loads it")
+        return
+    with progress_bar(f"export {source}", console) as report:
+        config = hf_convert.export_weights(Path(source), Path(target), limit, report)
+    console.print(f"{target}: {config['architectures'][0]}, as transformers loads it")
+
+
+def _console() -> Console:
+    return Console(soft_wrap=True, highlight=False, markup=False)  # no line is wrapped, so that it can be copied
 
 
 def num_bytes(size: str) -> int:

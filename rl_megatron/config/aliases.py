@@ -17,10 +17,13 @@ from omegaconf import DictConfig, OmegaConf
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
 
-# Older key -> key, as paths in a run without stages. Stages may set the same keys.
+# Older key, or NeMo's, -> key, as paths in a run without stages. Stages may set the same keys.
 KEY_ALIASES = {
     "data.num_eval_rows": "data.num_eval_examples",
     "data.task.prompt_template": "data.prompt_template",
+    "peft.dim": "peft.r",
+    "peft.alpha": "peft.lora_alpha",
+    "peft.dropout": "peft.lora_dropout",
 }
 # Key -> older value -> value.
 VALUE_ALIASES = {"generation.engine": {"megatron": "embedded"}}

@@ -105,10 +105,10 @@ def composed(overrides: list[str], config_dir: str | None, config_name: str = PR
 
 def as_additions(overrides: list[str]) -> list[str]:
     """Return overrides in the form that may add a key: in open sections the schema checks keys, not Hydra."""
-    # Services that are not used are not in configs/config.yaml, and what users' workers and environments take is their
-    # own.
+    # Services and adapters that are not used are not in configs/config.yaml, and what users' workers and environments
+    # take is their own.
     of_rollouts = ("rollout.worker_kwargs", "rollout.environment.kwargs", "rollout.agent.environment")
-    sections = (*OPEN_SECTIONS, "logger.", *of_rollouts)
+    sections = (*OPEN_SECTIONS, "logger.", "peft.", *of_rollouts)
     if _chooses_own_loss(overrides):
         sections = (*sections, "loss.")
     return [f"++{override}" if override.startswith(sections) else override for override in overrides]

@@ -66,6 +66,12 @@ NAMES_ELSEWHERE = {
     "model.path": ("init_from",),
     "model_name_or_path": ("init_from",),
     "pretrained": ("init_from",),
+    "peft_config": ("peft.r",),
+    "lora_r": ("peft.r",),
+    "lora_rank": ("peft.r",),
+    "lora_alpha": ("peft.lora_alpha",),
+    "lora_target_modules": ("peft.target_modules",),
+    "target_modules": ("peft.target_modules",),
 }
 _REMARKS = {"init_from": " It takes a checkpoint, which `rl-megatron convert import` makes of a Hugging Face directory"}
 

@@ -25,6 +25,7 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.named_class import named_class
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
+from rl_megatron.config.peft import LoraConfig
 from rl_megatron.config.profiling import ProfileConfig
 from rl_megatron.config.registry import Registry
 from rl_megatron.config.rewards import RewardConfig
@@ -175,6 +176,7 @@ class StageConfig:
     # the data source and its settings (config/data_sources.py)
     data: Annotated[SerializeAsAny[DataConfig], named_class("source", SOURCE_CONFIGS)]
     generation: GenerationConfig  # sampling and the rollout engine
+    peft: LoraConfig | None = None  # adapters to train instead of all weights, as {r: 16}; null: all are trained
     reward: RewardConfig = field(default_factory=RewardConfig)  # reward functions and the processes that run them
     rollout: TrajectoryConfig = field(default_factory=TrajectoryConfig)  # trajectories
     profile: ProfileConfig = field(default_factory=ProfileConfig)  # profiles of chosen steps

@@ -22,11 +22,11 @@ _GB = 1e9
 
 
 def checkpoint_bytes(stage: StageConfig) -> int:
-    """Return the size of a checkpoint: weights and optimizer state, of the critic too if there is one."""
-    shape = ShardedShape(stage.model, ParallelConfig(), 1, stage.tokenizer.vocab_size)
+    """Return the size of a checkpoint: what is trained and its optimizer state, of the critic too if there is one."""
+    shape = ShardedShape(stage.model, ParallelConfig(), 1, stage.tokenizer.vocab_size, lora=stage.peft)
     per_element = element_bytes(stage.precision) + optimizer_bytes_per_element(stage.precision)
     models = 2 if stage.algorithm.has_critic else 1
-    return models * per_element * sum(shape.elements(0))
+    return models * per_element * sum(shape.trained_elements(0))
 
 
 def run_bytes(config: RunConfig) -> int:

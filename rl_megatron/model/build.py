@@ -12,9 +12,11 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig, YarnRope
 from rl_megatron.config.model_rules import check_vocabulary
 from rl_megatron.config.model_shape import query_size, rotary_size
+from rl_megatron.config.peft import LoraConfig
 from rl_megatron.model.backend import block_spec, choose_backend
 from rl_megatron.model.heads.score import ScoreHead
 from rl_megatron.model.layers.attention import PortableRotaryEmbedding
@@ -22,6 +24,8 @@ from rl_megatron.model.layers.expert_permutation import permute_without_waiting
 from rl_megatron.model.layers.gated_activation import ACTIVATIONS
 from rl_megatron.model.layers.rope import frequencies, rotary_scale, yarn_mscale
 from rl_megatron.model.layers.weight_gradient import fuse_weight_gradients
+from rl_megatron.model.lora.layers import attach_adapters
+from rl_megatron.model.lora.targets import adapted_linears
 from rl_megatron.model.shards import initialise_parameters, zero_parameters
 from rl_megatron.topology.degrees import padded_vocab_size, validate_model
 from rl_megatron.topology.topology import Topology
@@ -143,6 +147,7 @@ def build_model(
     seed: int,
     head: Head = "lm",
     initialise: bool = True,
+    lora: LoraConfig | None = None,
 ) -> list[torch.nn.Module]:
     """Return the model chunks of this rank on the topology's device. Every layout starts from the same weights.
 
@@ -157,13 +162,21 @@ def build_model(
         head: "lm" returns logits [B, S, V/tp]. "score" returns one number per token, [B, S, 1] in fp32 (see
             `ScoreHead`).
         initialise: Draw the initial weights. False leaves all weights 0, for a caller that loads them next.
+        lora: The adapters to train instead of the weights, or None.
 
     Raises:
-        ConfigError: A degree does not divide the model's shape, or the tokenizer has more tokens than the embedding has
-            rows.
+        ConfigError: A degree does not divide the model's shape, the tokenizer has more tokens than the embedding has
+            rows, or the adapters do not fit the model.
     """
     validate_model(model, topology)
     check_vocabulary(model, vocab_size)
+    linears = {} if lora is None else adapted_linears(lora, model, model.vocab_size or vocab_size)
+    if lora is not None and lora.lora_dropout and topology.tensor > 1 and not topology.sequence:
+        # The ranks have the same tokens then, and would drop different numbers of them.
+        raise ConfigError(
+            f"peft.lora_dropout={lora.lora_dropout} with parallel.tensor={topology.tensor} needs "
+            "parallel.sequence=true; set it, or set peft.lora_dropout=0"
+        )
     backend = choose_backend(model, topology, precision)
     config = transformer_config(model, topology, precision, backend)
     config.deterministic_mode = torch.are_deterministic_algorithms_enabled()
@@ -185,6 +198,9 @@ def build_model(
         )
     else:
         zero_parameters(model_chunks)
+    if lora is not None:
+        for model_chunk in model_chunks:
+            attach_adapters(model_chunk, lora, linears, config, topology, seed)
     if precision == "bf16":
         model_chunks = [_Bf16Module(config, model_chunk) for model_chunk in model_chunks]
     return model_chunks

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.peft import LoraConfig
 from rl_megatron.model.build import Head, build_model, unwrap
+from rl_megatron.model.lora.layers import switched_off
 from rl_megatron.topology.topology import Topology
+
+
+@dataclass(frozen=True)
+class Base:
+    """The frozen weights beside adapters: the checkpoint they came from, and the digest of its tensors."""
+
+    path: str
+    digest: str
 
 
 class ShardedModel:
@@ -19,6 +34,9 @@ class ShardedModel:
         vocab_size: The tokenizer's vocabulary size. The embedding's rows beyond it are padding.
         precision: "fp32" or "bf16".
         head: "lm" (logits) or "score" (one number per token).
+        lora: The adapters that are trained instead of the weights, or None.
+        base: Where the weights beside adapters came from, or None if they were not loaded from a checkpoint.
+        adapters_are_new: Whether the adapters have not been trained, so that the model computes what its base does.
         model_chunks: One model chunk per virtual pipeline stage. Training wraps them in megatron-core's DDP.
         version: A number that changes whenever the weights change.
         is_scattered: Whether each rank has new values only for the weights that it updated itself, because the last
@@ -35,19 +53,26 @@ class ShardedModel:
         seed: int = 0,
         head: Head = "lm",
         initialise: bool = True,
+        lora: LoraConfig | None = None,
     ):
         """Build the model chunks. Every layout starts from the same weights, which depend only on `seed`.
 
-        With `initialise=False` all weights are 0, for a caller that loads them next.
+        With `initialise=False` all weights are 0, for a caller that loads them next. Adapters are always initialised.
 
         Raises:
-            ConfigError: A parallel degree does not divide the model's shape, or the vocabulary does not fit.
+            ConfigError: A parallel degree does not divide the model's shape, or the vocabulary or the adapters do not
+                fit.
         """
+        if lora is not None:
+            config = _with_portable_layers(config)
         self.config = config
         self.topology = topology
         self.vocab_size = vocab_size
         self.precision = precision
         self.head: Head = head
+        self.lora = lora
+        self.base: Base | None = None
+        self.adapters_are_new = lora is not None and lora.init_lora_weights
         self.model_chunks: list[torch.nn.Module] = build_model(
             config,
             topology,
@@ -56,6 +81,7 @@ class ShardedModel:
             seed=seed,
             head=head,
             initialise=initialise,
+            lora=lora,
         )
         self.version = 0
         self.is_scattered = False
@@ -80,6 +106,7 @@ class ShardedModel:
     def mark_updated(self, changed: bool) -> None:
         """Record an optimizer step and whether it `changed` the weights. An overlapped step leaves them scattered."""
         self.version += int(changed)
+        self.adapters_are_new = self.adapters_are_new and not changed
         self.is_scattered = any(
             model_chunk.ddp_config.overlap_param_gather for model_chunk in self.wrapped_model_chunks
         )
@@ -112,11 +139,18 @@ class ShardedModel:
             precision=self.precision,
             head=self.head,
             initialise=False,
+            lora=self.lora,
         )
         for own, copied in zip(self.model_chunks, copy.model_chunks, strict=True):
             unwrap(copied).load_state_dict(unwrap(own).state_dict())
             copied.eval().requires_grad_(False)
         return copy
+
+    @contextmanager
+    def adapters_off(self) -> Iterator[None]:
+        """Let the model compute without its adapters within the block."""
+        with switched_off(self.model_chunks):
+            yield
 
     def release(self) -> bool:
         """Drop the model chunks and return whether there were any.
@@ -126,3 +160,16 @@ class ShardedModel:
         held = bool(self.model_chunks)
         self.model_chunks.clear()
         return held
+
+
+def _with_portable_layers(config: ModelConfig) -> ModelConfig:
+    """Return the model section with the layers that take adapters.
+
+    Raises:
+        ConfigError: `model.backend` asks for Transformer Engine.
+    """
+    if config.backend == "transformer_engine":
+        raise ConfigError(
+            "model.backend=transformer_engine: its layers take no adapters (peft); set model.backend=auto"
+        )
+    return replace(config, backend="portable")

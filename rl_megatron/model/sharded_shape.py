@@ -15,6 +15,8 @@ from typing import Literal, NamedTuple
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import LatentShape, head_size
 from rl_megatron.config.parallel import ParallelConfig
+from rl_megatron.config.peft import LoraConfig
+from rl_megatron.model.lora.targets import adapted_linears, is_of_expert, layer_of, local_elements
 from rl_megatron.topology.degrees import padded_vocab_size, validate
 
 Head = Literal["lm", "score"]
@@ -75,6 +77,7 @@ class ShardedShape:
         world_size: The number of ranks.
         vocab_size: The tokens of the vocabulary, if `model.vocab_size` is null.
         head: "lm", or "score" for a reward model or a critic.
+        lora: The adapters that are trained instead of the weights, or None.
     """
 
     model: ModelConfig
@@ -82,6 +85,7 @@ class ShardedShape:
     world_size: int
     vocab_size: int
     head: Head = "lm"
+    lora: LoraConfig | None = None
 
     @property
     def data(self) -> int:
@@ -163,6 +167,26 @@ class ShardedShape:
         last = self.parallel.virtual_pipeline - 1
         dense += sum(p.elements for p in (*self._before(stage, 0), *self._after(stage, last)))
         return dense, experts
+
+    @lru_cache(maxsize=4096)  # noqa: B019  # shapes are few, and equal ones share the entry
+    def adapter_elements(self, stage: int) -> tuple[int, int]:
+        """Return the elements of adapters of dense linears and of experts on a rank of a stage; 0 without adapters."""
+        if self.lora is None:
+            return 0, 0
+        layers = {layer for of_model_chunk in self.layers(stage) for layer in of_model_chunk}
+        counted = [0, 0]
+        for linear, parts in adapted_linears(self.lora, self.model, self.model.vocab_size or self.vocab_size).items():
+            if layer_of(linear) in layers:
+                degrees = self.parallel.tensor, self.parallel.expert
+                counted[is_of_expert(linear)] += local_elements(linear, parts, self.lora.r, *degrees)
+        return counted[0], counted[1]
+
+    def trained_elements(self, stage: int) -> tuple[int, int]:
+        """Return the elements of dense parameters and of experts' parameters that a rank of a stage trains."""
+        if self.lora is None:
+            return self.elements(stage)
+        dense, experts = self.adapter_elements(stage)
+        return dense + self.model.hidden_size * (self.head == "score" and stage == self.parallel.pipeline - 1), experts
 
     @lru_cache(maxsize=4096)  # noqa: B019  # shapes are few, and equal ones share the entry
     def stages_of_kinds(self) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from rl_megatron.model.families.table import WeightTable
 from rl_megatron.topology.fake_cuda import is_planned
 
 # Each layer has its own global names ("decoder.layers.3.…"). Tensors are not stacked along a layer axis.
@@ -37,6 +38,7 @@ class Piece:
         global_shape: The shape of the global tensor.
         offset: The index of the part's first element in the global tensor.
         is_first_replica: Whether this rank is the first of those that hold the same part.
+        is_trained: Whether training changes it: it is a parameter that is not frozen.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Piece:
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     is_first_replica: bool
+    is_trained: bool
 
 
 def pieces(
@@ -54,7 +57,7 @@ def pieces(
     Args:
         model_chunks: This rank's model chunks, with or without wrappers.
         value: Returns a tensor to use in the place of each parameter, for example `lambda p: p.main_grad` for the
-            gradients. Buffers are then left out. By default the parameters themselves are used.
+            gradients. Buffers and frozen parameters are then left out. By default the parameters themselves are used.
     """
     for model_chunk in model_chunks:
         for entry in _innermost(model_chunk).sharded_state_dict(metadata=dict(SHARDING_METADATA)).values():
@@ -63,12 +66,13 @@ def pieces(
             tensor = _tensor_of(entry)
             if value is None:
                 held = tensor.data
-            elif isinstance(tensor, torch.nn.Parameter):
+            elif isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
                 held = value(tensor)
             else:
                 continue
+            is_trained = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
             for shard in _flatten(_holding(entry, held)):
-                yield _piece(shard)
+                yield _piece(shard, is_trained)
 
 
 def _innermost(model_chunk: torch.nn.Module) -> MegatronModule:
@@ -84,7 +88,7 @@ def _tensor_of(entry: ShardedTensor | ShardedTensorFactory) -> Tensor:
     return entry.data
 
 
-def _piece(shard: ShardedTensor) -> Piece:
+def _piece(shard: ShardedTensor, is_trained: bool) -> Piece:
     """Return the piece of a shard.
 
     megatron-core's metadata stacks experts along a first axis that the tensors lack. Here each expert's weight is a
@@ -102,7 +106,26 @@ def _piece(shard: ShardedTensor) -> Piece:
         tuple(shard.global_shape[stacked:]),
         tuple(shard.global_offset[stacked:]),
         all(index == 0 for index in _as_tuple(shard.replica_id)),
+        is_trained,
     )
+
+
+def blocks_of(piece: Piece, table: WeightTable) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
+    """Yield the blocks of rows of a piece that belong to one Hugging Face tensor each.
+
+    Args:
+        piece: The piece. An adapter's belongs to none.
+        table: The model's weight table.
+
+    Yields:
+        The name of the Hugging Face tensor, the index of the block's first element there, and the view of the piece.
+    """
+    first, last = piece.offset[0], piece.offset[0] + piece.tensor.size(0)
+    for rows in table.of_megatron.get(piece.name, ()):
+        low, high = max(first, rows.row), min(last, rows.row + rows.count)
+        if low < high:
+            offset = (rows.hf_row + low - rows.row, *piece.offset[1:])
+            yield rows.hf_name, offset, piece.tensor[low - first : high - first]
 
 
 def stored_name(name: str) -> tuple[str, int | None]:

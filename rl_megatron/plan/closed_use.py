@@ -76,7 +76,7 @@ class _Phases:
             yield self._forward("values", critic[0])
             yield self._train("train_critic", *critic)
         yield self._train("train", *policy)
-        written = kept.parameters - (self._weights if settings.reference == "resident" else 0)
+        written = kept.parameters - (self._weights if settings.copies_on_device else 0)
         yield PhaseUse("save", kept, kept.total, host_bytes=kept.optimizer + written)
 
     def _train(self, name: PhaseName, shape: ShardedShape, distributed: bool) -> PhaseUse:
@@ -121,7 +121,8 @@ class _Phases:
     def _forward(self, name: PhaseName, shape: ShardedShape) -> PhaseUse:
         settings, batch = self._settings, self._settings.batches.rollout
         count = settings.mean_number(batch)
-        arriving = self._weights if name == "reference" and settings.reference == "offload" else 0
+        moves = settings.reference == "offload" and settings.shape.lora is None
+        arriving = self._weights if name == "reference" and moves else 0
         return PhaseUse(
             name,
             replace(

@@ -98,6 +98,7 @@ class RankPhases:
             seed=stage.train.seed, optimizer=optimizer, total_steps=stage.train.steps,
             global_batch_size=stage.train.global_batch_size, batching=Batching.of(stage.train), head=head,
             fused_head=FusedHead() if stage.train.fused_head else None, reference_placement=stage.train.reference,
+            peft=stage.peft,
         )  # fmt: skip
 
     def _label(self, policy: MegatronPolicy) -> None:
@@ -285,7 +286,8 @@ class RankPhases:
             for model in self._models:
                 model.memory.restore_optimizer()
                 model.finish_training()
-                state = TrainingState(model.model, model.optimizer, model.scheduler).sharded()
+                selection = "all" if model.model.lora is None else "adapters"
+                state = TrainingState(model.model, model.optimizer, model.scheduler, selection).sharded()
                 copies += [tensor.detach().cpu() for tensor in _written_tensors(state)]
             del copies
         return result[0]

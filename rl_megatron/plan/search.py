@@ -229,8 +229,13 @@ class _Searcher:
         )
         shapes = {
             recompute: ShardedShape(
-                self._models[recompute], parallel, self._cluster.world_size, workload.vocab_size, workload.head
-            )
+                self._models[recompute],
+                parallel,
+                self._cluster.world_size,
+                workload.vocab_size,
+                workload.head,
+                workload.stage.peft,
+            )  # fmt: skip
             for recompute in ("none", "full")
         }
         multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1

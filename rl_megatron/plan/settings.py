@@ -79,7 +79,9 @@ class Settings:
         replicas = workload.data * stage.parallel.context
         completions = -(-workload.sequences_per_step // replicas) if workload.generates_itself else 0
         return cls(
-            shape=ShardedShape(stage.model, stage.parallel, workload.world_size, workload.vocab_size, workload.head),
+            shape=ShardedShape(
+                stage.model, stage.parallel, workload.world_size, workload.vocab_size, workload.head, stage.peft
+            ),
             precision=stage.precision,
             distributed=stage.optimizer.distributed,
             fused_head=stage.train.fused_head,
@@ -115,13 +117,18 @@ class Settings:
             return [policy]
         return [policy, (replace(self.shape, head="score"), self.critic_distributed)]
 
+    @property
+    def copies_on_device(self) -> bool:
+        """Return whether a reference policy has weights of its own on the device. With adapters it has none."""
+        return self.reference == "resident" and self.shape.lora is None
+
     def held(self, stage: int) -> Bytes:
         """Return what a rank of a stage holds between phases: weights, gradients and optimizer state of all models."""
         of_models = [
             closed_forms.mean_training_bytes(shape, stage, precision=self.precision, distributed=distributed)
             for shape, distributed in self.models
         ]
-        copies = [*of_models, *[of_models[0]] * (self.reference == "resident")]
+        copies = [*of_models, *[of_models[0]] * self.copies_on_device]
         return Bytes(
             sum(model.parameters for model in copies),
             sum(model.gradients for model in of_models),

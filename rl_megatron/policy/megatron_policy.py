@@ -16,14 +16,16 @@ from torch import Tensor
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.rank_plan import RankPlan
 from rl_megatron.batching.sharded import ShardedBatch
+from rl_megatron.checkpoint.adapters import adapter_entries, holds_adapter
 from rl_megatron.checkpoint.directory import check_head, read_manifest, saved_model
 from rl_megatron.checkpoint.hf_load import open_hugging_face
-from rl_megatron.checkpoint.load import load_checkpoint
+from rl_megatron.checkpoint.load import load_checkpoint, load_with_adapters
 from rl_megatron.checkpoint.save import Save, begin_checkpoint
 from rl_megatron.checkpoint.training_state import TrainingState
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
+from rl_megatron.config.peft import LoraConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import FusedHead, over_steps
 from rl_megatron.losses.base import Loss
@@ -35,7 +37,7 @@ from rl_megatron.policy.batches import PlannedStep, StepPlanner, result_of
 from rl_megatron.policy.inference import Inference, build_runner, checked_lengths
 from rl_megatron.policy.interfaces import Batch, BatchT, ColocatablePolicyInterface
 from rl_megatron.policy.recorded_reference import RecordedReference
-from rl_megatron.policy.reference import Placement, ReferenceModel
+from rl_megatron.policy.reference import AdapterReference, Placement, ReferenceModel
 from rl_megatron.policy.skipped_steps import counts
 from rl_megatron.policy.trainer import Trainer, require_whole_groups
 from rl_megatron.policy.training_memory import TrainingMemory
@@ -86,21 +88,24 @@ class MegatronPolicy(ColocatablePolicyInterface):
         reference_placement: Placement = "resident",
         initialise: bool = True,
         max_skipped_steps: int = 0,
+        peft: LoraConfig | None = None,
     ):
         """Build the policy with random weights or, with `initialise=False`, with zeros until they are loaded.
 
-        It skips up to `max_skipped_steps` optimizer steps in a row whose loss or gradient norm is not finite.
+        With `peft` it trains adapters, and a score head if it has one; all other weights stay as they are. It skips up
+        to `max_skipped_steps` optimizer steps in a row whose loss or gradient norm is not finite.
         """
         self.model = ShardedModel(
-            model, topology, vocab_size=vocab_size, precision=precision, seed=seed, head=head, initialise=initialise
-        )
-        self.model_config, self.topology, self.vocab_size = model, topology, vocab_size
+            model, topology, vocab_size=vocab_size, precision=precision, seed=seed, head=head, initialise=initialise,
+            lora=peft,
+        )  # fmt: skip
+        self.model_config, self.topology, self.vocab_size = self.model.config, topology, vocab_size
         self._trainer: Trainer | None = None
         if optimizer is not None:
             self._trainer = Trainer(self.model, optimizer, precision, total_steps, max_skipped_steps)
         self.weights = WeightSender(self.model)
         self.memory = TrainingMemory(self.model, self.optimizer)
-        self.reference: ReferenceModel | RecordedReference | None = None
+        self.reference: ReferenceModel | AdapterReference | RecordedReference | None = None
         self.batching = batching
         self.runner = build_runner(self.model, fused_head)
         self._inference = Inference(self.model, self.runner)
@@ -338,9 +343,15 @@ class MegatronPolicy(ColocatablePolicyInterface):
         return self.reference is not None
 
     def freeze_reference(self) -> None:
-        """Copy the current weights into a frozen reference model, which is kept beside the policy."""
+        """Copy the current weights into a frozen reference model, which is kept beside the policy.
+
+        A policy with adapters is compared with itself instead, with the adapters that it has now.
+        """
         self.model.require_head("lm", "freeze_reference")
         self.drop_reference()  # first, so that there is never a third model in memory
+        if self.model.lora is not None:
+            self.reference = AdapterReference(self.model, self._inference)
+            return
         self.reference = ReferenceModel(self.model, self._reference_placement, self._fused_head)
 
     def record_reference(self, path: Path, batches: Iterable[BatchedDataDict]) -> None:
@@ -423,17 +434,26 @@ class MegatronPolicy(ColocatablePolicyInterface):
 
     def begin_checkpoint(self, directory: str | Path, step: int, *, config: str | None = None, **extra: Any) -> Save:
         """Start to write a checkpoint while training continues. Call `finish` on the result to complete it."""
-        return begin_checkpoint(Path(directory), step, self._state(), config=config, **extra)
+        state, entries = self._state(), adapter_entries(self.model)
+        return begin_checkpoint(Path(directory), step, state, config=config, **entries, **extra)
 
     def load_checkpoint(self, path: str | Path, weights_only: bool = False, verify: bool = True) -> dict[str, Any]:
-        """Load a checkpoint of any layout, and return its manifest; see `checkpoint.load.load_checkpoint`."""
-        return load_checkpoint(Path(path), self._state(), weights_only, verify)
+        """Load a checkpoint of any layout, and return its manifest; see `checkpoint.load.load_checkpoint`.
+
+        A checkpoint of an adapter is loaded with its base. A policy without adapters gets their merged weights, and a
+        policy with adapters can start from a checkpoint of a whole model, which then is their base.
+        """
+        manifest = read_manifest(Path(path))
+        if self.model.lora is None and not holds_adapter(manifest):
+            return load_checkpoint(Path(path), self._state(), weights_only, verify)
+        return load_with_adapters(Path(path), manifest, self._state(), weights_only, verify)
 
     def _state(self) -> TrainingState:
         """Return the training state with optimizer state on the device and weights gathered. Collective."""
         self.memory.restore_optimizer()
         self.finish_training()
-        return TrainingState(self.model, self.optimizer, self.scheduler)
+        selection = "all" if self.model.lora is None else "adapters"
+        return TrainingState(self.model, self.optimizer, self.scheduler, selection)
 
     def shutdown(self) -> bool:
         """Release model, optimizer and reference, and return whether there was a model."""

@@ -1,6 +1,6 @@
-"""`ReferenceModel`: the frozen model with which a policy is compared, on the device or in host memory.
+"""The frozen model with which a policy is compared: a second model, or the policy's own with other adapters.
 
-It is a second model. The policy's own weights are not swapped out.
+`ReferenceModel` is on the device or in host memory. `AdapterReference` needs no second model.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from rl_megatron.batching.config import Batching
 from rl_megatron.batching.sharded import ShardedBatch
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import FusedHead
+from rl_megatron.model.lora.layers import adapters_of
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.policy.inference import Inference, build_runner
 
@@ -42,6 +43,47 @@ class ReferenceModel:
         """Return logprobs [B, S] fp32 under the frozen weights. Entry t corresponds to token t. Collective."""
         with self._host_weights.on_device() if self._host_weights is not None else nullcontext():
             return self._inference.logprobs(data, batching)
+
+
+class AdapterReference:
+    """A model with adapters as it was when this was built. It shares the model's weights.
+
+    If the adapters had not been trained by then, they are switched off during a call. Otherwise they are copied, and
+    the copies take their places during a call.
+    """
+
+    def __init__(self, model: ShardedModel, inference: Inference):
+        """Keep the adapters of `model`, whose logprobs `inference` computes. Collective."""
+        model.gather_parameters()
+        self._model, self._inference, self._start = model, inference, None
+        if not model.adapters_are_new:
+            self._start = [weight.detach().clone() for weight in self._weights()]
+
+    def logprobs(self, data: BatchedDataDict | ShardedBatch, batching: Batching) -> Tensor:
+        """Return logprobs [B, S] fp32 under the weights at the start. Entry t corresponds to token t. Collective."""
+        self._model.gather_parameters()
+        self._model.set_training(False)
+        with self._model.adapters_off() if self._start is None else self._in_place(self._start):
+            return self._inference.logprobs(data, batching)
+
+    def _weights(self) -> list[torch.nn.Parameter]:
+        return [weight for adapter in adapters_of(self._model.model_chunks) for weight in adapter.parameters()]
+
+    @contextmanager
+    def _in_place(self, start: list[Tensor]) -> Iterator[None]:
+        weights = self._weights()
+        now = [weight.detach().clone() for weight in weights]
+        try:
+            _copy(start, weights)
+            yield
+        finally:
+            _copy(now, weights)
+
+
+@torch.no_grad()
+def _copy(values: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    for weight, value in zip(weights, values, strict=True):
+        weight.copy_(value)
 
 
 class HostWeights:

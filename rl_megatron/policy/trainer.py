@@ -94,7 +94,7 @@ class Trainer:
                 clip_grads.clip_grad_by_total_norm_fp32([*part.get_parameters()], self._clip_grad, grad_norm)
         updated = bool(self.optimizer.step_with_ready_grads())
         self._model.mark_updated(updated)
-        if updated:
+        if updated and self._model.lora is None:  # the routers beside adapters are frozen
             move_biases(moving_routers(self._model.model_chunks), self._model.topology.groups.tp_dp_cp)
         self.scheduler.step(increment=1)
         return norms, updated

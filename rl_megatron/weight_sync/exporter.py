@@ -13,8 +13,10 @@ from torch import Tensor
 
 from rl_megatron.model.families import family_of_model
 from rl_megatron.model.families.table import WeightTable
+from rl_megatron.model.lora.layers import LinearAdapter, adapters_of
+from rl_megatron.model.lora.targets import Part, is_adapter
 from rl_megatron.model.sharded_model import ShardedModel
-from rl_megatron.model.shards import Piece, pieces
+from rl_megatron.model.shards import Piece, blocks_of, pieces
 from rl_megatron.topology.fake_cuda import is_planned
 from rl_megatron.weight_sync.plan import Bucket, RefitPlan, TensorSpec, fingerprint, fingerprint_of_ones, plan_buckets
 
@@ -24,10 +26,25 @@ _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")  # Megatro
 
 @dataclass(frozen=True)
 class _Block:
-    """A block of rows that this rank holds: a view of a parameter, and its offset in the Hugging Face tensor."""
+    """A block of rows that this rank holds: a view of a parameter, and its offset in the Hugging Face tensor.
+
+    Attributes:
+        source: The view.
+        offset: The index of its first element.
+        adapter: The adapter of these rows with the part that they belong to, or None.
+    """
 
     source: Tensor
     offset: tuple[int, ...]
+    adapter: tuple[LinearAdapter, Part] | None
+
+    def rows(self, dtype: torch.dtype) -> Tensor:
+        """Return the rows as engines get them, with the adapter merged."""
+        if self.adapter is None:
+            return self.source.to(dtype)
+        adapter, part = self.adapter
+        delta = adapter.delta(part, (self.offset[0], self.offset[1]), (self.source.size(0), self.source.size(1)))
+        return (self.source.float() + delta).to(dtype)
 
     def within(self, whole: Tensor) -> Tensor:
         """Return the view of the Hugging Face tensor `whole` to which the block belongs."""
@@ -97,7 +114,7 @@ class WeightExporter:
         for index, spec in enumerate(bucket.tensors):
             whole = bucket.tensor(buffer, index)
             for block in self._blocks.get(spec.name, ()):
-                rows = block.source.to(spec.torch_dtype)
+                rows = block.rows(spec.torch_dtype)
                 block.within(whole).copy_(rows)
                 fingerprints[index] += fingerprint(rows, (*block.offset, 0)[:2])
         return buffer
@@ -159,13 +176,16 @@ class WeightExporter:
                 )
 
 
-def weights_digest(model: ShardedModel) -> str:
-    """Return a digest of all weights of a model, which does not depend on the layout. Collective."""
+def weights_digest(model: ShardedModel, frozen_only: bool = False) -> str:
+    """Return a digest of all weights of a model, or of those beside its adapters. Collective.
+
+    It does not depend on the layout.
+    """
     model.gather_parameters()
     topology = model.topology
     total = torch.zeros((), dtype=torch.int64, device=topology.device)
     for piece in pieces(model.model_chunks):
-        if piece.is_first_replica:
+        if piece.is_first_replica and not (frozen_only and piece.is_trained):
             name_digest = hashlib.blake2b(piece.name.encode(), digest_size=8).digest()
             name_factor = int.from_bytes(name_digest, "big", signed=True) | 1  # odd, so that no bit of the sum is lost
             total += name_factor * fingerprint(piece.tensor, (*piece.offset, 0)[:2])
@@ -181,17 +201,20 @@ def _blocks(model_chunks: Sequence[torch.nn.Module], table: WeightTable) -> tupl
     """
     unknown: list[str] = []
     blocks: dict[str, list[_Block]] = {}
+    adapters = {
+        f"{part.name}.weight": (adapter, part)
+        for adapter in adapters_of(model_chunks)
+        for part in adapter.parts
+        if part.has_adapter
+    }
     for piece in pieces(model_chunks):
+        if is_adapter(piece.name):
+            continue  # it is merged into the rows
         if not _is_known(piece, table):
             unknown.append(f"{piece.name} {list(piece.global_shape)}")
         elif piece.is_first_replica:
-            first, last = piece.offset[0], piece.offset[0] + piece.tensor.size(0)
-            for rows in table.of_megatron[piece.name]:
-                low, high = max(first, rows.row), min(last, rows.row + rows.count)
-                if low < high:
-                    offset = (rows.hf_row + low - rows.row, *piece.offset[1:])
-                    block = _Block(piece.tensor[low - first : high - first], offset)
-                    blocks.setdefault(rows.hf_name, []).append(block)
+            for hf_name, offset, view in blocks_of(piece, table):
+                blocks.setdefault(hf_name, []).append(_Block(view, offset, adapters.get(hf_name)))
     return unknown, blocks
 
 

@@ -36,6 +36,7 @@ INPUTS: dict[str, Callable[[Path], None]] = {
 # Pages whose blocks are run in order, as a reader would. Patterns are those of fnmatch.
 RUN_IN_ORDER = (
     "docs/hugging_face.md",
+    "docs/lora.md",
     "docs/quickstart.md",
 )
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from rl_megatron.checkpoint.directory import read_manifest
-from rl_megatron.cli.convert import convert
+from rl_megatron.cli.convert import export_checkpoint
 from rl_megatron.config.checkpoint_metadata import carried_tokenizer, hugging_face_files, run_tokenizer
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config, to_yaml
@@ -120,6 +120,6 @@ def test_a_run_or_a_stage_in_place_of_a_checkpoint_lists_its_checkpoints(tmp_pat
     with pytest.raises(ConfigError, match=f"checkpoint {run} .*{listed} {newest}$"):
         read_manifest(run)
     with pytest.raises(ConfigError, match=f"{listed} rl-megatron convert export {newest} there$"):
-        convert("export", str(run), "there", None)
+        export_checkpoint(str(run), "there", None, merge=False)
     with pytest.raises(ConfigError, match="has the checkpoints step-000100; write"):
         read_manifest(run / "checkpoints" / "sft")

@@ -12,6 +12,7 @@ from rl_megatron.checkpoint.optimizer_state import parts
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
+from rl_megatron.config.peft import LoraConfig
 from rl_megatron.model.sharded_shape import GradientBuffer, Head, Parameter, ShardedShape
 from rl_megatron.plan.closed_forms import TrainingBytes, mean_training_bytes, training_bytes
 from tests.parallel.layouts import MODEL, build_policy
@@ -68,10 +69,15 @@ OPTIMIZERS = {
 
 
 def allocated(
-    model: ModelConfig, degrees: dict[str, Any], head: Head, optimizer: OptimizerConfig, precision: str
+    model: ModelConfig,
+    degrees: dict[str, Any],
+    head: Head,
+    optimizer: OptimizerConfig,
+    precision: str,
+    peft: LoraConfig | None = None,
 ) -> TrainingBytes:
     """Return the bytes of the storages that a policy holds on this rank."""
-    policy = build_policy(degrees, model, optimizer, precision, vocab_size=VOCAB_SIZE, head=head)
+    policy = build_policy(degrees, model, optimizer, precision, vocab_size=VOCAB_SIZE, head=head, peft=peft)
     weights, gradients, state = {}, {}, {}
 
     def add(storages: dict[int, int], tensor: torch.Tensor) -> None:
@@ -81,7 +87,8 @@ def allocated(
     for model_chunk in policy.model.model_chunks:
         for parameter in model_chunk.parameters():
             add(weights, parameter)
-            add(gradients, parameter.main_grad)
+            if parameter.requires_grad:
+                add(gradients, parameter.main_grad)
     for part in parts(policy.optimizer):
         for tensor in (p for group in part.optimizer.param_groups for p in group["params"]):
             add(state, tensor)

@@ -1,0 +1,197 @@
+"""Checkpoints that hold an adapter alone: what their manifest says of the base, and the adapter's whole tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from rl_megatron.checkpoint.directory import read_manifest
+from rl_megatron.checkpoint.tensors import StoredTensor, model_tensors, read_parts
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.peft import LoraConfig
+from rl_megatron.model.families.table import WeightTable
+from rl_megatron.model.lora.targets import Part, adapted_linears, adapter_shapes, tensor_key
+from rl_megatron.model.sharded_model import Base, ShardedModel
+from rl_megatron.model.shards import blocks_of, pieces
+
+_TENSORS = ".distcp"  # the ending of the files that hold a checkpoint's tensors
+_WEIGHT = ".weight"
+SCORE_HEAD = "output_layer.weight"
+
+
+def base_of(checkpoint: Path) -> Base:
+    """Return the base that the checkpoint of a whole model is. Its digest is that of its files of tensors.
+
+    Raises:
+        ConfigError: It is not a checkpoint, or a file is missing.
+    """
+    entries = read_manifest(checkpoint)["files"]
+    digested = {name: entry for name, entry in entries.items() if name.endswith(_TENSORS)}
+    digest = hashlib.sha256(json.dumps(digested, sort_keys=True).encode()).hexdigest()[:16]
+    return Base(str(checkpoint.resolve()), digest)
+
+
+def adapter_entries(model: ShardedModel) -> dict[str, Any]:
+    """Return the manifest's entries of a model's adapters and their base; empty if it has none."""
+    if model.lora is None:
+        return {}
+    base = {} if model.base is None else asdict(model.base)
+    return {"peft": asdict(model.lora), "base": base}
+
+
+def holds_adapter(manifest: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint holds an adapter alone."""
+    return "peft" in manifest
+
+
+def saved_lora(checkpoint: Path, manifest: Mapping[str, Any]) -> LoraConfig:
+    """Return the section `peft` of a checkpoint's adapter.
+
+    Raises:
+        ConfigError: It has a key or value that this version does not know.
+    """
+    try:
+        return TypeAdapter(LoraConfig).validate_python(manifest["peft"])
+    except ValidationError as error:
+        raise ConfigError(f"checkpoint {checkpoint}: its manifest's peft section is not valid: {error}") from error
+
+
+def saved_base(checkpoint: Path, manifest: Mapping[str, Any]) -> Path:
+    """Return the path of the checkpoint that an adapter was trained on, after checking that it is the same one.
+
+    Raises:
+        ConfigError: There is no checkpoint at the recorded path, or it has another digest.
+    """
+    recorded = manifest["base"]
+    if not recorded:
+        raise ConfigError(
+            f"checkpoint {checkpoint} holds an adapter alone, and its base was never saved; load the base first"
+        )
+    try:
+        found = base_of(Path(recorded["path"]))
+    except ConfigError as error:
+        raise ConfigError(
+            f"checkpoint {checkpoint} holds an adapter alone, and its base cannot be read: {error}"
+        ) from error
+    check_base(checkpoint, manifest, found)
+    return Path(recorded["path"])
+
+
+def check_base(checkpoint: Path, manifest: Mapping[str, Any], base: Base | None) -> None:
+    """Refuse an adapter that was trained on another base.
+
+    Raises:
+        ConfigError: The digests differ. The message has both.
+    """
+    recorded = manifest["base"]
+    if recorded and base is not None and recorded["digest"] != base.digest:
+        raise ConfigError(
+            f"checkpoint {checkpoint} holds an adapter of {recorded['path']} with the digest {recorded['digest']}; the "
+            f"base here, {base.path}, has {base.digest}; an adapter fits only the base that it was trained on"
+        )
+
+
+def check_same_adapter(checkpoint: Path, manifest: Mapping[str, Any], lora: LoraConfig) -> None:
+    """Refuse an adapter whose shape or scale is not that of the section `peft`.
+
+    Raises:
+        ConfigError: A key differs.
+    """
+    saved, now = asdict(saved_lora(checkpoint, manifest)), asdict(lora)
+    free = {"lora_dropout", "init_lora_weights"}
+    differing = [key for key in now if key not in free and _plain(saved[key]) != _plain(now[key])]
+    if differing:
+        listed = ", ".join(f"peft.{key}: checkpoint {saved[key]}, run {now[key]}" for key in differing)
+        raise ConfigError(
+            f"checkpoint {checkpoint} holds another adapter ({listed}); give these keys the checkpoint's values, or "
+            "export merged weights and start from those"
+        )
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, list | tuple) else value
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """An adapter of a checkpoint with its whole tensors on the host.
+
+    Attributes:
+        config: The section `peft` that it was trained with.
+        linears: The parts of every linear that has an adapter.
+        tensors: Its tensors by the names that peft gives them, without the prefix for the base model.
+        head: The score head that was trained with it, or None.
+    """
+
+    config: LoraConfig
+    linears: dict[str, tuple[Part, ...]]
+    tensors: dict[str, Tensor]
+    head: Tensor | None = None
+
+    def delta(self, hf_name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor | None:
+        """Return a block of s·B·A in fp32, or None if the Hugging Face tensor has no adapter."""
+        name = hf_name.removesuffix(_WEIGHT)
+        up = self.tensors.get(f"{name}.lora_B.weight")
+        if up is None or len(shape) != 2:
+            return None
+        down = self.tensors[f"{name}.lora_A.weight"]
+        rows, columns = up[offset[0] : offset[0] + shape[0]], down[:, offset[1] : offset[1] + shape[1]]
+        return self.config.scaling * rows.float() @ columns.float()
+
+    @torch.no_grad()
+    def merge_into(self, model: ShardedModel, table: WeightTable) -> None:
+        """Add s·B·A to this rank's weights, and replace a score head."""
+        for piece in pieces(model.model_chunks):
+            if piece.name == SCORE_HEAD and model.head == "score" and self.head is not None:
+                piece.tensor.copy_(self.head)
+                continue
+            for hf_name, offset, view in blocks_of(piece, table):
+                delta = self.delta(hf_name, offset, tuple(view.shape))
+                if delta is not None:
+                    view.copy_(view.float() + delta.to(view.device))
+
+
+def read_adapter(checkpoint: Path, manifest: Mapping[str, Any], model: ModelConfig, rows: int) -> StoredAdapter:
+    """Return the adapter of a checkpoint.
+
+    Args:
+        checkpoint: The checkpoint.
+        manifest: Its manifest.
+        model: The model section of its base.
+        rows: The rows of the embedding.
+
+    Raises:
+        ConfigError: A tensor is missing or has another shape.
+    """
+    config = saved_lora(checkpoint, manifest)
+    linears = adapted_linears(config, model, rows)
+    stored, tensors = model_tensors(checkpoint), {}
+    for name, shape in adapter_shapes(linears, config.r).items():
+        key = tensor_key(name, linears)
+        if key not in stored or stored[key].shape != shape:
+            raise ConfigError(f"checkpoint {checkpoint} lacks {key} of the shape {shape}, which its peft section needs")
+        tensors[name] = _whole(stored[key])
+    head = _whole(stored[SCORE_HEAD]) if SCORE_HEAD in stored else None
+    return StoredAdapter(config, linears, tensors, head)
+
+
+def _whole(stored: StoredTensor) -> Tensor:
+    whole = torch.empty(stored.shape, dtype=stored.dtype)
+    for part, values in read_parts(stored):
+        whole[tuple(slice(o, o + n) for o, n in zip(part.offset, part.shape, strict=True))] = values
+    return whole
+
+
+def keyed(adapter: StoredAdapter) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of an adapter by their keys in a checkpoint."""
+    for name, tensor in adapter.tensors.items():
+        yield tensor_key(name, adapter.linears), tensor

@@ -1,0 +1,146 @@
+"""Conversion of an adapter's checkpoint to a directory that peft loads, and back, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rl_megatron.checkpoint.adapters import StoredAdapter, base_of, keyed
+from rl_megatron.checkpoint.directory import read_manifest, saved_model
+from rl_megatron.checkpoint.hf_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_json
+from rl_megatron.checkpoint.tensors import TensorWriter
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.peft import LoraConfig
+from rl_megatron.model.lora.targets import Part, adapted_linears, adapter_shapes
+
+_PREFIX = "base_model.model."  # of peft's names of tensors
+_SHOWN = 3  # tensors that a message names
+# Keys of adapter_config.json that are read into the section `peft`.
+_READ = ("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "use_rslora")
+# Keys that must have one of these values, because no other value is supported.
+_ABSENT: dict[str, tuple] = {
+    "peft_type": ("LORA",),
+    "bias": (None, "none"),
+    "use_dora": (None, False),
+    "fan_in_fan_out": (None, False),
+    "modules_to_save": (None, []),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "layers_to_transform": (None,),
+    "target_parameters": (None, []),
+    "lora_bias": (None, False),
+    "trainable_token_indices": (None,),
+}
+
+
+def export_adapter(adapter: StoredAdapter, checkpoint: Path, partial: Path) -> dict[str, Any]:
+    """Write an adapter as peft does into the directory `partial`, and return its adapter_config.json.
+
+    Args:
+        adapter: The adapter.
+        checkpoint: Its checkpoint, whose base the configuration names.
+        partial: The directory.
+    """
+    tensors = {f"{_PREFIX}{name}": tensor.contiguous() for name, tensor in adapter.tensors.items()}
+    save_file(tensors, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": _hugging_face_base(checkpoint),
+        "r": adapter.config.r,
+        "lora_alpha": adapter.config.lora_alpha,
+        "lora_dropout": adapter.config.lora_dropout,
+        "use_rslora": adapter.config.use_rslora,
+        "target_modules": _target_modules(adapter.linears),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+    }
+    (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    return config
+
+
+def _hugging_face_base(checkpoint: Path) -> str | None:
+    """Return the Hugging Face directory that the base of an adapter was imported from, or None."""
+    recorded = read_manifest(checkpoint)["base"]
+    if not recorded or not Path(recorded["path"]).is_dir():
+        return None
+    return read_manifest(Path(recorded["path"])).get("source")
+
+
+def _target_modules(linears: Mapping[str, tuple[Part, ...]]) -> list[str]:
+    """Return the ends of names that say which modules have adapters, or their whole names if the ends do not."""
+    parts = [part for of_linear in linears.values() for part in of_linear]
+    chosen, others = ({p.key for p in parts if p.has_adapter is wanted} for wanted in (True, False))
+    if not chosen & others:
+        return sorted(chosen)
+    return sorted(part.name for part in parts if part.has_adapter)
+
+
+def import_adapter(source: Path, base: Path, partial: Path) -> dict[str, Any]:
+    """Write the checkpoint of a peft directory's adapter into the directory `partial`, and return its manifest.
+
+    Args:
+        source: The directory of adapter_model.safetensors and adapter_config.json.
+        base: The checkpoint of the model that it was trained on.
+        partial: The directory, which `publish` then makes a checkpoint.
+
+    Raises:
+        ConfigError: A key has a value that is not supported, or a tensor does not fit the base.
+    """
+    manifest = read_manifest(base)
+    model = saved_model(base, manifest)
+    config = _read_config(source)
+    linears = adapted_linears(config, model, model.vocab_size or manifest["vocab_size"])
+    tensors = _read_tensors(source, adapter_shapes(linears, config.r))
+    writer = TensorWriter(partial)
+    try:
+        for key, tensor in keyed(StoredAdapter(config, linears, tensors)):
+            writer.write(key, tuple(tensor.shape), (0, 0), tensor)
+        writer.finish()
+    finally:
+        writer.close()
+    kept = {key: manifest[key] for key in ("model", "vocab_size", "tokenizer") if key in manifest}
+    entries = {"peft": asdict(config), "base": asdict(base_of(base)), "source": str(source.resolve())}
+    return {"step": 0, "head": "lm", **kept, **entries}
+
+
+def _read_config(source: Path) -> LoraConfig:
+    found, where = read_json(source / ADAPTER_CONFIG), source / ADAPTER_CONFIG
+    for key, absent in _ABSENT.items():
+        if found.get(key) not in absent:
+            raise ConfigError(f"{where}: {key}={found.get(key)} is not supported; it must be {absent[-1]}")
+    keys = {key: found[key] for key in _READ if found.get(key) is not None}
+    try:
+        return TypeAdapter(LoraConfig).validate_python(keys)
+    except ValidationError as error:
+        raise ConfigError(f"{where} is not the configuration of a LoRA adapter: {error}") from error
+
+
+def _read_tensors(source: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
+    path = source / ADAPTER_WEIGHTS
+    try:
+        found = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(path).items()}
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    for what, names in (
+        ("has tensors of modules that the base does not have", found.keys() - shapes.keys()),
+        ("lacks tensors that adapter_config.json asks for", shapes.keys() - found.keys()),
+    ):
+        if names:
+            raise ConfigError(f"{path} {what}: {', '.join(sorted(names)[:_SHOWN])}")
+    for name, shape in shapes.items():
+        if tuple(found[name].shape) != shape:
+            raise ConfigError(f"{path}: {name} has the shape {tuple(found[name].shape)}; the base needs {shape}")
+        if found[name].dtype != next(iter(found.values())).dtype:
+            raise ConfigError(f"{path}: {name} has another dtype than other tensors; all must have the same")
+    return {name: found[name] for name in shapes}

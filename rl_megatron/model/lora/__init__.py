@@ -1,0 +1,1 @@
+"""Low-rank adapters (LoRA) on the linear layers of a model."""

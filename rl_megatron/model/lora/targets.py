@@ -1,0 +1,210 @@
+"""Which linear layers of a model get an adapter, by their Hugging Face names. This module does not need torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from rl_megatron.config.errors import ConfigError, nearest
+from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.peft import ALL_LINEAR, LoraConfig
+from rl_megatron.model.families import family_of_model
+from rl_megatron.model.families.table import (
+    ExpertNames,
+    TableBuilder,
+    WeightTable,
+    attention,
+    gated_mlp,
+    mixture_of_experts,
+)
+
+_LINEAR = re.compile(r"(decoder\.layers\.\d+\.(?:.*\.)?linear_\w+)\.weight")
+_WEIGHT = ".weight"
+CONTAINER = "lora"  # the name of a layer's adapters among its modules
+
+
+@dataclass(frozen=True)
+class Part:
+    """A Hugging Face linear, which is a whole Megatron linear or some of its rows.
+
+    Attributes:
+        name: The name of the Hugging Face module.
+        out_features: The size of its output.
+        in_features: The size of its input.
+        groups: The number of blocks into which Megatron splits its rows, to alternate with those of other parts.
+        has_adapter: Whether it gets an adapter.
+    """
+
+    name: str
+    out_features: int
+    in_features: int
+    groups: int
+    has_adapter: bool = False
+
+    @property
+    def key(self) -> str:
+        """Return the last word of its name, such as `q_proj`."""
+        return self.name.rpartition(".")[2]
+
+
+def adapted_linears(config: LoraConfig, model: ModelConfig, rows: int) -> dict[str, tuple[Part, ...]]:
+    """Return the Megatron linears that get adapters, each with all its parts in the order of its rows.
+
+    Args:
+        config: The section `peft`.
+        model: The model section.
+        rows: The number of rows of the embedding.
+
+    Raises:
+        ConfigError: A name matches no linear, a layer gets no adapter, or the rank exceeds a linear's size.
+    """
+    parts = _linears(_table(model, rows))
+    chosen = _chosen(config, [part.name for of_linear in parts.values() for part in of_linear])
+    found = {}
+    for linear, of_linear in parts.items():
+        marked = tuple(replace(part, has_adapter=part.name in chosen) for part in of_linear)
+        if any(part.has_adapter for part in marked):
+            found[linear] = marked
+    _check_ranks(config, found)
+    bare = sorted(set(range(model.num_layers)) - {layer_of(linear) for linear in found})
+    if bare:
+        raise ConfigError(
+            f"peft.target_modules={_shown(config.target_modules)} gives layer {bare[0]} no adapter, and every layer "
+            "needs one; add a module of its attention, such as o_proj"
+        )
+    return found
+
+
+def local_elements(linear: str, parts: Iterable[Part], r: int, tensor: int, expert: int) -> int:
+    """Return the elements of a linear's adapters on one rank; those of an expert on average over expert-parallel ranks.
+
+    Args:
+        linear: The Megatron name of the linear.
+        parts: Its parts.
+        r: The rank of the adapters.
+        tensor: The tensor-parallel degree.
+        expert: The expert-parallel degree.
+    """
+    is_expert, name = is_of_expert(linear), linear.rpartition(".")[2]
+    shards = 1 if is_expert or name.endswith("_down_proj") else tensor
+    in_shards, out_shards = (shards, 1) if name in ("linear_proj", "linear_fc2") else (1, shards)
+    adapted = [part for part in parts if part.has_adapter]
+    elements = sum(r * (part.in_features // in_shards + part.out_features // out_shards) for part in adapted)
+    return elements // expert if is_expert else elements
+
+
+def is_of_expert(linear: str) -> bool:
+    """Return whether a Megatron linear belongs to a routed expert."""
+    return ".experts." in linear
+
+
+def layer_of(linear: str) -> int:
+    """Return the layer of a Megatron linear, counted from 0."""
+    return int(linear.split(".")[2])
+
+
+def is_adapter(key: str) -> bool:
+    """Return whether a checkpoint's key is that of an adapter's tensor."""
+    return f".{CONTAINER}." in key
+
+
+def tensor_key(name: str, linears: Mapping[str, Iterable[Part]]) -> str:
+    """Return a checkpoint's key of the adapter's tensor that peft calls `name`."""
+    module = name.rpartition(".lora_")[0]
+    linear = next(linear for linear, parts in linears.items() if any(part.name == module for part in parts))
+    return f"decoder.layers.{layer_of(linear)}.{CONTAINER}.{name}"
+
+
+def adapter_shapes(linears: Mapping[str, Iterable[Part]], r: int) -> dict[str, tuple[int, int]]:
+    """Return the whole shape of every tensor of the adapters, by the name that peft gives it."""
+    shapes = {}
+    for part in (part for parts in linears.values() for part in parts if part.has_adapter):
+        shapes[f"{part.name}.lora_A.weight"] = (r, part.in_features)
+        shapes[f"{part.name}.lora_B.weight"] = (part.out_features, r)
+    return shapes
+
+
+def _table(model: ModelConfig, rows: int) -> WeightTable:
+    """Return the weight table of the model's family, or one with Llama's names if no family can express the model."""
+    try:
+        return family_of_model(model, rows).table(model, rows)
+    except ConfigError:
+        if model.kv_lora_rank is not None:
+            raise
+    table, names = TableBuilder(), ExpertNames("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
+    shared = model.shared_expert_ffn_hidden_size
+    for layer in range(model.num_layers):
+        hf, megatron = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+        attention(table, model, hf, megatron)
+        if model.num_experts is None or layer < model.first_dense_layers:
+            gated_mlp(table, f"{hf}mlp.", f"{megatron}mlp.", model.hidden_size, model.ffn_hidden_size)
+            continue
+        mixture_of_experts(table, model, names, hf, megatron)
+        if shared is not None:
+            theirs, ours = f"{hf}mlp.shared_experts.", f"{megatron}mlp.shared_experts."
+            gated_mlp(table, theirs, ours, model.hidden_size, shared)
+    return table.build()
+
+
+def _linears(table: WeightTable) -> dict[str, list[Part]]:
+    linears = {}
+    for name, shape in table.shapes.items():
+        match = _LINEAR.fullmatch(name)
+        if match is None:
+            continue
+        by_row = sorted(table.of_megatron[name], key=lambda rows: rows.row)
+        counts: dict[str, int] = {}
+        for hf_name, _ in groupby(by_row, key=lambda rows: rows.hf_name):
+            counts[hf_name] = counts.get(hf_name, 0) + 1
+        linears[match[1]] = [
+            Part(hf.removesuffix(_WEIGHT), table.hf_shapes[hf][0], shape[1], groups) for hf, groups in counts.items()
+        ]
+    return linears
+
+
+def _chosen(config: LoraConfig, names: list[str]) -> set[str]:
+    targets = set(names) if config.target_modules == ALL_LINEAR else _matching("target", config.target_modules, names)
+    if config.exclude_modules is None:
+        return targets
+    return targets - _matching("exclude", config.exclude_modules, names)
+
+
+def _matching(which: str, patterns: str | tuple[str, ...], names: list[str]) -> set[str]:
+    """Return the names that match: as peft, a string is a regular expression, and a list has ends of names."""
+    key = f"peft.{which}_modules"
+    found: set[str] = set()
+    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+        if isinstance(patterns, str):
+            try:
+                matching = {name for name in names if re.fullmatch(pattern, name)}
+            except re.error as error:
+                raise ConfigError(f"{key}={pattern} is not a regular expression: {error}") from error
+        else:
+            matching = {name for name in names if name == pattern or name.endswith(f".{pattern}")}
+        if not matching:
+            known = sorted({name.rpartition(".")[2] for name in names})
+            hint = nearest(pattern, known)
+            if isinstance(patterns, str) and pattern in known:
+                hint = f"; a string is a regular expression of whole names, so write the list [{pattern}]"
+            raise ConfigError(f"{key}: {pattern!r} matches no linear layer of the model{hint}")
+        found |= matching
+    if not found:
+        raise ConfigError(f"{key}=[] names no module; set it to {ALL_LINEAR} or to names such as q_proj")
+    return found
+
+
+def _check_ranks(config: LoraConfig, linears: Mapping[str, Iterable[Part]]) -> None:
+    for part in (part for parts in linears.values() for part in parts if part.has_adapter):
+        smallest = min(part.in_features, part.out_features)
+        if config.r > smallest:
+            raise ConfigError(
+                f"peft.r={config.r} exceeds a dimension of {part.name}, whose weight has the shape "
+                f"({part.out_features}, {part.in_features}); set it to at most {smallest}, or exclude the module with "
+                "peft.exclude_modules"
+            )
+
+
+def _shown(modules: str | tuple[str, ...]) -> str:
+    return modules if isinstance(modules, str) else f"[{', '.join(modules)}]"

@@ -1,0 +1,52 @@
+"""A run whose last stage trains an adapter: its engine gets merged weights, and its checkpoint has the adapter alone."""
+
+import json
+
+from rl_megatron.checkpoint.directory import read_manifest
+from tests.end_to_end.launch import TINY, metrics
+from tests.end_to_end.test_quickstart import SHORT
+
+LORA = ("experiment=quickstart_lora", "parallel.tensor=2", *SHORT, "stages.grpo.train.steps=3", "output_dir=out")
+
+
+def test_a_shortened_quickstart_with_an_adapter_passes_the_logprob_check_and_is_evaluated(tmp_path, forks):
+    given = (*LORA, "stages.grpo.generation.engine=transformers")
+    done = forks.run_ranks(tmp_path, "train", *given, ranks=2)
+    assert [rank.status for rank in done] == [0, 0], done
+    lines = [line for line in metrics(tmp_path / "out", timed=True) if line["stage"] == "grpo"]
+    steps = [line for line in lines if line["kind"] == "train"]
+    assert len(steps) == 3 and all(line["mismatch_max"] < 1e-5 for line in steps)
+    checked = [line["gate_max"] for line in lines if "gate_max" in line]
+    assert len(checked) >= 3 and max(checked) < 1e-5
+
+    whole, adapter = (sorted((tmp_path / "out" / "checkpoints" / stage).glob("step-*"))[-1] for stage in ("sft", "grpo"))
+    manifest = read_manifest(adapter)
+    assert manifest["peft"]["r"] == 16 and manifest["base"]["path"] == str(whole.resolve())
+    assert num_bytes(adapter) < num_bytes(whole) / 3
+
+    exported = forks.run(tmp_path, "convert", "export", str(adapter), "exported")
+    assert exported.status == 0 and "an adapter of rank 16, as peft loads it" in exported.out
+    merged = forks.run(tmp_path, "convert", "export", str(adapter), "merged", "--merge")
+    assert merged.status == 0 and "as transformers loads it" in merged.out
+    assert json.loads((tmp_path / "exported" / "adapter_config.json").read_text())["peft_type"] == "LORA"
+    again = forks.run(tmp_path, "convert", "import", "exported", "imported", "--base", str(whole))
+    assert again.status == 0, again.err
+    refused = forks.run(tmp_path, "convert", "import", "exported", "other")
+    assert refused.status == 2 and "--base CHECKPOINT" in refused.err
+    refused = forks.run(tmp_path, "convert", "export", str(whole), "other", "--merge")
+    assert refused.status == 2 and "--merge is for an adapter" in refused.err
+
+
+def num_bytes(checkpoint) -> int:
+    return sum(file.stat().st_size for file in checkpoint.glob("*.distcp"))
+
+
+def test_an_adapter_without_weights_or_with_a_wrong_name_is_refused_before_the_first_step(tmp_path, forks):
+    for given, message in {
+        "peft.r=4": "peft is set, and the stage has no weights to adapt; set init_from",
+        "peft.target_modules=[q_prj]": "did you mean 'q_proj'?",
+        "peft.dim=1000": "peft.r=1000 exceeds a dimension of",
+        "peft.rank=4": "unknown key 'peft.rank'",
+    }.items():
+        done = forks.run(tmp_path, "train", *TINY, "algorithm=sft", given, "output_dir=refused")
+        assert done.status == 2 and message in done.err, done.err

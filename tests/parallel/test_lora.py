@@ -1,0 +1,269 @@
+"""Adapters: the logits of peft, the gradients of one process in every layout, a frozen base, and checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_megatron.certify.measurement import compare, run_workload
+from rl_megatron.certify.single_process import run_in_one_process
+from rl_megatron.certify.workload import Objective, small_batching
+from rl_megatron.checkpoint.hf_convert import export_peft, export_weights, import_peft, import_weights
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.parallel import ParallelConfig
+from rl_megatron.config.peft import LoraConfig
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.losses import NLLLoss
+from rl_megatron.model.sharded_shape import ShardedShape
+from rl_megatron.plan.closed_forms import mean_training_bytes
+from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.topology import topology
+from rl_megatron.topology.device import start_device
+from rl_megatron.weight_sync.exporter import weights_digest
+from tests.parallel.family_cases import SHAPE, assert_same_tensors, hf_model, save, tensors
+from tests.parallel.grid import Layout
+from tests.parallel.layouts import EXPERTS, MODEL, OPTIMIZER, build_policy
+from tests.parallel.test_grid import FEW, QUICK
+from tests.parallel.test_layouts import random_batch
+from tests.unit.model.test_sharded_shape import VOCAB_SIZE as SMALL_VOCAB_SIZE
+from tests.unit.model.test_sharded_shape import allocated
+
+LORA = LoraConfig(r=3, lora_alpha=5.0, init_lora_weights=False)
+OBJECTIVES = {"clipped_pg": Objective("clipped_pg", {"reference_policy_kl_penalty": 0.05}), "dpo": Objective("dpo")}
+VOCAB_SIZE = SHAPE["vocab_size"]
+
+
+def measured(layout: Layout):
+    workload = replace(layout.workload(), objectives=OBJECTIVES, peft=LORA)
+    where = topology.build(layout.parallel, start_device("cpu"), workload.seed)
+    batching = {
+        name: small_batching(layout.factors.batching, layout.factors.sequences, objective.group_size, layout.parallel)
+        for name, objective in workload.objectives.items()
+    }
+    return run_workload(workload, where, batching)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(layout, marks=pytest.mark.quick if layout == QUICK[0] else ()) for layout in FEW],
+    ids=lambda layout: layout.name.replace(" ", "-"),
+)
+def test_a_layout_gives_the_adapters_gradients_of_one_process(ranks, layout):
+    """Logprobs, the gradients of A and B, the weights after a step and the metrics are those of one process."""
+    reference = replace(layout.reference, objectives=OBJECTIVES, peft=LORA)
+    wanted = ranks.reference(run_in_one_process, reference)
+    found = ranks.run(layout.factors.ranks, measured, layout)[0]
+    for name in wanted:
+        assert all(".lora." in tensor for tensor in found[name].gradients) and found[name].gradients
+        failures = [difference for difference in compare(found[name], wanted[name]) if not difference.holds]
+        assert not failures
+
+
+@dataclass
+class Trained:
+    """What a policy with adapters that has taken a step leaves: logits, its checkpoint, and digests of its base."""
+
+    logits: torch.Tensor
+    checkpoint: Path
+    digests: tuple[str, str]
+    sent: dict[str, torch.Tensor]
+
+
+def logits_of(policy: MegatronPolicy, ids: torch.Tensor) -> torch.Tensor:
+    batch = {"input_ids": ids, "input_lengths": torch.full((len(ids),), ids.size(1))}
+    top = policy.get_topk_logits(BatchedDataDict(batch), k=VOCAB_SIZE)
+    return torch.empty_like(top["topk_logits"]).scatter_(-1, top["topk_indices"], top["topk_logits"])
+
+
+def step_with_adapters(parallel: dict, base: str, lora: LoraConfig, ids: torch.Tensor, directory: str) -> Trained:
+    options = {"parallel": ParallelConfig(**parallel), "device": "cpu", "weights_only": True}
+    policy = MegatronPolicy.from_checkpoint(base, peft=lora, optimizer=OPTIMIZER, **options)
+    before = weights_digest(policy.model, frozen_only=True)
+    batch = random_batch(4, 12, 0)
+    policy.train(batch, NLLLoss(), gbs=4)
+    after = weights_digest(policy.model, frozen_only=True)
+    sent = {name: tensor.clone() for name, tensor in policy.stream_weights()}
+    return Trained(logits_of(policy, ids), policy.save_checkpoint(directory, 1), (before, after), sent)
+
+
+def merged_logits(checkpoint: str, ids: torch.Tensor) -> torch.Tensor:
+    return logits_of(MegatronPolicy.from_checkpoint(checkpoint, device="cpu", weights_only=True), ids)
+
+
+# peft takes the adapters of DeepSeek's dense and shared MLPs for those of its experts.
+LATENT = replace(LORA, target_modules=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
+WHOLE, SEQUENCE, EXPERT = (1, {}), (2, {"tensor": 2, "sequence": True}), (2, {"expert": 2})
+FAMILIES = [
+    ("llama", (2, {"pipeline": 2, "virtual_pipeline": 2})),
+    ("qwen2", (2, {"tensor": 2})),
+    ("qwen3", SEQUENCE),
+    ("gemma3", WHOLE),
+    ("mixtral", EXPERT),
+    ("qwen3_moe", SEQUENCE),
+    ("deepseek_v3", SEQUENCE),
+]
+
+
+@pytest.mark.parametrize(("case", "layout"), FAMILIES, ids=str)
+def test_logits_with_an_adapter_are_those_of_peft_and_the_adapter_comes_back(ranks, tmp_path, case, layout):
+    """An adapter is trained in the layout, exported, loaded by peft, merged, and imported again."""
+    import peft
+
+    lora = LATENT if case == "deepseek_v3" else LORA
+    hf, ids = hf_model(case), torch.randint(VOCAB_SIZE, (3, 11), generator=torch.Generator().manual_seed(0))
+    base = tmp_path / "base"
+    import_weights(save(hf, tmp_path / "hf"), base)
+    run = str(tmp_path / "run")
+    trained = ranks.run(layout[0], step_with_adapters, layout[1], str(base), lora, ids, run)[0]
+    assert trained.digests[0] == trained.digests[1], "the base has changed"
+
+    export_peft(trained.checkpoint, tmp_path / "adapter")
+    with torch.no_grad():
+        without = hf(ids).logits
+        wanted = peft.PeftModel.from_pretrained(hf, tmp_path / "adapter").eval()(ids).logits
+    assert (wanted - without).abs().max() > 0.05, "an adapter without effect would hide errors"
+    assert (trained.logits - wanted).abs().max() <= 1e-5 * max(1.0, float(wanted.abs().max()))
+
+    export_weights(trained.checkpoint, tmp_path / "merged")
+    merged = tensors(tmp_path / "merged")
+    assert merged.keys() == trained.sent.keys()
+    assert all((merged[name] - trained.sent[name]).abs().max() <= 1e-6 for name in merged)
+    with torch.no_grad():
+        of_merged = type(hf).from_pretrained(tmp_path / "merged")(ids).logits
+    assert (of_merged - wanted).abs().max() <= 1e-5 * max(1.0, float(wanted.abs().max()))
+    found = ranks.run(1, merged_logits, str(trained.checkpoint), ids)[0]
+    assert (found - trained.logits).abs().max() <= 1e-5 * max(1.0, float(wanted.abs().max()))
+
+    import_peft(tmp_path / "adapter", base, tmp_path / "imported")
+    export_peft(tmp_path / "imported", tmp_path / "again")
+    assert_same_tensors(tensors(tmp_path / "again"), tensors(tmp_path / "adapter"))
+
+
+def resumed(parallel: dict, directory: str) -> list:
+    """Train, save, load in this layout and train on; return the weights after the same steps without a save."""
+    straight = build_policy({}, peft=LORA) if not parallel else build_policy(parallel, peft=LORA)
+    batches = [random_batch(4, 12, seed) for seed in range(3)]
+    straight.train(batches[0], NLLLoss(), gbs=4)
+    path = straight.save_checkpoint(directory, 1)
+    names = sorted(set().union(*(file.name for file in [path])))
+    other = build_policy(parallel, peft=LORA)
+    other.load_checkpoint(path)
+    for batch in batches[1:]:
+        straight.train(batch, NLLLoss(), gbs=4)
+        other.train(batch, NLLLoss(), gbs=4)
+    logprobs = [policy.get_logprobs(batches[0])["logprobs"] for policy in (straight, other)]
+    return [*logprobs, names]
+
+
+@pytest.mark.parametrize("layout", [WHOLE, (2, {"tensor": 2})], ids=str)
+def test_a_resumed_adapter_trains_on_as_if_it_had_not_stopped(ranks, tmp_path, layout):
+    straight, other, _ = ranks.run(layout[0], resumed, layout[1], str(tmp_path))[0]
+    assert torch.equal(straight, other)
+
+
+def reference_of(parallel: dict) -> dict[str, torch.Tensor]:
+    """Return logprobs of the policy at the start, of its reference after a step, and of the policy then."""
+    found = {}
+    for name, lora in (("new", replace(LORA, init_lora_weights=True)), ("trained", LORA)):
+        policy, batch = build_policy(parallel, peft=lora), random_batch(4, 12, 0)
+        start = policy.get_logprobs(batch)["logprobs"]
+        policy.freeze_reference()
+        policy.train(batch, NLLLoss(), gbs=4)
+        reference = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
+        found[name] = (start, reference, policy.get_logprobs(batch)["logprobs"])
+        with policy.model.adapters_off():
+            found[f"{name} base"] = policy.get_logprobs(batch)["logprobs"]
+    return found
+
+
+@pytest.mark.parametrize("layout", [WHOLE, SEQUENCE], ids=str)
+def test_the_reference_is_the_model_with_the_adapters_of_the_start(ranks, layout):
+    found = ranks.run(layout[0], reference_of, layout[1])[0]
+    for name in ("new", "trained"):
+        start, reference, now = found[name]
+        assert torch.equal(reference, start)
+        assert (now - start).abs().max() > 1e-3
+    assert torch.equal(found["new base"], found["new"][0])
+    assert (found["trained base"] - found["trained"][0]).abs().max() > 1e-3
+
+
+def losses_with_dropout(parallel: dict) -> dict[str, list[float]]:
+    """Return the loss of two backward passes and of an evaluation, without dropout and with it."""
+    found = {}
+    for name, dropout in (("without", 0.0), ("with", 0.5)):
+        policy, batch = build_policy(parallel, peft=replace(LORA, lora_dropout=dropout)), random_batch(4, 12, 0)
+        trained = [policy.accumulate_gradients(batch, NLLLoss())["loss"] for _ in range(2)]
+        found[name] = [*trained, policy.train(batch, NLLLoss(), gbs=4, eval_mode=True)["loss"]]
+    return found
+
+
+def test_dropout_acts_while_training_only(ranks):
+    (found,) = ranks.run(1, losses_with_dropout, {})
+    assert len({*found["without"], found["with"][2]}) == 1
+    assert len({*found["with"]}) == 3
+    for message in ranks.run(2, dropout_without_sequence_parallelism):
+        assert "peft.lora_dropout=0.5 with parallel.tensor=2 needs parallel.sequence=true" in message
+
+
+def dropout_without_sequence_parallelism() -> str:
+    with pytest.raises(ConfigError) as error:
+        build_policy({"tensor": 2}, peft=replace(LORA, lora_dropout=0.5))
+    return str(error.value)
+
+
+def refusals(directory: str) -> dict[str, str]:
+    """Return the messages about adapters that cannot be used."""
+    said = {}
+
+    def refused(what: str, call) -> None:
+        with pytest.raises(ConfigError) as error:
+            call()
+        said[what] = str(error.value)
+
+    for what, changes in {
+        "name": {"target_modules": ("q_prj",)},
+        "regex": {"target_modules": "q_proj"},
+        "exclude": {"exclude_modules": ("lm_head",)},
+        "rank": {"r": 17},
+        "layer": {"target_modules": ("layers.1.self_attn.q_proj",)},
+    }.items():
+        refused(what, lambda changes=changes: build_policy({}, peft=replace(LORA, **changes)))
+    bases = [build_policy({}, seed=seed).save_checkpoint(f"{directory}/{seed}", 1) for seed in (1, 2)]
+    policy = build_policy({}, peft=LORA)
+    policy.load_checkpoint(bases[0], weights_only=True)
+    adapter = policy.save_checkpoint(f"{directory}/adapter", 1)
+    other = build_policy({}, peft=LORA)
+    other.load_checkpoint(bases[1], weights_only=True)
+    refused("base", lambda: other.load_checkpoint(adapter))
+    refused("shape", lambda: build_policy({}, peft=replace(LORA, lora_alpha=1.0)).load_checkpoint(adapter))
+    refused("no adapter", lambda: build_policy({}, peft=LORA).load_checkpoint(bases[0]))
+    return said
+
+
+def test_adapters_that_do_not_fit_are_refused(ranks, tmp_path):
+    said = ranks.run(1, refusals, str(tmp_path))[0]
+    assert "'q_prj' matches no linear layer of the model; did you mean 'q_proj'?" in said["name"]
+    assert "so write the list [q_proj]" in said["regex"]
+    assert "peft.exclude_modules: 'lm_head' matches no linear layer" in said["exclude"]
+    assert "peft.r=17 exceeds a dimension of model.layers.0.self_attn.k_proj" in said["rank"]
+    assert "gives layer 0 no adapter" in said["layer"]
+    assert "an adapter fits only the base that it was trained on" in said["base"]
+    assert "peft.lora_alpha: checkpoint 5.0, run 1.0" in said["shape"]
+    assert "holds no adapter" in said["no adapter"]
+
+
+@pytest.mark.parametrize(
+    ("model", "degrees", "world_size"),
+    [(MODEL, {"pipeline": 2}, 2), (EXPERTS, {"tensor": 2, "sequence": True, "expert": 2}, 2)],
+    ids=["pipeline", "experts"],
+)
+def test_adapters_save_the_memory_that_the_closed_form_says(ranks, model, degrees, world_size):
+    """Weights, gradients and optimizer state with and without adapters are as long as the closed forms say."""
+    for lora in (None, LORA):
+        shape = ShardedShape(model, ParallelConfig(**degrees), world_size, SMALL_VOCAB_SIZE, lora=lora)
+        stages = [rank * shape.parallel.pipeline // world_size for rank in range(world_size)]
+        wanted = [mean_training_bytes(shape, stage, precision="bf16", distributed=False) for stage in stages]
+        assert ranks.run(world_size, allocated, model, degrees, "lm", OPTIMIZER, "bf16", lora) == wanted
