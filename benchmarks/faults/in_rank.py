@@ -23,7 +23,7 @@ STRUCK = "struck"  # the file that says that the fault has come, so that it does
 # moment → the class and the method whose calls are counted
 MOMENTS = {
     "load": (MegatronPolicy, "__init__"),
-    "generate": (SyncedEngine, "complete_all"),
+    "generate": (SyncedEngine, "complete_on_rank_0"),
     "reward": (Scorer, "score_samples"),
     "logprobs": (MegatronPolicy, "get_logprobs"),
     "train": (MegatronPolicy, "train"),

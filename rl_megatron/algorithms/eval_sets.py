@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import cast
 
 from rl_megatron import log
 from rl_megatron.algorithms.eval_results import ProblemResult, results_file, start_values, write_results
@@ -24,7 +25,7 @@ from rl_megatron.generation.interfaces import RolloutEngine, Sampling
 from rl_megatron.generation.stage_sampling import stage_sampling
 from rl_megatron.rewards.scorer import Scorer
 from rl_megatron.rollouts.runner import RolloutRunner
-from rl_megatron.rollouts.scored import ScoredRollouts
+from rl_megatron.rollouts.scored import Scored, ScoredRollouts
 from rl_megatron.topology.collective_errors import from_rank0, run_on_rank0
 
 # Completions that are generated together. Their random numbers depend on it.
@@ -90,10 +91,13 @@ class EvalSet:
         prompts = [self._prompts[number % len(self._prompts)] for number in numbers]
         rollouts = ScoredRollouts(runner, self._scorer, self._tokenizer)
         scored = rollouts.make(engine, prompts, self._sampling, request_seed(_SEED, block))
+        return cast(Answered, from_rank0(None if scored is None else self._answered(scored)))
+
+    def _answered(self, scored: Scored) -> Answered:
         if scored.num_failed:
             log.LOGGER.warning(
                 "evaluation set %s: %d of %d trajectories failed, and count as wrong answers",
-                *(self.config.name, scored.num_failed, len(prompts)),
+                *(self.config.name, scored.num_failed, len(scored.samples)),
             )
         texts, truncated = zip(*((sample.completion, sample.truncated) for sample in scored.samples), strict=True)
         return Answered(list(texts), scored.rewards.tolist(), list(scored.num_sampled), list(truncated))

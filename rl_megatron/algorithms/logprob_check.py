@@ -52,6 +52,10 @@ class LogprobCheck:
         """Return the most tokens of its completions."""
         return min(self.sampling.max_new_tokens, _MAX_TOKENS)
 
+    def chosen(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the prompts that are completed: the first `num_prompts` different ones."""
+        return [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts))][: self.num_prompts]
+
     def run(self, engine: RolloutEngine, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
         """Complete the first `num_prompts` different prompts, and compare the logprobs of the sampled tokens.
 
@@ -61,7 +65,7 @@ class LogprobCheck:
         Raises:
             EngineMismatch: The mean exceeds the limit. It is raised on every rank, and names the worst tokens.
         """
-        chosen = [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts))][: self.num_prompts]
+        chosen = self.chosen(prompts)
         if not chosen:
             return {}
         sampling = replace(self.sampling, max_new_tokens=self.max_new_tokens)

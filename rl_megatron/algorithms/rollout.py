@@ -159,7 +159,7 @@ class Sampler:
         else:
             seed = seed_of_batch(self._seed, number) + round_
             scored = self._rollouts.make(self._engine, prompts, self._sampling, seed, self._per_prompt)
-            own, metrics = scored.batch, scored.metrics
+            own, metrics = (None, RewardMetrics()) if scored is None else (scored.batch, scored.metrics)
         several = dist.is_initialized() and dist.get_world_size() > 1
         rollouts = produced(own, self._stage.policy.topology if several else None, self._store)
         self._record.add(round_, rollouts, prompts, metrics)
@@ -184,9 +184,9 @@ class Sampler:
         MustBe(self.state_dict()).load_state_dict(state)
 
     def _reward_metrics(self) -> dict[str, float]:
-        """Return the metrics of the reward functions over all draws since the last call."""
+        """Return the metrics of the reward functions over all draws since the last call, which rank 0 has."""
         metrics, self._metrics = self._metrics, RewardMetrics()
-        return metrics.values()
+        return from_rank0(metrics.values())
 
 
 def recomputes_logprobs(stage: StageConfig, algorithm: PolicyGradientConfig, loss_fn: LossFunction) -> bool:

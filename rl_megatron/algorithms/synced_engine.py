@@ -9,7 +9,7 @@ from rl_megatron.algorithms.logprob_check import LogprobCheck
 from rl_megatron.batching.routing import ROUTED_EXPERTS
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution.phase_timer import count_tokens, phase
-from rl_megatron.generation.completion_batch import complete_requests
+from rl_megatron.generation.completion_batch import complete_on_rank_0
 from rl_megatron.generation.interfaces import (
     Completion,
     EngineFailed,
@@ -20,6 +20,7 @@ from rl_megatron.generation.interfaces import (
     SleepingEngine,
     TakesRequests,
 )
+from rl_megatron.topology.collective_errors import from_rank0
 
 _T = TypeVar("_T")
 
@@ -106,8 +107,8 @@ class SyncedEngine:
 
         return self._checked_result(generate, prompts)
 
-    def complete_all(self, requests: Sequence[Request]) -> list[Completion]:
-        """Complete requests, as `CompletesRequests.complete_all`, with the policy's current weights.
+    def complete_on_rank_0(self, requests: Sequence[Request]) -> list[Completion]:
+        """Complete requests, as `CompletesOnRank0.complete_on_rank_0`, with the policy's current weights.
 
         Raises:
             EngineMismatch: The engine's logprobs differ from the trainer's. Nothing was generated for the caller.
@@ -116,12 +117,16 @@ class SyncedEngine:
         """
 
         def complete() -> list[Completion]:
-            completions = complete_requests(self._engine, requests)
-            count_tokens(sum(len(completion.ids) for completion in completions))
-            self._require_routing(all(each.routed_experts is not None for each in completions))
+            completions = complete_on_rank_0(self._engine, requests)
+            num_tokens = sum(len(completion.ids) for completion in completions)
+            has_routing = all(each.routed_experts is not None for each in completions)
+            num_tokens, has_routing = from_rank0((num_tokens, has_routing))
+            count_tokens(num_tokens)
+            self._require_routing(has_routing)
             return completions
 
-        return self._checked_result(complete, [self._beginning(request) for request in requests])
+        beginnings = self._check.chosen([self._beginning(request) for request in requests])
+        return self._checked_result(complete, from_rank0(beginnings))
 
     def _checked_result(self, generate: Callable[[], _T], prompts: list[list[int]]) -> _T:
         """Return what `generate` returns from an engine that has the policy's weights and was checked on prompts."""

@@ -17,6 +17,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.generation.interfaces import (
+    CompletesOnRank0,
     CompletesRequests,
     Completion,
     EngineFailed,
@@ -25,6 +26,7 @@ from rl_megatron.generation.interfaces import (
     Sampling,
     WeightSpan,
 )
+from rl_megatron.topology.collective_errors import from_rank0, is_rank0
 
 
 def check_requests(requests: Iterable[Request], max_sequence_length: int) -> None:
@@ -48,6 +50,20 @@ def check_requests(requests: Iterable[Request], max_sequence_length: int) -> Non
             f"a prompt of {longest} tokens and generation.max_new_tokens={new} exceed "
             f"model.max_sequence_length={max_sequence_length}; lower max_new_tokens or raise the limit"
         )
+
+
+def complete_on_rank_0(engine: RolloutEngine, requests: Sequence[Request]) -> list[Completion]:
+    """Return the completions of requests that rank 0 has on rank 0, and none on other ranks. Every rank calls it.
+
+    An engine that has no method `complete_on_rank_0` gets the requests on every rank.
+
+    Raises:
+        EngineFailed: See `complete_requests`.
+    """
+    if isinstance(engine, CompletesOnRank0):
+        return engine.complete_on_rank_0(requests)
+    completions = complete_requests(engine, from_rank0(requests))
+    return completions if is_rank0() else []
 
 
 def complete_requests(engine: RolloutEngine, requests: Sequence[Request]) -> list[Completion]:

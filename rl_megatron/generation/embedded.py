@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.generation.completion_batch import check_requests, rollouts
 from rl_megatron.generation.completions import requests_of, seed_of_id
@@ -40,6 +41,8 @@ class EmbeddedEngine:
         self.policy, self.batch_size, self.records_routing = policy, batch_size, records_routing
         self._leads = policy.topology.rank == 0
         self._requests = RequestQueue(policy.topology.groups.dp_cp.size())
+        topology = policy.topology
+        self._ranks = PolicyRanks(topology.rank, topology.world_size, topology.device)
 
     def update_weights(self) -> dict[str, float]:
         """Return no metrics: the policy's weights are the engine's, and are not sent."""
@@ -64,14 +67,26 @@ class EmbeddedEngine:
         Raises:
             ConfigError: On every rank, if a prompt is too long for `max_new_tokens`.
         """
+        completions = self.complete_on_rank_0(requests if self._leads else ())
+        return self._ranks.from_rank_0(lambda: completions)
+
+    def complete_on_rank_0(self, requests: Sequence[Request]) -> list[Completion]:
+        """Complete the requests of rank 0 together; see `CompletesOnRank0.complete_on_rank_0`.
+
+        Each replica gets its requests, and rank 0 gets their completions.
+
+        Raises:
+            ConfigError: On every rank, if a prompt is too long for `max_new_tokens`.
+        """
         self.policy.model.require_head("lm", "generate")
-        check_requests(requests, self.policy.model_config.max_sequence_length)
-        group = self.policy.topology.groups.dp_cp
+        longest = self.policy.model_config.max_sequence_length
+        self._ranks.on_rank_0(lambda: check_requests(requests, longest), (ConfigError,))
+        own, total = self._shared_out(requests)
         self.policy.finish_training()
         decoder = Decoder(EmbeddedReplica(self.policy, self.records_routing), self.batch_size)
-        decoder.add([Ongoing(request) for request in requests[group.rank() :: group.size()]])
+        decoder.add([Ongoing(request) for request in own])
         # Gather before any check: an error on one rank alone would leave the others waiting for its sequences.
-        found = _gathered(self._until_idle(decoder, len(requests)), group)
+        found = self._collected(self._until_idle(decoder, total))
         by_id = {completion.request_id: completion for completion in found}
         return [by_id[request.request_id] for request in requests]
 
@@ -138,13 +153,11 @@ class EmbeddedEngine:
 
     def _serve(self, decoder: Decoder, until: Future | None) -> None:
         group = self.policy.topology.groups.dp_cp
-        topology = self.policy.topology
-        alone = topology.world_size == 1
-        ranks = PolicyRanks(topology.rank, topology.world_size, topology.device)
+        alone = self.policy.topology.world_size == 1
         ends = False
         with decoder.active():
             while not ends:
-                orders = ranks.from_rank_0(lambda: self._requests.orders(until, _WAIT_SECONDS))
+                orders = self._ranks.from_rank_0(lambda: self._requests.orders(until, _WAIT_SECONDS))
                 ends = orders.ends
                 ended = decoder.abort(orders.aborted)
                 decoder.add([sequence for replica, sequence in orders.added if replica == group.rank()])
@@ -160,6 +173,31 @@ class EmbeddedEngine:
                         self._requests.settle(*of_rank)
 
     # --- batches ---
+
+    def _shared_out(self, requests: Sequence[Request]) -> tuple[Sequence[Request], int]:
+        """Return this replica's share of the requests that rank 0 has, and the number of all of them. Collective."""
+        topology, groups = self.policy.topology, self.policy.topology.groups
+        if topology.world_size == 1:
+            return requests, len(requests)
+        share: list[Any] = [None]
+        if topology.tensor_rank == topology.pipeline_rank == 0:
+            replicas = groups.dp_cp.size()
+            shares = [(requests[place::replicas], len(requests)) for place in range(replicas)] if self._leads else None
+            dist.scatter_object_list(share, shares, dist.get_global_rank(groups.dp_cp, 0), groups.dp_cp)
+        for group, takes_part in ((groups.pp, topology.tensor_rank == 0), (groups.tp, True)):
+            if takes_part and group.size() > 1:
+                dist.broadcast_object_list(share, dist.get_global_rank(group, 0), group, topology.device)
+        return share[0]
+
+    def _collected(self, completions: list[Completion]) -> list[Completion]:
+        """Return the completions of all replicas on rank 0, and none on other ranks. Collective."""
+        topology, group = self.policy.topology, self.policy.topology.groups.dp_cp
+        if topology.world_size == 1:
+            return completions
+        parts: list[list[Completion]] = [[] for _ in range(group.size())] if self._leads else []
+        if topology.tensor_rank == topology.pipeline_rank == 0:
+            dist.gather_object(completions, parts or None, dist.get_global_rank(group, 0), group)
+        return [completion for part in parts for completion in part]
 
     def _until_idle(self, decoder: Decoder, total: int) -> list[Completion]:
         """Return the completions of all sequences that the decoder has; `total` is the number on all ranks."""

@@ -215,6 +215,19 @@ class CompletesRequests(Protocol):
 
 
 @runtime_checkable
+class CompletesOnRank0(Protocol):
+    """What completes requests that only rank 0 has. All engines of this package do."""
+
+    def complete_on_rank_0(self, requests: Sequence[Request]) -> list[Completion]:
+        """Complete requests as `complete_all`, and return the completions on rank 0 only.
+
+        Every rank calls it. Ranks other than 0 give no requests, and get no completions, so that they hold nothing that
+        grows with the number of requests.
+        """
+        ...
+
+
+@runtime_checkable
 class TakesRequests(Protocol):
     """What completes single requests, at any time. All engines of this package do, and only rank 0 calls it."""
 
@@ -232,7 +245,7 @@ class TakesRequests(Protocol):
         ...
 
 
-class RequestEngine(RolloutEngine, CompletesRequests, TakesRequests, Protocol):
+class RequestEngine(RolloutEngine, CompletesRequests, CompletesOnRank0, TakesRequests, Protocol):
     """A rollout engine whose single requests can be stopped. All engines of this package are such engines.
 
     Only the policy's rank 0 calls these methods.

@@ -1,4 +1,4 @@
-"""Score completions on all ranks: `Scorer` shares the samples out among the workers of all nodes."""
+"""Score completions: `Scorer` shares the samples of rank 0 out among the workers of all nodes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from rl_megatron.rewards.loading import configured_functions, task_function
 from rl_megatron.rewards.results import ERRORS, SCORE, TIMEOUTS, is_finite_reward
 from rl_megatron.rewards.samples import Failure, FunctionSpec, Outcome, Sample
 from rl_megatron.rewards.workers import RewardWorkers
-from rl_megatron.topology.collective_errors import in_words
+from rl_megatron.topology.collective_errors import from_rank0, in_words
 
 # How long a rank scores before all ranks meet. It is less than any timeout of a collective, so that a rank which waits
 # for the rewards of others does not give up.
@@ -41,13 +41,11 @@ class _Report(NamedTuple):
         is_done: Whether it has nothing left to score.
         error: An error outside of the functions, such as that of a function that a new worker cannot load.
         failed: The failure that ends the run, with its function and sample.
-        outcomes: The outcomes by (function, sample), said once.
     """
 
     is_done: bool = True
     error: ConfigError | RewardFailed | None = None
     failed: tuple[int, int, Failure] | None = None
-    outcomes: Mapping[tuple[int, int], Outcome] = {}
 
 
 @dataclass
@@ -89,8 +87,8 @@ class RewardMetrics:
 class Scorer:
     """The rewards of one stage. It owns the worker processes of this rank's node if this is the node's first rank.
 
-    Workers are started by the first call. `score` is collective: all ranks call it with the same samples, and get the
-    same rewards, because a judge or a verifier with a time limit may give the same text different scores.
+    Workers are started by the first call. `score` is collective. Rank 0 has the samples, sends the first rank of every
+    other node those that its workers score, and gets the rewards. Other ranks hold nothing.
     """
 
     def __init__(self, settings: RewardConfig, task: Callable[[], Task], alone: bool = False):
@@ -129,7 +127,9 @@ class Scorer:
         completion_ids: Sequence[list[int]],
         truncated: Sequence[bool],
     ) -> tuple[Tensor, RewardMetrics]:
-        """Return the reward of each completion, [B] fp32, and the metrics of the functions. Collective.
+        """Return the reward of each completion, [B] fp32, and the metrics of the functions, on rank 0. Collective.
+
+        Ranks other than 0 may give any samples, which are not used, and get no rewards and metrics.
 
         Args:
             problems: One problem for each completion.
@@ -148,7 +148,17 @@ class Scorer:
     def score_samples(self, samples: Sequence[Sample]) -> tuple[Tensor, RewardMetrics]:
         """Return what `score` returns, for samples that may have several turns. Collective."""
         self.start()
-        return self._combined(samples, self._outcomes(samples))
+        outcomes = self._outcomes(self._shared_out(samples))
+        combined, failure = None, None
+        if self._leads:
+            try:
+                combined = self._combined(samples, outcomes)
+            except RewardFailed as error:
+                failure = str(error)
+        failure = self._from_rank_0(failure)
+        if failure is not None:
+            raise RewardFailed(failure)
+        return combined or (torch.zeros(0), RewardMetrics())
 
     def close(self) -> None:
         """End the workers. A call of `score` in another thread of a scorer that is alone fails soon."""
@@ -156,38 +166,80 @@ class Scorer:
         if self._workers is not None:
             self._workers.close()
 
+    @property
+    def _leads(self) -> bool:
+        return self._alone or _rank() == 0
+
+    @property
+    def _place(self) -> int | None:
+        """Return the place of this rank among those that score, or None."""
+        return self._scoring_ranks.index(_rank()) if _rank() in self._scoring_ranks else None
+
+    def _shared_out(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """Return all samples on rank 0, those that the node scores on the first ranks of other nodes, else none."""
+        others = self._scoring_ranks[1:]
+        if self._leads:
+            for place, rank in enumerate(others, 1):
+                dist.send_object_list([samples[place :: len(others) + 1]], rank)
+            return samples
+        return _received_from(0) if _rank() in others else ()
+
     def _outcomes(self, samples: Sequence[Sample]) -> dict[tuple[int, int], Outcome]:
-        """Return what every function says about every sample, by (function, sample)."""
-        place = self._scoring_ranks.index(_rank()) if _rank() in self._scoring_ranks else None
-        outcomes: dict[tuple[int, int], Outcome] = {}
+        """Return on rank 0 what every function says about every sample, by (function, sample).
+
+        Args:
+            samples: What `_shared_out` returns.
+        """
+        place = self._place
         has_begun = has_reported = False
         while True:
             report = _Report()
             if place is not None and not has_reported:
-                mine = range(place, len(samples), len(self._scoring_ranks))
-                report = self._work(None if has_begun else samples, mine, with_lists=place == 0)
+                report = self._work(None if has_begun else samples, place)
                 has_begun, has_reported = True, report.is_done
             reports = self._of_all_ranks(report)
             self._raise_first(reports, samples)
-            for each in reports:
-                outcomes |= each.outcomes
             if all(each.is_done for each in reports):
-                return outcomes
+                return self._collected()
 
-    def _work(self, samples: Sequence[Sample] | None, mine: Sequence[int], with_lists: bool) -> _Report:
+    def _collected(self) -> dict[tuple[int, int], Outcome]:
+        """Return the outcomes of all nodes on rank 0, and none on other ranks."""
+        others = self._scoring_ranks[1:]
+        outcomes = {} if self._workers is None else self._workers.outcomes
+        if self._leads:
+            outcomes = dict(outcomes)
+            for place, rank in enumerate(others, 1):
+                of_node: dict[tuple[int, int], Outcome] = _received_from(rank)
+                for (function, sample), outcome in of_node.items():
+                    outcomes[function, self._number(sample, place)] = outcome
+            return outcomes
+        if _rank() in others:
+            dist.send_object_list([outcomes], 0)
+        return {}
+
+    def _number(self, sample: int, place: int) -> int:
+        """Return the number among all samples of a sample of the node at a place; rank 0 has all of them."""
+        return sample if place == 0 else place + sample * len(self._scoring_ranks)
+
+    def _work(self, samples: Sequence[Sample] | None, place: int) -> _Report:
         """Begin to score samples, or go on with it, until all ranks meet."""
         assert self._workers is not None  # this is a scoring rank
         try:
             if self._is_closed:
                 raise RuntimeError("the run ends")
             if samples is not None:
-                self._workers.submit(samples, mine, with_lists)
+                mine = range(0, len(samples), len(self._scoring_ranks) if place == 0 else 1)
+                self._workers.submit(samples, mine, with_lists=place == 0)
             is_done = self._workers.advance(_SECONDS_ALONE if self._alone else _SECONDS_BETWEEN_MEETINGS)
         except ConfigError as error:
             return _Report(error=error)
         except Exception as error:  # any failure, such as that of a new process: the other ranks wait for this one
             return _Report(error=RewardFailed(f"the reward workers cannot go on: {in_words(error)}"))
-        return _Report(is_done, None, self._workers.failed, self._workers.outcomes if is_done else {})
+        failed = self._workers.failed
+        if failed is not None:
+            function, sample, failure = failed
+            failed = function, self._number(sample, place), failure
+        return _Report(is_done, None, failed)
 
     def _of_all_ranks(self, value: _T) -> list[_T]:
         """Return the values of all ranks, or that of this one if it is alone."""
@@ -197,8 +249,12 @@ class Scorer:
         dist.all_gather_object(values, value)
         return values
 
+    def _from_rank_0(self, value: _T) -> _T:
+        """Return rank 0's value on every rank, or this rank's if it is alone."""
+        return value if self._alone else from_rank0(value)
+
     def _raise_first(self, reports: Sequence[_Report], samples: Sequence[Sample]) -> None:
-        """Raise what the first rank reports that reports an error or a failure."""
+        """Raise what the first rank reports that reports an error or a failure. Rank 0 has all samples."""
         if all(report.error is None and report.failed is None for report in reports):
             return
         if self._workers is not None:
@@ -208,7 +264,8 @@ class Scorer:
                 raise report.error
             if report.failed is not None:
                 function, sample, failure = report.failed
-                raise RewardFailed(self._described(function, failure, samples[sample]))
+                message = self._described(function, failure, samples[sample]) if self._leads else None
+                raise RewardFailed(self._from_rank_0(message))
 
     def _described(self, function: int, failure: Failure, sample: Sample) -> str:
         """Return a message about a failure, with the remedy."""
@@ -255,14 +312,14 @@ class Scorer:
                     metrics.count(f"reward_{spec.label}_{name}", 0)
 
     def _failed(self, sample: Sample, function: int, message: str) -> Outcome:
-        """Return the outcome of a function whose score cannot be used, as all ranks find out.
+        """Return the outcome of a function whose score cannot be used.
 
         Raises:
             RewardFailed: `reward.on_error` is "error".
         """
         failure = Failure("error", message)
         if self._settings.on_error == "error":
-            raise RewardFailed(self._described(function, failure, sample))  # on every rank
+            raise RewardFailed(self._described(function, failure, sample))
         return Outcome(None, {}, failure)
 
     def _observe(self, metrics: RewardMetrics, function: int, outcome: Outcome, sample: Sample) -> None:
@@ -272,7 +329,7 @@ class Scorer:
         if outcome.failure is not None:
             metrics.count(prefix + (TIMEOUTS if outcome.failure.kind == "timeout" else ERRORS), 1)
             said = self._warnings[spec.label] = self._warnings.get(spec.label, 0) + 1
-            if said <= _MOST_WARNINGS and _rank() == 0:
+            if said <= _MOST_WARNINGS:
                 more = "; further ones are only counted" if said == _MOST_WARNINGS else ""
                 log.LOGGER.warning("%s (it scores 0)%s", self._described(function, outcome.failure, sample), more)
         elif outcome.score is not None and not spec.is_task:  # the score of a task is the reward itself
@@ -284,6 +341,13 @@ class Scorer:
 def _weighted(weights: Sequence[float], outcomes: Sequence[Outcome]) -> float:
     scored = zip(weights, outcomes, strict=True)
     return sum(weight * outcome.score for weight, outcome in scored if outcome.score is not None)
+
+
+def _received_from(rank: int) -> Any:
+    """Return the object that a rank sends."""
+    box: list[Any] = [None]
+    dist.recv_object_list(box, rank)
+    return box[0]
 
 
 def _rank() -> int:

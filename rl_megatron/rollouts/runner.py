@@ -1,4 +1,4 @@
-"""`RolloutRunner`: lets a rollout worker make the trajectories of many tasks. All ranks get all of them."""
+"""`RolloutRunner`: lets a rollout worker make the trajectories of many tasks. Rank 0 gets them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_megatron.config.importing import raised
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.execution import NonFiniteLoss
 from rl_megatron.execution.phase_timer import phase
-from rl_megatron.generation.completion_batch import complete_requests
+from rl_megatron.generation.completion_batch import complete_on_rank_0
 from rl_megatron.generation.interfaces import Completion, EngineFailed, Request, RolloutEngine, Sampling
 from rl_megatron.generation.rank_zero_loop import RankZeroLoop
 from rl_megatron.rewards.scorer import RewardFailed
@@ -80,11 +80,12 @@ class RolloutRules:
 class RolloutRunner:
     """Runs a rollout worker for many tasks. The worker runs on rank 0, on an asyncio loop in a thread of its own.
 
-    Every rank calls `run` with the same tasks, and takes part in the rounds of completions.
+    Every rank calls `run`, and takes part in the rounds of completions.
 
     Attributes:
         rules: How tasks run.
         loop: The loop.
+        leads: Whether this is rank 0.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class RolloutRunner:
         """
         self._gateway, self._owned = gateway, owned
         self._worker, self.rules, self._tokenizer, self._ranks = worker, rules, tokenizer, ranks
+        self.leads = ranks.leads
         self.loop = RankZeroLoop(ranks, collective_timeout, "rollout workers", _FORESEEN)
 
     @property
@@ -118,23 +120,39 @@ class RolloutRunner:
         return self._worker is not completion
 
     def run(self, tasks: Sequence[RolloutTask], engine: RolloutEngine, sampling: Sampling) -> list[TaskResult]:
-        """Return the result of each task, in order. Collective.
+        """Return the result of each task, in order, on rank 0, and none on other ranks. Collective.
+
+        Args:
+            tasks: The tasks; only rank 0 needs them.
+            engine: The engine.
+            sampling: How completions are sampled if the worker does not say so.
 
         Raises:
             RolloutFailed: A task failed in all its attempts, and the rules say that the run ends then.
             EngineFailed: The engine cannot go on.
         """
         rounds = Rounds(partial(self.attempts, sampling), self.rules.concurrency)
+        requests: list[Request] = []  # of a round, on rank 0
+        results: list[TaskResult] = []
+
+        async def begins_round() -> bool:
+            requests[:] = await rounds.requests()
+            return bool(requests)
+
+        async def end() -> None:
+            results[:] = rounds.results()
+
         try:
-            if self._ranks.leads:
+            if self.leads:
                 self.loop.wait(_begin(rounds, tasks))
-            while requests := self._next_round(rounds):
-                completions = complete_requests(engine, requests)
-                if self._ranks.leads:
+            while self._waited(begins_round):
+                completions = complete_on_rank_0(engine, requests)
+                if self.leads:
                     self.loop.wait(_answer(rounds, completions))
-            return self.loop.on_all_ranks(lambda: _results(rounds))
+            self.loop.on_all_ranks(end)
+            return results
         finally:
-            if self._ranks.leads:
+            if self.leads:
                 self.loop.wait(_cancel(rounds))
 
     def on_rank_0(self, make: Callable[[], _T]) -> _T | None:
@@ -143,34 +161,21 @@ class RolloutRunner:
         Raises:
             RolloutFailed, EngineFailed, NonFiniteLoss: `make` raised it; it is raised on every rank.
         """
-        made: list[_T] = []
-
-        def outcome() -> tuple[type[Exception], str] | None:
-            try:
-                made.append(make())
-            except _FORESEEN as error:
-                return type(error), str(error)
-            return None
-
-        failure = self._ranks.from_rank_0(outcome)
-        if failure is not None:
-            kind, message = failure
-            raise kind(message)
-        return made[0] if made else None
+        return self._ranks.on_rank_0(make, _FORESEEN)
 
     def close(self) -> None:
         """End the gateway, the thread, and what the worker needs."""
         try:
-            if self._gateway is not None and self._ranks.leads:
+            if self._gateway is not None and self.leads:
                 self.loop.wait(self._gateway.close())
             self.loop.close()
         finally:
             for each in self._owned:
                 each.close()
 
-    def _next_round(self, rounds: Rounds) -> list[Request]:
+    def _waited(self, begins_round: Callable[[], Coroutine[Any, Any, bool]]) -> bool:
         with phase("environment"):
-            return self.loop.on_all_ranks(rounds.requests)
+            return self.loop.on_all_ranks(begins_round)
 
     async def attempts(self, sampling: Sampling, task: RolloutTask, answer: Answer) -> TaskResult:
         """Run a task on the loop until an attempt succeeds or there are no more.
@@ -275,10 +280,6 @@ async def _begin(rounds: Rounds, tasks: Sequence[RolloutTask]) -> None:
 
 async def _answer(rounds: Rounds, completions: Sequence[Completion]) -> None:
     rounds.answer(completions)
-
-
-async def _results(rounds: Rounds) -> list[TaskResult]:
-    return rounds.results()
 
 
 async def _cancel(rounds: Rounds) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -53,7 +54,6 @@ class Scored:
 
     Attributes:
         batch: The batch that `trajectory_batch` returns, with `rewards` [B]: that of its trajectory for each sequence.
-            Only rank 0 has it; it is None on other ranks.
         samples: The last turn of each trajectory, as reward functions get it.
         rewards: The reward of each trajectory.
         num_sampled: The number of tokens that the policy sampled in each trajectory.
@@ -61,7 +61,7 @@ class Scored:
         num_failed: How many trajectories failed; their rewards are 0.
     """
 
-    batch: BatchedDataDict | None
+    batch: BatchedDataDict
     samples: Sequence[Sample]
     rewards: torch.Tensor
     num_sampled: Sequence[int]
@@ -97,14 +97,14 @@ class ScoredRollouts:
         sampling: Sampling,
         seed: int,
         group_size: int = 1,
-    ) -> Scored:
-        """Return one scored trajectory for each prompt. Collective.
+    ) -> Scored | None:
+        """Return one scored trajectory for each prompt on rank 0, and None on other ranks. Collective.
 
         Nothing is learned from the group of a trajectory that has failed: its masks and rewards are 0.
 
         Args:
             engine: The engine, which has the policy's current weights.
-            prompts: The prompts.
+            prompts: The prompts; only rank 0 needs them.
             sampling: How completions are sampled if the worker does not say so.
             seed: The seed of all random numbers of the engine.
             group_size: How many trajectories in a row are compared with each other.
@@ -115,17 +115,21 @@ class ScoredRollouts:
             EngineFailed: The engine cannot go on.
             NonFiniteLoss: Logits are NaN or infinite.
         """
+        prompts = prompts if self.runner.leads else ()
         results = self.runner.run(tasks_of(prompts, seed), engine, sampling)
         batch = self.runner.on_rank_0(lambda: self._batch(prompts, results, sampling))
         with phase("reward"):
             scores = self.score(prompts, results, self._scorer)
-        return _with_rewards(batch, results, scores, group_size)
+        return self.runner.on_rank_0(lambda: _with_rewards(cast(BatchedDataDict, batch), results, scores, group_size))
 
     def score(self, prompts: Sequence[EncodedPrompt], results: Sequence[TaskResult], scorer: Scorer) -> Scores:
-        """Return the scores of the trajectories of prompts. Collective, unless the scorer is alone."""
+        """Return the scores of the trajectories of prompts. Collective, unless the scorer is alone.
+
+        Ranks other than 0 give no trajectories, and get no scores.
+        """
         trajectories = [_trajectory(result) for result in results]
         samples = [self._sample(*pair) for pair in zip(prompts, trajectories, strict=True)]
-        made = torch.tensor([each is not None for each in trajectories])
+        made = torch.tensor([each is not None for each in trajectories], dtype=torch.bool)
         rewards, metrics = _scored(scorer, samples, made)
         if self.runner.makes_turns:
             _observe(metrics, results, trajectories)
@@ -186,9 +190,7 @@ def _trajectory(result: TaskResult) -> Trajectory | None:
     return result.trajectories[0] if result.trajectories else None
 
 
-def _with_rewards(
-    batch: BatchedDataDict | None, results: Sequence[TaskResult], scores: Scores, group_size: int
-) -> Scored:
+def _with_rewards(batch: BatchedDataDict, results: Sequence[TaskResult], scores: Scores, group_size: int) -> Scored:
     """Return a batch with rewards, in which nothing is learned from the group of a trajectory that has failed."""
     trajectories = [_trajectory(result) for result in results]
     made = torch.tensor([each is not None for each in trajectories])
@@ -196,12 +198,11 @@ def _with_rewards(
     if not whole.any():
         first = next(result.failure for result in results if not result.trajectories)
         raise RolloutFailed(f"every group has a trajectory that failed, so nothing is left to learn from: {first}")
-    if batch is not None:
-        index = TrajectoryIndex(batch)
-        if not whole.all():
-            for key in ("sample_mask", "token_mask"):
-                batch[key][~index.spread(whole)] = 0.0
-        batch["rewards"] = index.spread(torch.where(whole, scores.rewards, 0.0))
+    index = TrajectoryIndex(batch)
+    if not whole.all():
+        for key in ("sample_mask", "token_mask"):
+            batch[key][~index.spread(whole)] = 0.0
+    batch["rewards"] = index.spread(torch.where(whole, scores.rewards, 0.0))
     num_sampled = [0 if each is None else sum(len(turn.completion.ids) for turn in each.turns) for each in trajectories]
     num_failed = len(trajectories) - int(made.sum())
     return Scored(batch, scores.samples, scores.rewards, num_sampled, scores.metrics, num_failed)

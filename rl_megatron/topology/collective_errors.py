@@ -61,7 +61,7 @@ def run_on_rank0(action: Callable[[], object], describe: Callable[[Exception], s
         describe: Turns the exception into the message.
     """
     outcome: list[str | None] = [None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_rank0():
         try:
             action()
         except Exception as error:  # any failure: the other ranks wait for the outcome
@@ -69,6 +69,11 @@ def run_on_rank0(action: Callable[[], object], describe: Callable[[Exception], s
     if dist.is_initialized():
         dist.broadcast_object_list(outcome, src=0)
     return outcome[0]
+
+
+def is_rank0() -> bool:
+    """Return whether this is rank 0. Without a process group, this process is."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def from_rank0(value: _T) -> _T:

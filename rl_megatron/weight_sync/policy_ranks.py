@@ -42,6 +42,28 @@ class PolicyRanks:
             raise RuntimeError(failure)
         return result if self.leads else pickle.loads(payload)
 
+    def on_rank_0(self, make: Callable[[], _T], foreseen: tuple[type[Exception], ...]) -> _T | None:
+        """Call `make` on rank 0, and return its result there, and None on other ranks.
+
+        Args:
+            make: What to call.
+            foreseen: Errors of `make` that are raised on every rank.
+        """
+        made: list[_T] = []
+
+        def failure() -> tuple[type[Exception], str] | None:
+            try:
+                made.append(make())
+            except foreseen as error:
+                return type(error), str(error)
+            return None
+
+        failed = self.from_rank_0(failure)
+        if failed is not None:
+            kind, message = failed
+            raise kind(message)
+        return made[0] if made else None
+
     def of_every_rank(self, value: _T) -> list[_T]:
         """Return the values of all ranks, in rank order."""
         values = [value] * self._world_size

@@ -28,7 +28,7 @@ def _stop_in_three_phases() -> None:
 
     for owner, method, phase in (
         (MegatronPolicy, "train", "train"),
-        (EmbeddedEngine, "complete_all", "generate"),
+        (EmbeddedEngine, "complete_on_rank_0", "generate"),
         (Checkpointer, "save", "save"),
     ):
         rank, step = STOPPED[phase]

@@ -135,13 +135,22 @@ class ServerEngine:
             EngineFailed: On every rank, if an answer cannot be used, or servers die more often than
                 `generation.max_engine_restarts`.
         """
+        completions = self.complete_on_rank_0(requests if self._ranks.leads else ())
+        return self._ranks.from_rank_0(lambda: completions)
+
+    def complete_on_rank_0(self, requests: Sequence[Request]) -> list[Completion]:
+        """Complete the requests of rank 0 together; see `CompletesOnRank0.complete_on_rank_0`.
+
+        It raises what `complete_all` raises.
+        """
         self.policy.model.require_head("lm", "generate")
-        self._check_lengths(requests)
+        self._ranks.on_rank_0(lambda: self._check_lengths(requests), (ConfigError,))
         if self._served is None:
             raise EngineFailed("the rollout engine serves no weights; call update_weights() first")
         done: dict[str, Completion] = {}
-        completions = self._with_restarts(lambda: self._complete_all(requests, done))
-        self._check_versions(completions)
+        self._with_restarts(lambda: self._complete_all(requests, done))
+        completions = [done[request.request_id] for request in requests]
+        self._ranks.on_rank_0(lambda: self._check_versions(completions), (EngineFailed,))
         return completions
 
     async def complete(
@@ -225,14 +234,15 @@ class ServerEngine:
                 log.LOGGER.warning("%s; starting again (%d of at most %d times)", said, self._restarts, allowed)
                 self._forget_servers()
 
-    def _complete_all(self, requests: Sequence[Request], done: dict[str, Completion]) -> list[Completion]:
-        """Return the completions of a batch, on every rank."""
+    def _complete_all(self, requests: Sequence[Request], done: dict[str, Completion]) -> None:
+        """Add the completions of the requests of rank 0 to `done` there. All ranks wait for them."""
         if self._served is None:  # servers died in the last attempt
             self._sync_weights()
-        return self._loop.on_all_ranks(
-            lambda: self._requests().complete_all(requests, done),
-            lambda: log.report_progress(len(done), len(requests), "sequences"),
-        )
+
+        async def complete() -> None:
+            await self._requests().complete_all(requests, done)
+
+        self._loop.on_all_ranks(complete, lambda: log.report_progress(len(done), len(requests), "sequences"))
 
     def _check_versions(self, completions: Sequence[Completion]) -> None:
         """Check that every token was generated with the policy's current weights.

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -89,19 +90,31 @@ class TransformersEngine:
             EngineFailed: On every rank, if the engine generated with other weights than the policy's, or engines die
                 more often than `generation.max_engine_restarts`.
         """
+        completions = self.complete_on_rank_0(requests if self._ranks.leads else ())
+        return self._ranks.from_rank_0(lambda: completions)
+
+    def complete_on_rank_0(self, requests: Sequence[Request]) -> list[Completion]:
+        """Complete the requests of rank 0 together; see `CompletesOnRank0.complete_on_rank_0`.
+
+        It raises what `complete_all` raises.
+        """
         self.policy.model.require_head("lm", "generate")
-        check_requests(requests, self.policy.model_config.max_sequence_length)
+        longest = self.policy.model_config.max_sequence_length
+        self._ranks.on_rank_0(lambda: check_requests(requests, longest), (ConfigError,))
         if self._served is None:
             raise EngineFailed("the rollout engine serves no weights; call update_weights() first")
         answers = self._with_restarts(lambda: self._ask_for_completions(list(requests)))
         completions = [completion for answer in answers for completion in answer]
+        self._ranks.on_rank_0(lambda: self._check_versions(completions), (EngineFailed,))
+        return completions
+
+    def _check_versions(self, completions: Sequence[Completion]) -> None:
         for version in {span.version for completion in completions for span in completion.versions}:
             if version != self.policy.weight_version:
                 raise EngineFailed(
                     f"the rollout engine answered with version {version} of the weights, and the policy's is "
                     f"{self.policy.weight_version}; call update_weights() before generate()"
                 )
-        return completions
 
     async def complete(
         self, ids: Sequence[int], sampling: Sampling, request_id: str, *, seed: int | None = None
@@ -169,12 +182,13 @@ class TransformersEngine:
                 )
 
     def _ask_for_completions(self, requests: list[Request]) -> tuple[list[Completion], ...]:
-        """Return the answer of each engine that was given requests."""
+        """Return the answer of each engine that was given requests on rank 0, and none on other ranks."""
         if self._served is None:  # the engines of the last attempt died
             self._sync_weights()
-        parts = min(self.settings.num_engines, len(requests))
+        parts = max(1, min(self.settings.num_engines, len(requests)))
         edges = [len(requests) * part // parts for part in range(parts + 1)]
-        return self._ask("generate", [(requests[a:b],) for a, b in zip(edges, edges[1:], strict=False)])
+        shares = [(requests[a:b],) for a, b in zip(edges, edges[1:], strict=False)]
+        return self._ask("generate", shares, to_all=False)
 
     def _sync_weights(self) -> None:
         """Start the engines if needed, and send them the policy's current weights.
@@ -274,14 +288,19 @@ class TransformersEngine:
             self._workers = None
 
     def _ask(
-        self, method: str, arguments_of_each: Sequence[tuple[Any, ...]], meanwhile: Callable[[], None] | None = None
+        self,
+        method: str,
+        arguments_of_each: Sequence[tuple[Any, ...]],
+        meanwhile: Callable[[], None] | None = None,
+        to_all: bool = True,
     ) -> tuple[Any, ...]:
-        """Return the engines' answers, on every rank.
+        """Return the engines' answers.
 
         Args:
             method: The method of the engine's worker.
             arguments_of_each: Its arguments, for each engine that is asked.
             meanwhile: What all ranks do while the engines work on the answers.
+            to_all: Whether every rank gets the answers. Otherwise only rank 0 does, and the others get none.
 
         Raises:
             EngineDied: On every rank, if an engine's process ended or was too slow, or a collective failed for a reason
@@ -300,7 +319,7 @@ class TransformersEngine:
             broken = self._ranks.first_failure(broken)
         if broken is not None and self._ranks.leads:
             self._engines().hurry(_SECONDS_AFTER_A_BREAK, "a collective failed")
-        answers = self._answers()
+        answers = self._answers(to_all)
         if answers.died is not None:
             raise EngineDied(answers.died)
         if answers.failed is not None:
@@ -312,16 +331,26 @@ class TransformersEngine:
             raise WeightsRefused(answers.refused)
         return answers.values
 
-    def _answers(self) -> Answers:
-        """Return the engines' answers, on every rank.
+    def _answers(self, to_all: bool) -> Answers:
+        """Return the engines' answers, or at least their failure, on every rank.
 
         The other ranks wait in a broadcast. An engine may need longer than a collective's timeout, so rank 0 broadcasts
         before that time that there is no answer yet, and all wait again.
         """
+        own: tuple[Any, ...] = ()
+
+        def heard() -> Answers | None:
+            nonlocal own
+            answers = self._engines().answers(self._timeout / 4)
+            if answers is None or to_all:
+                return answers
+            own = answers.values
+            return replace(answers, values=())
+
         answers = None
         while answers is None:
-            answers = self._ranks.from_rank_0(lambda: self._engines().answers(self._timeout / 4))
-        return answers
+            answers = self._ranks.from_rank_0(heard)
+        return answers if to_all else replace(answers, values=own)
 
 
 def engine_devices(settings: GenerationConfig, policy: torch.device) -> list[str]:

@@ -296,7 +296,8 @@ def test_a_thousand_trajectories_with_faults_are_all_accounted_for():
     results = run(faulty, tasks, RandomTokens(range(1, 9)), TOKENIZER, timeout_seconds=2.0, fails_run=False)
     failed = [number for number, result in enumerate(results) if result.failure]
     assert len(results) == 1000 and 50 < len(failed) < 200
-    runner = SimpleNamespace(makes_turns=True, run=lambda *arguments: results, on_rank_0=lambda make: make())
+    of_results = {"run": lambda *arguments: results, "on_rank_0": lambda make: make()}
+    runner = SimpleNamespace(makes_turns=True, leads=True, **of_results)
     scorer = SimpleNamespace(score_samples=lambda samples: (torch.zeros(len(samples)), RewardMetrics()))
     batch = ScoredRollouts(runner, scorer, TOKENIZER).make(None, tasks, SAMPLING, 0, group_size=4).batch
     groups = (batch["sample_mask"] > 0).view(-1, 4)
