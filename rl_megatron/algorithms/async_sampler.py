@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rl_megatron import log
+from rl_megatron.algorithms.async_pace import AsyncPace
 from rl_megatron.algorithms.device_balance import DeviceBalance
 from rl_megatron.algorithms.rollout import Sampler, seed_of_batch
 from rl_megatron.algorithms.rollout_record import RolloutRecord
@@ -83,6 +84,7 @@ class AsyncSampler:
         self._is_replayed = False
         self._store = TensorStore(config.rollout.max_host_bytes, config.rollout.disk_directory)
         self._balance = DeviceBalance(topology.world_size, engine_devices(config.generation))
+        self._pace = AsyncPace(config.rollout.max_trajectory_age_steps, algorithm.prompts_per_step)
         self._num_steps = config.train.steps
 
     def collect(self, step: int) -> tuple[ShardedBatch, dict[str, float]]:
@@ -108,9 +110,13 @@ class AsyncSampler:
         if groups is not None:
             self._new = _logged(step, groups, outcome)
         self._balance.note(outcome)
+        warnings = self._pace.note(outcome)
         said = self._balance.report() if step == self._num_steps else None
-        if said is not None and log.is_main_rank():
-            log.LOGGER.info("stage %s: %s", self._stage.name, said)
+        if log.is_main_rank():
+            for warning in warnings:
+                log.LOGGER.warning("stage %s: %s", self._stage.name, warning)
+            if said is not None:
+                log.LOGGER.info("stage %s: %s", self._stage.name, said)
         return rollouts, outcome
 
     def keep(self, step: int, learned: Rollouts) -> None:

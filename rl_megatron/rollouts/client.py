@@ -210,9 +210,11 @@ class RolloutClient:
                 given = (*prompt, *completion.ids)
                 if turn.end != len(given):
                     raise TokensDiffer(f"{where} ends at token {turn.end}, and the engine's answer at {len(given)}")
-                for place, (token, engines) in enumerate(zip(segment.ids, given, strict=False), 1):
-                    if token != engines:
-                        said = "was asked to continue" if place <= len(prompt) else "sampled"
-                        raise TokensDiffer(f"{where}: token {place} is {token}, and the engine {said} {engines}")
+                own = tuple(segment.ids[: turn.end])
+                if own != given:
+                    pairs = enumerate(zip(own, given, strict=False), 1)
+                    place, (token, engines) = next(each for each in pairs if each[1][0] != each[1][1])
+                    said = "was asked to continue" if place <= len(prompt) else "sampled"
+                    raise TokensDiffer(f"{where}: token {place} is {token}, and the engine {said} {engines}")
                 if turn.completion != completion:
                     raise TokensDiffer(f"{where}: logprobs or weight versions are not those of the engine's answer")

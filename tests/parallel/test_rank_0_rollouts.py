@@ -18,13 +18,20 @@ from rl_megatron.rollouts.limits import TokenLimits
 from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner
 from rl_megatron.rollouts.scored import ScoredRollouts
 from rl_megatron.weight_sync.policy_ranks import PolicyRanks
-from tests.parallel.layouts import build_policy
+from tests.parallel.layouts import VOCAB_SIZE, build_policy
 from tests.parallel.test_generation import prompts
 from tests.parallel.test_transformers_engine import LLAMA, SETTINGS, patched
 from tests.unit.algorithms.fakes import Characters
 from tests.unit.rollouts.test_runner import two_turns
 
 NUM_PROMPTS = 12
+
+
+class FewCharacters(Characters):
+    """Characters as tokens of the tests' small vocabulary."""
+
+    def encode(self, text):
+        return [token % VOCAB_SIZE for token in super().encode(text)]
 
 
 class ByLength:
@@ -39,9 +46,9 @@ def made(parallel: dict, engine_name: str) -> tuple[dict | None, list[float], di
     policy = build_policy(parallel, LLAMA)
     engine = EmbeddedEngine(policy, 4) if engine_name == "embedded" else TransformersEngine(policy, SETTINGS, 10)
     ranks = PolicyRanks(policy.topology.rank, policy.topology.world_size, policy.topology.device)
-    runner = RolloutRunner(two_turns, RolloutRules(TokenLimits(40, 40)), Characters(), ranks, 60.0)
+    runner = RolloutRunner(two_turns, RolloutRules(TokenLimits(40, 40)), FewCharacters(), ranks, 60.0)
     encoded = [
-        EncodedPrompt([1 + token % 100 for token in ids], Problem("", ""), Record({}, f"x:{number}"))
+        EncodedPrompt(ids, Problem("", ""), Record({}, f"x:{number}"))
         for number, ids in enumerate(prompts(NUM_PROMPTS))
     ]
     counts = {"completions": 0, "samples": 0}
@@ -60,7 +67,7 @@ def made(parallel: dict, engine_name: str) -> tuple[dict | None, list[float], di
             patched(Completion, "__setstate__", counting("completions", Completion.__setstate__)),
             patched(Sample, "__init__", counting("samples", Sample.__init__)),
         ):
-            scored = ScoredRollouts(runner, ByLength(), Characters()).make(engine, encoded, Sampling(6), 3, 2)
+            scored = ScoredRollouts(runner, ByLength(), FewCharacters()).make(engine, encoded, Sampling(6), 3, 2)
     finally:
         runner.close()
         engine.shutdown()

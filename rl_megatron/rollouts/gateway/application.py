@@ -100,7 +100,7 @@ async def _body(request: Request) -> Mapping[str, Any]:
     """Return the body of a request.
 
     Raises:
-        RequestRefused: It is too large, or not a JSON object.
+        RequestRefused: It is too large, or not a JSON object, or has text that is no Unicode.
     """
     parts, size = [], 0
     async for part in request.stream():
@@ -109,7 +109,13 @@ async def _body(request: Request) -> Mapping[str, Any]:
             raise RequestRefused(f"the body has more than {LARGEST_BODY} bytes", status=413)
         parts.append(part)
     try:
-        body = json.loads(b"".join(parts))
+        raw = b"".join(parts)
+        body = json.loads(raw)
+        if b"\\u" in raw:  # only an escape can stand for half of a surrogate pair
+            json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise RequestRefused(f"the body has {half!r}, half of a surrogate pair, which is no character") from error
     except (ValueError, RecursionError) as error:
         raise RequestRefused(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):

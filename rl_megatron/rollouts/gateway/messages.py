@@ -82,9 +82,13 @@ def _string(value: Any, where: str) -> str:
 
 
 def _parsed(arguments: str) -> Any:
-    """Return the mapping that a JSON text has, which templates write themselves; another text stays as it is."""
+    """Return the mapping that a JSON text has, which templates write themselves; another text stays as it is.
+
+    So does one with half of a surrogate pair, which no tokenizer takes.
+    """
     try:
         found = json.loads(arguments)
+        json.dumps(found, ensure_ascii=False).encode()
     except ValueError:
         return arguments
     return found if isinstance(found, dict) else arguments

@@ -161,6 +161,21 @@ async def test_bodies_that_are_not_requests_are_refused(qwen):
 
 
 @acts
+async def test_half_of_a_surrogate_pair_is_refused_and_the_trajectory_goes_on(qwen):
+    agent = qwen.agent("5")
+    for path, body in (
+        ("/chat/completions", {"messages": [{"role": "user", "content": "a\ud83d"}]}),
+        ("/chat/completions", {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "\ude00"}}]}),
+        ("/completions", {"prompt": "\udfff"}),
+    ):
+        answer = await agent.http.post(path, content=json.dumps(body))
+        assert answer.status_code == 400 and "half of a surrogate pair" in answer.json()["error"]["message"]
+    whole = await agent.http.post("/chat/completions", content=json.dumps({"messages": [user("\U0001f600")]}))
+    assert whole.status_code == 200
+    assert len(agent.trajectory().turns) == 1
+
+
+@acts
 async def test_texts_that_end_completions_are_refused_if_the_engine_ignores_them(qwen):
     agent = qwen.agent("5", stops_at_strings=False)
     assert (await agent.refused(messages=HELLO, stop="x"))["param"] == "stop"
