@@ -208,6 +208,11 @@ RECIPES = (
         "[2310.12036](https://arxiv.org/abs/2310.12036). The squared loss pulls the margin to a finite value, 1/(2τ).",
     ),
     Recipe(
+        "Online DPO",
+        "algorithm=online_dpo loss=dpo data=arithmetic train.global_batch_size=64",
+        "[2402.04792](https://arxiv.org/abs/2402.04792). The best and the worst completion of a prompt form the pair.",
+    ),
+    Recipe(
         "SimPO",
         "algorithm=dpo loss=simpo data=gsm8k_pairs data.path=path/to/pairs",
         "[2405.14734](https://arxiv.org/abs/2405.14734). It compares mean logprobs and asks for a margin γ. There is "

@@ -27,7 +27,7 @@ from rl_megatron.model.families import family_of_model
 PAGE = generate_losses.PAGE.read_text()
 REWRITE = "run `python docs/generate_losses.py`"
 RECIPES = {recipe.name: recipe for recipe in generate_losses.RECIPES}
-PAIRS = ("DPO", "IPO", "SimPO", "CPO", "ORPO")
+PAIRS = ("DPO", "IPO", "Online DPO", "SimPO", "CPO", "ORPO")
 
 
 def section(title):

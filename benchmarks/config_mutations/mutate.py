@@ -42,7 +42,7 @@ _CONTRADICTIONS = (
 _PRESETS = {
     "loss": ("dpo", "ipo", "simpo", "nll", "preference", "clipped_pg", "distillation", "mse_value", "absent", "own"),
     "data": ("text", "arithmetic", "gsm8k", "gsm8k_pairs", "absent"),
-    "algorithm": ("pretrain", "sft", "dpo", "reward_model", "grpo", "ppo", "absent"),
+    "algorithm": ("pretrain", "sft", "dpo", "online_dpo", "reward_model", "grpo", "ppo", "absent"),
     "model": ("nano_moe", "init_from", "absent"),
     "data.source": ("text", "prompt_answer", "preference", "prompts", "task", "absent"),
     "generation.engine": ("embedded", "megatron", "absent"),

@@ -1,6 +1,6 @@
 """Algorithms: one file each, with a training loop that registers itself. Importing the package registers them all."""
 
-from rl_megatron.algorithms import dpo, grpo, ppo, pretrain, reward_model, sft
+from rl_megatron.algorithms import dpo, grpo, online_dpo, ppo, pretrain, reward_model, sft
 from rl_megatron.algorithms.registry import (
     ALGORITHMS,
     Algorithm,
@@ -18,6 +18,7 @@ __all__ = [
     "algorithm_of",
     "dpo",
     "grpo",
+    "online_dpo",
     "ppo",
     "pretrain",
     "register_algorithm",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
-from rl_megatron.algorithms.pairs import pair_loss
+from rl_megatron.algorithms.pairs import LOGPROB_PAIRS, uses_reference, with_reference
 from rl_megatron.algorithms.registry import register_algorithm
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.config.algorithms import DPOConfig
@@ -20,21 +20,7 @@ from rl_megatron.data.sources import HeldoutBatch, build_source
 from rl_megatron.data.stage_loader import dataset_loader
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.training_data import check_dataset
-from rl_megatron.losses.contract import LossInputType
 from rl_megatron.losses.registry import configured_loss
-
-_LOSS = pair_loss(
-    LossInputType.LOGPROB,
-    "logprobs of pairs",
-    "dpo, ipo, simpo, cpo or orpo",
-    more_keys=frozenset({"reference_policy_logprobs"}),
-)
-
-
-def _uses_reference(stage: StageConfig) -> bool:
-    """Return whether the stage's loss reads the reference's logprobs. An undeclared loss is assumed to read them."""
-    key = "reference_policy_logprobs"
-    return key in getattr(configured_loss(stage.loss), "required_keys", (key,))
 
 
 def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> Sequence[tuple[int, ...]]:
@@ -44,7 +30,7 @@ def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> Sequence[tuple[int,
         ConfigError: See `check_dataset`; or algorithm.precompute_reference has no effect.
     """
     algorithm: DPOConfig = stage.algorithm  # pyright: ignore[reportAssignmentType] registered only for this class
-    if algorithm.precompute_reference and not _uses_reference(stage):
+    if algorithm.precompute_reference and not uses_reference(stage):
         raise ConfigError(
             f"algorithm.precompute_reference=true has no effect: loss.name={stage.loss['name']} compares answers "
             "without a reference policy; set it to false"
@@ -52,10 +38,10 @@ def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> Sequence[tuple[int,
     return check_dataset(stage, tokenizer)
 
 
-@register_algorithm(DPOConfig, loss=_LOSS, uses_reference=_uses_reference, check_data=_check_data)
+@register_algorithm(DPOConfig, loss=LOGPROB_PAIRS, uses_reference=uses_reference, check_data=_check_data)
 def dpo(stage: Stage, algorithm: DPOConfig) -> None:
     """Train the stage's policy by DPO, or by another loss that compares the answers of pairs."""
-    loss_fn, reference = configured_loss(stage.config.loss), _uses_reference(stage.config)
+    loss_fn, reference = configured_loss(stage.config.loss), uses_reference(stage.config)
     loader = dataset_loader(stage.config, stage.tokenizer)
     if algorithm.precompute_reference:
         heldout = build_source(stage.config).heldout(stage.tokenizer)
@@ -65,6 +51,5 @@ def dpo(stage: Stage, algorithm: DPOConfig) -> None:
         stage.policy.freeze_reference()
     for step, pairs in stage.batches(loader):
         if reference:
-            logprobs = stage.policy.get_reference_policy_logprobs(pairs)["reference_logprobs"]
-            pairs["reference_policy_logprobs"] = logprobs.roll(-1, dims=1)  # in DPO losses entry t is of token t + 1
+            pairs = with_reference(pairs, stage.policy)
         stage.record(step, stage.train(step, pairs, loss_fn))

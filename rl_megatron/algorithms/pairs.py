@@ -1,10 +1,15 @@
-"""The requirements of algorithms that learn from preference pairs on their loss."""
+"""What algorithms that learn from preference pairs share: the requirements on their loss, and the reference."""
 
 from __future__ import annotations
 
 from rl_megatron.algorithms.registry import LossNeeds
+from rl_megatron.config.schema import StageConfig
+from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.contract import LossFunction, LossInputType
+from rl_megatron.losses.registry import configured_loss
+from rl_megatron.policy.interfaces import PolicyInterface
 
+_REFERENCE = "reference_policy_logprobs"
 PAIR_KEYS = frozenset({"input_ids", "input_lengths", "token_mask", "sample_mask"})
 
 
@@ -22,3 +27,20 @@ def pair_loss(input_type: LossInputType, uses: str, choices: str, more_keys: fro
         return getattr(loss_fn, "group_size", 1) == 2 and loss_fn.input_type is input_type
 
     return LossNeeds(uses, suits, PAIR_KEYS | more_keys, choices)
+
+
+LOGPROB_PAIRS = pair_loss(
+    LossInputType.LOGPROB, "logprobs of pairs", "dpo, ipo, simpo, cpo or orpo", more_keys=frozenset({_REFERENCE})
+)
+
+
+def uses_reference(stage: StageConfig) -> bool:
+    """Return whether the stage's loss reads the reference's logprobs. An undeclared loss is assumed to read them."""
+    return _REFERENCE in getattr(configured_loss(stage.loss), "required_keys", (_REFERENCE,))
+
+
+def with_reference(batch: BatchedDataDict, policy: PolicyInterface) -> BatchedDataDict:
+    """Return the batch with the reference's logprobs. Entry t corresponds to token t+1, as the losses of pairs need."""
+    logprobs = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
+    batch[_REFERENCE] = logprobs.roll(-1, dims=1)
+    return batch

@@ -145,7 +145,7 @@ class Sampler:
         contiguous.
         """
         rollouts = self.produce(step, round_)
-        whole = rollouts.own if rollouts.topology is None else from_rank0(rollouts.own)
+        whole = on_every_rank(rollouts)
         if ORDER in rollouts.facts:
             whole[ORDER] = rollouts.facts[ORDER]
         return whole
@@ -309,6 +309,11 @@ def _kl_of_tokens(rollouts: Rollouts, loss_fn: LossFunction) -> Tensor | None:
         rollouts["prev_logprobs"], rollouts["reference_policy_logprobs"], cfg.reference_policy_kl_type,
         cfg.kl_input_clamp_value, cfg.kl_output_clamp_value,
     )  # fmt: skip
+
+
+def on_every_rank(rollouts: ShardedBatch) -> BatchedDataDict:
+    """Return the rollouts that rank 0 has produced, on every rank. Collective."""
+    return rollouts.own if rollouts.topology is None else from_rank0(rollouts.own)
 
 
 def keep_informative(rollouts: ShardedBatch, group_size: int) -> ShardedBatch:

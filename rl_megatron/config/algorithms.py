@@ -24,6 +24,14 @@ from rl_megatron.config.train import TrainConfig
 register_algorithm_config = register_class("name", ALGORITHM_CONFIGS, declared="learns_from")
 
 
+def _check_whole_pairs(counts: dict[str, int]) -> None:
+    for key, count in counts.items():
+        if count % 2:
+            raise ConfigError(
+                f"{key}={count} must be even: a pair is two sequences, chosen and rejected; set it to {count + 1}"
+            )
+
+
 @section
 class PairsConfig(AlgorithmConfig):
     """The settings of algorithms that learn from preference pairs."""
@@ -36,16 +44,13 @@ class PairsConfig(AlgorithmConfig):
         Raises:
             ConfigError: A number of sequences is odd.
         """
-        counts = {
-            "train.global_batch_size": stage.train.global_batch_size,
-            "train.micro_batch_size": stage.train.micro_batch_size,
-            "data.num_eval_examples": stage.data.num_eval_examples or 0,
-        }
-        for key, count in counts.items():
-            if count % 2:
-                raise ConfigError(
-                    f"{key}={count} must be even: a pair is two sequences, chosen and rejected; set it to {count + 1}"
-                )
+        _check_whole_pairs(
+            {
+                "train.global_batch_size": stage.train.global_batch_size,
+                "train.micro_batch_size": stage.train.micro_batch_size,
+                "data.num_eval_examples": stage.data.num_eval_examples or 0,
+            }
+        )
 
 
 @section
@@ -195,6 +200,41 @@ class DPOConfig(PairsConfig):
                 "algorithm.precompute_reference=true has the logprobs of the stage's own batches only, and "
                 "train.on_nonfinite=roll_back goes on with later ones; set train.on_nonfinite=skip, or "
                 "algorithm.precompute_reference=false"
+            )
+
+
+@register_algorithm_config
+@section
+class OnlineDPOConfig(RolloutConfig):
+    """Direct preference optimisation on pairs of the policy's own completions, ranked by reward."""
+
+    usual_loss: ClassVar[str | None] = "dpo"
+
+    name: Literal["online_dpo"] = "online_dpo"  # the algorithm
+    prompts_per_step: Positive = 32  # prompts per rollout step, each of which becomes a pair
+    samples_per_prompt: Annotated[int, Field(ge=2), Number] = 2  # completions per prompt: the best and worst are used
+
+    def optimizer_steps(self, train: TrainConfig) -> int:
+        """Return how many optimizer steps the policy takes."""
+        return train.steps * math.ceil(2 * self.prompts_per_step / train.global_batch_size)
+
+    def check(self, stage: StageConfig) -> None:
+        """Check that batches hold whole pairs, and that completions are sampled between the steps.
+
+        Raises:
+            ConfigError: A number of sequences is odd, or rollout.async_enabled is true.
+        """
+        super().check(stage)
+        _check_whole_pairs(
+            {
+                "train.global_batch_size": stage.train.global_batch_size,
+                "train.micro_batch_size": stage.train.micro_batch_size,
+            }
+        )
+        if stage.rollout.async_enabled:
+            raise ConfigError(
+                "rollout.async_enabled=true: algorithm=online_dpo learns from completions of the current weights; set "
+                "it to false, or use algorithm=grpo"
             )
 
 

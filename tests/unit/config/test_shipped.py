@@ -38,6 +38,7 @@ ALGORITHMS = {
     "pretrain": algorithms.PretrainConfig,
     "sft": algorithms.SFTConfig,
     "dpo": algorithms.DPOConfig,
+    "online_dpo": algorithms.OnlineDPOConfig,
     "reward_model": algorithms.RewardModelConfig,
     "grpo": algorithms.GRPOConfig,
     "ppo": algorithms.PPOConfig,

@@ -1,0 +1,72 @@
+"""Online DPO: sample answers for each prompt, and learn to prefer the one with the highest reward over the lowest.
+
+Source: Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback" (arXiv:2402.04792).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rl_megatron.algorithms.pairs import LOGPROB_PAIRS, uses_reference, with_reference
+from rl_megatron.algorithms.registry import register_algorithm
+from rl_megatron.algorithms.rollout import Sampler, check_problems, on_every_rank
+from rl_megatron.algorithms.stage import Stage
+from rl_megatron.config.algorithms import OnlineDPOConfig
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.losses.registry import configured_loss
+from rl_megatron.rollouts.trajectory_index import TrajectoryIndex
+
+_KEYS = ("input_ids", "input_lengths", "token_mask", "sample_mask", "temperature", "rewards")
+
+
+@register_algorithm(
+    OnlineDPOConfig,
+    loss=LOGPROB_PAIRS,
+    uses_reference=uses_reference,
+    check_data=check_problems,
+    progress_metric="reward",
+)
+def online_dpo(stage: Stage, algorithm: OnlineDPOConfig) -> None:
+    """Train the stage's policy by online DPO, or by another loss that compares the answers of pairs."""
+    loss_fn, reference = configured_loss(stage.config.loss), uses_reference(stage.config)
+    if reference:
+        stage.policy.freeze_reference()
+    sampler = Sampler(stage, algorithm)
+    for step in stage.steps():
+        rollouts, outcome = sampler.collect(step)
+        stage.engine.sleep()
+        pairs = pairs_by_reward(on_every_rank(rollouts), algorithm.samples_per_prompt)
+        if reference:
+            pairs = with_reference(pairs, stage.policy)
+        stage.record(step, outcome | stage.train(step, pairs, loss_fn))
+
+
+def pairs_by_reward(rollouts: BatchedDataDict, group_size: int) -> BatchedDataDict:
+    """Return a pair for each group: its sample with the highest reward, then the one with the lowest.
+
+    Of equal rewards, the first sample is taken. Samples that failed (sample_mask 0) are left out. The pair of a group
+    whose rewards are all equal has the sample_mask 0.
+
+    Args:
+        rollouts: Samples, with those of a group contiguous.
+        group_size: The number of samples of a group.
+
+    Raises:
+        ConfigError: A trajectory has several sequences.
+    """
+    if not TrajectoryIndex(rollouts).all_alone:
+        raise ConfigError(
+            "algorithm=online_dpo compares whole sequences, and a trajectory of this step has several; set "
+            "rollout.on_rewrite=keep"
+        )
+    rewards = rollouts["rewards"].float().view(-1, group_size)
+    counts = rollouts["sample_mask"].view(-1, group_size) != 0
+    best = torch.where(counts, rewards, -torch.inf).argmax(1, keepdim=True)
+    worst = torch.where(counts, rewards, torch.inf).argmin(1, keepdim=True)
+    first = torch.arange(len(rewards))[:, None] * group_size
+    chosen = rollouts.select_indices((first + torch.cat([best, worst], 1)).flatten().tolist())
+    pairs = BatchedDataDict({key: chosen[key] for key in _KEYS if key in chosen})
+    differ = rewards.gather(1, best) > rewards.gather(1, worst)
+    pairs["sample_mask"] = pairs["sample_mask"] * differ.expand(-1, 2).flatten()
+    return pairs
