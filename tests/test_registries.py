@@ -21,6 +21,8 @@ OWN_FILES = {
 }
 # Modules in which the word is the name of another thing.
 OTHER_MEANINGS = {
+    ("rl_megatron.config.reward_models", "reward_model"): "the reward function",
+    ("rl_megatron.rewards.functions.reward_model", "reward_model"): "the reward function",
     ("rl_megatron.losses.dpo", "dpo"): "the loss",
     ("rl_megatron.config.losses", "dpo"): "the loss",
     ("rl_megatron.config.algorithms", "preference"): "the loss",

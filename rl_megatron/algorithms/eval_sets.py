@@ -23,6 +23,7 @@ from rl_megatron.data.training_data import encoded_prompts
 from rl_megatron.generation.completions import request_seed
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
 from rl_megatron.generation.stage_sampling import stage_sampling
+from rl_megatron.rewards.reward_models import RewardModels
 from rl_megatron.rewards.scorer import Scorer
 from rl_megatron.rollouts.runner import RolloutRunner
 from rl_megatron.rollouts.scored import Scored, ScoredRollouts
@@ -62,8 +63,10 @@ class EvalSet:
         metric_names: The names of its metrics that a checkpoint can be the best by.
     """
 
-    def __init__(self, stage: StageConfig, config: EvalSetConfig, tokenizer: Tokenizer):
-        """Read the problems.
+    def __init__(
+        self, stage: StageConfig, config: EvalSetConfig, tokenizer: Tokenizer, models: RewardModels | None = None
+    ):
+        """Read the problems. `models` are the reward models of the stage.
 
         Raises:
             ConfigError: They cannot be read, or a completion may not fit after a prompt.
@@ -74,7 +77,8 @@ class EvalSet:
         encoded = encoded_prompts(of_set, self._problems.problems, build_source(of_set).renderer(tokenizer))
         self._prompts: Sequence[EncodedPrompt] = encoded.prompts
         self._sampling: Sampling = stage_sampling(of_set, tokenizer, end_of_turn_ids=encoded.end_of_turn_ids)
-        self._scorer = Scorer(of_set.reward, lambda: self._problems.task)
+        of_ranks = None if models is None else models.of(of_set.reward)
+        self._scorer = Scorer(of_set.reward, lambda: self._problems.task, models=of_ranks)
         self.digest = _digest(self._prompts, of_set, config)
         names = statistic_names(config.n, self._problems.reads_answers)
         self.metric_names = tuple(f"{config.name}/{name}" for name in names)
@@ -145,10 +149,19 @@ class EvalSets:
         tokenizer: The run's tokenizer.
         runner: What makes trajectories.
         output_dir: The run's directory, for the results of every problem.
+        models: The reward models of the stage.
     """
 
-    def __init__(self, stage: StageConfig, name: str, tokenizer: Tokenizer, runner: RolloutRunner, output_dir: Path):
-        self.sets = [EvalSet(stage, config, tokenizer) for config in stage.eval.sets]
+    def __init__(
+        self,
+        stage: StageConfig,
+        name: str,
+        tokenizer: Tokenizer,
+        runner: RolloutRunner,
+        output_dir: Path,
+        models: RewardModels | None = None,
+    ):
+        self.sets = [EvalSet(stage, config, tokenizer, models) for config in stage.eval.sets]
         self._every, self._name, self._output_dir = stage.train.eval_every, name, output_dir
         self._runner = runner
 

@@ -42,6 +42,7 @@ from rl_megatron.losses.registry import configured_loss
 from rl_megatron.model.lora.targets import adapted_linears
 from rl_megatron.observability.sinks import check_sinks
 from rl_megatron.rewards.loading import check_rewards
+from rl_megatron.rewards.reward_models import check_reward_models
 from rl_megatron.rollouts.build import check_worker
 from rl_megatron.topology.degrees import sequence_multiple, zigzag_slices
 
@@ -132,6 +133,7 @@ def _check_data_and_tokenizer(stage: StageConfig, tokenizer: Tokenizer) -> None:
     check_engine(stage, tokenizer.vocab_size)
     check_loss(stage)
     check_worker(stage, tokenizer, loads=int(os.environ.get("RANK", "0")) == 0)  # the rank that runs the worker
+    check_reward_models(stage, tokenizer)
     check_rewards(stage, loads=int(os.environ.get("LOCAL_RANK", "0")) == 0)  # the rank that runs the functions
     _check_budget(stage, algorithm_of(stage).check_data(stage, tokenizer))
     _check_budget(stage, build_evaluation(stage, tokenizer).item_lengths())

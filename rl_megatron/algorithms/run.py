@@ -37,6 +37,7 @@ from rl_megatron.config.data_sources import describe_source
 from rl_megatron.config.errors import STOPPED, ConfigError
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.schema import RunConfig, StageConfig
+from rl_megatron.config.stages import stage_before
 from rl_megatron.data.sources import build_source
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.execution import FusedHead, NonFiniteLoss
@@ -54,6 +55,7 @@ from rl_megatron.observability.recorded_metrics import RecordedMetrics
 from rl_megatron.observability.run_watch import RunWatch
 from rl_megatron.observability.step_profiler import StepProfiler
 from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.rewards.reward_models import RewardModels
 from rl_megatron.rewards.scorer import RewardFailed, Scorer
 from rl_megatron.rollouts.build import build_runner
 from rl_megatron.rollouts.runner import RolloutFailed
@@ -191,7 +193,7 @@ def _run_locked(
     metrics_logger = on_all_or_none(lambda: open_metrics(config, layout, attempts))
     results: dict[str, Any] = {}
     has_trained = False
-    weights = Path(config.init_from) if config.init_from else None
+    last: dict[str | None, Path | None] = {None: Path(config.init_from) if config.init_from else None}
     newest = None  # checkpoint of this run
     try:
         for name, stage_config in config.stages.items():
@@ -208,14 +210,14 @@ def _run_locked(
                     tokenizer,
                     metrics_logger,
                     directory,
-                    weights,
+                    last[stage_before(config.stages, name)],
                     weights_from,
                     run_yaml,
                     stopping,
                     watch.position,
                 )
                 results[name] = with_roll_backs(run_stage, stage_config.train, directory)
-            weights = newest = complete_checkpoints(directory)[-1]
+            last[name] = newest = complete_checkpoints(directory)[-1]
     except (ConfigError, *FAILURES) as error:
         metrics_logger.close(has_failed=True)
         newest = [newest, *complete_checkpoints(directory)][-1]
@@ -231,12 +233,12 @@ def _run_locked(
     except Exception:
         metrics_logger.close(has_failed=True)
         raise
-    assert weights is not None  # the last stage's last checkpoint
+    assert newest is not None  # the last stage's last checkpoint
     summary = _summary(results, layout, time.perf_counter() - started)
     attempts.end("complete")
     is_job = JOB in os.environ  # of a sweep, which says at its end what can be done
-    metrics_logger.finish(summary, [] if is_job else next_commands(config, tokenizer, weights), has_trained)
-    return RunResults(summary, weights)
+    metrics_logger.finish(summary, [] if is_job else next_commands(config, tokenizer, newest), has_trained)
+    return RunResults(summary, newest)
 
 
 def _put_back_checkpoints(output_dir: Path) -> None:
@@ -285,19 +287,22 @@ def _run_stage(
     check, replays = _logprob_check(config, policy, tokenizer), config.generation.router_replay
     engine = build_engine(policy, config, metrics_logger.output_dir)
     engine = SyncedEngine(engine, check, metrics_logger.note, needs_routing=replays)
-    scorer = Scorer(config.reward, lambda: build_source(config).task())
+    models = RewardModels(config, layout, tokenizer, lambda stage: complete_checkpoints(directory.parent / stage)[-1])
+    scorer = Scorer(config.reward, lambda: build_source(config).task(), models=models.of(config.reward))
     runner = build_runner(config, tokenizer, layout)
     rollouts = ScoredRollouts(runner, scorer, tokenizer)
     evaluation = build_evaluation(config, tokenizer).made_by(rollouts)
     meter = StepMeter(layout, config.precision)
     profiles = metrics_logger.output_dir / "profiles" / name
+    of_sets = config, name, tokenizer, runner
     profiler = StepProfiler(config.profile, profiles, meter.timer, layout.rank, layout.is_cuda)
     stage = Stage(
         name, config, policy, engine, tokenizer, metrics_logger, directory,
         rollouts, lambda: evaluation.evaluate(policy, engine), weights_from, critic, run_yaml,
         algorithm.progress_metric, timer=meter.timer, meter=meter, profiler=profiler, stopping=stopping,
         roll_back=roll_back, position=position,
-        eval_sets=EvalSets(config, name, tokenizer, runner, metrics_logger.output_dir) if config.eval.sets else None,
+        eval_sets=EvalSets(*of_sets, metrics_logger.output_dir, models) if config.eval.sets else None,
+        reward_models=models,
     )  # fmt: skip
     stage.keep("metrics", RecordedMetrics(metrics_logger.output_dir))
     try:
@@ -308,6 +313,7 @@ def _run_stage(
     finally:
         runner.close()
         scorer.close()
+        models.close()
     _shut_down(policy, critic)
     return stage.results
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from rl_megatron.observability.metrics_logger import MetricsLogger
 from rl_megatron.observability.position import Position
 from rl_megatron.observability.step_profiler import StepProfiler
 from rl_megatron.policy.megatron_policy import MegatronPolicy
+from rl_megatron.rewards.reward_models import RewardModels
 from rl_megatron.rollouts.batch import TRAJECTORY
 from rl_megatron.rollouts.runner import Closes
 from rl_megatron.rollouts.scored import ScoredRollouts
@@ -71,6 +73,7 @@ class Stage:
         position: Where in the run this process is, for its heartbeat.
         eval_sets: The named sets of problems, or None if there are none.
         closing: What is closed with the stage, before its rollout engine.
+        reward_models: The reward models that run on the ranks, or None if no run built them.
     """
 
     name: str
@@ -96,6 +99,7 @@ class Stage:
     position: Position = field(default_factory=Position)
     eval_sets: EvalSets | None = None
     closing: list[Closes] = field(default_factory=list)
+    reward_models: RewardModels | None = None
 
     def __post_init__(self) -> None:
         self.checkpointer = Checkpointer(
@@ -106,6 +110,8 @@ class Stage:
         self._resumed_state.add("order", MustBe({"seed": train.seed, "global_batch_size": train.global_batch_size}))
         self._resumed_state.add("roll_back", self.roll_back)
         self._resumed_state.add("schedule", Schedules(self.models))
+        if self.reward_models is not None and self.reward_models.keeps_statistics:
+            self._resumed_state.add("reward_models", self.reward_models)
         self._anomalies = Anomalies(self.config.train)
         self._desync = DesyncCheck(self.config.train.desync_check_every)
         self._batch: BatchedDataDict | ShardedBatch | None = None  # that the policy was trained on in the current step
@@ -321,7 +327,8 @@ class Stage:
         is_due, sets = is_due and not done[0], [each for each in sets if each not in done[1]]
         if not is_due and not sets:
             return
-        with self.timer.phase("evaluate"):
+        frozen = nullcontext() if self.reward_models is None else self.reward_models.evaluating()
+        with self.timer.phase("evaluate"), frozen:
             eval_metrics, samples = self.evaluate() if is_due else ({}, self.results.get("samples", []))
             if self.eval_sets is not None:
                 eval_metrics = eval_metrics | self.eval_sets.evaluate(step, sets, self.engine)

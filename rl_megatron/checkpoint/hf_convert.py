@@ -38,6 +38,8 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import num_experts
 from rl_megatron.data.tokenizer_files import load_tokenizer
 from rl_megatron.model.families import family_of_model, read_model, same_weights
+from rl_megatron.model.families.family import Family
+from rl_megatron.model.families.score import score_table, with_score_head
 from rl_megatron.model.families.table import Shape, WeightTable
 from rl_megatron.model.shards import stored_name
 
@@ -122,12 +124,12 @@ def export_weights(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Convert a language model's checkpoint to a Hugging Face directory, and return its config.json.
+    """Convert a checkpoint to a Hugging Face directory, and return its config.json.
 
-    An adapter's checkpoint gives its base with the adapter merged. Weights keep the checkpoint's dtype. If the
-    checkpoint, or the run that wrote it, started from a Hugging Face directory, that directory's configuration and
-    tokenizer are used. Otherwise the tokenizer is the run's, and the configuration is that of the first family that can
-    express the model.
+    A reward model becomes a sequence classifier of one label, and an adapter's checkpoint gives its base with the
+    adapter merged. Weights keep the checkpoint's dtype. If the checkpoint, or the run that wrote it, started from a
+    Hugging Face directory, that directory's configuration and tokenizer are used. Otherwise the tokenizer is the run's,
+    and the configuration is that of the first family that can express the model.
 
     Args:
         checkpoint: The checkpoint.
@@ -139,8 +141,6 @@ def export_weights(
         ConfigError: The checkpoint is wrong (nothing has been written then), or the directory cannot be written.
     """
     manifest = read_manifest(checkpoint)
-    if manifest.get("head", "lm") != "lm":
-        raise ConfigError(f"checkpoint {checkpoint} has a score head, and only language models can be exported")
     check_digests(checkpoint, manifest)
     adapter = None
     if holds_adapter(manifest):
@@ -209,6 +209,16 @@ def _blocks(reader: WeightReader, table: WeightTable, name: str, shape: Shape) -
 
 def _described(checkpoint: Path, manifest: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any], WeightTable]:
     """Return the checkpoint's model, its config.json and its weight table."""
+    model, family, config, table = _language_model(checkpoint, manifest)
+    if manifest.get("head", "lm") == "score":
+        return model, with_score_head(config, family), score_table(table, model.hidden_size)
+    return model, config, table
+
+
+def _language_model(
+    checkpoint: Path, manifest: Mapping[str, Any]
+) -> tuple[ModelConfig, Family, dict[str, Any], WeightTable]:
+    """Return the checkpoint's model, and what describes it with the head of a language model."""
     model = saved_model(checkpoint, manifest)
     carried = hugging_face_files(checkpoint)
     if carried is not None:
@@ -219,7 +229,7 @@ def _described(checkpoint: Path, manifest: Mapping[str, Any]) -> tuple[ModelConf
                 f"checkpoint {checkpoint} holds another model than {carried / 'config.json'} describes; export it from "
                 "the output_dir of the run that wrote it"
             )
-        return model, config, family.table(read, embedding_rows(read, carried / "config.json"))
+        return model, family, config, family.table(read, embedding_rows(read, carried / "config.json"))
     directory = run_tokenizer(checkpoint)
     tokenizer = None if directory is None else load_tokenizer(directory)
     rows = model.vocab_size or (manifest.get("vocab_size") if tokenizer is None else tokenizer.vocab_size)
@@ -232,7 +242,7 @@ def _described(checkpoint: Path, manifest: Mapping[str, Any]) -> tuple[ModelConf
     config = family.write_config(model, rows)
     if tokenizer is not None:
         config |= {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
-    return model, config, family.table(model, rows)
+    return model, family, config, family.table(model, rows)
 
 
 def _checked(checkpoint: Path, table: WeightTable) -> dict[str, StoredTensor]:
@@ -249,7 +259,8 @@ def _checked(checkpoint: Path, table: WeightTable) -> dict[str, StoredTensor]:
     for name, shape in table.shapes.items():
         key, expert = stored_name(name)
         found = stored[key].shape if expert is None else stored[key].shape[1:]
-        padded = key in _PADDED and found[0] >= shape[0] and found[1:] == shape[1:]
+        has_tokens = key in _PADDED and shape[0] > 1  # a score head has one row
+        padded = has_tokens and found[0] >= shape[0] and found[1:] == shape[1:]
         if found != shape and not padded:
             raise ConfigError(
                 f"checkpoint {checkpoint}: {name} has shape {found}; the model in its manifest has {shape}"
@@ -305,8 +316,8 @@ def _write_side_files(checkpoint: Path, target: Path, config: dict[str, Any], dt
         (target / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
     name = str(dtype).removeprefix("torch.")
     keys = [key for key in _DTYPE_KEYS if key in config] or _DTYPE_KEYS
-    if any(config.get(key) != name for key in keys):  # otherwise the copied file is already right
-        config = config | dict.fromkeys(keys, name)
+    config = config | dict.fromkeys(keys, name)
+    if carried is None or config != read_json(carried / "config.json"):  # otherwise the copied file is right already
         (target / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
     return config
 

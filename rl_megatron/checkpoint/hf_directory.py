@@ -15,6 +15,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.model.families import read_model
 from rl_megatron.model.families.family import Family
+from rl_megatron.model.families.score import without_score_head
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -46,7 +47,7 @@ def check_import(source: Path, checkpoint: Path, base: Path | None = None) -> No
 
 
 def check_export(checkpoint: Path, target: Path) -> bool:
-    """Check the paths of an export: `checkpoint` is a whole one of a language model, and `target` does not exist.
+    """Check the paths of an export: `checkpoint` is a whole one, and `target` does not exist.
 
     Returns:
         Whether the checkpoint holds an adapter alone.
@@ -55,7 +56,6 @@ def check_export(checkpoint: Path, target: Path) -> bool:
         ConfigError: One of them is wrong.
     """
     manifest = read_manifest(checkpoint)
-    check_head(checkpoint, manifest, "lm", weights_only=False)
     refuse_existing(target)
     return "peft" in manifest
 
@@ -75,14 +75,19 @@ def refuse_existing(path: Path) -> None:
         raise ConfigError(f"{path} cannot be made, because {above} may not be written to; choose another directory")
 
 
-def read_directory(directory: Path) -> tuple[Family, ModelConfig]:
+def read_directory(directory: Path, head: str = "lm") -> tuple[Family, ModelConfig]:
     """Return the family and the model section that a directory's config.json describes.
 
+    Args:
+        directory: The directory.
+        head: "lm" for a language model, "score" for a classifier of one label, which is a reward model.
+
     Raises:
-        ConfigError: The file is missing, or its architecture is not supported.
+        ConfigError: The file is missing, its architecture is not supported, or it has another head.
     """
     config_file = directory / "config.json"
-    return read_model(read_json(config_file), str(config_file))
+    config = read_json(config_file)
+    return read_model(without_score_head(config, str(config_file)) if head == "score" else config, str(config_file))
 
 
 def weight_files(directory: Path) -> dict[str, set[str] | None]:

@@ -18,6 +18,8 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_rules import check_vocabulary
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.data.tokenizer_files import load_tokenizer
+from rl_megatron.model.build import Head
+from rl_megatron.model.families.score import score_table
 from rl_megatron.model.families.table import Rows, WeightTable
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.model.shards import Piece, pieces
@@ -34,6 +36,7 @@ class HuggingFaceWeights:
         table: The Megatron tensor and row to which each row of its tensors belongs.
         places: The file and position of each of its tensors.
         tokenizer: The tokenizer beside the weights, or None.
+        head: The head that the files have.
     """
 
     directory: Path
@@ -42,16 +45,35 @@ class HuggingFaceWeights:
     table: WeightTable
     places: dict[str, Place]
     tokenizer: Tokenizer | None
+    head: Head = "lm"
 
     @property
     def vocab_size(self) -> int:
         """Return the number of valid token ids: the tokenizer's or, without a tokenizer, the embedding's rows."""
         return self.rows if self.tokenizer is None else self.tokenizer.vocab_size
 
+    def refuse_other_tokens(self, tokenizer: Tokenizer) -> None:
+        """Check that the model reads the tokens of a tokenizer.
+
+        Raises:
+            ConfigError: It has another tokenizer, or without one its embedding has too few rows.
+        """
+        remedy = "serve it and set url, because a server gets text, or choose a model with the policy's tokenizer"
+        if self.tokenizer is not None and self.tokenizer.digest != tokenizer.digest:
+            raise ConfigError(
+                f"{self.directory} has another tokenizer than the policy, so the same text has other tokens; {remedy}"
+            )
+        if self.rows < tokenizer.vocab_size:
+            raise ConfigError(
+                f"{self.directory} has an embedding of {self.rows} rows, and the policy's tokenizer has "
+                f"{tokenizer.vocab_size} tokens; {remedy}"
+            )
+
     def load_into(self, model: ShardedModel) -> None:
         """Fill this rank's part of a model built from `self.model`, under any parallel layout.
 
-        Rows that pad the vocabulary become 0. No softmax includes them. A score head keeps its new weights.
+        Rows that pad the vocabulary become 0. No softmax includes them. A score head keeps its new weights if the
+        files are a language model's.
 
         Raises:
             OSError: A file is shorter than it was when it was checked.
@@ -59,28 +81,32 @@ class HuggingFaceWeights:
         model.version += 1  # even if reading fails: some weights may have changed by then
         with WeightReader(self.places) as reader:
             for piece in pieces(model.model_chunks):
-                if model.head == "lm" or not piece.name.startswith(HEAD_PREFIX):
+                if model.head == self.head or not piece.name.startswith(HEAD_PREFIX):
                     _fill(piece, self.table.of_megatron[piece.name], reader)
 
 
-def open_hugging_face(directory: Path) -> HuggingFaceWeights:
+def open_hugging_face(directory: Path, head: Head = "lm") -> HuggingFaceWeights:
     """Check a Hugging Face directory and return what is needed to load its weights. Only file headers are read.
 
     If the model ties its head to its embedding and the files have both, both are read and compared.
+
+    Args:
+        directory: The directory.
+        head: "lm" for a language model, "score" for a classifier of one label, which is a reward model.
 
     Raises:
         ConfigError: The architecture is unknown, or a tensor is missing, unknown, or has another shape or dtype than
             config.json asks for. The message names it.
     """
-    family, model = read_directory(directory)
+    family, model = read_directory(directory, head)
     rows = embedding_rows(model, directory / "config.json")
-    table = family.table(model, rows)
+    table = family.table(model, rows) if head == "lm" else score_table(family.table(model, rows), model.hidden_size)
     places = find_tensors(directory)
     check_tensors(places, table, str(directory), lambda name: family.is_dropped(name, model))
     if tied_head(places, table):
         with WeightReader(places) as reader:
             check_tied(reader, str(directory))
-    return HuggingFaceWeights(directory, model, rows, table, places, _tokenizer_of(directory, model, rows))
+    return HuggingFaceWeights(directory, model, rows, table, places, _tokenizer_of(directory, model, rows), head)
 
 
 def embedding_rows(model: ModelConfig, config_file: Path) -> int:

@@ -24,6 +24,7 @@ from rl_megatron.config.metrics import METRICS_FILE
 from rl_megatron.config.model_shape import with_derived_sizes
 from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.config.secrets import without_secrets
+from rl_megatron.config.stages import stage_before
 from rl_megatron.data.sources import build_source
 
 # What may change in a stage that has begun → its keys; a key that ends in "." stands for its whole section. None of
@@ -161,9 +162,8 @@ def _report_changed_files(name: str, stage: StageConfig, saved: list[Path]) -> N
 
 def weights_source(config: RunConfig, output_dir: Path, name: str) -> str:
     """Describe the weights that the stage `name` starts from: init_from, a step of the stage before, or new weights."""
-    names = list(config.stages)
-    if name != names[0]:
-        before = names[names.index(name) - 1]
+    before = stage_before(config.stages, name)
+    if before is not None:
         saved = complete_checkpoints(output_dir / "checkpoints" / before)
         step = max(_step_of(saved), config.stages[before].train.steps)
         return f"step {step} of stage {before!r} (stages.{before}.train.steps)"

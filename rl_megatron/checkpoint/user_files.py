@@ -33,6 +33,7 @@ def file_digests(stage: StageConfig) -> dict[str, str]:
         for _, text in _texts(sections[section])
         if is_import_string(text) and ".py:" in text
     ]
+    named += [text for key, text in _texts(sections["reward"]) if key == "template"]  # of a judge
     found = sorted({path for text in named for path in glob.glob(os.path.expanduser(text))})
     functions = {
         f"the function {each.name}": digest

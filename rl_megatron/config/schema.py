@@ -166,6 +166,8 @@ class DataConfig:
 class StageConfig:
     """One stage of a run: an algorithm and every setting that it uses."""
 
+    # The stage whose last weights this one starts from, as stages.NAME; it is an earlier one. null: the stage before.
+    init_from: str | None = None
     # the algorithm and its settings (config/algorithms.py)
     algorithm: Annotated[SerializeAsAny[AlgorithmConfig], named_class("name", ALGORITHM_CONFIGS)]
     model: ModelConfig  # the model's architecture; the same in all stages
@@ -193,7 +195,7 @@ class StageConfig:
 
 @section
 class RunConfig:
-    """A run: stages in order, each starting from the weights that the stage before it left."""
+    """A run: stages in order, each starting from the weights of the stage before it, or of the one that it names."""
 
     stages: dict[str, StageConfig]  # stages by name, in order
     # Directory of metrics, checkpoints, the tokenizer and the effective configuration. null: outputs/ and the name of

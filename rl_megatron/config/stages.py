@@ -17,6 +17,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.hints import key_of
 from rl_megatron.config.losses import check_loss_settings
 from rl_megatron.config.model_rules import check_model
+from rl_megatron.config.reward_models import OF_STAGES, on_ranks
 from rl_megatron.config.rewards import check_used
 from rl_megatron.config.sections import chosen_class, refuse_unknown, validated
 from rl_megatron.config.train import TrainConfig
@@ -81,12 +82,65 @@ def check_stages(stages: Mapping[str, schema.StageConfig], is_named: bool) -> No
                 raise
             raise ConfigError(f"stages.{name}: {error}") from error
     check_used((stage.reward, stage.scores_completions) for stage in stages.values())
-    for name, stage in list(stages.items())[:-1]:
-        if not stage.algorithm.leaves_language_model:
-            raise ConfigError(
-                f"stages.{name} is a {stage.algorithm.name}, which leaves no language model for the next stage; put it "
-                "last, or in a run of its own"
-            )
+    for name, stage in stages.items():
+        _check_beginning(stages, name, stage)
+        for index, arguments in on_ranks(stage.reward).items():
+            for model in arguments.members:
+                _check_reward_model(stages, name, f"reward.functions[{index}].kwargs", model.init_from)
+
+
+def stage_before(stages: Mapping[str, schema.StageConfig], name: str) -> str | None:
+    """Return the stage from whose last weights a stage starts, or None for the first one."""
+    named = stages[name].init_from
+    if named is not None:
+        return named.removeprefix(OF_STAGES)
+    names = list(stages)
+    return names[names.index(name) - 1] if name != names[0] else None
+
+
+def _check_beginning(stages: Mapping[str, schema.StageConfig], name: str, stage: schema.StageConfig) -> None:
+    """Check that a stage can start from the weights of another one."""
+    if stage.init_from is not None:
+        _check_earlier(stages, name, "init_from", stage.init_from)
+    before = stage_before(stages, name)
+    if before is None or stages[before].algorithm.leaves_language_model or not stage.algorithm.leaves_language_model:
+        return
+    others = [each for each in _earlier(stages, name) if stages[each].algorithm.leaves_language_model]
+    remedy = f"stages.{name}.init_from={OF_STAGES}{others[-1]}" if others else "another order of the stages"
+    raise ConfigError(
+        f"stages.{name} starts from stages.{before}, a {stages[before].algorithm.name}, which leaves no language "
+        f"model; set {remedy}"
+    )
+
+
+def _check_reward_model(stages: Mapping[str, schema.StageConfig], name: str, where: str, init_from: str | None) -> None:
+    """Check that the reward model that a stage names comes from an earlier stage that makes one."""
+    if init_from is None or not init_from.startswith(OF_STAGES):
+        return
+    _check_earlier(stages, name, where, init_from)
+    maker = stages[init_from.removeprefix(OF_STAGES)].algorithm
+    if maker.leaves_language_model:
+        raise ConfigError(
+            f"stages.{name}.{where}: {init_from} is a {maker.name}, which has no score head; name a stage "
+            "that trains a reward model"
+        )
+
+
+def _check_earlier(stages: Mapping[str, schema.StageConfig], name: str, key: str, value: str) -> None:
+    earlier = _earlier(stages, name)
+    if value.removeprefix(OF_STAGES) not in earlier or not value.startswith(OF_STAGES):
+        choices = ", ".join(OF_STAGES + each for each in earlier) or "none, because this is the first stage"
+        raise ConfigError(
+            f"stages.{name}.{key}={value} is not an earlier stage of the run: {choices}; the weights of another run "
+            "are the init_from of the whole run"
+            if key == "init_from"
+            else f"stages.{name}.{key}: init_from={value} is not an earlier stage of the run: {choices}"
+        )
+
+
+def _earlier(stages: Mapping[str, schema.StageConfig], name: str) -> list[str]:
+    names = list(stages)
+    return names[: names.index(name)]
 
 
 def _check_stage(name: str, stage: schema.StageConfig, first: schema.StageConfig, where: str) -> None:

@@ -16,8 +16,8 @@ from rl_megatron.data.tasks.task import Problem, Task
 from rl_megatron.rewards.samples import Description, Sample
 
 Form = Literal["sample", "list", "verl", "problem"]
-_OF_LISTS = {"prompts", "completions"}
-_OF_VERL = {"data_source", "solution_str"}
+OF_LISTS = {"prompts", "completions"}
+OF_VERL = {"data_source", "solution_str"}
 _VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _OF_TRAJECTORIES = ("messages", "turns", "metadata", "environment_reward")
 _OF_EVERY_SAMPLE = ("prompt", "completion", "completion_ids", "truncated", "answer", "record", *_OF_TRAJECTORIES)
@@ -61,7 +61,7 @@ class RewardFunction:
         for name in self._kwargs:
             if name not in self._names and not self._takes_all:
                 raise BadFunction(f"{label} takes no argument {name!r}{nearest(name, self._names)}")
-        self.form: Form = "list" if self._names & _OF_LISTS else "verl" if self._names & _OF_VERL else "sample"
+        self.form: Form = "list" if self._names & OF_LISTS else "verl" if self._names & OF_VERL else "sample"
         required = {parameter.name for parameter in named if parameter.default is parameter.empty}
         self._needed = tuple(sorted(required - set(self._kwargs) - self._always_given()))
         if not self._takes_all and not self._names - set(self._kwargs):

@@ -8,6 +8,7 @@ from typing import Any
 
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.import_strings import is_import_string
+from rl_megatron.config.reward_models import on_ranks
 from rl_megatron.config.rewards import RewardConfig
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.sources import build_source
@@ -21,13 +22,15 @@ assert functions  # its import registers the functions of this package
 
 
 def configured_functions(settings: RewardConfig) -> list[FunctionSpec]:
-    """Return the functions of `reward.functions`, as workers load them.
+    """Return the functions of `reward.functions`, as workers load them, without those that run on ranks.
 
     Raises:
         ConfigError: There is no function of a name.
     """
-    specs = []
+    specs, runs_on_ranks = [], on_ranks(settings)
     for index, function in enumerate(settings.functions):
+        if index in runs_on_ranks:
+            continue
         where = f"reward.functions[{index}].name={function.name}"
         common: dict[str, Any] = {"label": function.shown_name, "where": where, "kwargs": function.kwargs}
         if is_import_string(function.target):

@@ -30,6 +30,7 @@ class Sample:
         turns: The texts of the policy's turns. The completion is the last one.
         metadata: What an environment says about the trajectory.
         environment_reward: The reward that the environment gave; the reward functions' is added to it.
+        sequence_ids: All tokens up to the end of the completion, if a reward model on the ranks reads them.
     """
 
     problem: Problem
@@ -40,6 +41,7 @@ class Sample:
     turns: Sequence[str] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     environment_reward: float = 0.0
+    sequence_ids: Sequence[int] = ()
 
     def in_words(self) -> str:
         """Return the prompt and the completion, both shortened, for a message."""

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from rl_megatron import log
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.reward_models import on_ranks
 from rl_megatron.config.rewards import RewardConfig
 from rl_megatron.data.tasks.task import Problem, Task
 from rl_megatron.rewards.loading import configured_functions, task_function
-from rl_megatron.rewards.results import ERRORS, SCORE, TIMEOUTS, is_finite_reward
+from rl_megatron.rewards.results import ERRORS, SCORE, TIMEOUTS, BadResult, is_finite_reward, read_result
+from rl_megatron.rewards.reward_models import RewardModel
 from rl_megatron.rewards.samples import Failure, FunctionSpec, Outcome, Sample
 from rl_megatron.rewards.workers import RewardWorkers
 from rl_megatron.topology.collective_errors import from_rank0, in_words
@@ -91,16 +93,27 @@ class Scorer:
     other node those that its workers score, and gets the rewards. Other ranks hold nothing.
     """
 
-    def __init__(self, settings: RewardConfig, task: Callable[[], Task], alone: bool = False):
+    def __init__(
+        self,
+        settings: RewardConfig,
+        task: Callable[[], Task],
+        alone: bool = False,
+        models: Mapping[int, RewardModel] | None = None,
+    ):
         """Start nothing yet.
 
         Args:
             settings: The section `reward`.
             task: Returns the task whose reward is used if `reward.functions` is empty.
             alone: Whether this rank scores all samples by itself, so that no method is collective.
+            models: The functions whose models run on the ranks, by their places in the list.
         """
         self._settings, self._task, self._alone = settings, task, alone
         self._is_closed = False
+        self._models = dict(models or {})
+        # The functions in the order of all indices here: those of workers, and then those that run on ranks.
+        places = [place for place in range(len(settings.functions)) if place not in self._models]
+        self._functions = [settings.functions[place] for place in (*places, *self._models)]
         self._specs: list[FunctionSpec] = []
         self._workers: RewardWorkers | None = None
         self._scoring_ranks: list[int] = []
@@ -108,15 +121,28 @@ class Scorer:
 
     def start(self) -> None:
         """Start a worker on every node, which loads the functions while this process goes on. Collective."""
-        if self._scoring_ranks:
+        if self._specs:
             return
-        self._specs = configured_functions(self._settings) or [task_function(self._task())]
+        if on_ranks(self._settings).keys() != self._models.keys():
+            raise ConfigError(
+                "reward.functions: reward_model with init_from or hf runs on the ranks of a stage that trains and "
+                "waits for its rollouts; serve the model elsewhere, and set url"
+            )
+        of_workers = configured_functions(self._settings)
+        if not self._functions:
+            of_workers = [task_function(self._task())]
+        self._specs = of_workers + [
+            FunctionSpec(self._settings.functions[place].shown_name, f"reward.functions[{place}]")
+            for place in self._models
+        ]
+        if not of_workers:
+            return
         first_of_node = self._of_all_ranks(int(os.environ.get("LOCAL_RANK", _rank())) == 0)
         self._scoring_ranks = [rank for rank, is_first in enumerate(first_of_node) if is_first] or [0]
         if self._alone:
             self._scoring_ranks = [_rank()]
         if _rank() in self._scoring_ranks:
-            self._workers = RewardWorkers(self._specs, self._settings)
+            self._workers = RewardWorkers(of_workers, self._settings)
             with suppress(OSError):  # `score` tries again, and tells all ranks if that fails as well
                 self._workers.start()
 
@@ -148,17 +174,45 @@ class Scorer:
     def score_samples(self, samples: Sequence[Sample]) -> tuple[Tensor, RewardMetrics]:
         """Return what `score` returns, for samples that may have several turns. Collective."""
         self.start()
+        of_models = self._results_of_models(samples)
         outcomes = self._outcomes(self._shared_out(samples))
         combined, failure = None, None
         if self._leads:
             try:
-                combined = self._combined(samples, outcomes)
+                combined = self._combined(samples, {**outcomes, **self._outcomes_of_models(samples, of_models)})
             except RewardFailed as error:
                 failure = str(error)
         failure = self._from_rank_0(failure)
         if failure is not None:
             raise RewardFailed(failure)
         return combined or (torch.zeros(0), RewardMetrics())
+
+    @property
+    def reads_sequences(self) -> bool:
+        """Return whether samples must have their `sequence_ids`."""
+        return bool(self._models)
+
+    def _results_of_models(self, samples: Sequence[Sample]) -> list[list[dict[str, float]]]:
+        """Return what each model says of each sequence; a rank without samples gets no results. Collective."""
+        sequences = [sample.sequence_ids for sample in samples]
+        return [model.results(sequences)[: len(samples)] for model in self._models.values()]
+
+    def _outcomes_of_models(
+        self, samples: Sequence[Sample], results: Sequence[Sequence[dict[str, float]]]
+    ) -> dict[tuple[int, int], Outcome]:
+        """Return the outcomes of the models by (function, sample).
+
+        Raises:
+            RewardFailed: A score is not finite, and `reward.on_error` is "error".
+        """
+        outcomes = {}
+        for function, of_samples in enumerate(results, len(self._specs) - len(self._models)):
+            for index, (sample, result) in enumerate(zip(samples, of_samples, strict=True)):
+                try:
+                    outcomes[function, index] = Outcome(*read_result(result))
+                except BadResult as error:
+                    outcomes[function, index] = self._failed(sample, function, str(error))
+        return outcomes
 
     def close(self) -> None:
         """End the workers. A call of `score` in another thread of a scorer that is alone fails soon."""
@@ -282,7 +336,7 @@ class Scorer:
         self, samples: Sequence[Sample], outcomes: Mapping[tuple[int, int], Outcome]
     ) -> tuple[Tensor, RewardMetrics]:
         """Return the weighted sums of the scores, and the metrics."""
-        weights = [function.weight for function in self._settings.functions] or [1.0]
+        weights = [function.weight for function in self._functions] or [1.0]
         metrics, rewards = RewardMetrics(), []
         self._count_failures(metrics, len(samples))
         for index, sample in enumerate(samples):

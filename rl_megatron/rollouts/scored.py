@@ -128,7 +128,8 @@ class ScoredRollouts:
         Ranks other than 0 give no trajectories, and get no scores.
         """
         trajectories = [_trajectory(result) for result in results]
-        samples = [self._sample(*pair) for pair in zip(prompts, trajectories, strict=True)]
+        with_ids = scorer.reads_sequences
+        samples = [self._sample(*pair, with_ids) for pair in zip(prompts, trajectories, strict=True)]
         made = torch.tensor([each is not None for each in trajectories], dtype=torch.bool)
         rewards, metrics = _scored(scorer, samples, made)
         if self.runner.makes_turns:
@@ -159,16 +160,24 @@ class ScoredRollouts:
             raise RolloutFailed(f"all {len(results)} trajectories failed; the first one: {results[0].failure}")
         return trajectory_batch(trajectories, prompts, sampling, self.runner.makes_turns)
 
-    def _sample(self, prompt: EncodedPrompt, trajectory: Trajectory | None) -> Sample:
-        """Return a trajectory as reward functions get it: the completion is the last turn."""
+    def _sample(self, prompt: EncodedPrompt, trajectory: Trajectory | None, with_ids: bool) -> Sample:
+        """Return a trajectory as reward functions get it: the completion is the last turn.
+
+        Args:
+            prompt: The prompt.
+            trajectory: The trajectory, or None if it failed.
+            with_ids: Whether a reward model on the ranks reads the tokens of the whole sequence.
+        """
         if trajectory is None:
             return Sample(prompt.problem, "", [], True)
         turns = trajectory.turns
         ids = list(turns[-1].completion.ids)
         texts = [self._tokenizer.decode(turn.completion.ids) for turn in turns]
+        last = next(segment for segment in reversed(trajectory.segments) if segment.turns)
         return Sample(
             prompt.problem, texts[-1], ids, trajectory.truncated, trajectory.messages,
             texts if len(texts) > 1 else (), trajectory.metadata, trajectory.environment_reward,
+            list(last.ids[: last.turns[-1].end]) if with_ids else (),
         )  # fmt: skip
 
 

@@ -85,6 +85,8 @@ class ScoredHere:
     def start(self):
         pass
 
+    reads_sequences = False
+
     def score_samples(self, samples):
         return torch.tensor([self.task.reward(each.problem, each.completion) for each in samples]), RewardMetrics()
 

@@ -39,7 +39,9 @@ class Guessing:
 class Here:
     """A scorer that calls the task's reward in this process."""
 
-    def __init__(self, settings, task):
+    reads_sequences = False
+
+    def __init__(self, settings, task, models=None):
         self.task, self.settings, self.closed = task, settings, False
 
     def score_samples(self, samples):

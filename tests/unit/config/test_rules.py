@@ -6,6 +6,7 @@ import pytest
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
+from rl_megatron.config.stages import stage_before
 
 
 @pytest.mark.parametrize(
@@ -76,14 +77,51 @@ def test_dynamic_sampling_works_with_reinforce_plus_plus():
     assert load_config([*REINFORCE, "algorithm.dynamic_sampling=true"]).first.algorithm.dynamic_sampling
 
 
-def test_a_reward_model_must_be_the_last_stage(refused, tmp_path):
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text(
-        "# @package _global_\ndefaults:\n  - override /data: gsm8k_pairs\ndata: {path: x}\nstages:\n"
-        "  scorer: {algorithm: {name: reward_model}}\n  after: {algorithm: {name: dpo}}\n"
+def experiment_of(directory, stages):
+    """Return the run of an experiment with these stages."""
+    (directory / "experiment").mkdir(exist_ok=True)
+    (directory / "experiment" / "mine.yaml").write_text(
+        f"# @package _global_\ndefaults:\n  - override /data: gsm8k_pairs\ndata: {{path: x}}\nstages:\n{stages}"
     )
-    with pytest.raises(ConfigError, match="stages.scorer is a reward_model.*put it last"):
-        load_config(["experiment=mine"], str(tmp_path))
+    return load_config(["experiment=mine"], str(directory))
+
+
+SFT = "  sft: {algorithm: {name: sft}, data: {source: prompt_answer}}\n"
+SCORER = "  scorer: {algorithm: {name: reward_model}}\n"
+AFTER = "  after: {algorithm: {name: dpo}, init_from: stages.sft}\n"
+REWARDED = (
+    "  ppo: {{algorithm: {{name: ppo}}, init_from: stages.sft, data: {{source: prompts}}, "
+    "reward: {{functions: [{{name: reward_model, kwargs: {{{}}}}}]}}}}\n"
+)
+
+
+def test_a_stage_starts_from_the_stage_that_it_names(tmp_path):
+    stages = experiment_of(tmp_path, SFT + SCORER + AFTER).stages
+    assert [stage_before(stages, name) for name in stages] == [None, "sft", "sft"]
+    experiment_of(tmp_path, SFT + SCORER + REWARDED.format("init_from: stages.scorer"))
+
+
+@pytest.mark.parametrize(
+    ("stages", "words"),
+    [
+        (SCORER + "  after: {algorithm: {name: dpo}}\n", "which leaves no language model; set another order"),
+        (SFT + SCORER + "  after: {algorithm: {name: dpo}}\n", "set stages.after.init_from=stages.sft"),
+        (SFT + SCORER + AFTER.replace(".sft", ".sfd"), "stages.after.init_from=stages.sfd is not an earlier stage"),
+        (SFT + SCORER + AFTER.replace("stages.sft", "sft"), "stages.after.init_from=sft is not an earlier stage"),
+        (AFTER + SFT, "none, because this is the first stage"),
+        (SFT + SCORER + REWARDED.format("init_from: stages.sft"), "stages.sft is a sft, which has no score head"),
+        (SFT + SCORER + REWARDED.format("init_from: stages.ppo"), "init_from=stages.ppo is not an earlier stage"),
+        (SFT + SCORER + REWARDED.format("init_from: a, hf: b"), "set one of init_from"),
+        (SFT + SCORER + REWARDED.format(""), "set one of init_from"),
+        (SFT + SCORER + REWARDED.format("models: [{hf: a}], init_from: b"), "models is an ensemble"),
+        (SFT + SCORER + REWARDED.format("hf: a, cilp: 1"), "reward.functions[0].kwargs.cilp"),
+        (SFT + SCORER + REWARDED.format("hf: a, std: 0"), "reward.functions[0].kwargs.std"),
+    ],
+)
+def test_wrong_beginnings_of_stages_and_reward_models_are_named(tmp_path, stages, words):
+    with pytest.raises(ConfigError) as refused:
+        experiment_of(tmp_path, stages)
+    assert words in str(refused.value)
 
 
 @pytest.mark.parametrize(

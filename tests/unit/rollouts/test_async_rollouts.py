@@ -60,6 +60,8 @@ class Scores:
 
     def close(self): ...
 
+    reads_sequences = False
+
     def score_samples(self, samples):
         self.threads.add(threading.current_thread().name)
         if self.error is not None:

@@ -1,0 +1,70 @@
+"""The arguments of the reward function `reward_model` if its models run on the ranks of the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.field_types import Number, PositiveFloat, section
+from rl_megatron.config.rewards import RewardConfig
+from rl_megatron.config.sections import validated
+
+REWARD_MODEL = "reward_model"  # the name of the reward function
+OF_STAGES = "stages."  # the beginning of an init_from that names a stage of the run
+
+
+@section
+class ScoringModel:
+    """One model with a score head."""
+
+    init_from: str | None = None  # a checkpoint of a reward model, or stages.NAME for the last one of an earlier stage
+    hf: str | None = None  # a Hugging Face directory of a sequence classifier with one label
+    weight: PositiveFloat = 1.0  # its part of a mean over several models
+    mean: Annotated[float, Number] = 0.0  # subtracted from its scores
+    std: PositiveFloat = 1.0  # by which they are divided then
+
+
+@section
+class RewardModelArguments(ScoringModel):
+    """The arguments of a reward model on the ranks of the policy: one model, or several."""
+
+    models: tuple[ScoringModel, ...] = ()  # an ensemble, instead of init_from or hf
+    combine: Literal["mean", "min"] = "mean"  # what the score of an ensemble is; the mean is weighted
+    # running: subtract the mean of all scores of training so far, and divide by their standard deviation.
+    normalize: Literal["none", "running"] = "none"
+    clip: PositiveFloat | None = None  # the largest magnitude of a score in the end; null: no limit
+    # Where the weights are kept: on the device, or in host memory and on the device only while they score.
+    placement: Literal["resident", "offload"] = "resident"
+
+    @property
+    def members(self) -> tuple[ScoringModel, ...]:
+        """Return the models: those of the ensemble, or the only one."""
+        return self.models or (self,)
+
+
+def on_ranks(settings: RewardConfig) -> dict[int, RewardModelArguments]:
+    """Return the arguments of the reward functions whose models run on the policy's ranks, by their place in the list.
+
+    Raises:
+        ConfigError: An argument is unknown or wrong, or a model names not exactly one source.
+    """
+    found = {}
+    for index, function in enumerate(settings.functions):
+        if function.name == REWARD_MODEL and function.path is None and "url" not in function.kwargs:
+            found[index] = _arguments(function.kwargs, f"reward.functions[{index}].kwargs")
+    return found
+
+
+def _arguments(kwargs: Mapping[str, Any], where: str) -> RewardModelArguments:
+    arguments: RewardModelArguments = validated(RewardModelArguments, kwargs, f"{where}.")
+    if arguments.models and (arguments.init_from, arguments.hf, arguments.weight) != (None, None, 1.0):
+        raise ConfigError(f"{where}: models is an ensemble, so init_from, hf and weight belong into its entries")
+    for number, model in enumerate(arguments.members):
+        of_model = f"{where}.models[{number}]" if arguments.models else where
+        if (model.init_from is None) == (model.hf is None):
+            raise ConfigError(
+                f"{of_model}: set one of init_from (a checkpoint of a reward model, or stages.NAME) and hf (a Hugging "
+                "Face directory), or url for a model behind a server"
+            )
+    return arguments

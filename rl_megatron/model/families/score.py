@@ -1,0 +1,67 @@
+"""Hugging Face's sequence classifiers of one label: a family's decoder with a score head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.model.families.family import FAMILIES, Family
+from rl_megatron.model.families.table import Rows, WeightTable
+
+_LANGUAGE_MODEL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+_OTHER_NAMES = {"Gemma3ForCausalLM": "Gemma3TextForSequenceClassification"}
+_HF_HEAD, _HEAD = "score.weight", "output_layer.weight"
+# What config.json says of a classifier's labels. With one label its output is the score, whatever the problem type is.
+_OF_LABELS = ("id2label", "label2id", "num_labels", "problem_type")
+
+
+def classifier_of(family: Family) -> str:
+    """Return the architecture of the family's sequence classifier."""
+    return _OTHER_NAMES.get(family.architecture, family.architecture.replace(_LANGUAGE_MODEL, _CLASSIFIER))
+
+
+def without_score_head(hf_config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the config.json of the language model with the decoder of a classifier.
+
+    Args:
+        hf_config: The content of the classifier's config.json.
+        where: The file, for messages.
+
+    Raises:
+        ConfigError: It is another model, or has more labels than one.
+    """
+    named = hf_config.get("architectures") or []
+    known = {classifier_of(family): family.architecture for family in FAMILIES.values()}
+    found = next((name for name in named if name in known), None)
+    if found is None:
+        raise ConfigError(
+            f"{where}: architectures={list(named)} has no score head that can be read; a reward model is one of "
+            f"{', '.join(known)}"
+        )
+    labels = hf_config.get("num_labels", len(hf_config.get("id2label", {0: 0, 1: 1})))  # transformers' default is two
+    if labels != 1:
+        raise ConfigError(f"{where}: the model has {labels} labels, and a reward model has one score (num_labels=1)")
+    rest = {key: value for key, value in hf_config.items() if key not in _OF_LABELS}
+    return rest | {"architectures": [known[found]]}
+
+
+def with_score_head(hf_config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return the config.json of the classifier of one label with the decoder of a language model."""
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return {**hf_config, "architectures": [classifier_of(family)], **labels}
+
+
+def score_table(table: WeightTable, hidden_size: int) -> WeightTable:
+    """Return the weight table of the model with a score head, [1, hidden_size], instead of an output layer."""
+    dropped = {rows.hf_name for rows in table.of_megatron.get(_HEAD, ())}
+    hf_shapes = {name: shape for name, shape in table.hf_shapes.items() if name not in dropped}
+    shapes = {name: shape for name, shape in table.shapes.items() if name != _HEAD}
+    rows = tuple(each for each in table.rows if each.name != _HEAD)
+    return replace(
+        table,
+        hf_shapes=hf_shapes | {_HF_HEAD: (1, hidden_size)},
+        shapes=shapes | {_HEAD: (1, hidden_size)},
+        rows=(*rows, Rows(_HF_HEAD, 0, _HEAD, 0, 1)),
+    )

@@ -1,0 +1,75 @@
+"""`AnswerCache`: answers of a judge on disk, by a digest of everything that decides them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rl_megatron import log
+
+OFF = "off"
+
+
+class AnswerCache:
+    """A directory with one file per answer. Many processes may share it.
+
+    A file appears whole or not at all, and the first answer stays: a process that comes later with another answer to
+    the same request gets the first one.
+    """
+
+    def __init__(self, directory: str | None):
+        """Keep the place; nothing is read.
+
+        Args:
+            directory: The directory. None: rl_megatron/judge in $XDG_CACHE_HOME or ~/.cache. "off": nothing is kept.
+        """
+        usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl_megatron" / "judge"
+        self._directory = None if directory == OFF else Path(directory).expanduser() if directory else usual
+
+    @staticmethod
+    def key(request: Mapping[str, Any]) -> str:
+        """Return the digest of a request, which is plain data."""
+        return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
+
+    def get(self, key: str) -> str | None:
+        """Return the answer, or None if there is none. A file that someone has damaged counts as none."""
+        if self._directory is None:
+            return None
+        try:
+            answer = json.loads(self._file(key).read_text(encoding="utf-8"))["answer"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return answer if isinstance(answer, str) else None
+
+    def put(self, key: str, answer: str) -> str:
+        """Keep an answer; return the one that is kept, which is another process's if that was first."""
+        if self._directory is None:
+            return answer
+        file = self._file(key)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, delete=False) as partial:
+                json.dump({"answer": answer}, partial)
+            try:
+                os.link(partial.name, file)
+            except FileExistsError:
+                if self.get(key) is None:  # damaged
+                    os.replace(partial.name, file)
+            finally:
+                with suppress(FileNotFoundError):
+                    os.unlink(partial.name)
+        except OSError as error:
+            log.once(f"answers of a judge cannot be kept in {self._directory} ({error}); set cache_dir, or to {OFF}")
+            return answer
+        kept = self.get(key)
+        return answer if kept is None else kept
+
+    def _file(self, key: str) -> Path:
+        assert self._directory is not None  # the callers have looked
+        return self._directory / key[:2] / f"{key[2:]}.json"

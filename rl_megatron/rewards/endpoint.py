@@ -1,0 +1,167 @@
+"""`Endpoint`: JSON requests to a server that may be busy, slow or far away. Failures that may pass are tried again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import httpx2
+
+from rl_megatron import log
+
+_MAY_PASS = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})  # statuses that another attempt may not meet
+_REFUSES_KEY = (401, 403)
+_LONGEST_EXCERPT = 300  # characters of a server's own message
+T = TypeVar("T")
+
+
+class EndpointFailed(RuntimeError):
+    """An endpoint refused a request, or gave no usable answer in any attempt; the message names the endpoint."""
+
+
+class BadReply(ValueError):
+    """An answer does not have the form that the protocol says; the message completes "its answer …"."""
+
+
+@dataclass(frozen=True)
+class _Missed:
+    """An attempt that failed, while another one may succeed.
+
+    Attributes:
+        message: What happened.
+        is_late: Whether there was no answer in time.
+        wait_seconds: How long the server asks to wait, or 0.
+    """
+
+    message: str
+    is_late: bool = False
+    wait_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """An address that takes JSON by POST. It owns the connections, which are opened by the first request.
+
+    Attributes:
+        url: The whole address of the requests.
+        api_key_env: The environment variable with the key that is sent as `Authorization: Bearer`. None: no key.
+        request_seconds: How long one attempt may take.
+        retries: How many further attempts a request has.
+        backoff_seconds: The wait before the first of them, which doubles before each further one. A random part of up
+            to half of it is left out, so that many requests do not come back together.
+        longest_wait_seconds: The longest wait, also if the server's header `Retry-After` asks for a longer one.
+    """
+
+    url: str
+    api_key_env: str | None = None
+    request_seconds: float = 30.0
+    retries: int = 5
+    backoff_seconds: float = 0.5
+    longest_wait_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        """Check the settings; nothing is sent.
+
+        Raises:
+            ValueError: One is wrong, or the environment variable is not set.
+        """
+        try:
+            parts = httpx2.URL(self.url)
+        except (httpx2.InvalidURL, TypeError) as error:
+            raise ValueError(f"url={self.url!r} is not an address: {error}") from error
+        if parts.scheme not in ("http", "https") or not parts.host:
+            raise ValueError(f"url={log.redact(self.url)!r} must be an address such as http://127.0.0.1:8000/v1")
+        if parts.userinfo:
+            raise ValueError("url has a user or a password, which would be logged; name a variable in api_key_env")
+        for name in ("request_seconds", "longest_wait_seconds"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be more than 0")
+        for name in ("retries", "backoff_seconds"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        self._key  # noqa: B018  # a missing variable is found before the first step
+
+    async def post(self, body: dict[str, Any], read: Callable[[Any], T]) -> tuple[T, int]:
+        """Send a request until it is answered; return what `read` makes of the answer, and the number of attempts.
+
+        Args:
+            body: The request.
+            read: Takes the decoded JSON, and raises BadReply if it has another form than it should.
+
+        Raises:
+            EndpointFailed: The endpoint refused the request, or no attempt gave a usable answer.
+            TimeoutError: The last attempt had no answer in time.
+        """
+        missed = None
+        for attempt in range(self.retries + 1):
+            if missed is not None:
+                wait = self.backoff_seconds * 2 ** (attempt - 1) * random.uniform(0.5, 1.0)
+                await asyncio.sleep(min(max(wait, missed.wait_seconds), self.longest_wait_seconds))
+            answer = await self._attempt(body, read)
+            if not isinstance(answer, _Missed):
+                return answer, attempt + 1
+            missed = answer
+        assert missed is not None  # there is at least one attempt
+        kind = TimeoutError if missed.is_late else EndpointFailed
+        raise kind(f"{missed.message}, in the last of {self.retries + 1} attempts")
+
+    async def _attempt(self, body: dict[str, Any], read: Callable[[Any], T]) -> T | _Missed:
+        try:
+            async with asyncio.timeout(self.request_seconds):
+                response = await self._client.post(self.url, json=body)
+        except (TimeoutError, httpx2.TimeoutException):
+            return _Missed(f"{self.url} did not answer within {self.request_seconds:g} seconds", is_late=True)
+        except httpx2.RequestError as error:
+            return _Missed(f"{self.url} cannot be reached: {str(error) or type(error).__name__}")
+        status = f"{self.url} answered with status {response.status_code}: {self._excerpt(response)}"
+        if response.status_code in _MAY_PASS:
+            return _Missed(status, wait_seconds=_retry_after(response.headers.get("retry-after")))
+        if response.status_code in _REFUSES_KEY:
+            raise EndpointFailed(f"{status}; name the variable that has its key in api_key_env")
+        if response.status_code != 200:
+            raise EndpointFailed(status)
+        try:
+            return read(response.json())
+        except BadReply as error:
+            return _Missed(f"{self.url}: its answer {self._without_key(str(error))}")
+        except ValueError:  # invalid JSON or invalid UTF-8
+            return _Missed(f"{self.url}: its answer is not JSON: {self._excerpt(response)}")
+
+    def _excerpt(self, response: httpx2.Response) -> str:
+        """Return the beginning of an answer, without the key, which some servers repeat."""
+        text = " ".join(self._without_key(response.text).split())
+        return repr(text if len(text) <= _LONGEST_EXCERPT else text[:_LONGEST_EXCERPT] + "…")
+
+    def _without_key(self, text: str) -> str:
+        return log.redact(text.replace(self._key, log.REDACTED) if self._key else text)
+
+    @cached_property
+    def _key(self) -> str:
+        """Return the key, or "" if none is sent."""
+        if self.api_key_env is None:
+            return ""
+        key = os.environ.get(self.api_key_env, "").strip()
+        if not key:
+            raise ValueError(f"api_key_env={self.api_key_env}: the variable is not set; export the key in it")
+        if not key.isascii() or not key.isprintable():
+            raise ValueError(f"api_key_env={self.api_key_env}: the variable's text has characters that no key has")
+        return key
+
+    @cached_property
+    def _client(self) -> httpx2.AsyncClient:
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        return httpx2.AsyncClient(headers=headers, limits=limits, timeout=None)  # `_attempt` limits the whole answer
+
+
+def _retry_after(header: str | None) -> float:
+    """Return the seconds that a header `Retry-After` asks for, or 0: a date in it is left to the usual wait."""
+    try:
+        return max(float(header or 0), 0.0)
+    except ValueError:
+        return 0.0

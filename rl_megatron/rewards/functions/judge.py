@@ -1,0 +1,258 @@
+"""The reward function `judge`: a language model behind an OpenAI-compatible endpoint scores the completion."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jinja2 import StrictUndefined, TemplateError, meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from rl_megatron.rewards.answer_cache import AnswerCache
+from rl_megatron.rewards.calling import OF_LISTS, OF_VERL
+from rl_megatron.rewards.endpoint import BadReply, Endpoint
+from rl_megatron.rewards.registry import register_reward
+from rl_megatron.rewards.results import SCORE
+
+# The last "Score: 7", "score = 7.5" or "**Score**: 7" of an answer.
+PATTERN = r"(?i)\bscore\W{0,8}?(?P<score>-?\d+(?:\.\d+)?)"
+TEMPLATE = """\
+Judge how well the answer responds to the prompt.
+
+[Prompt]
+{{ prompt }}
+
+[Answer]
+{{ completion }}
+{% if answer %}
+[Reference answer]
+{{ answer }}
+{% endif %}
+Explain your judgement in at most three sentences. Then end with one line of this form, where N is a number from 0
+(useless) to 10 (perfect):
+Score: N
+"""
+_OF_THE_SAMPLE = {"completion", "messages", "turns"}  # a template has at least one of them
+_UNPARSED, _CACHED, _ATTEMPTS = "unparsed", "cached", "attempts"
+_SHOWN = 200  # characters of an answer in a message
+
+
+class NoScore(ValueError):
+    """An answer of the judge has no score."""
+
+
+@register_reward("judge")
+class Judge:
+    """The score that a judge gives a completion, by default from 0 to 1.
+
+    The judge is asked once per sample by `POST {url}/chat/completions`. Equal requests are asked once, and answers with
+    a score are kept on disk. The metrics are `unparsed` (the share of answers without a score), `cached` (the share of
+    answers from the disk) and `attempts` (requests of a sample that was asked for).
+
+    Args:
+        url: The endpoint's address, such as http://127.0.0.1:8000/v1.
+        model: The judge's name at the endpoint.
+        template: A file with the Jinja template of the user's message, or the template itself, which has {{ or {%. Its
+            variables are those that a reward function may name (docs/rewards.md). None: `TEMPLATE`.
+        system: The system message, or None.
+        options: Further keys of the request. The default is {temperature: 0.0, max_tokens: 512}.
+        pattern: A regular expression; the score is the group `score`, or else the first group, of its last match. None:
+            `PATTERN`.
+        json_key: The key of the score in the last JSON object of the answer, instead of a pattern.
+        score_range: The lowest and the highest score that the judge may give, which become 0 and 1. A score outside
+            counts as none. None: scores are taken as they are.
+        unparsed_score: The score, after `score_range`, of an answer without a score. None: it is an error, for which
+            `reward.on_error` says what happens.
+        cache_dir: The directory of kept answers. None: rl_megatron/judge in $XDG_CACHE_HOME or ~/.cache; "off": answers
+            are not kept.
+        **endpoint: `api_key_env`, `request_seconds`, `retries`, `backoff_seconds` and `longest_wait_seconds` of
+            `Endpoint`.
+
+    Raises:
+        ValueError: An argument is wrong; the message names it.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        template: str | None = None,
+        system: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        pattern: str | None = None,
+        json_key: str | None = None,
+        score_range: Sequence[float] | None = (0.0, 10.0),
+        unparsed_score: float | None = None,
+        cache_dir: str | None = None,
+        **endpoint: Any,
+    ):
+        self._endpoint = Endpoint(f"{url.rstrip('/')}/chat/completions", **endpoint)
+        self._body = {"model": model} | dict(options or {"temperature": 0.0, "max_tokens": 512})
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        if {"messages", "stream", "n"} & self._body.keys():
+            raise ValueError("options must not have messages, stream or n, which the judge sets itself")
+        self._template, variables = _read_template(TEMPLATE if template is None else template)
+        # The function needs what its template names, so a record without it is found before the first step.
+        self.__signature__ = inspect.Signature(
+            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in sorted(variables)]
+        )
+        self._find = _finder(pattern, json_key)
+        self._range = _checked_range(score_range)
+        if unparsed_score is not None and not math.isfinite(unparsed_score):
+            raise ValueError(f"unparsed_score={unparsed_score} must be a finite number")
+        self._unparsed_score = unparsed_score
+        self._cache = AnswerCache(cache_dir)
+        self._asked: dict[str, asyncio.Task[tuple[str, int]]] = {}
+
+    async def __call__(self, **fields: Any) -> dict[str, float]:
+        """Return the score of a sample and the metrics.
+
+        Raises:
+            NoScore: The answer has no score, and `unparsed_score` is None.
+            EndpointFailed: The endpoint gave no answer.
+            TimeoutError: It took too long.
+        """
+        message = {"role": "user", "content": self._template.render(fields)}
+        body = self._body | {"messages": [*self._system, message]}
+        key = self._cache.key({"url": self._endpoint.url, "body": body})
+        answer = self._cache.get(key)
+        metrics = {_CACHED: float(answer is not None)}
+        if answer is None:
+            answer, attempts = await self._ask_once(key, body)
+            metrics[_ATTEMPTS] = float(attempts)
+        score = self._score(answer)
+        if score is None and self._unparsed_score is None:
+            raise NoScore(
+                f"the judge's answer has no score: {answer[:_SHOWN]!r}; correct the template, pattern, json_key or "
+                "score_range, or set unparsed_score"
+            )
+        metrics[_UNPARSED] = float(score is None)
+        return {SCORE: self._unparsed_score if score is None else score} | metrics  # pyright: ignore[reportReturnType] checked above
+
+    async def _ask_once(self, key: str, body: dict[str, Any]) -> tuple[str, int]:
+        """Return the answer to a request and the number of attempts. Equal requests at the same time are sent once."""
+        task = self._asked.get(key)
+        if task is None:
+            task = self._asked[key] = asyncio.get_running_loop().create_task(self._ask(key, body))
+            task.add_done_callback(partial(self._forget, key))
+        return await asyncio.shield(task)  # a sample that gives up does not take the answer from the others
+
+    def _forget(self, key: str, task: asyncio.Task[tuple[str, int]]) -> None:
+        del self._asked[key]
+        if not task.cancelled():
+            task.exception()  # all that waited for it may be gone, and then nobody else reads it
+
+    async def _ask(self, key: str, body: dict[str, Any]) -> tuple[str, int]:
+        answer, attempts = await self._endpoint.post(body, _content)
+        return answer if self._score(answer) is None else self._cache.put(key, answer), attempts
+
+    def _score(self, answer: str) -> float | None:
+        """Return the score in an answer, between 0 and 1 if there is a range, or None."""
+        score = self._find(answer)
+        if score is None or not math.isfinite(score):
+            return None
+        low, high = self._range or (0.0, 1.0)
+        is_allowed = self._range is None or low <= score <= high
+        return (score - low) / (high - low) if is_allowed else None
+
+
+def _content(answer: Any) -> str:
+    """Return the text of a chat completion; "" if it has none, as one that ended while the model was thinking."""
+    try:
+        text = answer["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        raise BadReply("has no choices[0].message.content") from None
+    if text is not None and not isinstance(text, str):
+        raise BadReply("has a choices[0].message.content that is not a text")
+    return text or ""
+
+
+def _read_template(template: str) -> tuple[Any, set[str]]:
+    """Return a template and the names of its variables."""
+    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=False)
+    if "{{" in template or "{%" in template:
+        text, where = template, "template"
+    else:
+        where = f"template={template}"
+        try:
+            text = Path(template).expanduser().read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{where} cannot be read: {error}; name a file, or give the text of a template") from error
+    try:
+        variables = meta.find_undeclared_variables(environment.parse(text))
+        compiled = environment.from_string(text)
+    except TemplateError as error:
+        raise ValueError(f"{where} is not a Jinja template: {error}") from error
+    if not variables & _OF_THE_SAMPLE:
+        raise ValueError(f"{where} shows the judge no completion: use {{{{ completion }}}}, or messages or turns")
+    if variables & (OF_LISTS | OF_VERL):
+        raise ValueError(
+            f"{where} uses {sorted(variables & (OF_LISTS | OF_VERL))}, which a single sample does not have; write "
+            "prompt and completion"
+        )
+    return compiled, variables
+
+
+def _finder(pattern: str | None, json_key: str | None) -> Any:
+    """Return a function of an answer that returns the score in it, or None."""
+    if json_key is not None:
+        if pattern is not None:
+            raise ValueError("pattern and json_key are both set; leave one out")
+        return partial(_in_json, json_key)
+    try:
+        compiled = re.compile(PATTERN if pattern is None else pattern)
+    except re.error as error:
+        raise ValueError(f"pattern={pattern!r} is not a regular expression: {error}") from error
+    if not compiled.groups:
+        raise ValueError(f"pattern={pattern!r} has no group; put the score in parentheses, as in 'Rating: (\\d+)'")
+    return partial(_in_text, compiled, SCORE if SCORE in compiled.groupindex else 1)
+
+
+def _in_text(pattern: re.Pattern[str], group: str | int, answer: str) -> float | None:
+    found = None
+    for found in pattern.finditer(answer):  # noqa: B007  # the last one counts
+        pass
+    return None if found is None else _number(found[group])
+
+
+def _in_json(key: str, answer: str) -> float | None:
+    """Return the number under a key of the last JSON object that has the key, or None."""
+    decoder, start, score = json.JSONDecoder(), answer.find("{"), None
+    while start >= 0:
+        try:
+            value, end = decoder.raw_decode(answer, start)
+        except (json.JSONDecodeError, RecursionError):
+            end = start + 1
+        else:
+            score = _number(value[key]) if key in value else score
+        start = answer.find("{", end)
+    return score
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _checked_range(given: Sequence[float] | None) -> tuple[float, float] | None:
+    if given is None:
+        return None
+    values = [_number(each) for each in given]
+    low, high = values if len(values) == 2 else (None, None)
+    if low is None or high is None or not low < high or not math.isfinite(high - low):
+        raise ValueError(
+            f"score_range={list(given)} must be the lowest and the highest score of the judge, as in [0, 10]"
+        )
+    return low, high

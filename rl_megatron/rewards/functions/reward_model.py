@@ -1,0 +1,100 @@
+"""The reward function `reward_model` with `url`: a reward model behind a server, which gets text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+from rl_megatron.rewards.endpoint import BadReply, Endpoint
+from rl_megatron.rewards.registry import register_reward
+from rl_megatron.rewards.results import SCORE
+
+Protocol = Literal["pooling", "classify", "score"]
+
+
+@register_reward("reward_model")
+class RewardModelServer:
+    """The score of the prompt with its completion, as vLLM's endpoints for reward models give it.
+
+    The request is a POST to `url`. With `model` in each:
+
+    - pooling: `{"input": prompt + completion}` → `{"data": [{"data": [score]}]}`; of a list, the last number counts.
+    - classify: `{"input": prompt + completion}` → `{"data": [{"probs": [score]}]}`
+    - score: `{"text_1": prompt, "text_2": completion}` → `{"data": [{"score": score}]}`
+
+    The score becomes (score − mean) / std, within ±clip. The metrics are `raw`, the score before that, and `attempts`.
+
+    Args:
+        url: The whole address, such as http://127.0.0.1:8000/pooling.
+        model: The model's name at the server.
+        protocol: One of the three.
+        mean: Subtracted from the score.
+        std: By which it is divided then.
+        clip: The largest magnitude in the end, or None.
+        **endpoint: `api_key_env`, `request_seconds`, `retries`, `backoff_seconds` and `longest_wait_seconds` of
+            `Endpoint`.
+
+    Raises:
+        ValueError: An argument is wrong; the message names it.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        protocol: Protocol = "pooling",
+        mean: float = 0.0,
+        std: float = 1.0,
+        clip: float | None = None,
+        **endpoint: Any,
+    ):
+        if protocol not in _READERS:
+            raise ValueError(f"protocol={protocol!r} must be one of {', '.join(_READERS)}")
+        if not std > 0:
+            raise ValueError(f"std={std} must be more than 0")
+        if clip is not None and not clip > 0:
+            raise ValueError(f"clip={clip} must be more than 0, or null")
+        self._endpoint = Endpoint(url, **endpoint)
+        self._model, self._protocol, self._read = model, protocol, _READERS[protocol]
+        self._mean, self._std, self._clip = mean, std, clip
+
+    async def __call__(self, prompt: str, completion: str) -> dict[str, float]:
+        """Return the score and the metrics.
+
+        Raises:
+            EndpointFailed: The server gave no score.
+            TimeoutError: It took too long.
+        """
+        pair = {"text_1": prompt, "text_2": completion}
+        body = {"model": self._model, **(pair if self._protocol == "score" else {"input": prompt + completion})}
+        raw, attempts = await self._endpoint.post(body, lambda reply: _number(self._read, reply))
+        score = (raw - self._mean) / self._std
+        if self._clip is not None:
+            score = min(max(score, -self._clip), self._clip)
+        return {SCORE: score, "raw": raw, "attempts": float(attempts)}
+
+
+def _last(value: Any) -> Any:
+    """Return the last number of a list, or of lists in it: the score after the last token."""
+    while isinstance(value, list) and value:
+        value = value[-1]
+    return value
+
+
+_READERS: dict[Protocol, Callable[[Any], Any]] = {
+    "pooling": lambda reply: _last(reply["data"][0]["data"]),
+    "classify": lambda reply: _last(reply["data"][0]["probs"]),
+    "score": lambda reply: reply["data"][0]["score"],
+}
+
+
+def _number(read: Callable[[Any], Any], reply: Any) -> float:
+    try:
+        value = read(reply)
+    except (KeyError, IndexError, TypeError):
+        value = None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise BadReply("has no score where the protocol says; set protocol to pooling, classify or score")
+    return float(value)

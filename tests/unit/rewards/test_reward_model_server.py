@@ -1,0 +1,85 @@
+"""The reward function `reward_model` behind a server, and running statistics."""
+
+import asyncio
+import json
+import statistics
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from rl_megatron.rewards.functions import RewardModelServer
+from rl_megatron.rewards.running_statistics import RunningStatistics
+
+# Path → what the server makes of a request: the number of characters of the text, in the form of vLLM's endpoint.
+REPLIES = {
+    "/pooling": lambda body: {"data": [{"data": [[0.5], [len(body["input"])]]}]},
+    "/classify": lambda body: {"data": [{"probs": [len(body["input"])]}]},
+    "/score": lambda body: {"data": [{"score": len(body["text_1"]) + len(body["text_2"])}]},
+    "/nan": lambda body: {"data": [{"data": [float("nan")]}]},
+}
+
+
+class Scoring(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        answer = json.dumps(REPLIES[self.path](body) if body["model"] == "m" else {}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture(scope="module")
+def server():
+    running = HTTPServer(("127.0.0.1", 0), Scoring)
+    threading.Thread(target=running.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{running.server_port}"
+    running.shutdown()
+    running.server_close()
+
+
+def scored(url, **kwargs):
+    return asyncio.run(RewardModelServer(url, **{"model": "m", "retries": 0} | kwargs)(prompt="abc", completion="de"))
+
+
+@pytest.mark.parametrize("protocol", ["pooling", "classify", "score"])
+def test_the_score_is_read_as_the_protocol_says(server, protocol):
+    assert scored(f"{server}/{protocol}", protocol=protocol) == {"score": 5.0, "raw": 5.0, "attempts": 1.0}
+
+
+def test_the_score_is_shifted_scaled_and_clipped(server):
+    assert scored(f"{server}/pooling", mean=1.0, std=2.0)["score"] == 2.0
+    assert scored(f"{server}/pooling", mean=1.0, std=2.0, clip=1.5) == {"score": 1.5, "raw": 5.0, "attempts": 1.0}
+
+
+@pytest.mark.parametrize(("path", "kwargs"), [("classify", {}), ("pooling", {"model": "n"}), ("nan", {})])
+def test_a_reply_without_a_score_names_the_protocol(server, path, kwargs):
+    with pytest.raises(RuntimeError, match="has no score where the protocol says"):
+        scored(f"{server}/{path}", **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"), [({"protocol": "rank"}, "protocol"), ({"std": 0}, "std"), ({"clip": 0}, "clip")]
+)
+def test_a_wrong_argument_is_named(kwargs, words):
+    with pytest.raises(ValueError, match=words):
+        RewardModelServer("http://127.0.0.1:1", "m", **kwargs)
+
+
+def test_running_statistics_equal_those_of_all_numbers_and_go_on_after_a_restart():
+    values = [1e6 + 0.1 * number**2 for number in range(50)]
+    whole, first = RunningStatistics(), RunningStatistics()
+    whole.add(values)
+    for start in range(0, 30, 7):
+        first.add(values[start : min(start + 7, 30)])
+    second = RunningStatistics()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    second.add(values[30:])
+    mean, std = statistics.fmean(values), statistics.pstdev(values)
+    for each in (whole, second):
+        assert each.normalized(values[3]) == pytest.approx((values[3] - mean) / std, rel=1e-9)
+    assert RunningStatistics().normalized(3.0) == 3.0
