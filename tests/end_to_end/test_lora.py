@@ -1,4 +1,4 @@
-"""A run whose last stage trains an adapter: its engine gets merged weights, and its checkpoint has the adapter alone."""
+"""A run whose last stage trains an adapter: its engine gets merged weights, its checkpoint has the adapter alone."""
 
 import json
 
@@ -19,7 +19,9 @@ def test_a_shortened_quickstart_with_an_adapter_passes_the_logprob_check_and_is_
     checked = [line["gate_max"] for line in lines if "gate_max" in line]
     assert len(checked) >= 3 and max(checked) < 1e-5
 
-    whole, adapter = (sorted((tmp_path / "out" / "checkpoints" / stage).glob("step-*"))[-1] for stage in ("sft", "grpo"))
+    whole, adapter = (
+        sorted((tmp_path / "out" / "checkpoints" / stage).glob("step-*"))[-1] for stage in ("sft", "grpo")
+    )
     manifest = read_manifest(adapter)
     assert manifest["peft"]["r"] == 16 and manifest["base"]["path"] == str(whole.resolve())
     assert num_bytes(adapter) < num_bytes(whole) / 3
