@@ -37,6 +37,8 @@ class FewCharacters(Characters):
 class ByLength:
     """A scorer whose reward is the length of the completion."""
 
+    reads_sequences = False
+
     def score_samples(self, samples):
         return torch.tensor([float(len(sample.completion_ids)) for sample in samples]), RewardMetrics()
 

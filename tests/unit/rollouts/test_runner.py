@@ -298,7 +298,8 @@ def test_a_thousand_trajectories_with_faults_are_all_accounted_for():
     assert len(results) == 1000 and 50 < len(failed) < 200
     of_results = {"run": lambda *arguments: results, "on_rank_0": lambda make: make()}
     runner = SimpleNamespace(makes_turns=True, leads=True, **of_results)
-    scorer = SimpleNamespace(score_samples=lambda samples: (torch.zeros(len(samples)), RewardMetrics()))
+    score = lambda samples: (torch.zeros(len(samples)), RewardMetrics())  # noqa: E731
+    scorer = SimpleNamespace(score_samples=score, reads_sequences=False)
     batch = ScoredRollouts(runner, scorer, TOKENIZER).make(None, tasks, SAMPLING, 0, group_size=4).batch
     groups = (batch["sample_mask"] > 0).view(-1, 4)
     assert (groups.all(1) | ~groups.any(1)).all()
