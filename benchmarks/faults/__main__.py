@@ -113,7 +113,7 @@ def _report(seed: int, results: Sequence[dict[str, Any]]) -> int:
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Return the Markdown table of the results: a row for each kind of fault, and one for each run."""
+    """Return the Markdown table of the results: a row for each kind of fault, and one for each run, that were hit."""
     rows = [f"| what is hit | faults | {RECOVERED} | {CONTINUED} | {NAMED} | wrong |", "|---|---|---|---|---|---|"]
     for name, key in (
         *((f"{target}: {action}", "kind") for target, action in {**COUNTS, **ASYNCHRONOUS_COUNTS}),
@@ -121,6 +121,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         ("all", None),
     ):
         found = [result["outcome"] for result in results if key is None or result[key] == name]
+        if not found:
+            continue
         counted = [sum(outcome == good for outcome in found) for good in GOOD]
         numbers = (len(found), *counted, len(found) - sum(counted))
         rows.append(f"| {name} | " + " | ".join(map(str, numbers)) + " |")
