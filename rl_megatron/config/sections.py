@@ -119,4 +119,5 @@ def _owners(section: str, key: str = "") -> str:
         return ""
     name, registry = _CHOOSING_KEYS[section]
     owners = [choice for choice, cls in registry.items() if key in {field.name for field in fields(cls)}]
-    return f"{section if name == 'name' else f'{section}.{name}'}={' or '.join(owners)}" if owners else ""
+    listed = " or ".join(filter(None, (", ".join(owners[:-1]), *owners[-1:])))
+    return f"{section if name == 'name' else f'{section}.{name}'}={listed}" if owners else ""

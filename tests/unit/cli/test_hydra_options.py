@@ -180,7 +180,7 @@ def test_a_mistake_in_any_job_is_refused_before_the_first(override, words):
     [
         ("rl-megatron ", {"train", "certify", "inspect"}),
         ("rl-megatron tr", {"train"}),
-        ("rl-megatron train experiment=quick", {"experiment=quickstart", "experiment=quickstart_ppo"}),
+        ("rl-megatron train experiment=quickstart_", {"experiment=quickstart_lora", "experiment=quickstart_ppo"}),
         ("rl-megatron train --config-dir own experiment=su", {"experiment=sums"}),
         ("rl-megatron train optimizer.warm", {"optimizer.warmup_steps="}),
         ("rl-megatron train algorithm=ppo algorithm.critic_w", {"algorithm.critic_warmup_steps="}),
