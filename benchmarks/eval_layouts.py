@@ -26,7 +26,6 @@ _RECORD = "RL_MEGATRON_RECORDED_TOKENS"  # the file that a process of `rl-megatr
 
 def record_tokens(path: Path) -> None:
     """Let this process record the tokens of an evaluation, and the distance of every random number from a boundary."""
-    from rl_megatron import log
     from rl_megatron.generation import embedded_replica
     from rl_megatron.rollouts.scored import ScoredRollouts
 
@@ -36,8 +35,8 @@ def record_tokens(path: Path) -> None:
 
     def recorded(rollouts: ScoredRollouts, *arguments: Any) -> Any:
         scored = make(rollouts, *arguments)
-        completions.extend(list(sample.completion_ids) for sample in scored.samples)
-        if log.is_main_rank():
+        if scored is not None:  # on rank 0
+            completions.extend(list(sample.completion_ids) for sample in scored.samples)
             path.write_text(json.dumps({"completions": completions, "distances": list(distances.items())}))
         return scored
 

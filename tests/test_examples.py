@@ -18,6 +18,8 @@ EXAMPLES = REPOSITORY / "examples"
 # The files of pages whose experiments are part of the package, where others have a directory in examples/.
 SHIPPED = {"multi_turn": (REPOSITORY / "configs" / "experiment", REPOSITORY / "rl_megatron" / "rollouts" / "examples")}
 
+GUIDES = {"reward_model_ppo": REPOSITORY / "docs" / "reward_models.md"}  # the pages of examples that are no tutorials
+
 
 @pytest.mark.parametrize("page", PAGES)
 def test_code_of_the_page_is_in_its_example(page):
@@ -41,9 +43,9 @@ def test_the_page_is_short_and_its_links_lead_somewhere(page):
 def test_every_example_has_a_page_and_no_file_is_unused():
     # tests/packaging/test_cluster_files.py checks the files for clusters.
     found = sorted(path.name for path in EXAMPLES.iterdir() if path.name != "cluster")
-    assert found == [page for page in PAGES if page not in SHIPPED]
+    assert found == sorted([*(page for page in PAGES if page not in SHIPPED), *GUIDES])
+    pages = "".join(path.read_text() for path in (*(DIRECTORY / f"{name}.md" for name in PAGES), *GUIDES.values()))
     for page in found:
-        pages = "".join((DIRECTORY / f"{name}.md").read_text() for name in PAGES)
         for path in (EXAMPLES / page).rglob("*"):
             if path.suffix == ".py":
                 assert path.name in pages, path

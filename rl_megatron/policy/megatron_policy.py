@@ -443,10 +443,11 @@ class MegatronPolicy(ColocatablePolicyInterface):
         A checkpoint of an adapter is loaded with its base. A policy without adapters gets their merged weights, and a
         policy with adapters can start from a checkpoint of a whole model, which then is their base.
         """
+        state = self._state()  # first, so that a refused checkpoint leaves gathered weights
         manifest = read_manifest(Path(path))
         if self.model.lora is None and not holds_adapter(manifest):
-            return load_checkpoint(Path(path), self._state(), weights_only, verify)
-        return load_with_adapters(Path(path), manifest, self._state(), weights_only, verify)
+            return load_checkpoint(Path(path), state, weights_only, verify)
+        return load_with_adapters(Path(path), manifest, state, weights_only, verify)
 
     def _state(self) -> TrainingState:
         """Return the training state with optimizer state on the device and weights gathered. Collective."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import runpy
+import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -12,6 +14,7 @@ from typing import Any
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.data.byte_level_bpe import train_bpe
+from tests.forkserver import REPOSITORY
 
 NUM_RECORDS = 40
 
@@ -31,6 +34,12 @@ def word_problems(directory: Path) -> None:
         for n in range(NUM_RECORDS)
     ]
     write_jsonl(directory / "model_solutions.jsonl", graded)
+
+
+def reward_model_example(directory: Path) -> None:
+    """Copy the example, and write its pairs where the command is run."""
+    shutil.copytree(REPOSITORY / "examples" / directory.name, directory)
+    runpy.run_path(str(directory / "make_pairs.py"))["main"](directory.parents[1])
 
 
 def preferences(directory: Path) -> None:

@@ -31,6 +31,7 @@ INPUTS: dict[str, Callable[[Path], None]] = {
     "path/to/input.txt": inputs.text,
     "path/to/prompts.jsonl": inputs.prompts,
     "path/to/Qwen2.5-0.5B": inputs.hugging_face_model,
+    "examples/reward_model_ppo": inputs.reward_model_example,
 }
 
 # Pages whose blocks are run in order, as a reader would. Patterns are those of fnmatch.
@@ -66,6 +67,7 @@ NOT_RUN = {
     r"\.ci/run": "it runs this test",
     r"(torchrun .*|python )(-m benchmarks\.|benchmarks/)": "it takes minutes; tests/test_benchmarks.py runs it small",
     r"(\w+=\S+ )*vllm serve": "it needs vLLM's environment; tests/vllm_servers.py starts such servers",
+    r"python examples/reward_model_ppo/make_pairs\.py ": "an input of the next command; inputs.py runs it",
     r"docker ": "it needs a container runtime",
     r"mkdocs ": "tests/docs/test_site.py builds the site",
     r"tensorboard ": "it is a server",
