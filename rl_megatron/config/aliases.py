@@ -26,7 +26,10 @@ KEY_ALIASES = {
     "peft.dropout": "peft.lora_dropout",
 }
 # Key -> older value -> value.
-VALUE_ALIASES = {"generation.engine": {"megatron": "embedded"}}
+VALUE_ALIASES = {
+    "generation.engine": {"megatron": "embedded"},
+    "algorithm.name": {"opd": "on_policy_distillation"},
+}
 
 
 def rename_overrides(overrides: Iterable[str]) -> list[str]:
