@@ -34,8 +34,8 @@ class DistillationLossDataDict(TypedDict):
         teacher_topk_logits: [B, S, K]. Entry t holds the teacher's K largest logits at position t, so it corresponds to
             token t+1. The last entry is not used.
         teacher_topk_indices: The token ids of teacher_topk_logits, [B, S, K].
-        teacher_weights: [B, 1, n] The weight of each of n teachers in the divergence of a sequence. The K logits are then
-            those of n teachers, K/n of each. Without the key, they are those of one.
+        teacher_weights: [B, 1, n] The weight of each of n teachers in the divergence of a sequence. The K logits are
+            then those of n teachers, K/n of each. Without the key, they are those of one.
         temperature: A number, [B] or [B, S]. The logits of both models are divided by it.
     """
 
