@@ -49,11 +49,10 @@ def check_paths(teachers: Sequence[TeacherConfig], stage: StageConfig, tokenizer
             )
         check_vocabulary_of(path, tokenizer)
         try:
-            validate_model(teacher_model(path)[0], stage.parallel)
+            validate_model(teacher_model(path)[0], teacher.parallel or stage.parallel)
         except ConfigError as error:
-            raise ConfigError(
-                f"algorithm.teachers: the teacher {teacher.path} runs in the student's layout: {error}"
-            ) from error
+            whose = "the student's layout" if teacher.parallel is None else "its own layout"
+            raise ConfigError(f"algorithm.teachers: {teacher.path} runs in {whose}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -75,10 +74,7 @@ class Teachers:
         config, topology = stage.config, stage.policy.topology
         fused_head = FusedHead() if config.train.fused_head else None
         models = [
-            load_teacher(
-                Path(each.path), topology, stage.tokenizer.vocab_size, config.precision, each.placement, fused_head
-            )
-            for each in teachers
+            load_teacher(each, topology, stage.tokenizer.vocab_size, config.precision, fused_head) for each in teachers
         ]
         total = sum(each.weight for each in teachers)
         shares = [each.weight / total for each in teachers]

@@ -188,6 +188,12 @@ def check_teachers(teachers: Sequence[TeacherConfig], stage: StageConfig) -> Non
             f"algorithm.teachers has {len(teachers)} teachers, and loss.name=full_distillation compares the whole "
             "vocabulary with one; name one teacher, or set loss=distillation"
         )
+    if stage.loss.get("name") == "full_distillation" and teachers[0].parallel is not None:
+        raise ConfigError(
+            f"algorithm.teachers: {teachers[0].path} has a parallel layout of its own, and loss.name=full_distillation "
+            "compares whole vocabularies shard by shard, in the student's layout; leave parallel out, or set "
+            "loss=distillation and algorithm.top_k"
+        )
 
 
 @register_algorithm_config

@@ -1,4 +1,4 @@
-"""A student learns from a frozen teacher of another size: on shards as in one process, and as plain torch computes it."""
+"""A student learns from a frozen teacher of another size, on shards as in one process, and as plain torch has it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from rl_megatron.batching.config import Batching
+from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.losses import build_loss
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.policy.teacher import Teacher
+from rl_megatron.topology.topology import build_beside
 from tests.parallel.layouts import MODEL, VOCAB_SIZE, build_policy, gradients, worst_relative_error
 from tests.parallel.test_layouts import random_batch
 
@@ -96,3 +98,32 @@ def test_a_sharded_student_and_teacher_equal_one_process(ranks, world, parallel,
     error, where = worst_relative_error(answers[0][1], want_gradients)
     assert error < 1e-5, where
     assert max(value.abs().max() for value in want_gradients.values()) > 1e-3
+
+
+def learned_across_layouts(student: dict, teacher: dict):
+    """Return what `learned` returns, with a teacher in a layout of its own whose top-k is the whole vocabulary."""
+    policy = build_policy(student, batching=PADDED)
+    before = policy.topology.groups.tp.size()
+    topology = build_beside(ParallelConfig(**teacher), policy.topology)
+    assert (topology.tensor, policy.topology.groups.tp.size()) == (teacher.get("tensor", 1), before)
+    model = ShardedModel(TEACHER, topology, vocab_size=VOCAB_SIZE, seed=7)
+    beside, batch = Teacher(model, own_layout=True), random_batch(6, 14, 2)
+    logprobs = beside.logprobs(batch, policy.batching)
+    logits, ids = beside.topk_logits(batch, VOCAB_SIZE, policy.batching)
+    batch["teacher_topk_logits"], batch["teacher_topk_indices"] = logits, ids
+    metrics = policy.accumulate_gradients(batch, build_loss("distillation", FULL))
+    return metrics, gradients(policy), logprobs
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher"), [({}, {"tensor": 2}), ({"tensor": 2}, {}), ({"tensor": 2}, {"pipeline": 2})], ids=str
+)
+def test_a_teacher_in_a_layout_of_its_own_gives_the_same_gradients(ranks, student, teacher):
+    want, want_gradients, want_logprobs = ranks.reference(learned, {}, False, "distillation", FULL)
+    answers = ranks.run(2, learned_across_layouts, student, teacher)
+    for metrics, _, logprobs in answers:
+        for name in want:
+            assert metrics[name] == pytest.approx(want[name], rel=1e-6, abs=1e-6), name
+        torch.testing.assert_close(logprobs, want_logprobs, rtol=1e-5, atol=1e-5)
+    error, where = worst_relative_error(answers[0][1], want_gradients)
+    assert error < 1e-5, where
