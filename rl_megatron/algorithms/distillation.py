@@ -22,8 +22,9 @@ _LOSS = LossNeeds("a teacher's logits", uses_teacher, _KEYS, "full_distillation 
 
 def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     algorithm: DistillationConfig = stage.algorithm  # pyright: ignore[reportAssignmentType] registered only for this class
-    check_paths(algorithm.teachers, stage, tokenizer)
-    return list(check_dataset(stage, tokenizer))
+    lengths = list(check_dataset(stage, tokenizer))
+    check_paths(algorithm.teachers, stage, tokenizer, lengths)
+    return lengths
 
 
 @register_algorithm(DistillationConfig, loss=_LOSS, check_data=_check_data)

@@ -48,8 +48,9 @@ _LOSS = LossNeeds(
 
 def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     algorithm: OnPolicyDistillationConfig = stage.algorithm  # pyright: ignore[reportAssignmentType] registered only for this class
-    check_paths(algorithm.teachers, stage, tokenizer)
-    return check_policy_gradient(stage, tokenizer)
+    lengths = check_policy_gradient(stage, tokenizer)
+    check_paths(algorithm.teachers, stage, tokenizer, lengths)
+    return lengths
 
 
 @register_algorithm(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -34,12 +34,21 @@ def uses_teacher(loss_fn: LossFunction) -> bool:
     return bool((TOPK_KEYS | WHOLE_KEYS) & set(getattr(loss_fn, "required_keys", ())))
 
 
-def check_paths(teachers: Sequence[TeacherConfig], stage: StageConfig, tokenizer: Tokenizer) -> None:
-    """Check that every teacher can be read, has the student's vocabulary and fits the layout.
+def check_paths(
+    teachers: Sequence[TeacherConfig], stage: StageConfig, tokenizer: Tokenizer, lengths: Iterable[Sequence[int]]
+) -> None:
+    """Check that every teacher can be read, has the student's vocabulary, and fits the layout and the data.
+
+    Args:
+        teachers: The teachers.
+        stage: The stage.
+        tokenizer: The student's tokenizer.
+        lengths: For each item of the data, the tokens of its sequences.
 
     Raises:
         ConfigError: One does not; the message names it.
     """
+    longest = max((length for item in lengths for length in item), default=0)
     for teacher in teachers:
         path = Path(teacher.path)
         if not path.is_dir():
@@ -48,8 +57,15 @@ def check_paths(teachers: Sequence[TeacherConfig], stage: StageConfig, tokenizer
                 "Face directory"
             )
         check_vocabulary_of(path, tokenizer)
+        model, _ = teacher_model(path)
+        if longest > model.max_sequence_length:
+            raise ConfigError(
+                f"algorithm.teachers: {teacher.path} reads at most {model.max_sequence_length} tokens, and the data has "
+                f"sequences of up to {longest}; shorten them (data.too_long, generation.max_new_tokens), or choose "
+                "another teacher"
+            )
         try:
-            validate_model(teacher_model(path)[0], teacher.parallel or stage.parallel)
+            validate_model(model, teacher.parallel or stage.parallel)
         except ConfigError as error:
             whose = "the student's layout" if teacher.parallel is None else "its own layout"
             raise ConfigError(f"algorithm.teachers: {teacher.path} runs in {whose}: {error}") from error

@@ -266,9 +266,14 @@ class FullDistillationLossConfig:
 @register_loss_settings("distillation")
 @dataclass(frozen=True)
 class DistillationLossConfig(FullDistillationLossConfig):
-    """Settings of `DistillationLossFn`: those of `FullDistillationLossConfig`, and one more. Names follow NeMo RL.
+    """Settings of `DistillationLossFn`. Names follow NeMo RL.
 
     Attributes:
+        kl_type: "forward" is KL(teacher‖student), "reverse" is KL(student‖teacher), "mixed" is the weighted sum of
+            both, and "jensen_shannon" compares both with a mixture, as in `FullDistillationLossConfig`.
+        mixed_kl_weight: The weight of the forward KL in the sum, in [0, 1]. The reverse KL has the rest.
+        jsd_beta: The teacher's weight β in the mixture of jensen_shannon, in (0, 1).
+        nll_weight: The weight in [0, 1) of the negative log-likelihood of the data's tokens.
         zero_outside_topk: The student keeps its probabilities over the whole vocabulary, and the teacher's are 0
             outside its top-k. false: both are renormalised over the teacher's top-k.
     """

@@ -60,7 +60,7 @@ class AlgorithmConfig:
     usual_loss: ClassVar[str | None] = None
     usual_batching: ClassVar[str] = "padded"
 
-    name: str  # name of a registered algorithm: pretrain, sft, dpo, reward_model, grpo, ppo, or a plugin's
+    name: str  # name of a registered algorithm: pretrain, sft, dpo, distillation, grpo, ppo, or a plugin's
 
     def check(self, stage: StageConfig) -> None:
         """Check the requirements of the algorithm on the other sections of its stage.
