@@ -60,8 +60,8 @@ def check_paths(
         model, _ = teacher_model(path)
         if longest > model.max_sequence_length:
             raise ConfigError(
-                f"algorithm.teachers: {teacher.path} reads at most {model.max_sequence_length} tokens, and the data has "
-                f"sequences of up to {longest}; shorten them (data.too_long, generation.max_new_tokens), or choose "
+                f"algorithm.teachers: {teacher.path} reads at most {model.max_sequence_length} tokens, and the data "
+                f"has sequences of up to {longest}; shorten them (data.too_long, generation.max_new_tokens), or choose "
                 "another teacher"
             )
         try:

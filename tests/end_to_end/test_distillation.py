@@ -4,7 +4,7 @@ import pytest
 
 from tests.end_to_end.launch import TINY, metrics
 
-TEACHER = "teacher/checkpoints/sft/step-000003"
+TEACHER = "teacher/checkpoints/sft/step-000012"
 STUDENT = ("train", *TINY, "model.hidden_size=16", "tokenizer.path=teacher/tokenizer")
 ONE = f"algorithm.teachers=[{{path: {TEACHER}}}]"
 OPD = ("algorithm=opd", "algorithm.prompts_per_step=8")
@@ -14,7 +14,9 @@ OPD = ("algorithm=opd", "algorithm.prompts_per_step=8")
 def directory(tmp_path_factory, forks):
     """Return a directory with the run of a teacher."""
     directory = tmp_path_factory.mktemp("distillation")
-    done = forks.run(directory, "train", *TINY, "algorithm=sft", "output_dir=teacher")
+    done = forks.run(
+        directory, "train", *TINY, "algorithm=sft", "train.steps=12", "optimizer.lr=0.03", "output_dir=teacher"
+    )
     assert done.status == 0, done.err
     return directory
 
