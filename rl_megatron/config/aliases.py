@@ -26,10 +26,7 @@ KEY_ALIASES = {
     "peft.dropout": "peft.lora_dropout",
 }
 # Key -> older value -> value.
-VALUE_ALIASES = {
-    "generation.engine": {"megatron": "embedded"},
-    "algorithm.name": {"opd": "on_policy_distillation"},
-}
+VALUE_ALIASES = {"generation.engine": {"megatron": "embedded"}}
 
 
 def rename_overrides(overrides: Iterable[str]) -> list[str]:

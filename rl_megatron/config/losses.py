@@ -259,7 +259,7 @@ class FullDistillationLossConfig:
         if not 0 <= self.nll_weight < 1:
             raise ValueError(
                 f"nll_weight={self.nll_weight} must lie in [0, 1): it is the weight of the task's own loss, and the "
-                "divergence has the rest; without a divergence use algorithm=sft"
+                "divergence has the rest; fine-tuning without a teacher has no divergence"
             )
 
 

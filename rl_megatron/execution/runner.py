@@ -166,8 +166,13 @@ class Runner:
 
         They are hidden states, sharded like the microbatch's other outputs, and this rank's part of the head's weight.
         """
-        head = DeferredHead.of(self.model_chunks, None)
-        return self._collect(microbatches, lambda batch, output, sharding: output, head)
+        found: list[DeferredLogits] = []
+
+        def read(batch: BatchedDataDict, output: DeferredLogits, sharding: Sharding) -> None:
+            found.append(output)
+
+        self._collect(microbatches, read, DeferredHead.of(self.model_chunks, None))
+        return found[: len(microbatches)]
 
     def _collect(
         self, microbatches: list[Microbatch], read: Callable, head: DeferredHead | UncopiedHead | None

@@ -15,6 +15,7 @@ from rl_megatron.config.losses import FullDistillationLossConfig
 from rl_megatron.config.settings import parse_settings
 from rl_megatron.logprobs import IGNORE_INDEX, DeferredLogits, Sharding, teacher_divergences
 from rl_megatron.logprobs.next_token import next_token_temperature
+from rl_megatron.logprobs.teacher_divergence import TeacherDivergence
 from rl_megatron.losses.base import Loss
 from rl_megatron.losses.contract import Count, LossInputType, LossType, Reduction
 from rl_megatron.losses.distillation import weights_of
@@ -22,7 +23,11 @@ from rl_megatron.losses.functional import masked_mean
 from rl_megatron.losses.registry import register_loss
 from rl_megatron.losses.streams import require, require_integers
 
-_DIVERGENCES = {"forward_kl": "forward", "reverse_kl": "reverse", "jensen_shannon": "jensen_shannon"}
+_DIVERGENCES: dict[str, TeacherDivergence] = {
+    "forward_kl": "forward",
+    "reverse_kl": "reverse",
+    "jensen_shannon": "jensen_shannon",
+}
 
 
 class FullDistillationLossDataDict(TypedDict):

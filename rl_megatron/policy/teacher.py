@@ -44,7 +44,7 @@ class Teacher:
         fused_head: FusedHead | None = None,
         own_layout: bool = False,
     ):
-        """Freeze the weights of `model`.
+        """Initialise the teacher with the weights of `model`, and freeze them.
 
         Args:
             model: The teacher.

@@ -195,11 +195,13 @@ def build_beside(parallel: ParallelConfig, topology: Topology, timeout_minutes: 
     """
     names = [name for name in vars(parallel_state) if name.startswith("_") and name.isupper()]
     kept = {name: getattr(parallel_state, name) for name in names}
-    generators, state = get_cuda_rng_tracker().get_states(), torch.get_rng_state()
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None  # `build` has made it for the first topology
+    generators, state = tracker.get_states(), torch.get_rng_state()
     try:
         return build(parallel, topology.device, 0, timeout_minutes, topology.store)
     finally:
         for name, value in kept.items():
             setattr(parallel_state, name, value)
-        get_cuda_rng_tracker().set_states(generators)
+        tracker.set_states(generators)
         torch.set_rng_state(state)
