@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from trl.experimental.cpo import CPOTrainer
-from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
 from trl.experimental.gkd.gkd_trainer import GKDTrainer
+from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 from trl.trainer.distillation_trainer import _chunked_divergence_loss
 from trl.trainer.dpo_trainer import DPOTrainer
