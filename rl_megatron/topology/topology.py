@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.topology.degrees import sequence_multiple, validate
@@ -182,3 +182,26 @@ def build(
         groups=ProcessGroupCollection.use_mpu_process_groups(),
         store=store,
     )
+
+
+def build_beside(parallel: ParallelConfig, topology: Topology, timeout_minutes: float = TIMEOUT_MINUTES) -> Topology:
+    """Return a second topology of the same ranks with other degrees. Collective.
+
+    megatron-core's own process groups and random number generators stay those of `topology`: everything that uses the
+    second topology gets its groups as arguments.
+
+    Raises:
+        ConfigError: The degrees do not fit the world size.
+    """
+    names = [name for name in vars(parallel_state) if name.startswith("_") and name.isupper()]
+    kept = {name: getattr(parallel_state, name) for name in names}
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None  # `build` has made it for the first topology
+    generators, state = tracker.get_states(), torch.get_rng_state()
+    try:
+        return build(parallel, topology.device, 0, timeout_minutes, topology.store)
+    finally:
+        for name, value in kept.items():
+            setattr(parallel_state, name, value)
+        tracker.set_states(generators)
+        torch.set_rng_state(state)

@@ -1,0 +1,168 @@
+"""`Teacher`: a frozen model, with weights of its own, whose next-token distributions a policy learns."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rl_megatron.batching.config import Batching
+from rl_megatron.batching.rank_plan import RankPlan
+from rl_megatron.batching.sharded import ShardedBatch
+from rl_megatron.checkpoint.directory import MANIFEST, check_head, read_manifest, saved_model
+from rl_megatron.checkpoint.hf_load import HuggingFaceWeights, open_hugging_face
+from rl_megatron.checkpoint.load import load_checkpoint
+from rl_megatron.checkpoint.training_state import TrainingState
+from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.teachers import TeacherConfig
+from rl_megatron.data.batch import BatchedDataDict
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.execution import FusedHead
+from rl_megatron.model.sharded_model import ShardedModel
+from rl_megatron.policy.inference import Inference, build_runner
+from rl_megatron.policy.reference import HostWeights, Placement
+from rl_megatron.topology.collective_errors import from_rank0, on_all_or_none
+from rl_megatron.topology.topology import Topology, build_beside
+
+_READ = ("input_ids", "input_lengths", "temperature")  # what a model reads of a batch
+
+
+class Teacher:
+    """A frozen model on the policy's ranks, in the policy's layout or another. It owns its weights and their placement.
+
+    Every method is collective.
+    """
+
+    def __init__(
+        self,
+        model: ShardedModel,
+        placement: Placement = "resident",
+        fused_head: FusedHead | None = None,
+        own_layout: bool = False,
+    ):
+        """Initialise the teacher with the weights of `model`, and freeze them.
+
+        Args:
+            model: The teacher.
+            placement: Where its weights are kept.
+            fused_head: How logprobs read logits block by block; None if they read whole logits.
+            own_layout: Whether the model has another topology than the policy. Batches whose sequences have owners are
+                then gathered for it.
+        """
+        self._own_layout = own_layout
+        self.model = model
+        for model_chunk in model.model_chunks:
+            model_chunk.eval().requires_grad_(False)
+        self._runner = build_runner(model, fused_head)
+        self._inference = Inference(model, self._runner)
+        self._host_weights: HostWeights | None = None
+        if placement == "offload" and model.topology.is_cuda:
+            self._host_weights = HostWeights(model.model_chunks, model.topology.device)
+
+    def logprobs(self, data: BatchedDataDict | ShardedBatch, batching: Batching) -> Tensor:
+        """Return logprobs [B, S] fp32 at each sequence's `temperature`. Entry t corresponds to token t."""
+        with self._on_device():
+            return self._of_own(data, self._inference.logprobs(self._whole(data), batching))
+
+    def topk_logits(self, data: BatchedDataDict | ShardedBatch, k: int, batching: Batching) -> tuple[Tensor, Tensor]:
+        """Return (logits [B, S, k] fp32, ids [B, S, k] int64), largest first. Entry t is read after token t."""
+        with self._on_device():
+            logits, ids = self._inference.topk_logits(self._whole(data), k, batching)
+        return self._of_own(data, logits), self._of_own(data, ids)
+
+    def attached(self, plan: RankPlan) -> RankPlan:
+        """Return the plan with the teacher's logits of each microbatch as `teacher_logits`.
+
+        They are sharded like the student's, and computed from hidden states when a loss reads them. The hidden states
+        of all microbatches of the step are kept until then. Only the last pipeline stage, which has the loss, has them.
+        """
+        with self._on_device():
+            found = self._runner.deferred_logits(plan.microbatches)
+        if not found:
+            return plan
+        microbatches = [
+            # The weight itself: the parameter may leave the device before the loss reads it.
+            replace(
+                each,
+                batch=BatchedDataDict(each.batch | {"teacher_logits": replace(logits, weight=logits.weight.detach())}),
+            )
+            for each, logits in zip(plan.microbatches, found, strict=True)
+        ]
+        return replace(plan, microbatches=microbatches)
+
+    def _whole(self, data: BatchedDataDict | ShardedBatch) -> BatchedDataDict | ShardedBatch:
+        """Return the sequences that the model reads: all of them on every rank if it has another layout."""
+        if not (self._own_layout and isinstance(data, ShardedBatch)):
+            return data
+        return from_rank0(data.on_rank_0([key for key in _READ if key in data]))
+
+    def _of_own(self, data: BatchedDataDict | ShardedBatch, values: Tensor) -> Tensor:
+        """Return the values of the sequences of `data` from those of `_whole`."""
+        if not (self._own_layout and isinstance(data, ShardedBatch)):
+            return values
+        return values[torch.from_numpy(data.numbers)]
+
+    def _on_device(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._host_weights is None else self._host_weights.on_device()
+
+
+def load_teacher(
+    config: TeacherConfig, topology: Topology, vocab_size: int, precision: str, fused_head: FusedHead | None
+) -> Teacher:
+    """Return a teacher whose weights are in a checkpoint of any layout, or in a Hugging Face directory. Collective.
+
+    Raises:
+        ConfigError: The weights cannot be read, or the teacher's degrees do not fit the number of ranks.
+    """
+    path = Path(config.path)
+    shape, weights = on_all_or_none(lambda: teacher_model(path))
+    own_layout = config.parallel is not None
+    if config.parallel is not None:
+        topology = build_beside(config.parallel, topology)
+    model = ShardedModel(shape, topology, vocab_size=vocab_size, precision=precision, initialise=False)
+    if weights is not None:
+        weights.load_into(model)
+    else:
+        load_checkpoint(path, TrainingState(model, None, None), weights_only=True)
+    return Teacher(model, config.placement, fused_head, own_layout)
+
+
+def teacher_model(path: Path) -> tuple[ModelConfig, HuggingFaceWeights | None]:
+    """Return the shape of the teacher at `path` and, for a Hugging Face directory, its weights, which are not read yet.
+
+    Raises:
+        ConfigError: There is no language model at `path`.
+    """
+    if (path / "config.json").is_file() and not (path / MANIFEST).is_file():
+        weights = open_hugging_face(path)
+        return weights.model, weights
+    manifest = read_manifest(path)
+    check_head(path, manifest, "lm", weights_only=True)
+    return saved_model(path, manifest), None
+
+
+def check_vocabulary_of(path: Path, tokenizer: Tokenizer) -> None:
+    """Check that the teacher at `path` has the student's tokenizer, so that both models' ids mean the same tokens.
+
+    Raises:
+        ConfigError: It has another one, or there is no language model at `path`.
+    """
+    _, weights = teacher_model(path)
+    if weights is None:
+        manifest = read_manifest(path)
+        digest, size = manifest.get("tokenizer", tokenizer.digest), manifest.get("vocab_size", tokenizer.vocab_size)
+    else:
+        digest = tokenizer.digest if weights.tokenizer is None else weights.tokenizer.digest
+        size = weights.vocab_size
+    if size == tokenizer.vocab_size and digest == tokenizer.digest:
+        return
+    raise ConfigError(
+        f"algorithm.teachers: the teacher {path} has another tokenizer (a vocabulary of {size}) than the student (a "
+        f"vocabulary of {tokenizer.vocab_size}), and distillation compares both models' distributions token by token; "
+        "set tokenizer.path to the teacher's tokenizer and train the student with it, or choose a teacher with the "
+        "student's tokenizer"
+    )
