@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +27,8 @@ from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.policy.inference import Inference, build_runner
 from rl_megatron.policy.reference import HostWeights, Placement
 from rl_megatron.topology.collective_errors import from_rank0, on_all_or_none
-from rl_megatron.topology.topology import Topology, build_beside
+from rl_megatron.topology.device import TIMEOUT_MINUTES
+from rl_megatron.topology.topology import Topology, build_beside, in_megatron
 
 _READ = ("input_ids", "input_lengths", "temperature")  # what a model reads of a batch
 
@@ -65,12 +67,12 @@ class Teacher:
 
     def logprobs(self, data: BatchedDataDict | ShardedBatch, batching: Batching) -> Tensor:
         """Return logprobs [B, S] fp32 at each sequence's `temperature`. Entry t corresponds to token t."""
-        with self._on_device():
+        with self._ready():
             return self._of_own(data, self._inference.logprobs(self._whole(data), batching))
 
     def topk_logits(self, data: BatchedDataDict | ShardedBatch, k: int, batching: Batching) -> tuple[Tensor, Tensor]:
         """Return (logits [B, S, k] fp32, ids [B, S, k] int64), largest first. Entry t is read after token t."""
-        with self._on_device():
+        with self._ready():
             logits, ids = self._inference.topk_logits(self._whole(data), k, batching)
         return self._of_own(data, logits), self._of_own(data, ids)
 
@@ -80,7 +82,7 @@ class Teacher:
         They are sharded like the student's, and computed from hidden states when a loss reads them. The hidden states
         of all microbatches of the step are kept until then. Only the last pipeline stage, which has the loss, has them.
         """
-        with self._on_device():
+        with self._ready():
             found = self._runner.deferred_logits(plan.microbatches)
         if not found:
             return plan
@@ -106,28 +108,49 @@ class Teacher:
             return values
         return values[torch.from_numpy(data.numbers)]
 
-    def _on_device(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._host_weights is None else self._host_weights.on_device()
+    @contextmanager
+    def _ready(self) -> Iterator[None]:
+        """Keep the weights on the device, and the teacher's layout in megatron-core, within the block."""
+        with ExitStack() as stack:
+            if self._own_layout:
+                stack.enter_context(in_megatron(self.model.topology))
+            if self._host_weights is not None:
+                stack.enter_context(self._host_weights.on_device())
+            yield
 
 
 def load_teacher(
-    config: TeacherConfig, topology: Topology, vocab_size: int, precision: str, fused_head: FusedHead | None
+    config: TeacherConfig,
+    topology: Topology,
+    vocab_size: int,
+    precision: str,
+    fused_head: FusedHead | None,
+    timeout_minutes: float = TIMEOUT_MINUTES,
 ) -> Teacher:
     """Return a teacher whose weights are in a checkpoint of any layout, or in a Hugging Face directory. Collective.
+
+    Args:
+        config: The teacher.
+        topology: The student's topology.
+        vocab_size: The size of the tokenizer's vocabulary.
+        precision: fp32 or bf16.
+        fused_head: How logprobs read logits block by block; None if they read whole logits.
+        timeout_minutes: How long a collective of a layout of the teacher's own may wait for its peers.
 
     Raises:
         ConfigError: The weights cannot be read, or the teacher's degrees do not fit the number of ranks.
     """
-    path = Path(config.path)
+    path = Path(str(config.path))
     shape, weights = on_all_or_none(lambda: teacher_model(path))
     own_layout = config.parallel is not None
     if config.parallel is not None:
-        topology = build_beside(config.parallel, topology)
-    model = ShardedModel(shape, topology, vocab_size=vocab_size, precision=precision, initialise=False)
-    if weights is not None:
-        weights.load_into(model)
-    else:
-        load_checkpoint(path, TrainingState(model, None, None), weights_only=True)
+        topology = build_beside(config.parallel, topology, timeout_minutes)
+    with in_megatron(topology) if own_layout else nullcontext():
+        model = ShardedModel(shape, topology, vocab_size=vocab_size, precision=precision, initialise=False)
+        if weights is not None:
+            weights.load_into(model)
+        else:
+            load_checkpoint(path, TrainingState(model, None, None), weights_only=True)
     return Teacher(model, config.placement, fused_head, own_layout)
 
 

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from megatron.core import parallel_state
 
 from rl_megatron.batching.config import Batching
 from rl_megatron.config.parallel import ParallelConfig
+from rl_megatron.config.teachers import TeacherConfig
 from rl_megatron.losses import build_loss
 from rl_megatron.model.sharded_model import ShardedModel
-from rl_megatron.policy.teacher import Teacher
-from rl_megatron.topology.topology import build_beside
+from rl_megatron.policy.teacher import Teacher, load_teacher
 from tests.parallel.layouts import MODEL, VOCAB_SIZE, build_policy, gradients, worst_relative_error
 from tests.parallel.test_layouts import random_batch
 
@@ -100,16 +101,23 @@ def test_a_sharded_student_and_teacher_equal_one_process(ranks, world, parallel,
     assert max(value.abs().max() for value in want_gradients.values()) > 1e-3
 
 
-def learned_across_layouts(student: dict, teacher: dict):
-    """Return what `learned` returns, with a teacher in a layout of its own whose top-k is the whole vocabulary."""
+def save_teacher(directory: str) -> None:
+    """Save the teacher's weights from one process as the checkpoint `step-000001`."""
+    build_policy({}, model=TEACHER, seed=7).save_checkpoint(directory, 1)
+
+
+def learned_across_layouts(student: dict, teacher: dict, directory: str):
+    """Return what `learned` returns, with a checkpoint's teacher in its own layout. All tokens are its top-k."""
     policy = build_policy(student, batching=PADDED)
-    before = policy.topology.groups.tp.size()
-    topology = build_beside(ParallelConfig(**teacher), policy.topology)
-    assert (topology.tensor, policy.topology.groups.tp.size()) == (teacher.get("tensor", 1), before)
-    model = ShardedModel(TEACHER, topology, vocab_size=VOCAB_SIZE, seed=7)
-    beside, batch = Teacher(model, own_layout=True), random_batch(6, 14, 2)
+    config = TeacherConfig(path=f"{directory}/step-000001", parallel=ParallelConfig(**teacher))
+    beside = load_teacher(config, policy.topology, VOCAB_SIZE, "fp32", None)
+    assert beside.model.topology.tensor == teacher.get("tensor", 1)
+    batch = random_batch(6, 14, 2)
     logprobs = beside.logprobs(batch, policy.batching)
     logits, ids = beside.topk_logits(batch, VOCAB_SIZE, policy.batching)
+    # megatron-core's own groups are the student's, as if there were no teacher.
+    assert parallel_state.get_tensor_model_parallel_world_size() == student.get("tensor", 1)
+    assert parallel_state.get_pipeline_model_parallel_world_size() == 1
     batch["teacher_topk_logits"], batch["teacher_topk_indices"] = logits, ids
     metrics = policy.accumulate_gradients(batch, build_loss("distillation", FULL))
     return metrics, gradients(policy), logprobs
@@ -118,9 +126,10 @@ def learned_across_layouts(student: dict, teacher: dict):
 @pytest.mark.parametrize(
     ("student", "teacher"), [({}, {"tensor": 2}), ({"tensor": 2}, {}), ({"tensor": 2}, {"pipeline": 2})], ids=str
 )
-def test_a_teacher_in_a_layout_of_its_own_gives_the_same_gradients(ranks, student, teacher):
+def test_a_checkpoint_as_a_teacher_in_its_own_layout_gives_the_same_gradients(ranks, tmp_path, student, teacher):
     want, want_gradients, want_logprobs = ranks.reference(learned, {}, False, "distillation", FULL)
-    answers = ranks.run(2, learned_across_layouts, student, teacher)
+    ranks.run(1, save_teacher, str(tmp_path))
+    answers = ranks.run(2, learned_across_layouts, student, teacher, str(tmp_path))
     for metrics, _, logprobs in answers:
         for name in want:
             assert metrics[name] == pytest.approx(want[name], rel=1e-6, abs=1e-6), name
