@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from rl_megatron.algorithms.registry import LossNeeds, register_algorithm
 from rl_megatron.algorithms.stage import Stage
-from rl_megatron.algorithms.teachers import TOPK_KEYS, WHOLE_KEYS, Teachers, check_paths, uses_teacher
+from rl_megatron.algorithms.teachers import TOPK_KEYS, WHOLE_KEYS, Teachers, check_each_teacher, uses_teacher
 from rl_megatron.config.algorithms import DistillationConfig
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.stage_loader import dataset_loader
@@ -23,7 +23,7 @@ _LOSS = LossNeeds("a teacher's logits", uses_teacher, _KEYS, "full_distillation 
 def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     algorithm: DistillationConfig = stage.algorithm  # pyright: ignore[reportAssignmentType] registered only for this class
     lengths = list(check_dataset(stage, tokenizer))
-    check_paths(algorithm.teachers, stage, tokenizer, lengths)
+    check_each_teacher(algorithm.teachers, stage, tokenizer, lengths, algorithm.top_k)
     return lengths
 
 

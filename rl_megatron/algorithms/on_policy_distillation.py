@@ -27,8 +27,9 @@ from rl_megatron.algorithms.rollout_statistics import (
     ranks_of,
 )
 from rl_megatron.algorithms.stage import Stage
-from rl_megatron.algorithms.teachers import TOPK_KEYS, WHOLE_KEYS, Teachers, check_paths, uses_teacher
+from rl_megatron.algorithms.teachers import TOPK_KEYS, WHOLE_KEYS, Teachers, check_each_teacher, uses_teacher
 from rl_megatron.config.algorithms import OnPolicyDistillationConfig
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.losses.contract import LossFunction
@@ -48,8 +49,15 @@ _LOSS = LossNeeds(
 
 def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     algorithm: OnPolicyDistillationConfig = stage.algorithm  # pyright: ignore[reportAssignmentType] registered only for this class
-    lengths = check_policy_gradient(stage, tokenizer)
-    check_paths(algorithm.teachers, stage, tokenizer, lengths)
+    lengths, by_advantage = check_policy_gradient(stage, tokenizer), _uses_advantages(rollout_loss(stage))
+    behind_server = [each.url for each in algorithm.teachers if each.url is not None]
+    if behind_server and stage.generation.temperature != 1 and by_advantage:
+        raise ConfigError(
+            f"generation.temperature={stage.generation.temperature}: {behind_server[0]} gives logprobs of temperature "
+            "1, and advantages compare logprobs of the same temperature; set generation.temperature=1, or "
+            "loss=distillation"
+        )
+    check_each_teacher(algorithm.teachers, stage, tokenizer, lengths, 1 if by_advantage else algorithm.top_k)
     return lengths
 
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from rl_megatron.algorithms.endpoint_teacher import EndpointTeacher
 from rl_megatron.algorithms.stage import Stage
 from rl_megatron.batching.config import Batching
 from rl_megatron.config.errors import ConfigError
@@ -34,8 +35,12 @@ def uses_teacher(loss_fn: LossFunction) -> bool:
     return bool((TOPK_KEYS | WHOLE_KEYS) & set(getattr(loss_fn, "required_keys", ())))
 
 
-def check_paths(
-    teachers: Sequence[TeacherConfig], stage: StageConfig, tokenizer: Tokenizer, lengths: Iterable[Sequence[int]]
+def check_each_teacher(
+    teachers: Sequence[TeacherConfig],
+    stage: StageConfig,
+    tokenizer: Tokenizer,
+    lengths: Iterable[Sequence[int]],
+    top_k: int,
 ) -> None:
     """Check that every teacher can be read, has the student's vocabulary, and fits the layout and the data.
 
@@ -44,12 +49,16 @@ def check_paths(
         stage: The stage.
         tokenizer: The student's tokenizer.
         lengths: For each item of the data, the tokens of its sequences.
+        top_k: How many logits of each token are read.
 
     Raises:
         ConfigError: One does not; the message names it.
     """
     longest = max((length for item in lengths for length in item), default=0)
     for teacher in teachers:
+        if teacher.path is None:
+            EndpointTeacher(teacher).check(tokenizer, min(top_k, tokenizer.vocab_size), longest)
+            continue
         path = Path(teacher.path)
         if not path.is_dir():
             raise ConfigError(
@@ -75,7 +84,7 @@ def check_paths(
 class Teachers:
     """The teachers of a stage with the shares of their weights, which sum to 1."""
 
-    models: list[Teacher]
+    models: list[Teacher | EndpointTeacher]
     shares: list[float]
     batching: Batching
     top_k: int
@@ -89,8 +98,12 @@ class Teachers:
         """
         config, topology = stage.config, stage.policy.topology
         fused_head = FusedHead() if config.train.fused_head else None
+        minutes = config.train.collective_timeout_minutes
         models = [
-            load_teacher(each, topology, stage.tokenizer.vocab_size, config.precision, fused_head) for each in teachers
+            EndpointTeacher(each)
+            if each.path is None
+            else load_teacher(each, topology, stage.tokenizer.vocab_size, config.precision, fused_head, minutes)
+            for each in teachers
         ]
         total = sum(each.weight for each in teachers)
         shares = [each.weight / total for each in teachers]
@@ -98,7 +111,12 @@ class Teachers:
 
     def reads_whole(self, loss_fn: LossFunction) -> Teacher | None:
         """Return the teacher whose whole vocabulary the loss reads while it trains, or None."""
-        return self.models[0] if WHOLE_KEYS & set(getattr(loss_fn, "required_keys", ())) else None
+        if not WHOLE_KEYS & set(getattr(loss_fn, "required_keys", ())):
+            return None
+        first = self.models[0]
+        if isinstance(first, EndpointTeacher):  # the settings are checked for the package's own loss only
+            raise ConfigError("algorithm.teachers: a loss over the whole vocabulary needs a teacher with a path")
+        return first
 
     def with_topk(self, batch: BatchT, loss_fn: LossFunction) -> BatchT:
         """Return the batch with the teachers' top-k logits if the loss reads them. Collective."""

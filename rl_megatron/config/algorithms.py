@@ -181,17 +181,24 @@ def check_teachers(teachers: Sequence[TeacherConfig], stage: StageConfig) -> Non
     """Check that there is a teacher, and only one if the loss reads its whole vocabulary.
 
     Raises:
-        ConfigError: There is none, or there are several.
+        ConfigError: There is none, or the loss cannot read what they give.
     """
     if not teachers:
         raise ConfigError(
             "algorithm.teachers is empty: distillation needs a teacher; set it to the path of a checkpoint or of a "
             "Hugging Face directory, as in 'algorithm.teachers=[{path: outputs/teacher}]'"
         )
+    for teacher in teachers:
+        teacher.check()
     if len(teachers) > 1 and stage.loss.get("name") == "full_distillation":
         raise ConfigError(
             f"algorithm.teachers has {len(teachers)} teachers, and loss.name=full_distillation compares the whole "
             "vocabulary with one; name one teacher, or set loss=distillation"
+        )
+    if stage.loss.get("name") == "full_distillation" and teachers[0].url is not None:
+        raise ConfigError(
+            f"algorithm.teachers: {teachers[0].url} gives logprobs of a few tokens, and loss.name=full_distillation "
+            "compares whole vocabularies; set loss=distillation and algorithm.top_k, or name the teacher by path"
         )
     if stage.loss.get("name") == "full_distillation" and teachers[0].parallel is not None:
         raise ConfigError(

@@ -183,9 +183,10 @@ def check_vocabulary_of(path: Path, tokenizer: Tokenizer) -> None:
         size = weights.vocab_size
     if size == tokenizer.vocab_size and digest == tokenizer.digest:
         return
+    own = f"a vocabulary of {tokenizer.vocab_size}, digest {tokenizer.digest[:8]}"
     raise ConfigError(
-        f"algorithm.teachers: the teacher {path} has another tokenizer (a vocabulary of {size}) than the student (a "
-        f"vocabulary of {tokenizer.vocab_size}), and distillation compares both models' distributions token by token; "
-        "set tokenizer.path to the teacher's tokenizer and train the student with it, or choose a teacher with the "
+        f"algorithm.teachers: the teacher {path} has another tokenizer (a vocabulary of {size}, digest {digest[:8]}) "
+        f"than the student ({own}), and distillation compares both models' distributions token by token; set "
+        "tokenizer.path to the teacher's tokenizer and train the student with it, or choose a teacher with the "
         "student's tokenizer"
     )

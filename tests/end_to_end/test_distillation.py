@@ -1,5 +1,8 @@
 """Distillation on the command line: off-policy and on-policy, one or two teachers, and teachers that do not fit."""
 
+import json
+import shutil
+
 import pytest
 
 from tests.end_to_end.launch import TINY, metrics
@@ -12,12 +15,17 @@ OPD = ("algorithm=opd", "algorithm.prompts_per_step=8")
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory, forks):
-    """Return a directory with the run of a teacher."""
+    """Return a directory with the run of a teacher, and its tokenizer with the ids of two letters swapped."""
     directory = tmp_path_factory.mktemp("distillation")
     done = forks.run(
         directory, "train", *TINY, "algorithm=sft", "train.steps=12", "optimizer.lr=0.03", "output_dir=teacher"
     )
     assert done.status == 0, done.err
+    shutil.copytree(directory / "teacher" / "tokenizer", directory / "swapped")
+    definition = json.loads((directory / "swapped" / "tokenizer.json").read_text())
+    ids = definition["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    (directory / "swapped" / "tokenizer.json").write_text(json.dumps(definition))
     return directory
 
 
@@ -72,9 +80,18 @@ def test_a_student_learns_from_a_teacher_on_its_own_samples(directory, forks, lo
         (["loss=full_distillation"], "algorithm.teachers is empty"),
         (["loss=full_distillation", "algorithm.teachers=[{path: nowhere}]"], "there is no directory nowhere"),
         (
-            ["loss=full_distillation", ONE, "tokenizer.path=null", "tokenizer.vocab_size=300"],
-            "has another tokenizer (a vocabulary of 260) than the student (a vocabulary of 300)",
+            ["loss=full_distillation", ONE, "tokenizer.path=swapped"],
+            "has another tokenizer (a vocabulary of 2",
         ),
+        (
+            ["loss=full_distillation", "algorithm.teachers=[{url: 'http://127.0.0.1:9/v1', model: big}]"],
+            "gives logprobs of a few tokens",
+        ),
+        (
+            ["loss=distillation", "algorithm.teachers=[{url: 'http://127.0.0.1:9/v1', model: big, retries: 0}]"],
+            "http://127.0.0.1:9/tokenize cannot be reached",
+        ),
+        (["loss=distillation", f"algorithm.teachers=[{{path: {TEACHER}, url: x}}]"], "needs one of path"),
         (["loss=clipped_pg", ONE], "does not use a teacher's logits"),
         (
             ["loss=full_distillation", f"algorithm.teachers=[{{path: {TEACHER}}}, {{path: {TEACHER}}}]"],
