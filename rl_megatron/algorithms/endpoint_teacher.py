@@ -124,8 +124,8 @@ class EndpointTeacher:
         whole = data.on_rank_0(_READ) if isinstance(data, ShardedBatch) else data
         found, failure = [], None
         if is_rank0():
-            rows = zip(whole["input_ids"].tolist(), whole["input_lengths"].tolist(), strict=True)
-            sequences = [ids[:length] for ids, length in rows]
+            lengths = whole["input_lengths"].tolist()
+            sequences = [ids[:length] for ids, length in zip(whole["input_ids"].tolist(), lengths, strict=True)]
             try:
                 answers = self._runner.run(self._ask(sequences, k))
                 found = [make(read, ids) for read, ids in zip(answers, sequences, strict=True)]
@@ -184,6 +184,6 @@ def _largest(entries: Sequence[Entry], k: int, length: int) -> tuple[Tensor, Ten
 def _padded(values: Sequence[Tensor], width: int) -> Tensor:
     """Return values of sequences [n, width, …], with zeros after their ends."""
     padded = values[0].new_zeros(len(values), width, *values[0].shape[1:])
-    for row, of_sequence in zip(padded, values, strict=True):
-        row[: len(of_sequence)] = of_sequence
+    for sequence, found in zip(padded, values, strict=True):
+        sequence[: len(found)] = found
     return padded

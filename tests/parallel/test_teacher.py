@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 
 from rl_megatron.batching.config import Batching
 from rl_megatron.config.parallel import ParallelConfig
+from rl_megatron.config.peft import LoraConfig
 from rl_megatron.config.teachers import TeacherConfig
 from rl_megatron.losses import build_loss
 from rl_megatron.model.sharded_model import ShardedModel
@@ -136,3 +137,23 @@ def test_a_checkpoint_as_a_teacher_in_its_own_layout_gives_the_same_gradients(ra
         torch.testing.assert_close(logprobs, want_logprobs, rtol=1e-5, atol=1e-5)
     error, where = worst_relative_error(answers[0][1], want_gradients)
     assert error < 1e-5, where
+
+
+def logprobs_of_an_adapter(directory: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the logprobs of a policy with a trained adapter, of its checkpoint as a teacher, and of the base."""
+    base = build_policy({}, model=TEACHER, seed=7)
+    policy = build_policy({}, model=TEACHER, seed=9, batching=PADDED, peft=LoraConfig(r=4, target_modules="all-linear"))
+    policy.load_checkpoint(base.save_checkpoint(f"{directory}/base", 1), weights_only=True)
+    batch = random_batch(6, 14, 2)
+    for _ in range(2):
+        policy.train(batch, build_loss("nll"), gbs=6)
+    path = policy.save_checkpoint(f"{directory}/adapter", 1)
+    teacher = load_teacher(TeacherConfig(path=str(path)), policy.topology, VOCAB_SIZE, "fp32", None)
+    want, of_base = (each.get_logprobs(batch)["logprobs"] for each in (policy, base))
+    return want, teacher.logprobs(batch, policy.batching), of_base
+
+
+def test_an_adapters_checkpoint_is_a_teacher_together_with_its_base(ranks, tmp_path):
+    want, found, of_base = ranks.run(1, logprobs_of_an_adapter, str(tmp_path))[0]
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+    assert (want - of_base).abs().max() > 1e-3
