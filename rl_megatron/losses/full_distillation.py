@@ -21,7 +21,7 @@ from rl_megatron.losses.contract import Count, LossInputType, LossType, Reductio
 from rl_megatron.losses.distillation import weights_of
 from rl_megatron.losses.functional import masked_mean
 from rl_megatron.losses.registry import register_loss
-from rl_megatron.losses.streams import require, require_integers
+from rl_megatron.losses.streams import real, require, require_integers
 
 _DIVERGENCES: dict[str, TeacherDivergence] = {
     "forward_kl": "forward",
@@ -101,21 +101,26 @@ class FullDistillationLossFn(Loss):
         name = self.display_name
         input_ids = require_integers(data, "input_ids", name).to(output.device)
         teacher = require(data, "teacher_logits", name)
+        if not isinstance(teacher, DeferredLogits):
+            teacher = real(teacher, "data['teacher_logits']", name)
         batch_shape = (input_ids.size(0), input_ids.size(1))
         layout = sharding.layout(output, batch_shape)
         counted = self.mask(data).tokens.to(output.device) != 0
         labels = pad(input_ids[:, 1:].masked_fill(~counted, IGNORE_INDEX), (0, 1), value=IGNORE_INDEX)
         temperature = data["temperature"] if "temperature" in data else 1.0
-        found = teacher_divergences(
-            output,
-            teacher,
-            layout.scatter(labels, IGNORE_INDEX),
-            sharding.tp_group,
-            divergences=[_DIVERGENCES[column] for column in self._columns],
-            beta=self.cfg.jsd_beta,
-            temperature=next_token_temperature(temperature, layout, batch_shape),
-            valid_vocab_size=sharding.valid_vocab_size,
-        )
+        try:
+            found = teacher_divergences(
+                output,
+                teacher,
+                layout.scatter(labels, IGNORE_INDEX),
+                sharding.tp_group,
+                divergences=[_DIVERGENCES[column] for column in self._columns],
+                beta=self.cfg.jsd_beta,
+                temperature=next_token_temperature(temperature, layout, batch_shape),
+                valid_vocab_size=sharding.valid_vocab_size,
+            )
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
         joined = torch.cat([found.divergences, found.logprobs[..., None]], dim=-1)
         whole = layout.gather(joined)[:, :-1]  # all streams in one collective
         streams = {"teacher_divergences": whole[..., :-1]}
