@@ -29,7 +29,8 @@ from rl_megatron.data.sources import build_source
 from rl_megatron.data.training_data import RolloutPrompts
 from rl_megatron.generation.interfaces import Completion, Request
 from rl_megatron.generation.stage_sampling import stage_sampling
-from rl_megatron.rewards.scorer import RewardMetrics, Scorer
+from rl_megatron.rewards.reward_metrics import RewardMetrics
+from rl_megatron.rewards.scorer import Scorer
 from rl_megatron.rollouts.async_rollouts import AsyncRollouts, Group, StepGroups
 from rl_megatron.rollouts.group_queue import NOT_IN_TIME, TOO_OLD, QueueRules
 from rl_megatron.rollouts.rollout_log import LoggedGroup, LoggedStep, RolloutLog

@@ -33,7 +33,7 @@ from rl_megatron.losses.contract import LossFunction
 from rl_megatron.losses.functional import kl_penalty
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.policy.interfaces import PolicyInterface
-from rl_megatron.rewards.scorer import RewardMetrics
+from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rollouts.batch import TURN_REWARDS
 from rl_megatron.rollouts.trajectory_index import TrajectoryIndex, sizes_of_steps
 from rl_megatron.topology.collective_errors import from_rank0

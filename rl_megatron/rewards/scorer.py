@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,6 +18,7 @@ from rl_megatron.config.rewards import RewardConfig
 from rl_megatron.data.tasks.task import Problem, Task
 from rl_megatron.rewards.loading import configured_functions, task_function
 from rl_megatron.rewards.results import ERRORS, SCORE, TIMEOUTS, BadResult, is_finite_reward, read_result
+from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rewards.reward_models import RewardModel
 from rl_megatron.rewards.samples import Failure, FunctionSpec, Outcome, Sample
 from rl_megatron.rewards.workers import RewardWorkers
@@ -48,42 +48,6 @@ class _Report(NamedTuple):
     is_done: bool = True
     error: ConfigError | RewardFailed | None = None
     failed: tuple[int, int, Failure] | None = None
-
-
-@dataclass
-class RewardMetrics:
-    """The metrics of reward functions, added up over calls of `Scorer.score`.
-
-    Attributes:
-        scores: The scores of each function for every sample, by its label; None where it does not apply.
-    """
-
-    scores: dict[str, list[float | None]] = field(default_factory=dict)
-    _sums: dict[str, tuple[float, int]] = field(default_factory=dict)
-    _counts: dict[str, float] = field(default_factory=dict)
-
-    def observe(self, name: str, value: float) -> None:
-        """Add one sample's value of a metric that is reported as a mean."""
-        total, count = self._sums.get(name, (0.0, 0))
-        self._sums[name] = total + value, count + 1
-
-    def count(self, name: str, number: int) -> None:
-        """Add to a metric that is reported as a sum."""
-        self._counts[name] = self._counts.get(name, 0.0) + number
-
-    def add(self, other: RewardMetrics) -> None:
-        """Add the metrics of another call."""
-        for name, (total, count) in other._sums.items():
-            before, number = self._sums.get(name, (0.0, 0))
-            self._sums[name] = before + total, number + count
-        for name, number in other._counts.items():
-            self._counts[name] = self._counts.get(name, 0.0) + number
-        for label, scores in other.scores.items():
-            self.scores.setdefault(label, []).extend(scores)
-
-    def values(self) -> dict[str, float]:
-        """Return the metrics by name."""
-        return {name: total / count for name, (total, count) in self._sums.items()} | self._counts
 
 
 class Scorer:

@@ -14,8 +14,9 @@ from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.execution.phase_timer import phase
 from rl_megatron.generation.completions import request_seed
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
+from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rewards.samples import Sample
-from rl_megatron.rewards.scorer import RewardMetrics, Scorer
+from rl_megatron.rewards.scorer import Scorer
 from rl_megatron.rollouts.batch import trajectory_batch
 from rl_megatron.rollouts.rounds import RolloutTask, TaskResult
 from rl_megatron.rollouts.runner import RolloutFailed, RolloutRunner

@@ -12,7 +12,7 @@ from rl_megatron.data.tasks import Problem
 from rl_megatron.generation.completion_batch import rollouts as batch_of_completions
 from rl_megatron.generation.completions import requests_of
 from rl_megatron.generation.interfaces import Completion, Request, WeightSpan
-from rl_megatron.rewards.scorer import RewardMetrics
+from rl_megatron.rewards.reward_metrics import RewardMetrics
 from rl_megatron.rollouts.limits import TokenLimits
 from rl_megatron.rollouts.runner import RolloutRules, RolloutRunner
 from rl_megatron.rollouts.scored import ScoredRollouts

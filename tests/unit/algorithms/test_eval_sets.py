@@ -12,7 +12,7 @@ from rl_megatron.algorithms.preflight import _check_keep_best
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.load import load_config
 from rl_megatron.data.eval_problems import check_set_files, problems_of_set
-from rl_megatron.rewards.scorer import RewardMetrics
+from rl_megatron.rewards.reward_metrics import RewardMetrics
 from tests.unit.algorithms.fakes import Characters, completed, runner_of_completions
 
 SUMS = "{name: sums, task: arithmetic, num_problems: 3, n: 4, temperature: 0.7, max_new_tokens: 4, every: 2}"

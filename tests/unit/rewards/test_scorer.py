@@ -10,7 +10,8 @@ import torch
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.rewards import RewardConfig, RewardFunctionConfig
 from rl_megatron.data.tasks import Problem
-from rl_megatron.rewards.scorer import RewardFailed, RewardMetrics, Scorer
+from rl_megatron.rewards.reward_metrics import RewardMetrics
+from rl_megatron.rewards.scorer import RewardFailed, Scorer
 from rl_megatron.rewards.workers import RewardWorkers
 from tests.unit.rewards.user_file import Spelled
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rl_megatron.generation.interfaces import Completion, EngineLost, WeightSpan
-from rl_megatron.rewards.scorer import RewardFailed, RewardMetrics
+from rl_megatron.rewards.reward_metrics import RewardMetrics
+from rl_megatron.rewards.scorer import RewardFailed
 from rl_megatron.rollouts.async_rollouts import AsyncRollouts
 from rl_megatron.rollouts.group_queue import QueueRules
 from rl_megatron.rollouts.runner import RolloutFailed, RolloutRules, RolloutRunner
