@@ -114,6 +114,9 @@ class RewardModel:
         return results
 
     def _combined(self, scores: Sequence[float]) -> float:
+        """Return the score of the models together, or NaN if a score is not finite: min and clip would hide that."""
+        if not all(map(math.isfinite, scores)):
+            return math.nan
         members = self.arguments.members
         shifted = [(score - each.mean) / each.std for score, each in zip(scores, members, strict=True)]
         if self.arguments.combine == "min":

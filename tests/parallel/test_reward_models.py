@@ -16,8 +16,9 @@ from transformers import AutoModelForSequenceClassification
 from rl_megatron.checkpoint.hf_convert import export_weights
 from rl_megatron.config.load import load_config
 from rl_megatron.config.parallel import ParallelConfig
+from rl_megatron.config.reward_models import RewardModelArguments, ScoringModel
 from rl_megatron.config.rewards import RewardConfig
-from rl_megatron.rewards.reward_models import RewardModels
+from rl_megatron.rewards.reward_models import RewardModel, RewardModels
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
 from tests.parallel.layouts import MODEL, VOCAB_SIZE, build_policy
@@ -123,6 +124,18 @@ def test_ensembles_normalisation_and_clipping(ranks, models):
     std = math.sqrt(math.fsum((b - average) ** 2 for b in second) / len(second))
     for call in running:  # the second one has the same scores again
         assert scores(call) == pytest.approx([(b - average) / std for b in second], rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("combine", ["mean", "min"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_score_that_is_not_finite_is_not_hidden_by_min_or_clip(broken, combine, place):
+    of_models = [[1.0, 2.0], [1.0, 2.0]]
+    of_models[place][0] = broken
+    scorers = [SimpleNamespace(scores=lambda sequences, found=found: found) for found in of_models]
+    arguments = RewardModelArguments(models=(ScoringModel(hf="a"), ScoringModel(hf="b")), combine=combine, clip=5.0)
+    first, second = RewardModel(arguments, scorers).results([[1], [2]])  # pyright: ignore[reportArgumentType]
+    assert math.isnan(first["score"]) and second["score"] == 2.0
 
 
 def test_an_export_of_a_reward_model_is_a_classifier_of_one_label(models):
