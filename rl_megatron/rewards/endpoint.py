@@ -115,10 +115,10 @@ class Endpoint:
             async with asyncio.timeout(self.request_seconds):
                 response = await self._client.post(self.url, json=body)
         except (TimeoutError, httpx2.TimeoutException):
-            return _Missed(f"{self.url} did not answer within {self.request_seconds:g} seconds", is_late=True)
+            return _Missed(f"{self._address} did not answer within {self.request_seconds:g} seconds", is_late=True)
         except httpx2.RequestError as error:
-            return _Missed(f"{self.url} cannot be reached: {str(error) or type(error).__name__}")
-        status = f"{self.url} answered with status {response.status_code}: {self._excerpt(response)}"
+            return _Missed(f"{self._address} cannot be reached: {str(error) or type(error).__name__}")
+        status = f"{self._address} answered with status {response.status_code}: {self._excerpt(response)}"
         if response.status_code in _MAY_PASS:
             return _Missed(status, wait_seconds=_retry_after(response.headers.get("retry-after")))
         if response.status_code in _REFUSES_KEY:
@@ -128,9 +128,9 @@ class Endpoint:
         try:
             return read(response.json())
         except BadReply as error:
-            return _Missed(f"{self.url}: its answer {self._without_key(str(error))}")
+            return _Missed(f"{self._address}: its answer {self._without_key(str(error))}")
         except ValueError:  # invalid JSON or invalid UTF-8
-            return _Missed(f"{self.url}: its answer is not JSON: {self._excerpt(response)}")
+            return _Missed(f"{self._address}: its answer is not JSON: {self._excerpt(response)}")
 
     def _excerpt(self, response: httpx2.Response) -> str:
         """Return the beginning of an answer, without the key, which some servers repeat."""
@@ -139,6 +139,11 @@ class Endpoint:
 
     def _without_key(self, text: str) -> str:
         return log.redact(text.replace(self._key, log.REDACTED) if self._key else text)
+
+    @cached_property
+    def _address(self) -> str:
+        """Return the address for messages: its query may hold a key."""
+        return self.url.partition("?")[0]
 
     @cached_property
     def _key(self) -> str:

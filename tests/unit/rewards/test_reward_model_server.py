@@ -23,7 +23,7 @@ REPLIES = {
 class Scoring(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        answer = json.dumps(REPLIES[self.path](body) if body["model"] == "m" else {}).encode()
+        answer = json.dumps(REPLIES[self.path.partition("?")[0]](body) if body["model"] == "m" else {}).encode()
         self.send_response(200)
         self.send_header("content-length", str(len(answer)))
         self.end_headers()
@@ -60,6 +60,14 @@ def test_the_score_is_shifted_scaled_and_clipped(server):
 def test_a_reply_without_a_score_names_the_protocol(server, path, kwargs):
     with pytest.raises(RuntimeError, match="has no score where the protocol says"):
         scored(f"{server}/{path}", **kwargs)
+
+
+@pytest.mark.parametrize("of_server", [True, False])
+def test_messages_leave_out_the_query_of_the_address_which_may_hold_a_key(server, of_server):
+    address = f"{server}/nan" if of_server else "http://127.0.0.1:1/pooling"
+    with pytest.raises(RuntimeError) as raised:
+        scored(f"{address}?sig=hidden")
+    assert address in str(raised.value) and "hidden" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
