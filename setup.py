@@ -91,7 +91,7 @@ setup(
         "verifiers": [*GATEWAY, *VERIFIERS],
         "openenv": OPENENV,
         "docs": DOCS,
-        # trl: tests/contract/test_trl_oracle.py calls methods of its trainers that may change with any release.
+        # trl: tests/contract/test_trl_oracle*.py call methods of its trainers that may change with any release.
         # triton: its interpreter runs the kernels if there is no GPU; before 3.7 it needs numpy < 2.4.
         # beartype: the tests, and only the tests, check the shapes in annotations with it.
         "dev": [

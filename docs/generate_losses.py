@@ -248,8 +248,8 @@ def _recipes() -> Iterator[str]:
 def _trl() -> Iterator[str]:
     yield "## Coming from TRL"
     yield ""
-    yield "`tests/contract/test_trl_oracle.py` calls TRL's own code on the same log-probabilities. Equal means"
-    yield "to 1e-12, in value and in every gradient."
+    yield "`tests/contract/test_trl_oracle.py` and `test_trl_oracle_preferences.py` call TRL's own code on the same"
+    yield "log-probabilities. Equal means to 1e-12, in value and in every gradient."
     yield ""
     yield "| TRL | here | comparison |"
     yield "|---|---|---|"

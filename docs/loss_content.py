@@ -232,7 +232,7 @@ RECIPES = (
     ),
 )
 
-# ---- the same in TRL's terms; tests/contract/test_trl_oracle.py calls both
+# ---- the same in TRL's terms; tests/contract/test_trl_oracle*.py call both
 
 TRL = (
     ('`GRPOConfig(loss_type="dapo")`', "the defaults", "equal"),

@@ -1,82 +1,38 @@
-"""Our losses against TRL's own code: equal in value and gradient wherever the definitions coincide, and where they do
-not, different by exactly what the docstrings say.
+"""Our policy gradients and divergences against TRL's own code.
 
-TRL computes its losses in methods of trainers. They are called here on an object that has the attributes they read and
-nothing else: no model, no tokenizer, no data set.
+They are equal in value and gradient wherever the definitions coincide. Where they do not, they differ by exactly what
+the docstrings say.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 import torch
-from trl.experimental.cpo import CPOTrainer
 from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
-from trl.experimental.orpo import ORPOTrainer
 from trl.trainer.distillation_trainer import _chunked_divergence_loss
-from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.grpo_trainer import GRPOTrainer
-from trl.trainer.reward_trainer import RewardTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 
 from rl_megatron.losses import build_loss
 from rl_megatron.losses.functional import kl_penalty, truncated_weights
-from tests.contract.loss_cases import VOCAB, policy_batch
+from tests.contract.loss_cases import VOCAB
+from tests.contract.trl_trainers import EXACT, assert_equal, make_rollouts, mask_of, one_process
 
 NO_KL = {"reference_policy_kl_penalty": 0.0}
 PER_SEQUENCE = {"token_level_loss": False}
 GSPO = {"token_level_loss": False, "sequence_level_importance_ratios": True}
-EXACT = {"rtol": 1e-12, "atol": 1e-15}
-
-
-def assert_equal(ours, theirs):
-    """Of (value, gradients, …): the value and every gradient."""
-    torch.testing.assert_close(ours[0], theirs[0], **EXACT)
-    for mine, other in zip(ours[1], theirs[1], strict=True):
-        torch.testing.assert_close(mine, other, **EXACT)
-
-
-def one_process(model=None, **attributes):
-    """What a trainer's method finds on `self` when it runs alone."""
-    accelerator = SimpleNamespace(
-        num_processes=1,
-        device=torch.device("cpu"),
-        sync_gradients=True,
-        gather=lambda x: x,
-        gather_for_metrics=lambda x: x,
-        reduce=lambda x, reduction: x,
-    )
-    metrics = {"train": defaultdict(list)}
-    model = model or SimpleNamespace(training=True)
-    return SimpleNamespace(
-        accelerator=accelerator, model=model, _metrics=metrics, aux_loss_enabled=False, _tp_size=1,
-        _total_train_tokens=0, **attributes,
-    )  # fmt: skip
-
-
-# ---- policy gradients
 
 
 @pytest.fixture
 def rollouts():
-    """(batch, logprobs, entropy) in fp64: responses of unequal length, ratios from about 0.4 to 2.5."""
-    generator = torch.Generator().manual_seed(0)
-    batch = policy_batch(generator)
-    batch["sample_mask"] = torch.ones_like(batch["sample_mask"])
-    spread = 0.4 * torch.randn(batch["input_ids"].shape, generator=generator, dtype=torch.float64)
-    entropy = torch.rand(spread[:, 1:].shape, generator=generator, dtype=torch.float64)
-    return batch, (batch["prev_logprobs"] + spread)[:, 1:], entropy
+    return make_rollouts()
 
 
 def rows(rollouts, start, end):
     batch, logprobs, entropy = rollouts
     return {key: value[start:end] for key, value in batch.items()}, logprobs[start:end], entropy[start:end]
-
-
-def mask_of(batch):
-    return (batch["token_mask"] * batch["sample_mask"][:, None])[:, 1:]
 
 
 def ours(rollouts, cfg, num_sequences=None, num_tokens=None):
@@ -284,164 +240,6 @@ def test_rloo_follows_the_sum_over_tokens(rollouts):
     sums = NO_KL | {"disable_ppo_ratio": True, "fixed_sequence_length": 1}
     _, (mine, _), _ = ours((batch, logprobs, entropy), sums)
     torch.testing.assert_close(mine, theirs, **EXACT)
-
-
-# ---- preferences
-
-
-class AnsweringModel:
-    """A model that gives the same answer to everything."""
-
-    training = True
-
-    def __init__(self, **outputs):
-        self._outputs = SimpleNamespace(**outputs)
-
-    def __call__(self, **_):
-        return self._outputs
-
-
-@pytest.fixture
-def pairs(rollouts):
-    """(batch, logprobs): six rows, chosen and rejected by turns; every row of another length."""
-    batch, logprobs, _ = rollouts
-    return batch, logprobs
-
-
-def chosen_first(rows):
-    """Chosen and rejected by turns → all chosen, then all rejected, as TRL has them."""
-    return torch.cat([rows[::2], rows[1::2]])
-
-
-def our_preference_loss(name, cfg, pairs):
-    batch, logprobs = pairs
-    leaf = logprobs.clone().requires_grad_()
-    rolled = batch | {"reference_policy_logprobs": batch["reference_policy_logprobs"].roll(-1, dims=1)}
-    value, metrics = build_loss(name, cfg).evaluate(rolled, len(leaf), None, next_token_logprobs=leaf)
-    return value.detach(), torch.autograd.grad(value, leaf), metrics
-
-
-def trl_dpo(pairs, loss_types, beta, loss_weights=None):
-    batch, logprobs = pairs
-    leaf = logprobs.clone().requires_grad_()
-    mask = mask_of(batch)
-    reference = (batch["reference_policy_logprobs"][:, 1:] * mask).sum(1)
-    model = AnsweringModel(
-        log_probs=chosen_first(leaf * mask),
-        entropy=torch.zeros_like(mask),
-        mean_logits=torch.zeros_like(mask),
-        is_top1=torch.zeros_like(mask, dtype=torch.bool),
-    )
-    self = one_process(
-        model, beta=beta, loss_types=loss_types, loss_weights=loss_weights or [1.0] * len(loss_types), ld_alpha=None,
-        precompute_ref_logps=True, f_divergence_type="reverse_kl", use_weighting=False,
-    )  # fmt: skip
-    inputs = {
-        "input_ids": chosen_first(batch["input_ids"]),
-        "attention_mask": torch.ones_like(batch["input_ids"]),
-        "completion_mask": chosen_first(batch["token_mask"]),
-        "ref_chosen_logps": reference[::2],
-        "ref_rejected_logps": reference[1::2],
-    }
-    value = DPOTrainer._compute_loss(self, model, inputs, return_outputs=False)
-    metrics = {name: values[-1] for name, values in self._metrics["train"].items()}
-    return value.detach(), torch.autograd.grad(value, leaf), metrics
-
-
-@pytest.mark.parametrize(
-    ("name", "cfg", "loss_type"),
-    [
-        pytest.param("dpo", {"reference_policy_kl_penalty": 0.3}, "sigmoid", id="dpo"),
-        pytest.param(
-            "dpo",
-            {"reference_policy_kl_penalty": 0.3, "preference_average_log_probs": True},
-            "sigmoid_norm",
-            id="dpo on average logprobs",
-        ),
-        pytest.param("ipo", {"tau": 0.3, "preference_average_log_probs": True}, "ipo", id="ipo"),
-    ],
-)
-def test_preference_losses_coincide(pairs, name, cfg, loss_type):
-    mine, theirs = our_preference_loss(name, cfg, pairs), trl_dpo(pairs, [loss_type], beta=0.3)
-    assert_equal(mine, theirs)
-    assert mine[1][0].abs().max() > 1e-3
-    assert mine[2]["accuracy"].item() == pytest.approx(theirs[2]["rewards/accuracies"])
-
-
-def trl_reference_free(pairs, method, averages, **settings):
-    """(value, gradients, losses of pairs) of a preference loss of TRL without its NLL.
-
-    TRL's ORPO computes in fp32.
-    """
-    batch, logprobs = pairs
-    leaf, mask = logprobs.clone().requires_grad_(), mask_of(batch)
-    answers = (leaf * mask).sum(1) / (mask.sum(1) if averages else 1)
-    losses, *_ = method(one_process(label_smoothing=0.0, alpha=0.0, **settings), answers[::2], answers[1::2])
-    value = losses.mean()
-    return value.detach(), torch.autograd.grad(value, leaf)
-
-
-@pytest.mark.parametrize(
-    ("name", "cfg", "settings"),
-    [
-        pytest.param("cpo", {"beta": 0.3}, {"loss_type": "sigmoid", "beta": 0.3}, id="cpo"),
-        pytest.param(
-            "simpo",
-            {"beta": 1.5, "gamma": 0.6},
-            {"loss_type": "simpo", "beta": 1.5, "simpo_gamma": 0.6},
-            id="simpo",
-        ),
-    ],
-)
-def test_preference_losses_without_a_reference_coincide(pairs, name, cfg, settings):
-    mine = our_preference_loss(name, cfg | {"sft_loss_weight": 0.0}, pairs)
-    assert_equal(mine, trl_reference_free(pairs, CPOTrainer.cpo_loss, averages=name == "simpo", **settings))
-    assert mine[1][0].abs().max() > 1e-3
-
-
-def test_the_odds_ratio_loss_coincides(pairs):
-    """Ours minus its SFT loss, whose mean is over pairs; TRL's is over all tokens of chosen sequences."""
-    batch, logprobs = pairs
-    leaf, mask = logprobs.clone().requires_grad_(), mask_of(batch)
-    value, metrics = build_loss("orpo", {"beta": 0.7}).evaluate(batch, len(leaf), None, next_token_logprobs=leaf)
-    sft = (-(leaf * mask).sum(1) / mask.sum(1))[::2].mean()
-    torch.testing.assert_close(metrics["sft_loss"], sft.detach(), **EXACT)
-    theirs = trl_reference_free(pairs, ORPOTrainer.odds_ratio_loss, averages=True, beta=0.7)
-    in_fp32 = {"rtol": 1e-5, "atol": 1e-7, "check_dtype": False}
-    torch.testing.assert_close((value - sft).detach(), -theirs[0], **in_fp32)
-    (mine,) = torch.autograd.grad(value - sft, leaf)
-    torch.testing.assert_close(mine, -theirs[1][0], **in_fp32)
-    assert mine.abs().max() > 1e-2
-
-
-def test_rewards_are_reported_without_beta_and_trls_with_it(pairs):
-    mine = our_preference_loss("dpo", {"reference_policy_kl_penalty": 0.3}, pairs)[2]
-    theirs = trl_dpo(pairs, ["sigmoid"], beta=0.3)[2]
-    for ours, other in {"rewards_chosen_mean": "rewards/chosen", "rewards_rejected_mean": "rewards/rejected"}.items():
-        assert 0.3 * mine[ours].item() == pytest.approx(theirs[other], rel=1e-12)
-
-
-def test_the_sft_loss_is_a_mean_over_pairs_and_trls_over_chosen_tokens(pairs):
-    cfg = {"reference_policy_kl_penalty": 0.3, "preference_loss_weight": 0.5, "sft_loss_weight": 0.7}
-    mine = our_preference_loss("dpo", cfg, pairs)[2]
-    theirs = trl_dpo(pairs, ["sigmoid", "sft"], beta=0.3, loss_weights=[0.5, 0.7])[0]
-    tokens_per_pair = mask_of(pairs[0])[::2].sum() / 3
-    expected = 0.5 * mine["preference_loss"] + 0.7 * mine["sft_loss"] / tokens_per_pair
-    torch.testing.assert_close(expected, theirs, **EXACT)
-
-
-def test_the_reward_model_loss_coincides(pairs):
-    generator = torch.Generator().manual_seed(1)
-    scores = torch.randn(6, generator=generator, dtype=torch.float64, requires_grad=True)
-    mine, _ = build_loss("preference").evaluate(pairs[0], 6, None, rewards=scores)
-    model = AnsweringModel(logits=chosen_first(scores)[:, None])
-    self = one_process(model, args=SimpleNamespace(center_rewards_coefficient=None))
-    theirs = RewardTrainer.compute_loss(self, model, {"attention_mask": torch.ones_like(pairs[0]["input_ids"])})
-    torch.testing.assert_close(mine, theirs, **EXACT)
-    torch.testing.assert_close(*(torch.autograd.grad(value, scores)[0] for value in (mine, theirs)), **EXACT)
-
-
-# ---- distillation
 
 
 @pytest.mark.parametrize(("kl_type", "beta"), [("forward", 0.0), ("reverse", 1.0)])
