@@ -1,7 +1,7 @@
 """Compare pairs of steps of GRPO that have the same prompts and samples, one with and one without something.
 
 The run is the GRPO stage of the quickstart, from random weights that hardly move. One step of each pair goes without
-something, in turn the second and the first. The result is the median difference of the two steps of a pair, in time and
+something, the first or the second at random, so that nothing that comes every few steps hits one kind more often. The result is the median difference of the two steps of a pair, in time and
 in CPU time of rank 0. Beside it is the time in the functions that are replaced. Other load on the machine changes CPU
 time less than time, and the time in these functions least.
 """
@@ -9,6 +9,7 @@ time less than time, and the time in these functions least.
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ class Switch:
     def __init__(self) -> None:
         """Start with what is measured."""
         self.is_on = True
+        self._chance = random.Random(0)  # the same on all ranks
         self.began = _now()
         self.seconds: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
         self.within = {True: 0.0, False: 0.0}
@@ -50,8 +52,9 @@ class Switch:
             self.within = {True: 0.0, False: 0.0}
         if step > WARMUP:
             self.seconds[self.is_on].append((now[0] - self.began[0], now[1] - self.began[1]))
-        first_of_pair = (step - WARMUP) % 2 == 1
-        self.began, self.is_on = now, self.is_on != first_of_pair  # on and off, off and on, on and off …
+        is_first_of_pair = (step - WARMUP) % 2 == 1
+        self.is_on = not self.is_on if is_first_of_pair else self._chance.random() < 0.5
+        self.began = now
 
 
 def _now() -> tuple[float, float]:
