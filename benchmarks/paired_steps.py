@@ -1,9 +1,10 @@
 """Compare pairs of steps of GRPO that have the same prompts and samples, one with and one without something.
 
 The run is the GRPO stage of the quickstart, from random weights that hardly move. One step of each pair goes without
-something, the first or the second at random, so that nothing that comes every few steps hits one kind more often. The result is the median difference of the two steps of a pair, in time and
-in CPU time of rank 0. Beside it is the time in the functions that are replaced. Other load on the machine changes CPU
-time less than time, and the time in these functions least.
+something, the first or the second at random, so that nothing that comes every few steps hits one kind more often. The
+result is the median difference of the two steps of a pair, in time and in CPU time of rank 0. Beside it is the time in
+the functions that are replaced. Other load on the machine changes CPU time less than time, and the time in these
+functions least.
 """
 
 from __future__ import annotations

@@ -28,8 +28,9 @@ def directly(
     sampling: Sampling,
     seed: int,
     group_size: int = 1,
-) -> Scored:
+) -> Scored | None:
     """Return what `ScoredRollouts.make` returns, without trajectories."""
+    leads = rollouts.runner.leads
     batch = engine.generate([prompt.ids for prompt in prompts], sampling, seed)
     with phase("reward"):
         ids = [
@@ -44,7 +45,9 @@ def directly(
             Sample(prompt.problem, rollouts._tokenizer.decode(own), own, not is_whole)
             for prompt, own, is_whole in zip(prompts, ids, stopped, strict=True)
         ]
-        rewards, metrics = rollouts._scorer.score_samples(samples)
+        rewards, metrics = rollouts._scorer.score_samples(samples if leads else ())
+    if not leads:
+        return None
     batch["rewards"] = rewards
     return Scored(batch, samples, rewards, [len(each) for each in ids], metrics)
 

@@ -87,13 +87,20 @@ def saved_base(checkpoint: Path, manifest: Mapping[str, Any]) -> Path:
 
 
 def check_base(checkpoint: Path, manifest: Mapping[str, Any], base: Base | None) -> None:
-    """Refuse an adapter that was trained on another base.
+    """Refuse an adapter that was trained on another base than a saved one.
 
     Raises:
-        ConfigError: The digests differ. The message has both.
+        ConfigError: The digests differ, or the adapter's base was never saved. The message has what is known of both.
     """
     recorded = manifest["base"]
-    if recorded and base is not None and recorded["digest"] != base.digest:
+    if base is None:
+        return
+    if not recorded:
+        raise ConfigError(
+            f"checkpoint {checkpoint} holds an adapter of a base that was never saved, and the base here is "
+            f"{base.path}; an adapter fits only the base that it was trained on"
+        )
+    if recorded["digest"] != base.digest:
         raise ConfigError(
             f"checkpoint {checkpoint} holds an adapter of {recorded['path']} with the digest {recorded['digest']}; the "
             f"base here, {base.path}, has {base.digest}; an adapter fits only the base that it was trained on"

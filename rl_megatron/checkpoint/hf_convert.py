@@ -21,7 +21,13 @@ from torch import Tensor
 from rl_megatron.checkpoint.adapters import StoredAdapter, holds_adapter, read_adapter, saved_base
 from rl_megatron.checkpoint.digests import check_digests
 from rl_megatron.checkpoint.directory import publish, read_manifest, saved_model, system_error
-from rl_megatron.checkpoint.hf_directory import INDEX, MAX_SHARD_BYTES, read_json, refuse_existing
+from rl_megatron.checkpoint.hf_directory import (
+    INDEX,
+    MAX_SHARD_BYTES,
+    read_json,
+    refuse_adapter_with_head,
+    refuse_existing,
+)
 from rl_megatron.checkpoint.hf_load import embedding_rows, open_hugging_face
 from rl_megatron.checkpoint.hf_weights import BLOCK_BYTES
 from rl_megatron.checkpoint.peft_convert import export_adapter, import_adapter
@@ -83,6 +89,7 @@ def export_peft(checkpoint: Path, target: Path) -> dict[str, Any]:
         ConfigError: The checkpoint is wrong (nothing has been written then), or the directory cannot be written.
     """
     manifest = read_manifest(checkpoint)
+    refuse_adapter_with_head(checkpoint, manifest)
     check_digests(checkpoint, manifest)
     model = saved_model(checkpoint, manifest)
     adapter = read_adapter(checkpoint, manifest, model, model.vocab_size or manifest["vocab_size"])
@@ -141,6 +148,7 @@ def export_weights(
         ConfigError: The checkpoint is wrong (nothing has been written then), or the directory cannot be written.
     """
     manifest = read_manifest(checkpoint)
+    refuse_adapter_with_head(checkpoint, manifest)
     check_digests(checkpoint, manifest)
     adapter = None
     if holds_adapter(manifest):

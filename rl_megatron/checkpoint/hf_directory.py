@@ -33,12 +33,15 @@ def check_import(source: Path, checkpoint: Path, base: Path | None = None) -> No
     is_adapter = (source / ADAPTER_CONFIG).is_file()
     if is_adapter and base is None:
         raise ConfigError(
-            f"{source} holds an adapter, and whose base is not known; name the base's checkpoint with --base CHECKPOINT"
+            f"{source} holds an adapter, and not its base; name the checkpoint of the base with --base CHECKPOINT"
         )
     if base is not None:
         if not is_adapter:
             raise ConfigError(f"--base is for an adapter, and {source} has no {ADAPTER_CONFIG}; leave it out")
-        check_head(base, read_manifest(base), "lm", weights_only=False)
+        manifest = read_manifest(base)
+        check_head(base, manifest, "lm", weights_only=False)
+        if "peft" in manifest:
+            raise ConfigError(f"--base {base} holds an adapter itself; name the checkpoint of a whole model")
         refuse_existing(checkpoint)
         return
     read_directory(source)
@@ -56,8 +59,22 @@ def check_export(checkpoint: Path, target: Path) -> bool:
         ConfigError: One of them is wrong.
     """
     manifest = read_manifest(checkpoint)
+    refuse_adapter_with_head(checkpoint, manifest)
     refuse_existing(target)
     return "peft" in manifest
+
+
+def refuse_adapter_with_head(checkpoint: Path, manifest: dict[str, Any]) -> None:
+    """Refuse to export an adapter that was trained with a score head.
+
+    Raises:
+        ConfigError: It has one.
+    """
+    if "peft" in manifest and manifest.get("head", "lm") != "lm":
+        raise ConfigError(
+            f"checkpoint {checkpoint} holds an adapter with a score head, and only adapters of language models can be "
+            "exported; load it with rl_megatron"
+        )
 
 
 def refuse_existing(path: Path) -> None:

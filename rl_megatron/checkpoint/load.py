@@ -79,8 +79,10 @@ def load_with_adapters(
         return manifest
     if model.lora is None:
         rows = model.config.vocab_size or model.vocab_size
-        adapter = read_adapter(path, manifest, model.config, rows)
         check_head(path, manifest, model.head, weights_only)
+        if verify:
+            verify_checkpoint(path)
+        adapter = read_adapter(path, manifest, model.config, rows)
         load_checkpoint(saved_base(path, manifest), replace(into, optimizer=None, scheduler=None), True, verify)
         adapter.merge_into(model, family_of_model(model.config, rows).table(model.config, rows))
         if into.optimizer is not None:

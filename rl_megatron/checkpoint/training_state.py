@@ -19,19 +19,20 @@ from rl_megatron.checkpoint.optimizer_state import (
     sharded_optimizer_state,
 )
 from rl_megatron.model.build import unwrap
+from rl_megatron.model.lora.targets import is_adapter
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.model.shards import SHARDING_METADATA
 
 HEAD_PREFIX = "output_layer."  # the prefix of the head's names in a model's state
 Selection = Literal["all", "base", "adapters"]
-"""The weights of a checkpoint: all, or those that are frozen beside adapters, or those that are trained there."""
+"""The weights of a checkpoint: all, or those without adapters, or those that are trained beside a frozen base."""
 
 
 @dataclass(frozen=True)
 class TrainingState:
     """The state that a checkpoint holds. Optimizer and scheduler are None if the model is not trained.
 
-    If the model has adapters, `selection` says whether it is the state of these or of the frozen weights.
+    If the model has adapters, `selection` says whether it is the state of its base, or of what is trained.
     """
 
     model: ShardedModel
@@ -96,8 +97,9 @@ class TrainingState:
         models = [tensors_of_model(model_chunk) for model_chunk in self.model_chunks]
         if self.selection == "all":
             return models
-        trained = self.selection == "adapters"
-        return [{key: entry for key, entry in model.items() if _is_trained(entry) == trained} for model in models]
+        if self.selection == "base":  # a score head is trained, and starts from that of the base
+            return [{key: entry for key, entry in model.items() if not is_adapter(key)} for model in models]
+        return [{key: entry for key, entry in model.items() if _is_trained(entry)} for model in models]
 
 
 def _is_trained(entry: ShardedTensor | ShardedTensorFactory) -> bool:

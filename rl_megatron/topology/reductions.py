@@ -78,13 +78,16 @@ class RankReduction:
     def in_order(self, values: Tensor, places: Sequence[int], weights: Tensor | None = None) -> list[float]:
         """Return the values at these places of all ranks' values in ascending order.
 
-        They are selected digit by digit, as in a radix sort: every pass adds up one histogram per place over the ranks.
+        Several ranks select them digit by digit, as in a radix sort: every pass adds up one histogram per place over
+        the ranks.
 
         Args:
             values: [n] This rank's values, fp32, without NaN.
             places: Places in the order, from 0.
             weights: [n] How often each value counts, int64. None: once.
         """
+        if self.is_alone and weights is None:
+            return values.sort().values[list(places)].tolist()
         keys = _ordered_keys(values)
         weights = torch.ones_like(keys) if weights is None else weights
         left, found = torch.tensor(places), torch.zeros(len(places), dtype=torch.int64)

@@ -16,7 +16,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.data.batch import BatchedDataDict
-from rl_megatron.losses import NLLLoss
+from rl_megatron.losses import NLLLoss, PreferenceLoss
 from rl_megatron.model.sharded_shape import ShardedShape
 from rl_megatron.plan.closed_forms import mean_training_bytes
 from rl_megatron.policy.megatron_policy import MegatronPolicy
@@ -28,6 +28,7 @@ from tests.parallel.grid import Layout
 from tests.parallel.layouts import EXPERTS, MODEL, OPTIMIZER, build_policy
 from tests.parallel.test_grid import FEW, QUICK
 from tests.parallel.test_layouts import random_batch
+from tests.parallel.test_transformers_engine import LLAMA
 from tests.unit.model.test_sharded_shape import VOCAB_SIZE as SMALL_VOCAB_SIZE
 from tests.unit.model.test_sharded_shape import allocated
 
@@ -144,24 +145,58 @@ def test_logits_with_an_adapter_are_those_of_peft_and_the_adapter_comes_back(ran
 
 def resumed(parallel: dict, directory: str) -> list:
     """Train, save, load in this layout and train on; return the weights after the same steps without a save."""
-    straight = build_policy({}, peft=LORA) if not parallel else build_policy(parallel, peft=LORA)
+    straight = build_policy(parallel, peft=LORA)
     batches = [random_batch(4, 12, seed) for seed in range(3)]
     straight.train(batches[0], NLLLoss(), gbs=4)
     path = straight.save_checkpoint(directory, 1)
-    names = sorted(set().union(*(file.name for file in [path])))
     other = build_policy(parallel, peft=LORA)
     other.load_checkpoint(path)
     for batch in batches[1:]:
         straight.train(batch, NLLLoss(), gbs=4)
         other.train(batch, NLLLoss(), gbs=4)
-    logprobs = [policy.get_logprobs(batches[0])["logprobs"] for policy in (straight, other)]
-    return [*logprobs, names]
+    return [policy.get_logprobs(batches[0])["logprobs"] for policy in (straight, other)]
 
 
 @pytest.mark.parametrize("layout", [WHOLE, (2, {"tensor": 2})], ids=str)
 def test_a_resumed_adapter_trains_on_as_if_it_had_not_stopped(ranks, tmp_path, layout):
-    straight, other, _ = ranks.run(layout[0], resumed, layout[1], str(tmp_path))[0]
+    straight, other = ranks.run(layout[0], resumed, layout[1], str(tmp_path))[0]
     assert torch.equal(straight, other)
+
+
+def adapted_reward_model(parallel: dict, directory: str) -> dict[str, torch.Tensor | str]:
+    """Train a whole reward model, adapters of it, and return both heads, and what the adapters' checkpoint refuses."""
+    where, batch = Path(directory), random_batch(4, 12, 0)
+    whole = build_policy(parallel, LLAMA, head="score")
+    whole.train(batch, PreferenceLoss(), gbs=4)
+    base = whole.save_checkpoint(where / "whole", 1)
+    found: dict[str, torch.Tensor | str] = {"whole": whole.score(batch)["scores"]}
+    adapted = build_policy(parallel, LLAMA, head="score", peft=replace(LORA, init_lora_weights=True))
+    adapted.load_checkpoint(base, weights_only=True)
+    found["new"] = adapted.score(batch)["scores"]
+    adapted.train(batch, PreferenceLoss(), gbs=4)
+    path = adapted.save_checkpoint(where / "adapter", 1)
+    found["trained"] = adapted.score(batch)["scores"]
+    merged = build_policy(parallel, LLAMA, head="score")
+    merged.load_checkpoint(path, weights_only=True)
+    found["merged"] = merged.score(batch)["scores"]
+    for name, export in (("weights", export_weights), ("peft", export_peft)):
+        with pytest.raises(ConfigError) as refused:
+            export(path, where / name)
+        found[name] = str(refused.value)
+    tensors = next(file for file in sorted(path.glob("*.distcp")) if file.stat().st_size)
+    tensors.write_bytes(tensors.read_bytes()[:-1] + b"\0\0")
+    with pytest.raises(ConfigError) as refused:
+        merged.load_checkpoint(path, weights_only=True)
+    return found | {"damaged": str(refused.value)}
+
+
+def test_adapters_of_a_reward_model_start_from_its_head_and_keep_theirs(ranks, tmp_path):
+    found = ranks.run(1, adapted_reward_model, {}, str(tmp_path))[0]
+    assert torch.equal(found["new"], found["whole"])
+    assert (found["trained"] - found["whole"]).abs().max() > 1e-4
+    torch.testing.assert_close(found["merged"], found["trained"], atol=1e-5, rtol=0)
+    assert "holds an adapter with a score head" in found["weights"] and found["weights"] == found["peft"]
+    assert "is damaged" in found["damaged"]
 
 
 def reference_of(parallel: dict) -> dict[str, torch.Tensor]:
