@@ -325,20 +325,21 @@ def test_rewards_that_misbehave_end_as_configured(ranks, number):
 def test_a_case_that_does_not_end_as_configured_is_found():
     case = reward_failures.Case(0, ("sample",), (("well", "raise"),), "zero", "error", 0.4, 1, 1)
     good = {"rewards": [1.0, 0.0], "metrics": {"reward_f0_errors": 1.0}, "seconds": 1.0}
-    assert reward_failures.wrong(case, [good, good]) is None
+    rank_1 = good | {"rewards": []}  # rank 0 alone has the rewards
+    assert reward_failures.wrong(case, [good, rank_1]) is None
     for change, words in (
         ({"rewards": [1.0, 1.0]}, "wanted the rewards"),
         ({"metrics": {}}, "1 errors of f0"),
         ({"seconds": 99.0}, "longer"),
     ):
-        assert words in (reward_failures.wrong(case, [good | change] * 2) or "")
-    assert reward_failures.wrong(case, [good, good | {"rewards": [0.0, 0.0]}]) == "the ranks differ"
+        assert words in (reward_failures.wrong(case, [good | change, rank_1]) or "")
+    assert reward_failures.wrong(case, [good, good]) == "the ranks differ"
     ends = reward_failures.Case(0, ("sample",), (("well", "raise"),), "error", "error", 0.4, 1, 1)
     said = "'f0' raised, for prompt 'prompt 1' and completion 'sample=1 f0=raise'; or reward.on_error=zero"
     assert reward_failures.wrong(ends, [{"failed": said, "seconds": 1.0}] * 2) is None
     other = said.replace("prompt 1", "prompt 0")
     assert "another" in (reward_failures.wrong(ends, [{"failed": other, "seconds": 1.0}] * 2) or "")
-    assert "no failure" in (reward_failures.wrong(ends, [good] * 2) or "")
+    assert "no failure" in (reward_failures.wrong(ends, [good, rank_1]) or "")
 
 
 @pytest.mark.slow

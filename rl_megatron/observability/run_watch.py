@@ -92,7 +92,9 @@ class RunWatch:
         self._own_failure = failure
         self._end_threads()  # they must not use a store whose process ends, because torch prints its stack then
         if self._store is None or self._world_size == 1:
-            self.file.write(failure, _TRACEBACK)
+            written = self.file.write(failure, _TRACEBACK)
+            if self._world_size > 1 and not on_all_ranks:  # without a store, no rank knows who failed first
+                self._print(failure, written)
             return
         recording = threading.Thread(target=self._record, args=(failure,), daemon=True)
         recording.start()

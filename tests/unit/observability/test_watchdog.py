@@ -161,6 +161,17 @@ def test_nothing_is_started_if_the_watch_is_off(tmp_path):
         assert threading.active_count() == before
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_a_store_prints_its_own_failure(tmp_path, capsys, monkeypatch, rank):
+    monkeypatch.setenv("RANK", str(rank))
+    watch = RunWatch(None, rank, 2, LIMIT, 10.0, FailureFile(tmp_path))
+    watch.failed(ValueError("the message"), on_all_ranks=True)
+    assert capsys.readouterr().err == "", "every rank raises it, and `run` prints it"
+    watch.failed(ValueError("the message"), on_all_ranks=False)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert f"rank {rank}" in line and "the message" in line
+
+
 def test_a_thread_that_waits_in_a_collective_is_said_to_with_the_line_that_called_it():
     frames = []
     code = "def wrapper():\n    look()\ndef all_reduce():\n    wrapper()\n"
