@@ -130,14 +130,15 @@ class Rounds:
                 del self._running[number]
                 self._changed.set()
 
-    async def _ask(self, number: int, request: Request) -> Completion:
+    def _ask(self, number: int, request: Request) -> asyncio.Future[Completion]:
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._running[number] += 1  # first, because it raises if the task has ended
         self._waiting[request.request_id] = number, request, future
+        future.add_done_callback(partial(self._waits_no_longer, number, request.request_id))
         self._changed.set()
-        try:
-            return await future
-        finally:
-            del self._waiting[request.request_id]
-            if number in self._running:  # otherwise its task has ended
-                self._running[number] -= 1
+        return future
+
+    def _waits_no_longer(self, number: int, request_id: str, _: asyncio.Future[Completion]) -> None:
+        del self._waiting[request_id]
+        if number in self._running:  # otherwise its task has ended
+            self._running[number] -= 1

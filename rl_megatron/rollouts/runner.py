@@ -192,6 +192,7 @@ class RolloutRunner:
         """
         rules, failed, failure = self.rules, 0, ""
         losses = {True: _MOST_LOSSES, False: _MOST_UNEXPLAINED_LOSSES}
+        seconds = rules.timeout_seconds if self.makes_turns else None  # `completion` waits for the engine only
         tries = 0
         while failed <= rules.retries:
             name = task.name if tries == 0 else f"{task.name}r{tries}"
@@ -201,7 +202,7 @@ class RolloutRunner:
             )  # fmt: skip
             tries += 1
             try:
-                made = await within_limit(self._trajectories(client, sampling), rules.timeout_seconds, client)
+                made = await within_limit(self._trajectories(client, sampling), seconds, client)
                 return TaskResult(made, attempts=tries)
             except (EngineFailed, NonFiniteLoss, ConfigError, asyncio.CancelledError):
                 raise
@@ -247,22 +248,21 @@ async def within_limit(
 
     Args:
         work: The coroutine.
-        seconds: The longest time that it may take, without the time in which the client waits for the engine.
+        seconds: The longest time that it may take, without the time in which the client waits for the engine. None for
+            no limit.
         client: The client.
         key: The configuration key of this time, for the message.
 
     Raises:
         TimeoutError: It takes longer, and is cancelled.
     """
+    if seconds is None:
+        return await work
     task, began, of_engine = asyncio.ensure_future(work), time.monotonic(), client.seconds_of_engine
     try:
         while not task.done():
-            left = (
-                None
-                if seconds is None
-                else seconds - (time.monotonic() - began - (client.seconds_of_engine - of_engine))
-            )
-            if left is not None and left <= 0:
+            left = seconds - (time.monotonic() - began - (client.seconds_of_engine - of_engine))
+            if left <= 0:
                 raise TimeoutError(f"took longer than {key}={seconds:g}")
             await asyncio.wait({task}, timeout=left)
         return task.result()

@@ -118,6 +118,8 @@ def checked_values(trajectory: Trajectory) -> Trajectory:
         raise ValueError(f"a reward is {wrong!r}, and must be a finite number")
     if not isinstance(trajectory.truncated, bool):
         raise ValueError(f"truncated is {trajectory.truncated!r}, and must be true or false")
+    if not trajectory.messages and not trajectory.metadata:
+        return trajectory
     try:
         messages, metadata = plain(list(trajectory.messages), "messages"), plain(dict(trajectory.metadata), "metadata")
         pickle.dumps((messages, metadata))
