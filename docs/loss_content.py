@@ -24,6 +24,8 @@ FORMULAS = {
   \log \tilde r = \mathrm{clip}(\log r,\, -\varepsilon_{\min},\, \varepsilon_{\max}) \text{ on the side of } A
   & \text{with use\_gmpo} \\
 -\,A_t\,\frac{4}{\tau}\,\sigma\big(\tau (r_t - 1)\big) & \text{with use\_sapo} \\
+(1 - s_t) \cdot \text{the default} & \text{with use\_clip\_cov} \\
+-\,A_t\, r_t + s_t\, c\, |\log r_t| & \text{with use\_kl\_cov} \\
 -\,A_t \log \pi(y_t) & \text{with disable\_ppo\_ratio: REINFORCE}
 \end{cases}
 
@@ -33,6 +35,9 @@ r_t = \frac{\pi(y_t)}{\pi_{\text{prev}}(y_t)} \;\text{ or, per sequence (GSPO), 
 
 \widehat{\mathrm{KL}}: \quad k_1 = -x, \quad k_2 = \tfrac{1}{2} x^2, \quad k_3 = e^x - 1 - x,
 \qquad x = \log \pi_{\text{ref}}(y_t) - \log \pi(y_t)
+
+s_t = 1 \text{ at tokens that are selected by } \big(A_t - \mathrm{mean}(A)\big)
+  \big(\log \pi_{\text{prev}}(y_t) - \mathrm{mean}(\log \pi_{\text{prev}})\big), \text{ otherwise } 0
 """,
     "dpo": r"""
 \mathcal L = w_p\, \mathcal L_{\text{pref}} + w_s\, \mathcal L_{\text{sft}}, \qquad
@@ -154,6 +159,18 @@ RECIPES = (
         f"algorithm=grpo data=arithmetic loss.use_sapo=true loss.token_level_loss=false {_NO_KL}",
         "[2511.20347](https://arxiv.org/abs/2511.20347). A sigmoid around the ratio 1 takes the place of the clip, and "
         "fades faster for negative advantages.",
+    ),
+    Recipe(
+        "Clip-Cov",
+        f"algorithm=grpo data=arithmetic loss.use_clip_cov=true {_NO_KL}",
+        "[2505.22617](https://arxiv.org/abs/2505.22617). A few of the tokens whose advantage and logprob vary together "
+        "most do not count, because they lower the entropy most. They are drawn once for each rollout.",
+    ),
+    Recipe(
+        "KL-Cov",
+        f"algorithm=grpo data=arithmetic algorithm.updates_per_rollout=2 loss.use_kl_cov=true {_NO_KL}",
+        "[2505.22617](https://arxiv.org/abs/2505.22617). These tokens are kept near the policy that sampled them, and "
+        "no ratio is clipped. It needs several optimizer steps on each rollout.",
     ),
     Recipe(
         "Rejection of mismatched sequences",

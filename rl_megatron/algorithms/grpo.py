@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from rl_megatron.algorithms.advantage_estimators import estimated_advantages, owned_together
 from rl_megatron.algorithms.async_sampler import sampler_of
+from rl_megatron.algorithms.covariances import with_covariance_mask
 from rl_megatron.algorithms.registry import register_algorithm
 from rl_megatron.algorithms.rollout import (
     ROLLOUT_LOSS,
@@ -17,6 +18,7 @@ from rl_megatron.algorithms.rollout import (
     recomputes_logprobs,
     reward_kl,
     rollout_loss,
+    seed_of_batch,
     uses_reference,
     with_logprobs,
 )
@@ -50,6 +52,8 @@ def grpo(stage: Stage, algorithm: GRPOConfig) -> None:
         )
         with stage.timer.phase("advantages"):
             rollouts["advantages"] = estimated_advantages(rollouts, algorithm, loss_fn)
+            seed = seed_of_batch(stage.config.train.seed, stage.batch_number(step))
+            rollouts = with_covariance_mask(rollouts, loss_fn, seed)
         sampler.keep(step, rollouts)
         outcome |= learned_statistics(rollouts, stage.policy.weight_version)
         for _ in range(algorithm.updates_per_rollout):

@@ -10,6 +10,7 @@ from typing import Any
 
 from rl_megatron.algorithms.advantages import generalized_advantages, whiten
 from rl_megatron.algorithms.async_sampler import sampler_of
+from rl_megatron.algorithms.covariances import with_covariance_mask
 from rl_megatron.algorithms.metrics import CRITIC_PREFIX
 from rl_megatron.algorithms.registry import CriticNeeds, register_algorithm
 from rl_megatron.algorithms.rollout import (
@@ -23,6 +24,7 @@ from rl_megatron.algorithms.rollout import (
     reward_kl,
     rewards_per_token,
     rollout_loss,
+    seed_of_batch,
     uses_reference,
     whole_trajectories,
     with_logprobs,
@@ -87,6 +89,8 @@ def ppo(stage: Stage, algorithm: PPOConfig) -> None:
             stage.timer.count_tokens(num_tokens(rollouts))
         with stage.timer.phase("advantages"):
             rollouts = with_advantages(rollouts, algorithm, policy_loss)
+            seed = seed_of_batch(stage.config.train.seed, stage.batch_number(step))
+            rollouts = with_covariance_mask(rollouts, policy_loss, seed)
         sampler.keep(step, rollouts)
         report |= learned_statistics(rollouts, stage.policy.weight_version) | reward_kl(rollouts, policy_loss)
         for _ in range(algorithm.updates_per_rollout):

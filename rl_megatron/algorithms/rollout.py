@@ -41,7 +41,7 @@ from rl_megatron.topology.collective_errors import from_rank0
 # The keys of rollouts when they reach the loss.
 ROLLOUT_KEYS = frozenset(
     "input_ids input_lengths token_mask sample_mask rewards advantages temperature generation_logprobs prev_logprobs "
-    "reference_policy_logprobs".split()
+    "reference_policy_logprobs covariance_mask".split()
 )
 RolloutsT = TypeVar("RolloutsT", bound=Rollouts)
 _ROUNDS_PER_SEED = 1000  # distance between the seeds of two steps, so that their rounds have different seeds

@@ -149,7 +149,7 @@ def batch_of_all_kinds(vocab_size: int, seed: int) -> BatchedDataDict:
     # Losses that compare logprobs with those of another policy may read a token's value from the entry before it.
     read = counts | counts.roll(-1, dims=1)
     streams = {name: torch.where(read, stream, math.nan) for name, stream in streams.items()}
-    return BatchedDataDict(
+    batch = BatchedDataDict(
         input_ids=torch.randint(0, vocab_size, shape, generator=generator),
         input_lengths=lengths,
         token_mask=token_mask,
@@ -160,6 +160,8 @@ def batch_of_all_kinds(vocab_size: int, seed: int) -> BatchedDataDict:
         teacher_topk_indices=uniform(*shape, vocab_size).argsort(-1)[..., :_TOP_K],
         **streams,
     )
+    batch["covariance_mask"] = torch.where(read, (uniform(*shape) < 0.3).float(), math.nan)
+    return batch
 
 
 def shrunk(model: ModelConfig, parallel: ParallelConfig) -> tuple[ModelConfig, ParallelConfig]:

@@ -140,6 +140,13 @@ class PolicyGradientConfig(RolloutConfig):
         reason = self.needs_logprobs(stage)
         if self.recompute_logprobs == "never" and reason is not None:
             raise ConfigError(f"algorithm.recompute_logprobs=never: {reason}; set it to auto")
+        steps = self.optimizer_steps_of_rollouts(stage.train, 1, self.updates_per_rollout)
+        if stage.loss.get("use_kl_cov") and steps == 1 and stage.rollout.correction != "engine":
+            raise ConfigError(
+                "loss.use_kl_cov=true has no effect: its penalty |log π/π_prev| has no gradient in the first optimizer "
+                "step on a rollout, and there is no second; raise algorithm.updates_per_rollout or lower "
+                f"train.global_batch_size={stage.train.global_batch_size}, or set loss.use_clip_cov=true instead"
+            )
 
 
 @register_algorithm_config

@@ -36,6 +36,23 @@ _NEEDED = {
         "sequence_level_importance_ratios": (False, "SAPO is defined for each token's own ratio"),
         "ratio_clip_c": (None, "SAPO does not clip"),
     },
+    "use_clip_cov": {
+        "use_cispo": (False, "both replace PPO's surrogate"),
+        "use_gmpo": (False, "both replace PPO's surrogate"),
+        "use_sapo": (False, "both replace PPO's surrogate"),
+        "force_on_policy_ratio": (False, "the covariances need prev_logprobs"),
+        "sequence_level_importance_ratios": (False, "one ratio per sequence leaves no single token out"),
+    },
+    "use_kl_cov": {
+        "use_cispo": (False, "both replace PPO's surrogate"),
+        "use_gmpo": (False, "both replace PPO's surrogate"),
+        "use_sapo": (False, "both replace PPO's surrogate"),
+        "use_clip_cov": (False, "each controls the same tokens in another way"),
+        "disable_ppo_ratio": (False, "the penalty is of the ratio"),
+        "force_on_policy_ratio": (False, "the ratio would always be 1, which has no penalty"),
+        "sequence_level_importance_ratios": (False, "the penalty is of each token's own ratio"),
+        "ratio_clip_c": (None, "KL-Cov does not clip"),
+    },
 }
 
 
@@ -59,6 +76,16 @@ class ClippedPGLossConfig:
         use_sapo: Use a sigmoid around r = 1 instead of the clip (SAPO). ratio_clip_* have no effect.
         sapo_temperature_pos, sapo_temperature_neg: The temperatures τ > 0 of SAPO's sigmoid, for tokens with A > 0 and
             for others. A larger τ makes the gradient of a token vanish nearer to r = 1.
+
+    Keys of tokens that are selected by their covariance (A − mean A)·(log π_prev − mean log π_prev):
+        use_clip_cov: Leave tokens out of the loss whose covariance is between clip_cov_min and clip_cov_max (Clip-Cov).
+            The means are over all tokens of a rollout.
+        clip_cov_ratio: The share of all tokens that are left out at most, drawn at random; at least one token.
+        clip_cov_min, clip_cov_max: The bounds of their covariances.
+        use_kl_cov: Use −A·r without a clip, and add kl_cov_coef·|log r| for the tokens with the highest covariances
+            (KL-Cov). ratio_clip_* have no effect.
+        kl_cov_ratio: The share of all tokens that have this penalty; at least one token.
+        kl_cov_coef: The factor > 0 of the penalty.
 
     Keys of the average:
         token_level_loss: Average over all tokens. false: average over each sequence's tokens, then over sequences.
@@ -119,6 +146,13 @@ class ClippedPGLossConfig:
     use_sapo: bool = False
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
+    use_clip_cov: bool = False
+    clip_cov_ratio: float = 0.0002
+    clip_cov_min: float = 1.0
+    clip_cov_max: float = 5.0
+    use_kl_cov: bool = False
+    kl_cov_ratio: float = 0.0002
+    kl_cov_coef: float = 1.0
     sequence_rejection_type: str | None = None
     sequence_rejection_max: float | None = None
     sequence_rejection_min: float | None = None
@@ -138,6 +172,11 @@ class ClippedPGLossConfig:
         return 0.0 if self.use_kl_in_reward else self.reference_policy_kl_penalty
 
     @property
+    def uses_covariances(self) -> bool:
+        """Return whether the loss treats the tokens of `covariance_mask` in another way."""
+        return self.use_clip_cov or self.use_kl_cov
+
+    @property
     def truncation_type(self) -> str | None:
         """Return how importance weights are truncated: one of `TRUNCATION_TYPES`, or None if they are not truncated."""
         return self.truncated_importance_sampling_type
@@ -152,6 +191,7 @@ class ClippedPGLossConfig:
             above_zero=(
                 "kl_input_clamp_value", "kl_output_clamp_value", "truncated_importance_sampling_ratio",
                 "fixed_sequence_length", "sapo_temperature_pos", "sapo_temperature_neg", "sequence_rejection_max",
+                "clip_cov_ratio", "kl_cov_ratio", "kl_cov_coef",
             ),
         )  # fmt: skip
         if self.ratio_clip_c is not None and self.ratio_clip_c <= 1:
@@ -163,6 +203,12 @@ class ClippedPGLossConfig:
                 f"truncated_importance_sampling_type={self.truncated_importance_sampling_type!r} must be one of "
                 f"{TRUNCATION_TYPES} or null"
             )
+
+        for key in ("clip_cov_ratio", "kl_cov_ratio"):
+            if getattr(self, key) > 1:
+                raise ValueError(f"{key}={getattr(self, key)} must be at most 1: it is a share of all tokens")
+        if self.clip_cov_min >= self.clip_cov_max:
+            raise ValueError(f"clip_cov_min={self.clip_cov_min} must be less than clip_cov_max={self.clip_cov_max}")
 
     def _check_combinations(self) -> None:
         if self.sequence_level_importance_ratios and self.token_level_loss:

@@ -20,6 +20,9 @@ MAX_LOG_RATIO = 20.0
 # would be 0 · ∞ = NaN.
 _LARGEST_EXPONENT = 80.0
 
+# Two forward passes of one policy differ by less than this in fp32, in nats.
+_ROUNDING = 1e-4
+
 # A probability of 1 has infinite odds.
 _LARGEST_LOGPROB = -1e-6
 
@@ -238,6 +241,21 @@ def soft_surrogate(
     """
     temperature = torch.where(advantages > 0, torch.full_like(advantages, temperature_pos), temperature_neg)
     return -advantages * torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature
+
+
+def penalised_surrogate(
+    advantages: Float[Tensor, "*shape"], ratio: Float[Tensor, "*shape"], coefficient: Float[Tensor, "*shape"]
+) -> Float[Tensor, "*shape"]:
+    """Return −A·r + c·|log r|, with a coefficient c for each token.
+
+    A difference of less than 1e-4 nats counts as 0. Otherwise the rounding of a policy that has not moved would decide
+    the sign of the gradient.
+
+    Source: Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models"
+    (arXiv:2505.22617), eq. 13, with the estimate |log r| of the KL that the authors' code has.
+    """
+    distance = ratio.log().abs()
+    return -advantages * ratio + coefficient * torch.where(distance < _ROUNDING, 0.0, distance)
 
 
 def geometric_mean_outside(

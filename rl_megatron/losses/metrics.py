@@ -71,6 +71,7 @@ CLIPPED_PG = declare_metrics(
         "sum",
         healthy="falls slowly; near 0, all completions of a prompt are alike",
     ),
+    Metric("covariance_fraction", "1", "The share of tokens that Clip-Cov or KL-Cov has selected.", "sum"),
     Metric(
         "rejected_sequences",
         "1",

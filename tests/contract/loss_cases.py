@@ -83,6 +83,7 @@ def policy_batch(generator: torch.Generator) -> Batch:
         batch[key] = base + spread * torch.randn(shape, generator=generator, dtype=torch.float64)
     batch["advantages"] = torch.randn(shape, generator=generator, dtype=torch.float64)
     batch["rewards"] = torch.tensor([1.0, -1.0, 1.0, 0.0, 2.0, 1.0], dtype=torch.float64)
+    batch["covariance_mask"] = ((torch.arange(shape[0])[:, None] + torch.arange(shape[1])) % 3 == 0).double()
     return batch
 
 
@@ -243,6 +244,10 @@ CASES = [
     _clipped_pg("gmpo with correction", token_level_loss=False, use_gmpo=True, **_IS, **_NO_KL),
     _clipped_pg("sapo", token_level_loss=False, use_sapo=True, **_NO_KL),
     _clipped_pg("sapo, temperatures", use_sapo=True, sapo_temperature_pos=2.0, sapo_temperature_neg=3.0, **_NO_KL),
+    _clipped_pg("clip-cov", use_clip_cov=True, **_NO_KL),
+    _clipped_pg("clip-cov with dual clip and correction", use_clip_cov=True, ratio_clip_c=1.3, **_IS, **_NO_KL),
+    _clipped_pg("kl-cov", use_kl_cov=True, kl_cov_coef=0.7, **_NO_KL),
+    _clipped_pg("kl-cov per sequence", use_kl_cov=True, token_level_loss=False, **_IS, **_NO_KL),
     _clipped_pg("geometric rejection", sequence_rejection_type="geometric", sequence_rejection_min=0.95,
                 sequence_rejection_max=1.05, **_NO_KL),
     _clipped_pg("k3 rejection", sequence_rejection_type="k3", sequence_rejection_max=0.06, token_level_loss=False,

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rl_megatron.algorithms.advantage_estimators import estimated_advantages, owned_together
+from rl_megatron.algorithms.covariances import with_covariance_mask
 from rl_megatron.algorithms.ppo import with_advantages
 from rl_megatron.algorithms.rollout import join, keep_informative, owned, reward_kl, whole_trajectories, with_logprobs
 from rl_megatron.algorithms.rollout_statistics import learned_statistics, logprob_mismatch, statistics
@@ -49,23 +50,32 @@ def of_all(batch, keys):
     return gathered(batch, keys) if dist.get_world_size() > 1 else {key: batch[key] for key in keys}
 
 
-def grpo_step(parallel, batching, estimator, everywhere=False):
+COVARIANCES = {
+    "clip-cov": {"use_clip_cov": True, "clip_cov_min": 0.0, "clip_cov_max": 1e9, "clip_cov_ratio": 0.1},
+    "kl-cov": {"use_kl_cov": True, "kl_cov_ratio": 0.1},
+}
+
+
+def grpo_step(parallel, batching, estimator, everywhere=False, covariances="none"):
     """Return the metrics of a GRPO step, its advantages, the weights behind it, and the gradient of all rollouts."""
     policy = build_policy(parallel, batching=batching)
     policy.freeze_reference()
     algorithm = GRPOConfig(samples_per_prompt=2, advantage_estimator=estimator)
     in_reward = estimator == "reinforce_plus_plus"
-    loss = build_loss("clipped_pg", {"reference_policy_kl_penalty": 0.05, "use_kl_in_reward": in_reward})
+    settings = {"reference_policy_kl_penalty": 0.05, "use_kl_in_reward": in_reward}
+    loss = build_loss("clipped_pg", settings | COVARIANCES.get(covariances, {}))
     drawn, outcome = rollouts(policy, everywhere)
     batch = owned(drawn, stage_of(policy, 3), owned_together(drawn, algorithm))
     batch = with_logprobs(batch, policy, recompute=True, reference=True)
     batch["advantages"] = estimated_advantages(batch, algorithm, loss)
+    batch = with_covariance_mask(batch, loss, seed=5)
     found = outcome | learned_statistics(batch, 7) | logprob_mismatch(batch) | reward_kl(batch, loss)
     policy.accumulate_gradients(batch, loss)
     of_whole = gradients(policy)
     sizes = torch.bincount(batch.trajectories() // 3).tolist()
     report = policy.train(batch, loss, sizes=sizes)
-    return report | found, of_all(batch, ["advantages"]), weights(policy), of_whole
+    keys = ["advantages"] + ["covariance_mask"] * (covariances in COVARIANCES)
+    return report | found, of_all(batch, keys), weights(policy), of_whole
 
 
 def ppo_step(parallel, batching, everywhere=False):
@@ -105,6 +115,16 @@ def test_a_step_of_grpo_equals_one_process(ranks, layout, estimator, everywhere)
     whole = ranks.reference(grpo_step, {}, Batching(sequences=32), estimator)
     for found in ranks.run(size, grpo_step, parallel, PACKED, estimator, everywhere)[:1]:
         assert_equal(found, whole)
+
+
+@pytest.mark.parametrize("covariances", COVARIANCES)
+@pytest.mark.parametrize("layout", ["data 3", "data 2 context 2"])
+def test_the_tokens_that_covariances_select_are_those_of_one_process(ranks, layout, covariances):
+    size, parallel = LAYOUTS[layout]
+    whole = ranks.reference(grpo_step, {}, Batching(sequences=32), "group_relative", False, covariances)
+    found = ranks.run(size, grpo_step, parallel, PACKED, "group_relative", True, covariances)[0]
+    assert_equal(found, whole)
+    assert whole[0]["covariance_fraction"] == pytest.approx(0.1, abs=0.05)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

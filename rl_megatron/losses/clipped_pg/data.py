@@ -23,6 +23,7 @@ class ClippedPGLossDataDict(TypedDict):
         rewards: Rewards [B]. They are needed only with positive_example_nll_weight.
         global_positive_toks: The number of tokens in samples with a positive reward, over the global batch.
         curr_logprobs_unfiltered: log π [B, S-1] before top-k and top-p. The KL reads it instead of the logprobs.
+        covariance_mask: 1 at tokens that Clip-Cov or KL-Cov has selected, otherwise 0. Only they need it.
         temperature: A number, [B] or [B, S]. If the call gives logits, they are divided by it.
     """
 
@@ -36,4 +37,5 @@ class ClippedPGLossDataDict(TypedDict):
     rewards: NotRequired[Tensor]
     global_positive_toks: NotRequired[Tensor]
     curr_logprobs_unfiltered: NotRequired[Tensor]
+    covariance_mask: NotRequired[Tensor]
     temperature: NotRequired[Tensor]

@@ -36,6 +36,9 @@ class ClippedPGLossFn(LogprobLoss):
 
         ℓ = −min( r·A, clip(r, 1−ε_min, 1+ε_max)·A ),  r = π/π_prev,  w = 1,  mean over the global batch's tokens
 
+    With use_clip_cov, ℓ is 0 at the tokens of data["covariance_mask"]. With use_kl_cov, ℓ = −r·A + c·|log r|·m for the
+    mask m. The mask is selected once per rollout, from covariances over the whole of it: `algorithms/covariances.py`.
+
     If the batch has no prev_logprobs, π_prev is π without its gradient, so that r is 1. This is right for the first
     update after the completions were sampled.
 
@@ -90,6 +93,7 @@ class ClippedPGLossFn(LogprobLoss):
             "loss", *ratios, "kl_penalty", "clip_fraction", "num_valid_samples", "positive_nll_loss", "entropy",
             "sampling_importance_ratio", "sampling_importance_ratio_square", "approx_entropy", *MISMATCH_MEANS,
             *(["is_oob_ratio"] if self.cfg.truncation_type is not None else []),
+            *(["covariance_fraction"] if self.cfg.uses_covariances else []),
             *(["rejected_sequences"] if self.cfg.sequence_rejection_type is not None else []),
             minima=[f"{name}_min" for name in ratios],
             maxima=[*(f"{name}_max" for name in ratios), *MISMATCH_MAXIMA],
@@ -106,14 +110,16 @@ class ClippedPGLossFn(LogprobLoss):
             or cfg.sequence_rejection_type is not None,
             "reference_policy_logprobs": cfg.kl_coefficient > 0,
             "rewards": cfg.positive_example_nll_weight > 0,
+            "prev_logprobs": cfg.uses_covariances,
+            "covariance_mask": cfg.uses_covariances,
         }
         return (*super().required_keys, "advantages", *(key for key, needed in conditional.items() if needed))
 
     @property
     def on_policy_keys(self) -> frozenset[str]:
-        """Return "prev_logprobs", unless a subclass replaces the method that can do without them."""
+        """Return "prev_logprobs", unless covariances need them or a subclass replaces what can do without them."""
         replaced = self.has_own_call or type(self).evaluate is not ClippedPGLossFn.evaluate
-        return frozenset(() if replaced else ("prev_logprobs",))
+        return frozenset(() if replaced or self.cfg.uses_covariances else ("prev_logprobs",))
 
     @property
     def needs_entropy(self) -> bool:
@@ -144,7 +150,12 @@ class ClippedPGLossFn(LogprobLoss):
 
         ratio, clipped_ratio = policy_ratio(cfg, logprobs, prev, streams.mask)
         metrics |= ratio_metrics(ratio, clipped_ratio, means)
-        loss_of_tokens = surrogate_loss(cfg, streams["advantages"], ratio, clipped_ratio, logprobs, streams.mask)
+        selected = streams["covariance_mask"] if cfg.uses_covariances else None
+        if selected is not None:
+            metrics["covariance_fraction"] = means.over_tokens(selected)
+        loss_of_tokens = surrogate_loss(
+            cfg, streams["advantages"], ratio, clipped_ratio, logprobs, streams.mask, selected
+        )
         if generation is not None:
             weights, outside = importance_weights(cfg, prev, generation, streams.token_mask)
             metrics |= generation_metrics(cfg, logprobs, prev, generation, weights, outside, means)

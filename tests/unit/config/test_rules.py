@@ -335,6 +335,17 @@ def test_other_algorithms_pad_and_stages_may_share_the_size_of_a_microbatch(refu
     assert message.startswith("stages.grpo.train.micro_batch_size=4 has no effect")
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_kl_cov_needs_a_second_optimizer_step_on_a_rollout(refused, algorithm):
+    given = [f"algorithm={algorithm}", "train.global_batch_size=256", "loss.use_kl_cov=true"]
+    message = refused(*given)
+    assert message.startswith("loss.use_kl_cov=true has no effect: ")
+    assert "raise algorithm.updates_per_rollout or lower train.global_batch_size=256" in message
+    load_config([*given, "algorithm.updates_per_rollout=2"])
+    load_config([given[0], "train.global_batch_size=64", given[2]])
+    load_config([*given[:2], "loss.use_clip_cov=true"])
+
+
 ON_POLICY = ("train.global_batch_size=256", "algorithm.recompute_logprobs=never")
 
 

@@ -31,6 +31,7 @@ class TokenByToken:
         streams = ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "advantages")
         prev, gen, ref, advantage = (self.data[key][b, t].item() for key in streams)
         token = {"lp": lp, "prev": lp if self.cfg.force_on_policy_ratio else prev, "gen": gen, "ref": ref}
+        token["selected"] = self.data["covariance_mask"][b, t].item()
         return token | {"A": advantage, "H": entropy[b, t - 1].item(), "reward": self.data["rewards"][b].item()}
 
     def token_mean(self, value):
@@ -109,11 +110,14 @@ class TokenByToken:
         elif cfg.use_sapo:
             temperature = cfg.sapo_temperature_pos if A > 0 else cfg.sapo_temperature_neg
             loss = -A * 4 / temperature / (1 + math.exp(-temperature * (token["r"] - 1)))
+        elif cfg.use_kl_cov:
+            loss = -token["r"] * A
+            loss += cfg.kl_cov_coef * abs(token["lp"] - token["prev"]) if token["selected"] else 0.0
         else:
             loss = -min(token["r"] * A, token["clipped"] * A)
         if cfg.ratio_clip_c is not None and A < 0:
             loss = min(loss, -cfg.ratio_clip_c * A)
-        if token["rejected"]:
+        if token["rejected"] or (cfg.use_clip_cov and token["selected"]):
             return 0.0
         return loss * (token["w"] if cfg.use_importance_sampling_correction else 1.0)
 
@@ -167,6 +171,8 @@ class TokenByToken:
         if cfg.truncated_importance_sampling_type is not None:
             by_sequence = self.sequence_mean if cfg.truncated_importance_sampling_type == "seq-mask-tis" else mean
             metrics["is_oob_ratio"] = by_sequence(lambda t: float(t["outside"]))
+        if cfg.use_clip_cov or cfg.use_kl_cov:
+            metrics["covariance_fraction"] = mean(lambda t: t["selected"])
         if cfg.sequence_rejection_type is not None:
             metrics["rejected_sequences"] = self.sequence_mean(lambda t: float(t["rejected"]))
         return metrics

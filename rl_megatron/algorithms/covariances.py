@@ -1,0 +1,101 @@
+"""Select the tokens whose advantage and logprob vary together most, which Clip-Cov and KL-Cov treat in another way.
+
+A step that makes likely tokens likelier lowers the policy's entropy, and these tokens lower it most.
+
+Source: Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models"
+(arXiv:2505.22617), eq. 10 to 13.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from rl_megatron.algorithms.rollout import RolloutsT
+from rl_megatron.algorithms.rollout_statistics import Rollouts, ranks_of
+from rl_megatron.batching.sharded import ShardedBatch
+from rl_megatron.config.clipped_pg import ClippedPGLossConfig
+from rl_megatron.losses.contract import LossFunction
+from rl_megatron.topology.reductions import RankReduction
+
+
+def with_covariance_mask(rollouts: RolloutsT, loss_fn: LossFunction, seed: int) -> RolloutsT:
+    """Return the rollouts with the `covariance_mask` that the loss reads, if it reads one. Collective.
+
+    Args:
+        rollouts: Rollouts with `advantages` and `prev_logprobs`, both [B, S].
+        loss_fn: The policy's loss.
+        seed: The seed of the tokens that Clip-Cov draws. Every step has its own.
+    """
+    cfg = getattr(loss_fn, "cfg", None)
+    if getattr(cfg, "uses_covariances", False):
+        assert isinstance(cfg, ClippedPGLossConfig)
+        rollouts["covariance_mask"] = selected_tokens(rollouts, cfg, seed)
+    return rollouts
+
+
+def selected_tokens(rollouts: Rollouts, cfg: ClippedPGLossConfig, seed: int) -> Float[Tensor, "batch sequence"]:
+    """Return 1 at the tokens that Clip-Cov or KL-Cov selects from all ranks' tokens, and 0 elsewhere, [B, S].
+
+    The selection does not depend on how the sequences are spread over ranks. Collective.
+    """
+    ranks = ranks_of(rollouts)
+    counts = (rollouts["token_mask"] != 0) & (rollouts["sample_mask"] != 0)[:, None]
+    advantages, logprobs = rollouts["advantages"][counts].double(), rollouts["prev_logprobs"][counts].double()
+    number, mean_advantage, _ = ranks.moments(advantages)
+    mean_logprob = ranks.moments(logprobs)[1]
+    covariances = ((advantages - mean_advantage) * (logprobs - mean_logprob)).float()
+    numbers = rollouts.numbers if isinstance(rollouts, ShardedBatch) else np.arange(len(counts))
+    lengths = counts.sum(1)
+    sequences = torch.from_numpy(numbers).repeat_interleave(lengths)
+    if cfg.use_kl_cov:
+        chosen = largest(covariances, sequences, _share(number, cfg.kl_cov_ratio), ranks)
+    else:
+        chosen = (covariances > cfg.clip_cov_min) & (covariances < cfg.clip_cov_max)
+        drawn = _draws(seed, numbers, lengths)[chosen]
+        chosen[chosen.clone()] = largest(drawn, sequences[chosen], _share(number, cfg.clip_cov_ratio), ranks)
+    selected = torch.zeros(counts.shape)
+    selected[counts] = chosen.float()
+    return selected
+
+
+def largest(
+    values: Float[Tensor, " n"], sequences: Int[Tensor, " n"], count: int, ranks: RankReduction
+) -> Bool[Tensor, " n"]:
+    """Return which of this rank's values are among the `count` largest of all ranks. Collective.
+
+    Of equal values, those of the sequence with the lower number come first, and then those that come first in it.
+
+    Args:
+        values: This rank's values, fp32.
+        sequences: The number of the sequence of each value. Only one rank has values of a sequence.
+        count: How many are chosen, at least 1. All are, if there are fewer.
+        ranks: The ranks that share the values.
+    """
+
+    def total(chosen: Tensor) -> int:
+        return int(ranks.sum(chosen.sum()[None]).item())
+
+    if count >= total(torch.ones_like(values, dtype=torch.bool)):
+        return torch.ones_like(values, dtype=torch.bool)
+    (bound,) = ranks.in_order(-values, [count - 1])
+    above, equal = -values < bound, -values == bound
+    left = count - total(above)
+    (last,) = ranks.in_order(sequences[equal].float(), [left - 1])
+    before, at_last = equal & (sequences < last), equal & (sequences == last)
+    return above | before | (at_last & (at_last.cumsum(0) <= left - total(before)))
+
+
+def _share(number: int, ratio: float) -> int:
+    return max(int(ratio * number), 1)
+
+
+def _draws(seed: int, numbers: np.ndarray, lengths: Tensor) -> Tensor:
+    """Return a random number for each token that counts; those of a sequence depend on its number alone."""
+    draws = [
+        np.random.default_rng([seed, int(number)]).random(length, dtype=np.float32)
+        for number, length in zip(numbers, lengths.tolist(), strict=True)
+    ]
+    return torch.from_numpy(np.concatenate(draws)) if draws else torch.zeros(0)
